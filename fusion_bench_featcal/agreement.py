@@ -24,28 +24,22 @@ class Agreement:
         cosine: Mean cosine of the calibrated model's features to the expert's.
         merged: The same of the merged model's.
         drift: Root mean square drift of the calibrated model's, relative to the expert's norm.
-        samples: Number of samples.
     """
 
     cosine: Mapping[str, float]
     merged: Mapping[str, float]
     drift: Mapping[str, float]
-    samples: Mapping[str, int]
 
     @classmethod
     def of(cls, log: CalibrationLog) -> "Agreement":
         """Read it from the records of the last block; tasks without held-out samples lack."""
         last = {record["task"]: record for record in log.of_kind("task")}
-        with_held_out = {task: record for task, record in last.items() if record.get("held_out")}
 
         def column(name: str) -> dict[str, Any]:
-            return {task: record[name] for task, record in with_held_out.items()}
+            return {task: record[name] for task, record in last.items() if record.get("held_out")}
 
         return cls(
-            column("held_out_cosine"),
-            column("held_out_cosine_merged"),
-            column("held_out_drift"),
-            column("held_out"),
+            column("held_out_cosine"), column("held_out_cosine_merged"), column("held_out_drift")
         )
 
     @property

@@ -100,9 +100,9 @@ def _mapping(words: list[str], field: dataclasses.Field[Any]) -> dict[str, Any]:
     flag = flag_of(field.name)
     for word in words:
         entries = field.metadata["word"](word, flag)
-        twice = mapping.keys() & entries.keys() if field.metadata["is_location"] else ()
-        if twice:
-            raise ValueError(f"{flag} {min(twice)}=... stands there twice")
+        is_single = field.metadata["word"] in (pair, scorer)
+        if is_single and (twice := mapping.keys() & entries.keys()):
+            raise ValueError(f"{flag} with {min(twice)} stands there twice")
         mapping = with_changes(mapping, entries)
     return mapping
 
@@ -198,10 +198,10 @@ def pair(word: str, flag: str) -> dict[str, Any]:
 
 
 def scorer(word: str, flag: str) -> dict[str, Any]:
-    """Read MODULE:NAME."""
+    """Read MODULE:NAME,..."""
     module, _, name = word.partition(":")
     if not (module and name):
-        raise ValueError(f"{flag} takes lm-eval:TASK,... or MODULE:FUNCTION, got {word!r}")
+        raise ValueError(f"{flag} takes lm-eval:TASK,... or MODULE:FUNCTION,..., got {word!r}")
     return {module: name}
 
 

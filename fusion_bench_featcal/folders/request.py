@@ -84,9 +84,9 @@ class Request:
         metavar="RANK",
     )  # fmt: skip
     evaluate: Mapping[str, str] = option(
-        dict, "scores beside accuracy and loss, before and after: lm-eval:TASK[,TASK...], or a "
-        "function of model and tokenizer (repeatable)",
-        kind=dict, word=options.scorer, metavar="MODULE:NAME",
+        dict, "scores beside accuracy and loss, before and after: lm-eval:TASK,..., or "
+        "functions of model and tokenizer, MODULE:FUNCTION,... (repeatable)",
+        kind=dict, word=options.scorer, metavar="MODULE:NAME,...",
     )  # fmt: skip
     strict: bool = option(
         False, "save nothing, and exit with 1, if a task ends no closer to its expert", kind=bool

@@ -23,7 +23,7 @@ def scorers_of(named: Mapping[str, str], kind: str, batch_size: int) -> dict[str
     """Return a scorer for each entry of `--evaluate`, by its name.
 
     Args:
-        named: `lm-eval` -> its tasks, with commas; or a module -> its function.
+        named: `lm-eval` -> its tasks, or a module -> its functions, with commas.
         kind: Kind of the models.
         batch_size: Rows of lm-eval at once.
 
@@ -31,13 +31,17 @@ def scorers_of(named: Mapping[str, str], kind: str, batch_size: int) -> dict[str
         ValueError: If a name is not there.
         CalibrationError: If lm-eval has no such task.
     """
-    return {
-        module: _lm_eval(name, kind, batch_size) if module == _LM_EVAL else _own(module, name)
-        for module, name in named.items()
-    }
+    scorers: dict[str, Scorer] = {}
+    for module, names in named.items():
+        if module == _LM_EVAL:
+            scorers[module] = _lm_eval(names.split(","), kind, batch_size)
+        else:
+            words = [f"{module}:{name}" for name in names.split(",")]
+            scorers |= {word: _own(word) for word in words}
+    return scorers
 
 
-def _lm_eval(names: str, kind: str, batch_size: int) -> Scorer:
+def _lm_eval(tasks: list[str], kind: str, batch_size: int) -> Scorer:
     """Return a scorer that runs tasks of lm-eval."""
     if kind not in ("causal", "seq2seq"):
         raise ValueError(f"--evaluate {_LM_EVAL}:... is for language models, these are {kind}s")
@@ -45,7 +49,7 @@ def _lm_eval(names: str, kind: str, batch_size: int) -> Scorer:
         raise ValueError(
             f"--evaluate {_LM_EVAL}:... needs lm-eval: pip install 'fusion_bench_featcal[llm]'"
         )
-    tasks, index = names.split(","), lm_eval_tasks.task_index()
+    index = lm_eval_tasks.task_index()
     lm_eval_tasks.check_tasks(tasks, index, f"--evaluate {_LM_EVAL}:")
 
     def score(model: nn.Module, tokenizer: Any) -> dict[str, float]:
@@ -60,9 +64,9 @@ def _lm_eval(names: str, kind: str, batch_size: int) -> Scorer:
     return score
 
 
-def _own(module: str, name: str) -> Scorer:
-    """Return a scorer that calls a user's function."""
-    word = f"{module}:{name}"
+def _own(word: str) -> Scorer:
+    """Return a scorer that calls a user's function, MODULE:FUNCTION."""
+    module, _, name = word.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` has it
     try:
@@ -74,14 +78,13 @@ def _own(module: str, name: str) -> Scorer:
 
     def score(model: nn.Module, processor: Any) -> dict[str, float]:
         result: Any = function(model, processor)
-        values = result if isinstance(result, Mapping) else {name: result}
-        for key, value in values.items():
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                raise ValueError(
-                    f"--evaluate {word} must return a number or numbers by name, got "
-                    f"{key}={value!r:.60}"
-                )
-        return {str(key): float(value) for key, value in values.items()}
+        values = result if isinstance(result, Mapping) else {"": result}
+        try:
+            return {str(key): float(value) for key, value in values.items()}
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"--evaluate {word} must return a number or numbers by name, got {result!r:.60}"
+            ) from error
 
     return score
 
@@ -89,8 +92,8 @@ def _own(module: str, name: str) -> Scorer:
 def all_scores(scorers: Mapping[str, Scorer], model: nn.Module, processor: Any) -> dict[str, float]:
     """Return a model's scores by the names of scorers and scores."""
     return {
-        f"{module} {key}": value
-        for module, scorer in scorers.items()
+        f"{word} {key}".strip(): value
+        for word, scorer in scorers.items()
         for key, value in scorer(model.eval(), copy.deepcopy(processor)).items()
     }
 

@@ -55,6 +55,7 @@ def test_an_adapter_of_a_low_rank_is_evaluated_with_what_it_loses(tmp_path):
         (("--evaluate", "no_such_module:score"), "No module named 'no_such_module'"),
         (("--evaluate", "lm-eval:arc_easy"), "pip install 'fusion_bench_featcal[llm]'"),
         (("--evaluate", "layer_scores:rows", "--no-eval"), "--no-eval skips --evaluate"),
+        (("--evaluate", "a:b", "--evaluate", "a:c"), "--evaluate with a stands there twice"),
     ],
 )
 def test_refused_before_anything_is_loaded(tmp_path, capsys, more, message):
@@ -76,7 +77,7 @@ def test_own_scores_before_and_after(tmp_path, monkeypatch, capsys):
     (tmp_path / "layer_scores.py").write_text(SCORE)
     monkeypatch.chdir(tmp_path)
     assert main(words(tmp_path, *PAPER, "--evaluate", "layer_scores:rows")) == 0
-    line = "evaluated by layer_scores tokens: merged 2, featcal 2"
+    line = "evaluated by layer_scores:rows tokens: merged 2, featcal 2"
     assert line in capsys.readouterr().out and line in report_of(tmp_path).notes
 
 

@@ -39,12 +39,13 @@ def scores_of(function: str, processor: Any = None) -> Mapping[str, float]:
 
 def test_scores_of_own_functions():
     processor: list[str] = []
-    assert scores_of("number", processor) == {"my_scores number": 6}
+    assert scores_of("number", processor) == {"my_scores:number": 6}
     assert processor == []  # what is saved with the model is not what functions get
-    scores = scores_of("several")
-    assert scores == {"my_scores first": 0.25, "my_scores second": 2}
-    lines = comparison({"merged": scores, "featcal": {**scores, "my_scores first": 0.5}})
-    assert lines[0] == "evaluated by my_scores first: merged 0.25, featcal 0.5"
+    scores = scores_of("several,number", [])
+    first = "my_scores:several first"
+    assert scores == {first: 0.25, "my_scores:several second": 2, "my_scores:number": 6}
+    lines = comparison({"merged": scores, "featcal": {**scores, first: 0.5}})
+    assert lines[0] == "evaluated by my_scores:several first: merged 0.25, featcal 0.5"
 
 
 @pytest.mark.parametrize(
@@ -64,10 +65,10 @@ def test_words_that_name_nothing(word, kind, message):
 
 @pytest.mark.parametrize("word", ["nothing", "my_scores:", ":number"])
 def test_words_of_another_form(word):
-    with pytest.raises(ValueError, match=rf"takes lm-eval:TASK,... or MODULE.*, got '{word}'"):
+    with pytest.raises(ValueError, match=rf"takes lm-eval:TASK,... or MODULE.*,..., got '{word}'"):
         scorer(word, "--evaluate")
 
 
 def test_a_function_must_return_numbers():
-    with pytest.raises(ValueError, match=r"must return a number .*got text='good'"):
+    with pytest.raises(ValueError, match=r"must return a number .*got 'good'"):
         scores_of("text")

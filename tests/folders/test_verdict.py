@@ -8,7 +8,7 @@ from fusion_bench_featcal.agreement import Agreement
 from fusion_bench_featcal.folders.tasks import Score
 from fusion_bench_featcal.folders.verdict import Verdict
 
-NONE = Agreement({}, {}, {}, {})
+NONE = Agreement({}, {}, {})
 NOISE = torch.linspace(-0.02, 0.02, 20).double()
 
 
@@ -23,7 +23,7 @@ def of(merged: Score, calibrated: Score, agreement: Agreement = NONE) -> Verdict
 
 
 def close(cosine: float) -> Agreement:
-    return Agreement({"one": cosine}, {"one": 0.8}, {"one": 0.1}, {"one": 8})
+    return Agreement({"one": cosine}, {"one": 0.8}, {"one": 0.1})
 
 
 def test_a_gain_has_its_interval_and_its_rows():
