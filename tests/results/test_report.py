@@ -120,7 +120,7 @@ def test_a_report_from_before_losses_were_kept_loads(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(float("nan"), "featcal.x: nan cannot be kept"), (object(), "featcal.x: a object cannot")],
+    [(float("nan"), "featcal.x: nan cannot be written"), (object(), "featcal.x: a object cannot")],
 )
 def test_what_json_cannot_hold_is_named(value: object, message: str):
     with pytest.raises(ReportError, match=message):
