@@ -66,6 +66,12 @@ def test_experts_with_a_sibling_as_base_are_named() -> None:
     assert 0.4 < float(note.split("a cosine of ")[1].split()[0]) < 0.6
 
 
+def test_equal_experts_are_named() -> None:
+    base = model(0, 0)
+    experts = {n: ExpertModel(n, InMemoryExpert(model(0.1, 1)), base) for n in ("one", "two")}
+    assert far_experts(experts, base) == ["experts one and two are the same on a sample of weights"]
+
+
 def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = model(0, 0)
     save_file(base.state_dict(), tmp_path / "one.safetensors")

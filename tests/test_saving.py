@@ -178,6 +178,7 @@ PLACES = {  # in FOLDER lie a file and the folder of an expert
     "file": ("FOLDER/file", "is a file"),
     "below a file": ("FOLDER/file/model", "is a file, not a directory"),
     "read-only": ("/proc/nowhere/model", "cannot write"),
+    "long": ("x" * 250, "is too long"),
     "expert": ("FOLDER/expert", r"modelpool\.models\.one"),
     "in an expert": ("FOLDER/expert/a/b", r"modelpool\.models\.one"),
     "above an expert": ("FOLDER", r"modelpool\.models\.one"),

@@ -187,15 +187,6 @@ def _(folder: Path) -> None:
     expect_warning(messages, "generated_tokens")
 
 
-@case("samples: data of a task that no expert has", must=RIGHT)
-def _(folder: Path) -> None:
-    world = World(folder)
-    world.modelpool["train_datasets"]["three"] = world.modelpool["train_datasets"]["one"]
-    with captured_log() as messages:
-        world.run()
-    expect_warning(messages, "three", "expert")
-
-
 @case("samples: rho 1 is the same with a base and without", must=RIGHT)
 def _(folder: Path) -> None:
     suite, knobs = clip_suite(tasks=2), Knobs(rho=1.0, eps=1e-8)

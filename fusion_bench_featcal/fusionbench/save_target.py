@@ -21,6 +21,7 @@ from fusion_bench_featcal.tensor_files import stored_bytes
 
 SAVE_PATH, OPTIONS = "merged_model_save_path", "merged_model_save_kwargs"
 _UPLOAD = ("token", "private", "commit_message", "commit_description", "revision", "create_pr")
+_LONGEST_NAME = 190  # bytes; a temporary name beside it has up to 60 more
 # Weights that would be loaded in place of, or together with, those of a new model.
 MODEL_FILES = (
     "model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "tf_model*",
@@ -94,6 +95,8 @@ def _check_path(target: Path, text: str, modelpool: BaseModelPool) -> None:
         problem = "has unknown braces: only {log_dir}, the log directory, is replaced"
     elif target == here or target in here.parents:
         problem = f"is the current folder or one above it ({target}), which would be replaced"
+    elif len(target.name.encode()) > _LONGEST_NAME:
+        problem = f"is too long: a folder's name may have {_LONGEST_NAME} bytes"
     elif os.path.ismount(target):
         problem = "is a mount point, which cannot be replaced as a whole"
     elif target.is_file() and not saves_file:
