@@ -90,9 +90,12 @@ def explain_command(options: argparse.Namespace) -> int:
 def calibrate_command(options: argparse.Namespace) -> int:
     """Calibrate a merged model: folders of models and files of data in, a model folder out."""
     from fusion_bench_featcal.ending import ending_cleanly
-    from fusion_bench_featcal.folders.options import given_on_the_command_line
-    from fusion_bench_featcal.folders.request import in_words_of_the_command
-    from fusion_bench_featcal.folders.run import how_to_go_on, run
+    from fusion_bench_featcal.folders.options import (
+        given_on_the_command_line,
+        in_words_of_the_command,
+    )
+    from fusion_bench_featcal.folders.run import run
+    from fusion_bench_featcal.folders.saving import how_to_go_on
     from fusion_bench_featcal.folders.verdict import NotImproved
     from fusion_bench_featcal.results.remarks import featcal_program
     from fusion_bench_featcal.settings import CalibrationError
@@ -106,6 +109,8 @@ def calibrate_command(options: argparse.Namespace) -> int:
         return 1
     except (ValueError, CalibrationError) as error:
         raise UsageError(in_words_of_the_command(error)) from error
+    if request.plan:
+        return 0
     featcal, folder = featcal_program(), shlex.quote(str(out))
     print(f"saved: {out}\nnext: {featcal} report {folder}, {featcal} explain {folder}")
     return 0

@@ -72,7 +72,7 @@ class LanguageTests:
         self.batches.lengths()
         written = self.batches.settings.calibration_targets == "generated"
         whose = " that its expert writes" if written else ""
-        return f"right {'tokens' if self._counts_tokens else 'whole answers'}{whose}"
+        return f"{'tokens' if self._counts_tokens else 'whole answers'}{whose} that are right"
 
     @cached_property
     def _counts_tokens(self) -> bool:

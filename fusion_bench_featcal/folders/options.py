@@ -2,13 +2,14 @@
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fusion_bench_featcal.nearest_names import refuse_unknown_keys
+from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_keys
 from fusion_bench_featcal.untrusted import parse_yaml, read_yaml
 
 RECIPE = "recipe.yaml"
@@ -235,3 +236,59 @@ def prompt(word: str, flag: str) -> dict[str, Any]:
     """Read `[NAME=]TEXT`; the prompt of all tasks has an empty name."""
     name, equals, text = word.partition("=")
     return {name: text} if equals and "{" not in name else {"": word}
+
+
+def by_expert(
+    given: Mapping[str, Any], experts: Mapping[str, str], name: str, notes: list[str]
+) -> dict[str, Any]:
+    """Return an option's values by expert; a name may be a part of one expert's name.
+
+    Values of all experts stay: a prompt without a name, columns beside those of single tasks.
+
+    Raises:
+        ValueError: If a name fits no expert, or several.
+    """
+    matched: dict[str, Any] = {}
+    flag = flag_of(name)
+    for name, value in given.items():
+        if not name or (flag == "--columns" and not isinstance(value, Mapping)):
+            matched[name] = value
+            continue
+        fitting = [e for e in experts if e == name] or [e for e in experts if name in e]
+        if len(fitting) != 1:
+            problem = "several experts fit" if fitting else "there is no such expert"
+            raise ValueError(
+                f"{flag} {name}=...: {problem}{nearest_hint(name, experts)}; the experts are "
+                f"{', '.join(experts)}"
+            )
+        if fitting[0] != name:
+            notes.append(f"{flag} {name} is of {fitting[0]}")
+        if fitting[0] in matched:
+            raise ValueError(f"{flag}: {fitting[0]} stands there twice")
+        matched[fitting[0]] = value
+    return matched
+
+
+def in_words_of_the_command(error: Exception | str) -> str:
+    """Return a message with the command's options in place of settings in YAML."""
+    text = str(error)
+    for pattern, name in _OPTIONS:
+        text = re.sub(pattern, name, text)
+    return text
+
+
+_OPTIONS = (
+    (r"or set modelpool\.tokenizer", "or name a template by --chat-template FILE"),
+    (r"modelpool\.models\._pretrained_", "--base"),
+    (r"modelpool\.models\.([\w.-]*\w)", r"--expert \1"),
+    (r"modelpool\.models\b", "--base and --expert"),
+    (r"modelpool\.\w+_datasets\.([\w.-]*\w)", r"--data \1"),
+    (r"modelpool\.(tokenizer|processor)", "--tokenizer"),
+    (r"method\.resume=true", "--resume"),
+    (r"method\.checkpoint_dir", "--out"),
+    (r"(?<!@)\bmethod\.base_method", "--merge"),
+    (r"method=featcal/plus", "--preset plus"),
+    (r"\bset method\.(\w+)", r"give --set \1"),
+    (r"(?<!@)\bmethod\.(\w+)=", r"--set \1="),
+    (r"(?<!@)\bmethod\.(\w+)", r"--set \1"),
+)

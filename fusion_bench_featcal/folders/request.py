@@ -14,7 +14,6 @@ from fusion_bench_featcal.folders import options
 from fusion_bench_featcal.folders.mergekit import FILE, with_merge_config
 from fusion_bench_featcal.folders.options import option
 from fusion_bench_featcal.nearest_names import (
-    nearest_hint,
     refuse_unknown_settings,
     refuse_unusable_names,
 )
@@ -118,6 +117,17 @@ class Request:
     force: bool = option(
         False, "do not refuse experts that are no better than guessing on their own rows", kind=bool
     )
+    shard_size: str | None = option(
+        None, "largest file of weights, such as 2GB (default: that of transformers)", metavar="SIZE"
+    )
+    plan: bool = option(
+        False, "say what would be fetched and run and what it takes, and do nothing",
+        kind=bool, is_recorded=False,
+    )  # fmt: skip
+    verbose: bool = option(
+        False, "also print settings, and the tables of the report", kind=bool, short="v",
+        is_recorded=False,
+    )  # fmt: skip
     resume: bool = option(False, "go on after an interruption", kind=bool, is_recorded=False)
     notes: tuple[str, ...] = ()
 
@@ -147,6 +157,14 @@ class Request:
     def checkpoints(self) -> Path:
         """The folder for finished blocks."""
         return Path(f"{self.out}.blocks")
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Folders and hub ids of all models, by the option with its value that names each."""
+        named = {"the merged model": self.merged, "--base": self.base}
+        named |= {"--tokenizer": self.tokenizer, "--text-tower": self.text_tower}
+        models = {f"{name} {place}": place for name, place in named.items() if place is not None}
+        return models | {f"--expert {task}={place}": place for task, place in self.expert.items()}
 
     @property
     def recipe(self) -> str:
@@ -233,7 +251,7 @@ class Request:
             )
         refuse_unusable_names(experts, place, _RESERVED)
         by_expert = {
-            name: _matched(getattr(self, name), experts, name, notes)
+            name: options.by_expert(getattr(self, name), experts, name, notes)
             for name in ("data", "eval", "columns", "prompt")
         }
         complete = dataclasses.replace(
@@ -257,41 +275,12 @@ class Request:
             raise ValueError(f"--as-lora {self.as_lora}: the rank is at least 1")
         if self.strict and self.no_eval and self.settings.held_out == 0:
             raise ValueError("--strict with --no-eval needs held-out samples: --set held_out=auto")
+        if self.shard_size and not re.fullmatch(r"\d+(KB|MB|GB|TB)", self.shard_size):
+            raise ValueError(f"--shard-size {self.shard_size}: give a size such as 500MB or 2GB")
         for text in self.prompt.values():
             if "{}" not in text:
                 raise ValueError(f"--prompt {text!r} has no {{}} for the class name")
         _ = self.settings, self.merger  # refused early
-
-
-def _matched(
-    given: Mapping[str, Any], experts: Mapping[str, str], name: str, notes: list[str]
-) -> dict[str, Any]:
-    """Return an option's values by expert; a name may be a part of one expert's name.
-
-    Values of all experts stay: a prompt without a name, columns beside those of single tasks.
-
-    Raises:
-        ValueError: If a name fits no expert, or several.
-    """
-    matched: dict[str, Any] = {}
-    flag = options.flag_of(name)
-    for name, value in given.items():
-        if not name or (flag == "--columns" and not isinstance(value, Mapping)):
-            matched[name] = value
-            continue
-        fitting = [e for e in experts if e == name] or [e for e in experts if name in e]
-        if len(fitting) != 1:
-            problem = "several experts fit" if fitting else "there is no such expert"
-            raise ValueError(
-                f"{flag} {name}=...: {problem}{nearest_hint(name, experts)}; the experts are "
-                f"{', '.join(experts)}"
-            )
-        if fitting[0] != name:
-            notes.append(f"{flag} {name} is of {fitting[0]}")
-        if fitting[0] in matched:
-            raise ValueError(f"{flag}: {fitting[0]} stands there twice")
-        matched[fitting[0]] = value
-    return matched
 
 
 def _number(value: Any) -> Any:
@@ -310,28 +299,3 @@ def _check_device(name: str) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = first_line(error)
         raise ValueError(f"--device {name} cannot be used ({reason}): leave it out") from error
-
-
-def in_words_of_the_command(error: Exception | str) -> str:
-    """Return a message with the command's options in place of settings in YAML."""
-    text = str(error)
-    for pattern, name in _OPTIONS:
-        text = re.sub(pattern, name, text)
-    return text
-
-
-_OPTIONS = (
-    (r"or set modelpool\.tokenizer", "or name a template by --chat-template FILE"),
-    (r"modelpool\.models\._pretrained_", "--base"),
-    (r"modelpool\.models\.([\w.-]*\w)", r"--expert \1"),
-    (r"modelpool\.models\b", "--base and --expert"),
-    (r"modelpool\.\w+_datasets\.([\w.-]*\w)", r"--data \1"),
-    (r"modelpool\.(tokenizer|processor)", "--tokenizer"),
-    (r"method\.resume=true", "--resume"),
-    (r"method\.checkpoint_dir", "--out"),
-    (r"(?<!@)\bmethod\.base_method", "--merge"),
-    (r"method=featcal/plus", "--preset plus"),
-    (r"\bset method\.(\w+)", r"give --set \1"),
-    (r"(?<!@)\bmethod\.(\w+)=", r"--set \1="),
-    (r"(?<!@)\bmethod\.(\w+)", r"--set \1"),
-)

@@ -2,43 +2,35 @@
 
 import dataclasses
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from logging import ERROR, NOTSET, getLogger
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from torch import nn
 
 from fusion_bench_featcal.agreement import Agreement, outcome_of
 from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
-from fusion_bench_featcal.ending import NOTHING_SAVED
+from fusion_bench_featcal.data.text_samples import tokens_allowed
 from fusion_bench_featcal.folders.adapter import Adapter, check_base
-from fusion_bench_featcal.folders.classifiers import open_classifier_task
 from fusion_bench_featcal.folders.expert_checks import weak_experts
-from fusion_bench_featcal.folders.language import open_language_task
 from fusion_bench_featcal.folders.model_folder import (
     IMAGE_CLASSIFIER,
     TEXT_CLASSIFIER,
-    ModelFolder,
     body_of,
 )
 from fusion_bench_featcal.folders.models import Models
-from fusion_bench_featcal.folders.pictures import ZeroShot, open_image_task
-from fusion_bench_featcal.folders.request import MAX_LENGTH, Request, in_words_of_the_command
+from fusion_bench_featcal.folders.open_tasks import open_tasks
+from fusion_bench_featcal.folders.options import in_words_of_the_command
+from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
 from fusion_bench_featcal.folders.saving import HEADS, is_saved, save
 from fusion_bench_featcal.folders.scorers import Scorer, all_scores, comparison, scorers_of
+from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
 from fusion_bench_featcal.folders.tasks import Score, Task
 from fusion_bench_featcal.folders.verdict import NotImproved, Verdict
 from fusion_bench_featcal.hub_files import commits
-from fusion_bench_featcal.plan import one_line, plan_of, warnings_of
-from fusion_bench_featcal.plan_shapes import Request as PlanRequest
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import (
@@ -52,7 +44,6 @@ from fusion_bench_featcal.results import (
 from fusion_bench_featcal.results.long_table import GIVEN
 from fusion_bench_featcal.results.remarks import notes_of_log
 from fusion_bench_featcal.saved_model import CardFacts
-from fusion_bench_featcal.streams.samples import warn_of_few_samples
 
 
 def calibrate_folder(merged: str | Path | None = None, **options: Any) -> Path:
@@ -89,49 +80,15 @@ def run(request: Request) -> Path:
         return request.out
     request.check_place()
     try:
-        with _quiet():
+        with quiet():
+            if request.plan and show_downloads(request):
+                return request.out
             job = Job.of(Models.of(request))
-            job.show_plan()
-            return job.run()
+            job.show_start()
+            return request.out if request.plan else job.run()
     finally:
         with suppress(OSError):
             blocks.rmdir()  # if no block was finished
-
-
-def how_to_go_on(request: Request) -> str:
-    """Say what an interrupted run has left."""
-    out, blocks = request.out, request.checkpoints
-    if is_saved(request):
-        return f"ended after saving: the model in {out} is complete"
-    if not blocks.is_dir() or not any(blocks.iterdir()):
-        return NOTHING_SAVED
-    return (
-        f"ended before it was done: finished blocks are in {blocks}. To go on, repeat the command "
-        "with --resume"
-    )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Context without the reports and bars of loading, whose tensors have been checked before."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    few = getLogger(warn_of_few_samples.__module__)  # the plan names every task's samples
-    few.setLevel(ERROR)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised as well
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-        datasets.enable_progress_bars()
-        datasets.logging.set_verbosity_warning()
-        few.setLevel(NOTSET)
 
 
 @dataclass
@@ -177,7 +134,7 @@ class Job:
             if most == MAX_LENGTH:
                 most = min(MAX_LENGTH, tokens_allowed(processor))
         request = dataclasses.replace(request, set={**request.set, "max_length": most})
-        tasks = _open_tasks(models, request, processor)
+        tasks = open_tasks(models, request, processor)
         report = Report(
             suite=request.out.name,
             upstream=request.merger[0] or GIVEN,
@@ -198,36 +155,18 @@ class Job:
         """Tasks with test samples."""
         return [name for name, task in self.tasks.items() if task.tests is not None]
 
-    def show_plan(self) -> None:
-        """Print what will be done, with what, and what it takes."""
-        request, home = self.request, self.models.home
-        print(f"{home.kind}: {home.calibrated_class.__name__}, {counted(len(self.tasks), 'task')}")
-        for note in self.report.notes:
-            print(f"  {note}")
+    def show_start(self) -> None:
+        """Print what will be done, and what it takes."""
+        models = self.models
+        show_start(models.home, models.empty_body, self.request, self.tasks, self.report)
         self.planned_notes = len(self.report.notes)
-        print(f"  settings: {request.settings.of_the_model().described()}")
-        asked = PlanRequest(
-            model=self.models.empty_body,
-            settings=request.settings,
-            tasks=len(self.tasks),
-            length=max(1, *(task.length for task in self.tasks.values())),
-            samples=[task.samples for task in self.tasks.values()],
-            device=torch.device(request.device),
-        )
-        try:
-            plan = plan_of(asked)
-        except Exception as error:  # a model of unknown inputs: the calibration itself will tell
-            print(f"no plan of reads and memory: {error}")
-            return
-        print(one_line(plan))
-        for warning in warnings_of(plan):
-            warnings.warn(warning, stacklevel=2)
 
     def run(self) -> Path:
         """Load, evaluate, calibrate, evaluate again, and save."""
         model = self.models.load().to(self.request.device)
         self.evaluate_references(model)
         with measure() as cost:
+            print(f"calibrating; finished blocks are kept in {self.request.checkpoints}")
             result = self.calibrate(model)
         calibrated = self.with_body(model, result.model)
         self.evaluate(FEATCAL, calibrated, **self._origin(result, cost.as_dict()))
@@ -241,8 +180,10 @@ class Job:
             ValueError: If an expert is no better than guessing there, or worse than the base.
         """
         scores: dict[str, Score] = {}
+        if self.tested:
+            tasks = counted(len(self.tested), "task")
+            print(f"evaluating the experts and the merged model on {tasks}")
         for task in self.tested:
-            print(f"evaluating {task}: its expert and the merged model")
             expert: Any = self.models.load_expert(task).to(self.request.device)
             scores[task] = self._score(task, expert)
             if self.has_heads:
@@ -370,7 +311,7 @@ class Job:
         report.notes = report.notes[self.planned_notes :]
         last = report.notes.pop() if verdict.sentence else "verdict: none without held-out samples"
         if report.rows:
-            report.show(losses=True)
+            show_scores(report, verbose=request.verbose)
         print(last)
         if is_strict and not verdict.is_good:
             raise NotImproved(
@@ -397,64 +338,3 @@ class Job:
                 f"heads: {request.out / HEADS}/NAME (that of the model itself: "
                 f"{self.models.home.name}'s)"
             )
-
-
-def _open_tasks(models: Models, request: Request, processor: Any) -> dict[str, Task]:
-    """Open every task's data, as the kind of models asks for it."""
-    kind = models.home.kind
-    if kind in ("causal", "seq2seq"):
-        encoder = TextEncoder(processor, kind, request.settings.max_length)
-        return {
-            task: open_language_task(task, request, encoder, partial(models.load_expert, task))
-            for task in request.expert
-        }
-    labels = {
-        task: _class_names(models.base if expert.is_adapter and models.base else expert)
-        if not request.no_eval
-        else ()
-        for task, expert in models.experts.items()
-    }
-    if kind == TEXT_CLASSIFIER:
-        return {
-            task: open_classifier_task(task, request, processor, labels[task])
-            for task in request.expert
-        }
-    if kind == IMAGE_CLASSIFIER:
-        return {
-            task: open_image_task(task, request, processor, classes=labels[task])
-            for task in request.expert
-        }
-    clip = _zero_shot(models, request)
-    return {task: open_image_task(task, request, processor, clip=clip) for task in request.expert}
-
-
-def _class_names(expert: ModelFolder) -> Sequence[str]:
-    """Names of the classes of an expert's head by their numbers, the `id2label` of its config.
-
-    Raises:
-        ValueError: If `label2id` has others (LABEL_0, ... is none), or a number is missing.
-    """
-    config: Any = expert.empty.config
-    names = {number: str(name) for number, name in config.id2label.items()}
-    named = {(name, str(number)) for number, name in names.items()}
-    stored = {(str(n), str(i)) for n, i in ((expert.config or {}).get("label2id") or {}).items()}
-    unnamed = {(f"LABEL_{number}", str(number)) for number in names}
-    whole = stored <= named and {name for name, _ in stored} == {*names.values()}
-    if {*names} != {*range(len(names))} or not (whole or stored in (set(), unnamed)):
-        raise ValueError(
-            f"{expert.option}: id2label and label2id of its config.json do not fit together. Each "
-            "class needs a name and a number from 0, the same in both"
-        )
-    return [names[number] for number in range(len(names))]
-
-
-def _zero_shot(models: Models, request: Request) -> ZeroShot | None:
-    """Zero-shot heads of a whole CLIP; None where none is at hand."""
-    if request.no_eval:
-        return None
-    if request.text_tower is not None:
-        return ZeroShot(ModelFolder("text tower", request.text_tower, "--text-tower"))
-    for model in (models.merged, models.base):
-        if model is not None and model.architecture.__name__ == "CLIPModel":
-            return ZeroShot(model)
-    return None

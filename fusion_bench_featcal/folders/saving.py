@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from fusion_bench_featcal.ending import NOTHING_SAVED
 from fusion_bench_featcal.folders.adapter import ADAPTER, Adapter
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.options import RECIPE
@@ -61,7 +62,7 @@ def save(
         f"{request.checkpoints}"
     )
     with writing_model(request.out, whole, option=f"--out {request.out}", advice=advice) as new:
-        _write_model(whole, heads, new)
+        _write_model(whole, heads, new, request.shard_size)
         if adapter is not None and models.base is not None:
             adapter.write(new / ADAPTER, models.base, request.base)
         card = _card(models, facts, report, with_heads=bool(heads))
@@ -80,8 +81,23 @@ def is_saved(request: Request) -> bool:
         return False
 
 
-def _write_model(whole: Any, heads: Mapping[str, nn.Module], folder: Path) -> None:
-    whole.save_pretrained(folder)
+def how_to_go_on(request: Request) -> str:
+    """Say what an interrupted run has left."""
+    out, blocks = request.out, request.checkpoints
+    if is_saved(request):
+        return f"ended after saving: the model in {out} is complete"
+    if not blocks.is_dir() or not any(blocks.iterdir()):
+        return NOTHING_SAVED
+    return (
+        f"ended before it was done: finished blocks are in {blocks}. To go on, repeat the command "
+        "with --resume"
+    )
+
+
+def _write_model(
+    whole: Any, heads: Mapping[str, nn.Module], folder: Path, shard_size: str | None
+) -> None:
+    whole.save_pretrained(folder, **({"max_shard_size": shard_size} if shard_size else {}))
     for task, classifier in heads.items():
         _save_head(folder / HEADS / task, classifier)
 

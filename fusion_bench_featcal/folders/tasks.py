@@ -124,7 +124,11 @@ def open_parts(
 
 
 def sentence(
-    task: str, request: Request, calibration: Part, tests: Part, measure: str = "right answers"
+    task: str,
+    request: Request,
+    calibration: Part,
+    tests: Part,
+    measure: str = "right answers",
 ) -> str:
     """Say what a task's samples are, and on how many rows and how it is evaluated."""
     begin = f"{task}: {counted(len(calibration.indices), 'sample')} of {request.data[task]}"

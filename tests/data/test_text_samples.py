@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_texts import word_tokenizer
 
+from fusion_bench_featcal.data.text_formats import lacks_answer
 from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, TextKind, pad_samples
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -173,3 +174,40 @@ def test_text_for_a_classifier_is_read_without_target_and_label():
     assert asked == Sample([UNKNOWN, B, A], None)
     batch = pad_samples([asked, answered], encoder(kind))
     assert set(batch) == {"input_ids", "attention_mask"}
+
+
+TURNS = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+SHARED = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a b", "completion": "c"},
+        {"question": "a b", "answer": "c"},
+        {"instruction": "a", "input": "b", "output": "c"},
+        {"instruction": "a b", "input": "", "output": "c", "text": "d"},
+        {"instruction": "a", "context": "b", "response": "c"},
+        {"messages": None, "prompt": "a b", "target": "c"},
+    ],
+)
+def test_prompts_and_answers_of_the_usual_formats(row):
+    assert sample(row) == Sample([A, B, C, END], [-100, -100, C, END])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": SHARED},
+        {"messages": SHARED},
+        {"prompt": TURNS[:1], "completion": TURNS[1:]},
+        {"prompt": TURNS[:1], "completion": "c"},
+    ],
+)
+def test_chats_of_the_usual_formats(row):
+    chat = encoder(chat_template=CHAT)
+    assert chat.sample(row, "x") == chat.sample({"messages": TURNS}, "x")
+    assert not lacks_answer(row, "x")
+    asked = {"prompt": TURNS[:1]} if "prompt" in row else {"conversations": SHARED[:1]}
+    assert lacks_answer(asked, "x")
+    assert chat.prompt(row, "x", 0) == chat.prompt(asked, "x", 0)

@@ -208,7 +208,7 @@ def test_plain_texts_and_chats(tmp_path, capsys):
     assert "--chat-template" in capsys.readouterr().err
     (tmp_path / "chat.jinja").write_text(CHAT)
     assert main(words(tmp_path, "--chat-template", str(tmp_path / "chat.jinja"))) == 0
-    assert "share of right tokens" in capsys.readouterr().out
+    assert "share of tokens that are right" in capsys.readouterr().out
 
 
 def test_text_classifiers_keep_their_heads(tmp_path):

@@ -144,3 +144,29 @@ def test_a_sibling_in_place_of_the_base(folder, capsys):
         f"--base {folder / 'sibling'} to experts one and two have a cosine of 0."
     )
     assert 0.4 < float(note.split("a cosine of ")[1].split()[0]) < 0.6
+
+
+def test_adapters_that_mergekit_added(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    write_adapters(folder, AutoModelForCausalLM.from_pretrained(folder / "base"))
+    forms = ("base+one-lora", {"model": {"path": "base"}, "lora": {"path": "two-lora"}})
+    content = {"merge_method": "linear", "models": [{"model": form} for form in forms]}
+    (folder / "merged" / "mergekit_config.yml").write_text(json.dumps(content))
+    shown_lines = shown(capsys, calibrate(folder, names=("one-lora", "two-lora")))
+    assert "base, by mergekit_config.yml: base" in shown_lines
+    content["models"][1] = {"model": "one+two-lora"}
+    (folder / "merged" / "mergekit_config.yml").write_text(json.dumps(content))
+    assert main(calibrate(folder)) == 2
+    assert "adds LoRA adapters to base, one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranges", [[(0, 1), (0, 2)], [(1, 2), (1, 2)]])
+def test_slices_of_different_layers_are_refused(folder, capsys, ranges):
+    sources = [
+        {"model": str(folder / task), "layer_range": list(span)}
+        for task, span in zip(TASKS, ranges, strict=True)
+    ]
+    content = {"merge_method": "linear", "slices": [{"sources": sources}]}
+    (folder / "merged" / "mergekit_config.yml").write_text(json.dumps(content))
+    assert main(calibrate(folder)) == 2
+    assert "mergekit's linear from slices of different layers" in capsys.readouterr().err
