@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,18 +10,10 @@ from fusion_bench_featcal.declared_settings import DeclaredSettings
 from fusion_bench_featcal.setting_fields import problems_of
 
 SETTINGS_OF_THE_RUN = (
-    "activations",
-    "activations_dir",
-    "cache_dir",
-    "checkpoint_dir",
-    "decode_workers",
-    "ignore_config",
-    "pixel_cache_mb",
-    "resume",
-    "stream_experts",
-)
-"""What is kept where and how it is read: settings without a part in the calibrated model."""
-
+    "activations", "activations_dir", "cache_dir", "checkpoint_dir", "decode_workers",
+    "ignore_config", "pixel_cache_mb", "resume", "stream_experts",
+)  # fmt: skip
+"""Settings of storage and reading, which do not change the calibrated model."""
 
 PLUS: Mapping[str, Any] = {
     "rule": "plus",
@@ -31,15 +23,16 @@ PLUS: Mapping[str, Any] = {
     "decoder_rows": "auto",
     "calibrate_norm": False,
 }
-"""FeatCal+, as `config/featcal_settings/plus.yaml` has it for the command line."""
-
+"""FeatCal+. `config/featcal_settings/plus.yaml` is written from it."""
 
 OF_THE_PAPER = ("ridge_lambda", "mix_alpha", "anchor_rho", "eps")
 """Numbers that only the paper's rule has."""
 
+_FOLDERS = ("activations_dir", "cache_dir", "checkpoint_dir")
+
 
 class CalibrationError(RuntimeError):
-    """A calibration that cannot go on: the message names the place, the cause and the setting."""
+    """A calibration that cannot go on. The message names the cause and the setting to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,104 +40,86 @@ class FeatCalSettings(DeclaredSettings):
     """Settings of one calibration. The defaults are the paper's for CLIP (arXiv 2605.13030, 5.1).
 
     The same names are used in YAML (`method.<name>`), in Python and in error messages.
+
+    Raises:
+        ValueError: If a value is not accepted, or two settings do not fit each other.
+        TypeError: If a name is no setting.
     """
 
     def __post_init__(self) -> None:
-        problems = problems_of(self)
+        if problems := [*problems_of(self), *self._clashes()]:
+            raise ValueError("; ".join(f"method.{problem}" for problem in problems))
+        conversions = {OF_THE_PAPER: float, _FOLDERS: os.fspath}
+        for names, convert in {**conversions, ("modules", "ignore_config"): tuple}.items():
+            for name in names:
+                if (value := getattr(self, name)) is not None:
+                    object.__setattr__(self, name, convert(value))
+
+    def _clashes(self) -> Iterator[str]:
+        """Yield a phrase for each setting that does not fit the others."""
         if self.resume is True and self.checkpoint_dir is None:
-            problems.append("resume needs method.checkpoint_dir, the folder that keeps the blocks")
+            yield "resume needs method.checkpoint_dir, the folder that keeps the blocks"
         if self.stream_experts is False and self.expert_read_budget is not None:
-            problems.append(
+            yield (
                 "expert_read_budget needs experts that are read block by block, and "
                 "method.stream_experts=false loads them whole; set it to auto"
             )
-        problems += self._clashes() + self._without_held_out()
-        if problems:
-            raise ValueError("; ".join(f"method.{problem}" for problem in problems))
-        for name in OF_THE_PAPER:
-            object.__setattr__(self, name, float(getattr(self, name)))
-        for name in ("activations_dir", "cache_dir", "checkpoint_dir"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, os.fspath(getattr(self, name)))
-        if self.modules is not None:
-            object.__setattr__(self, "modules", tuple(self.modules))
-        object.__setattr__(self, "ignore_config", tuple(self.ignore_config))
-
-    def _clashes(self) -> list[str]:
-        """Return a phrase for each setting that has no part in the rule."""
         if self.rule == "paper" and self.task_weights is not None:
-            return ["task_weights has no part in method.rule=paper: set method.rule=plus"]
-        if not isinstance(self.rule, str | Mapping):
-            return [
-                f"{name}={getattr(self, name)} is no setting of a rule that is given as an object: "
-                f"set it there, {type(self.rule).__name__}({name}=...)"
-                for name in (*OF_THE_PAPER, "calibrate_bias", "calibrate_norm")
-                if getattr(self, name) != getattr(FeatCalSettings, name)
-                and getattr(self, name) != getattr(self.rule, name, None)
-            ]
-        if self.rule != "plus":
-            return []
-        clashes = [
-            f"{name}={getattr(self, name)} has no part in method.rule=plus: leave it at its "
-            f"default, {getattr(FeatCalSettings, name)}"
-            for name in OF_THE_PAPER
-            if getattr(self, name) != getattr(FeatCalSettings, name)
-        ]
-        if self.calibrate_norm:
-            clashes.append(
-                "rule=plus needs method.calibrate_norm=false, as method=featcal/plus has"
-            )
-        return clashes
+            yield "task_weights has no part in method.rule=paper: set method.rule=plus"
+        if self.rule == "plus" and self.calibrate_norm:
+            yield "rule=plus needs method.calibrate_norm=false, as method=featcal/plus has"
+        if self.held_out != 0 and not self.log_drift:
+            yield "held_out needs method.log_drift=true"
+        if self.held_out == 0 and self.strict is True:
+            yield "strict=true needs method.held_out, such as auto"
+        if self.held_out == 0 and self.task_weights == "drift":
+            yield "task_weights=drift needs method.held_out, such as auto"
+        yield from self._settings_of_other_rules()
 
-    def _without_held_out(self) -> list[str]:
-        """A phrase for each setting that held-out samples are missing for."""
-        if self.held_out != 0:
-            return [] if self.log_drift else ["held_out needs method.log_drift=true"]
-        wanting = {
-            "strict=true": self.strict is True,
-            "task_weights=drift": self.task_weights == "drift",
-        }
-        return [f"{name} needs method.held_out, such as auto" for name in wanting if wanting[name]]
+    def _settings_of_other_rules(self) -> Iterator[str]:
+        """Yield a phrase for each changed setting that the rule does not take."""
+        for name in (*OF_THE_PAPER, "calibrate_bias", "calibrate_norm"):
+            value, default = getattr(self, name), getattr(FeatCalSettings, name)
+            if value == default:
+                continue
+            if self.rule == "plus" and name in OF_THE_PAPER:
+                yield (
+                    f"{name}={value} has no part in method.rule=plus: leave it at its default, "
+                    f"{default}"
+                )
+            is_object = not isinstance(self.rule, str | Mapping)
+            if is_object and value != getattr(self.rule, name, None):
+                yield (
+                    f"{name}={value} is no setting of a rule that is given as an object: set it "
+                    f"there, {type(self.rule).__name__}({name}=...)"
+                )
 
     @classmethod
     def plus(cls, **changes: Any) -> "FeatCalSettings":
-        """Settings of FeatCal+ (docs/plus.md).
-
-        Args:
-            **changes: Other values by name, as the settings take them.
-
-        Raises:
-            ValueError: If a value is out of range.
-            TypeError: If a name is no setting.
-        """
+        """Return the settings of FeatCal+ (docs/plus.md), with other values by name."""
         return cls(**{**PLUS, **changes})
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Names of all settings, in order of declaration."""
+        """Return the names of all settings, in order of declaration."""
         return tuple(field.name for field in dataclasses.fields(cls))
 
     def replace(self, **changes: Any) -> "FeatCalSettings":
-        """Copy with some settings changed.
-
-        Args:
-            **changes: New values by name.
-
-        Returns:
-            The checked copy.
-
-        Raises:
-            ValueError: If a value is out of range.
-            TypeError: If a name is no setting.
-        """
+        """Return a checked copy with other values by name."""
         return dataclasses.replace(self, **changes)
 
     def with_paper_update(self) -> "FeatCalSettings":
-        """Copy with the paper's rule: where a pool's presets begin."""
+        """Return a copy with the paper's rule, from which a pool's presets start."""
         if self.rule == "paper":
             return self
-        kept = () if self.decoder_rows == "auto" else ("decoder_rows",)
-        names = {*PLUS, "strict"}.difference(kept)
+        unchanged = () if self.decoder_rows == "auto" else ("decoder_rows",)
+        return self._with_defaults({*PLUS, "strict"}.difference(unchanged))
+
+    def of_the_model(self) -> "FeatCalSettings":
+        """Return a copy with defaults for all settings that do not change the model."""
+        return self._with_defaults(SETTINGS_OF_THE_RUN)
+
+    def _with_defaults(self, names: Iterable[str]) -> "FeatCalSettings":
         return self.replace(**{name: getattr(FeatCalSettings, name) for name in names})
 
     @property
@@ -155,36 +130,24 @@ class FeatCalSettings(DeclaredSettings):
 
     @property
     def task_factors(self) -> Mapping[str, float]:
-        """Factors of the tasks' weights that are given as such."""
+        """Return the factors of the tasks' weights that are given as numbers."""
         return self.task_weights if isinstance(self.task_weights, Mapping) else {}
 
-    def of_the_model(self) -> "FeatCalSettings":
-        """Copy in which everything without a part in the model has its default."""
-        return self.replace(
-            **{name: getattr(FeatCalSettings, name) for name in SETTINGS_OF_THE_RUN}
-        )
-
     def described(self) -> str:
-        """The settings that differ from the defaults, for people."""
-        usual, own = FeatCalSettings().as_dict(), self.as_dict()
-        changed = [f"{name}={own[name]}" for name in own if own[name] != usual[name]]
+        """Return the settings that differ from the defaults, for people."""
+        defaults = FeatCalSettings().as_dict()
+        changed = [f"{k}={value}" for k, value in self.as_dict().items() if value != defaults[k]]
         return ", ".join(changed) or "default settings"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values by name, fit for JSON and YAML."""
-        values = {name: getattr(self, name) for name in self.names()}
-        values["modules"] = None if self.modules is None else list(self.modules)
-        values["ignore_config"] = list(self.ignore_config)
-        for name in ("family", "rule"):
-            if not isinstance(values[name], str):
-                values[name] = _describe_mapping(values[name])
-        for name in ("augment", "calibration_data", "task_weights"):
-            if isinstance(getattr(self, name), Mapping):
-                values[name] = _describe_mapping(getattr(self, name))
-        return values
+        """Return plain values by name, fit for JSON and YAML."""
+        return {name: _plain(getattr(self, name)) for name in self.names()}
 
 
-def _describe_mapping(given: Any) -> Any:
-    if isinstance(given, Mapping):
-        return {str(key): value for key, value in given.items()}
-    return repr(given)
+def _plain(value: Any) -> Any:
+    """Return a setting's value for JSON: families and rules that are objects as their repr."""
+    if isinstance(value, Mapping):
+        return {str(key): entry for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return list(value)
+    return value if value is None or isinstance(value, str | int | float) else repr(value)

@@ -19,9 +19,12 @@ import yaml
 from fusion_bench_featcal.methods.registry import all_methods
 from fusion_bench_featcal.setting_docs import algorithm_class, declared_settings
 from fusion_bench_featcal.setting_fields import accepted_values
+from fusion_bench_featcal.settings import PLUS
 
-METHODS = Path(__file__).resolve().parent.parent / "config" / "method"
+CONFIG = Path(__file__).resolve().parent.parent / "config"
+METHODS = CONFIG / "method"
 HANDMADE = ("featcal", "compare", "diagnose")
+WRITTEN = "# Written by scripts/write_configs.py from"
 BEGIN = "# Settings, written by scripts/write_configs.py\n"
 END = "# End of settings\n"
 ELSEWHERE = {
@@ -66,7 +69,7 @@ def method_file(name: str) -> str:
     method, algorithm = all_methods()[name], algorithm_class(name)
     paragraphs = inspect.cleandoc(method.__doc__ or "").replace("\n\n", " ")
     return (
-        f"# Written by scripts/write_configs.py from {method.__module__}\n"
+        f"{WRITTEN} {method.__module__}\n"
         f"{comment(paragraphs)}# Source: {method.source}\n"
         f"defaults:\n{'' if hasattr(method, 'merge') else UPSTREAM}"
         "  - /featcal_callback/run@_global_\n  - _self_\n"
@@ -83,11 +86,20 @@ def handmade_file(name: str) -> str:
     return f"{head}{BEGIN}{block}{END}{rest.partition(END)[2]}"
 
 
+def plus_file() -> str:
+    """Return the settings of FeatCal+."""
+    purpose = "Settings of FeatCal+, for method=featcal/plus and the bundled pools' preset `plus`."
+    return (
+        f"{comment(purpose)}{WRITTEN} settings.PLUS\n{yaml.safe_dump(dict(PLUS), sort_keys=False)}"
+    )
+
+
 def files() -> dict[Path, str]:
     """Return all written files with their text."""
     texts = {name: handmade_file(name) for name in HANDMADE}
     texts |= {name: method_file(name) for name in all_methods()}
-    return {METHODS / f"{name}.yaml": text for name, text in texts.items()}
+    methods = {METHODS / f"{name}.yaml": text for name, text in texts.items()}
+    return {**methods, CONFIG / "featcal_settings" / "plus.yaml": plus_file()}
 
 
 def main() -> None:

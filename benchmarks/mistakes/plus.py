@@ -255,8 +255,8 @@ MUTATIONS = [
     Mutation(
         "plus: settings of the paper's rule are taken without a word",
         "settings.py",
-        "if getattr(self, name) != getattr(FeatCalSettings, name)\n        ]",
-        "if False\n        ]",
+        "if value == default:",
+        "if True:",
         "test_settings.py",
     ),
     Mutation(

@@ -137,7 +137,7 @@ def checked_choices(
     suite: Mapping[str, Any],
     save: Any = FEATCAL,
 ) -> Choices:
-    """Presets and references: the method's own where given, else the suite's.
+    """Return presets and references: those of the method, or else those of the model pool.
 
     Args:
         settings: The method's settings, from which presets differ.
@@ -148,7 +148,7 @@ def checked_choices(
 
     Raises:
         ValueError: If a reference or the row to save is unknown, or a preset's setting is unknown
-            or out of range.
+            or not accepted.
     """
     unknown = sorted(set(suite) - {"presets", "compare_with", "compare", "sources"})
     if unknown:
@@ -156,18 +156,18 @@ def checked_choices(
             f"modelpool.featcal: {unknown} unknown; it takes presets, compare_with and, for "
             "method=compare and method=study/transfer, compare and sources"
         )
-    place = "method" if presets is not None else "modelpool.featcal"
-    wanted = presets if presets is not None else suite.get("presets") or {}
     references = compare_with if compare_with is not None else suite.get("compare_with", [MERGED])
     if not _are_references(references):
         raise ValueError(
             f"modelpool.featcal.compare_with must be a list of {', '.join(REFERENCES)}, got "
             f"{references!r}"
         )
-    start = settings if presets is not None else settings.with_paper_update()
-    checked = _checked_presets(start, wanted, f"{place}.presets")
-    if presets is None:
-        checked = _without_own(settings, checked)
+    if presets is not None:
+        checked = _checked_presets(settings, presets, "method.presets")
+    else:
+        start = settings.with_paper_update()
+        brought = _checked_presets(start, suite.get("presets") or {}, "modelpool.featcal.presets")
+        checked = _without_duplicate(settings, brought)
     rows = [FEATCAL, *(f"{FEATCAL}:{name}" for name in checked), MERGED]
     if save not in rows:
         raise ValueError(
@@ -177,17 +177,16 @@ def checked_choices(
     return Choices(checked, tuple(references), save)
 
 
-def _without_own(
+def _without_duplicate(
     settings: FeatCalSettings, presets: dict[str, FeatCalSettings]
 ) -> dict[str, FeatCalSettings]:
-    """The pool's presets, without those that are the run's own settings."""
-    folder = settings.checkpoint_dir
+    """Return the pool's presets without those that equal the run's settings."""
+    folder, default = settings.checkpoint_dir, FeatCalSettings()
     others = {n: p for n, p in presets.items() if p.replace(checkpoint_dir=folder) != settings}
-    default = FeatCalSettings()
-    names = ("ridge_lambda", "mix_alpha", "anchor_rho", "rule")
-    is_default = all(getattr(settings, name) == getattr(default, name) for name in names)
     for name in presets.keys() - others.keys():
         log.info("the pool's preset %s is this run's own settings: the row is featcal", name)
+    names = ("ridge_lambda", "mix_alpha", "anchor_rho", "rule")
+    is_default = all(getattr(settings, name) == getattr(default, name) for name in names)
     papers = [name for name in others if name.startswith("paper_") and "-" not in name]
     if papers and len(others) == len(presets) and is_default:
         log.warning(
@@ -200,32 +199,38 @@ def _without_own(
 
 
 def _checked_presets(
-    settings: FeatCalSettings, presets: Any, place: str
+    settings: FeatCalSettings, presets: Any, key: str
 ) -> dict[str, FeatCalSettings]:
+    if not isinstance(presets, Mapping):
+        raise ValueError(f"{key} must be a mapping of names to settings, got {presets!r}")
     checked = {}
     for name, changes in presets.items():
         if not isinstance(changes, Mapping) or not re.fullmatch(r"[\w.-]+", str(name)):
             raise ValueError(
-                f"{place}: a preset is a name of letters, digits, dots and dashes with a mapping "
+                f"{key}: a preset is a name of letters, digits, dots and dashes with a mapping "
                 f"of settings, got {name!r}: {changes!r}"
             )
-        if "fuse_merge" in changes:
-            raise ValueError(f"{place}.{name}.fuse_merge: set method.fuse_merge, for all presets")
-        refuse_unknown_settings(changes, FeatCalSettings.names(), f"{place}.{name}", "featcal")
-        for key in {"checkpoint_dir", "resume"} & set(changes):
-            raise ValueError(
-                f"{place}.{name}.{key}: set method.{key}, in which every preset has a folder"
-            )
-        for key in {"cache_dir", "calibration_data", "pixel_cache_mb"} & set(changes):
-            raise ValueError(f"{place}.{name}.{key}: set method.{key}, which all presets share")
+        for setting_name in changes:
+            if reason := _NOT_IN_PRESETS.get(setting_name):
+                raise ValueError(
+                    f"{key}.{name}.{setting_name}: set method.{setting_name}, {reason}"
+                )
+        refuse_unknown_settings(changes, FeatCalSettings.names(), f"{key}.{name}", "featcal")
         folder = settings.checkpoint_dir
         own = {} if folder is None else {"checkpoint_dir": str(Path(folder) / f"preset-{name}")}
         try:
             checked[str(name)] = settings.replace(**changes, **own)
         except ValueError as error:
-            raise ValueError(str(error).replace("method.", f"{place}.{name}.")) from None
-    refuse_unusable_names(checked, place)
+            raise ValueError(str(error).replace("method.", f"{key}.{name}.")) from None
+    refuse_unusable_names(checked, key)
     return checked
+
+
+_NOT_IN_PRESETS = dict.fromkeys(
+    ("checkpoint_dir", "resume"), "in which every preset has a folder"
+) | dict.fromkeys(
+    ("cache_dir", "calibration_data", "fuse_merge", "pixel_cache_mb"), "which all presets share"
+)
 
 
 def plain(value: Any) -> Any:
