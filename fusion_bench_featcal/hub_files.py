@@ -143,7 +143,7 @@ class HubModel:
         """Look for the path, else into the cache."""
         self.location = location
         self.option = option
-        self.is_path = os.path.exists(Path(location).expanduser())
+        self.is_path = _is_path(location)
         self.repo_id, _, revision = location.partition("@")
         self.revision = revision or constants.DEFAULT_REVISION
         name = self.repo_id.replace("/", "--")
@@ -248,6 +248,16 @@ class HubModel:
     def _converted(self, snapshot: Path) -> Path:
         """Folder with the model's files in which `.bin` files have become safetensors files."""
         return self._cache / "featcal" / snapshot.name
+
+
+def _is_path(location: str) -> bool:
+    try:
+        os.stat(Path(location).expanduser())
+    except PermissionError:  # it is there, and its reader says that it cannot be read
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 @contextmanager

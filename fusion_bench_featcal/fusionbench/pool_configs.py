@@ -69,37 +69,19 @@ def _config(model: PoolModel) -> dict[str, Any] | None:
 
 def _model_as_loaded(model: PoolModel) -> nn.Module | None:
     """A model as the pool loads it, but without weights; None if that cannot be told."""
-    if model.module is not None:
+    if model.module is not None or not model.folders:
         return model.module
-    if not model.folders:
-        return None
-    location = str(model.folders[0])
-    kind = _named_class(model)
-    if kind is not None:
-        return _empty(kind, location)
-    if text_kind(model.pool) is None and not _holds_towers(model.pool):
-        return None
+    folder = model.folders[0]
+    target = str(model.entry.get("_target_")) if isinstance(model.entry, Mapping) else ""
+    name = target.removesuffix(".from_pretrained").removeprefix("transformers.")
+    kind: Any = getattr(transformers, name, None)
     try:
-        return empty_model(location)
-    except ValueError:
-        return None
-
-
-def _named_class(model: PoolModel) -> Any:
-    """Class of transformers that a model's entry names, None if it names none."""
-    target = model.entry.get("_target_") if isinstance(model.entry, Mapping) else None
-    name = str(target).removesuffix(".from_pretrained").removeprefix("transformers.")
-    return None if target is None else getattr(transformers, name, None)
-
-
-def _empty(kind: Any, location: str) -> nn.Module | None:
-    """A model of a class, without weights, as its config in a folder has it."""
-    is_auto = hasattr(kind, "from_config")
-    config_class: Any = transformers.AutoConfig if is_auto else getattr(kind, "config_class", None)
-    try:
+        if kind is None:
+            is_known = text_kind(model.pool) is not None or _holds_towers(model.pool)
+            return empty_model(str(folder)) if is_known else None
+        configs = transformers.AutoConfig if hasattr(kind, "from_config") else kind.config_class
         with torch.device("meta"):
-            config = config_class.from_pretrained(location, trust_remote_code=False)
-            return new_model(kind, config).eval()
+            return new_model(kind, configs.from_pretrained(folder, trust_remote_code=False)).eval()
     except Exception:  # its own loader says it better
         return None
 

@@ -229,13 +229,7 @@ class PoolModel:
 
 
 def local_path(pool: BaseModelPool, location: str, setting: str, *, weights: bool = True) -> Path:
-    """Return the path of a folder that is here, else the one to which a repository is downloaded.
-
-    Args:
-        pool: The pool, whose platform has the repository.
-        location: Folder or id of a repository, of whose platform it may begin with the name.
-        setting: The setting that names it.
-        weights: Whether the weights are needed, or only the files of processors.
+    """Fetch from the platform of a pool, or from the one that the location begins with, as `fetch`.
 
     Raises:
         CalibrationError: If it is neither here nor given by the hub.
@@ -282,18 +276,15 @@ class PoolModels(Mapping[str, PoolModel]):
         return {name: self[name] for name in self.pool.model_names}
 
     def fetch(self) -> None:
-        """Download at once what the hub's cache lacks of all models.
-
-        Raises:
-            CalibrationError: If a model cannot be had, naming its setting.
-        """
-        wanted = {}
-        for name, model in self.items():
-            for location in model.locations.values():
-                repo_id = hub_id(self.pool, location)
-                if repo_id and not os.path.exists(location):
-                    wanted[f"modelpool.models.{name}={location}"] = repo_id
-        fetch_all(wanted)
+        """Download at once what the hub's cache lacks of all models. Raises as `fetch_all`."""
+        fetch_all(
+            {
+                f"modelpool.models.{name}={location}": repo_id
+                for name, model in self.items()
+                for location in model.locations.values()
+                if (repo_id := hub_id(self.pool, location))
+            }
+        )
 
     def require_base(self, purpose: str, instead: str = "") -> PoolModel:
         """Return the base model.

@@ -93,10 +93,6 @@ def _processor(modelpool: Any) -> Any:
     return pool.load_processor()
 
 
-def _load_own(modelpool: Any) -> Any:
-    return modelpool.load_processor()
-
-
 def _local_entry(modelpool: Any, name: str, entry: Any) -> Any:
     """The entry of a tokenizer or processor with a local folder in the place of a hub id."""
     if isinstance(entry, str):
@@ -121,7 +117,8 @@ def _classifiers_processor(modelpool: Any) -> tuple[Any, Callable[[], Any]]:
     model = models.base or next(iter(models.values()))
     own = getattr(modelpool, "load_processor", None)
     if entry is None and own is not None and isinstance(model.entry, Mapping):
-        return model.entry, lambda: _load_own(loading_whole(modelpool, model.name))
+        pool: Any = loading_whole(modelpool, model.name)
+        return model.entry, pool.load_processor
     location = entry or (own and model.location)
 
     def load() -> Any:

@@ -12,8 +12,10 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from hub_mirror import Failure, Mirror, etag
 from made_folders import llama_folders
+from safetensors.torch import load
 from tiny_images import write_class_folders, write_clip
 from tiny_texts import TASKS
 
@@ -201,6 +203,9 @@ def test_models_that_were_fetched_are_not_asked_for_again(doors):
     mirror, folder = doors.mirror, doors.folder
     for name in ("base", "merged", *TASKS):
         repository = mirror.add(f"llama/{name}", folder / name)
+        if name == "base":
+            torch.save(load(repository.files.pop("model.safetensors")), folder / "base.bin")
+            repository.files["pytorch_model.bin"] = (folder / "base.bin").read_bytes()
         repository.revisions["v1"] = repository.files
     for name in ("clip", "processor"):
         repository = mirror.add(f"vision/{name}", Path(doors.clip))
