@@ -7,6 +7,7 @@ from typing import Any
 
 from fusion_bench_featcal.files import ReportError, sha256_file
 from fusion_bench_featcal.json_files import read_json
+from fusion_bench_featcal.plurals import bytes_text, counted
 
 from .long_table import FEATCAL, file_suffix
 from .tables import Grid
@@ -22,9 +23,9 @@ class Provenance:
     """Origin of a calibrated model.
 
     Attributes:
-        place: The file that tells it.
+        place: The file with the origin.
         row: Name of the model's row in reports.
-        reads: The manifest of what was read (docs/read_budget.md).
+        reads: The count of reads (docs/read_budget.md).
         files: File of a saved model -> SHA-256; empty for a run's folder.
     """
 
@@ -39,7 +40,7 @@ class Provenance:
 
         Args:
             folder: The saved model's folder, or a run's log directory.
-            preset: The preset whose row is meant, in a log directory; None: the row `featcal`.
+            preset: In a log directory the preset of the row; None: the row `featcal`.
 
         Raises:
             ReportError: If there is neither file, or it is damaged or of an earlier version.
@@ -47,9 +48,7 @@ class Provenance:
         place = folder / PROVENANCE
         row = FEATCAL if preset is None else f"{FEATCAL}:{preset}"
         if place.is_file() and preset is not None:
-            raise ReportError(
-                f"{folder} holds one saved model, whose row {place.name} tells: leave out --preset"
-            )
+            raise ReportError(f"{folder} is a saved model, which has one row: leave out --preset")
         if not place.is_file():
             place = folder / f"reads{file_suffix(row)}.json"
         if not place.is_file():
@@ -63,13 +62,13 @@ class Provenance:
         reads = content.get("reads") if place.name == PROVENANCE else content
         if not isinstance(reads, Mapping) or not isinstance(reads.get("modules"), Mapping):
             raise ReportError(
-                f"{place} does not tell which modules were calibrated: no calibration made this "
-                "model, or an earlier version wrote the file"
+                f"{place} does not list calibrated modules: no calibration made this model, or an "
+                "earlier version wrote the file"
             )
         return cls(place, content.get("row", row), reads, content.get("files", {}))
 
     def experts_of(self) -> dict[str, dict[str, dict[str, str]]]:
-        """Block -> calibrated module -> expert -> `OWN`, or `MERGED` where it was not read."""
+        """Return block -> calibrated module -> expert -> `OWN`, or `MERGED` if it was not read."""
         omitted = (self.reads["plan"] or {}).get("omitted", {})
         experts = list(self.reads["experts"])
         return {
@@ -81,18 +80,18 @@ class Provenance:
         }
 
     def grid(self) -> Grid:
-        """Table of modules by experts; a block whose modules all agree takes one line."""
+        """Return a table of modules by experts, with one line for a block of equal modules."""
         experts, lines = list(self.reads["experts"]), []
         for block, modules in self.experts_of().items():
             cells = [tuple(by.values()) for by in modules.values()]
             if len(set(cells)) == 1:
-                lines.append((f"{block} ({_counted(len(cells), 'module')})", cells[0]))
+                lines.append((f"{block} ({counted(len(cells), 'module')})", cells[0]))
             else:
                 lines += list(zip(modules, cells, strict=True))
         return Grid("module", experts, lines)
 
     def sentences(self) -> Iterator[str]:
-        """Sentences on the merger, on what was read of its models, and on their digests."""
+        """Yield sentences on the merger, its reads and their digests."""
         reads, totals = self.reads, self.reads["totals"]
         upstream = reads.get("upstream") or {}
         how = _EARLIER if upstream.get("earlier") else _MERGED
@@ -101,25 +100,25 @@ class Provenance:
             how = "calibrated on the pool's own merged model"
         yield f"{self.row}: {how}" if how else self.row
         plan = reads["plan"] or {}
-        full = f", of {_megabytes(plan['full'])} in all" if plan else ""
+        full = f", of {bytes_text(plan['full'])} in all" if plan else ""
         limit = "" if reads["budget"] is None else f"; budget {reads['budget']}, in forward order"
         yield (
-            f"calibration read {_megabytes(totals['experts_read'])} of experts{full}{limit}; "
-            f"{_megabytes(totals['base_read'])} of the base"
+            f"calibration read {bytes_text(totals['experts_read'])} of experts{full}{limit}; "
+            f"{bytes_text(totals['base_read'])} of the base"
         )
         if merging := totals.get("upstream_experts_read"):
-            yield f"the merger read {_megabytes(merging)} of experts besides"
+            yield f"the merger also read {bytes_text(merging)} of experts"
         hashes = reads.get("hashes")
         if hashes is None:
-            yield "what was read was not hashed: that happens where the model is saved"
+            yield "no digests: only a model that is saved has digests of its tensors"
         else:
-            for name, found in hashes["models"].items():
-                tensors = _counted(len(found["tensors"]), "tensor")
-                yield f"{name}: {tensors} read, {found['all'][:16]}"
+            for name, digests in hashes["models"].items():
+                tensors = counted(len(digests["tensors"]), "tensor")
+                yield f"{name}: {tensors} read, {digests['all'][:16]}"
             yield f"merged model: {hashes['merged'][:16]}"
 
     def changed_files(self) -> list[str]:
-        """Files of the saved model that are missing or not as they were written."""
+        """List the files of the saved model that are missing or have changed."""
         folder = self.place.parent
         return [
             name
@@ -128,33 +127,18 @@ class Provenance:
         ]
 
 
-def explain(found: Provenance) -> Sequence[str]:
-    """Print where a model comes from.
-
-    Args:
-        found: Its origin.
-
-    Returns:
-        The files of the saved model that have changed since.
-    """
+def explain(origin: Provenance) -> Sequence[str]:
+    """Print a model's origin; return the files of the saved model that have changed since."""
     from .tables import console, titled, without_codes
 
     screen = console()
-    for sentence in found.sentences():
+    for sentence in origin.sentences():
         print(without_codes(sentence))
     title = f"whose weights: {OWN}, or {MERGED} where the expert's were not read"
-    for table in titled(title, found.grid().fitting(screen.width)):
+    for table in titled(title, origin.grid().fitting(screen.width)):
         screen.print(table)
-    changed = found.changed_files()
-    if found.files:
+    changed = origin.changed_files()
+    if origin.files:
         state = f"changed since: {', '.join(changed)}" if changed else "as they were written"
         print(without_codes(f"files of the model: {state}"))
     return changed
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
-
-
-def _megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.4g} MB"

@@ -124,7 +124,7 @@ def test_a_folder_without_an_origin_is_refused(saved: tuple[Path, Path], tmp_pat
     with pytest.raises(ReportError, match=r"no reads.plus.json.*--preset for one of reads.json"):
         Provenance.find(saved[1], "plus")
     (tmp_path / "reads.json").write_text(sealed_json({"format": 1}))
-    with pytest.raises(ReportError, match="does not tell which modules were calibrated"):
+    with pytest.raises(ReportError, match="does not list calibrated modules"):
         Provenance.find(tmp_path)
 
 
