@@ -198,7 +198,9 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     ) -> tuple[CalibrationResult, Cost]:
         """Calibrate one row, and add to the first one's reads those of the upstream merger."""
         first, processes, fabric = name == FEATCAL, self._processes, self.fabric
-        log.log(self._log_level, "calibrating %s: %s", name, settings.described())
+        rule = settings.rule if isinstance(settings.rule, str) else "custom"
+        log.log(self._log_level, "calibrating %s (rule=%s)", name, rule)
+        log.debug("settings of %s: %s", name, settings.described())
         budget = upstream.budget_left(settings) if first else settings.expert_read_budget
         limited = settings.replace(expert_read_budget=budget)
         exchanged = processes.exchanged_bytes
@@ -223,7 +225,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         upstream.add_reads(result.reads, first=first)
         cost.more |= inputs.images.take_counts()
         _add_amounts(cost, result)
-        log.log(self._log_level, "calibrated %s in %.1f s", name, cost.seconds)
+        log.debug("calibrated %s in %.1f s", name, cost.seconds)
         return result, cost
 
     @property

@@ -76,9 +76,9 @@ def test_closing_lines_say_where_the_model_is(
     assert capsys.readouterr().out == ""
     end_job(callback, status)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-4].startswith(line)
-    assert any("50.0" in text for text in lines[:-4])
-    assert lines[-1].endswith(f"featcal plot {tmp_path}")
+    assert lines[-3].startswith(line)
+    assert any("50.0" in text for text in lines[:-3])
+    assert lines[-1].endswith(f"featcal report {tmp_path}")
 
 
 def test_a_run_that_evaluates_nothing_still_says_what_it_left(

@@ -117,7 +117,7 @@ def test_stopped_command_leaves_no_temporary_files_and_says_how_to_go_on(
     def began() -> bool:
         text = (tmp_path / "output").read_text()
         return (tmp_path / "blocks/block-0000.safetensors").exists() or (
-            not kept and "calibrating featcal: " in text
+            not kept and "calibrating featcal " in text
         )
 
     with open(tmp_path / "output", "w") as output:

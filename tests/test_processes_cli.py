@@ -46,7 +46,7 @@ def test_command_leaves_one_model_and_one_report(tmp_path: Path) -> None:
     done = fusion_bench(words, tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["log"]
     shown = done.stdout + done.stderr
-    for line in ("calibrating featcal: ", "plan in the busiest of 2", "calibrated featcal in"):
+    for line in ("calibrating featcal ", "plan in the busiest of 2", "calibration time: featcal "):
         assert shown.count(line) == 1
     log_dir = tmp_path / "log"
     report = Report.load(log_dir)

@@ -185,7 +185,7 @@ class PoolModel:
             if self.files is not None:
                 return self.files
             if self._why_no_files:
-                log.info("%s is loaded whole%s", self.name, self._why_no_files)
+                log.debug("%s is loaded whole%s", self.name, self._why_no_files)
             if stream_experts is True:
                 raise CalibrationError(
                     f"model {self.name!r} ({self.entry!r}) has no safetensors files to stream"

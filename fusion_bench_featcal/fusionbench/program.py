@@ -48,9 +48,9 @@ def take_default_taskpool(program: Any) -> None:
     program.taskpool = None
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
     if any(re.match(r"\+*taskpool(@\w+)?=", word) for word in words):
-        log.info("taskpool=dummy was asked for: nothing is evaluated")
+        log.info("taskpool=dummy: nothing is evaluated")
     elif default is not None:
-        log.info("no task pool was named: evaluating on the model pool's default_taskpool")
+        log.debug("evaluating on the model pool's default_taskpool")
         program.taskpool = program._instantiate_and_setup(default)
 
 
@@ -192,9 +192,8 @@ def warn_if_busy() -> None:
     others = sum(used[core] for core in cores if core < len(used)) / 100 - mine
     if others + threads > len(cores) + _SPARE:
         log.warning(
-            "other processes use %.1f of %s, beside which calibrating with %s can "
-            "take many times longer: set OMP_WAIT_POLICY=passive in the environment",
+            "other processes use %.1f of %s. If calibration is slow, set the environment variable "
+            "OMP_WAIT_POLICY=passive",
             others,
             counted(len(cores), "core"),
-            counted(threads, "thread"),
         )

@@ -122,7 +122,7 @@ class RunResults:
             note = f"no row of experts: the model pool has none for the tasks {without}"
             self.report.notes.append(note)
             return
-        log.info("evaluating the experts, each on its own task")
+        log.info("evaluating experts, each on its own task")
         row = join(
             self._evaluated(taskpool, task, load_pool_model(self._modelpool, task), [task])
             for task in tasks

@@ -87,10 +87,11 @@ class Upstream:
         if isinstance(why, FileMerger):
             merged = why.merged_model()
             if merged is not None:
-                log.info("%s merges tensor by tensor from files", self.name)
+                log.info("merging with %s", self.name)
+                log.debug("%s merges tensor by tensor from files", self.name)
                 return merged
             why = "FusionBench merges a part of these models only"
-        log.info("%s merges models that are loaded whole: %s", self.name, why)
+        log.debug("%s merges models that are loaded whole: %s", self.name, why)
         return run_merger(program, self.config, self._models.pool, "method.base_method")
 
     def budget_left(self, settings: FeatCalSettings) -> float | str | None:

@@ -143,20 +143,19 @@ def _higher_row(report: Report, saved_row: str) -> list[str]:
     gain = averages[best] - averages[saved_row]
     if gain < _SHOWN:
         return []
-    line = f"{best} stands higher by {100 * gain:.1f} points"
+    higher = f"scored {100 * gain:.1f} points higher than {saved_row}"
     if best == report.upstream:
-        return [f"{line}: it is the merged model, before {saved_row}"]
+        return [f"the merged model ({best}) {higher}"]
+    line = f"{best} {higher}"
     if not best.startswith(FEATCAL):
         return [line]
-    return [f"{line}: method.save={best} saves it", "  (that is a choice made on test data)"]
+    return [line, f"  method.save={best} saves it (this selects on test data)"]
 
 
 def _next_lines(folder: Path) -> list[str]:
-    place, featcal = shlex.quote(str(folder)), featcal_program()
     return [
         f"reports: {folder}",
-        f"next: {featcal} report {place}",
-        f"      {featcal} plot {place}",
+        f"next: {featcal_program()} report {shlex.quote(str(folder))}",
     ]
 
 

@@ -73,7 +73,7 @@ class Grid:
         for index, column in enumerate(self.columns):
             texts = [*_broken(column).splitlines(), *(cells[index] for _, cells in self.lines)]
             widths.append(max(map(len, texts)))
-        return sum(widths) + 2 * len(widths)
+        return sum(widths) + 2 * len(widths) - 2  # two spaces between columns
 
     def markdown(self) -> str:
         """Render as a Markdown table."""
@@ -92,7 +92,11 @@ class Grid:
         from rich.table import Table
 
         table = Table(
-            box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left"
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+            show_edge=False,
+            title_justify="left",
         )
         # Numbers are never cut: where even one column is too wide, the heads of lines are folded.
         table.add_column(_text(self.corner), overflow="fold")
@@ -124,8 +128,8 @@ def console() -> "Console":
 def print_page(tables: Iterable["Table"], lines: Iterable[str]) -> None:
     """Print tables, and sentences as they are: no markup, no colours."""
     terminal = console()
-    for table in tables:
-        terminal.print(table)
+    for number, table in enumerate(tables):
+        terminal.print(*([""] if number else []), table, sep="\n")
     for line in lines:
         terminal.print(_text(line))
 

@@ -29,7 +29,9 @@ def test_command_compares_and_leaves_reports(tmp_path: Path) -> None:
     )
     assert "+ ridge_surgery" in result.stdout
     *_, last = result.stdout.strip().splitlines()
-    assert last.endswith(f"featcal plot {tmp_path}/log")  # nothing of FusionBench's comes after it
+    assert last.endswith(
+        f"featcal report {tmp_path}/log"
+    )  # nothing of FusionBench's comes after it
     assert "8 train" in result.stdout
     content = json.loads((tmp_path / "log" / "report.json").read_text())
     assert content["failed"] == []

@@ -83,7 +83,7 @@ def merged_by(
 @pytest.mark.parametrize("config", [AVERAGE, ARITHMETIC], ids=["average", "arithmetic"])
 @pytest.mark.parametrize("make", [lambda _: suite_pool(), t5_pool], ids=["clip", "t5"])
 def test_files_are_merged_as_they_load(make: Any, config: Any, tmp_path: Path, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     found = merged_by(config, make(tmp_path))
     assert "merges tensor by tensor from files" in caplog.text
     caplog.clear()
@@ -171,7 +171,7 @@ def vocabulary_pool(folder: Path) -> Any:
 def test_merger_that_cannot_read_files_loads_models_and_says_why(
     config: Any, settings: Any, pool: Any, why: str, tmp_path: Path, monkeypatch, caplog
 ):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     ran: list[Any] = []
     linear = nn.Linear(1, 1)
     run_merger = "fusion_bench_featcal.fusionbench.upstream.run_merger"
