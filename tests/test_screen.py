@@ -58,7 +58,7 @@ def test_misspelt_study_is_answered_by_the_nearest(tmp_path: Path) -> None:
     assert len(seen.block) <= 10 and "Available options" not in seen.text
 
 
-@pytest.mark.parametrize("switch", ["method.debug=true", "HYDRA_FULL_ERROR"])
+@pytest.mark.parametrize("switch", ["method.debug=true", "hydra.verbose=true", "HYDRA_FULL_ERROR"])
 def test_everything_is_shown_to_who_asks(tmp_path: Path, switch: str) -> None:
     asked = {switch: "1"} if switch.isupper() else {}
     words = ["method=featcal", POOL, "path.log_dir=log", "method.ridge_lambda=-1"]
@@ -122,6 +122,7 @@ def test_normal_run_is_short(tmp_path: Path) -> None:
         assert needless not in seen.text
     log = (tmp_path / "log" / "cli.log").read_text()
     assert "Loading model" in log and "Unused argument: base_model=any" in log
+    assert "merges tensor by tensor" in log and "settings of featcal: samples_per_task=8" in log
     assert (tmp_path / "log" / "program_report.json").stat().st_size > 100
 
 

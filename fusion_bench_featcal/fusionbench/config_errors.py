@@ -42,7 +42,7 @@ def stop_explaining() -> None:
         sys.excepthook, _hook_before = _hook_before, None
 
 
-def runs_ours(words: Sequence[str], methods: Path) -> bool:
+def runs_ours(words: Sequence[str], methods: Path, *_: Any) -> bool:
     """Return whether the words name a method of ours, or misspell one such as `study/samples`."""
     name = next((w.removeprefix("method=") for w in words[::-1] if w.startswith("method=")), "")
     folder = name.rpartition("/")[0]

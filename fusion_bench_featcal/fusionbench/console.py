@@ -92,7 +92,8 @@ class ScreenFilter(logging.Filter):
             return False
         if record.levelno > logging.INFO:
             return not _NEEDLESS.match(str(record.msg))
-        return not (record.name.startswith(_CHATTY) or is_helper(os.environ))
+        is_chatty = record.levelno < logging.INFO or record.name.startswith(_CHATTY)
+        return not (is_chatty or is_helper(os.environ))
 
 
 class FeatCalJob(Callback):

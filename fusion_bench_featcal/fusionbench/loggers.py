@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning.fabric.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from PIL import Image
 
 from fusion_bench_featcal.results import Report
@@ -20,33 +20,18 @@ from fusion_bench_featcal.results.scalars import drift_steps, hyperparameters, r
 log = logging.getLogger(__name__)
 
 
-class SilentLogger(Logger):
+class SilentLogger(DummyLogger):
     """Takes the place of a logger that failed."""
 
     def __init__(self, log_dir: str | None) -> None:
         """Keep the run's log directory, which FusionBench asks for."""
+        super().__init__()
         self._log_dir = log_dir
-
-    @property
-    def name(self) -> str:
-        """A name."""
-        return "silent"
-
-    @property
-    def version(self) -> int:
-        """A version."""
-        return 0
 
     @property
     def log_dir(self) -> str | None:
         """The run's log directory."""
         return self._log_dir
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Drop the metrics."""
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Drop the hyperparameters."""
 
 
 @dataclass
@@ -64,8 +49,8 @@ def log_results(
 ) -> None:
     """Hand results to Fabric's loggers, if there are any.
 
-    A logger that fails gives one warning and no error: the results are in the run's files already.
-    FusionBench, which uses the first logger once more, then finds a silent one in its place.
+    A logger that fails gives one warning and is replaced by a silent one, because FusionBench uses
+    the first logger again: the results are in the run's files already.
 
     Args:
         fabric: The program's Fabric.
@@ -112,8 +97,7 @@ def _collect(results: _Results, runs: Iterable[tuple[Report, Path | None]]) -> N
 
 def _log(logger: Any, results: _Results) -> None:
     with warnings.catch_warnings():
-        # CSVLogger announces that it deletes what is in its folder, which is the run's own; but all
-        # that it would delete is its own `metrics.csv`.
+        # CSVLogger warns that it deletes files in its folder. It deletes its `metrics.csv` only.
         warnings.filterwarnings("ignore", message="Experiment logs directory")
         logged = _log_settings(logger, results)
         for step, values in results.steps.items():

@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 
 
 _LOAD_METHOD = "fusion_bench.compat.method.load_algorithm_from_config"
+_SECONDS = 0.2
+_SPARE = 0.5
+"""Cores that others may use, beyond those that the threads leave free, without a warning."""
 
 
 def take_default_taskpool(program: Any) -> None:
@@ -168,32 +171,23 @@ def _refuse_not_finite(merged: nn.Module, modelpool: BaseModelPool, setting: str
     refuse_not_finite(merged, "the merged model", advice, map(check, names))
 
 
-_SECONDS = 0.2
-_SPARE = 0.5
-"""Cores that others may use, beyond what the threads leave, without being noticed."""
-
-
 def warn_if_busy() -> None:
     """Warn where other processes need the cores of this process's threads.
 
-    libgomp reads its settings when torch is loaded, which FusionBench's command does before
-    anything of this package runs: all that can be done here is to say so.
+    libgomp reads its settings when torch is loaded, before anything of this package runs, so they
+    cannot be changed here.
     """
-    threads = torch.get_num_threads()
-    is_set = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ)
-    if threads < 2 or is_set:  # by default threads wait spinning
-        return
-    own = psutil.Process()
-    cores = own.cpu_affinity() if hasattr(own, "cpu_affinity") else range(psutil.cpu_count() or 1)
-    before = own.cpu_times()
-    used = psutil.cpu_percent(_SECONDS, percpu=True)
-    after = own.cpu_times()
-    mine = (after.user + after.system - before.user - before.system) / _SECONDS
-    others = sum(used[core] for core in cores if core < len(used)) / 100 - mine
+    threads, process = torch.get_num_threads(), psutil.Process()
+    if threads < 2 or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
+        return  # by default threads wait spinning
+    has_affinity = hasattr(process, "cpu_affinity")
+    cores = process.cpu_affinity() if has_affinity else range(psutil.cpu_count() or 1)
+    used = psutil.cpu_percent(_SECONDS, percpu=True)  # by others: this process sleeps meanwhile
+    others = sum(used[core] for core in cores if core < len(used)) / 100
     if others + threads > len(cores) + _SPARE:
         log.warning(
-            "other processes use %.1f of %s. If calibration is slow, set the environment variable "
-            "OMP_WAIT_POLICY=passive",
+            "other processes use %.1f of %s: if calibration is slow, set OMP_WAIT_POLICY=passive "
+            "in the environment",
             others,
             counted(len(cores), "core"),
         )

@@ -101,31 +101,21 @@ def _refuse_clash(
 def forget_stored_heads(tasks: Iterable[str], folder: Path | None = None) -> int:
     """Delete the zero-shot heads that FusionBench stored on disk for these tasks.
 
-    It stores them by task name and model path only, so heads of other class names, or of another
-    model at the same path, would be used again unnoticed. They are rebuilt when next needed. So are
-    heads whose note names no task that FusionBench knows: it may be damaged.
+    It stores them by task name and model path only, so that a task whose class names or model have
+    changed would get the old head. Heads whose note cannot be read are deleted too.
+
+    Returns:
+        The number of deleted heads.
     """
-    defined = {repr(task) for task in tasks}
-    trusted = {repr(task) for task in CLIPTemplateFactory._dataset_mapping} - defined
-    root = folder or cache_utils.DEFAULT_CACHE_DIR
+    trusted = [repr(task) for task in set(CLIPTemplateFactory._dataset_mapping) - set(tasks)]
     deleted = 0
+    root = folder or cache_utils.DEFAULT_CACHE_DIR
     for note in root.rglob("construct_classification_head/*/metadata.json"):
-        if _task_of(note) not in trusted:
-            shutil.rmtree(note.parent, ignore_errors=True)  # another process may be at it too
+        try:
+            task = json.loads(note.read_text(encoding="utf-8"))["input_args"]["task"]
+        except (OSError, ValueError, KeyError, TypeError):
+            task = None
+        if task not in trusted:
+            shutil.rmtree(note.parent, ignore_errors=True)  # another process may do the same
             deleted += 1
     return deleted
-
-
-def _task_of(note: Path) -> str | None:
-    """The task of a stored head, as `repr` writes it; None if its note is damaged."""
-    try:
-        task = json.loads(note.read_text(encoding="utf-8"))["input_args"]["task"]
-        if isinstance(task, str):
-            return task
-        reason: object = "it names no task"
-    except FileNotFoundError:  # another process has deleted it
-        return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = error
-    log.warning("stored zero-shot head %s is damaged (%s): made anew", note.parent, reason)
-    return None

@@ -116,7 +116,7 @@ def test_only_the_named_tasks_heads_are_forgotten(make_pool, shapes):
         b'{"input_args": {"task": "\'shapez\'"}}',
     ],
 )
-def test_heads_with_a_damaged_note_are_made_anew(make_pool, shapes, damage, caplog):
+def test_heads_with_a_damaged_note_are_made_anew(make_pool, shapes, damage):
     tasks = {"shapes": {"data": str(shapes)}}
     pool = make_pool(tasks=tasks)
     pool.setup()
@@ -124,7 +124,6 @@ def test_heads_with_a_damaged_note_are_made_anew(make_pool, shapes, damage, capl
     (note,) = cache_utils.DEFAULT_CACHE_DIR.rglob("metadata.json")
     note.write_bytes(damage)
     make_pool(tasks=tasks)
-    assert (f"{note.parent} is damaged" in caplog.text) == (b"shapez" not in damage)
     assert not note.parent.exists()
     assert torch.equal(StoredHeads().head("shapes", pool.processor, pool.clip_model), first)
 
