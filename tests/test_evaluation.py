@@ -9,7 +9,7 @@ from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_featcal.core import kernels
-from fusion_bench_featcal.fusionbench.evaluation import accuracies, evaluate, losses
+from fusion_bench_featcal.fusionbench.evaluation import evaluate
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 
 needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
@@ -98,11 +98,13 @@ def test_results_of_a_run_evaluate_with_its_setting(onednn_calls: list[Any]) -> 
 
 
 def test_accuracies_and_losses_come_out_of_an_evaluation():
-    evaluation = {
+    report = {
         "model_info": {"all_params": 3},
         "cars": {"accuracy": 0.5, "loss": 1.0},
         "dtd": {"accuracy": 0.25},
         "average": {"accuracy": 0.375, "loss": 1.5},
     }
-    assert accuracies(evaluation) == {"cars": 0.5, "dtd": 0.25}
-    assert losses(evaluation, ["cars", "dtd"]) == {"cars": 1.0, "dtd": None}
+    pool: Any = SimpleNamespace(evaluate=lambda model: report)
+    evaluation = evaluate(pool, nn.Identity(), name="one")
+    assert evaluation.accuracy == {"cars": 0.5, "dtd": 0.25}
+    assert evaluation.loss == {"cars": 1.0, "dtd": None}

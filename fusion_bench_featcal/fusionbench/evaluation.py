@@ -21,16 +21,17 @@ class Evaluation:
 
     raw: Mapping[str, Any]  # FusionBench's report: {accuracy, loss}, and more
     accuracy: dict[str, float]  # in 0..1
-    correct: dict[str, Any] | None  # a flag per test item; None where the pool does not tell
+    correct: dict[str, Any] | None  # a flag per test item; None where the pool has none
 
     @property
     def loss(self) -> dict[str, float | None]:
         """Task -> loss; None where the pool computes none."""
-        return losses(self.raw, self.accuracy)
+        values = {task: self.raw[task].get("loss") for task in self.accuracy}
+        return {task: None if value is None else float(value) for task, value in values.items()}
 
 
 def task_names(taskpool: BaseTaskPool) -> list[str] | None:
-    """The pool's tasks, set up if need be; None where it does not name them."""
+    """Return the tasks of a pool, which is set up if need be; None where it has no loaders."""
     if not getattr(taskpool, "_is_setup", True):
         taskpool.setup()  # type: ignore[attr-defined]
     loaders = getattr(taskpool, "test_dataloaders", None)
@@ -51,48 +52,39 @@ def evaluate(
     Args:
         taskpool: The pool.
         model: The model.
-        name: What the model is called in the report.
+        name: The model's row.
         tasks: The tasks to evaluate on; None: all. A pool that cannot be restricted evaluates all.
-        log_dir: Where FusionBench's pools leave a report of their own for each model; it is moved
-            to `evaluations/<name>.json`, because `report.json` is ours.
+        log_dir: The run's log directory. FusionBench's pools write a `report.json` there, which is
+            moved to `evaluations/<name>.json`.
         linear_kernel: The setting of that name: the library for float32 products on the CPU.
 
     Returns:
         The evaluation, of the asked tasks only.
     """
     loaders = getattr(taskpool, "test_dataloaders", None) if task_names(taskpool) else None
-    wanted = None if tasks is None else set(tasks)
+    chosen = None if tasks is None else set(tasks)
     device = getattr(getattr(taskpool, "fabric", None), "device", torch.device("cpu"))
     try:
-        if loaders is not None and wanted is not None:
-            chosen = {task: loader for task, loader in loaders.items() if task in wanted}
-            taskpool.test_dataloaders = chosen  # type: ignore[attr-defined]
+        if loaders is not None and chosen is not None:
+            loaders_of_tasks = {t: loader for t, loader in loaders.items() if t in chosen}
+            taskpool.test_dataloaders = loaders_of_tasks  # type: ignore[attr-defined]
         kernel = with_kernel(choose_kernel(linear_kernel, device), nullcontext)
         with _own_reports_moved(log_dir, name), kernel():
             raw = taskpool.evaluate(model)
     finally:
         if loaders is not None:
             taskpool.test_dataloaders = loaders  # type: ignore[attr-defined]
-    accuracy = {t: a for t, a in accuracies(raw).items() if wanted is None or t in wanted}
+    accuracy = {
+        task: float(values["accuracy"])
+        for task, values in raw.items()
+        if task not in (AVERAGE, "model_info")
+        and isinstance(values, Mapping)
+        and (chosen is None or task in chosen)
+    }
     correct = getattr(taskpool, "item_correct", None)
     if correct is None or not set(accuracy) <= set(correct):
         return Evaluation(raw, accuracy, None)
     return Evaluation(raw, accuracy, {task: correct[task] for task in accuracy})
-
-
-def accuracies(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """Pick task -> accuracy out of what FusionBench's `taskpool.evaluate(model)` returns."""
-    return {
-        task: float(values["accuracy"])
-        for task, values in evaluation.items()
-        if task not in (AVERAGE, "model_info") and isinstance(values, Mapping)
-    }
-
-
-def losses(evaluation: Mapping[str, Any], tasks: Iterable[str]) -> dict[str, float | None]:
-    """Pick task -> loss out of the same for some tasks; None where the pool computes none."""
-    values = {task: evaluation[task].get("loss") for task in tasks}
-    return {task: None if value is None else float(value) for task, value in values.items()}
 
 
 def join(evaluations: Iterable[Evaluation]) -> Evaluation:

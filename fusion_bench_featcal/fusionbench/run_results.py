@@ -117,9 +117,9 @@ class RunResults:
         """Evaluate each expert on its own task."""
         experts = self._modelpool.model_names
         tasks = task_names(taskpool) or self.report.tasks or experts
-        without = [task for task in tasks if task not in experts]
-        if without:
-            note = f"no row of experts: the model pool has none for the tasks {without}"
+        missing = [task for task in tasks if task not in experts]
+        if missing:
+            note = f"no row of experts: the model pool has none for {', '.join(missing)}"
             self.report.notes.append(note)
             return
         log.info("evaluating experts, each on its own task")
@@ -148,11 +148,11 @@ class RunResults:
         self.report.notes += notes_of_log(name, result.log.records)
         self.report.notes += [f"{name}: {line}" for line in lines]
         values, split = settings.of_the_model().as_dict(), settings.calibration_split
-        own = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
+        of_model = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
         counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
         samples = {task: {"samples": count, "split": split} for task, count in counts.items()}
         made: dict[str, Any] = {"settings": values, "cost": cost, "samples": samples}
-        facts = CardFacts(name, base_method, own, counts, result.reads)
+        facts = CardFacts(name, base_method, of_model, counts, result.reads)
         self.saver.offer(result.model, facts)
         self.add_made(name, result.model, **made, seed=settings.seed)
 
@@ -171,10 +171,10 @@ class RunResults:
         Args:
             name: Its row.
             model: The model.
-            settings: What it was made with.
-            cost: What that took.
-            samples: Task -> {"samples", "split"} really used; empty for what uses no data.
-            seed: Of samples and training; None for what draws nothing.
+            settings: Settings of the method.
+            cost: Time and memory that making the model took.
+            samples: Task -> {"samples", "split"} that were used; empty for methods without data.
+            seed: Seed of samples and training; None for methods that draw nothing.
         """
         if any(drawn["split"] == "test" for drawn in samples.values()):
             self.report.notes.append(f"{name} was made with samples of the test split")
@@ -184,8 +184,8 @@ class RunResults:
         if self._taskpool is not None:
             self._evaluate(self._taskpool, name, model, **made)
             return
-        for kept, value in made.items():
-            getattr(self.report, kept)[name] = dict(value)
+        for field, value in made.items():
+            getattr(self.report, field)[name] = dict(value)
 
     def finish(self) -> nn.Module:
         """Write, log and show the report; return the model that FusionBench need not evaluate."""
