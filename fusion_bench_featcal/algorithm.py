@@ -265,16 +265,16 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     def _how_to_go_on(self) -> str:
         """Return what a run that is stopped says last."""
         saved = self._results and self._results.saver.folder
-        done = f"the model of row {self.save} is saved in {saved}; " if saved else ""
+        done = f"the model of row {self.save} is saved in {saved}. " if saved else ""
         folder = self.settings.checkpoint_dir
         if folder is None:
             return (
-                f"ended before it was done: {done}no blocks are kept. Set method.checkpoint_dir to "
-                "be able to go on after an interruption"
+                f"Interrupted. {done}No blocks were saved. Set method.checkpoint_dir to be able to "
+                "continue an interrupted run"
             )
         return (
-            f"ended before it was done: {done}finished blocks are in {folder}. To go on, repeat "
-            "the command with method.resume=true"
+            f"Interrupted. {done}Finished blocks are in {folder}. To continue, repeat the command "
+            "with method.resume=true"
         )
 
 

@@ -131,7 +131,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         folder = log_dir or store.folder  # of the reports
         check_places(folder, grid)
         run = self.grid_run(grid, inputs, store)
-        go_on = f"ended before it was done: finished cells are in {store.folder}. To go on, repeat"
+        go_on = f"Interrupted. Finished cells are in {store.folder}. To continue, repeat"
         with ending_cleanly(self._program, lambda: f"{go_on} the command"):
             run.run()
         inputs.images.close()

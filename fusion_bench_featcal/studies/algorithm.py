@@ -114,7 +114,7 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         store = ResultStore(self.results_dir or default_folder(suite))
         folder = store.folder if self.log_dir is None else Path(self.log_dir)
         check_places(folder, tasks[0].grid)
-        go_on = f"ended before it was done: finished cells are in {store.folder}. To go on, repeat"
+        go_on = f"Interrupted. Finished cells are in {store.folder}. To continue, repeat"
         with ending_cleanly(self._program, lambda: f"{go_on} the command"):
             run.run(store, folder / "points", suite)
         study = run.study(suite)
