@@ -115,7 +115,7 @@ class FeatCalJob(Callback):
             SystemExit: If it cannot be made or written.
         """
         make_importable(os.getcwd())
-        pool = config.get("modelpool") or {}
+        pool: Any = config.get("modelpool") or {}
         if str(pool.get("_target_")).endswith(("CausalLMPool", "Seq2SeqLMPool")):
             with open_dict(pool):  # FusionBench cannot make such a pool; the method refuses it
                 pool.tokenizer = pool.get("tokenizer")
