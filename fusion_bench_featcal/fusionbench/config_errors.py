@@ -21,7 +21,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 _hook_before: Any = None
 
 
-def explain_config_errors(words: Sequence[str], methods: Path, *_: Any) -> None:
+def explain_config_errors(words: Sequence[str], methods: Path) -> None:
     """Explain errors of a command that runs one of our methods, until its config is composed.
 
     Args:
@@ -42,7 +42,7 @@ def stop_explaining() -> None:
         sys.excepthook, _hook_before = _hook_before, None
 
 
-def runs_ours(words: Sequence[str], methods: Path, *_: Any) -> bool:
+def runs_ours(words: Sequence[str], methods: Path) -> bool:
     """Return whether the words name a method of ours, or misspell one such as `study/samples`."""
     name = next((w.removeprefix("method=") for w in words[::-1] if w.startswith("method=")), "")
     folder = name.rpartition("/")[0]

@@ -23,11 +23,7 @@ from tqdm.std import tqdm
 
 from fusion_bench_featcal.error_block import error_block
 from fusion_bench_featcal.files import ReportError, prepare_directory
-from fusion_bench_featcal.fusionbench.config_errors import (  # noqa: F401
-    FULL_ERROR,
-    explain_config_errors,
-    stop_explaining,
-)
+from fusion_bench_featcal.fusionbench.config_errors import FULL_ERROR, stop_explaining
 
 log = logging.getLogger(__name__)
 
