@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion_bench_featcal.read_budgets import is_read_budget
-from fusion_bench_featcal.setting_fields import is_integer, is_number, setting
+from fusion_bench_featcal.setting_fields import is_integer, is_number, is_text_list, setting
 
 # Gram matrices have norm 1: beyond this no digit of float64 is left for the data.
 _LARGEST_RIDGE = 1e12
@@ -31,14 +31,6 @@ def _are_factors(value: Any) -> bool:
 def _are_data_sets(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(v, Mapping) or (isinstance(v, str) and bool(v)) for v in value.values()
-    )
-
-
-def _is_text_list(value: Any) -> bool:
-    return (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and all(isinstance(text, str) and text for text in value)
     )
 
 
@@ -137,7 +129,7 @@ class DeclaredSettings:
         "Patterns of the modules to calibrate: a name or its end, `*` for anything, `!` in front "
         "to exclude. Null: every linear module, convolution and norm of the blocks.",
         accepts="a non-empty list of patterns",
-        check=lambda value: _is_text_list(value) and len(value) > 0,
+        check=lambda value: is_text_list(value) and len(value) > 0,
     )
     token_weights: str = setting(
         "uniform",
@@ -191,7 +183,7 @@ class DeclaredSettings:
         "Keys of config.json in which experts may differ from the merged model although they "
         "change its outputs. Experts then run with the merged model's values.",
         accepts="a list of config keys, such as [hidden_act]",
-        check=_is_text_list,
+        check=is_text_list,
     )
     stream_experts: bool | str = setting(
         "auto",

@@ -130,6 +130,15 @@ def is_integer(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def is_text_list(value: Any, of: Sequence[str] | None = None) -> bool:
+    """Return True for a list of texts that are not empty, and all in `of` if it is given."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(text, str) and text and (of is None or text in of) for text in value)
+    )
+
+
 def _kinds(field: Field[Any]) -> Sequence[Any]:
     return get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
 

@@ -60,6 +60,7 @@ def test_missing_model_folder_is_named(tmp_path: Path) -> None:
             {"compare_with": ["expert"]},
             "method.compare_with must be null or a list of base, experts, merged, got ",
         ),
+        ({"compare_with": 5}, "method.compare_with must be null or a list of .*got 5"),
         ({"base_method": "simple_average"}, r"method@method\.base_method=task_arithmetic"),
         ({"presets": ["a"]}, r"method\.presets must be null or a mapping of names to settings"),
         ({"presets": {"a": None}}, r"method\.presets: a preset is a name"),

@@ -23,7 +23,7 @@ from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.results import BASE, EXPERTS
 from fusion_bench_featcal.results.diagnosis import Diagnosis
 from fusion_bench_featcal.results.diagnosis_page import PAGE_FILE, help_sentences, write_diagnosis
-from fusion_bench_featcal.setting_fields import Settings, setting
+from fusion_bench_featcal.setting_fields import Settings, is_text_list, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 _NAME = re.compile(r"[\w.:+-]+")
@@ -44,7 +44,7 @@ class DiagnosisSettings(Settings):
         None,
         "Tasks to diagnose. Null: all.",
         accepts="a list of tasks",
-        check=lambda value: not isinstance(value, str),
+        check=is_text_list,
     )
     items: int = setting(256, "Most items of each task. One has no principal plane.", ge=LEAST)
     split: str = setting("test", "Split of the items.", choices=("train", "val", "test"))
@@ -58,7 +58,7 @@ class DiagnosisSettings(Settings):
         PROJECTIONS,
         "Planes to draw final features in.",
         accepts="[pca] or []",
-        check=lambda value: not isinstance(value, str) and set(value) <= set(PROJECTIONS),
+        check=lambda value: is_text_list(value, PROJECTIONS),
     )
 
 

@@ -15,7 +15,7 @@ from fusion_bench_featcal.nearest_names import (
     refuse_unusable_names,
 )
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
-from fusion_bench_featcal.setting_fields import Settings, setting, settings_of
+from fusion_bench_featcal.setting_fields import Settings, is_text_list, setting, settings_of
 from fusion_bench_featcal.settings import FeatCalSettings
 
 FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
@@ -30,10 +30,6 @@ REFERENCES = (BASE, EXPERTS, MERGED)
 def is_merger(value: Any) -> bool:
     """Return True for a method's config, which has `_target_` or, of older methods, `name`."""
     return isinstance(value, Mapping) and bool({"_target_", "name"} & set(value))
-
-
-def _are_references(value: Any) -> bool:
-    return not isinstance(value, str) and set(value) <= set(REFERENCES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +72,7 @@ class RunSettings(MergedBy):
         "Reference rows to evaluate: base, experts, merged. Null: the model pool's choice, else "
         "[merged].",
         accepts=f"a list of {', '.join(REFERENCES)}",
-        check=_are_references,
+        check=lambda value: is_text_list(value, REFERENCES),
     )
 
 
@@ -157,7 +153,7 @@ def checked_choices(
             "method=compare and method=study/transfer, compare and sources"
         )
     references = compare_with if compare_with is not None else suite.get("compare_with", [MERGED])
-    if not _are_references(references):
+    if not is_text_list(references, REFERENCES):
         raise ValueError(
             f"modelpool.featcal.compare_with must be a list of {', '.join(REFERENCES)}, got "
             f"{references!r}"

@@ -82,6 +82,9 @@ def test_no_import_cycles():
         ("import fusion_bench_featcal", FRAMEWORKS | {"torch", "transformers"}),
         ("import fusion_bench_featcal.core", FRAMEWORKS | {"transformers"}),
         ("from fusion_bench_featcal import calibrate", FRAMEWORKS | {"transformers"}),
+        ("import fusion_bench_featcal.methods", FRAMEWORKS | {"torch"}),
+        ("import fusion_bench_featcal.methods.registry", FRAMEWORKS | {"transformers"}),
+        ("import fusion_bench_featcal.setting_docs", FRAMEWORKS | {"torch"}),
         (
             "from hydra.core.plugins import Plugins; Plugins.instance()",
             {"fusion_bench_featcal", "fusion_bench", "torch", "transformers"},
