@@ -189,7 +189,7 @@ class Models:
         self.notes.extend(experts_alike(vectors, self.base.option))
 
     def tokenizer(self) -> Any:
-        """The tokenizer, the same in all models, with texts padded at their end.
+        """The tokenizer of the first model that has one, with texts padded at their end.
 
         Raises:
             ValueError: If there is none, or an expert has another.
@@ -241,7 +241,7 @@ class Models:
             return str(fetch(named, f"--tokenizer {named}", weights=False))
         names = ("tokenizer_config.json", "tokenizer.json", "preprocessor_config.json")
         names += ("processor_config.json",)  # transformers 5
-        for model in (self.home, self.base):
+        for model in (self.home, self.base, *self.experts.values()):
             if model is not None and any((model.folder / name).is_file() for name in names):
                 return str(model.folder)
         return str(self.home.folder)

@@ -12,7 +12,7 @@ from tiny_texts import TASKS
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.folders import calibrate_folder
-from fusion_bench_featcal.folders.options import options_of
+from fusion_bench_featcal.folders.options import flag_of, options_of
 from fusion_bench_featcal.folders.request import Request
 
 
@@ -86,3 +86,18 @@ def test_a_keyword_that_is_no_option():
 def test_every_option_says_what_it_is():
     names = [field.name for field in options_of(Request)]
     assert names[0] == "merged" and all(field.metadata["text"] for field in options_of(Request))
+
+
+def test_docs_list_every_option():
+    docs = Path(__file__).resolve().parents[2] / "docs" / "calibrate.md"
+    if not docs.is_file():
+        pytest.skip("an installation has no docs")
+    lines = ["| Option | |", "|---|---|"]
+    for number, field in enumerate(options_of(Request)):
+        keys = field.metadata
+        words = [f"-{keys['short']}"] if keys["short"] else []
+        words.append(flag_of(field.name) if number else "")
+        words.append(keys["metavar"] or "" if keys["kind"] is not bool else "")
+        lines.append(f"| `{' '.join(filter(None, words))}` | {keys['text']} |")
+    table = "\n".join(lines)
+    assert table in docs.read_text(encoding="utf-8"), f"docs/calibrate.md needs\n{table}"

@@ -170,3 +170,11 @@ def test_slices_of_different_layers_are_refused(folder, capsys, ranges):
     (folder / "merged" / "mergekit_config.yml").write_text(json.dumps(content))
     assert main(calibrate(folder)) == 2
     assert "mergekit's linear from slices of different layers" in capsys.readouterr().err
+
+
+def test_the_tokenizer_of_an_expert_where_the_merge_has_none(folder, capsys):
+    for name in ("merged", "base"):
+        for file in (folder / name).glob("*token*"):
+            file.unlink()
+    recipe(folder, "linear", None, str(folder / "one"), str(folder / "two"))
+    shown(capsys, calibrate(folder))
