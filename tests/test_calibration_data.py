@@ -5,16 +5,12 @@ import pytest
 import torch
 from fusion_bench.modelpool import BaseModelPool, CLIPVisionModelPool
 from omegaconf import DictConfig, OmegaConf
-from tiny_images import picture, write_class_folders
+from tiny_images import channels_first, picture, write_class_folders
 from transformers import CLIPImageProcessor
 
 from fusion_bench_featcal.calibration_data import calibration_batches, draw_samples, samples_used
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tasks import load_images
-
-
-def channels_first(image) -> torch.Tensor:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
 
 
 def numbered(count: int) -> list[dict]:

@@ -20,6 +20,11 @@ def picture(seed: int, size: tuple[int, int] = (28, 28)) -> Image.Image:
     return Image.fromarray(pixels)
 
 
+def channels_first(image) -> torch.Tensor:
+    """A processor that only rescales: pixels `[3, height, width]` in 0..1."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
+
+
 def write_class_folders(
     folder: Path, classes: Sequence[str] = SHAPES, per_class: int = 4, seed: int = 0
 ) -> Path:

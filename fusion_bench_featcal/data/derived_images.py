@@ -1,43 +1,17 @@
 """Calibration data made of other data sets or of noise, for `_target_` in YAML."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image, ImageOps
 
+from fusion_bench_featcal.data.computed_rows import ComputedRows
 from fusion_bench_featcal.data.corruptions import check_corruption, corrupt, random_of
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.tables import require_numbered
 from fusion_bench_featcal.setting_fields import is_integer
-
-Rows = torch.utils.data.Dataset[dict[str, Any]]
-
-
-class CorruptedImages(Rows):
-    """Items of a data set with corrupted images: `{"image": RGB picture, ...}`."""
-
-    def __init__(
-        self, items: ImageItems, corruption: str, severity: int, seed: int, task: str,
-        size: int | None,
-    ) -> None:  # fmt: skip
-        """Store the arguments of `corrupted`."""
-        self.items, self.background = items, items.background
-        self._corruption, self._severity, self._size = corruption, severity, size
-        self._seed, self._task = seed, task
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        item = self.items[index]
-        picture = item["image"]
-        if self._size is not None:
-            scale = self._size / min(picture.size)
-            picture = ImageOps.scale(picture, scale, Image.Resampling.BICUBIC)
-        random = random_of(self._seed, self._task, index)
-        return item | {"image": corrupt(picture, self._corruption, self._severity, random)}
 
 
 def corrupted(
@@ -49,7 +23,7 @@ def corrupted(
     size: int | None = None,
     split: str | None = None,
     image_column: str = "image",
-) -> CorruptedImages:
+) -> ComputedRows:
     """Corrupt the images of a data set as ImageNet-C (see `data/corruptions.py`).
 
     The random numbers of an image depend on `seed`, `task` and its position only, so the severities
@@ -67,6 +41,9 @@ def corrupted(
         split: Split of a path or hub id.
         image_column: Column of the images.
 
+    Returns:
+        Items `{"image": RGB picture, ...}`.
+
     Raises:
         ValueError: If there is no such corruption or severity, or a key is out of range.
         CalibrationError: If the data are not one data set of images, or cannot be read.
@@ -78,28 +55,29 @@ def corrupted(
     if isinstance(data, str):
         data = load_images(data, split, image_column=image_column)
     items = ImageItems(data, name=f"data of corruption {corruption}", image_column=image_column)
-    return CorruptedImages(items, corruption, severity, seed, task, size)
+    make = partial(_corrupted_item, items, (corruption, severity), (seed, task), size)
+    return ComputedRows(len(items), make, items.background)
 
 
-class MixedRows(torch.utils.data.Dataset[Any]):
-    """Items of several data sets in turn, an equal number of each."""
-
-    def __init__(self, sets: Sequence[Any]) -> None:
-        """Store the data sets, which `mixed` has checked."""
-        self.sets = sets
-
-    def __len__(self) -> int:
-        return len(self.sets) * min(map(len, self.sets))
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        item, data_set = divmod(index, len(self.sets))
-        return self.sets[data_set][item]
+def _corrupted_item(
+    items: ImageItems,
+    corruption: tuple[str, int],
+    seed: tuple[int, str],
+    size: int | None,
+    index: int,
+) -> dict[str, Any]:
+    item = items[index]
+    picture = item["image"]
+    if size is not None:
+        picture = ImageOps.scale(picture, size / min(picture.size), Image.Resampling.BICUBIC)
+    return item | {"image": corrupt(picture, *corruption, random_of(*seed, index))}
 
 
-def mixed(data: Sequence[Any]) -> MixedRows:
-    """Mix the items of several data sets, of images or of texts, in equal numbers.
+def mixed(data: Sequence[Any]) -> ComputedRows:
+    """Mix the items of several data sets, of images or of texts, in turn.
+
+    Returns:
+        As many items of each data set as the smallest has.
 
     Raises:
         ValueError: If there are none.
@@ -109,10 +87,15 @@ def mixed(data: Sequence[Any]) -> MixedRows:
         raise ValueError(f"data of mixed data sets must be a list of data sets, got {data!r}")
     for number, rows in enumerate(data):
         require_numbered(None if isinstance(rows, str) else rows, f"mixed data set {number}")
-    return MixedRows(data)
+    return ComputedRows(len(data) * min(map(len, data)), partial(_mixed_item, data))
 
 
-class NoiseImages(Rows):
+def _mixed_item(data: Sequence[Any], index: int) -> Any:
+    item, data_set = divmod(index, len(data))
+    return data[data_set][item]
+
+
+class NoiseImages(ComputedRows):
     """Images of independent uniform pixels."""
 
     def __init__(self, number: int = 1000, size: int = 224, seed: int = 42, task: str = "") -> None:
@@ -123,17 +106,12 @@ class NoiseImages(Rows):
         """
         _check_integer("number of noise images", number, 1)
         _check_integer("size of noise images", size, 1)
-        self._number, self._size, self._seed, self._task = number, size, seed, task
+        super().__init__(number, partial(_noise_item, size, (seed, task)))
 
-    def __len__(self) -> int:
-        return self._number
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < self._number:
-            raise IndexError(index)
-        random = random_of(self._seed, self._task, index)
-        pixels = random.integers(0, 256, (self._size, self._size, 3), dtype=np.uint8)
-        return {"image": Image.fromarray(pixels)}
+def _noise_item(size: int, seed: tuple[int, str], index: int) -> dict[str, Any]:
+    pixels = random_of(*seed, index).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    return {"image": Image.fromarray(pixels)}
 
 
 def _check_integer(name: str, value: Any, least: int) -> None:

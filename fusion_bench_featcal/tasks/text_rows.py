@@ -1,33 +1,17 @@
 """Rows of public data sets as prompts with targets, or as chats."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import datasets
 
+from fusion_bench_featcal.data.computed_rows import ComputedRows
 from fusion_bench_featcal.data.tables import check_literal
 
 GLUE = "nyu-mll/glue"
 
 
-class TextRows(Sequence[dict[str, Any]]):
-    """A data set whose rows are converted when they are read."""
-
-    def __init__(self, rows: Any, make: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
-        """Store a data set with a length and numbered rows, and the conversion of a row."""
-        self._rows = rows
-        self._make = make
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        return self._make(self._rows[index])
-
-
-def load_glue(name: str, split: str, path: str = GLUE) -> TextRows:
+def load_glue(name: str, split: str, path: str = GLUE) -> ComputedRows:
     """Load a GLUE task with FusionBench's prompts and answers.
 
     FusionBench's loader returns the same texts, but first tokenises every row of every split.
@@ -51,13 +35,15 @@ def load_glue(name: str, split: str, path: str = GLUE) -> TextRows:
     if name not in glue_processors:
         raise ValueError(f"GLUE has no task {name!r}; it has {', '.join(glue_processors)}")
     processor = glue_processors[name](tokenizer=None, template=glue_prompt_templates[name])
+    check_literal(path)
+    rows: Any = datasets.load_dataset(path, name, split=split)
 
-    def make(row: Mapping[str, Any]) -> dict[str, Any]:
+    def make(index: int) -> dict[str, Any]:
+        row: Mapping[str, Any] = rows[index]
         prompt, target = processor.preprocess(**{k: row[k] for k in row if k != "idx"})
         return {"prompt": prompt, "target": target}
 
-    check_literal(path)
-    return TextRows(datasets.load_dataset(path, name, split=split), make)
+    return ComputedRows(len(rows), make)
 
 
 def load_chats(
@@ -67,7 +53,7 @@ def load_chats(
     prompt: str | None = None,
     answer: str | None = None,
     name: str | None = None,
-) -> TextRows:
+) -> ComputedRows:
     """Load a data set of conversations, or of questions with answers.
 
     Args:
@@ -93,10 +79,11 @@ def load_chats(
     if missing:
         raise ValueError(f"{path} has no columns {missing}; it has {rows.column_names}")
 
-    def make(row: Mapping[str, Any]) -> dict[str, Any]:
+    def make(index: int) -> dict[str, Any]:
+        row: Mapping[str, Any] = rows[index]
         if prompt is None or answer is None:
             return {"messages": row[messages]}
         question = {"role": "user", "content": row[prompt]}
         return {"messages": [question, {"role": "assistant", "content": row[answer]}]}
 
-    return TextRows(rows, make)
+    return ComputedRows(len(rows), make)

@@ -10,6 +10,7 @@ import torch
 from fusion_bench.modelpool import BaseModelPool
 from omegaconf import OmegaConf
 from PIL import Image
+from tiny_images import channels_first
 
 from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.data.images import ImageItems
@@ -139,10 +140,6 @@ def test_opaque_modes_are_converted_as_pil_does(mode):
     assert rgb(made) == np.asarray(made.convert("RGB")).tolist()
     if mode not in ("1", "LAB"):
         assert np.abs(np.array(rgb(made)) - 204).max() <= 2
-
-
-def channels_first(image) -> torch.Tensor:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
 
 
 def test_calibration_and_evaluation_see_the_same_background(tmp_path):

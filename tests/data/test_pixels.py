@@ -2,18 +2,13 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
-from tiny_images import picture
+from tiny_images import channels_first, picture
 
 from fusion_bench_featcal.data.pictures import stack_pixels, to_pixels
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks.scoring import PixelCache
-
-
-def channels_first(image) -> torch.Tensor:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
 
 
 def test_processor_gives_what_transformers_gives(processor):

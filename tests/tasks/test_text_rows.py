@@ -73,7 +73,7 @@ def test_chats_and_questions(monkeypatch):
     rows = datasets.Dataset.from_list([{"messages": turns, "problem": "c", "solution": "d"}])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
     assert load_chats("x", "train")[0] == {"messages": turns}
-    asked = load_chats("x", "train", prompt="problem", answer="solution")[:1][0]["messages"]
+    asked = load_chats("x", "train", prompt="problem", answer="solution")[0]["messages"]
     assert [(turn["role"], turn["content"]) for turn in asked] == [
         ("user", "c"),
         ("assistant", "d"),

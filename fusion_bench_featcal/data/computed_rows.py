@@ -1,0 +1,22 @@
+"""Data sets whose rows are computed when they are read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class ComputedRows(torch.utils.data.Dataset[Any]):
+    """A map-style data set of a number of rows and a function of their position."""
+
+    def __init__(self, number: int, make: Callable[[int], Any], background: Any = None) -> None:
+        """Store number and function, and the background of images if they have one."""
+        self.number, self.make, self.background = number, make, background
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self.number:
+            raise IndexError(index)
+        return self.make(index)
