@@ -8,9 +8,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.data.images import ImageItems, load_images
-from fusion_bench_featcal.data.labels import check_classnames_by
 from fusion_bench_featcal.data.pictures import parse_background
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
+from fusion_bench_featcal.setting_fields import problems_of, setting
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks.heads import (
     PromptTemplate,
@@ -22,20 +22,55 @@ from fusion_bench_featcal.tasks.heads import (
 from fusion_bench_featcal.tasks.item_pool import build_part
 
 
+def _is_data(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, Mapping) and "_target_" in value)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+
+
+def _are_names(value: Any) -> bool:
+    are_names = _is_list(value) and all(
+        isinstance(name, str | int | float) and not isinstance(name, bool) for name in value
+    )
+    return are_names and len(set(map(str, value))) == len(value)
+
+
+def _are_templates(value: Any) -> bool:
+    texts = value if _is_list(value) else [value]
+    return all(isinstance(text, str) and "{}" in text for text in texts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskDefinition:
-    """One checked task. Its fields are the keys under `tasks.<name>` in YAML."""
+    """One task. Its fields are the keys under `tasks.<name>` in YAML."""
 
-    # A folder, a table, a hub id or a mapping with `_target_`. None: `test_datasets` has the data.
-    data: str | Mapping[str, Any] | None = None
-    split: str | None = None
-    image_column: str = "image"
-    label_column: str = "label"
-    classnames: tuple[str, ...] | None = None  # None: those of the data or of FusionBench
-    # None: those of FusionBench or "a photo of a {}."
-    templates: tuple[PromptTemplate, ...] | None = None
-    background: str | None = None
-    classnames_by: str = "name"
+    data: Any | None = setting(
+        None,
+        "Folder, table, hub id, or mapping that builds a data set. null: test_datasets has it.",
+        accepts="a path, a hub id or a mapping with _target_",
+        check=_is_data,
+    )
+    split: str | None = setting(None, "Split of a folder or a hub data set.")
+    image_column: str = setting("image", "Column of the images or their paths.")
+    label_column: str = setting("label", "Column of the labels.")
+    classnames: Sequence[str] | None = setting(
+        None,
+        "Class names by label. null: those of the data or of FusionBench.",
+        accepts="a list of different names, one per label (yes, no, on and off in quotes)",
+        check=_are_names,
+    )
+    templates: Sequence[PromptTemplate] | None = setting(
+        None,
+        'Prompts. null: those of FusionBench or "a photo of a {}."',
+        accepts="prompts with {} for the class name, as in 'a photo of a {}.'",
+        check=_are_templates,
+    )
+    background: str | None = setting(None, "Colour behind transparent images. null: white.")
+    classnames_by: str = setting(
+        "name", "Rule that matches the data's class names.", choices=("name", "order")
+    )
 
     def items(self, rows: Any = None, name: str = "") -> ImageItems:
         """Return the task's items, of `data` or of another data set and its name.
@@ -62,7 +97,7 @@ class TaskDefinition:
         return ImageItems(rows, name=name, **columns)
 
 
-def parse_tasks(tasks: Any, setting: str = "taskpool.tasks") -> dict[str, TaskDefinition]:
+def parse_tasks(tasks: Any, name: str = "taskpool.tasks") -> dict[str, TaskDefinition]:
     """Parse the mapping `tasks` of a task pool.
 
     Raises:
@@ -71,70 +106,25 @@ def parse_tasks(tasks: Any, setting: str = "taskpool.tasks") -> dict[str, TaskDe
     if isinstance(tasks, DictConfig):
         tasks = OmegaConf.to_container(tasks, resolve=True)
     if not isinstance(tasks, Mapping | None):
-        raise ValueError(f"{setting} must be a mapping from task names to tasks, got {tasks!r}")
-    return {str(name): _parse(task, f"{setting}.{name}") for name, task in (tasks or {}).items()}
+        raise ValueError(f"{name} must be a mapping from task names to tasks, got {tasks!r}")
+    return {str(key): _parse(task, f"{name}.{key}") for key, task in (tasks or {}).items()}
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-
-
-def _is_data(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, Mapping) and "_target_" in value)
-
-
-_CHECKS = {
-    "data": ("a path, a hub id or a mapping with _target_", _is_data),
-    "classnames": ("a list of names, one per label", _is_list),
-    "templates": ("a list of prompts", lambda value: isinstance(value, str) or _is_list(value)),
-    **dict.fromkeys(
-        ("split", "image_column", "label_column"), ("a text", lambda v: isinstance(v, str))
-    ),
-}
-_NULLABLE = {"data", "split", "classnames", "templates"}
-
-
-def _parse(task: Any, setting: str) -> TaskDefinition:
+def _parse(task: Any, name: str) -> TaskDefinition:
     if not isinstance(task, Mapping):
-        raise ValueError(f"{setting} must be a mapping with a key data, got {task!r}")
-    refuse_unknown_keys(task, [field.name for field in fields(TaskDefinition)], setting)
-    values: dict[str, Any] = {
-        key: value for key, value in task.items() if value is not None or key not in _NULLABLE
-    }
-    for key, (accepted, is_valid) in _CHECKS.items():
-        if key in values and not is_valid(values[key]):
-            raise ValueError(f"{setting}.{key} must be {accepted}, got {values[key]!r}")
-    parse_background(values.get("background"), setting)
-    check_classnames_by(values.get("classnames_by", "name"), setting)
-    if "classnames" in values:
-        values["classnames"] = _classnames(values["classnames"], f"{setting}.classnames")
-    if "templates" in values:
-        values["templates"] = _templates(values["templates"], f"{setting}.templates")
-    return TaskDefinition(**values)
-
-
-def _classnames(values: Sequence[Any], setting: str) -> tuple[str, ...]:
-    for name in values:
-        if isinstance(name, bool) or not isinstance(name, str | int | float):
-            raise ValueError(
-                f"{setting}: {name!r} is no name. Write it in quotes: YAML reads yes, no, on and "
-                "off as true and false, and an empty entry as null."
-            )
-    names = tuple(str(name) for name in values)
-    if len(set(names)) < len(names):
-        repeated = min(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{setting}: {repeated!r} is repeated, so prompts cannot tell both apart")
-    return names
-
-
-def _templates(texts: Any, setting: str) -> tuple[PromptTemplate, ...]:
+        raise ValueError(f"{name} must be a mapping with a key data, got {task!r}")
+    refuse_unknown_keys(task, [field.name for field in fields(TaskDefinition)], name)
+    definition = TaskDefinition(**{str(key): value for key, value in task.items()})
+    if problems := problems_of(definition):
+        raise ValueError("; ".join(f"{name}.{problem}" for problem in problems))
+    parse_background(definition.background, name)
+    classnames, texts = definition.classnames, definition.templates
     texts = [texts] if isinstance(texts, str) else texts
-    for text in texts:
-        if not isinstance(text, str) or "{}" not in text:
-            raise ValueError(
-                f"{setting}: {text!r} has no {{}} for the class name, as in 'a photo of a {{}}.'"
-            )
-    return tuple(PromptTemplate(text) for text in texts)
+    return replace(
+        definition,
+        classnames=None if classnames is None else tuple(map(str, classnames)),
+        templates=None if texts is None else tuple(PromptTemplate(str(text)) for text in texts),
+    )
 
 
 @dataclass(frozen=True)
@@ -174,7 +164,7 @@ def load_task(
         ValueError: If the definition does not fit the data.
         CalibrationError: If the data cannot be read, is unlabeled or has labels out of range.
     """
-    setting = f"taskpool.tasks.{name}"
+    key = f"taskpool.tasks.{name}"
     if task.classnames is None and classnames is not None:
         # Folders are sorted by name. Only a data set with integers of its own has an order.
         is_sorted = isinstance(rows, ImageItems) or (
@@ -186,14 +176,14 @@ def load_task(
         items = task.items(rows, f"test_datasets.{name}")
     except (OSError, ValueError, CalibrationError) as error:
         kind = ValueError if isinstance(error, ValueError) else CalibrationError
-        raise kind(f"{setting}: {error}") from error
+        raise kind(f"{key}: {error}") from error
     if items.has_labels is False:
         raise CalibrationError(
-            f"{setting}: {items.name} has no labels (label_column {task.label_column!r}, or "
+            f"{key}: {items.name} has no labels (label_column {task.label_column!r}, or "
             "folders named by class), so accuracy cannot be measured."
         )
     if items.classnames is None:
-        raise ValueError(f"{setting}: the data has no class names: set classnames, one per label.")
+        raise ValueError(f"{key}: the data has no class names: set classnames, one per label.")
     items.name = f"task {name!r}, {items.name}"
     return items
 
@@ -207,10 +197,10 @@ def check_background(task: str, tested: Any, modelpool: Any) -> None:
     test_colour = parse_background(tested, f"taskpool.tasks.{task}")
     for split in ("train", "val", "test"):
         data = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
-        setting, used = f"modelpool.{split}_datasets.{task}", background_of(data)
-        if data is not None and parse_background(used, setting) != test_colour:
+        key, used = f"modelpool.{split}_datasets.{task}", background_of(data)
+        if data is not None and parse_background(used, key) != test_colour:
             raise ValueError(
-                f"{setting}: the background of transparent images is {used or 'white'} here and "
+                f"{key}: the background of transparent images is {used or 'white'} here and "
                 f"{tested or 'white'} in taskpool.tasks.{task}: set the same in both"
             )
 

@@ -319,7 +319,7 @@ def test_task_pool_refuses_another_background_for_calibration(make_pool, shapes)
     for tested, calibrated in (({"background": "black"}, {}), ({}, {"background": "black"})):
         with pytest.raises(ValueError, match=r"modelpool\.train_datasets\.shapes: .*black"):
             check(tested, **calibrated)
-    with pytest.raises(ValueError, match=r"taskpool\.tasks\.shapes: background must be"):
+    with pytest.raises(ValueError, match=r"taskpool\.tasks\.shapes\.background must be"):
         check({"background": 7})
 
 

@@ -42,17 +42,27 @@ def test_every_key_is_read():
         ({"shapes": {"clasnames": []}}, r"shapes: unknown key 'clasnames' \(nearest: 'classnames'"),
         (
             {"shapes": {"data": 3}},
-            "shapes.data must be a path, a hub id or a mapping with _target_",
+            "shapes.data must be null or a path, a hub id or a mapping with _target_",
         ),
-        ({"shapes": {"data": {"path": "x"}}}, "shapes.data must be a path"),
-        ({"shapes": {"split": 1}}, "shapes.split must be a text, got 1"),
+        ({"shapes": {"data": {"path": "x"}}}, "shapes.data must be null or a path"),
+        ({"shapes": {"split": 1}}, "shapes.split must be null or a text, got 1"),
         ({"shapes": {"image_column": None}}, "shapes.image_column must be a text, got None"),
-        ({"shapes": {"classnames": "cat, dog"}}, "shapes.classnames must be a list of names"),
-        ({"shapes": {"classnames": []}}, "shapes.classnames must be a list of names"),
-        ({"shapes": {"classnames": [True, "maybe"]}}, "True is no name. Write it in quotes"),
-        ({"shapes": {"classnames": ["a", "b", "a"]}}, "'a' is repeated"),
-        ({"shapes": {"templates": []}}, "shapes.templates must be a list of prompts"),
-        ({"shapes": {"templates": ["a photo"]}}, r"'a photo' has no \{\} for the class name"),
+        ({"shapes": {"classnames_by": "x"}}, "classnames_by must be one of name, order, got 'x'"),
+        (
+            {"shapes": {"classnames": "cat, dog"}},
+            "shapes.classnames must be null or a list of different names",
+        ),
+        (
+            {"shapes": {"classnames": []}},
+            "shapes.classnames must be null or a list of different names",
+        ),
+        ({"shapes": {"classnames": [True, "maybe"]}}, "yes, no, on and off in quotes.*True"),
+        ({"shapes": {"classnames": ["a", "b", "a"]}}, "a list of different names"),
+        ({"shapes": {"templates": []}}, "shapes.templates must be null or prompts"),
+        (
+            {"shapes": {"templates": ["a photo"]}},
+            r"prompts with \{\} for the class name.*'a photo'",
+        ),
     ],
 )
 def test_unfit_values_are_named(tasks, message):
