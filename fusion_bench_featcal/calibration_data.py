@@ -148,9 +148,9 @@ def draw_samples(available: int, task: str, settings: FeatCalSettings) -> list[i
 
 
 def samples_used(
-    modelpool: Any, tasks: Iterable[str], wanted: int, split: str
+    modelpool: Any, tasks: Iterable[str], most: int, split: str
 ) -> dict[str, dict[str, Any]]:
-    """Return the number of samples that a draw takes from each task's data of a split.
+    """Return the number of samples, `most` at most, that a draw takes from each task's data.
 
     Returns:
         Task -> `{"samples": number, "split": split}`, for the tasks that have data.
@@ -162,7 +162,7 @@ def samples_used(
             continue
         if (split, task) not in sizes:
             sizes[split, task] = len(_open(modelpool, task, split))
-        used[task] = {"samples": min(wanted, sizes[split, task]), "split": split}
+        used[task] = {"samples": min(most, sizes[split, task]), "split": split}
     return used
 
 

@@ -50,8 +50,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
     ) -> None:
         """View a `datasets` table, a map-style data set or other items.
 
-        Arguments beside `rows`, `name` and `root` are those of `load_images`. A background of None
-        is that of other items.
+        Further arguments are those of `load_images`. A background of None is that of other items.
 
         Raises:
             ValueError: If a column does not exist, or background or class names do not fit.

@@ -70,12 +70,14 @@ def match_names(
     if not same_length:
         stranger = next((name for name in names if name not in common), names[0])
         reason = (
-            f"{len(classnames)} class names for the {len(names)} classes of the data; {stranger!r} "
-            f"is none of them{nearest_hint(stranger, classnames)}. Check label_column, or use"
+            f"there are {len(classnames)} and {len(names)}, and {stranger!r} is no class name"
+            f"{nearest_hint(stranger, classnames)}. Check label_column, or use"
         )
     elif moved:
-        at, wanted = names.index(moved[0]), classnames.index(moved[0])
-        reason = f"{moved[0]!r} is label {at} in the data and number {wanted} in classnames. Use"
+        label, position = names.index(moved[0]), classnames.index(moved[0])
+        reason = (
+            f"{moved[0]!r} is label {label} in the data and number {position} in classnames. Use"
+        )
     else:
         reason = "they share no name. Use"
     raise ValueError(
@@ -96,7 +98,7 @@ def encode_labels(
 
     Args:
         values: The labels.
-        names: The data's own names of its integers.
+        names: The data's names of its integers.
         classnames: The configured names, to which `names` are matched (`match_names`). Without
             both, the names are the distinct texts, sorted.
         data: Name of the data set in messages.

@@ -143,8 +143,8 @@ def open_task(name: str, task: TaskDefinition, rows: Any = None) -> OpenTask:
         ValueError: If class names clash with FusionBench's, or as `load_task`.
         CalibrationError: As `load_task`.
     """
-    known = known_names(name)
-    items = load_task(name, task, None if known is None else known[0], rows)
+    entry = known_names(name)
+    items = load_task(name, task, None if entry is None else entry[0], rows)
     register_names(name, items.classnames or (), task.templates)
     return OpenTask(items, *names_of(name))
 

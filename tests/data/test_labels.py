@@ -38,14 +38,19 @@ def test_names_are_matched(found, wanted, by, expected):
     [
         (["n01", "n02"], ["cat", "dog"], "name", r"'n02'\) and .*'cat', 'dog'\) .*share no name"),
         (["1", "2"], ["a", "b"], "name", "share no name"),
-        (["n01"], ["cat", "dog"], "order", "2 class names for the 1"),
+        (["n01"], ["cat", "dog"], "order", "there are 2 and 1"),
         (
             ["cat", "dog", "bird_"],
             ["dog", "cat", "bird"],
             "name",
             "label 0 .* number 1 in",
         ),
-        (["cat", "catt", "dog"], ["cat", "dog"], "name", "for the 3 .*'catt' .*nearest: 'cat'"),
+        (
+            ["cat", "catt", "dog"],
+            ["cat", "dog"],
+            "name",
+            "there are 2 and 3, and 'catt' .*nearest: 'cat'",
+        ),
     ],
 )
 def test_names_that_could_be_swapped_are_refused(found, wanted, by, message):
