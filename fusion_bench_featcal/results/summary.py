@@ -276,6 +276,8 @@ def _notes(runs: Sequence[_Run]) -> list[str]:
         notes.append(f"no interval over items for rows without {ITEMS_FILE}: {', '.join(without)}")
     for package in dict.fromkeys(package for run in runs for package in run.report.versions):
         numbers = sorted({run.report.versions.get(package, "not recorded") for run in runs})
+        if "/" in package and "not recorded" in numbers:  # of the hub, which earlier runs left out
+            numbers.remove("not recorded")
         if len(numbers) > 1:
             notes.append(f"runs used different versions of {package}: {', '.join(numbers)}")
     return notes

@@ -119,6 +119,14 @@ def test_different_versions_are_noted(tmp_path: Path):
     assert notes == ["slow disk", "runs used different versions of torch: 2.12, 2.13"]
 
 
+def test_other_commits_of_the_hub_are_noted_and_missing_ones_are_not(tmp_path: Path):
+    leave_run(tmp_path / "a", seed=1, versions={"org/model": "aa", "datasets/org/rows": "bb"})
+    leave_run(tmp_path / "b", seed=2, versions={"org/model": "cc"})
+    leave_run(tmp_path / "c", seed=3, versions={})
+    notes = summarise(find([tmp_path]).runs).notes
+    assert notes == ["runs used different versions of org/model: aa, cc"]
+
+
 def test_seeds_disagreeing_on_the_merged_model_are_averaged_too(tmp_path: Path):
     for seed, merged in ((1, 0.5), (2, 0.6)):
         levels = {"task_arithmetic": merged, "featcal": merged + 0.2, "experts": 0.95}
