@@ -98,7 +98,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a classifier is evaluated with its expert's body",
-        "folders/run.py",
+        "folders/job.py",
         "        setattr(model, model.base_model_prefix, body)\n",
         "",
         "folders/test_calibrate_command.py",

@@ -213,6 +213,10 @@ def test_models_that_were_fetched_are_not_asked_for_again(doors):
     words = ["llama/merged", "--base", "llama/base", "--set", "samples_per_task=4", "--force"]
     for task in TASKS:
         words += ["--expert", f"{task}=llama/{task}@v1", "--data", f"{task}={folder / task}.jsonl"]
+    assert doors.ask("calibrate", [*words, "--out", str(folder / "out"), "--plan"]) == ""
+    screen = (folder / "screen").read_text()
+    assert "to fetch: llama/merged, " in screen and "to fetch: llama/one@v1, " in screen
+    assert not [*doors.cache.rglob("*.safetensors")] and not (folder / "out").exists()
     models = {"_pretrained_": "vision/clip", "one": "vision/clip@v1"}
     pool = doors.pool | {"models": models, "processor": "vision/processor@v1"}
     for number in range(2):
