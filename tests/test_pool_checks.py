@@ -357,7 +357,7 @@ def program_of(*words: str) -> Any:
 def test_dummy_task_pool_is_kept_where_it_was_asked_for(words, caplog, monkeypatch):
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # restores it afterwards
     program = program_of("method=featcal", "modelpool=clip-vit-mini_TA6", *words)
-    with caplog.at_level(logging.INFO, logger="fusion_bench_featcal"):
+    with caplog.at_level(logging.DEBUG, logger="fusion_bench_featcal"):
         take_default_taskpool(program)
     assert (program.taskpool is None) == bool(words)
     assert len(caplog.records) == 1
