@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from test_calibrate_command import words
 
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.folders import saving
+from fusion_bench_featcal.folders import job, saving
 from fusion_bench_featcal.json_files import read_lines
-from fusion_bench_featcal.results import Report
 
 
 @contextmanager
@@ -79,7 +78,7 @@ def killed(arguments: list[str], moment: str, out: Path) -> None:
         elif moment == "removing blocks":
             shutil.rmtree = removed
         else:
-            setattr(Report, "show", die)  # noqa: B010 - a method is not for assigning to
+            setattr(job, "show_scores", die)  # noqa: B010 - a function is not for assigning to
         main(arguments)
 
     assert in_forks(1, run) == [-signal.SIGKILL]
