@@ -7,6 +7,7 @@ in domain as those of real suites do. Loading needs numpy and pillow only.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -90,6 +91,9 @@ class PaintedPictures:
     def __getitem__(self, index: int) -> dict[str, Any]:
         picture = Image.fromarray(self.task.paint(self.grey[index]))
         return {"image": picture, "label": int(self.labels[index])}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
 
 
 def find_task(name: str) -> ImageTask:

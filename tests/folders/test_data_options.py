@@ -1,6 +1,7 @@
 """`featcal calibrate`: columns and splits of data, `--plan`, `--shard-size`, and the screen."""
 
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -34,7 +35,7 @@ def test_columns_of_all_tasks_and_of_one(folder):
 
 
 def test_splits_of_a_saved_data_set(folder, capsys):
-    rows = {name: datasets.Dataset.from_list(sentences("one", ROWS)) for name in ("one", "fit")}
+    rows: Any = {n: datasets.Dataset.from_list(sentences("one", ROWS)) for n in ("one", "fit")}
     datasets.DatasetDict(rows).save_to_disk(folder / "saved")
     more = ["--preset", "paper", "--no-eval"]
     named = [word.replace("one.jsonl", "saved:fit") for word in words(folder, *more)]

@@ -78,7 +78,7 @@ def _add_data(mirror: Mirror, task: str, entry: Mapping[str, Any]) -> None:
         columns: dict[str, Any] = {name: _sentences() for name in GLUE_COLUMNS[config]}
         columns |= {"label": [n % 2 for n in range(ROWS)], "idx": list(range(ROWS))}
     elif target == "load_chats":
-        question, answer = entry.get("prompt"), entry.get("answer")
+        question, answer = str(entry.get("prompt", "")), str(entry.get("answer", ""))
         chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
         columns = {question: _sentences(), answer: _sentences()} if question else {}
         columns = columns or {"messages": [chat] * ROWS}

@@ -50,7 +50,7 @@ def test_glue_is_fusion_benchs(name, hub, monkeypatch):
     tokenizer = word_tokenizer(ends=True, words=words, model_max_length=64)
     theirs = glue_load_dataset.load_glue_dataset(name, tokenizer, cache_dir=None, split="train")
     encoder = TextEncoder(tokenizer, "seq2seq")
-    ours = load_glue(name, "train")
+    ours: Any = load_glue(name, "train")
     assert len(ours) == len(theirs) == 2
     rows: Any = theirs
     for our, their in zip(ours, rows, strict=True):
