@@ -39,10 +39,9 @@ class _Text:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Turns rows of a data set into token ids.
+    """Rows of a data set, in the formats of `plain_row`, as token ids.
 
-    A row is tokenised (`input_ids`, `attention_mask`, `labels`) or has a format of `plain_row`. Of
-    a chat the last turn is the target; it is rendered by the tokenizer's chat template.
+    Of a chat the last turn is the target; it is rendered by the tokenizer's chat template.
     Texts longer than `max_length` are cut: a prompt at its end, so that the target keeps at least
     half. Without it the limit is the tokenizer's, beyond which a text is an error.
     For a classifier a row is one text, a chat with its last turn; targets and labels are not read.

@@ -71,9 +71,7 @@ class Request:
         dict, "data to evaluate on (default: a fifth of --data, held back)",
         kind=dict, word=options.pair, metavar="NAME=PATH", is_location=True,
     )  # fmt: skip
-    eval_rows: int = option(
-        200, "most rows of a task that are evaluated (200)", kind=int, metavar="N"
-    )
+    eval_rows: int = option(200, "most rows of a task that are evaluated", kind=int, metavar="N")
     no_eval: bool = option(False, "calibrate and save only", kind=bool)
     out: Path = option(
         None, "a new folder for the model", kind=Path, metavar="DIR", is_recorded=False
