@@ -14,7 +14,8 @@ _MOST_LINES = 7
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, else the name of its class."""
+    """The first line of an error's message, else its class; of Hydra's wrapper the cause's."""
+    error = _wrapped(error)
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

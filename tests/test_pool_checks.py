@@ -298,6 +298,15 @@ def test_model_that_is_not_there_is_told_before_the_words_of_the_hub(place, tmp_
     assert str(caught.value) == refusal(pool)
 
 
+def test_model_of_another_platform_that_cannot_be_fetched_is_named(tmp_path):
+    pool = clip_pool(towers(tmp_path) | {"two": "modelscope://who/what"})
+    message = refusal(pool)
+    assert message.startswith("modelpool.models.two=modelscope://who/what cannot be fetched: ")
+    with pytest.raises(CalibrationError) as caught:
+        load_pool_model(pool, "two")
+    assert str(caught.value) == message
+
+
 def test_folder_without_a_config_is_told_when_it_is_loaded(tmp_path):
     (tmp_path / "empty").mkdir()
     pool = clip_pool(towers(tmp_path) | {"two": str(tmp_path / "empty")})

@@ -25,7 +25,7 @@ from fusion_bench_featcal.digests import (
     digest_file,
 )
 from fusion_bench_featcal.fusionbench.options import plain
-from fusion_bench_featcal.fusionbench.pool_models import PoolModel
+from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +116,8 @@ def describe_pool(modelpool: BaseModelPool, files: FileDigests) -> dict[str, Any
         "config": config,
         "files": files.named_in(config),
         "models": {
-            name: [files.folder(folder) for folder in PoolModel(modelpool, name).folders]
-            for name in modelpool.all_model_names
+            name: [files.folder(path) for path in model.folders if path.is_dir()]
+            for name, model in PoolModels(modelpool).items()
         },
         "code": describe_code([type(modelpool), modelpool.config], files),
     }

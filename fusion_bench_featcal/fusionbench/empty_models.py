@@ -11,34 +11,33 @@ from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.settings import CalibrationError
 
-KNOWN = Path(__file__).parents[1] / "known_configs"
+CONFIGS = Path(__file__).parents[1] / "known_configs"
 
 
 def empty_model(location: str) -> nn.Module:
-    """A model without weights, on the meta device, from its configuration.
+    """Build a model without weights, on the meta device, from its configuration.
 
     Args:
         location: Name of a configuration in this package (`flan-t5-base`, or a hub id that ends in
             it), a folder with `config.json`, or a hub id.
 
     Returns:
-        The model, in the dtype that its configuration names: of a CLIP the vision tower, else of
-        the class that the configuration names; where it names none, a language model with its head
-        or a bare model.
+        The model in its configuration's dtype: a CLIP's vision tower, else a model of the
+        configuration's class. If it names none, a language model with its head or a bare model.
 
     Raises:
-        ValueError: If there is no such configuration (naming those in the package).
+        ValueError: If there is no such configuration, with the names of those in the package.
     """
     from transformers import AutoConfig, CLIPVisionModel
 
-    known = KNOWN / location.rstrip("/").rsplit("/", 1)[-1]
-    is_known = known.is_dir() and not Path(location).is_dir()
+    packaged = CONFIGS / location.rstrip("/").rsplit("/", 1)[-1]
+    is_packaged = packaged.is_dir() and not Path(location).is_dir()
     try:
-        folder = known if is_known else fetch(location, "configuration", weights=False)
+        folder = packaged if is_packaged else fetch(location, "configuration", weights=False)
         read_config(folder)
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, CalibrationError) as error:
-        names = ", ".join(sorted(path.name for path in KNOWN.iterdir()))
+        names = ", ".join(sorted(path.name for path in CONFIGS.iterdir()))
         raise ValueError(
             f"no configuration {location!r} ({first_line(error)}); give a folder with "
             f"config.json, a hub id, or one of {names}"

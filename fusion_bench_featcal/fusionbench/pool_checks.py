@@ -91,10 +91,11 @@ def _check_entry(model: PoolModel) -> None:
 
 def _check_files(model: PoolModel) -> None:
     """Check that a model's files exist and are readable, by names and headers."""
-    path = model.folder
-    if path is not None and path.is_dir():
+    for path in model.folders:
         try:
             files = os.listdir(path)
+        except NotADirectoryError:  # a single safetensors file
+            continue
         except OSError as error:
             raise CalibrationError(f"{path} cannot be read: {error.strerror}") from error
         if not any(fnmatch(file, pattern) for file in files for pattern in _WEIGHTS):

@@ -68,7 +68,7 @@ def _config(model: PoolModel) -> dict[str, Any] | None:
 
 
 def _model_as_loaded(model: PoolModel) -> nn.Module | None:
-    """A model as the pool loads it, but without weights; None if that cannot be told."""
+    """A model as the pool loads it, but without weights; None if its class is unknown."""
     if model.module is not None or not model.folders:
         return model.module
     folder = model.folders[0]
@@ -77,8 +77,8 @@ def _model_as_loaded(model: PoolModel) -> nn.Module | None:
     kind: Any = getattr(transformers, name, None)
     try:
         if kind is None:
-            is_known = text_kind(model.pool) is not None or _holds_towers(model.pool)
-            return empty_model(str(folder)) if is_known else None
+            is_stock = text_kind(model.pool) is not None or _holds_towers(model.pool)
+            return empty_model(str(folder)) if is_stock else None
         configs = transformers.AutoConfig if hasattr(kind, "from_config") else kind.config_class
         with torch.device("meta"):
             return new_model(kind, configs.from_pretrained(folder, trust_remote_code=False)).eval()

@@ -1,17 +1,18 @@
-"""Models of a FusionBench pool: where they lie, and how they are read or loaded."""
+"""Models of a FusionBench pool: their locations, files and loading."""
 
 import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 import torch
 from fusion_bench.modelpool import BaseModelPool
 from fusion_bench.utils.modelscope import resolve_repo_path
-from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 from torch import nn
@@ -29,37 +30,21 @@ from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 
-
 BASE_MODEL = "_pretrained_"
 MERGED_MODEL = "_merged_"
-EXPECTED = (
-    "it must be an existing folder or, online or in the local hub cache (HF_HUB_OFFLINE), a hub id"
-)
-# FusionBench's loaders of LoRA experts, by the end of their names: do they merge the adapter?
-_LORA_LOADERS = {
-    "load_lora_model": True,
-    "load_peft_causal_lm": False,
-    "load_lora_vision_model_hf": False,
-}
-_LORA_KEYS = (("base_model_path", "base_model_name"), ("peft_model_path", "peft_name"))
 _NAME, _CONFIG = "pretrained_model_name_or_path", "config_path"
-PLAIN_OPTIONS = {"_target_", _NAME, "torch_dtype", "dtype"}
-_LORA_PARTS = {"load_lora_vision_model_hf": "vision_model."}  # of the base that the adapter is for
+_PLAIN_OPTIONS = {"_target_", _NAME, "torch_dtype", "dtype"}
+# Arguments of FusionBench's loaders of LoRA experts: one for the base, one for the adapter.
+_LORA_KEYS = ("base_model_path", "base_model_name", "peft_model_path", "peft_name")
 
 
+@dataclass(eq=False)
 class PoolModel:
-    """One model of a pool. Its files are looked for and their headers read once.
+    """A pool's model of a name. Its files are looked for and their headers read once, on demand."""
 
-    Attributes:
-        pool: The pool.
-        name: The model's name in it.
-    """
-
-    def __init__(self, pool: BaseModelPool, name: str) -> None:
-        """Refer to a model; nothing is looked at yet."""
-        self.pool = pool
-        self.name = name
-        self._why_no_files = ""
+    pool: BaseModelPool
+    name: str
+    _why_no_files: str = field(default="", init=False)
 
     @property
     def entry(self) -> Any:
@@ -67,8 +52,13 @@ class PoolModel:
         return self.pool._models.get(self.name)
 
     @property
+    def module(self) -> nn.Module | None:
+        """The model itself if the pool has it in memory."""
+        return self.entry if isinstance(self.entry, nn.Module) else None
+
+    @property
     def location(self) -> str | None:
-        """The folder or hub id that its entry names."""
+        """The folder or hub id that its entry names, with or without further options."""
         location = self.entry
         if isinstance(location, Mapping):
             location = next((location[k] for k in (_NAME, _CONFIG) if k in location), None)
@@ -76,62 +66,42 @@ class PoolModel:
 
     @property
     def locations(self) -> dict[str, str]:
-        """Keys of its entry that name what is fetched here -> folders or hub ids.
+        """Keys of its entry -> folders or hub ids that are fetched here.
 
-        A plain name has an empty key. An entry with further options loads itself.
+        A plain name has an empty key. FusionBench loads entries with further options by itself.
         """
-        entry, keys = self.entry, ("",)
-        if isinstance(entry, str):
-            entry = {"": entry}
-        elif isinstance(entry, Mapping):
-            target = str(entry.get("_target_", ""))
-            is_plain = target.endswith(".from_pretrained") and not set(entry) - PLAIN_OPTIONS
-            loader = _LORA_LOADERS.get(target.rsplit(".", 1)[-1], False)
-            keys = (_NAME,) if is_plain else (_CONFIG,)
-            if entry.get("merge_and_unload", loader):
-                keys = tuple(key for names in _LORA_KEYS for key in names)
-        else:
-            return {}
-        return {key: str(entry[key]) for key in keys if entry.get(key) is not None}
+        entry, keys = self.entry, (_CONFIG,)
+        if not isinstance(entry, Mapping):
+            return {"": entry} if isinstance(entry, str) else {}
+        target = str(entry.get("_target_", ""))
+        if target.endswith(".from_pretrained") and not set(entry) - _PLAIN_OPTIONS:
+            keys = (_NAME,)
+        elif entry.get("merge_and_unload", target.endswith(".load_lora_model")):
+            keys = _LORA_KEYS
+        locations = {key: str(entry[key]) for key in keys if entry.get(key) is not None}
+        return {} if keys == _LORA_KEYS and len(locations) != 2 else locations
 
     @cached_property
     def paths(self) -> dict[str, Path]:
-        """The same keys -> local folders; hub ids are downloaded.
+        """Keys of `locations` -> local folders. Hub ids are downloaded.
 
         Raises:
-            CalibrationError: If one cannot be found, naming the model and its entry.
+            CalibrationError: If one cannot be fetched, naming the model's setting.
         """
-        return {key: self._resolve(location) for key, location in self.locations.items()}
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The model itself, where the pool holds it in memory."""
-        return self.entry if isinstance(self.entry, nn.Module) else None
-
-    @property
-    def folder(self) -> Path | None:
-        """Local folder of its checkpoint, None if it has none. Raises as `paths`."""
-        return self.paths.get("", self.paths.get(_NAME)) if self.locations else None
-
-    @property
-    def adapter(self) -> tuple[Path, Path] | None:
-        """Local folders of a LoRA expert's base and adapter, None of others. Raises as `paths`."""
-        found = [self.paths[key] for names in _LORA_KEYS for key in names if key in self.locations]
-        return (found[0], found[1]) if len(found) == 2 else None
-
-    @property
-    def local_entry(self) -> Any:
-        """Its entry with local folders in the place of hub ids. Raises as `paths`."""
-        paths = {key: str(path) for key, path in self.paths.items()}
-        if paths == self.locations:
-            return self.entry
-        return paths.get("") or OmegaConf.merge(self.entry, paths)
+        return {
+            key: local_path(self.pool, location, f"modelpool.models.{self.name}")
+            for key, location in self.locations.items()
+        }
 
     @property
     def folders(self) -> list[Path]:
-        """Existing local folders of its files: one, or a LoRA expert's base and adapter."""
-        folders = self.adapter or (self.folder,)
-        return [folder for folder in folders if folder is not None and folder.is_dir()]
+        """Folders or single files of its weights: one, or a LoRA expert's base and adapter."""
+        return [path for key, path in self.paths.items() if key != _CONFIG]
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder or single file of a complete checkpoint; None if it has none."""
+        return self.folders[0] if len(self.folders) == 1 else None
 
     @cached_property
     def config(self) -> dict[str, Any] | None:
@@ -140,9 +110,8 @@ class PoolModel:
         Raises:
             CalibrationError: If the file cannot be read or is damaged.
         """
-        if _CONFIG in self.locations:  # of an image classifier, which may get another head
-            return read_config(self.paths[_CONFIG])
-        return read_config(self.folders[0]) if self.folders else None
+        path = next(iter(self.paths.values()), None)
+        return None if path is None or path.is_file() else read_config(path)
 
     @cached_property
     def files(self) -> ExpertSource | None:
@@ -152,12 +121,13 @@ class PoolModel:
             CalibrationError: If the files cannot be found, or are damaged.
         """
         try:
-            if self.adapter is not None:
-                base, adapter = self.adapter
-                part = _LORA_PARTS.get(str(self.entry.get("_target_")).rsplit(".", 1)[-1], "")
-                source: ExpertSource = LoraExpert(SafetensorsExpert(base), adapter, part)
-            elif self.folder is not None:
-                source = SafetensorsExpert(self.folder)
+            if self.folder is not None:
+                source: ExpertSource = SafetensorsExpert(self.folder)
+            elif self.folders:
+                base, adapter = self.folders
+                is_tower = str(self.entry.get("_target_")).endswith(".load_lora_vision_model_hf")
+                prefix = "vision_model." if is_tower else ""  # of the adapted part of the base
+                source = LoraExpert(SafetensorsExpert(base), adapter, prefix)
             else:
                 return None
         except FileNotFoundError as error:  # files of another kind
@@ -168,7 +138,7 @@ class PoolModel:
 
     @property
     def file_bytes(self) -> int | None:
-        """Bytes that are read to load it: 0 from memory; None: not known."""
+        """Bytes that are read to load it: 0 from memory; None: unknown."""
         if self.module is not None:
             return 0
         source = self.files
@@ -181,65 +151,50 @@ class PoolModel:
             CalibrationError: If the model cannot be found, or has no safetensors files and
                 `stream_experts` is True.
         """
-        if stream_experts is not False:
-            if self.files is not None:
-                return self.files
-            if self._why_no_files:
-                log.debug("%s is loaded whole%s", self.name, self._why_no_files)
-            if stream_experts is True:
-                raise CalibrationError(
-                    f"model {self.name!r} ({self.entry!r}) has no safetensors files to stream"
-                    f"{self._why_no_files}. Set method.stream_experts=auto to load it whole"
-                )
+        if stream_experts is not False and self.files is not None:
+            return self.files
+        if stream_experts is True:
+            raise CalibrationError(
+                f"model {self.name!r} ({self.entry!r}) has no safetensors files to stream"
+                f"{self._why_no_files}. Set method.stream_experts=auto to load it whole"
+            )
+        if self._why_no_files:
+            log.debug("%s is loaded whole%s", self.name, self._why_no_files)
         return load_pool_model(self.pool, self.name)
 
-    def not_loadable(self, error: Exception, location: str | None = None) -> CalibrationError:
-        """The error of a model that cannot be found or loaded from `location`, else its entry's."""
-        location, key = location or self.location, f"modelpool.models.{self.name}"
-        why, hint = reason(error).rstrip("."), ""
-        if why.startswith("Unsupported model configuration type"):
-            why = "its model pool takes no plain names"
-            hint = (
-                ": write {_target_: transformers.<class>.from_pretrained, "
-                f"pretrained_model_name_or_path: {self.entry}}}"
-            )
-        elif location is not None and not os.path.exists(location) and is_of_hub(error):
-            return hub_error(error, f"{key}={location}")
-        elif location is not None and _lacks_config(Path(location)):
-            why = f"no config.json in {location}"
+    def not_loadable(self, error: Exception) -> CalibrationError:
+        """The error of a model that cannot be loaded, with the cause and the setting to change."""
+        location, setting = self.location, f"modelpool.models.{self.name}"
+        cause, form = first_line(error).rstrip("."), ""
+        if location is not None and not os.path.exists(location) and is_of_hub(error):
+            return hub_error(error, f"{setting}={location}")
+        if cause.startswith("Unsupported model configuration type"):
+            cause = "its model pool takes no plain names"
+            target = "transformers.<class>.from_pretrained"
+            form = f": write {{_target_: {target}, {_NAME}: {self.entry}}}"
+        elif location and os.path.isdir(location) and not glob("*config.json", root_dir=location):
+            cause = f"no config.json in {location}"
         return CalibrationError(
-            f"model {self.name!r} ({self.entry}) cannot be loaded: {why}. Check {key}{hint}"
+            f"model {self.name!r} ({self.entry}) cannot be loaded: {cause}. Check {setting}{form}"
         )
-
-    def _resolve(self, location: Any) -> Path:
-        location = str(location)
-        try:
-            os.stat(location)
-        except PermissionError as error:  # os.path.exists would deny that it is there
-            raise CalibrationError(
-                f"model {self.name!r}: {location} cannot be read: permission denied. Check "
-                f"modelpool.models.{self.name}"
-            ) from error
-        except (OSError, ValueError):
-            pass  # a hub id
-        try:
-            return local_path(self.pool, location, f"modelpool.models.{self.name}")
-        except (OSError, ValueError, ImportError) as error:
-            raise self.not_loadable(error, location) from error
 
 
 def local_path(pool: BaseModelPool, location: str, setting: str, *, weights: bool = True) -> Path:
     """Fetch from the platform of a pool, or from the one that the location begins with, as `fetch`.
 
     Raises:
-        CalibrationError: If it is neither here nor given by the hub.
-        OSError, ValueError, ImportError: If another platform does not give it.
+        CalibrationError: If it is neither here nor on the platform.
     """
     repo_id = hub_id(pool, location)
     if repo_id is not None:
         return fetch(repo_id, f"{setting}={location}", weights=weights)
     platform: Any = getattr(pool, "_platform", "hf")
-    return Path(resolve_repo_path(location, repo_type="model", platform=platform))
+    try:
+        return Path(resolve_repo_path(location, repo_type="model", platform=platform))
+    except Exception as error:  # a platform's client may raise anything
+        raise CalibrationError(
+            f"{setting}={location} cannot be fetched: {first_line(error)}"
+        ) from error
 
 
 def hub_id(pool: Any, location: str) -> str | None:
@@ -249,26 +204,18 @@ def hub_id(pool: Any, location: str) -> str | None:
     return repo_id if is_hub else None
 
 
-def _lacks_config(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.glob("*config.json"))  # adapters, OpenCLIP
-
-
-class PoolModels(Mapping[str, PoolModel]):
-    """All models of a pool by name, for a whole run.
-
-    Attributes:
-        pool: The pool.
-    """
+class PoolModels(dict[str, PoolModel]):
+    """All models of a pool by name, for a whole run."""
 
     def __init__(self, pool: BaseModelPool) -> None:
         """Refer to a pool's models; nothing is looked at yet."""
+        super().__init__({name: PoolModel(pool, name) for name in pool.all_model_names})
         self.pool = pool
-        self._models: dict[str, PoolModel] = {}
 
     @property
     def base(self) -> PoolModel | None:
         """The base model, if the pool has one."""
-        return self[BASE_MODEL] if self.pool.has_pretrained else None
+        return self.get(BASE_MODEL)
 
     @property
     def experts(self) -> dict[str, PoolModel]:
@@ -286,38 +233,6 @@ class PoolModels(Mapping[str, PoolModel]):
             }
         )
 
-    def require_base(self, purpose: str, instead: str = "") -> PoolModel:
-        """Return the base model.
-
-        Args:
-            purpose: What needs one, for the message.
-            instead: What else could be done, for the message.
-
-        Raises:
-            CalibrationError: If there is none, naming the setting.
-        """
-        if self.base is None:
-            raise CalibrationError(
-                f"the pool has no base model (modelpool.models.{BASE_MODEL}), which {purpose}: "
-                f"name it{instead}"
-            )
-        return self.base
-
-    def base_source(self, stream_experts: bool | str) -> nn.Module | ExpertSource | None:
-        """The base as calibration reads it; None where the pool has none."""
-        return None if self.base is None else self.base.source(stream_experts)
-
-    def __getitem__(self, name: str) -> PoolModel:
-        if name not in self.pool._models:
-            raise KeyError(name)
-        return self._models.setdefault(name, PoolModel(self.pool, name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.pool.all_model_names)
-
-    def __len__(self) -> int:
-        return len(self.pool.all_model_names)
-
 
 class ExpertSources(Mapping[str, Any]):
     """Experts as calibration reads them, each opened or loaded when it is asked for."""
@@ -328,7 +243,7 @@ class ExpertSources(Mapping[str, Any]):
         self._stream = stream_experts
 
     def whole(self) -> int:
-        """Number of them that would be whole models in memory."""
+        """Return the number of experts that must be loaded whole."""
         return sum(self._stream is False or e.files is None for e in self._experts.values())
 
     def __getitem__(self, task: str) -> nn.Module | ExpertSource:
@@ -341,15 +256,8 @@ class ExpertSources(Mapping[str, Any]):
         return len(self._experts)
 
 
-def reason(error: BaseException) -> str:
-    """The first line of an error's message, else its class; of what Hydra wraps the cause's."""
-    if isinstance(error, HydraException) and error.__cause__ is not None:
-        return reason(error.__cause__)
-    return first_line(error)
-
-
-def import_target(place: str, target: str) -> Any:
-    """Import and return what a `_target_` names.
+def import_target(setting: str, target: str) -> Any:
+    """Import and return the object that `_target_` of a setting names.
 
     Raises:
         CalibrationError: If that fails.
@@ -358,26 +266,22 @@ def import_target(place: str, target: str) -> Any:
         return get_object(target)
     except Exception as error:  # importing a module may raise anything
         raise CalibrationError(
-            f"{place}._target_={target} cannot be imported: {reason(error)}. Check the name, and "
-            "that its package is installed or its folder is in PYTHONPATH"
+            f"{setting}._target_={target} cannot be imported: {first_line(error)}. Check the name, "
+            "and that its package is installed or its folder is in PYTHONPATH"
         ) from error
 
 
-def loading_whole(modelpool: BaseModelPool, name: str | None = None) -> BaseModelPool:
-    """The pool as it loads models: from local folders, and whole under `enable_lazy_loading`.
-
-    Args:
-        modelpool: The pool.
-        name: The model that is to be loaded; None: any of them.
-    """
+def local_pool(modelpool: BaseModelPool, name: str | None = None) -> BaseModelPool:
+    """Copy a pool to load its models, or the one named, from local folders and not lazily."""
     pool: Any = copy.copy(modelpool)
     if getattr(modelpool, "enable_lazy_loading", False):
         pool.enable_lazy_loading = False
     pool._models = copy.copy(modelpool._models)
-    for other in map(str, modelpool._models or {}):
-        model = PoolModel(modelpool, other)
-        if name in (None, other) and model.local_entry != model.entry:
-            pool._models[other] = model.local_entry
+    names = modelpool.all_model_names if name is None else [name]
+    for model in (PoolModel(modelpool, name) for name in names):
+        paths = {key: str(path) for key, path in model.paths.items()}
+        if paths != model.locations:
+            pool._models[model.name] = paths.get("") or OmegaConf.merge(model.entry, paths)
     return pool
 
 
@@ -388,7 +292,7 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
         CalibrationError: If it cannot be found or loaded, naming it and its entry.
     """
     try:
-        return bind_own_functions(loading_whole(modelpool, name).load_model(name))
+        return bind_own_functions(local_pool(modelpool, name).load_model(name))
     except (CalibrationError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a loader may raise anything

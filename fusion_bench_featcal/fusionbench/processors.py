@@ -1,4 +1,4 @@
-"""Tokenizers and processors of a pool, and what each of its experts makes of the tokenizer."""
+"""Tokenizers and processors of a pool, compared with the experts' tokenizers."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -13,15 +13,9 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 from fusion_bench_featcal.data.text_samples import TextKind
 from fusion_bench_featcal.data.tokenizers import differing_tokens
+from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts.model_config import read_config
-from fusion_bench_featcal.fusionbench.own_data import named_entry
-from fusion_bench_featcal.fusionbench.pool_models import (
-    EXPECTED,
-    PoolModels,
-    loading_whole,
-    local_path,
-    reason,
-)
+from fusion_bench_featcal.fusionbench.pool_models import PoolModels, local_path, local_pool
 from fusion_bench_featcal.settings import CalibrationError
 
 _LOCATION = "pretrained_model_name_or_path"
@@ -35,22 +29,16 @@ _KINDS: Mapping[str, TextKind] = {
 
 
 def text_kind(modelpool: Any) -> TextKind | None:
-    """Kind of models of text that a pool holds; None: it holds none.
-
-    Returns:
-        `seq2seq` for a `Seq2SeqLMPool`, `causal` for a `CausalLMPool`, `classification` for a
-        `SequenceClassificationModelPool` or `GPT2ForSequenceClassificationPool` (or what derives
-        from them).
-    """
+    """Return the kind of a pool's text models by its class or a parent; None if it has none."""
     names = [parent.__name__ for parent in type(modelpool).__mro__]
     return next((_KINDS[name] for name in names if name in _KINDS), None)
 
 
 def load_input_processor(modelpool: BaseModelPool) -> Any:
-    """Load what turns the pool's data into model inputs: a tokenizer or a processor.
+    """Load the tokenizer or processor that turns the pool's data into model inputs.
 
     Returns:
-        For FusionBench's pools of text models the tokenizer, checked against the experts' own;
+        For FusionBench's pools of text models the tokenizer, compared with the experts' tokenizers;
         else the processor that the config names, or that the pool has for its models.
 
     Raises:
@@ -76,8 +64,9 @@ def load_input_processor(modelpool: BaseModelPool) -> Any:
         raise
     except Exception as error:  # a loader may raise anything
         raise CalibrationError(
-            f"the {name} ({entry}) cannot be loaded: {reason(error)}. Check modelpool.{name}: "
-            f"{EXPECTED}"
+            f"the {name} ({entry}) cannot be loaded: {first_line(error)}. Check modelpool.{name}: "
+            "it must be an existing folder or, online or in the local hub cache (HF_HUB_OFFLINE), "
+            "a hub id"
         ) from error
     if is_text:
         _check_expert_tokenizers(modelpool, loaded)
@@ -85,16 +74,14 @@ def load_input_processor(modelpool: BaseModelPool) -> Any:
 
 
 def _processor(modelpool: Any) -> Any:
-    """The processor of a pool that has one for its models."""
-    if not hasattr(modelpool, "load_processor"):
-        return None
+    """The processor of FusionBench's pool of CLIP models, loaded from a local folder."""
     pool = copy.copy(modelpool)
     pool._processor = _local_entry(modelpool, "processor", modelpool._processor)
     return pool.load_processor()
 
 
 def _local_entry(modelpool: Any, name: str, entry: Any) -> Any:
-    """The entry of a tokenizer or processor with a local folder in the place of a hub id."""
+    """Replace the hub id in the entry of a tokenizer or processor by a local folder."""
     if isinstance(entry, str):
         return str(local_path(modelpool, entry, f"modelpool.{name}", weights=False))
     is_plain = isinstance(entry, Mapping) and not {"revision", "subfolder"} & set(entry)
@@ -107,19 +94,20 @@ def _local_entry(modelpool: Any, name: str, entry: Any) -> Any:
 def _classifiers_processor(modelpool: Any) -> tuple[Any, Callable[[], Any]]:
     """Entry and loader of the processor of a pool whose class takes none.
 
-    FusionBench's pools of image classifiers pass over `modelpool.processor`, which comes first
-    here, and load the base's own; but not where the base is named by its folder or hub id alone.
+    FusionBench's pools of image classifiers ignore `modelpool.processor`, which comes first here,
+    and load the base's processor, but not if the base is named by its folder or hub id alone.
     """
-    entry = named_entry(modelpool, "processor")
+    config = getattr(getattr(modelpool, "_program", None), "_modelpool", None)
+    entry = config.get("processor") if isinstance(config, Mapping) else None
     if isinstance(entry, Mapping):
         return entry, lambda: instantiate(_local_entry(modelpool, "processor", entry))
     models = PoolModels(modelpool)
     model = models.base or next(iter(models.values()))
-    own = getattr(modelpool, "load_processor", None)
-    if entry is None and own is not None and isinstance(model.entry, Mapping):
-        pool: Any = loading_whole(modelpool, model.name)
+    has_loader = hasattr(modelpool, "load_processor")
+    if entry is None and has_loader and isinstance(model.entry, Mapping):
+        pool: Any = local_pool(modelpool, model.name)
         return model.entry, pool.load_processor
-    location = entry or (own and model.location)
+    location = entry or (model.location if has_loader else None)
 
     def load() -> Any:
         folder = _local_entry(modelpool, "processor", location)
@@ -138,9 +126,9 @@ def _tokenizer(modelpool: Any, entry: Any) -> Any:
 
 
 def _check_expert_tokenizers(modelpool: BaseModelPool, tokenizer: Any) -> None:
-    """Compare the pool's tokenizer with those that experts bring, token by token.
+    """Compare the pool's tokenizer with the experts' tokenizers, token by token.
 
-    An expert may know further tokens: they never reach it.
+    An expert's tokenizer may have further tokens, which never reach the expert.
     """
     vocabulary = tokenizer.get_vocab()
     rows = getattr(modelpool, "vocabulary_rows", None)
@@ -150,8 +138,7 @@ def _check_expert_tokenizers(modelpool: BaseModelPool, tokenizer: Any) -> None:
             f"{rows} embedding rows in common. Check modelpool.tokenizer and modelpool.models"
         )
     for name, expert in PoolModels(modelpool).experts.items():
-        folder = expert.adapter[1] if expert.adapter else expert.folder
-        differing = "" if folder is None else differing_tokens(tokenizer, folder)
+        differing = differing_tokens(tokenizer, expert.folders[-1]) if expert.folders else ""
         if differing:
             raise CalibrationError(
                 f"expert {name!r} has another tokenizer than the pool: {differing}. Check "

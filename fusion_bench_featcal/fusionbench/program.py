@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
     load_pool_model,
-    loading_whole,
+    local_pool,
 )
 from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.fusionbench.save_target import check_save_target
@@ -141,7 +141,7 @@ def _pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:
     Mergers may work in place on such models, and the base and the experts are needed again. Most of
     FusionBench's mergers refuse integers, so that BatchNorm's counts are real numbers meanwhile.
     """
-    modelpool = loading_whole(modelpool)
+    modelpool = local_pool(modelpool)
     pool = copy.copy(modelpool)
     load: Any = pool.load_model
     pool.load_model = lambda *args, **options: _counting_in(torch.float32, load(*args, **options))

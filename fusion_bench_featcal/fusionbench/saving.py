@@ -11,9 +11,10 @@ from typing import Any
 from fusion_bench import BaseModelPool
 from torch import nn
 
+from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.fusionbench.options import plain
-from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, reason
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.fusionbench.save_target import (
     MODEL_FILES,
@@ -183,7 +184,7 @@ class RowSaver:
         except Exception as error:  # of the network, the hub or the token
             raise CalibrationError(
                 f"the model is saved in {folder}, but could not be pushed to {repo_id}: "
-                f"{reason(error)}. Push it by: hf upload {repo_id} {folder}. The repository is "
+                f"{first_line(error)}. Push it by: hf upload {repo_id} {folder}. The repository is "
                 f"chosen by {OPTIONS}.repo_id"
             ) from error
         log.info("pushed %s to %s", folder, made.repo_id)

@@ -12,10 +12,10 @@ from fusion_bench_featcal.calibration_data import calibration_batches, check_tas
 from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.fusionbench.own_data import with_own_data
-from fusion_bench_featcal.fusionbench.pool_models import ExpertSources, PoolModels
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, ExpertSources, PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.log import CalibrationLog
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
 @dataclass
@@ -50,7 +50,8 @@ class MethodInputs:
 
     def base(self, settings: FeatCalSettings) -> nn.Module | ExpertSource | None:
         """The base as calibration reads it; None where the pool has none."""
-        return self.models.base_source(settings.stream_experts)
+        base = self.models.base
+        return None if base is None else base.source(settings.stream_experts)
 
     def experts(self, settings: FeatCalSettings) -> ExpertSources:
         """Task -> expert as calibration reads it."""
@@ -75,8 +76,20 @@ class MethodInputs:
         )
 
     def require_base(self, purpose: str, instead: str = "") -> None:
-        """Refuse a pool without a base model: `PoolModels.require_base`."""
-        self.models.require_base(purpose, instead)
+        """Refuse a pool without a base model.
+
+        Args:
+            purpose: End of `which ...` in the message, such as `anchors need`.
+            instead: Alternative to naming one, for the message.
+
+        Raises:
+            CalibrationError: If there is none, naming the setting.
+        """
+        if self.models.base is None:
+            raise CalibrationError(
+                f"the pool has no base model (modelpool.models.{BASE_MODEL}), which {purpose}: "
+                f"name it{instead}"
+            )
 
 
 @dataclass(frozen=True)
