@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.products import multiply
 from fusion_bench_featcal.core.solve import solve_dtype
@@ -65,7 +66,8 @@ class StepTargets:
     def tensors(self) -> list[Tensor]:
         """Return both sums, to which those of other processes may be added in place."""
         if self._drift is not None:
-            self.cross[0].add_(multiply(self.anchor.weight, self._drift))
+            with exact_products():  # the caller may allow TF32 or bfloat16
+                self.cross[0].add_(multiply(self.anchor.weight, self._drift))
             self._drift = None
         return [self.cross, self.y]
 
