@@ -68,7 +68,7 @@ def run_request(
     if not experts:
         raise ValueError("modelpool.models names no expert")
     settings = checked_settings({key: value for key, value in method.items() if key in names})
-    location = (base or models[MERGED_MODEL]).location
+    location = (base or models.get(MERGED_MODEL) or experts[0]).location
     if location is None:
         raise ValueError("modelpool.models._pretrained_ names no folder or hub id with a config")
     model = empty_model(location)

@@ -46,6 +46,11 @@ def test_models_that_are_not_here_are_fetched(tmp_path: Path):
     assert run_request(bundled).fetches == 9
 
 
+def test_a_pool_of_experts_alone(tmp_path: Path):
+    words = [*write_experts(tmp_path, torch.float32), "~modelpool.models._pretrained_"]
+    assert run_request([*words, "method.anchor_rho=1"]).tasks == 2
+
+
 def write_experts(folder: Path, dtype: torch.dtype) -> list[str]:
     config = CLIPVisionConfig(
         hidden_size=32,
