@@ -276,12 +276,13 @@ def local_pool(modelpool: BaseModelPool, name: str | None = None) -> BaseModelPo
     pool: Any = copy.copy(modelpool)
     if getattr(modelpool, "enable_lazy_loading", False):
         pool.enable_lazy_loading = False
-    pool._models = copy.copy(modelpool._models)
+    models: Any = copy.copy(modelpool._models)
     names = modelpool.all_model_names if name is None else [name]
     for model in (PoolModel(modelpool, name) for name in names):
         paths = {key: str(path) for key, path in model.paths.items()}
         if paths != model.locations:
-            pool._models[model.name] = paths.get("") or OmegaConf.merge(model.entry, paths)
+            models[model.name] = paths.get("") or OmegaConf.merge(model.entry, paths)
+    pool._models = models
     return pool
 
 
