@@ -196,7 +196,7 @@ class Models:
         """
         from transformers import AutoTokenizer
 
-        place = self._processor_place()
+        place = self.processor_folder
         try:
             read_config(Path(place))
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
@@ -224,7 +224,7 @@ class Models:
         """
         from transformers import AutoImageProcessor, AutoProcessor
 
-        place = self._processor_place()
+        place = self.processor_folder
         is_whole = self.home.architecture.__name__ == "CLIPModel"
         try:
             kind: Any = AutoProcessor if is_whole else AutoImageProcessor
@@ -235,7 +235,9 @@ class Models:
                 "with preprocessor_config.json by --tokenizer"
             ) from error
 
-    def _processor_place(self) -> str:
+    @cached_property
+    def processor_folder(self) -> str:
+        """Folder of the tokenizer or image processor."""
         named = self.request.tokenizer
         if named is not None:
             return str(fetch(named, f"--tokenizer {named}", weights=False))

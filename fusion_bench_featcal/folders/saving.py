@@ -1,6 +1,7 @@
 """Saving the model of `featcal calibrate` as a folder that plain transformers loads."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,9 @@ def save(
         _write_model(whole, heads, new, request.shard_size)
         if adapter is not None and models.base is not None:
             adapter.write(new / ADAPTER, models.base, request.base)
+        _write_processor(models, processor, new)
         card = _card(models, facts, report, with_heads=bool(heads))
-        complete_folder(new, whole, processor, facts, card)
+        complete_folder(new, whole, None, facts, card)
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")
         report.write(new / REPORT, "--out")
         log.write(new / REPORT / "calibration_log.jsonl")
@@ -100,6 +102,20 @@ def _write_model(
     whole.save_pretrained(folder, **({"max_shard_size": shard_size} if shard_size else {}))
     for task, classifier in heads.items():
         _save_head(folder / HEADS / task, classifier)
+
+
+def _write_processor(models: Models, processor: Any, folder: Path) -> None:
+    """Save a tokenizer or image processor, in the files that it was loaded from where it has them.
+
+    transformers 5 writes tokenizers that release 4 cannot load.
+    """
+    others = set(folder.iterdir())
+    processor.save_pretrained(folder)
+    source = Path(models.processor_folder)
+    is_new_template = models.request.chat_template is not None
+    for file in set(folder.iterdir()) - others:
+        if (source / file.name).is_file() and not (is_new_template and file.suffix == ".jinja"):
+            shutil.copyfile(source / file.name, file)
 
 
 def _card(models: Models, facts: CardFacts, report: Report, *, with_heads: bool) -> str:

@@ -9,7 +9,7 @@ from made_folders import classifier_folders, llama_folders
 from peft import PeftModel
 from test_calibrate_command import report_of, words
 from tiny_texts import TASKS
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fusion_bench_featcal.cli import main
 
@@ -102,3 +102,18 @@ def test_strict_saves_where_all_tasks_are_closer(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "verdict: 2 of 2 tasks are closer to the experts than the merged model is" in shown
     assert all(shown.count(f"gain of {task} on ") == 1 for task in TASKS)
+
+
+def test_files_of_the_tokenizer_stay_as_they_are(tmp_path):
+    llama_folders(tmp_path)
+    file = tmp_path / "merged" / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"padding_side": "left"}))  # calibration pads on the right
+    assert main(words(tmp_path, *PAPER, "--no-eval")) == 0
+    assert (tmp_path / "out" / file.name).read_text() == file.read_text()
+    (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] }}")
+    more = ("--chat-template", str(tmp_path / "chat.jinja"), "--no-eval")
+    (tmp_path / "out").rename(tmp_path / "first")
+    assert main(words(tmp_path, *PAPER, *more)) == 0
+    template = AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert template == "{{ messages[0]['content'] }}"
