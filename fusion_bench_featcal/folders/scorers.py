@@ -5,6 +5,7 @@ import importlib
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,11 +20,11 @@ Scorer = Callable[[nn.Module, Any], Mapping[str, float]]
 _LM_EVAL = "lm-eval"
 
 
-def scorers_of(named: Mapping[str, str], kind: str, batch_size: int) -> dict[str, Scorer]:
+def scorers_of(named: Mapping[str, Any], kind: str, batch_size: int) -> dict[str, Scorer]:
     """Return a scorer for each entry of `--evaluate`, by its name.
 
     Args:
-        named: `lm-eval` -> its tasks, or a module -> its functions, with commas.
+        named: `lm-eval` -> its tasks, or a module -> its functions: a list, or with commas.
         kind: Kind of the models.
         batch_size: Rows of lm-eval at once.
 
@@ -32,11 +33,12 @@ def scorers_of(named: Mapping[str, str], kind: str, batch_size: int) -> dict[str
         CalibrationError: If lm-eval has no such task.
     """
     scorers: dict[str, Scorer] = {}
-    for module, names in named.items():
+    for module, listed in named.items():
+        names = listed.split(",") if isinstance(listed, str) else [str(name) for name in listed]
         if module == _LM_EVAL:
-            scorers[module] = _lm_eval(names.split(","), kind, batch_size)
+            scorers[module] = _lm_eval(names, kind, batch_size)
         else:
-            words = [f"{module}:{name}" for name in names.split(",")]
+            words = [f"{module}:{name}" for name in names]
             scorers |= {word: _own(word) for word in words}
     return scorers
 
@@ -77,7 +79,14 @@ def _own(word: str) -> Scorer:
         raise ValueError(f"--evaluate {word} is no function but {function!r:.60}")
 
     def score(model: nn.Module, processor: Any) -> dict[str, float]:
-        result: Any = function(model, processor)
+        try:
+            result: Any = function(model, processor)
+        except Exception as error:  # the user's function may raise anything
+            line = traceback.extract_tb(error.__traceback__)[-1]
+            raise ValueError(
+                f"--evaluate {word} raised {type(error).__name__}: {first_line(error)} "
+                f"({line.filename}:{line.lineno})"
+            ) from error
         values = result if isinstance(result, Mapping) else {"": result}
         try:
             return {str(key): float(value) for key, value in values.items()}

@@ -21,6 +21,9 @@ def several(model, tokenizer):
 def text(model, tokenizer):
     return "good"
 
+def failing(model, tokenizer):
+    return 1 / 0
+
 constant = 3
 """
 
@@ -32,7 +35,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def scores_of(function: str, processor: Any = None) -> Mapping[str, float]:
+def scores_of(function: Any, processor: Any = None) -> Mapping[str, float]:
     scorers = scorers_of({"my_scores": function}, "clip", 4)
     return all_scores(scorers, nn.Linear(2, 3), processor)
 
@@ -44,6 +47,7 @@ def test_scores_of_own_functions():
     scores = scores_of("several,number", [])
     first = "my_scores:several first"
     assert scores == {first: 0.25, "my_scores:several second": 2, "my_scores:number": 6}
+    assert scores_of(["several", "number"], []) == scores  # as a recipe may have them
     lines = comparison({"merged": scores, "featcal": {**scores, first: 0.5}})
     assert lines[0] == "evaluated by my_scores:several first: merged 0.25, featcal 0.5"
 
@@ -72,3 +76,9 @@ def test_words_of_another_form(word):
 def test_a_function_must_return_numbers():
     with pytest.raises(ValueError, match=r"must return a number .*got 'good'"):
         scores_of("text")
+
+
+def test_an_error_of_a_function_is_named_as_its_own():
+    message = r"my_scores:failing raised ZeroDivisionError: division by zero \(.*my_scores.py:13\)"
+    with pytest.raises(ValueError, match=message):
+        scores_of("failing")
