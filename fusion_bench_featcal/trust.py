@@ -49,8 +49,8 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
         problem.log.add("trust", {"task": task, "trust": value, "named": value < FAMILIAR})
         if value < FAMILIAR:
             logger.warning(
-                "task %s: its calibration samples do not look like what its expert was trained on "
-                "(trust %.2f, below %.1f), so that they count less. Check "
+                "task %s: its calibration samples do not look like the data that its expert was "
+                "trained on (trust %.2f, below %.1f), so they count less. Check "
                 "modelpool.train_datasets.%s or method.calibration_data.%s",
                 *(task, value, FAMILIAR, task, task),
             )

@@ -42,8 +42,14 @@ def open_language_task(
 
     def batches(part: Part) -> TextBatches:
         settings = request.settings
-        places = ((index, f"{part.place}, item {index}") for index in part.indices)
-        if any(lacks_answer(part.rows[index], place) for index, place in places):
+        places = [(index, f"{part.place}, item {index}") for index in part.indices]
+        lacking = [place for index, place in places if lacks_answer(part.rows[index], place)]
+        if 0 < len(lacking) < len(places):
+            raise ValueError(
+                f"{lacking[0]}: no target, as in {len(lacking)} of {len(places)} rows. Leave "
+                "these rows out, or leave out all targets, so that the expert writes them"
+            )
+        if lacking:
             settings = settings.replace(calibration_targets="generated")
         return TextBatches(*part, settings, encoder, load_expert, request.device)
 

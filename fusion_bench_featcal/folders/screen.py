@@ -20,7 +20,6 @@ from fusion_bench_featcal.plan import bytes_text, one_line, plan_of, show_plan, 
 from fusion_bench_featcal.plan_shapes import Request as PlanRequest
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import AVERAGE, FEATCAL, Report
-from fusion_bench_featcal.streams.samples import warn_of_few_samples
 
 MOST_TASKS = 8
 """Tasks that are listed on the screen. The report has all."""
@@ -132,8 +131,10 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    few = getLogger(warn_of_few_samples.__module__)  # the plan names every task's samples
-    few.setLevel(ERROR)
+    # The plan names every task's samples, and a note the samples that are not trusted.
+    repeated = [getLogger(f"fusion_bench_featcal.{name}") for name in ("streams.samples", "trust")]
+    for logger in repeated:
+        logger.setLevel(ERROR)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
@@ -146,4 +147,5 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
         datasets.enable_progress_bars()
         datasets.logging.set_verbosity_warning()
-        few.setLevel(NOTSET)
+        for logger in repeated:
+            logger.setLevel(NOTSET)

@@ -125,6 +125,13 @@ def test_rows_that_are_no_texts(folder, capsys, row, message):
     assert message in line and "--data one" in line and "item" in line
 
 
+def test_targets_of_some_rows_only(folder, capsys):
+    rows = sentences("one", 10)
+    write_rows(folder / "one.jsonl", [*rows[:-1], {"prompt": "a b"}])
+    line = refusal(capsys, [*words(folder), "--no-eval"])
+    assert "no target, as in 1 of 10 rows" in line and "item 9" in line
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
