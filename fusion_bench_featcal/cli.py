@@ -10,11 +10,12 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fusion_bench_featcal import __version__
 from fusion_bench_featcal.folders.options import add_arguments
 from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.report_verbs import plot_command, report_command
 
 _RUN_HELP = "log directory of a run, or a folder with several below it"
@@ -136,7 +137,6 @@ def plan_command(options: argparse.Namespace) -> None:
 
 def settings_command(options: argparse.Namespace) -> None:
     """List the settings of a method: defaults, accepted values and meaning."""
-    from fusion_bench_featcal.nearest_names import nearest_hint
     from fusion_bench_featcal.setting_docs import method_names, settings_page
 
     methods = method_names()
@@ -205,8 +205,23 @@ def example_command(options: argparse.Namespace) -> None:
     print("\n".join(commands))
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and of an unknown option name the nearest."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            kind = "option" if name.startswith("-") else "argument"
+            self.error(f"no {kind} {name}{nearest_hint(name, self._option_string_actions)}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="featcal",
         description="Repair a merged model in a folder (featcal calibrate); tables and figures of "
         "runs, and the bundled suites. With FusionBench's pools runs start with: fusion_bench "
@@ -258,56 +273,6 @@ _SUITE_COMMANDS: dict[str, Any] = {
     "path": (suite_path_command, {
         "name": {"nargs": "?", "default": "", "metavar": "NAME", "help": "default: all suites"},
     }),
-}  # fmt: skip
-_COMMANDS: dict[str, Any] = {
-    "build": (suite_build_command, {
-        "--out": {"metavar": "DIR", "required": True, "help": "a new folder for the build"},
-        "--suite": {"choices": _SUITES, "default": _SUITES[0],
-                    "help": f"the suite to build (default: {_SUITES[0]})"},
-        "--seed": {"type": int, "default": 0, "help": "seed of the training (default: 0)"},
-        "--task": {"action": "append", "metavar": "NAME",
-                   "help": "build this task only (repeatable)"},
-    }),
-    "check": (suite_check_command, {
-        "folder": {"nargs": "?", "metavar": "DIR", "help": "default: the bundled suites"},
-    }),
-    "path": (suite_path_command, {
-        "name": {"nargs": "?", "default": "", "metavar": "NAME", "help": "default: all suites"},
-    }),
-}  # fmt: skip
-_PAIRS = {"action": "append", "metavar": "NAME=PATH"}
-_CALIBRATE: dict[str, Any] = {
-    "merged": {"nargs": "?", "metavar": "MERGED",
-               "help": "the merged model: a folder or hub id; mergekit's mergekit_config.yml in it "
-               "names base and experts"},
-    "--merge": {"metavar": "HOW", "help": "without MERGED: task_arithmetic:0.3, simple_average"},
-    "--base": {"metavar": "DIR", "help": "the model that the experts were tuned from"},
-    "--expert": {**_PAIRS, "help": "an expert: a folder or hub id, whole or a LoRA adapter "
-                 "(repeatable)"},
-    "--data": {**_PAIRS, "help": "an expert's samples: .jsonl, .csv or .parquet with prompt (and "
-               "target, completion, response, output or answer), messages, or text; a folder of "
-               "images; a hub data set ID:SPLIT (repeatable)"},
-    "--eval": {**_PAIRS, "help": "data to evaluate on (default: a fifth of --data, held back)"},
-    "--eval-rows": {"type": int, "default": 200, "metavar": "N",
-                    "help": "most rows of a task that are evaluated (200)"},
-    "--no-eval": {"action": "store_true", "help": "calibrate and save only"},
-    "--out": {"metavar": "DIR", "required": True, "help": "a new folder for the model"},
-    "--preset": {"choices": ("plus", "paper"), "default": "plus",
-                 "help": "settings: FeatCal+ (default) or the paper's"},
-    "--set": {"action": "append", "metavar": "SETTING=VALUE",
-              "help": "a setting, such as samples_per_task=64 (repeatable; featcal settings)"},
-    "--tokenizer": {"metavar": "DIR", "help": "tokenizer or image processor (default: MERGED's)"},
-    "--chat-template": {"metavar": "FILE", "help": "in place of the tokenizer's own"},
-    "--text-tower": {"metavar": "DIR", "help": "a whole CLIP, for zero-shot heads"},
-    "--prompt": {"action": "append", "metavar": "[NAME=]TEXT",
-                 "help": "prompt of a class for zero-shot heads (a photo of a {}.); of one task "
-                 "with its NAME (repeatable)"},
-    "--device": {"default": "cpu", "help": "cpu (default) or cuda"},
-    "--any-base": {"action": "store_true",
-                   "help": "do not refuse models that lie as far from the base as unrelated ones"},
-    "--force": {"action": "store_true",
-                "help": "do not refuse experts that are no better than guessing on their own rows"},
-    "--resume": {"action": "store_true", "help": "go on after an interruption"},
 }  # fmt: skip
 _COMMANDS: dict[str, Any] = {
     "calibrate": (calibrate_command, Request),

@@ -155,6 +155,21 @@ def test_wrong_words_exit_with_two(words: list[str], capsys: pytest.CaptureFixtu
     assert "featcal" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["calibrate", "m", "--uot", "x"], "calibrate: error: no option --uot (nearest: '--out')"),
+        (["calibrate", "--as-lora", "many"], "calibrate: error: argument --as-lora: invalid int"),
+        (["settings", "featcal", "more"], "settings: error: no argument more"),
+    ],
+)
+def test_wrong_words_get_one_line(words, message, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"featcal {message}") and f"see featcal {words[0]} --help" in line
+
+
 def break_report(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(folder: Path) -> Report:
         raise RuntimeError("a bug")
