@@ -123,7 +123,9 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
         ValueError: If the name is a path's, or no split is named.
         CalibrationError: If it cannot be loaded.
     """
+    repository, _, config = name.partition(":")
     is_path = name.startswith((".", "/", "~", "\\")) or name.count("/") > 1
+    is_path |= "/" not in name and "." in repository  # a file, with an ending of any kind
     if is_path or source.suffix.lower() in TABLE_READERS:
         raise ValueError(
             f"data {name!r} does not exist: neither a file nor a folder at {source.absolute()}."
@@ -136,7 +138,6 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
         )
     option = f"data {name!r}, split {split!r}"
     try:
-        repository, _, config = name.partition(":")
         loaded = datasets.load_dataset(repository, config or None, split=split)
     except Exception as error:  # whatever the hub's client and the network raise
         raise hub_error(error, option) from error

@@ -6,6 +6,7 @@ from typing import Any
 import datasets
 
 from fusion_bench_featcal.calibration_text import text_rows
+from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_keys
 
@@ -34,7 +35,9 @@ def open_texts(
         ValueError: If there is no such column, or none of the usual ones.
         CalibrationError: If the data cannot be read.
     """
-    rows = text_rows(load_texts(location, split), place)
+    with naming_setting(place):
+        table = load_texts(location, split)
+    rows = text_rows(table, place)
     refuse_unknown_keys(columns, names, f"{place}: --columns")
     there = list(rows.column_names)
     for column in columns.values():

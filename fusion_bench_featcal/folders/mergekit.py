@@ -66,11 +66,15 @@ def with_merge_config(
             raise
         notes.append(f"not read: {first_line(error)}")
         merge = None
+    if merge is None and not experts:
+        raise ValueError(
+            f"{merged} has no {FILE}: give --base and --expert NAME=DIR for each expert"
+        )
     if merge is None:
         return base, experts, "--expert"
     if base is None and merge.base is not None:
         base = merge.base
-        notes.append(f"base, by {FILE}: {base}")
+        notes.append(f"base by {FILE}")
     elif base is not None and merge.base is not None and not _is_same(base, merge.base):
         raise ValueError(
             f"--base {base} is not the base that {merged} was merged on: its {FILE} names "
@@ -80,8 +84,7 @@ def with_merge_config(
         notes += _check_experts(merged, experts, merge.experts)
         return base, experts, "--expert"
     _check_folders(merged, [merge.base or "", *merge.experts.values()])
-    listed = ", ".join(f"{name}={location}" for name, location in merge.experts.items())
-    notes.append(f"experts, by {FILE} ({merge.method}): {listed}")
+    notes.append(f"experts by {FILE} ({merge.method})")
     return base, merge.experts, f"{merged}/{FILE}"
 
 

@@ -71,6 +71,7 @@ class Models:
             for task, location in request.expert.items()
         }
         models = cls(request, base, experts, merged)
+        models._note_names()
         models._check()
         return models
 
@@ -139,6 +140,15 @@ class Models:
         """Load an expert whole."""
         return self.experts[task].loaded_with(self.base)
 
+    def _note_names(self) -> None:
+        for name, value in (("merge", self.request.merge), ("base", self.request.base)):
+            self.notes.extend([f"{name}: {value}"] if value else [])
+        listed = (
+            f"{task}={self.request.expert[task]}{' (LoRA adapter)' if expert.is_adapter else ''}"
+            for task, expert in self.experts.items()
+        )
+        self.notes.append(f"experts: {', '.join(listed)}")
+
     def _check(self) -> None:
         home, settings = self.home, self.request.settings
         kind = home.kind
@@ -201,9 +211,9 @@ class Models:
             read_config(Path(place))
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         except Exception as error:  # whatever the tokenizer's own library raises
-            raise ValueError(
-                f"no tokenizer in {place} ({first_line(error)}): name one by --tokenizer"
-            ) from error
+            # without its files the library's own words say nothing
+            cause = f" ({first_line(error)})" if any(Path(place).glob("*token*")) else ""
+            raise ValueError(f"no tokenizer in {place}{cause}: name one by --tokenizer") from error
         for expert in self.experts.values():
             differing = differing_tokens(tokenizer, expert.folder)
             if differing:

@@ -154,8 +154,10 @@ def read_recipe(file: Path) -> dict[str, Any]:
     """Read the options of a recipe.
 
     Raises:
-        ValueError: If it cannot be read, or is no mapping.
+        ValueError: If it is not there, cannot be read, or is no mapping.
     """
+    if not file.is_file():
+        raise ValueError(f"recipe {file}: there is no such file")
     content = read_yaml(file)
     if not isinstance(content, Mapping):
         raise ValueError(f"{file} is no recipe: it has no `option: value` lines")

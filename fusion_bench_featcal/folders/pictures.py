@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fusion_bench_featcal.calibration_images import TaskBatches, decode_workers
 from fusion_bench_featcal.data.images import ImageItems, load_images
+from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import split_of
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
@@ -91,11 +92,12 @@ def _labels(part: Part) -> tuple[Tensor, list[str]]:
     return torch.tensor([items.read(index)[1] for index in part.indices]), items.classnames
 
 
-def _items(location: str, split: str, _: str, *, columns: dict[str, str]) -> ImageItems:
+def _items(location: str, split: str, place: str, *, columns: dict[str, str]) -> ImageItems:
     """Open images at a path, or of a hub data set `ID:SPLIT`."""
     name, named = split_of(location)
     is_here = Path(name).expanduser().exists()
-    return load_images(name, named or (None if is_here else split), **columns)
+    with naming_setting(place):
+        return load_images(name, named or (None if is_here else split), **columns)
 
 
 def _classify(model: nn.Module, pixels: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.files import ReportError, prepare_directory
 from fusion_bench_featcal.folders import options
-from fusion_bench_featcal.folders.mergekit import FILE, with_merge_config
+from fusion_bench_featcal.folders.mergekit import with_merge_config
 from fusion_bench_featcal.folders.options import option
 from fusion_bench_featcal.nearest_names import (
     refuse_unknown_settings,
@@ -147,8 +147,6 @@ class Request:
             del values["merged"]
             written = options.checked(options.read_recipe(recipe), cls, str(recipe))
             values = options.with_changes(written, values)
-        if "out" not in values:
-            raise ValueError("give --out DIR, a new folder for the model")
         return cls(**values)._completed()
 
     @property
@@ -193,7 +191,7 @@ class Request:
             return self.merge, 1.0
         try:
             if name == "task_arithmetic":
-                return name, float(scale or 0.3)
+                return name, float(scale)
         except ValueError:
             pass
         raise ValueError(
@@ -234,26 +232,26 @@ class Request:
         """Return the request with the models that mergekit's config names, and data by expert."""
         if (self.merged is None) == (self.merge is None):
             raise ValueError(
-                "give the merged model's folder, or --merge task_arithmetic:0.3"
+                "give MERGED, the merged model's folder or a recipe.yaml, or --merge HOW"
                 if self.merged is None
-                else f"{self.merged} is merged already: leave out it or --merge"
+                else f"{self.merged} is merged already, and --merge merges: leave one of them out"
             )
+        if self.out is None:
+            raise ValueError("give --out DIR, a new folder for the model")
         notes = list(self.notes)
+        merge = "task_arithmetic:0.3" if self.merge == "task_arithmetic" else self.merge
         base, experts, place = self.base, self.expert, "--expert"
         if self.merged is not None:
             base, experts, place = with_merge_config(self.merged, base, experts, notes)
         if not experts:
-            raise ValueError(
-                "name the experts: --expert NAME=DIR for each (or a merged model's folder with "
-                f"mergekit's {FILE})"
-            )
+            raise ValueError("name the experts: --expert NAME=DIR for each")
         refuse_unusable_names(experts, place, _RESERVED)
         by_expert = {
             name: options.by_expert(getattr(self, name), experts, name, notes)
             for name in ("data", "eval", "columns", "prompt")
         }
         complete = dataclasses.replace(
-            self, base=base, expert=dict(experts), **by_expert, notes=tuple(notes)
+            self, merge=merge, base=base, expert=dict(experts), **by_expert, notes=tuple(notes)
         )
         complete._check()
         return complete
@@ -275,6 +273,12 @@ class Request:
             raise ValueError("--strict with --no-eval needs held-out samples: --set held_out=auto")
         if self.shard_size and not re.fullmatch(r"\d+(KB|MB|GB|TB)", self.shard_size):
             raise ValueError(f"--shard-size {self.shard_size}: give a size such as 500MB or 2GB")
+        for name, value in self.columns.items():
+            if not isinstance(value, str | Mapping):
+                raise ValueError(
+                    f"--columns: {name} is {value!r:.60}, neither a column nor an expert's mapping "
+                    "of PART: COLUMN"
+                )
         for text in self.prompt.values():
             if "{}" not in text:
                 raise ValueError(f"--prompt {text!r} has no {{}} for the class name")

@@ -131,7 +131,10 @@ def test_mergekit_names_base_and_experts(tmp_path, capsys):
     out = ["--out", str(tmp_path / "out")]
     assert main(["calibrate", str(tmp_path / "merged"), *data, *out, *FEW]) == 0
     shown = capsys.readouterr().out
-    assert f"base, by mergekit_config.yml: {tmp_path / 'base'}" in shown
+    assert "base by mergekit_config.yml" in shown and f"base: {tmp_path / 'base'}" in shown
+    listed = ", ".join(f"{task}={tmp_path / task}" for task in TASKS)
+    assert f"experts by mergekit_config.yml (task_arithmetic)\n  base: {tmp_path}" in shown
+    assert f"  experts: {listed}\n" in shown
     assert (tmp_path / "out" / "provenance.json").is_file()
 
 
@@ -150,12 +153,15 @@ def test_merges_on_the_way(tmp_path):
     assert report_of(tmp_path).upstream == "task_arithmetic"
 
 
-def test_lora_adapters_are_experts(tmp_path):
+def test_lora_adapters_are_experts(tmp_path, capsys):
     models = llama_folders(tmp_path)
     write_adapters(tmp_path, models["base"])
     named = words(tmp_path, merged=None, ending=".jsonl")
     named = [w if not w.endswith(tuple(f"/{t}" for t in TASKS)) else f"{w}-lora" for w in named]
     assert main([*named, "--merge", "simple_average"]) == 0
+    shown = capsys.readouterr().out
+    assert f"  merge: simple_average\n  base: {tmp_path / 'base'}\n  experts: " in shown
+    assert shown.count("-lora (LoRA adapter)") == len(TASKS)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     changed = moved(saved, models["base"])
     assert any(name.endswith("q_proj.weight") for name in changed)

@@ -50,6 +50,12 @@ def test_a_result_has_the_recipe_that_repeats_it(folder, monkeypatch, tmp_path):
     assert Path("again/recipe.yaml").read_text() == Path("../out/recipe.yaml").read_text()
 
 
+def test_a_merge_has_its_scale_in_the_recipe(folder, capsys):
+    calibrate_folder(merge="task_arithmetic", **options())
+    assert yaml.safe_load(Path("out/recipe.yaml").read_text())["merge"] == "task_arithmetic:0.3"
+    assert "merge: task_arithmetic:0.3" in capsys.readouterr().out
+
+
 def test_options_of_the_command_line_win_over_the_recipe(folder):
     Path("mine.yaml").write_text(yaml.safe_dump({"merged": "merged", **options(set={"seed": 1})}))
     words = ["mine.yaml", "--set", "samples_per_task=2", "--preset", "paper", "--resume"]
@@ -67,13 +73,20 @@ def test_options_of_the_command_line_win_over_the_recipe(folder):
         ("expert: one", "mine.yaml: expert is 'one', not a mapping"),
         ("preset: minus", "mine.yaml: preset is 'minus', not one of plus, paper"),
         ("- base", "mine.yaml is no recipe"),
+        ("{merged: merged, expert: {one: one}, data: {one: x}, columns: {one: [a]}}",
+         "--columns: one is ['a'], neither a column nor an expert's mapping"),
         ("base: [", "mine.yaml cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_recipes_that_cannot_be_read(folder, capsys, text, message):
     Path("mine.yaml").write_text(text)
     assert main(["calibrate", "mine.yaml", "--out", "out"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_recipe_that_is_not_there(folder, capsys):
+    assert main(["calibrate", "nothere.yaml", "--out", "out"]) == 2
+    assert "recipe nothere.yaml: there is no such file" in capsys.readouterr().err
 
 
 def test_a_keyword_that_is_no_option():

@@ -66,7 +66,7 @@ def test_experts_have_the_shortest_names_that_differ(folder, capsys, monkeypatch
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         (folder / task).rename(folder / place)
     recipe(folder, "ties", "base", *places, str(folder / places[0]), "./base")
-    experts = shown(capsys, calibrate(folder, names=names)).split("(ties): ")[1].splitlines()[0]
+    experts = shown(capsys, calibrate(folder, names=names)).split("  experts: ")[1].splitlines()[0]
     assert [word.split("=")[0] for word in experts.split(", ")] == list(names)
 
 
@@ -82,7 +82,7 @@ def test_links_are_named_as_they_are_written(folder, capsys, monkeypatch):
 
 def test_the_base_of_a_soup_is_no_expert(folder, capsys):
     recipe(folder, "linear", str(folder / "base"), *(str(folder / m) for m in ("base", *TASKS)))
-    assert "base, by mergekit_config.yml" in shown(capsys, calibrate(folder))
+    assert "base by mergekit_config.yml" in shown(capsys, calibrate(folder))
 
 
 @pytest.mark.parametrize("content", ["a: &p 1\nmodels: [*p]", "- 1", "models: 5", "models: []"])
@@ -153,7 +153,8 @@ def test_adapters_that_mergekit_added(folder, capsys, monkeypatch):
     content = {"merge_method": "linear", "models": [{"model": form} for form in forms]}
     (folder / "merged" / "mergekit_config.yml").write_text(json.dumps(content))
     shown_lines = shown(capsys, calibrate(folder, names=("one-lora", "two-lora")))
-    assert "base, by mergekit_config.yml: base" in shown_lines
+    assert "base by mergekit_config.yml" in shown_lines and "  base: base\n" in shown_lines
+    assert "one-lora (LoRA adapter), two-lora=two-lora (LoRA adapter)" in shown_lines
     content["models"][1] = {"model": "one+two-lora"}
     (folder / "merged" / "mergekit_config.yml").write_text(json.dumps(content))
     assert main(calibrate(folder)) == 2

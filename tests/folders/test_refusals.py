@@ -104,7 +104,8 @@ def test_another_tokenizer(folder, capsys):
 def test_no_tokenizer(folder, capsys):
     for file in folder.glob("*/*token*"):
         file.unlink()
-    assert "name one by --tokenizer" in refusal(capsys, words(folder))
+    line = refusal(capsys, words(folder))
+    assert f"no tokenizer in {folder / 'merged'}: name one by --tokenizer" in line
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,8 @@ def test_columns_of_other_names(folder, capsys, more, message):
 
 def test_rows_of_another_format(folder, capsys):
     (folder / "one.jsonl").write_text('{"prompt": "a"\nnonsense')
-    assert "is not readable as json" in refusal(capsys, words(folder))
+    line = refusal(capsys, words(folder))
+    assert f"--data one={folder / 'one.jsonl'}: data" in line and "is not readable as json" in line
 
 
 @pytest.mark.parametrize(
@@ -163,10 +165,11 @@ def test_rows_of_another_format(folder, capsys):
         (["--set", "family=llamma"], "--set family must be"),
         (["--set", "modules=[nothing]"], "matches no module"),
         (["--prompt", "a photo"], "has no {} for the class name"),
-        (["--merge", "simple_average"], "is merged already: leave out it or --merge"),
+        (["--merge", "simple_average"], "merged already, and --merge merges: leave one of"),
         (["--device", "cuda:99"], "--device cuda:99 cannot be used"),
         (["--data", "three=x.jsonl"], "there is no such expert"),
-        (["--eval", "one=nothing.jsonl"], "does not exist"),
+        (["--eval", "one=nothing.jsonl"], "--eval one=nothing.jsonl cannot be loaded: data"),
+        (["--eval", "one=nothing.jsnl"], "data 'nothing.jsnl' does not exist: neither a file"),
         (["--expert", "three"], "--expert takes NAME=VALUE"),
     ],
 )
@@ -200,7 +203,9 @@ def test_names_of_mergekit_are_checked_as_well(folder, capsys):
 
 def test_nothing_to_begin_with(folder, capsys):
     line = refusal(capsys, words(folder, merged=None))
-    assert "give the merged model's folder, or --merge task_arithmetic:0.3" in line
+    assert "give MERGED, the merged model's folder or a recipe.yaml, or --merge HOW" in line
+    assert main(["calibrate"]) == 2
+    assert "error: give MERGED, " in capsys.readouterr().err
     line = refusal(capsys, words(folder, "--merge", "task_arithmetik:1", merged=None))
     assert "got 'task_arithmetik:1'" in line and "method@method.base_method=..." in line
 
@@ -210,6 +215,11 @@ def test_a_merged_model_that_is_not_there(folder, capsys, monkeypatch, name):
     monkeypatch.chdir(folder)
     line = refusal(capsys, ["calibrate", name, "--out", str(folder / "out")])
     assert f"MERGED {name}: there is no such folder" in line and "--expert NAME=ID" in line
+
+
+def test_a_merged_model_without_experts(folder, capsys):
+    line = refusal(capsys, ["calibrate", str(folder / "merged"), "--out", str(folder / "out")])
+    assert "has no mergekit_config.yml: give --base and --expert NAME=DIR" in line
 
 
 def test_blocks_of_an_interrupted_run(folder, capsys):
