@@ -13,10 +13,7 @@ from fusion_bench_featcal.files import ReportError, prepare_directory
 from fusion_bench_featcal.folders import options
 from fusion_bench_featcal.folders.mergekit import with_merge_config
 from fusion_bench_featcal.folders.options import option
-from fusion_bench_featcal.nearest_names import (
-    refuse_unknown_settings,
-    refuse_unusable_names,
-)
+from fusion_bench_featcal.nearest_names import refuse_unknown_settings, refuse_unusable_names
 from fusion_bench_featcal.settings import PLUS, FeatCalSettings
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {"plus": PLUS, "paper": {}}
