@@ -208,7 +208,7 @@ def example_command(options: argparse.Namespace) -> None:
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, and of an unknown option name the nearest."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
