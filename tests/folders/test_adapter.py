@@ -73,7 +73,8 @@ def test_peft_loads_the_adapter_over_the_base(name, tmp_path):
     for key, value in approximate.state_dict().items():
         torch.testing.assert_close(merged[key], value, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(own.tensor(key), value, rtol=1e-6, atol=1e-7)
-    assert adapter.left_out == TIED[name]
+    copies = {"encoder.embed_tokens", "decoder.embed_tokens"}  # modules of their own in release 5
+    assert set(TIED[name]) <= set(adapter.left_out) <= {*TIED[name], *copies}
     tied = ("encoder.embed", "decoder.embed", *TIED[name])
     for key, value in calibrated.state_dict().items():
         if key.endswith("bias") or "norm" in key.lower():
