@@ -98,7 +98,7 @@ test: $(VENV)/.installed ## run the tests but the slowest: offline, on the CPU, 
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not slow' --override-ini addopts=--strict-markers
 
 test-hub: $(VENV)/.installed ## commands as they are typed, on a mirror of the hub on the loopback
-	$(BIN)/python -m pytest --override-ini addopts=--strict-markers tests/packaging/test_hub_commands.py tests/folders/test_hub.py tests/folders/test_hub_files.py
+	$(BIN)/python -m pytest --override-ini addopts=--strict-markers tests/packaging/test_hub_commands.py
 
 test-slow: $(VENV)/.installed ## the slowest tests, which test-newest runs too
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m slow
@@ -114,12 +114,8 @@ ELSEWHERE := results comparison output reads plan packaging test_kills.py \
 	test_plus_benchmarks.py \
 	$(addprefix data/test_,image_cache.py load_images.py pictures.py read_ahead.py labels.py)
 
-# Slow ones that run real commands and their models.
-COMMANDS := test_plus_command.py test_screen.py test_stock_pools.py test_calibrate_decoders.py tasks golden comparison
-
-test-newest-quick: $(NEWEST)/.installed ## test-newest without what no transformers release touches, and with few slow tests
+test-newest-quick: $(NEWEST)/.installed ## test-newest without slow tests and what no transformers release touches
 	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile -m 'not slow' $(ELSEWHERE:%=--ignore=tests/%)
-	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile -m slow $(COMMANDS:%=tests/%)
 
 # Where torchvision fits torch, PYTHONPATH is not needed: see tests_open_clip/sitecustomize.py.
 test-open-clip: $(OPEN_CLIP)/.installed ## the tests that need open_clip, in an environment of their own
