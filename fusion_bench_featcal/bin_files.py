@@ -17,7 +17,7 @@ from fusion_bench_featcal.files import replacing
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.untrusted import read_json
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 
 
 def convert(folder: Path, names: Iterable[str], target: Path) -> None:
@@ -46,7 +46,7 @@ def convert(folder: Path, names: Iterable[str], target: Path) -> None:
             weight_map |= dict.fromkeys(tensors, file)
         if any("-of-" in file for file in weight_map.values()):
             index = {"metadata": {}, "weight_map": weight_map}
-            (new / _INDEX).write_text(json.dumps(index))
+            (new / INDEX).write_text(json.dumps(index))
 
 
 def _read(file: Path) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub import HfApi, constants, hf_hub_download
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
-from fusion_bench_featcal.bin_files import convert
+from fusion_bench_featcal.bin_files import INDEX, convert
 from fusion_bench_featcal.files import free_space, write_whole
 from fusion_bench_featcal.hub_errors import RETRIES, hub_error, with_retries
 from fusion_bench_featcal.plurals import bytes_text, counted
@@ -32,7 +32,6 @@ _WEIGHTS = (
     (("pytorch_model.bin", "adapter_model.bin"), "pytorch_model-*.bin"),
 )
 """Weights in the order of preference: of models and adapters in one file, or in shards."""
-_INDEX = "model.safetensors.index.json"
 _THREADS = 8
 _COMMITS: dict[str, str] = {}
 
@@ -66,13 +65,7 @@ def fetch_all(locations: Mapping[str, str], *, weights: bool = True) -> dict[str
             option, the cause and the remedy.
     """
     models = {option: HubModel(location, option) for option, location in locations.items()}
-    asked: dict[str, HubModel] = {}
-    for model in models.values():
-        if model.location not in asked and not model.is_whole(weights=weights):
-            with _or_as_it_is(model):
-                with_retries(partial(model.ask, weights), model.option, model.retries)
-            asked[model.location] = model
-    lacking = [model for model in asked.values() if model.missing]
+    lacking = lacking_models(models.values(), weights=weights)
     _announce(lacking)
     on_terminal = sys.stderr.isatty()
     if not on_terminal:
@@ -84,6 +77,21 @@ def fetch_all(locations: Mapping[str, str], *, weights: bool = True) -> dict[str
         with _or_as_it_is(model):
             with_retries(model.download, model.option, model.retries)
     return {option: model.folder() for option, model in models.items()}
+
+
+def lacking_models(models: Iterable["HubModel"], *, weights: bool = True) -> list["HubModel"]:
+    """Ask the hub for models that are not whole in the cache; return those with missing files.
+
+    Raises:
+        CalibrationError: If the hub fails for a model that no other program has fetched.
+    """
+    asked: dict[str, HubModel] = {}
+    for model in models:
+        if model.location not in asked and not model.is_whole(weights=weights):
+            with _or_as_it_is(model):
+                with_retries(partial(model.ask, weights), model.option, model.retries)
+            asked[model.location] = model
+    return [model for model in asked.values() if model.missing]
 
 
 def is_here(location: str) -> bool:
@@ -118,7 +126,7 @@ def needed_files(names: Iterable[str], *, weights: bool = True) -> list[str]:
     for single, shards in _WEIGHTS if weights else ():
         found = [n for n in used if n in single] or [n for n in used if fnmatch(n, shards)]
         if found:
-            index = [_INDEX] if _INDEX in top and found[0].endswith(".safetensors") else []
+            index = [INDEX] if INDEX in top and found[0].endswith(".safetensors") else []
             return files + found + index
     return files
 

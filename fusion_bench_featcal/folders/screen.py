@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from logging import ERROR, NOTSET, getLogger
 
 import datasets
@@ -14,8 +13,7 @@ from fusion_bench_featcal.files import free_space
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
-from fusion_bench_featcal.hub_errors import hub_error, with_retries
-from fusion_bench_featcal.hub_files import HubModel
+from fusion_bench_featcal.hub_files import HubModel, lacking_models
 from fusion_bench_featcal.plan import bytes_text, one_line, plan_of, show_plan, warnings_of
 from fusion_bench_featcal.plan_shapes import Request as PlanRequest
 from fusion_bench_featcal.plurals import counted
@@ -75,14 +73,8 @@ def show_downloads(request: Request) -> bool:
     Raises:
         CalibrationError: If the hub does not tell.
     """
-    models = [HubModel(location, option) for option, location in request.models.items()]
-    for model in models:
-        try:
-            if not model.is_whole():
-                with_retries(partial(model.ask, True), model.option, model.retries)
-        except Exception as error:  # whatever the hub's client and the network raise
-            raise hub_error(error, model.option) from error
-    lacking = [model for model in models if model.missing]
+    models = (HubModel(location, option) for option, location in request.models.items())
+    lacking = lacking_models(models)
     for model in lacking:
         size = bytes_text(sum(model.missing.values()))
         print(f"to fetch: {model.location}, {counted(len(model.missing), 'file')}, {size}")
