@@ -63,14 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def diagnose_command(options: argparse.Namespace) -> None:
-    """Measure where along the depth, for which task and class calibration helps."""
-    import runpy
-
-    sys.argv = ["fusion_bench", "method=diagnose", *options.words]
-    runpy.run_module("fusion_bench.scripts.cli", run_name="__main__", alter_sys=True)
-
-
 def explain_command(options: argparse.Namespace) -> int:
     """Say which experts each module of a calibrated model was made from, and what was read."""
     import json
@@ -288,10 +280,6 @@ _COMMANDS: dict[str, Any] = {
     "plot": (plot_command, {
         "runs": _RUNS,
         "--out": {"metavar": "DIR", "help": "folder for the figures (default: the run's)"},
-    }),
-    "diagnose": (diagnose_command, {
-        "words": {"nargs": "+", "metavar": "WORD",
-                  "help": "words of a run of method=diagnose: modelpool=... method.items=128"},
     }),
     "explain": (explain_command, {
         "run": {"metavar": "DIR", "help": "a saved model's folder, or a run's log directory"},

@@ -3,7 +3,6 @@
 import csv
 import gc
 import json
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -216,15 +215,6 @@ def test_a_model_of_another_shape_is_named(change: Any, tensor: str, tmp_path: P
     with pytest.raises(CalibrationError, match=message) as caught:
         algorithm.run(image_pool())
     assert "\n" not in str(caught.value)
-
-
-def test_alias_of_the_command(monkeypatch: pytest.MonkeyPatch):
-    seen: list[Any] = []
-    monkeypatch.setattr(sys, "argv", ["featcal"])
-    monkeypatch.setattr("runpy.run_module", lambda name, **_: seen.append((name, *sys.argv)))
-    assert main(["diagnose", "modelpool=mine", "method.items=4"]) == 0
-    words = ("fusion_bench", "method=diagnose", "modelpool=mine", "method.items=4")
-    assert seen == [("fusion_bench.scripts.cli", *words)]
 
 
 @pytest.mark.slow

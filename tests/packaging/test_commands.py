@@ -94,8 +94,7 @@ def test_command_is_valid(words: tuple[str, ...]) -> None:
         rest += ["featcal", *(["--out", "DIR"] if rest[0] == "calibrate" else [])]
     options = _parser().parse_args(rest)
     if any("=" in word for word in getattr(options, "words", ())):
-        method = ["method=diagnose"] if rest[0] == "diagnose" else []
-        compose_here(*method, *options.words)
+        compose_here(*options.words)
 
 
 def test_commands_are_found() -> None:
