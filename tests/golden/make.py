@@ -22,6 +22,7 @@ import golden_commands
 import golden_methods
 import golden_parameters
 import golden_surface
+import golden_views
 import torch
 from golden_reports import file_names, file_structures
 
@@ -68,6 +69,7 @@ GROUPS: dict[str, Callable[[Path], Any]] = {
     "configs": lambda _: golden_surface.configs(),
     "targets": lambda _: golden_surface.targets(),
     "verbs": lambda _: golden_surface.verbs(),
+    "views": golden_views.views,
 }
 
 
@@ -77,10 +79,11 @@ def load(group: str) -> Any:
 
 
 def text_of(content: Any) -> str:
-    """JSON in which lists of plain values stand in one line."""
+    """JSON in which lists of plain values stand in one line, where they have no brackets."""
     plain = re.compile(r"\[\s+((?:[^][{}]+,\s+)*[^][{}]+?)\s+\]")
     joined = plain.sub(lambda m: f"[{' '.join(m[1].split())}]", json.dumps(content, indent=1))
-    assert json.loads(joined) == content
+    if json.loads(joined) != content:
+        joined = json.dumps(content, indent=1, ensure_ascii=False)
     return joined + "\n"
 
 

@@ -10,6 +10,7 @@ import golden_commands
 import golden_methods
 import golden_parameters
 import golden_surface
+import golden_views
 import pytest
 import torch
 from golden_parameters import CASES, EXACT, FLOAT32, differences
@@ -91,6 +92,13 @@ def test_paths_in_configs_still_name_something() -> None:
 
 def test_verbs_of_featcal() -> None:
     assert golden_surface.verbs() == load("verbs")
+
+
+def test_text_of_reports(tmp_path: Path) -> None:
+    found, kept = golden_views.views(tmp_path), load("views")
+    assert list(found) == list(kept)
+    for name, lines in kept.items():
+        assert found[name] == lines, name
 
 
 @pytest.mark.slow
