@@ -141,11 +141,9 @@ build: $(VENV)/.installed-dev ## build sdist and wheel, then try wheel, sdist an
 	$(BIN)/python -m build
 	$(PYTHON) scripts/check_install.py dist
 
-robust: $(VENV)/.installed ## kill and resume 50 runs, 1000 random settings, attacks, 10000 damaged files
+robust: $(VENV)/.installed ## kill and resume 50 runs, 1000 random settings, 300 damaged checkpoints
 	$(BIN)/python benchmarks/kills.py
 	$(BIN)/python benchmarks/fuzz.py
-	$(BIN)/python benchmarks/attack.py
-	$(BIN)/python benchmarks/attack_bytes.py
 
 mutations: $(VENV)/.installed ## small mistakes in the package, each of which a test must notice
 	$(BIN)/python benchmarks/mutations.py

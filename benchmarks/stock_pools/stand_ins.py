@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import attacks.paths  # noqa: F401
-
-# isort: split
 import datasets
 import torch
 from tiny_images import picture, write_clip

@@ -11,7 +11,6 @@ from datasets.config import HF_HUB_OFFLINE
 from fusion_bench_featcal.hub_errors import hub_error
 from fusion_bench_featcal.hub_files import note_data_set
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.untrusted import check_nesting
 
 TABLE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -92,8 +91,6 @@ def read_table(file: Path, split: str | None) -> datasets.Dataset:
     try:
         if reader == "csv":  # the reader of `datasets` leaves the file open
             return datasets.Dataset(pyarrow.csv.read_csv(file))
-        if reader == "json":
-            check_nesting(file)
         # `datasets` takes paths as patterns
         loaded = datasets.load_dataset(reader, data_files=escape(str(file)), split="train")
     except Exception as error:  # the readers raise whatever their parsers raise

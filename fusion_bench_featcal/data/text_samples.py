@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.data.text_formats import TARGETS, plain_row
+from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.untrusted import render_chat, shortened
 
 TextKind = Literal["seq2seq", "causal", "classification"]
 IGNORED = -100  # label without a target, in transformers' losses
@@ -211,10 +211,11 @@ class TextEncoder:
     ) -> str:
         options = {"add_generation_prompt": add_generation_prompt, "date_string": _DATE}
         try:
-            return render_chat(self.tokenizer, turns, **options)
-        except ValueError as error:
+            return self.tokenizer.apply_chat_template(turns, tokenize=False, **options)
+        except Exception as error:  # a template may raise anything
             raise CalibrationError(
-                f"{place}: {error}. Correct the row, or set modelpool.tokenizer"
+                f"{place}: the tokenizer's chat template cannot be used: {first_line(error)}. "
+                "Correct the row, or set modelpool.tokenizer"
             ) from error
 
     def _plain(self, prompt: Any, target: Any, place: str, *, name: str = "prompt") -> _Text:
@@ -225,13 +226,12 @@ class TextEncoder:
                 )
         if not prompt.strip():
             return _Text([])
-        ids = list(self.tokenizer(shortened(prompt, self._limit), verbose=False)["input_ids"])
+        ids = list(self.tokenizer(prompt, verbose=False)["input_ids"])
         if target is None and self.kind == "classification":
             return _Text(ids)
         if self.kind == "seq2seq":
             if target is None:
                 return _Text(ids)
-            target = shortened(target, self._limit)
             return _Text(ids, list(self.tokenizer(text_target=target, verbose=False)["input_ids"]))
         end = self.tokenizer.eos_token_id
         if ids and ids[-1] == end:  # some tokenizers end every text: the target follows here
@@ -242,7 +242,6 @@ class TextEncoder:
 
     def _ids(self, text: str) -> list[int]:
         """Token ids of a text that brings its own marks, or follows another."""
-        text = shortened(text, self._limit)
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

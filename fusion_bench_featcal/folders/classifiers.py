@@ -20,7 +20,6 @@ from fusion_bench_featcal.folders.tasks import (
     open_parts,
     sentence,
 )
-from fusion_bench_featcal.untrusted import shortened
 
 _COLUMNS = _TEXT, _PAIR, _LABEL = "text", "text_pair", "label"
 
@@ -74,9 +73,9 @@ class _Encoder:
         for start in range(0, len(taken), self.batch_size):
             batch = taken[start : start + self.batch_size]
             paired = _PAIR in batch[0]
-            pairs = [shortened(row[_PAIR], limit) for row in batch] if paired else None
+            pairs = [row[_PAIR] for row in batch] if paired else None
             encoded = self.tokenizer(
-                [shortened(row[_TEXT], limit) for row in batch],
+                [row[_TEXT] for row in batch],
                 pairs,
                 truncation=True,
                 max_length=limit,

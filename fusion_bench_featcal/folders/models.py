@@ -22,7 +22,6 @@ from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.modules.sites import find_all_modules
 from fusion_bench_featcal.rules import rule_of
-from fusion_bench_featcal.untrusted import read_template
 
 UNRELATED = 1.0
 """Distance from the base, in norms of the base, that models tuned from it do not have: two models
@@ -223,7 +222,7 @@ class Models:
                 )
         tokenizer.padding_side = "right"
         if self.request.chat_template is not None:
-            tokenizer.chat_template = read_template(self.request.chat_template)
+            tokenizer.chat_template = self.request.chat_template.read_text("utf-8")
         return tokenizer
 
     def image_processor(self) -> Any:

@@ -1,1 +1,0 @@
-"""Attacks on the package: cases of `benchmarks/attack.py`, and how outcomes are judged."""
