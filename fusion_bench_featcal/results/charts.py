@@ -1,0 +1,380 @@
+"""Four charts in matplotlib: dots with intervals, curves with bands, lines over blocks, heat maps.
+
+A chart draws numbers by panel and row, and gives a row the same colour and mark in every chart.
+Text and axes take the colour of the text around a figure, so that it can be read in the dark.
+matplotlib comes with the extra `plots` and is imported only to draw.
+"""
+
+import io
+import math
+import textwrap
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fusion_bench_featcal.files import ReportError, prepare_directory, write_atomic
+
+from .tables import without_codes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MERGED = "merged"
+"""Name of the merged model's row in charts with a panel for each merger."""
+BEFORE, AFTER = "before", "after"
+
+Estimate = tuple[float, float | None, float | None]
+"""A value and the ends of its interval, which are None where there is none."""
+CurvePoint = tuple[float, float, float | None, float | None]
+"""The place on the horizontal axis, a value, and the ends of its interval."""
+
+_ACROSS = 3  # panels side by side
+_LETTERS_PER_INCH = 12
+# A figure's text and axes are drawn in _INK, which `svg` replaces by the colour of the text around.
+_INK, _GREY = "#222222", "#8c8c8c"
+_INK_RULES = "svg{color:#222}@media(prefers-color-scheme:dark){svg{color:#ddd}}"
+# Okabe and Ito's colours, which people with a common colour blindness tell apart; marks differ too.
+_BLUE, _ORANGE, _GREEN, _PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
+_YELLOW, _SKY, _VIOLET, _BROWN = "#e69f00", "#56b4e9", "#7a5195", "#8c6d31"
+_LOOKS = {
+    "base": (_GREY, "x"),
+    "experts": (_INK, "|"),
+    MERGED: (_ORANGE, "s"),
+    BEFORE: (_ORANGE, "s"),
+    AFTER: (_BLUE, "o"),
+    "featcal": (_BLUE, "o"),
+    "featcal:plus": (_SKY, ">"),
+    "surgery": (_GREEN, "D"),
+    "prob_surgery": (_PINK, "^"),
+    "ridge_surgery": (_YELLOW, "v"),
+    "surgery_v2": (_VIOLET, "P"),
+    "distillation": (_INK, "p"),
+}
+# Of all other rows.
+_FREE_LOOKS = list(product((_GREEN, _PINK, _YELLOW, _VIOLET, _BROWN), "<hpdv^DPX"))
+_STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "legend.fontsize": 8.5,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": _GREY,
+    "grid.alpha": 0.35,
+    "grid.linewidth": 0.5,
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), _INK),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), _INK),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
+    # Dollar signs in names are letters.
+    "text.parse_math": False,
+    "svg.fonttype": "none",
+    # With a fixed salt the same figure gives the same file.
+    "svg.hashsalt": "featcal",
+}
+
+
+def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the colour and mark of each row, as keywords of `Axes.plot`.
+
+    A name without a look of its own chooses one by its letters, and the next one where another row
+    of `names` has that look.
+    """
+    looks: dict[str, tuple[str, str]] = {}
+    for name in names:
+        start = zlib.crc32(name.encode()) % len(_FREE_LOOKS)
+        candidates = _FREE_LOOKS[start:] + _FREE_LOOKS[:start]
+        free = (look for look in candidates if look not in looks.values())
+        looks[name] = _LOOKS.get(name) or next(free, candidates[0])
+    return {name: _keywords(*look) for name, look in looks.items()}
+
+
+def _keywords(colour: str, mark: str) -> dict[str, Any]:
+    is_stroke = mark in "x|"
+    return {
+        "color": colour,
+        "marker": mark,
+        "markersize": 11 if mark == "|" else 6,
+        "markeredgewidth": 1.6 if is_stroke else 0.0,
+    }
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    """Apply the style of all figures while they are made and saved."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ReportError(
+            "figures need matplotlib: pip install 'fusion-bench-featcal[plots]'"
+        ) from error
+    with matplotlib.rc_context(_STYLE):
+        yield
+
+
+@_style()
+def dots(
+    panels: Mapping[str, Mapping[str, Mapping[str, Estimate]]],
+    label: str,
+    *,
+    title: str = "",
+    across: int = _ACROSS,
+) -> "Figure":
+    """Draw values with their intervals, a line for each category.
+
+    Args:
+        panels: Panel -> row -> category -> estimate.
+        label: Label of the horizontal axis.
+        title: Title of the figure.
+        across: Largest number of panels side by side.
+    """
+    rows = _names(panels.values())
+    categories = _names(cells for panel in panels.values() for cells in panel.values())
+    present = {
+        title: {c: [row for row in panel if c in panel[row]] for c in categories}
+        for title, panel in panels.items()
+    }
+    most = max(len(names) for lines in present.values() for names in lines.values())
+    size = (2.5, 0.5 + (0.18 + 0.07 * most) * len(categories))
+    looks = marks(rows)
+    figure, grid = _frame(list(panels), size, (label, ""), title, across)
+    for axes, (name, panel) in zip(grid, panels.items(), strict=True):
+        for height, category in enumerate(categories):
+            for place, row in enumerate(present[name][category]):
+                shift = 0.7 * ((place + 0.5) / len(present[name][category]) - 0.5)
+                value, low, high = panel[row][category]
+                if low is not None and high is not None:
+                    axes.hlines(height + shift, low, high, colors=looks[row]["color"], lw=1.3)
+                axes.plot([value], [height + shift], linestyle="none", **looks[row])
+        axes.grid(visible=False, axis="y")
+        axes.tick_params(axis="y", length=0)
+        for edge in range(1, len(categories)):
+            axes.axhline(edge - 0.5, color=_GREY, linewidth=0.5, alpha=0.35)
+    grid[0].set_yticks(range(len(categories)), categories)
+    grid[0].set_ylim(len(categories) - 0.5, -0.5)
+    # Where every row is a category, the axis names them.
+    _legend(figure, looks if rows != categories else {}, "none")
+    return figure
+
+
+@_style()
+def curves(
+    panels: Mapping[str, Mapping[str, Sequence[CurvePoint]]],
+    xlabel: str,
+    ylabel: str,
+    log: bool = False,
+    *,
+    title: str = "",
+    across: int = _ACROSS,
+) -> "Figure":
+    """Draw lines with their intervals as bands. A row with one point is a mark with a bar.
+
+    Args:
+        panels: Panel -> row -> points in order.
+        xlabel: Label of the horizontal axis.
+        ylabel: Label of the vertical axis.
+        log: Make the horizontal axis logarithmic if all its values are positive.
+        title: Title of the figure.
+        across: Largest number of panels side by side.
+    """
+    looks = marks(_names(panels.values()))
+    figure, grid = _frame(list(panels), (2.6, 2.2), (xlabel, ylabel), title, across)
+    for axes, panel in zip(grid, panels.values(), strict=True):
+        for row, points in panel.items():
+            xs, values, lows, highs = zip(*points, strict=True)
+            axes.plot(xs, values, linewidth=1.5, **looks[row])
+            if None in lows or None in highs:
+                continue
+            if len(points) == 1:
+                axes.vlines(xs, lows, highs, colors=looks[row]["color"], lw=1.3)
+            else:
+                axes.fill_between(xs, lows, highs, color=looks[row]["color"], alpha=0.18, lw=0)
+    xs = {point[0] for panel in panels.values() for points in panel.values() for point in points}
+    if log and min(xs) > 0:
+        _logarithmic(grid[0], sorted(xs))
+    _legend(figure, looks, "-")
+    return figure
+
+
+def _logarithmic(axes: "Axes", values: Sequence[float]) -> None:
+    """Make the horizontal axis logarithmic, with plain numbers: those of the points if few."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    axes.set_xscale("log")
+    few: Any = MaxNLocator(4) if values[-1] < 5 * values[0] else LogLocator()
+    axes.xaxis.set_major_locator(few)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    if len(values) < 7 and min(b / a for a, b in pairwise(values)) > 1.5:
+        axes.set_xticks(values)
+
+
+@_style()
+def blocks(
+    panels: Mapping[str, Mapping[str, Mapping[str, float]]],
+    ylabel: str,
+    *,
+    title: str = "",
+    across: int = _ACROSS,
+) -> "Figure":
+    """Draw lines over a model's blocks.
+
+    Args:
+        panels: Panel -> row -> block -> value. A row may lack blocks.
+        ylabel: Label of the vertical axis.
+        title: Title of the figure.
+        across: Largest number of panels side by side.
+    """
+    names = _names(values for panel in panels.values() for values in panel.values())
+    looks = marks(_names(panels.values()))
+    figure, grid = _frame(list(panels), (2.6, 2.0), ("block", ylabel), title, across)
+    for axes, panel in zip(grid, panels.values(), strict=True):
+        for row, values in panel.items():
+            heights = [values.get(name, math.nan) for name in names]
+            axes.plot(heights, linewidth=1.5, **{**looks[row], "markersize": 4})
+    drawn = [v for panel in panels.values() for values in panel.values() for v in values.values()]
+    if min(drawn, default=0.0) >= 0:
+        grid[0].set_ylim(bottom=0)
+    step = math.ceil(len(names) / 8)
+    grid[0].set_xticks(range(0, len(names), step), names[::step])
+    if max(map(len, names)) > 3:
+        for axes in grid:
+            axes.tick_params(axis="x", labelrotation=60)
+    _legend(figure, looks, "-")
+    return figure
+
+
+@_style()
+def heat(
+    panels: Mapping[str, Mapping[str, Mapping[str, float]]],
+    label: str,
+    form: str = ".1f",
+    *,
+    title: str = "",
+    across: int = 1,
+) -> "Figure":
+    """Draw values as colours with their numbers. Colours of values of both signs meet at 0.
+
+    Args:
+        panels: Panel -> row -> column -> value. A row may lack columns.
+        label: Meaning and unit of the values.
+        form: Format of the numbers.
+        title: Title of the figure.
+        across: Largest number of panels side by side.
+    """
+    import numpy as np
+
+    rows = _names(panels.values())
+    columns = _names(cells for panel in panels.values() for cells in panel.values())
+    tables = [
+        np.array([[panel.get(r, {}).get(c, math.nan) for c in columns] for r in rows])
+        for panel in panels.values()
+    ]
+    low, high = float(np.nanmin(tables)), float(np.nanmax(tables))
+    if low < 0 < high:
+        high = max(-low, high)
+        low = -high
+    colours = "PuOr_r" if low < 0 else "cividis"
+    size = (0.6 + 0.42 * len(columns), 0.5 + 0.26 * len(rows))
+    figure, grid = _frame(list(panels), size, (label, ""), title, across)
+    for axes, table in zip(grid, tables, strict=True):
+        axes.grid(visible=False)
+        mesh = axes.pcolormesh(np.ma.masked_invalid(table), cmap=colours, vmin=low, vmax=high)
+        for (line, column), value in np.ndenumerate(table):
+            if not math.isnan(value):
+                is_dark = np.dot(mesh.to_rgba(value)[:3], (0.299, 0.587, 0.114)) < 0.5
+                axes.text(column + 0.5, line + 0.5, format(value, form), ha="center", va="center",
+                          fontsize=8, color="white" if is_dark else "black")  # fmt: skip
+        axes.tick_params(length=0)
+        if max(map(len, columns)) > 5:
+            axes.tick_params(axis="x", labelrotation=60)
+    grid[0].set_xticks(np.arange(len(columns)) + 0.5, columns)
+    grid[0].set_yticks(np.arange(len(rows)) + 0.5, rows)
+    grid[0].set_ylim(len(rows), 0)
+    return figure
+
+
+def _names(groups: Iterable[Iterable[str]]) -> list[str]:
+    """Return every name of some groups once, in order of appearance."""
+    return list(dict.fromkeys(name for group in groups for name in group))
+
+
+def _frame(
+    titles: Sequence[str],
+    size: tuple[float, float],
+    labels: tuple[str, str],
+    title: str,
+    across: int,
+) -> "tuple[Figure, list[Axes]]":
+    """Make a figure of panels of a size in inches, which share both axes and their labels."""
+    from matplotlib.figure import Figure
+
+    if not titles:
+        raise ReportError("there is nothing to draw")
+    across = min(across, len(titles))
+    down = math.ceil(len(titles) / across)
+    width = 1.1 + size[0] * across
+    heading = textwrap.fill(title, int(_LETTERS_PER_INCH * width))
+    lines = heading.count("\n") + 1 if heading else 0
+    figure = Figure(figsize=(width, 0.4 + 0.2 * lines + size[1] * down))
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=10)
+    figure.supylabel(labels[1], fontsize=9)
+    grid = list(figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flat)
+    for axes in grid[len(titles) :]:
+        axes.remove()
+    for place, (axes, name) in enumerate(zip(grid, titles, strict=False)):
+        axes.set_title(name)
+        is_lowest = place + across >= len(titles)
+        axes.set_xlabel(labels[0] if is_lowest else "")
+        axes.tick_params(labelbottom=is_lowest)
+    return figure, grid[: len(titles)]
+
+
+def _legend(figure: "Figure", looks: Mapping[str, Mapping[str, Any]], linestyle: Any) -> None:
+    """Put a legend of rows below the panels and make room for it."""
+    from matplotlib.lines import Line2D
+
+    if len(looks) < 2:
+        return
+    letters = _LETTERS_PER_INCH * figure.get_figwidth()
+    columns = max(1, int(letters / (max(map(len, looks)) + 6)))
+    handles = [Line2D([], [], linestyle=linestyle, label=r, **look) for r, look in looks.items()]
+    figure.legend(handles=handles, loc="outside lower left", ncols=columns)
+    figure.set_figheight(figure.get_figheight() + 0.1 + 0.19 * math.ceil(len(looks) / columns))
+
+
+def svg(figure: "Figure") -> str:
+    """Return a figure as an `svg` element; the same figure gives the same text."""
+    buffer = io.StringIO()
+    with _style(), warnings.catch_warnings():
+        # Text stays text: the viewer has the letters that matplotlib's font lacks.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", metadata=nothing)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].replace(_INK, "currentColor")
+    return without_codes(text.replace("</style>", f"{_INK_RULES}</style>", 1))
+
+
+def save(figures: "Mapping[str, Figure]", folder: str | Path, setting: str) -> list[Path]:
+    """Write figures as SVG files of their names into a folder, and return the files.
+
+    Args:
+        figures: Name -> figure.
+        folder: The folder, which is made.
+        setting: The setting that chose the folder, for messages.
+    """
+    target = prepare_directory(folder, setting)
+    return [
+        write_atomic(target / f"{name}.svg", svg(figure), setting)
+        for name, figure in figures.items()
+    ]
