@@ -63,7 +63,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     base_method: Any
     presets: Any
     compare_with: Any
-    fuse_merge: bool | str
     save: str
 
     def __init__(self, **keys: Any) -> None:
@@ -175,7 +174,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 prepare_directory(settings.activations_dir, "method.activations_dir")
         upstream = Upstream(self.base_method, inputs.models)
         check_pool_models(inputs.models, self.fabric)
-        upstream.plan_reads(self.settings, self.fuse_merge)
+        upstream.budget_left(self.settings)  # an error where the merger alone exceeds it
         return upstream
 
     def _merge(self, inputs: MethodInputs, upstream: Upstream, results: RunResults) -> nn.Module:
@@ -184,7 +183,8 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self._processes.doing = "the upstream merger (method.base_method)"
         if self._processes.rank == 0:
             results.add_notes(check_experts(inputs.models))
-            merged = upstream.merged_model(self._program)
+            from_files = self.settings.stream_experts is not False
+            merged = upstream.merged_model(self._program, from_files=from_files)
         return share_model(merged, self._processes, self.fabric.device, "method.base_method")
 
     def _calibrate(

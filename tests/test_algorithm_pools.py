@@ -55,7 +55,6 @@ def test_missing_model_folder_is_named(tmp_path: Path) -> None:
         ({"ridge_lamda": 0.1}, r"method\.ridge_lamda .* 'ridge_lambda'"),
         ({"ridge_lambda": -1, "mix_alpha": 2}, r"method\.ridge_lambda .*; method\.mix_alpha"),
         ({"family": "bert"}, r"method\.family must be auto, clip"),
-        ({"fuse_merge": True}, r"method\.fuse_merge must be one of auto, false, got True"),
         (
             {"compare_with": ["expert"]},
             "method.compare_with must be null or a list of base, experts, merged, got ",

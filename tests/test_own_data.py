@@ -100,7 +100,7 @@ def test_own_data_are_one_for_all_presets_and_not_for_comparisons() -> None:
 def test_lazily_loading_pool_gives_the_same_model(tmp_path: Path) -> None:
     own = {task: texts(tmp_path, task) for task in TASKS}
     eager, lazy = (text_pool(tmp_path, lazy=lazy) for lazy in (False, True))
-    settings = {"calibration_data": own, "fuse_merge": False, "stream_experts": False}
+    settings = {"calibration_data": own, "stream_experts": False}
     assert_same(weights(eager, **settings), weights(lazy, **settings))
     assert lazy.enable_lazy_loading
 

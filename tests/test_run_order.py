@@ -89,12 +89,14 @@ def same(model: Any, folder: Path) -> bool:
     return all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("fuse", ["auto", pytest.param(False, marks=pytest.mark.slow)])
-def test_calibration_comes_first_then_saving_then_evaluations(fuse, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("stream", ["auto", pytest.param(False, marks=pytest.mark.slow)])
+def test_calibration_comes_first_then_saving_then_evaluations(
+    stream, tmp_path, monkeypatch
+) -> None:
     events = Events(monkeypatch)
     report = Report()
     monkeypatch.setattr(results, "Report", lambda **_: report.__init__(**_) or report)
-    model, program = run(tmp_path, fuse_merge=fuse, presets=PRESET)
+    model, program = run(tmp_path, stream_experts=stream, presets=PRESET)
     assert events.seen == [
         "calibrate", "save_pretrained", "featcal", "calibrate", "featcal:weak",
         "simple_average", "base", *TASKS,

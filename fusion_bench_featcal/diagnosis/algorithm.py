@@ -87,8 +87,6 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
         Raises:
             ValueError: If a key is unknown or a value is not accepted.
         """
-        if keys.get("rows") is not None:
-            keys["fuse_merge"] = False  # no calibration completes the merged model
         super().__init__(**keys)
         self.rows = _checked_rows(self.rows)
 

@@ -1,11 +1,12 @@
 """FusionBench's simple average and task arithmetic, tensor by tensor from files."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import torch
 from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
 from fusion_bench.utils.state_dict_arithmetic import (
     state_dict_add,
@@ -16,56 +17,23 @@ from fusion_bench.utils.state_dict_arithmetic import (
 from hydra.utils import get_object
 from torch import Tensor, nn
 
+from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.experts import ExpertModel
-from fusion_bench_featcal.experts.merged import MergedOnRead, fill
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, plain
-from fusion_bench_featcal.fusionbench.pool_models import (
-    BASE_MODEL,
-    PoolModel,
-    PoolModels,
-    load_pool_model,
-)
+from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels, load_pool_model
+from fusion_bench_featcal.fusionbench.run_results import method_name
+from fusion_bench_featcal.settings import CalibrationError
+
+log = logging.getLogger(__name__)
 
 Merge = Callable[[Tensor, Sequence[Tensor]], Tensor]
+"""Takes the first model's tensor and the experts', returns the merged one."""
 _OPTIONS = {"_target_", "inplace", "show_pbar", "scaling_factor", *FUSION_BENCH_KEYS}
 
 
-@dataclass(frozen=True)
-class FileMerger:
-    """A merger that reads one tensor of each model at a time.
-
-    Attributes:
-        merge: Takes the first model's tensor and the experts', returns the merged one.
-        first: The model from which the merged one has its class and dtypes.
-        experts: The experts.
-    """
-
-    merge: Merge
-    first: PoolModel
-    experts: Mapping[str, PoolModel]
-
-    def merged_model(self) -> nn.Module | None:
-        """Return the merged model; None if FusionBench would merge a part of it only.
-
-        Raises:
-            CalibrationError: If a model cannot be loaded, or a tensor is not finite.
-        """
-        model = load_pool_model(self.first.pool, self.first.name)
-        if getattr(model, "_fusion_bench_target_modules", None) is not None:
-            return None
-
-        def opened(source: PoolModel) -> ExpertModel:
-            assert source.files is not None
-            return ExpertModel(source.name, source.files, model, role="model")
-
-        experts = {name: opened(expert) for name, expert in self.experts.items()}
-        first = experts.get(self.first.name) or opened(self.first)
-        return fill(model, MergedOnRead(first, experts, self.merge)).requires_grad_(False)
-
-
-def file_merger(base_method: Any, models: PoolModels) -> FileMerger | str:
-    """Return a merger that reads files, or the reason why models must be loaded whole.
+def merged_from_files(base_method: Any, models: PoolModels) -> nn.Module | None:
+    """Merge models with one tensor of each in memory; the result has the merger's own bits.
 
     Models are read in the dtype that the pool would load them in. It is known only if the pool
     loads all models in one way, and their files and configs have the same dtypes.
@@ -73,22 +41,62 @@ def file_merger(base_method: Any, models: PoolModels) -> FileMerger | str:
     Args:
         base_method: Config of the merger.
         models: The pool's models.
+
+    Returns:
+        The merged model; None if FusionBench must load whole models, as for another merger or
+        without complete safetensors files.
+
+    Raises:
+        CalibrationError: If a model cannot be loaded, or a tensor is not finite.
     """
     merge = _plain_merge(plain(base_method))
-    if merge is None:
-        return "it is neither plain simple average nor plain task arithmetic"
-    experts = models.experts
-    if models.base is None and merge is not _average:
-        return f"the pool has no modelpool.models.{BASE_MODEL}"
-    first = models.base if merge is not _average else next(iter(experts.values()))
-    assert first is not None
-    used = [first, *experts.values()]
-    for model in used:
-        if type(model.files) is not SafetensorsExpert:
-            return f"{model.name} is not a complete model in safetensors files"
-    if len(set(map(_loading, used))) > 1:
-        return "the models differ in dtype, or in the way that the pool loads them"
-    return FileMerger(merge, first, experts)
+    # The merged model takes its class and dtypes from the first model.
+    first = next(iter(models.experts.values()), None) if merge is _average else models.base
+    if merge is None or first is None:
+        return None
+    used = {model.name: model for model in (first, *models.experts.values())}
+    if any(type(model.files) is not SafetensorsExpert for model in used.values()):
+        return None
+    if len(set(map(_loading, used.values()))) > 1:
+        return None
+    model = load_pool_model(models.pool, first.name)
+    if getattr(model, "_fusion_bench_target_modules", None) is not None:
+        return None  # FusionBench merges these modules only
+    log.info("merging with %s, tensor by tensor from files", method_name(base_method))
+    opened = {
+        name: ExpertModel(name, source.files, model, role="model")  # type: ignore[arg-type]
+        for name, source in used.items()
+    }
+    fill(model, opened[first.name], [opened[task] for task in models.experts], merge)
+    return model.requires_grad_(False)
+
+
+@torch.no_grad()
+def fill(
+    model: nn.Module, first: ExpertModel, experts: Sequence[ExpertModel], merge: Merge
+) -> None:
+    """Write merged tensors into a model, in place."""
+    tensors = model.state_dict(keep_vars=True)
+    for tensor, name in {id(tensor): (tensor, name) for name, tensor in tensors.items()}.values():
+        tensor.copy_(_merged_tensor(name, first, experts, merge))
+
+
+def _merged_tensor(
+    name: str, first: ExpertModel, experts: Sequence[ExpertModel], merge: Merge
+) -> Tensor:
+    kept = first.tensor(name)
+    try:
+        merged = merge(kept, [expert.stored(name).to(kept.dtype) for expert in experts])
+    except (TypeError, ValueError, RuntimeError):
+        if kept.is_floating_point():
+            raise
+        return kept  # a count, such as of the batches that BatchNorm has seen
+    if merged.is_floating_point() and not all_finite(merged):
+        raise CalibrationError(
+            f"the merged tensor {name!r} is NaN or infinite, while base and experts are "
+            "finite: it overflows. Check method.base_method"
+        )
+    return merged
 
 
 def _plain_merge(config: Mapping[str, Any]) -> Merge | None:

@@ -48,17 +48,11 @@ class MergedBy(Settings):
 class RunSettings(MergedBy):
     """Settings of `method=featcal` beside those of the calibration."""
 
-    fuse_merge: bool | str = setting(
-        "auto",
-        "`auto`: FusionBench's simple average and task arithmetic merge tensor by tensor if base "
-        "and experts are files. false: mergers load whole models.",
-        choices=("auto", False),
-        group="the run",
-    )
     save: str = setting(
         FEATCAL,
         "Row to save and return.",
         accepts=f"{FEATCAL}, {FEATCAL}:<preset> or {MERGED}",
+        group="the run",
     )
     presets: Mapping[str, Any] | None = setting(
         None,
@@ -224,9 +218,7 @@ def _checked_presets(
 
 _NOT_IN_PRESETS = dict.fromkeys(
     ("checkpoint_dir", "resume"), "in which every preset has a folder"
-) | dict.fromkeys(
-    ("cache_dir", "calibration_data", "fuse_merge", "pixel_cache_mb"), "which all presets share"
-)
+) | dict.fromkeys(("cache_dir", "calibration_data", "pixel_cache_mb"), "which all presets share")
 
 
 def plain(value: Any) -> Any:

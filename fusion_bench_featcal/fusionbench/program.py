@@ -2,13 +2,11 @@
 
 import copy
 import logging
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from fusion_bench import BaseModelPool, instantiate
 from fusion_bench.taskpool.dummy import DummyTaskPool
@@ -27,7 +25,6 @@ from fusion_bench_featcal.fusionbench.save_target import check_save_target
 from fusion_bench_featcal.json_files import masked
 from fusion_bench_featcal.module_copies import bind_own_functions, copied_module
 from fusion_bench_featcal.modules.models import refuse_not_finite
-from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import prepare_directory
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -35,9 +32,6 @@ log = logging.getLogger(__name__)
 
 
 _LOAD_METHOD = "fusion_bench.compat.method.load_algorithm_from_config"
-_SECONDS = 0.2
-_SPARE = 0.5
-"""Cores that others may use, beyond those that the threads leave free, without a warning."""
 
 
 def take_default_taskpool(program: Any) -> None:
@@ -68,8 +62,7 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
         ReportError: If the directory cannot be written.
         CalibrationError: If the program runs in several processes, of which only featcal makes
             something, or the disk has too little room for the model.
-        ValueError: If calibration and test images are composited on different backgrounds, or
-            `merged_model_save_path` cannot be meant.
+        ValueError: If `merged_model_save_path` cannot be meant.
     """
     if program is None:
         return
@@ -79,11 +72,7 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
             f"this method runs in one process, not in {fabric.world_size}: set fabric.devices=1 "
             "(method=featcal runs in several)"
         )
-    warn_if_busy()
     take_default_taskpool(program)
-    check_backgrounds = getattr(program.taskpool, "check_backgrounds", None)
-    if check_backgrounds is not None:
-        check_backgrounds(getattr(program, "modelpool", None))
     if log_dir is not None:
         folder = prepare_directory(log_dir)
         config = masked(OmegaConf.to_container(program.config, resolve=True))
@@ -169,25 +158,3 @@ def _refuse_not_finite(merged: nn.Module, modelpool: BaseModelPool, setting: str
     names = [*([BASE_MODEL] if modelpool.has_pretrained else []), *modelpool.model_names]
     advice = f"The pool's models are finite there: check {setting}"
     refuse_not_finite(merged, "the merged model", advice, map(check, names))
-
-
-def warn_if_busy() -> None:
-    """Warn where other processes need the cores of this process's threads.
-
-    libgomp reads its settings when torch is loaded, before anything of this package runs, so they
-    cannot be changed here.
-    """
-    threads, process = torch.get_num_threads(), psutil.Process()
-    if threads < 2 or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
-        return  # by default threads wait spinning
-    has_affinity = hasattr(process, "cpu_affinity")
-    cores = process.cpu_affinity() if has_affinity else range(psutil.cpu_count() or 1)
-    used = psutil.cpu_percent(_SECONDS, percpu=True)  # by others: this process sleeps meanwhile
-    others = sum(used[core] for core in cores if core < len(used)) / 100
-    if others + threads > len(cores) + _SPARE:
-        log.warning(
-            "other processes use %.1f of %s: if calibration is slow, set OMP_WAIT_POLICY=passive "
-            "in the environment",
-            others,
-            counted(len(cores), "core"),
-        )

@@ -1,11 +1,10 @@
 """Upstream merger of a run, with a count of its reads."""
 
-import logging
 from typing import Any
 
 from torch import nn
 
-from fusion_bench_featcal.fusionbench.fusing import FileMerger, file_merger
+from fusion_bench_featcal.fusionbench.fusing import merged_from_files
 from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
@@ -18,8 +17,6 @@ from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.read_budgets import budget_in_bytes
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-
-log = logging.getLogger(__name__)
 
 
 class Upstream:
@@ -53,46 +50,21 @@ class Upstream:
         self.config = config
         self.name = MERGED if config is None else method_name(config)
         self._models = models
-        self._from_files: FileMerger | str = "only method=featcal merges from files"
 
-    def plan_reads(self, settings: FeatCalSettings, fuse: bool | str) -> None:
-        """Decide from configs and headers whether the merger reads files tensor by tensor.
+    def merged_model(self, program: Any, *, from_files: bool = True) -> nn.Module:
+        """Merge, or load the pool's merged model.
 
         Args:
-            settings: Settings of the first calibration.
-            fuse: `method.fuse_merge`: `auto` or False.
-
-        Raises:
-            CalibrationError: If the merger alone reads more than `expert_read_budget`.
-        """
-        if self.config is None:
-            return
-        if fuse is False:
-            self._from_files = "method.fuse_merge is false"
-        elif settings.stream_experts is False:
-            self._from_files = "method.stream_experts is false"
-        else:
-            self._from_files = file_merger(self.config, self._models)
-        self.budget_left(settings)
-
-    def merged_model(self, program: Any) -> nn.Module:
-        """Merge, or load the pool's merged model.
+            program: The running program, or None.
+            from_files: Merge tensor by tensor from files if the merger and the pool allow it.
 
         Raises:
             CalibrationError: If it cannot be loaded, or the merger returns anything but one model.
         """
         if self.config is None:
             return load_pool_model(self._models.pool, MERGED_MODEL)
-        why = self._from_files
-        if isinstance(why, FileMerger):
-            merged = why.merged_model()
-            if merged is not None:
-                log.info("merging with %s", self.name)
-                log.debug("%s merges tensor by tensor from files", self.name)
-                return merged
-            why = "FusionBench merges a part of these models only"
-        log.debug("%s merges models that are loaded whole: %s", self.name, why)
-        return run_merger(program, self.config, self._models.pool, "method.base_method")
+        merged = merged_from_files(self.config, self._models) if from_files else None
+        return merged or run_merger(program, self.config, self._models.pool, "method.base_method")
 
     def budget_left(self, settings: FeatCalSettings) -> float | str | None:
         """Return the rest of a read budget that the merger leaves to calibration; None: no limit.

@@ -18,8 +18,6 @@ from fusion_bench.taskpool import CLIPVisionModelTaskPool
 
 from fusion_bench_featcal.tasks.definition import (
     TaskDefinition,
-    background_of,
-    check_background,
     open_task,
     parse_tasks,
 )
@@ -129,17 +127,6 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
                 )
         if not self.task_names:
             raise ValueError("taskpool has no tasks: define them under taskpool.tasks.")
-
-    def check_backgrounds(self, modelpool: Any) -> None:
-        """Refuse calibration images with another background than the test images.
-
-        Raises:
-            ValueError: If a task's two colours differ.
-        """
-        for task in self.task_names:
-            defined = self._definitions.get(task, TaskDefinition()).background
-            tested = defined or background_of(self._test_datasets.get(task))
-            check_background(task, tested, modelpool)
 
     @property
     def task_names(self) -> list[str]:

@@ -186,27 +186,3 @@ def load_task(
         raise ValueError(f"{key}: the data has no class names: set classnames, one per label.")
     items.name = f"task {name!r}, {items.name}"
     return items
-
-
-def check_background(task: str, tested: Any, modelpool: Any) -> None:
-    """Refuse calibration images with another background than a task's test images.
-
-    Raises:
-        ValueError: If the two colours differ.
-    """
-    test_colour = parse_background(tested, f"taskpool.tasks.{task}")
-    for split in ("train", "val", "test"):
-        data = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
-        key, used = f"modelpool.{split}_datasets.{task}", background_of(data)
-        if data is not None and parse_background(used, key) != test_colour:
-            raise ValueError(
-                f"{key}: the background of transparent images is {used or 'white'} here and "
-                f"{tested or 'white'} in taskpool.tasks.{task}: set the same in both"
-            )
-
-
-def background_of(data: Any) -> Any:
-    """Return the `background` of a data set or of its configuration, which may be nested."""
-    while isinstance(data, Mapping) and not data.get("background"):
-        data = data.get("data")
-    return data["background"] if isinstance(data, Mapping) else getattr(data, "background", None)

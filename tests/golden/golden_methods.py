@@ -26,7 +26,7 @@ TRAINED = (*FEW, "steps=5", "batch_size=4")
 PEER = "featcal_baselines/"
 RUNS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "featcal": ("featcal", CLIP, ALONE),
-    "featcal, whole": ("featcal", CLIP, (*ALONE, "fuse_merge=false", "stream_experts=false")),
+    "featcal, whole": ("featcal", CLIP, (*ALONE, "stream_experts=false")),
     "featcal, other data": ("featcal", CLIP, (*ALONE, "seed=7", "calibration_split=test")),
     "featcal, preset": ("featcal", CLIP, (*FEW, PRESETS, "save=featcal:mini")),
     "featcal, t5": ("featcal", T5, ("samples_per_task=4", "presets={}")),

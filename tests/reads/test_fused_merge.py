@@ -21,13 +21,11 @@ from tiny_open_clip import tower_suite
 from tiny_texts import TASKS, t5_model
 from torch import nn
 
-from fusion_bench_featcal import SafetensorsExpert
+from fusion_bench_featcal import CalibrationError, SafetensorsExpert
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
-from fusion_bench_featcal.experts.merged import MergedOnRead, fill
-from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average
+from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average, fill
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.upstream import Upstream
-from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.suites import image
 
 AVERAGE = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
@@ -62,35 +60,49 @@ def test_merging_tensor_by_tensor_has_fusion_benchs_bits(name: str):
     suite = SUITES[name]()
     models = {"_pretrained_": suite.base, **suite.experts}
     opened = {n: ExpertModel(n, InMemoryExpert(m), suite.merged) for n, m in models.items()}
-    experts = {task: opened[task] for task in suite.experts}
+    experts = [opened[task] for task in suite.experts]
     for first, merge, upstream in (
-        (next(iter(experts)), _average, SimpleAverageAlgorithm()),
+        (next(iter(suite.experts)), _average, SimpleAverageAlgorithm()),
         ("_pretrained_", _arithmetic(0.3), TaskArithmeticAlgorithm(scaling_factor=0.3)),
     ):
         pool = BaseModelPool({name: copy.deepcopy(model) for name, model in models.items()})
-        source = MergedOnRead(opened[first], experts, merge)
-        assert_identical(fill(copy.deepcopy(models[first]), source), upstream.run(pool))
+        merged = copy.deepcopy(models[first])
+        fill(merged, opened[first], experts, merge)
+        assert_identical(merged, upstream.run(pool))
 
 
-def merged_by(
-    config: Any, pool: Any, settings: FeatCalSettings | None = None, fuse: Any = "auto"
-) -> nn.Module:
-    upstream = Upstream(config, PoolModels(pool))
-    upstream.plan_reads(settings or FeatCalSettings(), fuse)
-    return upstream.merged_model(None)
+def test_values_that_are_not_finite_and_counts_of_batches():
+    model = nn.BatchNorm1d(2)
+    expert = ExpertModel("a", InMemoryExpert(model), model)
+    with pytest.raises(CalibrationError, match=r"'weight' is NaN or infinite.*base_method"):
+        fill(copy.deepcopy(model), expert, [expert], lambda first, others: first / 0.0)
+    merged = copy.deepcopy(model)
+    merged.num_batches_tracked.fill_(3)
+    fill(merged, expert, [expert], _average)
+    assert merged.num_batches_tracked == 0
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.weight[0] = float("nan")
+    other = ExpertModel("b", InMemoryExpert(broken), model)
+    with pytest.raises(CalibrationError, match=r"expert 'b': tensor 'weight' has NaN"):
+        fill(merged, expert, [expert, other], _average)
+
+
+def merged_by(config: Any, pool: Any, *, from_files: bool = True) -> nn.Module:
+    return Upstream(config, PoolModels(pool)).merged_model(None, from_files=from_files)
 
 
 @pytest.mark.parametrize("config", [AVERAGE, ARITHMETIC], ids=["average", "arithmetic"])
 @pytest.mark.parametrize("make", [lambda _: suite_pool(), t5_pool], ids=["clip", "t5"])
 def test_files_are_merged_as_they_load(make: Any, config: Any, tmp_path: Path, caplog):
-    caplog.set_level(logging.DEBUG)
-    found = merged_by(config, make(tmp_path))
-    assert "merges tensor by tensor from files" in caplog.text
+    caplog.set_level(logging.INFO)
+    merged = merged_by(config, make(tmp_path))
+    assert "tensor by tensor from files" in caplog.text
     caplog.clear()
-    wanted = merged_by(config, make(tmp_path), fuse=False)
-    assert "merges models that are loaded whole: method.fuse_merge is false" in caplog.text
-    assert_identical(found, wanted)
-    assert type(found) is type(wanted)
+    expected = merged_by(config, make(tmp_path), from_files=False)
+    assert "tensor by tensor" not in caplog.text
+    assert_identical(merged, expected)
+    assert type(merged) is type(expected)
 
 
 def other_dtype(folder: Path) -> Any:
@@ -149,33 +161,25 @@ def vocabulary_pool(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("config", "settings", "pool", "why"),
+    ("config", "pool"),
     [
-        ({"_target_": "fusion_bench.method.TiesMergingAlgorithm"}, {}, None, "neither plain"),
-        (AVERAGE | {"weights": [1]}, {}, None, "neither plain"),
-        (ARITHMETIC | {"scaling_factor": "0.3"}, {}, None, "neither plain"),
-        (ARITHMETIC, {}, in_memory, "is not a complete model in safetensors files"),
-        (ARITHMETIC, {"stream_experts": False}, None, "method.stream_experts is false"),
-        (ARITHMETIC, {}, named_dtype, "the models differ in dtype, or in the way"),
-        (ARITHMETIC, {}, other_dtype, "the models differ in dtype"),
-        (ARITHMETIC, {}, other_config, "the models differ in dtype"),
-        (ARITHMETIC, {}, lora_pool, "one is not a complete model in safetensors files"),
-        (
-            ARITHMETIC,
-            {},
-            vocabulary_pool,
-            "_pretrained_ is not a complete model in safetensors files",
-        ),
+        ({"_target_": "fusion_bench.method.TiesMergingAlgorithm"}, None),
+        (AVERAGE | {"weights": [1]}, None),
+        (ARITHMETIC | {"scaling_factor": "0.3"}, None),
+        (ARITHMETIC, in_memory),
+        (ARITHMETIC, named_dtype),
+        (ARITHMETIC, other_dtype),
+        (ARITHMETIC, other_config),
+        (ARITHMETIC, lora_pool),
+        (ARITHMETIC, vocabulary_pool),
     ],
 )
-def test_merger_that_cannot_read_files_loads_models_and_says_why(
-    config: Any, settings: Any, pool: Any, why: str, tmp_path: Path, monkeypatch, caplog
+def test_merger_that_cannot_read_files_loads_models(
+    config: Any, pool: Any, tmp_path: Path, monkeypatch
 ):
-    caplog.set_level(logging.DEBUG)
     ran: list[Any] = []
     linear = nn.Linear(1, 1)
     run_merger = "fusion_bench_featcal.fusionbench.upstream.run_merger"
     monkeypatch.setattr(run_merger, lambda *given: ran.append(given) or linear)
     chosen = suite_pool() if pool is None else pool(tmp_path / "other")
-    assert merged_by(config, chosen, FeatCalSettings(**settings)) is linear and len(ran) == 1
-    assert "merges models that are loaded whole: " in caplog.text and why in caplog.text
+    assert merged_by(config, chosen) is linear and len(ran) == 1

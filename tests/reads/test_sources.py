@@ -17,9 +17,8 @@ from torch import nn
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
+from fusion_bench_featcal.experts import InMemoryExpert
 from fusion_bench_featcal.experts.lora import LoraExpert
-from fusion_bench_featcal.experts.merged import MergedOnRead, fill
 from fusion_bench_featcal.experts.reads import BASE, OUTSIDE
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.json_files import sealed_json
@@ -85,37 +84,6 @@ def test_lora_reads_the_merged_expert_whole_or_by_rows(changes: Any, tmp_path: P
         torch.testing.assert_close(source.first_rows(name, 2), wanted[:2], rtol=1e-6, atol=1e-7)
     other = write_adapter(tmp_path / "b", t5_model().float(), 2, **changes)
     assert glimpse(LoraExpert(InMemoryExpert(t5_model().float()), other)) != glimpse(source)
-
-
-def test_merged_on_read_is_the_merged_model():
-    suite = t5_suite(depths=(1, 1), tasks=2)
-    models = {"base": suite.base, **suite.experts}
-    base, *experts = (ExpertModel(n, InMemoryExpert(m), suite.merged) for n, m in models.items())
-    source = MergedOnRead(
-        base,
-        dict(zip(suite.experts, experts, strict=True)),
-        lambda first, others: first + 0.4 * sum(other - first for other in others),
-    )
-    merged = fill(copy.deepcopy(suite.base), source)
-    for name, tensor in suite.merged.state_dict().items():
-        torch.testing.assert_close(merged.state_dict()[name], tensor, rtol=1e-12, atol=1e-12)
-    assert source.names() == set(suite.merged.state_dict())
-    name = "shared.weight"
-    assert source.shape(name) == tuple(suite.base.state_dict()[name].shape)
-    assert source.nbytes(name) == 3 * suite.base.state_dict()[name].nbytes
-    with torch.no_grad():
-        suite.experts["task_1"].get_parameter(name)[0, 0] = float("nan")
-    with pytest.raises(CalibrationError, match=r"expert 'task_1': tensor 'shared\.weight' has NaN"):
-        source.tensor(name)
-
-
-def test_merger_that_overflows_and_counts_of_batches():
-    model = nn.BatchNorm1d(2)
-    expert = ExpertModel("a", InMemoryExpert(model), model)
-    source = MergedOnRead(expert, {"a": expert}, lambda first, others: first.div_(0.0))
-    with pytest.raises(CalibrationError, match=r"'weight' is NaN or infinite.*base_method"):
-        source.tensor("weight")
-    assert source.tensor("num_batches_tracked") == 0
 
 
 SUITES: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -2,13 +2,11 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import lightning
 import numpy as np
 import pytest
 import torch
-from fusion_bench import BaseModelPool
 from fusion_bench.models.surgery.surgerymodelwrapper import SurgeryModelWrapper
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
 from lightning.fabric.loggers import CSVLogger
@@ -304,23 +302,6 @@ def test_nothing_to_load():
         ValueError, match=r"taskpool\.processor is not set: set it or taskpool\.base"
     ):
         pool.setup()
-
-
-def test_task_pool_refuses_another_background_for_calibration(make_pool, shapes):
-    load = {"_target_": "fusion_bench_featcal.tasks.load_images", "path": str(shapes)}
-
-    def check(tested: dict, **calibrated: Any) -> None:
-        pool = make_pool(tasks={"shapes": {"data": str(shapes)} | tested})
-        data = OmegaConf.create({"shapes": load | calibrated})
-        pool.check_backgrounds(BaseModelPool({}, train_datasets=data))
-
-    check({})
-    check({"background": "black"}, background="#000")
-    for tested, calibrated in (({"background": "black"}, {}), ({}, {"background": "black"})):
-        with pytest.raises(ValueError, match=r"modelpool\.train_datasets\.shapes: .*black"):
-            check(tested, **calibrated)
-    with pytest.raises(ValueError, match=r"taskpool\.tasks\.shapes\.background must be"):
-        check({"background": 7})
 
 
 def test_task_pools_background_reaches_its_test_images(make_pool, tmp_path):
