@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.files import write_atomic
-from fusion_bench_featcal.json_files import sealed_lines
+from fusion_bench_featcal.json_files import json_lines
 
 
 @dataclass
@@ -55,7 +55,7 @@ class CalibrationLog:
         return json.loads(json.dumps(self.records[start:]), parse_constant=lambda _: None)
 
     def write(self, path: str | Path) -> None:
-        """Write one JSON object a line, atomically, with a digest of them all.
+        """Write one JSON object a line, atomically.
 
         Args:
             path: The file to write.
@@ -63,4 +63,4 @@ class CalibrationLog:
         Raises:
             ReportError: The file cannot be written.
         """
-        write_atomic(Path(path), sealed_lines(self.plain_records()))
+        write_atomic(Path(path), json_lines(self.plain_records()))

@@ -17,7 +17,7 @@ from torch import nn
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.files import free_space, replacing, sha256_file
 from fusion_bench_featcal.hub_files import commits
-from fusion_bench_featcal.json_files import masked, masked_words, sealed_json, without_secrets
+from fusion_bench_featcal.json_files import json_text, masked, masked_words, without_secrets
 from fusion_bench_featcal.plurals import bytes_text
 from fusion_bench_featcal.results import AVERAGE, Report, versions
 from fusion_bench_featcal.results.provenance import PROVENANCE
@@ -197,7 +197,7 @@ def write_provenance(folder: Path, files: Sequence[str], facts: CardFacts) -> st
         "reads": facts.reads,
         "files": {name: sha256_file(folder / name) for name in files if name != CARD},
     }
-    text = sealed_json(masked(json.loads(json.dumps(content, default=str))))
+    text = json_text(masked(json.loads(json.dumps(content, default=str))))
     (folder / PROVENANCE).write_text(text, encoding="utf-8")
     return PROVENANCE
 

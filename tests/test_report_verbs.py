@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.json_files import sealed_json
+from fusion_bench_featcal.json_files import json_text
 from fusion_bench_featcal.results import Report
 
 
@@ -46,7 +46,7 @@ def study(tmp_path: Path) -> Path:
     point = {"labels": {"samples_per_task": 8}, "rows": [row], "failed": []}
     content = {"kind": "study", "schema": 1, "name": "own", "suite": "toy", "points": [point]}
     (tmp_path / "study").mkdir()
-    (tmp_path / "study/study.json").write_text(sealed_json({**content, "seeds": [1]}))
+    (tmp_path / "study/study.json").write_text(json_text({**content, "seeds": [1]}))
     return tmp_path / "study"
 
 

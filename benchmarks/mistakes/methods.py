@@ -4,13 +4,6 @@ from mistakes.entry import Mutation
 
 MUTATIONS = [
     Mutation(
-        "reads.json is read back without its digest",
-        "results/provenance.py",
-        "read_json(place, sealed=True)",
-        "read_json(place)",
-        "results/test_provenance.py",
-    ),
-    Mutation(
         "a model of another command counts as this one's",
         "folders/saving.py",
         'return (request.out / RECIPE).read_text(encoding="utf-8") == request.recipe',

@@ -98,13 +98,6 @@ MUTATIONS = [
         "results/test_report.py",
     ),
     Mutation(
-        "digest of report.json not checked",
-        "json_files.py",
-        "if seal not in (None, digest_json(content)):",
-        "if seal not in (None, seal):",
-        "results/test_report_damage.py",
-    ),
-    Mutation(
         "lowest accuracy of a column in bold",
         "results/tables.py",
         "top = max(candidates.values(), default=None)",

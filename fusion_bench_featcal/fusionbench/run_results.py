@@ -24,7 +24,7 @@ from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.saving import RowSaver
 from fusion_bench_featcal.hub_files import commits
-from fusion_bench_featcal.json_files import sealed_json
+from fusion_bench_featcal.json_files import json_text
 from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import (
     BASE,
@@ -141,8 +141,7 @@ class RunResults:
         if self._log_dir is not None:
             preset = file_suffix(name)
             result.log.write(self._log_dir / f"calibration_log{preset}.jsonl")
-            sealed = sealed_json(result.reads)
-            write_atomic(self._log_dir / f"reads{preset}.json", sealed)
+            write_atomic(self._log_dir / f"reads{preset}.json", json_text(result.reads))
         lines = [*warnings_of(Agreement.of(result.log), settings), *outcome_of(result.log)]
         # The run's last lines have these notes: no warning beside them.
         self.report.notes += notes_of_log(name, result.log.records)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fusion_bench_featcal.files import ReportError
-from fusion_bench_featcal.json_files import plain, read_json, sealed_json
+from fusion_bench_featcal.json_files import json_text, plain, read_json
 from fusion_bench_featcal.settings import CalibrationError
 
 VARIANT = "uncorrected"
@@ -148,7 +148,7 @@ class Corrected(nn.Module):
         content = {name: getattr(self, name) for name in ("tasks", *self.described)}
         content[_SHARED] = len(parts["corrections"]) < len(self.tasks)
         content[_WEIGHTS] = _digest(weights.read_bytes())
-        text = sealed_json(plain(content, f"{self.stem}.json"))
+        text = json_text(plain(content, f"{self.stem}.json"))
         (target / f"{self.stem}.json").write_text(text, encoding="utf-8")
 
     @classmethod

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, write_atomic
-from fusion_bench_featcal.json_files import read_lines, sealed_lines
+from fusion_bench_featcal.json_files import json_lines, read_lines
 
 from .schema import NUMBER, check_types
 
@@ -63,7 +63,7 @@ def write_curves(
     if not records:
         path.unlink(missing_ok=True)
         return None
-    return write_atomic(path, sealed_lines(records), setting)
+    return write_atomic(path, json_lines(records), setting)
 
 
 def load_curves(directory: str | Path) -> dict[str, Curves]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, write_atomic
-from fusion_bench_featcal.json_files import DIGEST, digest_json, plain, read_json
+from fusion_bench_featcal.json_files import plain, read_json
 
 from .long_table import BASE, EXPERTS, is_repair
 
@@ -147,8 +147,7 @@ class Diagnosis:
     def write(self, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
         """Write `diagnosis.json`: a line for each attribute."""
         content = plain(asdict(self), DIAGNOSIS_FILE)
-        lines = {DIGEST: digest_json(content), **content}
-        text = ",\n".join(f"{json.dumps(key)}: {json.dumps(lines[key])}" for key in lines)
+        text = ",\n".join(f"{json.dumps(key)}: {json.dumps(content[key])}" for key in content)
         return write_atomic(Path(directory) / DIAGNOSIS_FILE, f"{{\n{text}\n}}\n", setting)
 
     @classmethod
@@ -159,7 +158,7 @@ class Diagnosis:
             ReportError: The file is missing or damaged, or is no diagnosis.
         """
         path = Path(directory) / DIAGNOSIS_FILE
-        content = read_json(path, sealed=True)
+        content = read_json(path)
         names = {entry.name for entry in fields(cls)}
         if not isinstance(content, dict) or set(content) != names:
             raise ReportError(f"{path} is no diagnosis of this version: run method=diagnose again")

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, write_atomic
-from fusion_bench_featcal.json_files import parse_json
 
 ITEMS_FILE = "items.npz"
 _MOST_BYTES = 2**31  # of all flags, unpacked
@@ -92,7 +91,7 @@ def _unpacked(content: bytes, path: Path) -> Items:
         size = sum(entry.file_size for entry in archive.zip.infolist())
         if size > _MOST_BYTES:
             raise ValueError(f"it unpacks to {size} bytes")
-        for number, (row, task) in enumerate(parse_json(archive["index"].tobytes())):
+        for number, (row, task) in enumerate(json.loads(archive["index"].tobytes())):
             place = f"{path}: row {row!r}, task {task!r}"
             tasks = items.setdefault(row, {})
             if not isinstance(row, str) or not isinstance(task, str) or task in tasks:

@@ -43,7 +43,7 @@ class Provenance:
             preset: In a log directory the preset of the row; None: the row `featcal`.
 
         Raises:
-            ReportError: If there is neither file, or it is damaged or of an earlier version.
+            ReportError: If there is neither file, or it is damaged.
         """
         place = folder / PROVENANCE
         row = FEATCAL if preset is None else f"{FEATCAL}:{preset}"
@@ -58,7 +58,7 @@ class Provenance:
                 "model or the log directory of a method=featcal run"
                 + (f", and --preset for one of {', '.join(there)}" if there else "")
             )
-        content = read_json(place, sealed=True)
+        content = read_json(place)
         reads = content.get("reads") if place.name == PROVENANCE else content
         if not isinstance(reads, Mapping) or not isinstance(reads.get("modules"), Mapping):
             raise ReportError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory, write_atomic
-from fusion_bench_featcal.json_files import plain, read_json, sealed_json
+from fusion_bench_featcal.json_files import json_text, plain, read_json
 
 from .items import ITEMS_FILE, load_items, save_items
 from .long_table import ACCURACY, LOSS, SHARE
@@ -23,7 +23,7 @@ def write_files(
     directory: Path, content: Mapping[str, Any], table: str, page: str, setting: str
 ) -> Path:
     """Write `report.csv`, `report.md` and, last, `report.json`; return the last one's path."""
-    text = sealed_json(content)
+    text = json_text(content)
     write_atomic(directory / "report.csv", table, setting)
     write_atomic(directory / "report.md", page, setting)
     return write_atomic(directory / REPORT_FILE, text, setting)

@@ -120,7 +120,7 @@ class Study:
             ReportError: If it is damaged, of another kind or schema.
         """
         path = Path(directory) / STUDY_FILE
-        content = read_json(path, sealed=True)
+        content = read_json(path)
         if not isinstance(content, dict) or content.get("kind") != STUDY_KIND:
             raise ReportError(f'{path} is not a study (no "kind": "{STUDY_KIND}")')
         if content.get("schema") != SCHEMA:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory, write_atomic
-from fusion_bench_featcal.json_files import plain, sealed_json
+from fusion_bench_featcal.json_files import json_text, plain
 
 from .items import half_width
 from .long_table import CORRECT
@@ -89,7 +89,7 @@ def write_study(study: Study, directory: str | Path, setting: str = LOG_DIR_SETT
     write_atomic(directory / PAGE_FILE, study_markdown(study), setting)
     content = {"kind": STUDY_KIND, "schema": SCHEMA, **plain(asdict(study), "study")}
     del content["lines"]
-    return write_atomic(directory / STUDY_FILE, sealed_json(content), setting)
+    return write_atomic(directory / STUDY_FILE, json_text(content), setting)
 
 
 def _draw(study: Study, directory: Path, setting: str) -> None:

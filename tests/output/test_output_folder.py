@@ -350,8 +350,8 @@ def test_damage_is_refused_or_harmless(finished, seed: int, tmp_path: Path):
     ("name", "content", "message"),
     [
         ("blocks.json", b"", r"blocks\.json.*not valid JSON.*Remove that folder"),
-        ("blocks.json", b"[]", r"blocks\.json.*no digest"),
-        ("blocks.json", b'{"checksum": "earlier"}', r"blocks\.json.*earlier version.*Remove"),
+        ("blocks.json", b"[]", r"blocks\.json.*digest"),
+        ("blocks.json", b'{"checksum": "earlier"}', r"blocks\.json.*digest.*Remove"),
         ("blocks.json", b"\xff\xfe", r"blocks\.json.*not valid JSON"),
         ("blocks.json", b"[" * 100_000, r"blocks\.json .*not valid JSON"),
         ("block-0000.safetensors", b"", r"block-0000\.safetensors.*digest.*Remove .*0000\.safet"),

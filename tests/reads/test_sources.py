@@ -21,7 +21,7 @@ from fusion_bench_featcal.experts import InMemoryExpert
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.reads import BASE, OUTSIDE
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.json_files import sealed_json
+from fusion_bench_featcal.json_files import json_text
 from fusion_bench_featcal.output.fingerprint import glimpse
 from fusion_bench_featcal.rules.paper import Paper
 from fusion_bench_featcal.rules.plus import Plus
@@ -168,7 +168,7 @@ def test_budgeted_run_is_the_run_with_merged_weights_in_the_experts(name: str, s
 def test_count_of_reads_is_explained(tmp_path: Path, capsys: Any):
     suite = small_clip()
     reads = run(suite, hashed=True, expert_read_budget="60%").reads
-    (tmp_path / "reads.json").write_text(sealed_json(reads))
+    (tmp_path / "reads.json").write_text(json_text(reads))
     assert main(["explain", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "; budget 60%, in forward order; " in shown

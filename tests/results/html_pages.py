@@ -6,7 +6,7 @@ from typing import Any
 
 from synthetic import SIX
 
-from fusion_bench_featcal.json_files import sealed_lines
+from fusion_bench_featcal.json_files import json_lines
 from fusion_bench_featcal.results.find import find
 from fusion_bench_featcal.results.html import write_page
 
@@ -95,4 +95,4 @@ def leave_log(run: Path, tasks: tuple[str, ...] = SIX, blocks: int = 4, row: str
         for block in range(blocks)
         for task in tasks
     ]  # fmt: skip
-    (run / f"calibration_log{row}.jsonl").write_text(sealed_lines(records))
+    (run / f"calibration_log{row}.jsonl").write_text(json_lines(records))

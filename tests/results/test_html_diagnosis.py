@@ -163,7 +163,7 @@ def test_several_diagnoses_are_told_apart(tmp_path: Path) -> None:
 def test_a_damaged_diagnosis_is_refused(tmp_path: Path, capsys) -> None:
     folder = leave(tmp_path / "alone")
     file = folder / "diagnosis.json"
-    file.write_text(file.read_text().replace('"toy"', '"you"'))
+    file.write_text(file.read_text()[:-9])
     page = tmp_path / "page.html"
     assert main(["report", str(file), "--html", str(page)]) == 2
     (line,) = capsys.readouterr().err.splitlines()

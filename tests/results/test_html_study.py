@@ -13,7 +13,7 @@ from made_studies import leave, point, row, study, sweep_points
 from synthetic import leave_run
 
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.json_files import sealed_json
+from fusion_bench_featcal.json_files import json_text
 from fusion_bench_featcal.results.study import Study
 from fusion_bench_featcal.results.study_figures import plot_study, source_of
 from fusion_bench_featcal.results.study_files import write_study
@@ -209,7 +209,6 @@ def test_studies_are_not_mixed_with_anything(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({}, "its digest does not fit its content"),
         ({"kind": "run"}, 'is not a study (no "kind": "study")'),
         ({"schema": 99}, "has schema 99"),
         ({"versions": 5}, "versions must be a mapping, got int '5'"),
@@ -219,11 +218,7 @@ def test_studies_are_not_mixed_with_anything(tmp_path: Path, capsys) -> None:
 def test_a_damaged_study_is_refused(tmp_path: Path, capsys, change: dict, message: str) -> None:
     folder = leave(samples_study(), tmp_path / "study")
     content = json.loads((folder / "study.json").read_text())
-    digest = content.pop("digest")
-    damaged = sealed_json({**content, **change})
-    if not change:
-        damaged = damaged.replace(digest, digest[::-1])
-    (folder / "study.json").write_text(damaged)
+    (folder / "study.json").write_text(json_text({**content, **change}))
     found = error_of([folder], tmp_path / "page.html", capsys)
     assert str(folder / "study.json") in found and message in found
 

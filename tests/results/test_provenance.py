@@ -15,7 +15,7 @@ from tiny_models import clip_suite
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.digests import digest_tensor
-from fusion_bench_featcal.json_files import sealed_json
+from fusion_bench_featcal.json_files import json_text
 from fusion_bench_featcal.results import ReportError
 from fusion_bench_featcal.results.provenance import Provenance
 from fusion_bench_featcal.suites import image
@@ -94,28 +94,6 @@ def test_changed_files_are_found(saved: tuple[Path, Path], tmp_path: Path, capsy
     (tmp_path / "config.json").unlink()
     assert main(["explain", str(tmp_path)]) == 1
     assert "changed since: config.json, model.safetensors" in capsys.readouterr().out
-    text = (tmp_path / "provenance.json").read_text().replace("11MB", "12MB")
-    (tmp_path / "provenance.json").write_text(text)
-    assert main(["explain", str(tmp_path)]) == 2
-    assert "is damaged" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("11MB", "12MB", "is damaged"),
-        ('"experts_read": ', '"experts_read": 1', "is damaged"),
-        ('"digest"', '"dijest"', "has no digest"),
-    ],
-)
-def test_changed_reads_of_a_run_are_refused(
-    old: str, new: str, message: str, saved: tuple[Path, Path], tmp_path: Path, capsys: Any
-):
-    text = (saved[1] / "reads.json").read_text()
-    assert old in text
-    (tmp_path / "reads.json").write_text(text.replace(old, new, 1))
-    assert main(["explain", str(tmp_path)]) == 2
-    assert f"{tmp_path / 'reads.json'} {message}" in capsys.readouterr().err
 
 
 def test_a_folder_without_an_origin_is_refused(saved: tuple[Path, Path], tmp_path: Path):
@@ -123,7 +101,7 @@ def test_a_folder_without_an_origin_is_refused(saved: tuple[Path, Path], tmp_pat
         Provenance.find(tmp_path)
     with pytest.raises(ReportError, match=r"no reads.plus.json.*--preset for one of reads.json"):
         Provenance.find(saved[1], "plus")
-    (tmp_path / "reads.json").write_text(sealed_json({"format": 1}))
+    (tmp_path / "reads.json").write_text(json_text({"format": 1}))
     with pytest.raises(ReportError, match="does not list calibrated modules"):
         Provenance.find(tmp_path)
 

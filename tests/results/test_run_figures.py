@@ -152,7 +152,7 @@ def test_nothing_to_draw_is_said():
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [("{", "is damaged"), ("[1]", r"line 1 is not a record")]
+    ("line", "message"), [("{", "is damaged"), ("[1]", r"expected a JSON object")]
 )
 def test_a_damaged_log_is_named(tmp_path: Path, line: str, message: str):
     path = tmp_path / "calibration_log.jsonl"

@@ -6,7 +6,7 @@ import pytest
 from synthetic import LEVELS, make_report
 
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.json_files import sealed_json
+from fusion_bench_featcal.json_files import json_text
 from fusion_bench_featcal.saved_model import CardFacts, card_text
 
 NAME = "[/x]<script>a</script>\x1b[31m![b](http://c)"
@@ -20,7 +20,7 @@ def leave_model(folder: Path) -> Path:
     reads = {"experts": {NAME: {}}, "modules": {NAME: [NAME, "b"]}, "totals": totals}
     reads |= {"plan": None, "budget": None, "upstream": {"merger": NAME, "how": "fused"}}
     content = {"row": NAME, "reads": reads, "files": {NAME: "0"}}
-    (folder / "provenance.json").write_text(sealed_json(content))
+    (folder / "provenance.json").write_text(json_text(content))
     return folder
 
 

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +189,7 @@ def test_a_written_comparison_stands_for_its_own_runs_and_failures(
     found = find([tmp_path, tmp_path / "one"])
     assert found.runs == [tmp_path / "one", tmp_path / "two"]
     assert (found.comparisons, found.failed) == ([tmp_path], comparison.failed)
-    path.write_text(re.sub(r'"digest": "\w+",', "", path.read_text()).replace("reason", "raisin"))
+    path.write_text(path.read_text().replace("reason", "raisin"))
     with pytest.raises(ReportError, match=r"report\.json: failed\[0\]: no reason"):
         find([tmp_path])
 

@@ -10,7 +10,7 @@ import pytest
 from html_pages import Reader, page_text
 from synthetic import leave_run, leave_seeds, make_report
 
-from fusion_bench_featcal.json_files import sealed_json
+from fusion_bench_featcal.json_files import json_text
 from fusion_bench_featcal.results import ReportError
 from fusion_bench_featcal.results.find import FailedCell, find
 from fusion_bench_featcal.results.html import write_page
@@ -71,7 +71,7 @@ def test_tables_beside_their_runs_are_not_shown_twice(summary: Summary, tmp_path
 
 def test_a_table_without_rows_has_no_page(summary: Summary, tmp_path: Path):
     path = write_side_by_side(summary, tmp_path / "table")
-    path.write_text(sealed_json({**_content(path), "rows": []}))
+    path.write_text(json_text({**_content(path), "rows": []}))
     with pytest.raises(ReportError, match=r"no row to show in .*table"):
         write_page(tmp_path / "page.html", find([path.parent], tables=True), {})
 
@@ -88,15 +88,13 @@ def test_a_table_without_rows_has_no_page(summary: Summary, tmp_path: Path):
 )
 def test_damage_is_named(summary: Summary, tmp_path: Path, change: dict[str, Any], message: str):
     path = write_combined(summary, tmp_path / "table")
-    path.write_text(sealed_json({**_content(path), **change}))
+    path.write_text(json_text({**_content(path), **change}))
     with pytest.raises(ReportError, match=message):
         load_table(path.parent)
 
 
 def _content(path: Path) -> dict[str, Any]:
-    content = json.loads(path.read_text())
-    del content["digest"]
-    return content
+    return json.loads(path.read_text())
 
 
 def test_notes_name_their_merger_where_there_are_several(tmp_path: Path):

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.json_files import sealed_json
+from fusion_bench_featcal.json_files import json_text
 from fusion_bench_featcal.results import Report, ReportError, study_figures
 from fusion_bench_featcal.results.study import Study
 from fusion_bench_featcal.studies import StudyAlgorithm
@@ -162,7 +162,7 @@ def test_a_damaged_study_is_refused(
     study(tmp_path, seeds=[1]).run(model_pool())
     content = json.loads((tmp_path / "study.json").read_text())
     content = {key: value for key, value in content.items() if key != "digest"} | change
-    (tmp_path / "study.json").write_text(sealed_json(content))
+    (tmp_path / "study.json").write_text(json_text(content))
     with pytest.raises(ReportError, match=message):
         Study.load(tmp_path)
 
