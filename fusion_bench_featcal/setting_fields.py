@@ -22,6 +22,7 @@ def setting(
     accepts: str = "",
     check: Callable[[Any], bool] | None = None,
     group: str = "",
+    **more: Any,
 ) -> Any:
     """Declare a setting: a field of a dataclass whose annotation gives the type of its values.
 
@@ -39,10 +40,13 @@ def setting(
         accepts: Accepted values in words, where annotation, bounds and choices do not say them.
         check: Test of a value, where annotation, bounds and choices cannot make it.
         group: Heading of the section in YAML; "": that of the setting before.
+        **more: Further metadata of the field, such as an option's name of its value.
     """
     bounds = {"ge": ge, "gt": gt, "le": le}
     values = {"choices": tuple(choices), "accepts": accepts, "check": check}
-    metadata = {"help": help, **bounds, **values, "group": group}
+    metadata = {"help": help, **bounds, **values, "group": group, **more}
+    if default == {}:
+        return dataclasses.field(default_factory=dict, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -75,7 +79,7 @@ def problems_of(settings: Any) -> list[str]:
     """Return a phrase for each setting whose value is not accepted."""
     values = {field: getattr(settings, field.name) for field in settings_of(type(settings))}
     return [
-        f"{field.name} must be {accepted_values(field)}, got {value!r}"
+        f"{field.name} must be {accepted_values(field)}, got {value!r:.100}"
         for field, value in values.items()
         if not _accepts(field, value)
     ]

@@ -90,7 +90,7 @@ class Job:
         request = dataclasses.replace(request, set={**request.set, "max_length": most})
         tasks = open_tasks(models, request, processor)
         report = Report(
-            suite=request.out.name,
+            suite=request.folder.name,
             upstream=request.merger[0] or GIVEN,
             versions=versions() | commits(),
             device=describe_device(torch.device(request.device)),
@@ -270,9 +270,9 @@ class Job:
         if is_strict and not verdict.is_good:
             raise NotImproved(
                 "--strict: nothing was saved, and the merged model is as it was. Without --strict "
-                f"the calibrated model goes to {request.out}"
+                f"the calibrated model goes to {request.folder}"
             )
-        return request.out
+        return request.folder
 
     def _save(self, model: nn.Module, result: CalibrationResult, adapter: Adapter | None) -> None:
         request = self.request
@@ -289,6 +289,6 @@ class Job:
         save(self.models, model.cpu(), self.processor, facts, report, log, heads, adapter)
         if heads:
             print(
-                f"heads: {request.out / HEADS}/NAME (that of the model itself: "
+                f"heads: {request.folder / HEADS}/NAME (that of the model itself: "
                 f"{self.models.home.name}'s)"
             )

@@ -222,7 +222,8 @@ class Models:
                 )
         tokenizer.padding_side = "right"
         if self.request.chat_template is not None:
-            tokenizer.chat_template = self.request.chat_template.read_text("utf-8")
+            template = Path(self.request.chat_template).expanduser()
+            tokenizer.chat_template = template.read_text("utf-8")
         return tokenizer
 
     def image_processor(self) -> Any:

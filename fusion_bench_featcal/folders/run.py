@@ -5,6 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fusion_bench_featcal.folders.job import Job
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.request import Request
@@ -42,16 +44,17 @@ def run(request: Request) -> Path:
     blocks = request.checkpoints
     if (request.resume or blocks.is_dir()) and is_saved(request):
         shutil.rmtree(blocks, ignore_errors=True)
-        print(f"{request.out} is complete: this command saved it before")
-        return request.out
-    request.check_place()
+        print(f"{request.folder} is complete: this command saved it before")
+        return request.folder
+    request.check_folder()
+    torch.empty(0, device=request.device)  # a device that cannot be used fails here
     try:
         with quiet():
             if request.plan and show_downloads(request):
-                return request.out
+                return request.folder
             job = Job.of(Models.of(request))
             job.show_start()
-            return request.out if request.plan else job.run()
+            return request.folder if request.plan else job.run()
     finally:
         with suppress(OSError):
             blocks.rmdir()  # if no block was finished

@@ -62,7 +62,9 @@ def save(
         "Make room and repeat the command with --resume: the finished blocks are in "
         f"{request.checkpoints}"
     )
-    with writing_model(request.out, whole, option=f"--out {request.out}", advice=advice) as new:
+    with writing_model(
+        request.folder, whole, option=f"--out {request.folder}", advice=advice
+    ) as new:
         _write_model(whole, heads, new, request.shard_size)
         if adapter is not None and models.base is not None:
             adapter.write(new / ADAPTER, models.base, request.base)
@@ -72,20 +74,20 @@ def save(
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")
         report.write(new / REPORT, "--out")
         log.write(new / REPORT / "calibration_log.jsonl")
-    return request.out
+    return request.folder
 
 
 def is_saved(request: Request) -> bool:
     """Return whether the request's folder has its calibrated model already."""
     try:
-        return (request.out / RECIPE).read_text(encoding="utf-8") == request.recipe
+        return (request.folder / RECIPE).read_text(encoding="utf-8") == request.recipe
     except OSError:
         return False
 
 
 def how_to_go_on(request: Request) -> str:
     """Say what an interrupted run has left."""
-    out, blocks = request.out, request.checkpoints
+    out, blocks = request.folder, request.checkpoints
     if is_saved(request):
         return f"ended after saving: the model in {out} is complete"
     if not blocks.is_dir() or not any(blocks.iterdir()):

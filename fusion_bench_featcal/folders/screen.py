@@ -59,8 +59,8 @@ def show_start(
         return
     if request.plan:
         show_plan(plan)
-        free = bytes_text(free_space(request.out.absolute().parent))
-        print(f"nothing was run; {free} are free for --out {request.out}")
+        free = bytes_text(free_space(request.folder.absolute().parent))
+        print(f"nothing was run; {free} are free for --out {request.folder}")
         return
     print(one_line(plan))
     for warning in warnings_of(plan):

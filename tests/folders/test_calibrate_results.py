@@ -50,12 +50,12 @@ def test_an_adapter_of_a_low_rank_is_evaluated_with_what_it_loses(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--as-lora", "0"), "the rank is at least 1"),
+        (("--as-lora", "0"), "as_lora must be null or an integer >= 1"),
         (("--strict", "--no-eval", *PAPER), "--set held_out=auto"),
         (("--evaluate", "no_such_module:score"), "No module named 'no_such_module'"),
         (("--evaluate", "lm-eval:arc_easy"), "pip install 'fusion_bench_featcal[llm]'"),
         (("--evaluate", "layer_scores:rows", "--no-eval"), "--no-eval skips --evaluate"),
-        (("--evaluate", "a:b", "--evaluate", "a:c"), "--evaluate with a stands there twice"),
+        (("--evaluate", "a:b", "--evaluate", "a:c"), "--evaluate: a is named twice"),
     ],
 )
 def test_refused_before_anything_is_loaded(tmp_path, capsys, more, message):

@@ -71,7 +71,7 @@ def test_a_plan_does_nothing(folder, capsys):
 
 def test_shards_of_a_chosen_size(folder, capsys):
     assert main(words(folder, "--shard-size", "2 bytes")) == 2
-    assert "--shard-size 2 bytes: give a size such as" in capsys.readouterr().err
+    assert "or a size such as 500MB or 2GB, got" in capsys.readouterr().err
     assert main(words(folder, "--preset", "paper", "--no-eval", "--shard-size", "3KB")) == 0
     assert len(list((folder / "out").glob("model-*.safetensors"))) > 1
     assert AutoModelForCausalLM.from_pretrained(folder / "out").config.model_type == "llama"

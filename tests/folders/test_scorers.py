@@ -1,5 +1,6 @@
 """`--evaluate`: a user's own function, and words that name nothing."""
 
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,13 +65,13 @@ def test_scores_of_own_functions():
 )
 def test_words_that_name_nothing(word, kind, message):
     with pytest.raises(ValueError, match=message):
-        scorers_of(scorer(word, "--evaluate"), kind, 4)
+        scorers_of(scorer(word), kind, 4)
 
 
 @pytest.mark.parametrize("word", ["nothing", "my_scores:", ":number"])
 def test_words_of_another_form(word):
-    with pytest.raises(ValueError, match=rf"takes lm-eval:TASK,... or MODULE.*,..., got '{word}'"):
-        scorer(word, "--evaluate")
+    with pytest.raises(ArgumentTypeError, match=f"expected lm-eval:.* or MODULE.*, got '{word}'"):
+        scorer(word)
 
 
 def test_a_function_must_return_numbers():

@@ -133,7 +133,7 @@ def test_warnings_are_told_from_information() -> None:
     lower = make_report(LEVELS | {"featcal": 0.1})
     drift = [{"kind": "task", "task": "dtd", "relative_drift_after": 0.9}]
     warnings = [*tasks_below_merged(lower), *tasks_with_high_drift("featcal", drift)]
-    request, samples = Request(out=Path("out"), data={"dtd": "dtd.jsonl"}), Part("", [], [0, 1])
+    request, samples = Request(out="out", data={"dtd": "dtd.jsonl"}), Part("", [], [0, 1])
     warnings.append(sentence("dtd", request, samples, Part("", [], [])))
     assert len(warnings) == 4 and not any(map(is_information, warnings))
     assert is_information(sentence("dtd", request, samples, samples))
