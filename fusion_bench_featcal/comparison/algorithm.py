@@ -34,7 +34,6 @@ from fusion_bench_featcal.fusionbench.run_results import suite_name
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.comparison_figures import plot_comparison
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
 from fusion_bench_featcal.results.summary import Summary
 from fusion_bench_featcal.results.views import show_side_by_side
@@ -180,7 +179,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         summary = write_reports(folder, suite, run, self.notes)
         if summary is not None:
             runs = [(Report.load(run), Path(run)) for run in summary.runs]
-            log_results(self.fabric, runs, folder, plot_comparison)
+            log_results(self.fabric, runs)
             at_the_end(partial(_show, summary, folder))
         if run.failed:
             cells = "; ".join(

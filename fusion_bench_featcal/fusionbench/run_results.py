@@ -34,7 +34,6 @@ from fusion_bench_featcal.results import (
     describe_device,
     versions,
 )
-from fusion_bench_featcal.results.figures import plot_run
 from fusion_bench_featcal.results.long_table import file_suffix
 from fusion_bench_featcal.results.remarks import (
     closing_lines,
@@ -205,7 +204,7 @@ class RunResults:
                 )
             at_the_end(self._show)
         self.saver.finish(self.report)
-        log_results(self._fabric, [(self.report, self._log_dir)], self._log_dir, plot_run)
+        log_results(self._fabric, [(self.report, self._log_dir)])
         return self.saver.model
 
     def _evaluate(self, taskpool: BaseTaskPool, name: str, model: nn.Module, **made: Any) -> None:

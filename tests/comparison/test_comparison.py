@@ -334,17 +334,10 @@ def test_loggers_get_the_same_numbers(tmp_path: Path) -> None:
     text = (tmp_path / "logs" / "metrics.csv").read_text()
     (line,) = csv.DictReader(io.StringIO(text))
     logged = {name: float(value) for name, value in line.items()}
-    double = report.rows["double"]
     for name, expected in {
         "base/accuracy/left": report.rows["base"]["left"],
-        "experts/normalised": 1.0,
         "task_arithmetic/average": report.rows["task_arithmetic"]["average"],
-        "task_arithmetic/double/accuracy/right": double["right"],
-        "task_arithmetic/double/gain": double["average"]
-        - report.rows["task_arithmetic"]["average"],
-        "task_arithmetic/double/seconds": report.cost["double"]["seconds"],
-        "task_arithmetic/a_b/parameters_added": 0,
+        "task_arithmetic/double/accuracy/right": report.rows["double"]["right"],
+        "task_arithmetic/a_b/average": report.rows["a+b"]["average"],
     }.items():
         assert logged[name] == pytest.approx(expected), name
-    assert "task_arithmetic/double/peak_accelerator_bytes" not in logged
-    assert "task_arithmetic/gain" not in logged

@@ -14,7 +14,6 @@ from synthetic import LEVELS, make_report
 
 from fusion_bench_featcal.results import AVERAGE, Report, ReportError
 from fusion_bench_featcal.results.long_table import LongTable
-from fusion_bench_featcal.results.scalars import report_scalars
 
 
 def lines_of(report: Report) -> list[dict[str, str]]:
@@ -215,18 +214,6 @@ def test_every_number_of_a_report_is_an_entry(tmp_path: Path):
             assert entries[name, f"cost.{what}", ""] == value
     assert entries["new", "loss", "cars"] == 2.0
     assert ("new", "loss", "average") not in entries
-
-
-def test_csv_and_loggers_show_the_same_numbers():
-    report = make_report()
-    scalars = report_scalars(report)
-    for line in (line for line in lines_of(report) if line["name"] == "featcal"):
-        what = line["task"] if line["task"] == "average" else f"accuracy/{line['task']}"
-        assert scalars[f"task_arithmetic/featcal/{what}"] == pytest.approx(float(line["accuracy"]))
-    derived = {"gain": 0.15, "recovered_gap": 0.5, "normalised": 0.75 / 0.9, "seconds": 10.0}
-    for what, value in derived.items():
-        assert scalars[f"task_arithmetic/featcal/{what}"] == pytest.approx(value)
-    assert "base/gain" not in scalars and "task_arithmetic/recovered_gap" not in scalars
 
 
 def test_rows_of_a_merger_stand_together_and_only_whole_series_are_averaged():
