@@ -2,17 +2,19 @@
 
     python scripts/reproduce.py [--list] [--paper] [--out outputs/reproduce]
 
-`--paper` runs the commands with weights and data from the Hugging Face hub as well. Finished parts
-stay: repeat the command to go on. Commands of methods that this version lacks are named and left
-out; one that fails does not stop the others.
+`--paper` also runs the commands with weights and data from the Hugging Face hub. Finished parts
+stay: repeat the command to go on. A command that fails does not stop the others. In the end the
+paper's observations are printed beside the results.
 """
 
 import argparse
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import paper
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIP = ("clip-vit-mini_TA6",)
@@ -20,30 +22,15 @@ TEXTS = ("flan-t5-mini_TA6", "llama-mini_TA6")
 B32, L14 = "clip-vit-base-patch32", "clip-vit-large-patch14"
 
 
-@dataclass(frozen=True)
-class Item:
-    """A table or figure of the paper: a method, bundled suites, and the paper's.
+class Item(NamedTuple):
+    """A table or figure of the paper: method, bundled model pools, and the paper's."""
 
-    Attributes:
-        name: Folder of its results.
-        places: Tables and figures.
-        content: Their content.
-        method: Value of `method`.
-        bundled: Model pools that come with the package.
-        hub: The paper's model pools, with further words of their commands.
-    """
-
-    name: str
-    places: str
+    name: str  # folder of its results
+    source: str
     content: str
     method: str
     bundled: tuple[str, ...]
     hub: tuple[str, ...]
-
-    @property
-    def exists(self) -> bool:
-        """Whether this version has the method."""
-        return (ROOT / "config" / "method" / f"{self.method}.yaml").is_file()
 
     def commands(self, pools: tuple[str, ...]) -> list[str]:
         """One command for each model pool."""
@@ -51,44 +38,49 @@ class Item:
 
 
 ITEMS = (
-    Item(
-        "clip", "Tables 1, 2, 7 to 11", "accuracy on CLIP: mergers, with each post-merging method",
-        "compare", CLIP,
-        tuple(f"{model}_{suite}" for suite in ("TA8", "TALL14", "TALL20") for model in (B32, L14)),
-    ),
-    Item(
-        "texts", "Tables 3, 4, 14", "accuracy on FLAN-T5 and Llama", "compare", TEXTS,
-        ("flan-t5-base_glue", "flan-t5-large_glue_lora", "mergebench_llama-3.2-3b-instruct",
-         "mergebench_llama-3.1-8b-instruct"),
-    ),
+    Item("clip", "Tables 1, 2, 7 to 11", "accuracy on CLIP: mergers, with each post-merging method",
+         "compare", CLIP, tuple(f"{model}_{suite}" for suite in ("TA8", "TALL14", "TALL20")
+                                for model in (B32, L14))),
+    Item("texts", "Tables 3, 4, 14", "accuracy on FLAN-T5 and Llama", "compare", TEXTS,
+         ("flan-t5-base_glue", "flan-t5-large_glue_lora", "mergebench_llama-3.2-3b-instruct",
+          "mergebench_llama-3.1-8b-instruct")),
     Item("cost", "Tables 5, 13", "seconds, GPU energy and host memory of the calibration",
          "study/cost", CLIP, (f"{B32}_TA8",)),
-    Item("corruption", "Table 6", "corrupted calibration images, clean tests",
-         "study/corruption", CLIP, (f"{B32}_TA8",)),
-    Item("severity", "Figure 4", "the same by severity", "study/severity", CLIP,
-         (f"{B32}_TA8",)),
-    Item("samples", "Table 12, Figure 3", "samples a task, from 8 to 512", "study/samples",
+    Item("corruption", "Table 6", "corrupted calibration images, clean tests", "study/corruption",
+         CLIP, (f"{B32}_TA8",)),
+    Item("severity", "Figure 4", "the same by severity", "study/severity", CLIP, (f"{B32}_TA8",)),
+    Item("samples", "Table 12, Figure 3", "samples per task, from 8 to 512", "study/samples",
          (*CLIP, *TEXTS), (f"{B32}_TA8",)),
     Item("sweep", "Figure 5", "lambda, alpha and rho", "study/sweep", CLIP, (f"{B32}_TA8",)),
     Item("diagnose", "Figures 1, 2, 6, 7",
          "drift by block, cosine to the experts, projections of features", "diagnose", CLIP,
          (f"{B32}_TA8",)),
-    Item("tasks", "-", "number of tasks", "study/tasks", ("clip-vit-mini_all8",),
+    Item("tasks", "not in the paper", "number of tasks", "study/tasks", ("clip-vit-mini_all8",),
          (f"{B32}_TALL20",)),
-    Item("transfer", "-", "calibration images from another data set", "study/transfer", CLIP,
-         (f"{B32}_TA8",)),
-    Item("ablation", "-", "parts of the method alone", "study/ablation", (*CLIP, *TEXTS),
-         (f"{B32}_TA8",)),
+    Item("transfer", "not in the paper", "calibration images from another data set",
+         "study/transfer", CLIP, (f"{B32}_TA8",)),
+    Item("ablation", "not in the paper", "parts of the method alone", "study/ablation",
+         (*CLIP, *TEXTS), (f"{B32}_TA8",)),
 )  # fmt: skip
 
 
+def commands_part() -> str:
+    """Return every item with its commands, for docs/paper.md."""
+    return "\n\n".join(
+        "\n".join(
+            [f"**{item.source}:** {item.content}", "", "```bash", *item.commands(item.bundled),
+             "# weights and data from the hub, never run here:", *item.commands(item.hub), "```"]
+        )
+        for item in ITEMS
+    )  # fmt: skip
+
+
 def run(item: Item, pools: tuple[str, ...], out: Path) -> list[str]:
-    """Run an item on pools; the commands that failed."""
+    """Run an item on pools and return the commands that failed."""
     failed = []
-    for command in item.commands(pools):
-        folder = out / item.name / command.rpartition("=")[2]
-        print(f"--- {item.places}: {command}", flush=True)
-        words = [*shlex.split(command), f"path.log_dir={folder}"]
+    for command, pool in zip(item.commands(pools), pools, strict=True):
+        print(f"--- {item.source}: {command}", flush=True)
+        words = [*shlex.split(command), f"path.log_dir={out / item.name / pool}"]
         if subprocess.run(words, cwd=ROOT).returncode:
             failed.append(command)
     return failed
@@ -105,11 +97,11 @@ def main() -> None:
     for item in ITEMS:
         pools = item.bundled + (item.hub if options.paper else ())
         if options.list:
-            print(f"# {item.places}: {item.content}", *item.commands(pools), sep="\n")
-        elif item.exists:
-            failed += run(item, pools, options.out)
+            print(f"# {item.source}: {item.content}", *item.commands(pools), sep="\n")
         else:
-            print(f"--- {item.places}: left out, this version has no method={item.method}")
+            failed += run(item, pools, options.out)
+    if not options.list:
+        print(paper.observations_part(options.out))
     if failed:
         sys.exit("\n".join(["failed:", *failed]))
 

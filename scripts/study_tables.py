@@ -7,7 +7,6 @@ from pathlib import Path
 
 from fusion_bench_featcal.results.study import Study
 from fusion_bench_featcal.results.study_page import fewer_samples, study_grids
-from fusion_bench_featcal.results.verdicts import FAILS, HOLDS, OPEN
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results" / "studies"
@@ -65,7 +64,7 @@ def study_part(name: str) -> str:
     parts = [first[1].for_page().markdown()]
     for title, grid in others:
         parts += [f"{title[0].upper()}{title[1:]}:", grid.for_page().markdown()]
-    if lines := [finding["text"] for finding in study.findings] + fewer_samples(study):
+    if lines := fewer_samples(study):
         parts.append("\n".join(f"- {line}" for line in lines))
     start = f"{suite}-{study_name}"
     figures = [*FIGURES.glob(f"{start}.png"), *sorted(FIGURES.glob(f"{start}-*.png"))]
@@ -82,21 +81,3 @@ def provenance(study: Study) -> str:
         f"{device['torch_threads']} thread) with torch {versions['torch']} and transformers "
         f"{versions['transformers']}; seeds {', '.join(map(str, study.seeds))}{minutes}."
     )
-
-
-def study_summary() -> str:
-    """One line a study: how many of the paper's observations hold."""
-    lines = [
-        "| suite | study | observations | hold | do not hold | not decided | minutes |",
-        "|:--|:--|--:|--:|--:|--:|--:|",
-    ]
-    for suite, name in STUDIES.values():
-        folder = RESULTS / suite / name
-        if (folder / "study.json").is_file():
-            study = Study.load(folder)
-            verdicts = [finding["verdict"] for finding in study.findings]
-            counts = [verdicts.count(v) for v in (HOLDS, FAILS, OPEN)]
-            minutes = "-" if study.minutes is None else f"{study.minutes:.0f}"
-            cells = [suite, name, str(len(verdicts)), *map(str, counts), minutes]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)

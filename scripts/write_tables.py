@@ -18,7 +18,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import paper_tables
+import paper
+import reproduce
 from comparison_tables import (
     columns_table,
     costs_table,
@@ -27,7 +28,7 @@ from comparison_tables import (
     tasks_table,
 )
 from gallery import gallery
-from study_tables import STUDIES, keep_studies, study_part, study_summary
+from study_tables import STUDIES, keep_studies, study_part
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -37,7 +38,6 @@ DIAGNOSES = RESULTS / "diagnosis"
 DIAGNOSED = {"": "clip-vit-mini_TA6", "-t5": "flan-t5-mini_TA6", "-llama": "llama-mini_TA6"}
 DIAGNOSIS_PARTS = {
     "help": "Where calibration helps",
-    "findings": "Observations of the paper",
     "depth": "Drift along the depth",
     "split": "Local mismatch and upstream propagation",
     "final": "Final features",
@@ -158,7 +158,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "comparison-seconds": comparison_seconds,
     "trainings": lambda: (ROOT / "benchmarks/results/trainings.md").read_text("utf-8").strip(),
     **{f"draws-{suite}": partial(draws, suite) for suite in SUITES},
-    "studies": study_summary,
     **{f"study-{name}": partial(study_part, name) for name in STUDIES},
     "comparison-tasks": lambda: tasks_table(COMPARISON / "grid", "task_arithmetic"),
     "comparison-field": lambda: grid_table(COMPARISON / "field"),
@@ -167,12 +166,13 @@ PARTS: dict[str, Callable[[], str]] = {
     "results-llama-mini": lambda: combined_table("llama-mini"),
     "results-resnet-mini": lambda: combined_table("resnet-mini"),
     "gallery": gallery,
-    "paper-commands": paper_tables.commands_part,
-    "paper-plans": paper_tables.plans_table,
-    "paper-averages": paper_tables.averages_table,
-    "paper-samples": paper_tables.samples_table,
-    "paper-corrupted": paper_tables.corruption_table,
-    "paper-cost": paper_tables.cost_table,
+    "paper-commands": reproduce.commands_part,
+    "paper-averages": paper.averages_table,
+    "paper-samples": paper.samples_table,
+    "paper-corrupted": paper.corruption_table,
+    "paper-cost": paper.cost_table,
+    "paper-observations": paper.observations_part,
+    "paper-drift": paper.drift_table,
     "plus-grid": lambda: (
         (ROOT / "benchmarks/results/plus_grid.md").read_text("utf-8").partition("\n\n**")[0]
     ),
@@ -260,12 +260,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--runs", type=Path, help="take new tables from this demo-full folder")
     parser.add_argument("--comparisons", type=Path, help="and these from a compare-full folder")
-    parser.add_argument("--plans", action="store_true", help="estimate the paper's runs anew")
     parser.add_argument("--diagnoses", type=Path, help="and these from make diagnose's folder")
     parser.add_argument("--studies", type=Path, help="and these from a folder of make studies")
     options = parser.parse_args()
-    if options.plans:
-        paper_tables.keep_plans()
     if options.runs:
         keep_results(options.runs)
     if options.comparisons:

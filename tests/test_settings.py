@@ -89,6 +89,25 @@ def test_presets_are_the_published_settings(name: str):
     assert settings.calibrate_bias
 
 
+@pytest.mark.parametrize(
+    ("pool", "preset"),
+    [
+        ("flan-t5-base_glue", "paper_flan_t5"),
+        ("flan-t5-large_glue_lora", "paper_flan_t5"),
+        ("mergebench_llama-3.2-3b-instruct", "paper_llama_3b"),
+        ("mergebench_llama-3.1-8b-instruct", "paper_llama_8b"),
+    ],
+)
+def test_pools_bring_the_papers_settings(pool: str, preset: str):
+    config = METHOD.parent
+    assert {"/featcal_suite@featcal": preset} in read_yaml(config / f"modelpool/{pool}.yaml")[
+        "defaults"
+    ]
+    method = read_yaml(METHOD / "featcal" / f"{preset}.yaml")
+    brought = read_yaml(config / "featcal_suite" / f"{preset}.yaml")["presets"][preset]
+    assert {key: method[key] for key in brought} == brought
+
+
 NAN, INF = float("nan"), float("inf")
 OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("ridge_lambda", -0.05, ">= 0"),

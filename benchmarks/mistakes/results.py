@@ -126,13 +126,6 @@ MUTATIONS = [
         "results/test_report_damage.py results/test_items.py",
     ),
     Mutation(
-        "paper's number beside rows of fewer samples",
-        "results/published.py",
-        "if expected is None or numbers != {SAMPLES}:",
-        "if expected is None:",
-        "results/test_published.py",
-    ),
-    Mutation(
         "draws of any seed have one fingerprint",
         "comparison/data.py",
         '"test_tta" else split, number, seed)',

@@ -120,7 +120,6 @@ class Collector:
                 parts = dict(zip(DriftParts._fields, drift, strict=True))
                 cosines, own = found.cosines.numpy(), self._items[task].classes
                 made.add(row, task, parts, cosines, own, found.task_vector)
-        made.flips = _flips(report, made)
         self.notes += count_classes(made, report, classes)
         for kind in self._projections:
             if planes := self._planes(made):
@@ -190,21 +189,6 @@ class Collector:
             self.notes.append(note)
             return None
         return projection.to(self._inputs.fabric.device)
-
-
-def _flips(report: Report, made: Diagnosis) -> dict[str, dict[str, dict[str, list[int]]]]:
-    """Count the test items on which a calibrated row and another one differ."""
-    flips: dict[str, dict[str, dict[str, list[int]]]] = {}
-    for row in (row for row in made.repairs if row in report.items):
-        for other in (made.upstream, *made.repairs):
-            if other == row or other not in report.items:
-                continue
-            sides = ((report.items[row][t], report.items[other][t], t) for t in report.items[row])
-            flips.setdefault(row, {})[other] = {
-                task: [int((mine & ~theirs).sum()), int((theirs & ~mine).sum())]
-                for mine, theirs, task in sides
-            }
-    return flips
 
 
 def _short(points: Tensor) -> list[list[float]]:

@@ -50,8 +50,6 @@ def run_cells(row: SummaryRow) -> dict[str, str]:
 
 def accuracy_cells(row: SummaryRow) -> dict[str, str]:
     """The same for a comparison."""
-    published = row.published
-    doubt = "*" if published and published.note else ""
     return {
         AVERAGE: _average_text(row),
         NORMALISED: _spread(row, percent(row.normalised), row.spread.get(NORMALISED)),
@@ -59,7 +57,6 @@ def accuracy_cells(row: SummaryRow) -> dict[str, str]:
         "recovered gap": ABSENT if row.name == row.upstream else _recovered_text(row),
         **worst_cells(row.worst, row.tasks),
         "unseen (gain, tasks)": _unseen_text(row),
-        "paper": percent(published and published.value) + doubt,
     }
 
 
@@ -115,8 +112,6 @@ def csv_cells(row: SummaryRow) -> dict[str, Any]:
         **raw("peak_rss_bytes", "peak_accelerator_bytes", "gpu_energy_wh", SECONDS_PER_SAMPLE),
         "samples": row.samples,
         "seeds": " ".join(map(str, row.seeds)),
-        "published": number(row.published and row.published.value),
-        "published_note": row.published and row.published.note,
         "worst_task": row.worst_task,
         "worst_recovered_gap": number(row.worst_recovered_gap),
         "loss": number(row.loss.get(AVERAGE)),

@@ -22,7 +22,6 @@ from .data_tables import (
 )
 from .drawing import INK, MERGED, legend_below, marks, panels, style
 from .long_table import AVERAGE, EXPERTS
-from .published import corrupted_average
 from .study import Study, label_text
 from .study_page import bars, merged_points
 
@@ -53,40 +52,24 @@ def data_figures(study: Study, merger: str, name: str) -> "dict[str, Figure] | N
 
 
 def _kinds_figure(study: Study, merger: str, points: Points, heading: str) -> "Figure":
-    """Accuracy by corruption at one severity, and the paper's."""
+    """Accuracy by corruption at one severity."""
     every, names = by_corruption(points), corrected(study, merger)
     severity, looks = max(shown(s)[0] for s in every.values()), marks(names, merger)
     with style():
-        titles = [f"{study.suite}, severity {severity}", "the paper, ViT-B/32, Table 6"]
+        titles = [f"{study.suite}, severity {severity}"]
         heading = f"calibration on corrupted images, {heading}"
-        published = any(corrupted_average(merger, name, CLEAN) for name in names)
-        figure, grid = panels(titles[: 1 + published], (4.2, 3.4), 2, heading, "", sharex=False)
+        figure, (axes,) = panels(titles, (4.2, 3.4), 1, heading, "", sharex=False)
         drawn: dict[str, Any] = {}
         for place, name in enumerate(names):
             shift = 0.07 * (place - (len(names) - 1) / 2)  # so that bars do not hide one another
             rows = [shown(severities)[1].get((merger, name)) for severities in every.values()]
             x = [number + shift for number in range(len(every))]
-            drawn[name] = _line(grid[0], x, rows, {**looks[name], "linestyle": "none"})
-        drawn |= _levels(grid[0], every[CLEAN][0], merger)
-        if published:
-            _draw_published(grid[1], list(every), names, merger, looks)
-        for axes in grid:
-            axes.set_xticks(range(len(every)), [kind.replace("_", "\n") for kind in every])
-        grid[0].set_ylabel(_ACCURACY, fontsize=9)
+            drawn[name] = _line(axes, x, rows, {**looks[name], "linestyle": "none"})
+        drawn |= _levels(axes, every[CLEAN][0], merger)
+        axes.set_xticks(range(len(every)), [kind.replace("_", "\n") for kind in every])
+        axes.set_ylabel(_ACCURACY, fontsize=9)
         legend_below(figure, list(drawn.values()), list(drawn), bars(study), 4)
     return figure
-
-
-def _draw_published(
-    axes: "Axes", kinds: Sequence[str], names: Sequence[str], merger: str, looks: Mapping[str, Any]
-) -> None:
-    for name in names:
-        line = [corrupted_average(merger, name, kind) for kind in kinds]
-        values = {place: 100 * each.value for place, each in enumerate(line) if each}
-        if values:
-            axes.plot(list(values), list(values.values()), linestyle="none", **looks[name])
-    if merged := corrupted_average(merger, "", CLEAN):
-        axes.axhline(100 * merged.value, color=MERGED, linewidth=1.1)
 
 
 def _severity_figure(study: Study, merger: str, points: Points, heading: str) -> "Figure | None":

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .long_table import AVERAGE, BASE, EXPERTS
-from .published import corrupted_average
 from .study import Study, label_text
 from .tables import ABSENT, Grid
 
@@ -13,7 +12,7 @@ CLEAN, SEVERITY, SOURCE = "clean", "severity", "source"
 _AXES = {
     CORRUPTION: (CORRUPTION, SEVERITY), SEVERITY: (CORRUPTION, SEVERITY), TRANSFER: (SOURCE,),
 }  # fmt: skip
-_PUBLISHED_SEVERITY = 3
+_SHOWN_SEVERITY = 3  # of the paper
 
 Rows = Mapping[tuple[str, str], Mapping[str, Any]]
 """Rows of a point by merger and name, as `study_page.merged_points` gives them."""
@@ -65,7 +64,7 @@ def by_corruption(points: Points) -> dict[str, dict[int, Rows]]:
 
 def shown(severities: Mapping[int, Rows]) -> tuple[int, Rows]:
     """The paper's severity where it was run, or else the strongest, with its rows."""
-    severity = _PUBLISHED_SEVERITY if _PUBLISHED_SEVERITY in severities else max(severities)
+    severity = _SHOWN_SEVERITY if _SHOWN_SEVERITY in severities else max(severities)
     return severity, severities[severity]
 
 
@@ -85,17 +84,16 @@ def gains(points: Points, merger: str, name: str) -> dict[str, dict[str, float]]
 def _falls_table(
     points: Points, merger: str, names: Sequence[str], others: Mapping[str, Any]
 ) -> Grid:
-    """Change of every row from clean to corrupted images, ours beside the paper's."""
+    """Change of every row from clean to corrupted images."""
     every = by_corruption(points)
     clean = every.pop(CLEAN)[0]
     columns = {kind: shown(severities) for kind, severities in every.items()}
     lines = []
     for name in names:
-        cells = []
-        for kind, (severity, rows) in columns.items():
-            ours = _difference(rows.get((merger, name)), clean.get((merger, name)))
-            paper = _published_change(merger, name, kind, severity)
-            cells.append(ours + (f" (paper {paper:+z.1f})" if paper is not None else ""))
+        cells = [
+            _difference(rows.get((merger, name)), clean.get((merger, name)))
+            for _, rows in columns.values()
+        ]
         lines.append((f"+ {name}", cells))
     heads = [f"{kind.replace('_', ' ')} {severity}" for kind, (severity, _) in columns.items()]
     return Grid(_corner("change from clean, points", others), heads, lines)
@@ -109,13 +107,6 @@ def _difference(row: Mapping[str, Any] | None, clean: Mapping[str, Any] | None) 
     if row is None or clean is None:
         return ABSENT
     return f"{100 * (row['accuracy'][AVERAGE] - clean['accuracy'][AVERAGE]):+z.1f}"
-
-
-def _published_change(merger: str, name: str, kind: str, severity: int) -> float | None:
-    corrupted, clean = (corrupted_average(merger, name, each) for each in (kind, CLEAN))
-    if corrupted is None or clean is None or severity != _PUBLISHED_SEVERITY:
-        return None
-    return 100 * (corrupted.value - clean.value)
 
 
 def _gains_table(points: Points, merger: str, name: str, others: Mapping[str, Any]) -> Grid:

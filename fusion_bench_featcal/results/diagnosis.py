@@ -54,8 +54,6 @@ class Diagnosis:
     """Names of the blocks, in forward order."""
     drift: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
     """Row -> task -> one of `MEASURES` -> value at each block."""
-    last_drift: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    """Row -> task -> L2 drift of each item at the last block."""
     cosines: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """Row -> task -> cosine of each item's final features to the expert's."""
     classes: dict[str, dict[str, dict[str, dict[str, Any]]]] = field(default_factory=dict)
@@ -64,8 +62,6 @@ class Diagnosis:
     """Row -> task -> cosine to the expert's task vector; without what has none."""
     accuracy: dict[str, dict[str, float]] = field(default_factory=dict)
     """Row -> task -> accuracy of the task pool, over its whole test set, and the experts'."""
-    flips: dict[str, dict[str, dict[str, list[int]]]] = field(default_factory=dict)
-    """Row -> other row -> task -> test items that only the row, and only the other, gets right."""
     class_accuracy: dict[str, dict[str, dict[str, list[int]]]] = field(default_factory=dict)
     """Row -> task -> class -> test items of the task pool that the row gets right, and all; and
     the experts'."""
@@ -130,7 +126,6 @@ class Diagnosis:
         self.drift.setdefault(row, {})[task] = {
             name: _rounded(values) for name, values in measures(drift).items()
         }
-        self.last_drift.setdefault(row, {})[task] = _rounded(drift["drift"][-1])
         self.cosines.setdefault(row, {})[task] = _rounded(cosines)
         if task_vector is not None:
             self.task_vectors.setdefault(row, {})[task] = task_vector
@@ -193,3 +188,16 @@ def row_order(names: Sequence[str], upstream: str | None) -> list[str]:
 
 def _rounded(values: NDArray[np.float64]) -> list[float]:
     return [float(f"{value:.{_DIGITS}g}") for value in values]
+
+
+def gains_of(diagnosis: Diagnosis, row: str, other: str) -> dict[str, tuple[float, float]]:
+    """Task -> gain of a row over another in final cosine and in accuracy."""
+    accuracy = diagnosis.accuracy
+    return {
+        task: (
+            diagnosis.cosine(row, task) - diagnosis.cosine(other, task),
+            accuracy[row][task] - accuracy[other][task],
+        )
+        for task in diagnosis.tasks
+        if task in accuracy.get(row, {}) and task in accuracy.get(other, {})
+    }

@@ -16,8 +16,7 @@ from .class_gains import (
     class_sentence,
     cosine_grids,
 )
-from .diagnosis import MEASURES, POSITIONS, Diagnosis
-from .findings import findings_grid, gains_of
+from .diagnosis import MEASURES, POSITIONS, Diagnosis, gains_of
 from .long_table import AVERAGE, EXPERTS, merged_by
 from .report import csv_text
 from .tables import (
@@ -289,7 +288,6 @@ def _task_vectors(diagnosis: Diagnosis) -> Grid | None:
 
 SECTIONS: Mapping[str, Callable[[Diagnosis], Sequence[str | Grid]]] = {
     "Where calibration helps": help_sentences,
-    "Observations of the paper": lambda d: _grids(findings_grid(d)),
     "Drift along the depth": lambda d: _grids(depth_grid(d)),
     "Change of relative drift by task": change_grids,
     "Local mismatch and upstream propagation": split_grids,

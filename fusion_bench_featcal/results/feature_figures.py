@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .class_gains import LEAST_ITEMS, by_cosine, class_gains, correlated
-from .diagnosis import POSITIONS, Diagnosis
+from .diagnosis import POSITIONS, Diagnosis, gains_of
 from .drawing import (
     GREY,
     INK,
@@ -17,7 +17,6 @@ from .drawing import (
     new_figure,
     panels,
 )
-from .findings import gains_of
 from .tables import short_names
 
 if TYPE_CHECKING:

@@ -100,7 +100,6 @@ STUDY = {
             "failed": [_FAILED_CELL],
         }
     ],
-    "findings": [{"!": ("text", "verdict"), "text": str, "verdict": str}],
 }
 _INTERVAL = {"?": True, "!": ("estimate", "low", "high"), "*": NUMBER}
 # Rows of several runs' report, of either kind, as far as a page shows them without the runs.
@@ -127,7 +126,6 @@ TABLE = {
         "normalised": NUMBER | None,
         "spread": {"*": NUMBER},
         "samples": str,
-        "published": {"?": True, "!": ("value", "source", "note"), "value": NUMBER},
     }],
 }  # fmt: skip
 

@@ -80,7 +80,6 @@ class Study:
         over: Labels that are averaged over, as seeds are.
         design: `product` of the axes, or `each` axis around the present settings.
         minutes: Of the last pass, without cells that earlier ones had finished.
-        findings: Sentences on the paper's observations, made by `results.observations`.
     """
 
     name: str
@@ -90,7 +89,6 @@ class Study:
     over: list[str] = field(default_factory=list)
     design: str = "product"
     minutes: float | None = None
-    findings: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)

@@ -1,12 +1,11 @@
-"""Curves of a study along its axes, beside the paper's."""
+"""Curves of a study along its axes."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .drawing import GREY, INK, MERGED, legend_below, marks, panels, style
 from .items import half_of
 from .long_table import AVERAGE, BASE, EXPERTS
-from .paper_curves import Curve, Published, paper_curves
 from .study import Study
 from .study_page import Row, bars, merged_points
 
@@ -22,6 +21,14 @@ AXIS_NAMES = {
 }  # fmt: skip
 _LABELS_APART = 4  # ratio of neighbours
 _SHIFT = 2.5  # points between neighbouring rows' bars
+
+
+class Curve(NamedTuple):
+    """A line: x, y and half of y's interval."""
+
+    x: list[float]
+    y: list[float]
+    half: list[float]
 
 
 def centre(study: Study) -> dict[str, Any]:
@@ -63,10 +70,9 @@ def _curve(line: Sequence[tuple[float, Row]], cost: str | None) -> Curve:
 
 
 def curve_figure(study: Study, merger: str, lines: Mapping[str, Mapping[str, Curve]]) -> "Figure":
-    """Accuracy along every axis, a panel each; beside them the paper's curve where it has one."""
-    published = paper_curves(study.name)
+    """Accuracy along every axis, a panel each."""
     with style():
-        titles = [f"{study.suite}, over {merger}"] * len(lines) + ["the paper"] * bool(published)
+        titles = [f"{study.suite}, over {merger}"] * len(lines)
         if len(lines) > 1:
             titles = ["" for _ in titles]
         wide = (3.6 if len(lines) > 1 else 4.4, 3.4)
@@ -85,19 +91,11 @@ def curve_figure(study: Study, merger: str, lines: Mapping[str, Mapping[str, Cur
                 mark = axes.axvline(centre(study)[axis], color=GREY, linestyle=":")
                 drawn["the present setting"] = mark
         grid[0].set_ylabel("average accuracy, %", fontsize=9)
-        if published:
-            of_paper = _draw_published(grid[-1], published, looks, next(iter(lines)))
-            drawn |= {row: line for row, line in of_paper.items() if row not in drawn}
-            own = next(iter(lines.values()))
-            _gap_scale(grid[0], own, merger)
-        legend = bars(study) + ("; the paper's: standard deviation" if published else "")
-        legend_below(figure, list(drawn.values()), list(drawn), legend, 4)
+        legend_below(figure, list(drawn.values()), list(drawn), bars(study), 4)
     return figure
 
 
-def draw_curve(
-    axes: "Axes", curve: Curve, look: Mapping[str, Any], shift: float = 0.0, **more: Any
-) -> Any:
+def draw_curve(axes: "Axes", curve: Curve, look: Mapping[str, Any], shift: float = 0.0) -> Any:
     """Draw a line with its bars, moved to the right by some points; return the line."""
     from matplotlib.transforms import ScaledTranslation
 
@@ -111,7 +109,7 @@ def draw_curve(
     if any(curve.half):
         axes.vlines(curve.x, low, high, color=look["color"], linewidth=1.1, alpha=0.7, **place)
     smaller = {**look, "markersize": 0.75 * look["markersize"]}
-    return axes.plot(curve.x, curve.y, linewidth=1.2, **{**smaller, **place, **more})[0]
+    return axes.plot(curve.x, curve.y, linewidth=1.2, **{**smaller, **place})[0]
 
 
 def shifts(rows: Mapping[str, Curve]) -> dict[str, float]:
@@ -161,36 +159,3 @@ def _apart(values: Sequence[float]) -> list[float]:
         if last <= 0 or len(values) < 8 or value >= _LABELS_APART * last:
             shown.append(value)
     return shown
-
-
-def _draw_published(
-    axes: "Axes", published: Published, looks: Mapping[str, Any], axis: str
-) -> dict[str, Any]:
-    """Draw the paper's curves, dashed; return the line of each row."""
-    lines, moved = {}, shifts(published.rows)
-    for row, curve in published.rows.items():
-        look = looks.get(row) or marks([row], None)[row]
-        lines[row] = draw_curve(axes, curve, look, moved[row], linestyle="--")
-    axes.axhline(published.merged, linewidth=1.1, color=MERGED, linestyle="--")
-    axes.axhline(published.experts, linewidth=1.1, color=INK, linestyle="--")
-    label_axis(axes, axis, next(iter(published.rows.values())).x)
-    axes.set_title(f"the paper (dashed), ViT-B/32, {published.source}", fontsize=10)
-    _second_scale(axes, published.merged, published.experts)
-    return lines
-
-
-def _gap_scale(axes: "Axes", rows: Mapping[str, Curve], merger: str) -> None:
-    if merger in rows and EXPERTS in rows:
-        _second_scale(axes, rows[merger].y[0], rows[EXPERTS].y[0])
-
-
-def _second_scale(axes: "Axes", merged: float, experts: float) -> None:
-    """Scale on the right: share of the gap from merged model to experts, alike in all suites."""
-    gap = experts - merged
-    if gap <= 0:
-        return
-    to_share: Any = lambda y: 100 * (y - merged) / gap  # noqa: E731
-    from_share: Any = lambda share: merged + share * gap / 100  # noqa: E731
-    right = axes.secondary_yaxis("right", functions=(to_share, from_share))
-    right.set_ylabel("gap recovered, %", fontsize=8)
-    right.tick_params(labelsize=8)

@@ -9,9 +9,8 @@ from .data_figures import data_figures
 from .drawing import GREY, INK, legend_below, marks, panels, save_figures, style
 from .items import LEVEL
 from .long_table import AVERAGE, BASE, EXPERTS
-from .paper_curves import Curve
 from .study import Study
-from .study_curves import AXIS_NAMES, centre, curve_figure, curves, draw_curve, label_axis
+from .study_curves import AXIS_NAMES, Curve, centre, curve_figure, curves, draw_curve, label_axis
 from .study_page import COSTS, Row, bars, merged_points
 
 if TYPE_CHECKING:

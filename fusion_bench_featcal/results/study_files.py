@@ -10,7 +10,6 @@ from fusion_bench_featcal.json_files import json_text, plain
 
 from .items import half_width
 from .long_table import CORRECT
-from .observations import find_out
 from .report import Report, csv_text
 from .schema import SCHEMA, STUDY_FILE, STUDY_KIND
 from .study import Group, Study, difference
@@ -35,7 +34,7 @@ def make_study(
     against: Mapping[str, Sequence[str]] | None,
     design: str,
 ) -> Study:
-    """Average every point over its seeds, and see which of the paper's observations hold.
+    """Average every point over its seeds.
 
     Args:
         name: The study's name.
@@ -71,7 +70,6 @@ def make_study(
     notes = (note for g in groups if g.summary for note in g.summary.notes)
     # Of tasks below the merged model every point's report tells.
     study.notes += [note for note in dict.fromkeys(notes) if "below the merged" not in note]
-    study.findings = [asdict(finding) for finding in find_out(study, groups)]
     return study
 
 

@@ -29,12 +29,12 @@ _WORST_GAP = " (worst gap)"
 
 
 def show_study(study: Study, folder: Path | None = None) -> None:
-    """Print a study's tables and sentences to stdout."""
+    """Print a study's tables and notes to stdout."""
     width = console().width
     tables: list[Table] = []
     for title, grid in study_grids(study):
         tables += titled(f"{study.suite}, {study.name}: {title}", grid.fitting(width))
-    lines = sentences(study)
+    lines = notes(study)
     if folder is not None:
         featcal, place = featcal_program(), shlex.quote(str(folder))
         lines.append(f"next: {featcal} report {place}, {featcal} plot {place}")
@@ -47,9 +47,7 @@ def study_markdown(study: Study) -> str:
     parts: list[str | Sequence[str]] = []
     for title, grid in [*study_grids(study), *task_grids(study)]:
         parts += [f"## {title[0].upper()}{title[1:]}", grid.for_page().markdown()]
-    findings = [finding["text"] for finding in study.findings]
-    heads = ["## The paper's observations", findings] if findings else []
-    return page(f"# {study.suite}: {study.name}", *parts, *heads, "## Notes", notes(study))
+    return page(f"# {study.suite}: {study.name}", *parts, "## Notes", notes(study))
 
 
 def study_grids(study: Study) -> list[tuple[str, Grid]]:
@@ -234,11 +232,6 @@ def _accuracy(row: Row) -> str:
 
 def _head(name: str, merger: str) -> str:
     return name if name in (merger, BASE, EXPERTS) else f"+ {name}"
-
-
-def sentences(study: Study) -> list[str]:
-    """Findings on the paper's observations, then what the numbers mean."""
-    return [f"paper: {finding['text']}" for finding in study.findings] + notes(study)
 
 
 def notes(study: Study) -> list[str]:

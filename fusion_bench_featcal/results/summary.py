@@ -38,7 +38,6 @@ from .long_table import (
     samples_range,
     worst_task,
 )
-from .published import Published, published_average
 from .report import Report
 
 _SEED_SETTING = "seed"
@@ -70,7 +69,6 @@ class SummaryRow:
     normalised: float | None  # mean over tasks of accuracy / the expert's; None without experts
     spread: dict[str, float]  # deviations over runs of `normalised` and of costs; {} for one run
     samples: str  # per task with their split, such as `256 train`; "" for none
-    published: Published | None  # the paper's average
 
     @property
     def tasks(self) -> list[str]:
@@ -320,7 +318,6 @@ def _summary_row(
             if len(values) > 1
         },
         samples=" ".join(samples_range(drawn)),
-        published=published_average(suite, upstream, name, reports),
     )
 
 

@@ -127,7 +127,7 @@ def _prepared(directory: str | Path, setting: str) -> Path:
 
 def _combined_row(row: SummaryRow) -> dict[str, Any]:
     numbers = {what: value for what, value in row.cost.items() if isinstance(value, float)}
-    dropped = {"run_seeds", "normalised", "spread", "samples", "published"}
+    dropped = {"run_seeds", "normalised", "spread", "samples"}
     stored = asdict(row) | {"seeds": row.run_seeds, "cost": numbers}
     return {key: value for key, value in stored.items() if key not in dropped}
 
@@ -333,7 +333,7 @@ def failures(failed: Iterable[FailedCell]) -> list[str]:
 
 
 def sentences(summary: Summary) -> list[str]:
-    """Sentences under the comparison: what failed, what the columns mean, what the paper prints."""
+    """Sentences under the comparison: what failed and what the columns mean."""
     lines = failures(summary.failed)
     if len(summary.seeds) > 1:
         seeds = ", ".join(map(str, summary.seeds))
@@ -356,14 +356,7 @@ def sentences(summary: Summary) -> list[str]:
         f"for all; {UNAVAILABLE}: could not be measured",
         "samples: per task, with their split",
     ]
-    rows = [row for row in summary.displayed(_only_suite(summary)) if row.published]
-    if rows:
-        lines.append("paper: average printed in arXiv 2605.13030; * marks doubtful entries")
-    return lines + [
-        f"paper, {row.upstream}, {row.name} ({row.published.source}): {row.published.note}"
-        for row in rows
-        if row.published and row.published.note
-    ]
+    return lines
 
 
 # ---- cells of both

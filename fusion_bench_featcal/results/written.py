@@ -9,18 +9,13 @@ from fusion_bench_featcal.json_files import read_json
 
 from .find import FailedCell
 from .items import Interval
-from .published import Published
 from .report import REPORT_FILE
 from .schema import check_table
 from .summary import Summary, SummaryRow
 
-_KINDS = {
-    "gain_interval": Interval,
-    "recovered_gap_interval": Interval,
-    "published": Published,
-}
+_INTERVALS = ("gain_interval", "recovered_gap_interval")
 # A report of another kind than a comparison lacks these.
-_ABSENT: dict[str, Any] = {"normalised": None, "spread": {}, "samples": "", "published": None}
+_ABSENT: dict[str, Any] = {"normalised": None, "spread": {}, "samples": ""}
 
 
 def load_table(directory: str | Path) -> Summary:
@@ -45,9 +40,9 @@ def load_table(directory: str | Path) -> Summary:
 
 def _row(stored: Mapping[str, Any]) -> SummaryRow:
     values: dict[str, Any] = {**_ABSENT, **stored}
-    for name, kind in _KINDS.items():
+    for name in _INTERVALS:
         if values.get(name) is not None:
-            values[name] = kind(**values[name])
+            values[name] = Interval(**values[name])
     # A comparison has the row's seeds and a number of runs, the other kind every run's seeds.
     seeds = values.get("seeds", [])
     if "runs" in values:

@@ -66,7 +66,7 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """Keep the choices; they are checked with the pools' configs in `run`.
 
         Args:
-            study: Name of the study, which chooses its observations and figures.
+            study: Name of the study, which chooses its figures.
             over: Labels that are averaged over, as seeds are.
             subsets: Most subsets for each number of tasks; None: all.
             against: Row -> rows that are compared with it; all others are with their merger.

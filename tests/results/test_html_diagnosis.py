@@ -10,11 +10,9 @@ from synthetic import leave_run
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.results.diagnosis import Diagnosis
 from fusion_bench_featcal.results.diagnosis_page import SECTIONS, help_sentences
-from fusion_bench_featcal.results.findings import findings
 from fusion_bench_featcal.results.html.diagnoses import diagnosis_sections
 from fusion_bench_featcal.results.html.parts import Figure, Table
 from fusion_bench_featcal.results.tables import Grid
-from fusion_bench_featcal.results.verdicts import FAILS, HOLDS, OPEN
 
 
 def leave(folder: Path, diagnosis: Diagnosis | None = None) -> Path:
@@ -29,11 +27,7 @@ def test_a_page_has_everything_that_the_text_has(tmp_path: Path) -> None:
     assert page.texts("p")[0] == "merged by merger; 1 diagnosis"
     lines = page.texts("li")
     assert {f"toy, {line}" for line in help_sentences(made())} <= set(lines)
-    cells = [cell["text"] for cell in page.all("td")]
-    for found in findings(made()):  # of which several have the same head
-        assert {found.paper, found.ours, found.verdict} <= set(cells)
-    assert sum(cells.count(word) for word in (HOLDS, FAILS, OPEN)) == len(findings(made()))
-    for title in SECTIONS.keys() - {"Observations of the paper"}:
+    for title in SECTIONS:
         grids = [part for part in SECTIONS[title](made()) if isinstance(part, Grid)]
         for grid in grids:
             end = f"toy: {title[0].lower()}{title[1:]}"

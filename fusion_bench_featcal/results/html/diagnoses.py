@@ -16,7 +16,7 @@ from .svg import Axis, Panel, Point, Series
 from .tables import number, of_grid
 
 _SECTIONS = {
-    "Where calibration helps": ("Where calibration helps", "Observations of the paper"),
+    "Where calibration helps": ("Where calibration helps",),
     "Drift along the depth": ("Drift along the depth", "Change of relative drift by task"),
     "Mismatch and propagation": ("Local mismatch and upstream propagation",),
     "Final features": (

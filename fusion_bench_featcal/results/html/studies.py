@@ -8,9 +8,8 @@ from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.results.drawing import marks
 from fusion_bench_featcal.results.find import ResultFolders, find
 from fusion_bench_featcal.results.long_table import BASE, EXPERTS, FEATCAL
-from fusion_bench_featcal.results.paper_curves import Curve, paper_curves
 from fusion_bench_featcal.results.study import Study, label_text
-from fusion_bench_featcal.results.study_curves import AXIS_NAMES, centre, curves
+from fusion_bench_featcal.results.study_curves import AXIS_NAMES, Curve, centre, curves
 from fusion_bench_featcal.results.study_figures import figure_names, planes, source_of
 from fusion_bench_featcal.results.study_page import (
     COSTS,
@@ -61,7 +60,6 @@ def page_of_studies(folders: Sequence[Path], place: Path, defaults: Mapping[str,
     versions = tables.versions({_title(one): (one.versions, one.device) for one in each})
     sections = [
         Section("What was gained", [Cards([card for one in each for card in _cards(one)])]),
-        Section("Observations of the paper", [_lines(each, _findings)]),
         Section(
             "Notes and warnings",
             warnings_and_notes(_lines(each, lambda one: [*failures(one), *one.notes]).lines),
@@ -121,14 +119,6 @@ def _lines(studies: Sequence[Study], tell: Callable[[Study], Sequence[str]]) -> 
     return Lines(lines)
 
 
-def _findings(study: Study) -> list[str]:
-    """The sentences after a count of their verdicts."""
-    verdicts = [finding["verdict"] for finding in study.findings]
-    counts = ", ".join(f"{word} ({verdicts.count(word)})" for word in dict.fromkeys(verdicts))
-    head = [f"of {len(verdicts)}: {counts}"] if verdicts else []
-    return [*head, *(finding["text"] for finding in study.findings)]
-
-
 def _tables(study: Study) -> list[Table]:
     return [
         tables.of_grid(grid, f"{_title(study)}: {title}", grid.corner or "point")
@@ -171,20 +161,10 @@ def _read(file: Path) -> bytes:
 
 
 def _curve_figure(study: Study, merger: str) -> Figure:
-    """A panel for each axis, and the paper's curve where it has one."""
+    """A panel for each axis."""
     lines = curves(study, merger)
     label = "average accuracy, %"
     panels = [_panel(f"along {axis}", axis, rows, label, merger) for axis, rows in lines.items()]
-    published = paper_curves(study.name)
-    if published and panels:
-        axis, (first, *_) = next(iter(lines)), published.rows.values()
-        flat = [0.0] * len(first.x)
-        levels = {
-            name: Curve(first.x, [value] * len(first.x), flat)
-            for name, value in ((merger, published.merged), (EXPERTS, published.experts))
-        }
-        title = f"the paper, ViT-B/32, {published.source}"
-        panels.append(_panel(title, axis, {**levels, **published.rows}, label, merger))
     note = bars(study)
     if study.design == "each":
         note += f". Along each axis the other settings are {label_text(centre(study))}"
