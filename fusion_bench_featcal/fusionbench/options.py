@@ -1,16 +1,14 @@
 """A method's keys from YAML: checked, and refused by name where they are unknown."""
 
-import logging
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from fusion_bench_featcal.nearest_names import (
     nearest_hint,
+    refuse_unknown_keys,
     refuse_unknown_settings,
     refuse_unusable_names,
 )
@@ -21,10 +19,9 @@ from fusion_bench_featcal.settings import FeatCalSettings
 FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 """Keys that FusionBench's configs carry beside a method's own."""
 
-log = logging.getLogger(__name__)
-
 MERGED = "merged"
 REFERENCES = (BASE, EXPERTS, MERGED)
+_OF_ALL_PRESETS = {"cache_dir", "calibration_data", "checkpoint_dir", "pixel_cache_mb", "resume"}
 
 
 def is_merger(value: Any) -> bool:
@@ -140,12 +137,9 @@ def checked_choices(
         ValueError: If a reference or the row to save is unknown, or a preset's setting is unknown
             or not accepted.
     """
-    unknown = sorted(set(suite) - {"presets", "compare_with", "compare", "sources"})
-    if unknown:
-        raise ValueError(
-            f"modelpool.featcal: {unknown} unknown; it takes presets, compare_with and, for "
-            "method=compare and method=study/transfer, compare and sources"
-        )
+    refuse_unknown_keys(
+        suite, ("presets", "compare_with", "compare", "sources"), "modelpool.featcal"
+    )
     references = compare_with if compare_with is not None else suite.get("compare_with", [MERGED])
     if not is_text_list(references, REFERENCES):
         raise ValueError(
@@ -155,9 +149,11 @@ def checked_choices(
     if presets is not None:
         checked = _checked_presets(settings, presets, "method.presets")
     else:
-        start = settings.with_paper_update()
-        brought = _checked_presets(start, suite.get("presets") or {}, "modelpool.featcal.presets")
-        checked = _without_duplicate(settings, brought)
+        changes, key = suite.get("presets") or {}, "modelpool.featcal.presets"
+        checked = _checked_presets(settings.with_paper_update(), changes, key)
+        checked = {name: preset for name, preset in checked.items() if preset != settings}
+    if (folder := settings.checkpoint_dir) is not None:
+        checked = {n: p.replace(checkpoint_dir=f"{folder}/preset-{n}") for n, p in checked.items()}
     rows = [FEATCAL, *(f"{FEATCAL}:{name}" for name in checked), MERGED]
     if save not in rows:
         raise ValueError(
@@ -167,58 +163,27 @@ def checked_choices(
     return Choices(checked, tuple(references), save)
 
 
-def _without_duplicate(
-    settings: FeatCalSettings, presets: dict[str, FeatCalSettings]
-) -> dict[str, FeatCalSettings]:
-    """Return the pool's presets without those that equal the run's settings."""
-    folder, default = settings.checkpoint_dir, FeatCalSettings()
-    others = {n: p for n, p in presets.items() if p.replace(checkpoint_dir=folder) != settings}
-    for name in presets.keys() - others.keys():
-        log.info("the pool's preset %s is this run's own settings: the row is featcal", name)
-    names = ("ridge_lambda", "mix_alpha", "anchor_rho", "rule")
-    is_default = all(getattr(settings, name) == getattr(default, name) for name in names)
-    papers = [name for name in others if name.startswith("paper_") and "-" not in name]
-    if papers and len(others) == len(presets) and is_default:
-        log.warning(
-            "the row featcal has the paper's settings for CLIP; those for this pool are the row "
-            "featcal:%s. With them alone: fusion_bench method=featcal/%s modelpool=...",
-            papers[0],
-            papers[0],
-        )
-    return others
-
-
 def _checked_presets(
     settings: FeatCalSettings, presets: Any, key: str
 ) -> dict[str, FeatCalSettings]:
-    if not isinstance(presets, Mapping):
+    if not isinstance(presets, Mapping) or not all(
+        isinstance(changes, Mapping) for changes in presets.values()
+    ):
         raise ValueError(f"{key} must be a mapping of names to settings, got {presets!r}")
+    refuse_unusable_names(presets, key)
     checked = {}
     for name, changes in presets.items():
-        if not isinstance(changes, Mapping) or not re.fullmatch(r"[\w.-]+", str(name)):
+        if shared := _OF_ALL_PRESETS & {*changes}:
+            shared_name = min(shared)
             raise ValueError(
-                f"{key}: a preset is a name of letters, digits, dots and dashes with a mapping "
-                f"of settings, got {name!r}: {changes!r}"
+                f"{key}.{name}.{shared_name}: set method.{shared_name}, which is for all presets"
             )
-        for setting_name in changes:
-            if reason := _NOT_IN_PRESETS.get(setting_name):
-                raise ValueError(
-                    f"{key}.{name}.{setting_name}: set method.{setting_name}, {reason}"
-                )
         refuse_unknown_settings(changes, FeatCalSettings.names(), f"{key}.{name}", "featcal")
-        folder = settings.checkpoint_dir
-        own = {} if folder is None else {"checkpoint_dir": str(Path(folder) / f"preset-{name}")}
         try:
-            checked[str(name)] = settings.replace(**changes, **own)
+            checked[str(name)] = settings.replace(**changes)
         except ValueError as error:
             raise ValueError(str(error).replace("method.", f"{key}.{name}.")) from None
-    refuse_unusable_names(checked, key)
     return checked
-
-
-_NOT_IN_PRESETS = dict.fromkeys(
-    ("checkpoint_dir", "resume"), "in which every preset has a folder"
-) | dict.fromkeys(("cache_dir", "calibration_data", "pixel_cache_mb"), "which all presets share")
 
 
 def plain(value: Any) -> Any:
