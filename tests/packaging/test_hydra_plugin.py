@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from composing import OUR_CONFIG, REPOSITORY
 
-from fusion_bench_featcal.fusionbench.config_errors import runs_ours
-
 PLUGIN = REPOSITORY / "fusion_bench_featcal" / "_hydra_plugin"
 APP = """
 import sys
@@ -124,19 +122,3 @@ def test_featcal_finds_the_configs_beside_a_foreign_folder(tmp_path, plugin_path
     words = ["-m", "fusion_bench_featcal.cli", "plan", "modelpool=clip-vit-mini_TA6"]
     done = run(words, tmp_path, plugin_path)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "ours"),
-    [
-        (["method=featcal"], True),
-        (["method=study/samples"], True),
-        (["method=study/sample"], True),
-        (["method=study/sample", "method=simple_average"], False),
-        (["method=regmean/regmen"], False),
-        (["method=featcal_baselines/regmeam"], True),
-        (["modelpool=clip-vit-mini_TA6"], False),
-    ],
-)
-def test_errors_are_explained_of_our_methods_and_of_misspelt_ones(words, ours):
-    assert runs_ours(words, Path(OUR_CONFIG) / "method") == ours
