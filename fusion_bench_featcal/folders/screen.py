@@ -13,7 +13,7 @@ from fusion_bench_featcal.files import free_space
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
-from fusion_bench_featcal.hub_files import HubModel, lacking_models
+from fusion_bench_featcal.hub_files import hub_models
 from fusion_bench_featcal.plan import bytes_text, one_line, plan_of, show_plan, warnings_of
 from fusion_bench_featcal.plan_shapes import Request as PlanRequest
 from fusion_bench_featcal.plurals import counted
@@ -73,8 +73,7 @@ def show_downloads(request: Request) -> bool:
     Raises:
         CalibrationError: If the hub does not tell.
     """
-    models = (HubModel(location, option) for option, location in request.models.items())
-    lacking = lacking_models(models)
+    lacking = [model for model in hub_models(request.models).values() if model.missing]
     for model in lacking:
         size = bytes_text(sum(model.missing.values()))
         print(f"to fetch: {model.location}, {counted(len(model.missing), 'file')}, {size}")

@@ -7,6 +7,7 @@ from typing import Any
 
 from fusion_bench_featcal.files import ReportError, free_space
 from fusion_bench_featcal.json_files import read_json
+from fusion_bench_featcal.plurals import bytes_text
 from fusion_bench_featcal.settings import CalibrationError
 
 FORMAT = 3
@@ -66,8 +67,8 @@ def naming_room(path: Path, size: int) -> Iterator[None]:
         yield
     except OSError as error:
         raise CalibrationError(
-            f"cannot write {path}: {error.strerror or error}. It needs {size / 1e6:.3g} MB, and "
-            f"{free_space(path.parent) / 1e6:.3g} MB are free. Make room or change "
+            f"cannot write {path}: {error.strerror or error}. It needs {bytes_text(size)}, and "
+            f"{bytes_text(free_space(path.parent))} are free. Make room or change "
             "method.checkpoint_dir; with method.resume=true a run goes on after its last whole "
             "block"
         ) from error

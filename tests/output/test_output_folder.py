@@ -284,7 +284,7 @@ def test_full_disk_says_how_much_is_needed_and_leaves_usable_blocks(tmp_path: Pa
         replace(source, target)
 
     monkeypatch.setattr("os.replace", full)
-    message = r"0001\.safetensors: No space.*needs .* MB, and .* MB are free.*checkpoint_dir"
+    message = r"0001\.safetensors: No space.*needs .*iB, and .*iB are free.*checkpoint_dir"
     with pytest.raises(CalibrationError, match=message):
         run(suite, tmp_path)
     monkeypatch.undo()
