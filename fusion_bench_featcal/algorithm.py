@@ -247,19 +247,17 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     ) -> None:
         if self._processes.rank > 0:
             return
-        base_held = isinstance(base, nn.Module)
+        whole = experts.whole() + isinstance(base, nn.Module)
         log_plan(
             merged,
             settings,
             len(experts),
             self.fabric.device,
             samples=numbers_of_samples(batches),
-            held=experts.whole(),
-            base_held=base_held,
-            loaded=1 + base_held,
+            whole=whole,
+            loaded=1 + isinstance(base, nn.Module),
             itemsize=stored_itemsize(base),
             processes=self._processes.size,
-            neighbours=self._processes.neighbours,
         )
 
     def _how_to_go_on(self) -> str:

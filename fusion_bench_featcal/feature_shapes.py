@@ -35,80 +35,57 @@ class Features:
         return samples * (self.positions * self.width + self.encoded) + batches * self.shared
 
 
-def features_of(
-    family: Family,
-    model: nn.Module,
-    stages: Sequence[Sequence[str]],
-    length: int,
-    target_length: int,
-) -> dict[str, Features]:
-    """Return the sizes of each block's inputs.
-
-    Args:
-        family: The model's family.
-        model: The model, on any device. Of images one runs through it, which on the meta device
-            computes shapes only.
-        stages: Its blocks.
-        length: Tokens of a text, or the side of an image if it is not in the config.
-        target_length: Tokens of an encoder-decoder's target.
-
-    Raises:
-        ValueError: If the model's inputs are unknown.
-    """
-    config: Any = getattr(model, "config", None)
-    if config is None:
-        raise ValueError(
-            f"{type(model).__name__} has no config, from which featcal plan takes the size of "
-            "inputs. Plan models of transformers"
-        )
-    if takes_images(model) and len(stages) == 1:
-        return _of_images(family, model, stages[0], getattr(config, "image_size", None) or length)
-    decodes = bool(getattr(config, "is_encoder_decoder", False))
-    if len(stages) > 1 + decodes or takes_images(model):
-        raise ValueError(f"the number of positions in {type(model).__name__} is unknown")
-    encoded = getattr(config, "max_source_positions", length)  # of Whisper
-    lengths = (length,) if not decodes else (encoded, target_length)[2 - len(stages) :]
-    features: dict[str, Features] = {}
-    for stage, positions in zip(stages, lengths, strict=True):
-        width = _width(model, stage[0])
-        heads = _shared_bias_heads(model, stage)
-        memory = encoded * width if decodes and stage is stages[-1] and len(stages) > 1 else 0
-        shared = heads * positions**2
-        features |= dict.fromkeys(stage, Features(positions, width, memory, shared))
-    return features
-
-
 def takes_images(model: nn.Module) -> bool:
     """Return whether a model's inputs are images."""
     images = getattr(model, "main_input_name", None) == "pixel_values"
     return images or hasattr(getattr(model, "config", None), "image_size")
 
 
-def needs_length(model: nn.Module) -> bool:
-    """Return whether the size of a model's inputs is missing in its config."""
-    if takes_images(model):
-        return not hasattr(getattr(model, "config", None), "image_size")
-    return getattr(model, "main_input_name", None) == "input_ids"
+def features_of(
+    family: Family,
+    model: nn.Module,
+    stages: Sequence[Sequence[str]],
+    length: int | None,
+    target_length: int,
+) -> dict[str, Features]:
+    """Return the sizes of each block's inputs.
 
-
-def length_for(model: nn.Module, given: int | None, max_length: int | None = None) -> int:
-    """Return the size of a model's inputs: as given, else `max_length`, else 512.
+    Args:
+        family: The model's family.
+        model: The model, on the meta device. An image runs through it, which computes shapes only.
+        stages: Its blocks.
+        length: Tokens of a text, or the side of an image if it is not in the config.
+        target_length: Tokens of an encoder-decoder's target.
 
     Raises:
-        ValueError: If the model takes images of unknown size.
+        ValueError: If the size of inputs is unknown.
     """
-    if given is None and takes_images(model) and needs_length(model):
-        raise ValueError(
-            f"the config of {type(model).__name__} names no image size: give the side of an image "
-            "in pixels by --length, such as --length 224"
-        )
-    return given or max_length or LENGTH
+    kind, config = type(model).__name__, getattr(model, "config", None)
+    images, decodes = takes_images(model), bool(getattr(config, "is_encoder_decoder", False))
+    if images and len(stages) == 1:
+        side = getattr(config, "image_size", None) or length
+        if side is None:
+            raise ValueError(
+                f"the config of {kind} names no image size: give the side of an image in pixels "
+                "by --length, such as --length 224"
+            )
+        return _of_images(family, model, stages[0], side)
+    encoded = getattr(config, "max_source_positions", length)  # of Whisper
+    if config is None or images or len(stages) > 1 + decodes or encoded is None:
+        raise ValueError(f"the number of positions in {kind} is unknown")
+    lengths = (encoded, target_length)[2 - len(stages) :] if decodes else (encoded,)
+    features: dict[str, Features] = {}
+    for stage, positions in zip(stages, lengths, strict=True):
+        width = _width(model, stage[0])
+        memory = encoded * width if stage is not stages[0] else 0
+        shared = _shared_bias_heads(model, stage) * positions**2
+        features |= dict.fromkeys(stage, Features(positions, width, memory, shared))
+    return features
 
 
 def _of_images(
     family: Family, model: nn.Module, blocks: Sequence[str], side: int | Sequence[int]
 ) -> dict[str, Features]:
-    """Return the sizes of each block's inputs for an image."""
     parameter, sides = next(model.parameters()), (side, side) if isinstance(side, int) else side
     channels = getattr(model.config, "num_channels", 3)
     images = torch.zeros(1, channels, *sides, dtype=parameter.dtype, device=parameter.device)
@@ -136,10 +113,9 @@ def _width(model: nn.Module, block: str) -> int:
 
 
 def _shared_bias_heads(model: nn.Module, stage: Sequence[str]) -> int:
-    """Return the heads of a position bias that the first block makes for all blocks, else 0."""
+    """Return the heads of a position bias that the first block alone makes for all blocks."""
     heads = [
         {n: p.shape[-1] for n, p in model.get_submodule(b).named_parameters() if "relative_" in n}
         for b in stage[:2]
     ]
-    alone = len(heads) < 2 or not heads[1]
-    return next(iter(heads[0].values()), 0) if alone else 0
+    return 0 if len(heads) > 1 and heads[1] else next(iter(heads[0].values()), 0)

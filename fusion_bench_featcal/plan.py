@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fusion_bench_featcal.memory import free_bytes, memory_advice
-from fusion_bench_featcal.plan_shapes import CPU, Request, Shapes
+from fusion_bench_featcal.plan_shapes import CPU, Request, Shapes, size_of
 from fusion_bench_featcal.plurals import bytes_text, counted
 
 LABELS = {
@@ -38,12 +38,11 @@ class Plan:
     tasks: int
     samples: int  # largest number per task
     processes: int
-    neighbours: int  # processes on one machine
     parts: Mapping[str, int]  # memory, by the keys of `LABELS`
-    waiting: Mapping[str, int]  # stored features, on `device`, `host` or `disk`
+    storage: str  # of features: `device`, `host` or `disk`
     host: int  # peak host memory of a process, with its libraries and the merged model
     gpu: int | None  # peak device memory; None on a CPU
-    more_host: int  # host memory that this machine's processes still have to allocate
+    more_host: int  # host memory that is still to be allocated
     free_host: int
     free_gpu: int | None
     fetched: int  # from the hub
@@ -66,21 +65,17 @@ def plan_of(request: Request) -> Plan:
         ValueError: If the model's inputs are unknown, or no family fits it.
     """
     shapes, settings, device = Shapes.of(request), request.settings, request.device
-    size, on_cpu, neighbours = shapes.size, device.type == "cpu", request.neighbours
-    share = math.ceil(request.tasks / request.processes) / request.tasks
-    whole = math.ceil(request.held * share) + request.base_held
-    parts = {"model": size, "loaded": whole * size, **shapes.memory()}
-    resident, free_host = psutil.Process().memory_info().rss, free_bytes(CPU) or 0
-    free_gpu = None if on_cpu else free_bytes(device)
+    size, on_cpu = shapes.size, device.type == "cpu"
+    parts = {"model": size, "loaded": request.whole * size, **shapes.memory()}
+    resident = psutil.Process().memory_info().rss
+    at_host = settings.activations == "host" and not on_cpu
+    storage = "host" if at_host else "disk" if settings.activations == "disk" else "device"
     busy = size + parts["block"] + parts["sums"] + max(parts["batch"], parts["solve"])
-    chosen = settings.activations
-    on_device = chosen == "auto" or (chosen == "host" and on_cpu)
-    storage = "device" if on_device else chosen
-    waiting = {name: parts["features"] * (name == storage) for name in ("device", "host", "disk")}
-    busy += waiting["device"]
-    host = resident + (1 + whole - request.loaded) * size + waiting["host"]
+    busy += parts["features"] * (storage == "device")
+    host = resident + (1 + request.whole - request.loaded) * size + parts["features"] * at_host
     host += busy if on_cpu else parts["block"]
-    unstarted = 0 if request.loaded else (neighbours - 1) * resident  # processes to be started
+    blocks = size_of(p for b in shapes.modules for p in shapes.model.get_submodule(b).parameters())
+    disk = parts["features"] * (storage == "disk") + blocks * bool(settings.checkpoint_dir)
     read, base_read = shapes.reads()
     return Plan(
         model=type(request.model).__name__,
@@ -89,18 +84,17 @@ def plan_of(request: Request) -> Plan:
         tasks=request.tasks,
         samples=max(shapes.samples),
         processes=request.processes,
-        neighbours=neighbours,
         parts=parts,
-        waiting=waiting,
+        storage=storage,
         host=host,
         gpu=None if on_cpu else busy,
-        more_host=neighbours * (host - resident) + unstarted,
-        free_host=free_host,
-        free_gpu=free_gpu,
+        more_host=request.processes * (host - resident),
+        free_host=free_bytes(CPU) or 0,
+        free_gpu=None if on_cpu else free_bytes(device),
         fetched=request.fetches * size * shapes.stored // shapes.itemsize,
-        read=math.ceil(read * share),
+        read=math.ceil(read * request.share),
         base_read=base_read,
-        disk=waiting["disk"] + shapes.blocks * bool(settings.checkpoint_dir),
+        disk=disk,
         output=size,
         advice=memory_advice(settings.replace(activations=storage), device),
     )
@@ -118,7 +112,7 @@ def one_line(plan: Plan) -> str:
 
 
 def warnings_of(plan: Plan) -> list[str]:
-    """Return warnings of insufficient memory, with the settings that lower it."""
+    """Return warnings of insufficient memory for a process, with the settings that lower it."""
     needs = [("host", plan.more_host, plan.free_host), ("GPU", plan.gpu, plan.free_gpu)]
     return [
         f"the calibration is predicted to need {bytes_text(needed)} more {kind} memory, "
@@ -137,11 +131,8 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
     )
     if plan.processes > 1:
         console.print(f"{plan.processes} processes. Sizes are of the busiest one")
-    storage = next((name for name, size in plan.waiting.items() if size), "device")
     rows = {label: plan.parts[part] for part, label in LABELS.items() if plan.parts[part]}
     rows[f"peak host memory ({bytes_text(plan.free_host)} are free)"] = plan.host
-    if plan.neighbours > 1:
-        rows[f"{plan.neighbours} processes on a machine, at most"] = plan.neighbours * plan.host
     if plan.gpu is not None:
         rows["peak GPU memory"] = plan.gpu
     rows |= {"fetched from the hub": plan.fetched} if plan.fetched else {}
@@ -150,7 +141,7 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
     table = Table("memory and files", "size")
     table.columns[1].justify = "right"
     for label, size in rows.items():
-        suffix = f" ({storage})" if label == LABELS["features"] else ""
+        suffix = f" ({plan.storage})" if label == LABELS["features"] else ""
         table.add_row(label + suffix, bytes_text(size))
     console.print(table)
     for warning in warnings_of(plan):

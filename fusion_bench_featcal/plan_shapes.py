@@ -31,17 +31,20 @@ class Request:
     model: nn.Module  # structure of the merged model, on the meta device
     settings: FeatCalSettings
     tasks: int
-    length: int = LENGTH  # tokens of a text, or an image's side if it is not in the config
+    length: int | None = LENGTH  # tokens of a text, or an image's side if it is not in the config
     target_length: int = 8  # tokens of an encoder-decoder's target
     samples: Sequence[int] = ()  # per task; empty: `samples_per_task`
-    held: int = 0  # number of experts that are loaded whole
-    base_held: bool = False
-    itemsize: int | None = None  # bytes per number in the models' files; None: as in the model
+    whole: int = 0  # experts and bases that are loaded whole
     loaded: int = 0  # models already in this process's memory, with the merged one
+    itemsize: int | None = None  # bytes per number in the models' files; None: as in the model
     fetches: int = 0  # models that must be fetched from the hub
     device: torch.device = CPU
     processes: int = 1
-    neighbours: int = 1  # processes on one machine
+
+    @property
+    def share(self) -> float:
+        """Return the busiest process's share of the tasks."""
+        return math.ceil(self.tasks / self.processes) / self.tasks
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,6 @@ class Shapes:
     def size(self) -> int:
         """Return the bytes of the model, tied tensors once."""
         return size_of(self.model.state_dict(keep_vars=True).values())
-
-    @property
-    def blocks(self) -> int:
-        """Return the bytes of all blocks."""
-        return sum(size_of(self.model.get_submodule(b).parameters()) for b in self.modules)
 
     @property
     def itemsize(self) -> int:
@@ -166,18 +164,15 @@ class Shapes:
 
     def _dealt(self) -> tuple[int, int, int]:
         """Return samples and copies, held-out samples, and batches of the busiest process."""
-        request, settings = self.request, self.request.settings
+        settings = self.request.settings
         images = torch.empty(1, 3, 1, 1, device="meta") if takes_images(self.model) else None
-        shared = max(request.processes // request.tasks, 1)  # processes that share a task's batches
-        work = []
+        solved = held = batches = 0
         for samples in self.samples:
-            held = min(number_held_out(samples, settings.held_out), samples - 1)
-            copies = 1 + number_of_copies(samples - held, settings.augment, images)
-            batches = math.ceil(math.ceil((samples - held) / settings.batch_size) / shared)
-            solved = min(samples - held, batches * settings.batch_size)
-            work.append((solved * copies, held, batches * copies + (held > 0)))
-        dealt = filter(None, (work[rank :: request.processes] for rank in range(request.processes)))
-        solved, held, batches = max(tuple(map(sum, zip(*tasks, strict=True))) for tasks in dealt)
+            apart = min(number_held_out(samples, settings.held_out), samples - 1)
+            copies = 1 + number_of_copies(samples - apart, settings.augment, images)
+            solved, held = solved + (samples - apart) * copies, held + apart
+            batches += math.ceil((samples - apart) / settings.batch_size) * copies + (apart > 0)
+        solved, held, batches = (math.ceil(n * self.request.share) for n in (solved, held, batches))
         return solved, held, batches
 
 

@@ -52,14 +52,12 @@ class Processes:
     Attributes:
         rank: This process's number, from 0.
         size: Number of processes.
-        neighbours: Number of those on this process's machine, itself included.
         exchanged_bytes: Bytes of the tensors that this process helped to add up or to spread.
         doing: Work in hand, named by a process that waits for another one.
     """
 
     rank = 0
     size = 1
-    neighbours = 1
     exchanged_bytes = 0
     doing = "the start"
 
@@ -105,7 +103,6 @@ class TorchProcesses(Processes):
         self._gloo: Any = dist.new_group(backend="gloo", timeout=patience)
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.size)): None}
         self._hosts = self.gather(socket.gethostname())
-        self.neighbours = self._hosts.count(self._hosts[self.rank])
 
     def prepare(self, groups: Iterable[Sequence[int]]) -> None:
         """Make the groups."""

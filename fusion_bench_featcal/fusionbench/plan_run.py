@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from fusion_bench_featcal.experts import hollow_copy, known_bytes
-from fusion_bench_featcal.feature_shapes import LENGTH, length_for, needs_length, takes_images
+from fusion_bench_featcal.feature_shapes import LENGTH, takes_images
 from fusion_bench_featcal.fusionbench.config_errors import explained
 from fusion_bench_featcal.fusionbench.console import make_importable
 from fusion_bench_featcal.fusionbench.empty_models import empty_model
@@ -30,8 +30,6 @@ from fusion_bench_featcal.plan_shapes import Request
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
-
-_PROCESSES = ["devices", "num_nodes"]
 
 
 def run_request(
@@ -58,7 +56,7 @@ def run_request(
             images is unknown.
         CalibrationError: If the upstream merger exceeds a read budget, or a file is damaged.
     """
-    method, models, fabric = _composed(overrides)
+    method, models, devices = _composed(overrides)
     target = str(method.get("_target_", ""))
     if not target.endswith(".FeatCalAlgorithm"):
         raise ValueError(
@@ -74,30 +72,27 @@ def run_request(
     model = empty_model(location)
     merger = method.get("base_method")
     if merger is not None and settings.expert_read_budget is not None:
-        whole = sum(value.nbytes for value in model.state_dict().values())
-        read = sum((_is_local(expert) and expert.file_bytes) or whole for expert in experts)
+        size = sum(value.nbytes for value in model.state_dict().values())
+        read = sum((_is_local(expert) and expert.file_bytes) or size for expert in experts)
         left = budget_left(settings.expert_read_budget, read, method_name(merger))
         settings = settings.replace(expert_read_budget=left)
-    device = torch.device(device)
-    neighbours = _devices(fabric.get("devices", 1), device)
+    used = [*experts, *([base] if base else [])]
     return Request(
         model=model,
         settings=settings,
         tasks=len(experts),
-        length=length_for(model, length, settings.max_length),
+        length=length or settings.max_length or (None if takes_images(model) else LENGTH),
         target_length=target_length,
-        held=sum(not _streams(expert, settings) for expert in experts),
-        base_held=base is not None and not _streams(base, settings),
+        whole=sum(not _streams(each, settings) for each in used),
         itemsize=stored_itemsize(experts[0].files) if _is_local(experts[0]) else None,
-        device=device,
-        fetches=sum(_is_fetched(used) for used in [*experts, base] if used is not None),
-        processes=neighbours * int(fabric.get("num_nodes", 1)),
-        neighbours=neighbours,
+        device=torch.device(device),
+        fetches=sum(not all(map(is_here, each.locations.values())) for each in used),
+        processes=_processes(devices),
     )
 
 
-def _composed(overrides: Sequence[str]) -> tuple[dict[str, Any], PoolModels, dict[str, Any]]:
-    """Return a run's method, its models and the number of its processes.
+def _composed(overrides: Sequence[str]) -> tuple[dict[str, Any], PoolModels, Any]:
+    """Return a run's method, its models and `fabric.devices`.
 
     Raises:
         ValueError: If the overrides compose no run with a model pool.
@@ -109,13 +104,12 @@ def _composed(overrides: Sequence[str]) -> tuple[dict[str, Any], PoolModels, dic
     try:
         with initialize_config_dir(str(get_default_config_path()), version_base=None):
             config = compose("fabric_model_fusion", overrides=words)
-        # Only these keys of fabric: its loggers need a running program.
-        fabric = OmegaConf.masked_copy(config.fabric or OmegaConf.create(), _PROCESSES)
-        method, fabric = (OmegaConf.to_container(c, resolve=True) for c in (config.method, fabric))
+        method: Any = OmegaConf.to_container(config.method, resolve=True)
         OmegaConf.resolve(config.modelpool.models)
+        devices = OmegaConf.select(config, "fabric.devices", default=1)
     except (HydraException, OmegaConfBaseException) as error:
         raise explained(error) from error
-    return method, PoolModels(BaseModelPool(config.modelpool.models)), fabric  # type: ignore[return-value]
+    return method, PoolModels(BaseModelPool(config.modelpool.models)), devices
 
 
 def numbers_of_samples(batches: Mapping[str, Any]) -> tuple[int, ...]:
@@ -139,12 +133,9 @@ def log_plan(
     Returns:
         The plan; None if the size of inputs is unknown, as without `method.max_length`.
     """
-    if needs_length(merged) and (settings.max_length is None or takes_images(merged)):
-        return None
-    more = {"loaded": 1, "length": settings.max_length or LENGTH, **more}
     model = hollow_copy(merged).to("meta")
     try:
-        plan = plan_of(Request(model, settings, tasks, device=device, **more))
+        plan = plan_of(Request(model, settings, tasks, settings.max_length, device=device, **more))
     except Exception as error:  # a plan is no reason to stop: the calibration reports errors
         log.debug("no plan of reads and memory: %s", error)
         return None
@@ -168,11 +159,6 @@ def _is_local(model: PoolModel) -> bool:
     return bool(model.locations) and all(map(os.path.isdir, model.locations.values()))
 
 
-def _is_fetched(model: PoolModel) -> bool:
-    """Return whether a model must be fetched from the hub."""
-    return not all(map(is_here, model.locations.values()))
-
-
 def _streams(model: PoolModel, settings: FeatCalSettings) -> bool:
     """Return whether calibration will read a model block by block, judged by its entry."""
     if settings.stream_experts is False or not model.locations:
@@ -180,13 +166,8 @@ def _streams(model: PoolModel, settings: FeatCalSettings) -> bool:
     return not _is_local(model) or model.files is not None
 
 
-def _devices(devices: Any, device: torch.device) -> int:
-    """Return the number of devices per machine that Fabric would use, one process each."""
-    if devices is None or str(devices) in ("auto", "-1"):
-        return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
-    if isinstance(devices, str) and "," in devices:
-        devices = [name for name in devices.split(",") if name.strip()]
-    count = len(devices) if isinstance(devices, list) else int(devices)
-    if count < 1:
-        raise ValueError(f"fabric.devices = {devices!r} names no device")
-    return count
+def _processes(devices: Any) -> int:
+    """Return the number of processes that Fabric starts, one for each device."""
+    if OmegaConf.is_list(devices):
+        return len(devices)
+    return int(devices) if str(devices).isdigit() else 1

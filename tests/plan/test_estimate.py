@@ -252,8 +252,8 @@ def test_more_samples_and_tasks_take_more(clip: Request):
 def test_processes_share_features_and_reads():
     settings = FeatCalSettings(samples_per_task=32, batch_size=32)
     request = Request(empty_model("clip-vit-base-patch32"), settings, 8)
-    one, two, many = (plan_of(replace(request, processes=n, neighbours=n)) for n in (1, 2, 16))
-    assert (two.tasks, two.processes, two.neighbours) == (8, 2, 2)
+    one, two, many = (plan_of(replace(request, processes=n)) for n in (1, 2, 16))
+    assert (two.tasks, two.processes) == (8, 2)
     assert two.parts["features"] == one.parts["features"] / 2 == 4 * many.parts["features"]
     assert two.parts["sums"] == one.parts["sums"]
     assert two.read == one.read / 2
@@ -264,20 +264,19 @@ def test_features_wait_where_settings_say(clip: Request, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "free_bytes", lambda device: free[device.type])
     plan, gpu = planned(clip), replace(clip, device=torch.device("cuda"))
     total = plan.parts["features"]
-    assert plan.waiting == {"device": total, "host": 0, "disk": 0} == plan_of(gpu).waiting
-    assert planned(clip, activations="host").waiting == plan.waiting
+    assert plan.storage == "device" == plan_of(gpu).storage
+    assert planned(clip, activations="host").storage == "device"
     assert not warnings_of(plan)
     free["cuda"] = free["cpu"] = 2**20
-    (warning,) = warnings_of(plan := planned(clip))
+    (warning,) = warnings_of(planned(clip))
     assert "host memory" in warning and "method.activations=disk" in warning
     assert plan.disk == 0
     plan = planned(clip, activations="disk")
-    assert plan.waiting == {"device": 0, "host": 0, "disk": plan.disk}
-    assert plan.disk == total
+    assert (plan.storage, plan.disk) == ("disk", total)
     (warning,) = warnings_of(plan)
     assert "method.batch_size" in warning and "activations=disk" not in warning
     plan = planned(gpu, activations="host")
-    assert plan.waiting["host"] == total
+    assert plan.storage == "host"
     assert plan.gpu is not None and plan.gpu < plan.host
     assert len(warnings_of(plan)) == 2
 
@@ -301,7 +300,7 @@ def test_positions_follow_from_the_config():
     features = features_of(family, t5, stages, 10, 3)
     assert (features[encoder[0]].numbers(2, 1), features[encoder[0]].shared) == (2080, 800)
     assert features[decoder[-1]].encoded == 10 * 64
-    with pytest.raises(ValueError, match="has no config, from which"):
+    with pytest.raises(ValueError, match="number of positions in Linear is unknown"):
         features_of(family, nn.Linear(2, 2), [], 1, 1)
 
 
@@ -343,7 +342,7 @@ def test_unknown_numbers_of_positions_are_refused(row: Any):
 
 
 def test_plans_are_shown(clip: Request):
-    plan = plan_of(replace(clip, held=1, fetches=1))
+    plan = plan_of(replace(clip, whole=1, fetches=1))
     console = Console(width=120, record=True, file=io.StringIO())
     show_plan(plan, console)
     shown = console.export_text()

@@ -22,7 +22,7 @@ def test_suite_and_its_overrides(
     assert main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["tasks"], plan["samples"], plan["family"]) == (6, 32, "clip")
-    assert {"host", "gpu", "parts", "waiting", "fetched", "read", "base_read", "disk"} <= set(plan)
+    assert {"host", "gpu", "parts", "storage", "fetched", "read", "base_read", "disk"} <= set(plan)
     assert main(words) == 0
     assert "6 tasks x 32 samples" in capsys.readouterr().out
 
@@ -70,31 +70,27 @@ def write_experts(folder: Path, dtype: torch.dtype) -> list[str]:
 def test_headers_tell_the_experts_precision(tmp_path: Path):
     words = write_experts(tmp_path, torch.float16)
     request = run_request(words)
-    assert (request.tasks, request.itemsize, request.held) == (2, 2, 0)
-    held = run_request([*words, "method.stream_experts=false"])
-    assert (held.held, held.base_held) == (2, True)
+    assert (request.tasks, request.itemsize, request.whole) == (2, 2, 0)
+    assert run_request([*words, "method.stream_experts=false"]).whole == 3
     (tmp_path / "two" / "model.safetensors").unlink()
-    assert run_request(words).held == 1
+    assert run_request(words).whole == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "processes", "neighbours"),
+    ("words", "processes"),
     [
-        ("fabric.devices=2", 2, 2),
-        ("fabric.devices=[0,1,2]", 3, 3),
-        ("fabric.devices='0,3'", 2, 2),
-        ("fabric.devices='0,'", 1, 1),
-        ("fabric.devices=auto", 1, 1),
-        ("fabric.devices=${oc.env:FOUR}", 4, 4),
-        ("fabric.devices=2 +fabric.num_nodes=2", 4, 2),
+        ("fabric.devices=2", 2),
+        ("fabric.devices=[0,1,2]", 3),
+        ("fabric.devices=auto", 1),
+        ("fabric.devices=${oc.env:FOUR}", 4),
     ],
 )
 def test_processes_are_those_that_fabric_would_start(
-    words: str, processes: int, neighbours: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("FOUR", "4")
-    request = run_request([*write_experts(tmp_path, torch.float32), *words.split()])
-    assert (request.processes, request.neighbours) == (processes, neighbours)
+    request = run_request([*write_experts(tmp_path, torch.float32), words])
+    assert request.processes == processes
 
 
 def test_a_plan_of_two_processes_says_so(capsys: pytest.CaptureFixture[str]):
@@ -103,7 +99,6 @@ def test_a_plan_of_two_processes_says_so(capsys: pytest.CaptureFixture[str]):
     shown = capsys.readouterr().out
     assert "6 tasks x 256 samples" in shown
     assert "2 processes. Sizes are of the busiest one" in shown
-    assert "2 processes on a machine, at most" in shown
 
 
 @pytest.mark.parametrize(
@@ -115,7 +110,6 @@ def test_a_plan_of_two_processes_says_so(capsys: pytest.CaptureFixture[str]):
         (["modelpool=open-clip-vit-mini_TA6"], "names no folder or hub id"),
         (["modelpool=clip-vit-mini_TA6", "method.modules=[nothing]"], "matches no module"),
         (["modelpool=clip-vit-mini_TA6", "method.family=llama"], "no decoder layers"),
-        (["modelpool=clip-vit-mini_TA6", "fabric.devices=0"], "fabric.devices = 0 names no device"),
         (
             ["modelpool=clip-vit-mini_TA6", "method.expert_read_budget=50%"],
             "expert_read_budget=50% cannot be kept: task_arithmetic reads every expert whole",
