@@ -1,13 +1,8 @@
 """FusionBench's methods as upstream mergers of `method=featcal`, on tiny models."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 from stock_mergers import MERGERS, NAMES, merger_of
 from stock_pools.running import run
 from stock_pools.stand_ins import StandIns

@@ -2,20 +2,15 @@
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 from stock_pools.expected import EXPECTED, RUNS, expected_of, line_of
 from stock_pools.running import NAMES, as_hydra_job, composed, redirected, run
 from stock_pools.stand_ins import StandIns
+from transformers import PreTrainedModel
 
 LAST = {expected_of(name).pattern: name for name in NAMES}
 pytestmark = [

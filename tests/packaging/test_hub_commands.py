@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 from cli_runs import screen
 from hub_mirror import Mirror
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 from hub_pools import BINARY, UNUSED, add_pool
 from stock_pools.stand_ins import StandIns
 

@@ -1,4 +1,4 @@
-"""FusionBench's methods as upstream mergers of `method=featcal`: what tests and the table go by."""
+"""FusionBench's methods as upstream mergers of `method=featcal`."""
 
 import re
 from collections.abc import Sequence
@@ -36,14 +36,12 @@ class Merger:
         why_not: Reason why the method cannot be an upstream merger, for people; empty: it can.
         pool: Name of the stock pool on which it is tried, and words of the command besides.
         words: Keys of the method that make it short there.
-        measured: Whether it is measured on the bundled suite.
     """
 
     pattern: str
     why_not: str = ""
     pool: Sequence[str] = CLIP
     words: Sequence[str] = ()
-    measured: bool = False
 
     def command(self, name: str) -> list[str]:
         """Words of the command that tries a config."""
@@ -63,9 +61,8 @@ MERGERS = (
         "isotropic_merging/.*|task_singular_vector/.*|singular_value_calibration/"
         "(dare_task_arithmetic|iso_c|iso_cts|simple_average|task_arithmetic|task_singular_vector|"
         "ties_merging)",
-        measured=True,
     ),
-    Merger("wudi/wudi", words=("iter_num=5",), measured=True),
+    Merger("wudi/wudi", words=("iter_num=5",)),
     Merger("singular_value_calibration/wudi", words=("base_method.iter_num=5",)),
     Merger("linear/expo", pool=ONE_LLAMA),
     Merger("linear/weighted_average"),
@@ -75,14 +72,14 @@ MERGERS = (
     Merger(
         "linear/(simple_average|task_arithmetic|ties_merging)_for_causallm", pool=LLAMA
     ),
-    Merger("opcm/opcm_general", measured=True),
+    Merger("opcm/opcm_general"),
     Merger("dop/dop_general", words=("num_steps=2",)),
     Merger("doge_ta/doge_ta", words=("K=2",)),
-    Merger("trust_region/clip_task_arithmetic", measured=True),
+    Merger("trust_region/clip_task_arithmetic"),
     Merger(
-        "fisher_merging/clip_fisher_merging", words=("num_fisher_examples=4",), measured=True
+        "fisher_merging/clip_fisher_merging", words=("num_fisher_examples=4",)
     ),
-    Merger("regmean/clip_regmean", words=("num_regmean_examples=4",), measured=True),
+    Merger("regmean/clip_regmean", words=("num_regmean_examples=4",)),
     Merger("adamerging/clip", words=("max_steps=2",)),
     Merger("concrete_subspace/clip_concrete_task_arithmetic", words=("max_steps=2",)),
     Merger(

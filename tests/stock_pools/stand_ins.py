@@ -1,4 +1,5 @@
 """Tiny checkpoints and data sets in the place of everything that stock pools name."""
+# pyright: reportCallIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
 
 import json
 import re
