@@ -16,7 +16,7 @@ from fusion_bench_featcal import __version__
 from fusion_bench_featcal.folders.options import add_arguments
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.nearest_names import nearest_hint
-from fusion_bench_featcal.report_verbs import plot_command, report_command
+from fusion_bench_featcal.report_verbs import report_command
 
 _RUN_HELP = "log directory of a run, or a folder with several below it"
 
@@ -273,13 +273,10 @@ _COMMANDS: dict[str, Any] = {
         "--out": {"metavar": "DIR", "help": "also write report.{json,csv,md} there"},
         "--html": {"metavar": "FILE", "help": "write one page with tables and figures instead, to "
                    "open in a browser"},
+        "--figures": {"metavar": "DIR", "help": "also write figures (SVG) there"},
         "--against": {"metavar": "ROW", "help": "only the differences of all rows from one "
                       "(task_arithmetic/featcal), with Holm's correction; of runs of several "
                       "suites, over these"},
-    }),
-    "plot": (plot_command, {
-        "runs": _RUNS,
-        "--out": {"metavar": "DIR", "help": "folder for the figures (default: the run's)"},
     }),
     "explain": (explain_command, {
         "run": {"metavar": "DIR", "help": "a saved model's folder, or a run's log directory"},

@@ -1,4 +1,4 @@
-"""The verbs `featcal report` and `featcal plot`, which read the files of runs and load no model."""
+"""The verb `featcal report`, which reads the files of runs and loads no model."""
 
 import argparse
 import os
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fusion_bench_featcal.results.find import ResultFolders
+    from fusion_bench_featcal.results.summary import Summary
 
 
 def report_command(options: argparse.Namespace) -> None:
@@ -51,6 +52,17 @@ def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
         views.show_combined(summary)
     if written:
         print(f"written: {written.parent}")
+    if options.figures:
+        _write_figures(summary, options.figures)
+
+
+def _write_figures(summary: "Summary", folder: str) -> None:
+    """Write the figures of --figures."""
+    from fusion_bench_featcal.results import charts
+    from fusion_bench_featcal.results.figures import figures_of
+
+    for path in charts.save(figures_of(summary), folder, "--figures"):
+        print(f"written: {path}")
 
 
 def _report_diagnosis(run: Path, out: str | None) -> None:
@@ -74,32 +86,12 @@ def _write_html(options: argparse.Namespace) -> None:
     from fusion_bench_featcal.results.html import check_target, write_page
     from fusion_bench_featcal.settings import FeatCalSettings
 
-    for name in ("against", "out"):
+    for name in ("against", "out", "figures"):
         if getattr(options, name):
             raise ReportError(f"--html writes a page and nothing else: leave out --{name}")
     page = check_target(Path(options.html))
     folders = find(options.runs, tables=True)
     print(f"written: {write_page(page, folders, asdict(FeatCalSettings()))}")
-
-
-def plot_command(options: argparse.Namespace) -> None:
-    """Draw figures of runs, comparisons and studies: into each one's folder, or below --out."""
-    from fusion_bench_featcal.results import ReportError
-    from fusion_bench_featcal.results.comparison_figures import plot_comparison
-    from fusion_bench_featcal.results.figures import plot_run
-    from fusion_bench_featcal.results.find import find
-    from fusion_bench_featcal.results.study_figures import plot_study
-
-    folders = find(options.runs)
-    draws = dict.fromkeys(folders.runs, plot_run)
-    draws |= dict.fromkeys(folders.comparisons, plot_comparison)
-    draws |= dict.fromkeys(folders.studies, plot_study)
-    places = _figure_folders([*draws], options.out)
-    for (place, draw), folder in zip(draws.items(), places, strict=True):
-        paths = draw(place, folder)
-        if not paths:
-            raise ReportError(f"{place} has neither accuracies nor drift to draw")
-        print(*paths, sep="\n")
 
 
 def _figure_folders(runs: Sequence[Path], out: str | None) -> list[Path | None]:

@@ -201,7 +201,9 @@ def copy_report(source: Path, target: Path) -> None:
 
 def keep_results(runs: Path) -> None:
     """Copy demo-full's combined tables into the repository and draw one of its image runs."""
-    from fusion_bench_featcal.results.figures import plot_run
+    from fusion_bench_featcal.results import charts
+    from fusion_bench_featcal.results.figures import figures_of
+    from fusion_bench_featcal.results.summary import summarise
 
     for folder in sorted((runs / "tables").iterdir()):
         target = RESULTS / folder.name
@@ -209,21 +211,27 @@ def keep_results(runs: Path) -> None:
         one_run = runs / folder.name / "task_arithmetic-42"
         shutil.copyfile(one_run / "report.json", target / "run.json")
     drawn = runs / "TA6" / "task_arithmetic-42"
-    with tempfile.TemporaryDirectory() as folder:
-        if drawn.is_dir() and plot_run(drawn, Path(folder)):
-            for name in ("accuracy.png", "drift.png"):  # depth.png is another run's
-                shutil.copyfile(Path(folder) / name, FIGURES / name)
+    if drawn.is_dir():
+        figures = figures_of(summarise([drawn]))
+        # The depth is another run's.
+        charts.save({name: figures[name] for name in ("accuracy", "drift")}, FIGURES, "docs")
 
 
 def keep_comparisons(folder: Path) -> None:
-    """Copy compare-full's tables and figures into the repository."""
+    """Copy compare-full's tables into the repository and draw its figures."""
+    from fusion_bench_featcal.results import charts
+    from fusion_bench_featcal.results.figures import figures_of
+    from fusion_bench_featcal.results.find import find
+    from fusion_bench_featcal.results.summary import summarise
+
     for source in sorted((folder / "tables").iterdir()):
         copy_report(source, COMPARISON / source.name)
     one_run = folder / "grid" / "task_arithmetic" / "report.json"
     shutil.copyfile(one_run, COMPARISON / "grid" / "run.json")
-    for figure in ("comparison", "cost", "task_arithmetic/convergence"):
-        source = folder / "grid" / f"{figure}.png"
-        shutil.copyfile(source, FIGURES / source.name)
+    grid = figures_of(summarise(find([folder / "grid"]).runs))
+    training = figures_of(summarise([folder / "grid" / "task_arithmetic"]))
+    drawn = {"comparison": grid["comparison"], "cost": grid["cost"]}
+    charts.save(drawn | {"convergence": training["convergence"]}, FIGURES, "docs")
 
 
 def keep_diagnoses(folder: Path) -> None:

@@ -90,22 +90,18 @@ def test_report_runs_nothing(tmp_path: Path):
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-def test_plot_writes_into_each_run_or_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = leave_run(tmp_path / "runs" / "x" / "version_0")
-    leave_run(tmp_path / "runs" / "y" / "version_0", 2)
-    assert main(["plot", str(run)]) == 0
-    assert (run / "accuracy.png").exists()
-    assert main(["plot", str(run), "--out", str(tmp_path / "one")]) == 0
-    assert (tmp_path / "one" / "accuracy.svg").exists()
-    assert main(["plot", str(tmp_path / "runs"), "--out", str(tmp_path / "all")]) == 0
-    assert (tmp_path / "all" / "x" / "version_0" / "accuracy.png").exists()
-    assert (tmp_path / "all" / "y" / "version_0" / "accuracy.png").exists()
-    assert capsys.readouterr().out.splitlines()[0] == str(run / "accuracy.png")
+def test_report_writes_figures_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = leave_run(tmp_path / "run")
+    assert main(["report", str(run)]) == 0
+    tables = capsys.readouterr().out
+    assert main(["report", str(run), "--figures", str(tmp_path / "new")]) == 0
+    figure = tmp_path / "new" / "accuracy.svg"
+    assert capsys.readouterr().out == f"{tables}written: {figure}\n"
+    assert [*(tmp_path / "new").iterdir()] == [figure]
 
 
-@pytest.mark.parametrize("command", ["report", "plot"])
-def test_no_run_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str):
-    assert main([command, str(tmp_path / "nowhere")]) == 2
+def test_no_run_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "no such run: " in error_of(capsys)
 
 

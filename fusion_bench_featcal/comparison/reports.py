@@ -1,8 +1,7 @@
 """Finished cells as reports: one per upstream merger, and all side by side."""
 
-import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from fusion_bench_featcal.comparison.cells import GridRun
@@ -19,22 +18,18 @@ from fusion_bench_featcal.results import (
     describe_device,
     versions,
 )
-from fusion_bench_featcal.results.comparison_figures import plot_comparison
 from fusion_bench_featcal.results.cost import RELATIVE_SECONDS, SECONDS_PER_SAMPLE
 from fusion_bench_featcal.results.curves import write_curves
-from fusion_bench_featcal.results.figures import plot_run
 from fusion_bench_featcal.results.find import refuse_run
 from fusion_bench_featcal.results.remarks import tasks_below_merged
 from fusion_bench_featcal.results.summary import COMPARISON_SEED, Summary, summarise
 from fusion_bench_featcal.results.views import write_side_by_side
 
-log = logging.getLogger(__name__)
-
 
 def write_reports(
     folder: Path, suite: str, run: GridRun, notes: Mapping[str, str]
 ) -> Summary | None:
-    """Write each upstream merger's report to a folder of its name, and the comparison; draw both.
+    """Write each upstream merger's report to a folder of its name, and the comparison.
 
     Args:
         folder: The folder of the comparison.
@@ -53,7 +48,6 @@ def write_reports(
         return None
     summary = summarise(written, run.failed)
     write_side_by_side(summary, folder)
-    draw_figures(folder, written)
     return summary
 
 
@@ -92,16 +86,6 @@ def check_places(folder: Path, grid: Grid) -> None:
             raise ReportError(
                 f"{obstacle} is in the way of a report: remove it, or change {LOG_DIR_SETTING}"
             )
-
-
-def draw_figures(folder: Path, runs: Sequence[Path]) -> None:
-    """Draw what `featcal plot` draws; where that cannot be, the reports stand without."""
-    try:
-        for run in runs:
-            plot_run(run)
-        plot_comparison(folder)
-    except ReportError as error:
-        log.warning("not all figures were drawn: %s", error)
 
 
 def inference_seconds(

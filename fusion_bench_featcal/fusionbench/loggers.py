@@ -10,8 +10,7 @@ from typing import Any
 
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.results import AVERAGE, FEATCAL, Report
-from fusion_bench_featcal.results.curves import MOMENTS, drift_records
-from fusion_bench_featcal.results.figures import CALIBRATION_LOG
+from fusion_bench_featcal.results.curves import CALIBRATION_LOG, MOMENTS, drift_records
 from fusion_bench_featcal.results.long_table import is_repair
 
 log = logging.getLogger(__name__)

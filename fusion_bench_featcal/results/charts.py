@@ -7,12 +7,14 @@ matplotlib comes with the extra `plots` and is imported only to draw.
 
 import io
 import math
+import re
 import textwrap
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +59,7 @@ _LOOKS = {
 }
 # Of all other rows.
 _FREE_LOOKS = list(product((_GREEN, _PINK, _YELLOW, _VIOLET, _BROWN), "<hpdv^DPX"))
+_NO_FILE_NAME = re.compile(r"[^-.:+ \w]")
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -86,15 +89,18 @@ _STYLE: dict[Any, Any] = {
 def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the colour and mark of each row, as keywords of `Axes.plot`.
 
-    A name without a look of its own chooses one by its letters, and the next one where another row
-    of `names` has that look.
+    A name without a look of its own chooses one by its letters, and the next one where other such
+    rows of `names` have that look or its colour.
     """
     looks: dict[str, tuple[str, str]] = {}
+    chosen: list[tuple[str, str]] = []
     for name in names:
         start = zlib.crc32(name.encode()) % len(_FREE_LOOKS)
         candidates = _FREE_LOOKS[start:] + _FREE_LOOKS[:start]
-        free = (look for look in candidates if look not in looks.values())
-        looks[name] = _LOOKS.get(name) or next(free, candidates[0])
+        colours = Counter(colour for colour, _ in chosen)
+        free = min(candidates, key=lambda look: (look in chosen, colours[look[0]]))
+        looks[name] = _LOOKS.get(name, free)
+        chosen += [free] if name not in _LOOKS else []
     return {name: _keywords(*look) for name, look in looks.items()}
 
 
@@ -198,23 +204,25 @@ def curves(
                 axes.vlines(xs, lows, highs, colors=looks[row]["color"], lw=1.3)
             else:
                 axes.fill_between(xs, lows, highs, color=looks[row]["color"], alpha=0.18, lw=0)
-    xs = {point[0] for panel in panels.values() for points in panel.values() for point in points}
-    if log and min(xs) > 0:
-        _logarithmic(grid[0], sorted(xs))
+    lines = [points for panel in panels.values() for points in panel.values()]
+    xs = sorted({point[0] for points in lines for point in points})
+    if log and xs[0] > 0:
+        _logarithmic(grid[0], xs, few=max(map(len, lines)) > 1 and len(xs) < 7)
     _legend(figure, looks, "-")
     return figure
 
 
-def _logarithmic(axes: "Axes", values: Sequence[float]) -> None:
-    """Make the horizontal axis logarithmic, with plain numbers: those of the points if few."""
+def _logarithmic(axes: "Axes", values: Sequence[float], few: bool) -> None:
+    """Make the horizontal axis logarithmic, with plain numbers: those of a few points of lines."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axes.set_xscale("log")
-    few: Any = MaxNLocator(4) if values[-1] < 5 * values[0] else LogLocator()
-    axes.xaxis.set_major_locator(few)
+    reach = values[-1] / values[0]
+    locator: Any = LogLocator(subs=(1,) if reach > 500 else (1, 2, 5))
+    axes.xaxis.set_major_locator(MaxNLocator(4) if reach < 5 else locator)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    if len(values) < 7 and min(b / a for a, b in pairwise(values)) > 1.5:
+    if few:
         axes.set_xticks(values)
 
 
@@ -372,9 +380,12 @@ def save(figures: "Mapping[str, Figure]", folder: str | Path, setting: str) -> l
         figures: Name -> figure.
         folder: The folder, which is made.
         setting: The setting that chose the folder, for messages.
+
+    Raises:
+        ReportError: There is no figure, or a file cannot be written.
     """
+    if not figures:
+        raise ReportError("there is nothing to draw")
     target = prepare_directory(folder, setting)
-    return [
-        write_atomic(target / f"{name}.svg", svg(figure), setting)
-        for name, figure in figures.items()
-    ]
+    files = {target / f"{_NO_FILE_NAME.sub('_', name)}.svg": figures[name] for name in figures}
+    return [write_atomic(path, svg(figure), setting) for path, figure in files.items()]

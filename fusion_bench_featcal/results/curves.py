@@ -1,15 +1,18 @@
 """Training curves and drift, the content of a run's figures besides its report, as JSON lines."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, write_atomic
 from fusion_bench_featcal.json_files import json_lines, read_lines
 
+from .long_table import FEATCAL
 from .schema import NUMBER, check_types
 
+# The log of `featcal` has this stem; that of `featcal:<preset>` adds `.<preset>`.
+CALIBRATION_LOG = "calibration_log"
 CURVES_FILE = "training_curves.jsonl"
 MOMENTS = ("before", "after")
 _DRIFTS = [f"{kind}_{moment}" for kind in ("drift", "relative_drift") for moment in MOMENTS]
@@ -76,6 +79,13 @@ def load_curves(directory: str | Path) -> dict[str, Curves]:
         part = as_curves({record["task"]: record["losses"]}, place)
         curves.setdefault(record["name"], {}).update(part)
     return curves
+
+
+def calibration_logs(run: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
+    """Yield each calibrated row of a run, its records of drift and those of held-out samples."""
+    for log in sorted(run.glob(f"{CALIBRATION_LOG}*.jsonl")):
+        row = FEATCAL + log.stem.removeprefix(CALIBRATION_LOG).replace(".", ":", 1)
+        yield row, drift_records(log), held_out_records(log)
 
 
 def held_out_records(path: str | Path) -> list[dict[str, Any]]:

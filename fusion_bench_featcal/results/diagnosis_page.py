@@ -81,13 +81,13 @@ def long_lines(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
 
 
 def diagnosis_markdown(diagnosis: Diagnosis) -> str:
-    """The page: tables, and links to figures that `featcal plot` draws beside it."""
+    """The page: tables."""
     merged = f", {merged_by(diagnosis.upstream)}" if diagnosis.upstream else ""
     parts: list[Any] = [f"# Diagnosis of {diagnosis.suite}{merged}", conditions(diagnosis)]
     for title, make in SECTIONS.items():
         if content := make(diagnosis):
             parts += [f"## {title}", section_text(content)]
-    parts += [["`featcal plot RUN` draws the figures from `diagnosis.json`"], diagnosis.notes]
+    parts += [diagnosis.notes]
     return page(*parts)
 
 

@@ -46,9 +46,6 @@ def test_command_compares_and_leaves_reports(tmp_path: Path) -> None:
     ]
     assert report.cost["ridge_surgery"]["modules_added"] == 2
     assert (tmp_path / "log" / "config_resolved.yaml").is_file()
-    figures = {path.name for path in (tmp_path / "log").glob("*.png")}
-    assert figures == {"comparison.png", "cost.png"}
-    assert (tmp_path / "log" / "simple_average" / "accuracy.svg").is_file()
     # FusionBench's default logger is TensorBoard's.
     assert list((tmp_path / "log").glob("events.out.tfevents.*"))
     assert isinstance(report.cost["ridge_surgery"]["inference_seconds_per_sample"], float)

@@ -241,8 +241,6 @@ def test_the_command(tmp_path: Path):
     with open(tmp_path / "log" / "diagnosis.csv", newline="", encoding="utf-8") as file:
         lines = [line for line in csv.DictReader(file) if line["metric"] == "share"]
     assert len(lines) == 4 * 2 * 4
-    assert main(["plot", str(tmp_path / "log"), "--out", str(tmp_path / "figures")]) == 0
     assert main(["report", str(tmp_path / "log"), "--out", str(tmp_path / "again")]) == 0
     again, page = ((tmp_path / f / "diagnosis.md").read_text() for f in ("again", "log"))
     assert again == page
-    assert (tmp_path / "figures" / "drift_split.svg").is_file()

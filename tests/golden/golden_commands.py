@@ -61,13 +61,12 @@ VERBS: dict[str, list[str]] = {
     "report": ["report", "{run}"],
     "report written": ["report", "{run}", "--out", "{tmp}/report"],
     "report of nothing": ["report", "{tmp}/nowhere"],
-    "plot of nothing": ["plot", "{tmp}/nowhere"],
     "plan of nothing": ["plan", "method=featcal", "modelpool=nothing"],
     "plan without words": ["plan"],
 }
 SLOW_VERBS: dict[str, list[str]] = {
-    "plot": ["plot", "{run}", "--out", "{tmp}/figures"],
-    "plot of a comparison": ["plot", "{compare}", "--out", "{tmp}/comparison"],
+    "figures": ["report", "{run}", "--figures", "{tmp}/figures"],
+    "figures of a comparison": ["report", "{compare}", "--figures", "{tmp}/comparison"],
     "report of a comparison": ["report", "{compare}"],
     "plan": ["plan", "method=featcal", POOL, FEW],
     "plan as JSON": ["plan", "method=featcal", POOL, FEW, "--json"],

@@ -128,20 +128,13 @@ def test_one_seed_has_no_interval_over_seeds_and_says_so(tmp_path: Path) -> None
     assert any("one seed (1): intervals are over test items" in note for note in found.notes)
 
 
-def test_report_and_plot_read_the_studys_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_reads_the_studys_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study(tmp_path / "study").run(model_pool())
     folder, out = tmp_path / "study", tmp_path / "out"
     page = (folder / "study.md").read_text()
     assert main(["report", str(folder), "--out", str(out)]) == 0
     assert "+ scale" in capsys.readouterr().out
     assert (out / "study.md").read_text() == page
-    assert main(["plot", str(folder), "--out", str(tmp_path / "plots")]) == 0
-    names = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert names == {"factors.svg", "factors.png"}
-    drawn, again = (place / "factors.svg" for place in (folder, tmp_path / "plots"))
-    assert drawn.read_bytes() == again.read_bytes()
     assert main(["report", str(folder / "points" / "factor-small_seed-1")]) == 0
     assert main(["report", str(folder), "--against", "scale"]) == 2
     assert "is a study: report it by itself" in capsys.readouterr().err

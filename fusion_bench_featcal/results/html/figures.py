@@ -7,9 +7,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from fusion_bench_featcal.plurals import counted
-from fusion_bench_featcal.results.curves import MOMENTS
+from fusion_bench_featcal.results.curves import MOMENTS, calibration_logs
 from fusion_bench_featcal.results.drawing import CALIBRATED, MERGED, marks, panel_marks
-from fusion_bench_featcal.results.figures import calibration_logs
 from fusion_bench_featcal.results.items import common_seeds, paired_difference, stacked
 from fusion_bench_featcal.results.long_table import AVERAGE, BASE, EXPERTS, is_repair, merged_by
 from fusion_bench_featcal.results.summary import Summary, SummaryRow
