@@ -12,7 +12,6 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import (
@@ -124,10 +123,8 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     def _run(self, modelpool: BaseModelPool) -> nn.Module:
         """Run in one of several processes; all but the first only help to calibrate."""
         choices, rows = self._chosen()
-        shared = self.settings.pixel_cache_mb if choices.presets else 0
-        images = ImageCache(shared, self.settings.cache_dir)
         taskpool = getattr(self._program, "taskpool", None)
-        inputs = MethodInputs(modelpool, taskpool, self.fabric, images)
+        inputs = MethodInputs(modelpool, taskpool, self.fabric)
         upstream = self._upstream(inputs, rows.values())
         # Data sets are opened before a merger that may take hours.
         batches = {name: check_calibration(settings, inputs) for name, settings in rows.items()}
@@ -138,7 +135,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             result, cost = self._calibrate(name, settings, merged, batches[name], inputs, upstream)
             results.add_calibrated(name, result, settings, cost, self.base_method)
             del result  # one model less in memory
-        images.close()
         self._processes.doing = "evaluations of references and the report"
         if self._processes.rank > 0:
             return results.saver.model
@@ -223,7 +219,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             cost.more["exchanged_bytes"] = processes.exchanged_bytes - exchanged
         result.reads["budget"] = settings.expert_read_budget
         upstream.add_reads(result.reads, first=first)
-        cost.more |= inputs.images.take_counts()
         _add_amounts(cost, result)
         log.debug("calibrated %s in %.1f s", name, cost.seconds)
         return result, cost

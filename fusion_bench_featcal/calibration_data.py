@@ -1,6 +1,5 @@
 """Calibration samples: a few images or texts per task, drawn from a model pool's data sets."""
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,6 @@ from weakref import WeakKeyDictionary
 from fusion_bench_featcal.calibration_images import TaskBatches, decode_workers
 from fusion_bench_featcal.calibration_text import TextBatches, text_rows
 from fusion_bench_featcal.data.draws import sample_order
-from fusion_bench_featcal.data.image_cache import ImageCache, describe_processor
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import load_texts
@@ -22,8 +20,6 @@ from fusion_bench_featcal.hub_files import note_data_set
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.samples import warn_of_few_samples
-
-log = logging.getLogger(__name__)
 
 # Model pool -> (split, task) -> number of samples. A run opens its data sets several times, and is
 # warned of a small one once.
@@ -37,7 +33,6 @@ def calibration_batches(
     processor: Any,
     *,
     device: Any = None,
-    images: ImageCache | None = None,
 ) -> dict[str, Any]:
     """Draw every task's calibration samples from a model pool.
 
@@ -48,21 +43,19 @@ def calibration_batches(
     Args:
         modelpool: A FusionBench model pool with data sets for the tasks.
         task_names: The tasks.
-        settings: The settings of samples, and for images `decode_workers` and `cache_dir`.
+        settings: The settings of samples, and for images `decode_workers`.
         processor: Result of `load_input_processor`: a tokenizer, a transformers processor, or a
             callable from an RGB picture to a tensor `[channels, height, width]`.
         device: Device on which experts generate targets. None: the one they are loaded on.
-        images: Cache of processed images for calls with the same pool and processor. None: only
-            `cache_dir` is used.
 
     Returns:
         Task name -> batches `{"pixel_values": [batch, channels, height, width]}`, floating point,
         or `{"input_ids", "attention_mask", "labels"}`, each `[batch, length]`, int64.
 
     Raises:
-        CalibrationError: If a task has no data, its data cannot be loaded or is empty, or
-            `cache_dir` cannot be written. During iteration, if a sample cannot be read, images
-            differ in size, or a text is empty or too long.
+        CalibrationError: If a task has no data, or its data cannot be loaded or is empty. During
+            iteration, if a sample cannot be read, images differ in size, or a text is empty or too
+            long.
     """
     split = settings.calibration_split
     check_tasks_have_data(modelpool, task_names, split)
@@ -87,16 +80,9 @@ def calibration_batches(
             )
             for task, rows, indices in _drawn(modelpool, task_names, settings)
         }
-    images = images or ImageCache(folder=settings.cache_dir)
-    if images.folder is not None and describe_processor(processor) is None:
-        log.warning(
-            "method.cache_dir has no effect: the settings of processor %r are unknown. Set "
-            "modelpool.processor to a transformers processor",
-            processor,
-        )
     size, workers = settings.batch_size, decode_workers(settings, processor)
     return {
-        task: TaskBatches(task, rows, indices, size, processor, split, workers, images)
+        task: TaskBatches(task, rows, indices, size, processor, split, workers)
         for task, rows, indices in _drawn(modelpool, task_names, settings)
     }
 

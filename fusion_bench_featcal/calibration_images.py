@@ -1,30 +1,28 @@
 """Calibration samples of image models, read and processed batch by batch."""
 
-import hashlib
-from collections.abc import Iterator
+import os
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import BaseImageProcessor, ProcessorMixin
 
-from fusion_bench_featcal.data.image_cache import MEMORY, PROCESSED, ImageCache, describe_processor
 from fusion_bench_featcal.data.images import ImageItems
-from fusion_bench_featcal.data.pictures import Processor, fixed_content, stack_pixels, to_pixels
-from fusion_bench_featcal.data.read_ahead import automatic_workers, in_order
+from fusion_bench_featcal.data.pictures import Processor, stack_pixels, to_pixels
 from fusion_bench_featcal.settings import FeatCalSettings
+
+_MAX_WORKERS = 8  # more threads wait for Python's lock and each other's memory
 
 
 @dataclass(frozen=True, eq=False)
 class TaskBatches:
-    """One task's calibration samples. Each iteration reads and processes them again.
-
-    The data set is read in the caller's thread. Worker threads decode and process images, one batch
-    ahead.
-    """
+    """One task's calibration samples. Each iteration reads and processes them again."""
 
     task: str
     items: ImageItems  # the data set; labels are not read
@@ -33,7 +31,6 @@ class TaskBatches:
     processor: Processor
     split: str = ""
     workers: int = 0  # threads; 0: everything runs in the caller's thread
-    images: ImageCache = field(default_factory=ImageCache)
 
     @property
     def samples(self) -> int:
@@ -54,44 +51,37 @@ class TaskBatches:
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield `{"pixel_values": [batch, channels, height, width]}`, floating point."""
-        uses_folder = self.images.folder is not None
-        results = in_order(
-            self._read,
-            partial(self._process, describe_processor(self.processor) if uses_folder else None),
-            self.indices,
-            workers=self.workers,
-            ahead=max(self.batch_size, 2 * self.workers),
-        )
         size: torch.Size | None = None
-        with closing(results):
-            while batch := list(islice(results, self.batch_size)):
-                for index, pixels, origin in batch:
-                    self.images.counts[origin] += 1
-                    self.images.put((self.split, self.task, index), pixels)
-                images = [pixels for _, pixels, _ in batch]
-                size = size or images[0].shape
-                stacked = stack_pixels(images, self.items.name, "modelpool.processor", size)
+        with closing(self._processed()) as images:
+            while batch := list(islice(images, self.batch_size)):
+                size = size or batch[0].shape
+                stacked = stack_pixels(batch, self.items.name, "modelpool.processor", size)
                 yield {"pixel_values": stacked}
 
-    def _read(self, index: int) -> tuple[int, Any, Tensor | None]:
-        """Return an item as the data set has it, or its pixels if they are in memory."""
-        pixels = self.images.get((self.split, self.task, index))
-        return index, None if pixels is not None else self.items.read(index)[0], pixels
+    def _processed(self) -> Generator[Tensor, None, None]:
+        """Yield the pixels of each sample, which threads decode and process a batch ahead.
 
-    def _process(
-        self, processor_digest: str | None, item: tuple[int, Any, Tensor | None]
-    ) -> tuple[int, Tensor, str]:
-        """Return an item's index, its pixels and their origin."""
-        index, image, pixels = item
-        if pixels is not None:
-            return index, pixels, MEMORY
-        context = self.items.context(index)
-        if processor_digest is None:
-            return index, to_pixels(image, self.processor, *context), PROCESSED
-        image, content = fixed_content(image, *context)
-        name = hashlib.sha256(f"{processor_digest} {content}".encode()).hexdigest()
-        make = partial(to_pixels, image, self.processor, *context)
-        return index, *self.images.load_or_make(name, make)
+        Items are read in the caller's thread, because data sets need not allow others.
+        """
+        items = ((self.items.read(index)[0], index) for index in self.indices)
+        if self.workers == 0:
+            yield from (self._process(image, index) for image, index in items)
+            return
+        ahead = max(self.batch_size, 2 * self.workers)
+        pending: deque[Future[Tensor]] = deque()
+        executor = ThreadPoolExecutor(self.workers, thread_name_prefix="featcal-images")
+        try:
+            for image, index in items:
+                pending.append(executor.submit(self._process, image, index))
+                if len(pending) > ahead:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+    def _process(self, image: Any, index: int) -> Tensor:
+        return to_pixels(image, self.processor, *self.items.context(index))
 
 
 def decode_workers(settings: FeatCalSettings, processor: Any) -> int:
@@ -99,4 +89,8 @@ def decode_workers(settings: FeatCalSettings, processor: Any) -> int:
     if settings.decode_workers != "auto":
         return int(settings.decode_workers)
     # A plain callable may not be safe to share between threads.
-    return automatic_workers() if describe_processor(processor) is not None else 0
+    if not isinstance(processor, ProcessorMixin | BaseImageProcessor):
+        return 0
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return 0 if cores == 1 else min(cores, _MAX_WORKERS)

@@ -238,9 +238,3 @@ class DeclaredSettings:
         ge=0,
         choices=("auto",),
     )
-    pixel_cache_mb: float = setting(
-        512, "Memory for processed images that a run's presets share, in MiB.", ge=0
-    )
-    cache_dir: str | None = _folder(
-        "Folder that keeps processed images for other runs. Null: none are kept.",
-    )

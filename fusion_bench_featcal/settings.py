@@ -10,8 +10,8 @@ from fusion_bench_featcal.declared_settings import DeclaredSettings
 from fusion_bench_featcal.setting_fields import problems_of
 
 SETTINGS_OF_THE_RUN = (
-    "activations", "activations_dir", "cache_dir", "checkpoint_dir", "decode_workers",
-    "ignore_config", "pixel_cache_mb", "resume", "stream_experts",
+    "activations", "activations_dir", "checkpoint_dir", "decode_workers", "ignore_config",
+    "resume", "stream_experts",
 )  # fmt: skip
 """Settings of storage and reading, which do not change the calibrated model."""
 
@@ -28,7 +28,7 @@ PLUS: Mapping[str, Any] = {
 OF_THE_PAPER = ("ridge_lambda", "mix_alpha", "anchor_rho", "eps")
 """Numbers that only the paper's rule has."""
 
-_FOLDERS = ("activations_dir", "cache_dir", "checkpoint_dir")
+_FOLDERS = ("activations_dir", "checkpoint_dir")
 
 
 class CalibrationError(RuntimeError):

@@ -74,13 +74,6 @@ def test_report_has_the_rows_asked_for(run) -> None:
     assert report.samples["featcal"]["mini_korean"] == {"samples": SAMPLES, "split": "train"}
 
 
-def test_presets_process_no_image_twice(run) -> None:
-    cost, images = Report.load(run[0]).cost, SAMPLES * len(image.ALPHABETS2)
-    assert cost["featcal"]["images_processed"] == images
-    assert cost["featcal:anchor"]["images_from_memory"] == images
-    assert "images_processed" not in cost["featcal:anchor"]
-
-
 def test_calibration_recovers_a_part_of_the_gap(run) -> None:
     report = Report.load(run[0])
     share = report.recovered_gap["featcal"]

@@ -53,8 +53,6 @@ DEFAULTS = {
     "checkpoint_dir": None,
     "resume": False,
     "decode_workers": "auto",
-    "pixel_cache_mb": 512,
-    "cache_dir": None,
 }
 
 # lambda, rho, alpha, norms: what the paper and its demo state for their suites
@@ -173,10 +171,6 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("decode_workers", -1, "auto or an integer >= 0"),
     ("decode_workers", "four", "auto or an integer"),
     ("decode_workers", True, "auto or an integer"),
-    ("pixel_cache_mb", -1, ">= 0"),
-    ("pixel_cache_mb", None, "number"),
-    ("cache_dir", "", "folder"),
-    ("cache_dir", 3, "folder"),
     ("modules", "mlp.fc1", "list of patterns"),
     ("modules", [], "list of patterns"),
     ("modules", [""], "list of patterns"),
@@ -235,7 +229,6 @@ AT_THE_EDGE: list[tuple[str, Any]] = [
     ("token_weights", "demo_last_block"),
     ("decoder_rows", "targets"),
     ("decode_workers", 0),
-    ("pixel_cache_mb", 0),
     ("calibration_split", "val"),
     ("calibration_data", {"math": "math.jsonl", "code": {"_target_": "datasets.load_dataset"}}),
     ("stream_experts", True),

@@ -76,13 +76,6 @@ MUTATIONS = [
         "data/test_text_samples.py",
     ),
     Mutation(
-        "kept images do not tell processors apart",
-        "calibration_images.py",
-        'hashlib.sha256(f"{processor_digest} {content}".encode())',
-        'hashlib.sha256(f"{content}".encode())',
-        "data/test_image_cache.py",
-    ),
-    Mutation(
         "rows that are held back are calibrated on",
         "folders/tasks.py",
         "order[: min(wanted, available - held)]",

@@ -18,7 +18,6 @@ from fusion_bench_featcal.comparison.cells import GridRun
 from fusion_bench_featcal.comparison.grid import Grid, GridChoices, make_grid
 from fusion_bench_featcal.comparison.reports import check_places, write_reports
 from fusion_bench_featcal.comparison.store import ResultStore
-from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.fusionbench.console import at_the_end
 from fusion_bench_featcal.fusionbench.loggers import log_results
@@ -51,18 +50,11 @@ class ComparisonSettings(Settings):
     samples_per_task: int = same_as(FeatCalSettings, "samples_per_task")
     calibration_split: str = same_as(FeatCalSettings, "calibration_split", group="")
     steps: int = setting(1000, "Updates of each task's modules in trained methods.", ge=1)
-    pixel_cache_mb: float = setting(
-        0,
-        "Memory for processed images that cells share, in MiB. If above 0, processing counts in "
-        "`seconds` of the first cell only.",
-        ge=0,
-        group="how it runs",
-    )
-    cache_dir: str | None = same_as(FeatCalSettings, "cache_dir")
     process_per_cell: bool = setting(
         False,
         "Run each cell in a process of its own, so that its costs are its own. Starting one takes "
         "seconds.",
+        group="how it runs",
     )
     results_dir: str | None = setting(
         None,
@@ -102,7 +94,6 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         meta = take_fusion_bench_keys(keys)
         self.choices, settings = read_settings(keys, self.setting_kinds, "compare")
         self.seed, self.results_dir = settings.seed, settings.results_dir
-        self.pixel_cache_mb, self.cache_dir = settings.pixel_cache_mb, settings.cache_dir
         self.process_per_cell = settings.process_per_cell
         self.notes = dict(settings.notes or {})
         super().__init__(**meta)
@@ -133,7 +124,6 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         go_on = f"Interrupted. Finished cells are in {store.folder}. To continue, repeat"
         with ending_cleanly(self._program, lambda: f"{go_on} the command"):
             run.run()
-        inputs.images.close()
         self._report(suite, run, folder)
 
     def grid(self, pool_config: Mapping[str, Any]) -> Grid:
@@ -221,8 +211,7 @@ def shared_inputs(algorithm: Any, modelpool: BaseModelPool, taskpool: Any) -> Me
         )
     if algorithm.fabric.world_size > 1:
         raise CalibrationError(f"{name} runs on one device: set fabric.devices=1")
-    images = ImageCache(algorithm.pixel_cache_mb, algorithm.cache_dir)
-    return MethodInputs(modelpool, taskpool, algorithm.fabric, images)
+    return MethodInputs(modelpool, taskpool, algorithm.fabric)
 
 
 def _show(summary: Summary, folder: Path) -> None:

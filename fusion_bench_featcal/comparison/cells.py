@@ -235,7 +235,6 @@ class GridRun:
         method = self.grid.cells[cell]
         with measure() as cost:
             model = method.post_merge(merged, self.inputs)
-        cost.more |= self.inputs.images.take_counts()
         del merged
         result = _result(self._evaluate(f"{merger.name}+{cell}", model), settings=method.settings)
         result.cost = {**cost.as_dict(), **self._deployed(model, method.added(model))}

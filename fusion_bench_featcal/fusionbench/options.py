@@ -21,7 +21,7 @@ FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 
 MERGED = "merged"
 REFERENCES = (BASE, EXPERTS, MERGED)
-_OF_ALL_PRESETS = {"cache_dir", "calibration_data", "checkpoint_dir", "pixel_cache_mb", "resume"}
+_OF_ALL_PRESETS = {"calibration_data", "checkpoint_dir", "resume"}
 
 
 def is_merger(value: Any) -> bool:

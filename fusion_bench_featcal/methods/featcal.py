@@ -62,9 +62,6 @@ class FeatCal(WeightsOnly):
                 "calibration_data: a comparison's methods share the pool's data: set "
                 "modelpool.train_datasets"
             )
-        for key in ("cache_dir", "pixel_cache_mb"):
-            if getattr(self._settings, key) != getattr(FeatCalSettings, key):
-                raise ValueError(f"{key}: set method.{key}, which all cells share")
 
     @property
     def calibration_settings(self) -> FeatCalSettings:

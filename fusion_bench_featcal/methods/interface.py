@@ -1,7 +1,7 @@
 """The interface of post-merging methods and of mergers, and the inputs that they share."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -9,7 +9,6 @@ from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_featcal.calibration_data import calibration_batches, check_tasks_have_data
-from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.fusionbench.own_data import with_own_data
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, ExpertSources, PoolModels
@@ -26,13 +25,11 @@ class MethodInputs:
         modelpool: The pool with base, experts and data.
         taskpool: The task pool that evaluates; None: there is none.
         fabric: Lightning Fabric: the device and the precision.
-        images: Keeps processed images that several methods ask for, where there is room.
     """
 
     modelpool: BaseModelPool
     taskpool: Any
     fabric: Any
-    images: ImageCache = field(default_factory=ImageCache)
 
     @cached_property
     def models(self) -> PoolModels:
@@ -67,12 +64,7 @@ class MethodInputs:
         # Before a tokenizer or processor is looked for, which may have to be downloaded.
         check_tasks_have_data(pool, pool.model_names, settings.calibration_split)
         return calibration_batches(
-            pool,
-            pool.model_names,
-            settings,
-            self.processor,
-            device=self.fabric.device,
-            images=self.images,
+            pool, pool.model_names, settings, self.processor, device=self.fabric.device
         )
 
     def require_base(self, purpose: str, instead: str = "") -> None:

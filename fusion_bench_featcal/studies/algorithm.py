@@ -88,7 +88,6 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
             comparison.results_dir,
             comparison.process_per_cell,
         )
-        self.pixel_cache_mb, self.cache_dir = comparison.pixel_cache_mb, comparison.cache_dir
         super().__init__(**self._meta)
 
     def on_run_start(self) -> None:

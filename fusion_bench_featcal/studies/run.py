@@ -112,8 +112,6 @@ class StudyRun:
                 seed = task.point.seed
                 failed = [FailedCell(upstream=None, name="the point", reason=reason, seed=seed)]
             self._group(task.point.labels).add(runs, failed)
-        if self._inputs is not None:
-            self._inputs.images.close()
         self.minutes = (time.perf_counter() - start) / 60
 
     def study(self, suite: str) -> Study:
@@ -183,8 +181,6 @@ class StudyRun:
             self._conditions = None
             if self._taskpool is None:
                 self._taskpool = program.taskpool
-            if self._inputs is not None:
-                self._inputs.images.close()
             pools = [self.modelpool, self._taskpool]
             if _changes_pools(task.point):
                 configs = (OmegaConf.create(plain(task.config[pool])) for pool in _POOLS)

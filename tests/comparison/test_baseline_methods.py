@@ -1,7 +1,6 @@
 """The baselines as cells on two tasks of the bundled suite: what they make, use and add."""
 
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ from fusion_bench_featcal.comparison import (
     FeatCal,
     FeatureCorrection,
 )
-from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.suites import image
 
@@ -112,25 +110,6 @@ def test_reports_have_the_samples_that_were_there(caplog) -> None:
             "mini_latin": SAMPLES,
         }
     assert caplog.text.count("task mini_greek has 3 samples, fewer than") == 1
-
-
-@pytest.mark.parametrize("keeps", ["nothing", "memory", "disk"])
-def test_cells_share_processed_images_where_asked_to(keeps: str, tmp_path: Path) -> None:
-    folder = str(tmp_path) if keeps == "disk" else None
-    given, number = inputs(), SAMPLES * len(TASKS)
-    given.images = ImageCache(10 if keeps == "memory" else 0, folder)
-    cells = {
-        "surgery": correction("surgery", steps=1, stream="calibration"),
-        "ridge": correction("ridge_surgery"),
-        "test stream": correction("surgery", steps=1),
-    }
-    found = {}
-    for name, cell in cells.items():
-        cell.post_merge(merged(), given)
-        found[name] = dict(given.images.take_counts())
-    shared = "images_processed" if keeps == "nothing" else f"images_from_{keeps}"
-    assert found["ridge"] == {shared: number}
-    assert found["surgery"] == found["test stream"] == {"images_processed": number}
 
 
 def test_correction_before_featcal_is_named() -> None:
