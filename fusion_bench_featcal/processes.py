@@ -5,13 +5,6 @@ process that fails announces it in its next one, so that all end with the same e
 for ever.
 """
 
-import atexit
-import logging
-import os
-import socket
-import sys
-import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,17 +18,9 @@ from fusion_bench_featcal.settings import CalibrationError
 
 Value = TypeVar("Value")
 
-log = logging.getLogger(__name__)
-
-REPORTS_EVERY = 30.0
-"""Seconds after which a process that waits for others reports it, again and again."""
-
 PATIENCE = timedelta(days=7)
-"""Time that a process waits for the others: one of them may be evaluating models meanwhile. A
-process that ended is noticed at once, by its closed connections."""
-
-GRACE = 2.0
-"""Seconds that processes have to report that they are there once one has been lost."""
+"""Time that a process waits for the others: one of them may be evaluating models. A process that
+ended is noticed at once, by its closed connections."""
 
 
 class OtherProcessError(CalibrationError):
@@ -53,7 +38,7 @@ class Processes:
         rank: This process's number, from 0.
         size: Number of processes.
         exchanged_bytes: Bytes of the tensors that this process helped to add up or to spread.
-        doing: Work in hand, named by a process that waits for another one.
+        doing: Current work, for messages.
     """
 
     rank = 0
@@ -98,11 +83,10 @@ class TorchProcesses(Processes):
             patience: How long a process waits for another one that is alive.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._patience, self._meetings, self._hosts = patience, 0, [""] * self.size
+        self._patience = patience
         self._announced: BaseException | None = None
         self._gloo: Any = dist.new_group(backend="gloo", timeout=patience)
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.size)): None}
-        self._hosts = self.gather(socket.gethostname())
 
     def prepare(self, groups: Iterable[Sequence[int]]) -> None:
         """Make the groups."""
@@ -118,44 +102,11 @@ class TorchProcesses(Processes):
     def _exchange(self, failure: str | None, value: Any) -> list[Any]:
         answers: list[Any] = [None] * self.size
         with self._contact():
-            self._meet()
             dist.all_gather_object(answers, (failure, value), group=self._gloo)
         for rank, (error, _) in enumerate(answers):
             if error is not None:
                 raise OtherProcessError(f"{error} (process {rank} of {self.size} ended with this)")
         return [value for _, value in answers]
-
-    def _meet(self) -> None:
-        """Wait for all processes, open to signals, and report it every now and then."""
-        self._meetings += 1
-        met = threading.Event()
-        work: Any = dist.barrier(group=self._gloo, async_op=True)
-        work.get_future().add_done_callback(lambda _: met.set())
-        began = time.monotonic()
-        try:
-            if not met.wait(min(1.0, REPORTS_EVERY)):
-                dist_store().set(f"featcal/{self._meetings}/{self.rank}", "waits")
-                while not met.wait(REPORTS_EVERY):
-                    log.info(
-                        "process %d of %d has waited %.0f s for %s at: %s",
-                        *(self.rank, self.size, time.monotonic() - began),
-                        *(self._absent() or "the slowest process", self.doing),
-                    )
-        except BaseException as stop:
-            # The backend's end would wait for the other processes, or abort this one.
-            atexit.register(_leave, stop.code if isinstance(stop, SystemExit) else 130)
-            raise
-        work.wait()
-
-    def _absent(self) -> str:
-        """Name the processes that are neither at this meeting or the next nor report a loss."""
-        stages = self._meetings, self._meetings + 1, "lost"
-
-        def is_there(rank: int) -> bool:
-            return any(dist_store().check([f"featcal/{stage}/{rank}"]) for stage in stages)
-
-        absent = [rank for rank in range(self.size) if not is_there(rank)]
-        return ", ".join(f"process {rank} ({self._hosts[rank]})" for rank in absent)
 
     def announce(self, error: BaseException) -> None:
         """Tell the others an error that did not come from them."""
@@ -187,39 +138,18 @@ class TorchProcesses(Processes):
 
     @contextmanager
     def _contact(self) -> Iterator[None]:
-        """Context whose broken connections end this process, naming the one that is lost."""
+        """Context whose broken connections end this process."""
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # what all backends raise when a connection breaks
             raise LostProcessError(
-                f"process {self.rank} of {self.size} has lost contact with {self._lost()}, which "
+                f"process {self.rank} of {self.size} has lost contact with another one, which "
                 f"was ended, hangs, or has lost its machine ({error}). Start all of them again: "
                 "with method.checkpoint_dir and method.resume=true a run goes on after its last "
                 "whole block"
             ) from error
-
-    def _lost(self) -> str:
-        """Name the processes that do not report in time that they are there."""
-        try:
-            dist_store().set(f"featcal/lost/{self.rank}", "is there")
-            time.sleep(GRACE)
-            return self._absent() or "another one"
-        except RuntimeError:  # the first process holds the store
-            return f"process 0 ({self._hosts[0]})"
-
-
-def dist_store() -> Any:
-    """Return the key-value store over which torch's processes have met."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def _leave(code: Any) -> None:
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)
 
 
 @contextmanager

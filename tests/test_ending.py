@@ -1,6 +1,5 @@
 """SIGTERM and Ctrl-C end a run cleanly; a process that waits for another says so."""
 
-import logging
 import os
 import signal
 import subprocess
@@ -12,11 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from process_group import in_forks, in_processes
+from process_group import in_forks
 
-from fusion_bench_featcal import processes as waiting
 from fusion_bench_featcal.ending import ending_cleanly
-from fusion_bench_featcal.files import owner_mark
 from fusion_bench_featcal.methods import (
     AnchorOnlyAlgorithm,
     LotAlgorithm,
@@ -130,69 +127,3 @@ def test_stopped_command_leaves_no_temporary_files_and_says_how_to_go_on(
     assert ("method.resume=true" if kept else "Set method.checkpoint_dir") in last
     assert not list((tmp_path / "activations").iterdir())
     assert not list(tmp_path.rglob("*.part"))
-
-
-def test_waiting_process_names_whom_it_waits_for_and_at_what(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(waiting, "REPORTS_EVERY", 0.05)
-
-    def work(processes: waiting.Processes) -> list[str]:
-        lines: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        waiting.log.addHandler(handler)
-        waiting.log.setLevel(logging.INFO)
-        processes.doing = "encoder.layers.2"
-        if processes.rank == 0:
-            while not (tmp_path / "said").exists():
-                time.sleep(0.01)
-        else:
-            handler.emit = lambda record: (  # type: ignore[method-assign]
-                lines.append(record.getMessage()), (tmp_path / "said").touch(),
-            )  # fmt: skip
-        assert processes.gather(processes.rank) == [0, 1]
-        return lines
-
-    _, lines = in_processes(2, work)
-    host = owner_mark().rsplit("-", 1)[0]
-    assert "process 1 of 2 has waited" in lines[0]
-    assert f"for process 0 ({host}" in lines[0] and lines[0].endswith("at: encoder.layers.2")
-
-
-WAITER = """
-import os, sys, time
-from pathlib import Path
-import torch.distributed as dist
-from fusion_bench_featcal.ending import ending_cleanly
-from fusion_bench_featcal.processes import TorchProcesses
-
-rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-store = dist.FileStore(f"{folder}/store", 2)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-processes = TorchProcesses()
-if rank == 1:
-    (folder / "ready").touch()
-    while not (folder / "gone").exists():
-        time.sleep(0.01)
-with ending_cleanly(object(), lambda: "go on"):
-    if rank == 0:
-        (folder / "waits").touch()
-    processes.gather(None)
-"""
-
-
-@pytest.mark.slow
-def test_process_that_waits_ends_at_once_and_the_others_with_it(tmp_path: Path) -> None:
-    def start(rank: int) -> Any:
-        words = [sys.executable, "-c", WAITER, str(rank), str(tmp_path)]
-        return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-
-    first, second = start(0), start(1)
-    while not ((tmp_path / "waits").exists() and (tmp_path / "ready").exists()):
-        assert first.poll() is None and second.poll() is None
-        time.sleep(0.05)
-    first.send_signal(signal.SIGTERM)
-    assert first.communicate()[1].strip().splitlines()[-1] == "go on"
-    assert first.returncode == 143
-    (tmp_path / "gone").touch()
-    assert "LostProcessError" in second.communicate()[1]
-    assert second.returncode == 1
