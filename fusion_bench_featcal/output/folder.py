@@ -8,7 +8,8 @@ remaining tensors and an index are: with its config.json the folder is the model
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,23 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.files import ReportError, prepare_directory, remove_orphans, write_whole
-from fusion_bench_featcal.json_files import digest_json, sealed_json
+from fusion_bench_featcal.files import (
+    ReportError,
+    free_space,
+    prepare_directory,
+    remove_orphans,
+    write_whole,
+)
+from fusion_bench_featcal.json_files import digest_json, read_json, sealed_json
+from fusion_bench_featcal.output import NoOutput
 from fusion_bench_featcal.output.fingerprint import describe_run, differences
-from fusion_bench_featcal.output.manifest import FORMAT, naming_damage, naming_room, read_manifest
-from fusion_bench_featcal.output.no_output import NoOutput
+from fusion_bench_featcal.plurals import bytes_text
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tensor_files import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 
+FORMAT = 3
 MANIFEST, REST, INDEX = "blocks.json", "rest.safetensors", "model.safetensors.index.json"
 
 
@@ -56,7 +64,7 @@ class OutputFolder(NoOutput):
                     "method.resume=true to go on with it, or choose another folder, or remove this "
                     "one"
                 )
-            self._content = read_manifest(folder / MANIFEST)
+            self._content = _read_manifest(folder / MANIFEST)
         self._finished: list[str] = []
         self._files: dict[str, str] = {}
         self._logged = 0
@@ -121,18 +129,14 @@ class OutputFolder(NoOutput):
         """Return the tensors of a finished block that are not the model's; none of another block.
 
         Raises:
-            CalibrationError: If its file is damaged or does not fit the model.
+            CalibrationError: If its file is damaged.
         """
         if block not in self._finished:
             return {}
         path, unfinished = self.folder / self._files[block], model.state_dict()
         remedy = f"{path} to calibrate its block and later ones anew, or the whole folder"
-        with naming_damage(path, remedy):
+        with _naming_damage(path, remedy):
             tensors = read_tensors(path, self._content["blocks"][block]["digest"])
-            for name, tensor in tensors.items():
-                like = unfinished.get(name)
-                if like is None or (like.shape, like.dtype) != (tensor.shape, tensor.dtype):
-                    raise ReportError(f"{name[:100]!r} does not fit the model")
         new = {name: tensor.to(unfinished[name].device) for name, tensor in tensors.items()}
         return {name: tensor for name, tensor in new.items() if not tensor.equal(unfinished[name])}
 
@@ -181,23 +185,56 @@ class OutputFolder(NoOutput):
         self._write(REST, {n: tensor for n, tensor in tensors.items() if files[n] == REST})
         size = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": files}
-        with naming_room(self.folder / INDEX, size):
+        with _naming_room(self.folder / INDEX, size):
             write_whole(self.folder / INDEX, json.dumps(index, indent=2).encode())
 
     def _write(self, file: str, tensors: Mapping[str, Tensor]) -> str:
         path = self.folder / file
-        with naming_room(path, sum(tensor.nbytes for tensor in tensors.values())):
+        with _naming_room(path, sum(tensor.nbytes for tensor in tensors.values())):
             return write_tensors(path, tensors)
 
     def _write_manifest(self, content: dict[str, Any]) -> None:
         """Replace the manifest, if it is still the one that this run read or wrote last."""
         path = self.folder / MANIFEST
-        on_disk = read_manifest(path) if path.exists() else {}
+        on_disk = _read_manifest(path) if path.exists() else {}
         if on_disk != self._content:
             raise CalibrationError(
                 f"another run has begun to use method.checkpoint_dir {self.folder}. Choose another"
             )
         data = sealed_json(content).encode()
-        with naming_room(path, len(data)):
+        with _naming_room(path, len(data)):
             write_whole(path, data)
         self._content = json.loads(json.dumps(content))
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    with _naming_damage(path, "that folder"):
+        content = read_json(path, sealed=True)
+        if content.get("format") != FORMAT:
+            raise ReportError("an earlier version wrote it")
+        return content
+
+
+@contextmanager
+def _naming_damage(path: Path, remedy: str) -> Iterator[None]:
+    """Context whose errors of reading a file say how to go on without it."""
+    try:
+        yield
+    except ReportError as error:
+        raise CalibrationError(
+            f"{path} (method.checkpoint_dir) cannot be used: {error}. Remove {remedy} to begin anew"
+        ) from error
+
+
+@contextmanager
+def _naming_room(path: Path, size: int) -> Iterator[None]:
+    """Context whose errors of writing a file say what it needs and what is free."""
+    try:
+        yield
+    except OSError as error:
+        raise CalibrationError(
+            f"cannot write {path}: {error.strerror or error}. It needs {bytes_text(size)}, and "
+            f"{bytes_text(free_space(path.parent))} are free. Make room or change "
+            "method.checkpoint_dir; with method.resume=true a run goes on after its last whole "
+            "block"
+        ) from error
