@@ -1,32 +1,42 @@
 """The verb `featcal report`, which reads the files of runs and loads no model."""
 
 import argparse
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from fusion_bench_featcal.results.find import ResultFolders
-    from fusion_bench_featcal.results.summary import Summary
 
 
 def report_command(options: argparse.Namespace) -> None:
     """Print (and with --out write) the tables of runs, comparisons and studies from their files."""
     from fusion_bench_featcal.results.find import find
-    from fusion_bench_featcal.results.study_files import report_study
 
     if options.html:
         _write_html(options)
         return
     folders = find(options.runs)
-    folders.refuse_studies_with(folders.runs or options.against)
-    places = _figure_folders(folders.studies, options.out)
-    for study, out in zip(folders.studies, places, strict=True):
-        report_study(study, out)
-    if not folders.studies:
+    folders.refuse_studies_with(folders.runs or folders.studies[1:] or options.against)
+    if folders.studies:
+        _report_study(folders.studies[0], options)
+    else:
         _report_runs(folders, options)
+
+
+def _report_study(folder: Path, options: argparse.Namespace) -> None:
+    from fusion_bench_featcal.results.study import Study
+
+    study = Study.load(folder)
+    written = study.write(options.out, "--out") if options.out else None
+    study.show()
+    if written:
+        print(f"written: {written.parent}")
+    if options.figures:
+        _save_figures(study.figures(), options.figures)
 
 
 def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
@@ -53,15 +63,16 @@ def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
     if written:
         print(f"written: {written.parent}")
     if options.figures:
-        _write_figures(summary, options.figures)
+        from fusion_bench_featcal.results.figures import figures_of
+
+        _save_figures(figures_of(summary), options.figures)
 
 
-def _write_figures(summary: "Summary", folder: str) -> None:
+def _save_figures(figures: "Mapping[str, Figure]", folder: str) -> None:
     """Write the figures of --figures."""
     from fusion_bench_featcal.results import charts
-    from fusion_bench_featcal.results.figures import figures_of
 
-    for path in charts.save(figures_of(summary), folder, "--figures"):
+    for path in charts.save(figures, folder, "--figures"):
         print(f"written: {path}")
 
 
@@ -92,14 +103,3 @@ def _write_html(options: argparse.Namespace) -> None:
     page = check_target(Path(options.html))
     folders = find(options.runs, tables=True)
     print(f"written: {write_page(page, folders, asdict(FeatCalSettings()))}")
-
-
-def _figure_folders(runs: Sequence[Path], out: str | None) -> list[Path | None]:
-    """Return one folder per run below `out`, named by the end of the run's path."""
-    if out is None or not runs:
-        return [None] * len(runs)
-    if len(runs) == 1:
-        return [Path(out)]
-    places = [run.resolve() for run in runs]
-    shared = os.path.commonpath(places)
-    return [Path(out) / place.relative_to(shared) for place in places]

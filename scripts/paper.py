@@ -166,7 +166,9 @@ def observations_part(folder: Path = RESULTS / "studies") -> str:
     """Return a table of observations by study; none of studies without results in `folder`."""
     parts = []
     for name, (source, observations) in OBSERVATIONS.items():
-        paths = sorted({*folder.glob(f"*/{name}/study.json"), *folder.glob(f"{name}/*/study.json")})
+        paths = sorted(
+            {*folder.glob(f"*/{name}/report.json"), *folder.glob(f"{name}/*/report.json")}
+        )
         studies = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
         lines = [
             [f"{_side(one)} is {relation} {_side(other)}",
@@ -287,7 +289,7 @@ def _points(name: str, suite: str) -> dict[tuple[tuple[str, Any], ...], dict[str
         tuple(point["labels"].items()): {
             row["name"]: row["accuracy"]["average"] for row in point["rows"]
         }
-        for point in read("studies", suite, name, "study.json")["points"]
+        for point in read("studies", suite, name, "report.json")["points"]
     }
 
 

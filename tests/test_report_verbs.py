@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.json_files import json_text
 from fusion_bench_featcal.results import Report
 
 
@@ -38,24 +37,8 @@ def test_a_page_is_written_and_named(run: Path, tmp_path: Path, capsys):
     assert "FeatCal's default" not in page.read_text()  # the run has no settings
 
 
-@pytest.fixture
-def study(tmp_path: Path) -> Path:
-    """A study of one point, as `study.json` alone."""
-    row = {"upstream": "ta", "name": "featcal", "accuracy": {"average": 0.7}, "half_width": 0.0,
-           "difference": None, "cost": {}, "samples": ""}  # fmt: skip
-    point = {"labels": {"samples_per_task": 8}, "rows": [row], "failed": []}
-    content = {"kind": "study", "schema": 1, "name": "own", "suite": "toy", "points": [point]}
-    (tmp_path / "study").mkdir()
-    (tmp_path / "study/study.json").write_text(json_text({**content, "seeds": [1]}))
-    return tmp_path / "study"
-
-
-@pytest.mark.parametrize("kind", ["run", "study"])
-def test_a_page_loads_no_model_and_no_framework(
-    kind: str, tmp_path: Path, request: pytest.FixtureRequest
-):
-    folder = request.getfixturevalue(kind)
-    words = ["report", str(folder), "--html", str(tmp_path / "page.html")]
+def test_a_page_loads_no_model_and_no_framework(run: Path, tmp_path: Path):
+    words = ["report", str(run), "--html", str(tmp_path / "page.html")]
     code = (
         f"import sys; from fusion_bench_featcal.cli import main; main({words!r}); "
         "print({'torch', 'transformers', 'fusion_bench', 'hydra', 'matplotlib'} & set(sys.modules))"

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fusion_bench_featcal.comparison.cells import GridRun
 from fusion_bench_featcal.comparison.grid import NONE, Grid
@@ -21,8 +22,9 @@ from fusion_bench_featcal.results import (
 from fusion_bench_featcal.results.cost import RELATIVE_SECONDS, SECONDS_PER_SAMPLE
 from fusion_bench_featcal.results.curves import write_curves
 from fusion_bench_featcal.results.find import refuse_run
+from fusion_bench_featcal.results.long_table import COMPARISON_SEED
 from fusion_bench_featcal.results.remarks import tasks_below_merged
-from fusion_bench_featcal.results.summary import COMPARISON_SEED, Summary, summarise
+from fusion_bench_featcal.results.summary import Summary, summarise
 from fusion_bench_featcal.results.views import write_side_by_side
 
 
@@ -52,9 +54,20 @@ def write_reports(
 
 
 def write_merger_reports(
-    folder: Path, suite: str, run: GridRun, notes: Mapping[str, str]
+    folder: Path,
+    suite: str,
+    run: GridRun,
+    notes: Mapping[str, str],
+    labels: Mapping[str, Any] | None = None,
 ) -> list[Path]:
-    """Write each upstream merger's report to a folder of its name; arguments of `write_reports`.
+    """Write each upstream merger's report to a folder of its name.
+
+    Args:
+        folder: Folder of these folders.
+        suite: Name of the model pool.
+        run: The grid with its finished and failed cells.
+        notes: Name of a merger or cell -> a sentence about it.
+        labels: Labels of the point of a study.
 
     Returns:
         The folders of the mergers that gave a result.
@@ -66,6 +79,7 @@ def write_merger_reports(
             # One of an earlier run would be taken for this one's.
             shutil.rmtree(place, ignore_errors=True)
             continue
+        report.labels = dict(labels or {})
         report.write(place)
         owned = {cell: result for (owner, cell), result in run.results.items() if owner == merger}
         write_curves(place, {cell: result.curves for cell, result in owned.items()})

@@ -177,14 +177,14 @@ def over_suites_grid(found: Iterable[OverSuites], reference: str) -> Grid:
         (
             row_name(("", *each.row)),
             [
-                *_interval_cells(each.interval, each.adjusted),
+                *interval_cells(each.interval, each.adjusted),
                 *(f"{100 * value:+z.1f}" for value in each.by_suite.values()),
             ],
         )
         for each in found
     ]
     suites = list(found[0].by_suite) if found else []
-    return Grid(f"against {reference}", [*_INTERVAL_COLUMNS, *suites], lines)
+    return Grid(f"against {reference}", [*INTERVAL_COLUMNS, *suites], lines)
 
 
 def row_name(key: RowKey) -> str:
@@ -214,19 +214,20 @@ def difference_grid(found: Iterable[Difference], reference: str) -> Grid:
         (
             row_name(each.row),
             [
-                *_interval_cells(each.interval, each.adjusted),
+                *interval_cells(each.interval, each.adjusted),
                 {WIN: "above", LOSS: "below", TIE: "tie"}[each.outcome],
             ],
         )
         for each in found
     ]
-    return Grid(f"against {reference}", [*_INTERVAL_COLUMNS, ""], lines)
+    return Grid(f"against {reference}", [*INTERVAL_COLUMNS, ""], lines)
 
 
-_INTERVAL_COLUMNS = ("points", "95 % interval", "p (Holm)")
+INTERVAL_COLUMNS = ("points", "95 % interval", "p (Holm)")
 
 
-def _interval_cells(interval: Interval, adjusted: float) -> list[str]:
+def interval_cells(interval: Interval, adjusted: float) -> list[str]:
+    """Return cells of `INTERVAL_COLUMNS`."""
     return [
         f"{100 * interval.estimate:+z.1f}",
         f"{100 * interval.low:+z.1f} to {100 * interval.high:+z.1f}",

@@ -10,7 +10,7 @@ from fusion_bench_featcal.json_files import read_json
 
 from .diagnosis import DIAGNOSIS_FILE
 from .report import REPORT_FILE
-from .schema import COMBINED_KIND, KIND, SIDE_BY_SIDE_KIND, STUDY_FILE, check_comparison
+from .schema import COMBINED_KIND, KIND, SIDE_BY_SIDE_KIND, STUDY_KIND, check_comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class FailedCell:
     name: str  # of the cell; `none` if the merger itself failed
     reason: str
     seed: int | None = None  # of the comparison; None where it is not known
+    point: str = ""  # of a study, in words
 
 
 @dataclass
@@ -74,7 +75,7 @@ def find(paths: Iterable[str | Path], *, tables: bool = False) -> ResultFolders:
     for path in map(Path, paths):
         if not path.exists():
             raise ReportError(f"no such run: {path}")
-        if path.name in (REPORT_FILE, STUDY_FILE, DIAGNOSIS_FILE) and path.is_file():
+        if path.name in (REPORT_FILE, DIAGNOSIS_FILE) and path.is_file():
             path = path.parent
         before = folders.number(tables)
         _search(path, folders)
@@ -101,10 +102,10 @@ def refuse_run(directory: str | Path, setting: str) -> None:
 
 
 def _search(folder: Path, folders: ResultFolders) -> None:
-    if (folder / STUDY_FILE).is_file():
+    content = _content(folder)
+    if content.get("kind") == STUDY_KIND:
         folders.studies.append(folder)
         return
-    content = _content(folder)
     if content.get("kind") == KIND:
         folders.runs.append(folder)
         return

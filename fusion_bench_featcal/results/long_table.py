@@ -10,6 +10,8 @@ FEATCAL = "featcal"
 AVERAGE = "average"
 NORMALISED = "normalised"
 UNAVAILABLE = "unavailable"
+COMPARISON_SEED = "comparison"
+"""Key of a comparison's seed among the seeds of a run."""
 GIVEN = "merged"
 """Row of a merged model whose merger is not known."""
 LEAST_GAP = 0.01

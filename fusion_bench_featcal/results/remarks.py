@@ -131,7 +131,7 @@ def closing_lines(
     saved = f"saved the model of row {saved_row}: {saved_path}"
     if saved_path is None:
         saved = f"not saved: merged_model_save_path=DIR saves the model of row {saved_row}"
-    return [saved, *_higher_row(report, saved_row), *(_next_lines(folder) if folder else [])]
+    return [saved, *_higher_row(report, saved_row), *(next_lines(folder) if folder else [])]
 
 
 def _higher_row(report: Report, saved_row: str) -> list[str]:
@@ -152,7 +152,8 @@ def _higher_row(report: Report, saved_row: str) -> list[str]:
     return [line, f"  method.save={best} saves it (this selects on test data)"]
 
 
-def _next_lines(folder: Path) -> list[str]:
+def next_lines(folder: Path) -> list[str]:
+    """Return the folder of the reports and the command that prints them."""
     return [
         f"reports: {folder}",
         f"next: {featcal_program()} report {shlex.quote(str(folder))}",
@@ -174,5 +175,5 @@ def closing_lines_of_a_comparison(folder: Path) -> list[str]:
     return [
         "compare saves no model; run a method by itself for that:",
         "  method=featcal merged_model_save_path=DIR",
-        *_next_lines(folder),
+        *next_lines(folder),
     ]

@@ -11,7 +11,7 @@ from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_dir
 from fusion_bench_featcal.json_files import json_text, plain, read_json
 
 from .items import ITEMS_FILE, load_items, save_items
-from .long_table import ACCURACY, LOSS, SHARE
+from .long_table import ACCURACY, COMPARISON_SEED, LOSS, SHARE
 from .run_page import print_run, run_markdown
 from .run_rows import RunRows
 from .schema import KIND, check_run
@@ -103,6 +103,19 @@ class Report(RunRows):
                 line = lines.setdefault((entry.row, entry.task), place)
                 line[entry.metric] = f"{entry.value:.6f}"
         return csv_text(("suite", "upstream", "name", "task", *metrics), lines.values())
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the long table of numbers: labels, then suite to value."""
+        seed = self.seeds.get(COMPARISON_SEED, self.seeds_key)
+        return [
+            {
+                **self.labels, "suite": entry.suite, "merger": entry.merger, "row": entry.row,
+                "task": entry.task, "seed": seed, "metric": entry.metric,
+                "value": f"{entry.value:.6g}",
+            }
+            for entry in self.entries()
+            if isinstance(entry.value, int | float)
+        ]  # fmt: skip
 
     def show(self, *, losses: bool = False) -> None:
         """Print the tables to stdout, and under them what was calibrated with what, and where.

@@ -60,6 +60,8 @@ class RunRows:
     """Row -> task -> {"samples": number really used, "split": calibration split}."""
     seeds: dict[str, int | None] = field(default_factory=dict)
     """Seeds by what they seed, for example {"calibration": 42}."""
+    labels: dict[str, Any] = field(default_factory=dict)
+    """Labels of the point of a study that the run belongs to, such as {"samples_per_task": 8}."""
     test_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Task -> {"items": number of test items, ...}; equal for comparable runs."""
     versions: dict[str, str] = field(default_factory=dict)

@@ -12,7 +12,6 @@ SCHEMA = 1
 KIND = "run"
 SIDE_BY_SIDE_KIND = "comparison"
 STUDY_KIND = "study"
-STUDY_FILE = "study.json"
 COMBINED_KIND = "combined"
 # Accuracies pass through float32 on their way into a report.
 TOLERANCE = 1e-5
@@ -33,6 +32,7 @@ RUN = {
     "cost": {"*": {"*": _SCALAR}},
     "samples": {"*": {"*": {"!": ("samples", "split"), "samples": NUMBER, "split": str}}},
     "seeds": {"*": int | None},
+    "labels": {"*": _SCALAR},
     "test_sets": {"*": {}},
     "versions": {"*": str},
     "device": {},
@@ -53,6 +53,7 @@ _FAILED_CELL = {
     "name": str,
     "reason": str,
     "seed": int | None,
+    "point": str,
 }
 COMPARISON = {
     "!": ("suite", "rows", "failed"),
@@ -62,44 +63,16 @@ COMPARISON = {
     "rows": [_COMPARISON_ROW],
 }
 
-_STUDY_ROW = {
-    "!": ("upstream", "name", "accuracy", "half_width", "difference", "cost", "samples"),
-    "upstream": str | None,
-    "name": str,
-    "accuracy": {"!": (AVERAGE,), "*": NUMBER},
-    "half_width": NUMBER,
-    "difference": {
-        "?": True,
-        "!": ("estimate", "low", "high"),
-        "estimate": NUMBER,
-        "low": NUMBER,
-        "high": NUMBER,
-    },
-    "against": str | None,
-    "recovered_gap": NUMBER | None,
-    "worst_recovered_gap": NUMBER | None,
-    "spread": {"*": NUMBER},
-    "cost": {"*": NUMBER},
-}
 STUDY = {
-    "!": ("name", "suite", "points", "seeds"),
+    "!": ("kind", "name", "suite", "runs", "failed", "over", "against", "columns"),
+    "kind": str,
     "name": str,
     "suite": str,
-    "seeds": [int],
+    "runs": [str],
+    "failed": [_FAILED_CELL],
     "over": [str],
-    "design": str,
-    "minutes": NUMBER | None,
-    "notes": [str],
-    "versions": {"*": str},
-    "device": {},
-    "points": [
-        {
-            "!": ("labels", "rows", "failed"),
-            "labels": {"*": _SCALAR},
-            "rows": [_STUDY_ROW],
-            "failed": [_FAILED_CELL],
-        }
-    ],
+    "against": {"*": [str]},
+    "columns": [str],
 }
 _INTERVAL = {"?": True, "!": ("estimate", "low", "high"), "*": NUMBER}
 # Rows of several runs' report, of either kind, as far as a page shows them without the runs.
@@ -129,7 +102,7 @@ TABLE = {
     }],
 }  # fmt: skip
 
-_OPTIONAL = {"loss"}  # earlier reports lack it
+_OPTIONAL = {"loss", "labels"}  # earlier reports lack them
 _DERIVED = {"kind", "schema", "tasks", "recovered_gap", "recovered_gap_per_task"}
 
 

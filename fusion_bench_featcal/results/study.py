@@ -1,157 +1,371 @@
-"""Results of a study: comparisons by their points' labels, as `study.json` and a long table."""
+"""Results of a study: comparisons at several points, which labels tell apart."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fusion_bench_featcal.files import ReportError
-from fusion_bench_featcal.json_files import read_json
+from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory
+from fusion_bench_featcal.json_files import plain, read_json
 
+from . import charts
+from .columns import accuracy_cells, cost_cells
+from .differences import INTERVAL_COLUMNS, Difference, differences, interval_cells
 from .find import FailedCell
-from .items import Interval, Scores, over_seeds, paired_difference, stacked
-from .long_table import AVERAGE
-from .report import Report
-from .schema import SCHEMA, STUDY, STUDY_FILE, STUDY_KIND, check_types
-from .summary import COMPARISON_SEED, Summary, SummaryRow, summarise
+from .items import LEVEL, half_width
+from .long_table import AVERAGE, BASE, COMPARISON_SEED, EXPERTS
+from .report import REPORT_FILE, Report, csv_text, write_files
+from .schema import SCHEMA, STUDY, STUDY_KIND, check_types
+from .summary import Summary, SummaryRow, summarise
+from .tables import ABSENT, Grid, console, page, percent, print_page, titled
+from .views import explanations, failures, spread_meaning, task_grid
 
-_SHORT = {"samples_per_task": "n"}
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+AVERAGE_HEAD = "average accuracy, % (gap recovered on the worst task)"
 
 
-@dataclass
-class Group:
-    """Runs at one point, of all its seeds.
-
-    Attributes:
-        labels: Labels of the point, without the seed.
-        runs: Folders with the report of one merger and seed each.
-        failed: Cells that gave no result.
-    """
+class Point(NamedTuple):
+    """A point: its labels, and a summary for each value of the labels that are averaged over."""
 
     labels: dict[str, Any]
-    runs: list[Path] = field(default_factory=list)
-    failed: list[FailedCell] = field(default_factory=list)
-    summary: Summary | None = None
-    by_seed: dict[tuple[str | None, str], dict[int, float]] = field(default_factory=dict)
-    flags: dict[tuple[str | None, str], dict[int, Scores]] = field(default_factory=dict)
+    summaries: list[Summary]
+    averaged: list[dict[str, Any]]  # these labels of each summary
 
-    def add(self, runs: Sequence[Path], failed: Sequence[FailedCell]) -> None:
-        """Add what one seed gave."""
-        self.runs += runs
-        self.failed += failed
-
-    def load(self) -> None:
-        """Read the runs' reports, and average them over seeds."""
-        if not self.runs:
-            return
-        self.summary = summarise(self.runs, self.failed)
-        for report in map(Report.load, self.runs):
-            seed = report.seeds.get(COMPARISON_SEED) or 0
-            for name, row in report.rows.items():
-                key = report.upstream, name
-                self.by_seed.setdefault(key, {})[seed] = row[AVERAGE]
-                if set(report.items.get(name, ())) == set(row) - {AVERAGE}:
-                    self.flags.setdefault(key, {})[seed] = report.items[name]
-
-    def row(self, merger: str | None, name: str) -> SummaryRow | None:
-        """The row of a name on a merger."""
-        rows = self.summary.rows if self.summary else []
-        return next((row for row in rows if (row.upstream, row.name) == (merger, name)), None)
-
-    def scores(self, merger: str | None, name: str, seeds: Sequence[int]) -> Scores | None:
-        """Flags of a row, task -> `[seeds, items]`; None where a seed has none."""
-        known = self.flags.get((merger, name), {})
-        if not set(seeds) <= set(known):
-            return None
-        return stacked(known, seeds)
+    def rows(self, merger: str, name: str) -> list[SummaryRow]:
+        """Return the rows of a name."""
+        rows = (row for summary in self.summaries for row in summary.rows)
+        return [row for row in rows if (row.upstream, row.name) == (merger, name)]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Study:
-    """A study's results.
+    """Runs of a study and the way to show them.
 
     Attributes:
-        name: Its name, such as `samples`.
+        name: Name of the study, such as `samples`.
         suite: Model pool.
-        points: By point: its labels, rows and failed cells, averaged over seeds.
-        seeds: All seeds.
+        runs: Folders of the points' runs, whose reports have the labels.
+        failed: Cells without a result.
         over: Labels that are averaged over, as seeds are.
-        design: `product` of the axes, or `each` axis around the present settings.
-        minutes: Of the last pass, without cells that earlier ones had finished.
+        against: Row -> rows that are compared with it, where the study has one point.
+        columns: Columns of a comparison that have a table by point, beside the average.
     """
 
     name: str
     suite: str
-    points: list[dict[str, Any]]
-    seeds: list[int]
+    runs: list[Path]
+    failed: list[FailedCell] = field(default_factory=list)
     over: list[str] = field(default_factory=list)
-    design: str = "product"
-    minutes: float | None = None
-    notes: list[str] = field(default_factory=list)
-    versions: dict[str, str] = field(default_factory=dict)
-    device: dict[str, Any] = field(default_factory=dict)
-    lines: list[dict[str, Any]] = field(default_factory=list, repr=False)  # of the long table
+    against: Mapping[str, list[str]] = field(default_factory=dict)
+    columns: list[str] = field(default_factory=list)
 
-    @property
-    def labels(self) -> list[str]:
-        """Names of the points' labels."""
-        return list(dict.fromkeys(name for point in self.points for name in point["labels"]))
+    def points(self) -> list[Point]:
+        """Read the runs and average each point over its seeds.
 
-    @property
-    def mergers(self) -> list[str]:
-        """Upstream mergers, in the order of the points."""
-        rows = (row for point in self.points for row in point["rows"])
-        return list(dict.fromkeys(row["upstream"] for row in rows))
+        Raises:
+            ReportError: If there is no run, a report is damaged, or runs contradict one another.
+        """
+        if not self.runs:
+            reasons = list(dict.fromkeys(cell.reason for cell in self.failed))
+            raise ReportError(f"no point of the study gave a result: {'; '.join(reasons[:3])}")
+        groups: dict[tuple[Any, ...], tuple[dict[str, Any], list[Path]]] = {}
+        for run in self.runs:
+            labels = Report.load(run).labels
+            groups.setdefault(tuple(labels.items()), (labels, []))[1].append(run)
+        points: dict[tuple[Any, ...], Point] = {}
+        for labels, runs in groups.values():
+            shown = {key: value for key, value in labels.items() if key not in self.over}
+            point = points.setdefault(tuple(shown.items()), Point(shown, [], []))
+            point.summaries.append(summarise(runs))
+            point.averaged.append({key: labels[key] for key in self.over if key in labels})
+        return list(points.values())
 
-    def names(self, merger: str) -> list[str]:
-        """Names of a merger's rows."""
-        rows = (row for point in self.points for row in point["rows"])
-        return list(dict.fromkeys(row["name"] for row in rows if row["upstream"] == merger))
+    def write(self, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
+        """Write `report.md`, the long table `report.csv` and, last, `report.json`.
+
+        Raises:
+            ReportError: If the folder cannot be written, or there is no result.
+        """
+        points = self.points()
+        folder = prepare_directory(directory, setting).resolve()
+        content = asdict(self) | {"runs": [self._address(run, folder) for run in self.runs]}
+        reports = [Report.load(run) for run in self.runs]
+        lines = [line for report in reports for line in report.lines()]
+        about = {
+            "seeds": list(dict.fromkeys(report.seeds.get(COMPARISON_SEED) for report in reports)),
+            "versions": reports[0].versions,
+            "device": reports[0].device,
+            "points": [
+                {"labels": point.labels | labels, "rows": self._stored(summary)}
+                for point in points
+                for summary, labels in zip(point.summaries, point.averaged, strict=True)
+            ],
+        }
+        heads = dict.fromkeys(key for line in lines for key in line)
+        return write_files(
+            folder,
+            {"kind": STUDY_KIND, "schema": SCHEMA, **content, **plain(about, "study")},
+            csv_text(heads, lines),
+            self._markdown(points),
+            setting,
+        )
 
     @classmethod
     def load(cls, directory: str | Path) -> "Study":
-        """Read `study.json`.
+        """Read the `report.json` of a study.
 
         Raises:
-            ReportError: If it is damaged, of another kind or schema.
+            ReportError: If it is missing or damaged.
         """
-        path = Path(directory) / STUDY_FILE
+        path = Path(directory) / REPORT_FILE
         content = read_json(path)
-        if not isinstance(content, dict) or content.get("kind") != STUDY_KIND:
-            raise ReportError(f'{path} is not a study (no "kind": "{STUDY_KIND}")')
-        if content.get("schema") != SCHEMA:
-            raise ReportError(
-                f"{path} has schema {content.get('schema')!r}; this version of "
-                f"fusion_bench_featcal reads schema {SCHEMA}. Run the study again."
-            )
         check_types(content, STUDY, str(path))
-        names = set(cls.__dataclass_fields__) - {"lines"}
-        return cls(**{key: value for key, value in content.items() if key in names})
+        if content.get("schema") != SCHEMA:
+            raise ReportError(f"{path} has schema {content.get('schema')!r}: run the study again")
+        failed = [FailedCell(**cell) for cell in content["failed"]]
+        runs = [path.parent / run for run in content["runs"]]
+        names = ("name", "suite", "over", "against", "columns")
+        return cls(**{name: content[name] for name in names}, failed=failed, runs=runs)
+
+    def show(self) -> None:
+        """Print tables and sentences to stdout."""
+        points, width = self.points(), console().width
+        tables = [
+            table
+            for title, grid in self.grids(points)
+            for table in titled(f"{self.suite}, {self.name}: {title}", grid.fitting(width))
+        ]
+        print_page(tables, self.sentences(points))
+
+    def grids(self, points: Sequence[Point]) -> list[tuple[str, Grid]]:
+        """Return titles and tables: for each merger the average, then the other columns."""
+        grids = []
+        for merger in mergers_of(points):
+            if len(points) == 1 and len(points[0].summaries) == 1:
+                grids.append((f"over {merger}", self._rows_grid(points[0].summaries[0], merger)))
+                continue
+            grids.append((f"{AVERAGE_HEAD}, over {merger}", _points_grid(points, merger)))
+            for column in self.columns:
+                grid = _points_grid(points, merger, column)
+                if any(cell != ABSENT for _, cells in grid.lines for cell in cells):
+                    grids.append((f"{column}, over {merger}", grid))
+        return grids
+
+    def figures(self) -> "dict[str, Figure]":
+        """Return a figure for each merger: curves along numeric axes, else dots by point."""
+        points, title = self.points(), f"{self.suite}, {self.name}"
+        figures = {}
+        for merger in mergers_of(points):
+            over, label = f"{title}, over {merger}", "average accuracy, %"
+            if curves := curves_of(points, merger):
+                figure = charts.curves(curves, "", label, title=over)
+            else:
+                figure = charts.dots({"": _dots_of(points, merger)}, label, title=over)
+            figures[f"{self.name}_{merger}"] = figure
+        return figures
+
+    def sentences(self, points: Sequence[Point]) -> list[str]:
+        """Return the meaning of the numbers, failed cells and the runs' notes."""
+        over = " and ".join(self.over)
+        summaries = [summary for point in points for summary in point.summaries]
+        if len(summaries) == 1:
+            return [*failures(self.failed), *explanations(summaries[0]), *_fewer_samples(points)]
+        meaning = "accuracy in per cent"
+        if over:
+            meaning += f", mean over {over}, ± half of the {100 * LEVEL:.0f} % interval over "
+            meaning += f"{over} (Student's t, as if these did not overlap)"
+        else:
+            meaning += spread_meaning([row for each in summaries for row in each.rows])
+        notes = dict.fromkeys(note for each in summaries for note in each.notes)
+        return [
+            *failures(self.failed),
+            meaning,
+            *_fewer_samples(points),
+            # Each point's report names the tasks that end below the merged model.
+            *(f"note: {note}" for note in notes if "below the merged model" not in note),
+        ]
+
+    def _markdown(self, points: Sequence[Point]) -> str:
+        parts: list[str | Sequence[str]] = []
+        for title, grid in self.grids(points):
+            parts += [f"## {title[0].upper()}{title[1:]}", grid.for_page().markdown()]
+        for point in points if not self.over else ():
+            rows = point.summaries[0].displayed(point.summaries[0].suites[0])
+            parts += [f"### Accuracy per task, {label_text(point.labels) or 'all rows'}"]
+            parts += [task_grid(rows).for_page().markdown()]
+        return page(f"# {self.suite}: {self.name}", *parts, "## Notes", self.sentences(points))
+
+    def _stored(self, summary: Summary) -> list[dict[str, Any]]:
+        """Return the rows of a point as `report.json` has them."""
+        compared = {each.row: each for each in self._differences(summary)}
+        rows = []
+        for row in summary.rows:
+            each = compared.get((row.suite, row.upstream, row.name))
+            numbers = (int, float)
+            rows.append(
+                {
+                    **{key: getattr(row, key) for key in _STORED},
+                    "half_width": row.half_width((row.deviation or {}).get(AVERAGE)) or 0.0,
+                    "against": each.other[2] if each else row.upstream,
+                    "difference": each.interval if each else row.gain_interval,
+                    "cost": {key: n for key, n in row.cost.items() if isinstance(n, numbers)},
+                }
+            )
+        return rows
+
+    def _differences(self, summary: Summary) -> list[Difference]:
+        """Return differences of rows from those that they change, where test items are known."""
+        keys = {
+            (row.upstream, row.name): (row.suite, row.upstream, row.name) for row in summary.rows
+        }
+        pairs = [
+            (keys[merger, row], keys[merger, name])
+            for merger in mergers_of([Point({}, [summary], [])])
+            for name, rows in self.against.items()
+            for row in rows
+            if (merger, row) in keys and (merger, name) in keys
+        ]
+        known = summary.scores
+        return differences(known, [pair for pair in pairs if pair[0] in known and pair[1] in known])
+
+    def _rows_grid(self, summary: Summary, merger: str) -> Grid:
+        """Return rows of the only point, with differences from the rows that they change."""
+        suite = summary.suites[0]
+        others = {row: name for name, rows in self.against.items() for row in rows}
+        compared = {each.row: each for each in self._differences(summary)}
+        lines = []
+        for row in summary.displayed(suite):
+            if row.upstream != merger and not row.is_reference:
+                continue
+            cells = accuracy_cells(row)
+            chosen = [cells[head] for head in _ROW_COLUMNS]
+            each = compared.get((suite, merger, row.name))
+            difference = [ABSENT] * len(INTERVAL_COLUMNS)
+            if each is not None:
+                difference = interval_cells(each.interval, each.adjusted)
+            other = others.get(row.name, ABSENT)
+            lines.append((row.name, [*chosen, other, *difference]))
+        return Grid("", [*_ROW_COLUMNS, "against", *INTERVAL_COLUMNS], lines)
+
+    def _address(self, run: Path, folder: Path) -> str:
+        path = run.resolve()
+        return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+
+
+_STORED = (
+    "upstream", "name", "accuracy", "gain", "recovered_gap", "worst_task", "worst_recovered_gap",
+    "samples",
+)  # fmt: skip
+_ROW_COLUMNS = (AVERAGE, "gain over merger", "worst task", "its gap")
+
+
+def mergers_of(points: Sequence[Point]) -> list[str]:
+    """Return the upstream mergers, in order."""
+    rows = (row for point in points for summary in point.summaries for row in summary.rows)
+    return list(dict.fromkeys(row.upstream for row in rows if row.upstream is not None))
+
+
+def names_of(points: Sequence[Point], merger: str) -> list[str]:
+    """Return the names of a merger's rows without the base, experts last."""
+    rows = (row for point in points for summary in point.summaries for row in summary.rows)
+    names = dict.fromkeys(row.name for row in rows if row.upstream == merger)
+    return sorted((name for name in names if name != BASE), key=lambda name: name == EXPERTS)
 
 
 def label_text(labels: Mapping[str, Any]) -> str:
-    """Labels of a point in words."""
-    return ", ".join(f"{_SHORT.get(key, key)} = {value}" for key, value in labels.items())
+    """Return the labels of a point in words, such as `n = 8`."""
+    return ", ".join(
+        f"{'n' if key == 'samples_per_task' else key} = {value}" for key, value in labels.items()
+    )
 
 
-def difference(
-    one: tuple[Group, str | None, str], other: tuple[Group, str | None, str]
-) -> Interval | None:
-    """Accuracy of a row minus that of another, which may be of another point, and its interval.
+def average_of(rows: Sequence[SummaryRow]) -> tuple[float, float | None]:
+    """Return the mean accuracy and half of its 95 % interval.
 
-    Both are those of the seeds that the two sides have in common, and the interval is that of
-    `over_seeds`. None where a row is missing, or the sides have no seed in common.
+    Args:
+        rows: A row at one point, for each value of the labels that are averaged over. With one
+            the interval is over seeds, with several over these values.
     """
-    first, second = (group.by_seed.get((merger, name), {}) for group, merger, name in (one, other))
-    seeds = [seed for seed in first if seed in second]
-    if not seeds:
-        return None
-    gains = [first[seed] - second[seed] for seed in seeds]
-    mine, others = (group.scores(merger, name, seeds) for group, merger, name in (one, other))
-    items = None
-    if mine is not None and others is not None:
-        with suppress(ReportError):  # other tasks or test items
-            items = paired_difference(mine, others)
-    return over_seeds(fmean(gains), gains, items)
+    values = [row.accuracy[AVERAGE] for row in rows]
+    if len(rows) > 1:
+        return fmean(values), half_width(values)
+    return values[0], rows[0].half_width((rows[0].deviation or {}).get(AVERAGE))
+
+
+def curves_of(
+    points: Sequence[Point], merger: str
+) -> dict[str, dict[str, list[tuple[float, float, float | None, float | None]]]]:
+    """Return accuracy in per cent along each numeric axis, as `charts.curves` draws it.
+
+    Labels of all other axes are those of the first point.
+    """
+    curves: dict[str, dict[str, list[tuple[float, float, float | None, float | None]]]] = {}
+    for axis in points[0].labels:
+        others = {key: value for key, value in points[0].labels.items() if key != axis}
+        line = [point for point in points if others.items() <= point.labels.items()]
+        if len(line) < 2 or not all(isinstance(p.labels[axis], int | float) for p in line):
+            continue
+        for point in sorted(line, key=lambda point: point.labels[axis]):
+            for name, (value, low, high) in _estimates(point, merger).items():
+                row = curves.setdefault(axis, {}).setdefault(name, [])
+                row.append((point.labels[axis], value, low, high))
+    return curves
+
+
+def _dots_of(
+    points: Sequence[Point], merger: str
+) -> dict[str, dict[str, tuple[float, float | None, float | None]]]:
+    rows: dict[str, dict[str, tuple[float, float | None, float | None]]] = {}
+    for point in points:
+        for name, estimate in _estimates(point, merger).items():
+            rows.setdefault(name, {})[label_text(point.labels) or "all"] = estimate
+    return rows
+
+
+def _estimates(point: Point, merger: str) -> dict[str, tuple[float, float | None, float | None]]:
+    """Return the accuracy of each row in per cent, with its interval; the merger is `merged`."""
+    estimates = {}
+    for name in names_of([point], merger):
+        value, half = average_of(point.rows(merger, name))
+        low, high = (None, None) if half is None else (100 * (value - half), 100 * (value + half))
+        estimates[charts.MERGED if name == merger else name] = (100 * value, low, high)
+    return estimates
+
+
+def _points_grid(points: Sequence[Point], merger: str, column: str = "") -> Grid:
+    """Return a table of rows by points; without a column of averages."""
+    lines = [
+        (
+            name if name in (merger, EXPERTS) else f"+ {name}",
+            [_cell(point.rows(merger, name), column) for point in points],
+        )
+        for name in names_of(points, merger)
+    ]
+    grid = Grid("", [label_text(point.labels) for point in points], lines)
+    return grid if len(points) < min(10, len(lines) + 4) else grid.transposed()
+
+
+def _cell(rows: Sequence[SummaryRow], column: str) -> str:
+    if not rows:
+        return ABSENT
+    if column:
+        cells = accuracy_cells(rows[0]) | cost_cells(rows[0])
+        return cells.get(column, ABSENT) if len(rows) == 1 else ABSENT
+    average, half = average_of(rows)
+    shares = [row.worst_recovered_gap for row in rows if row.worst_recovered_gap is not None]
+    spread = "" if half is None else f" ± {percent(half)}"
+    return percent(average) + spread + (f" ({100 * min(shares):.0f} %)" if shares else "")
+
+
+def _fewer_samples(points: Sequence[Point]) -> list[str]:
+    """Return a sentence for each number of samples that some tasks do not have."""
+    lines: dict[str, None] = {}
+    for point in points:
+        number = point.labels.get("samples_per_task")
+        for row in (row for summary in point.summaries for row in summary.rows):
+            if isinstance(number, int) and row.samples and int(row.samples.split()[0]) < number:
+                lines[f"n = {number}: tasks with fewer samples give all of them"] = None
+    return list(lines)

@@ -25,6 +25,7 @@ from .long_table import (
     ACCURACY,
     AVERAGE,
     BASE,
+    COMPARISON_SEED,
     CORRECT,
     EXPERTS,
     LOSS,
@@ -42,7 +43,6 @@ from .report import Report
 
 _SEED_SETTING = "seed"
 # The seed of all mergers and cells of a comparison, among the seeds of its reports.
-COMPARISON_SEED = "comparison"
 
 
 @dataclass(frozen=True, kw_only=True)

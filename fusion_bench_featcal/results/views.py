@@ -65,7 +65,7 @@ def show_one_run(report: Report, summary: Summary) -> None:
         summary: The same run's rows with their intervals.
     """
     tables = titled(run_title(report), one_run_grid(report, summary).fitting(console().width))
-    print_page(tables, [*provenance(report), *_explanations(summary)])
+    print_page(tables, [*provenance(report), *explanations(summary)])
 
 
 def one_run_grid(report: Report, summary: Summary) -> Grid:
@@ -86,7 +86,7 @@ def one_run_grid(report: Report, summary: Summary) -> Grid:
 
 def show_combined(summary: Summary) -> None:
     """Print the tables and what the numbers mean to stdout."""
-    print_page(combined_tables(summary, console().width), _explanations(summary))
+    print_page(combined_tables(summary, console().width), explanations(summary))
 
 
 def combined_tables(summary: Summary, width: int) -> "list[Table]":
@@ -95,7 +95,7 @@ def combined_tables(summary: Summary, width: int) -> "list[Table]":
     for suite in summary.suites:
         rows = summary.displayed(suite)
         tables += titled(f"{suite}: average over tasks", _average_grid(rows).split(width))
-        tables += titled(f"{suite}: accuracy per task, %", _task_grid(rows).fitting(width))
+        tables += titled(f"{suite}: accuracy per task, %", task_grid(rows).fitting(width))
     return tables
 
 
@@ -115,7 +115,7 @@ def write_combined(summary: Summary, directory: str | Path, setting: str = "--ou
         rows = summary.displayed(suite)
         parts += [f"## {suite}", _average_grid(rows).markdown(), *_task_parts(rows)]
     runs = [f"`{run}`" for run in summary.runs]
-    text = page("# Combined report", *parts, _explanations(summary), "## Runs", runs)
+    text = page("# Combined report", *parts, explanations(summary), "## Runs", runs)
     directory = _prepared(directory, setting)
     return write_files(directory, content, csv_text(lines[0], lines), text, setting)
 
@@ -162,12 +162,12 @@ def _task_parts(rows: Sequence[SummaryRow]) -> list[str]:
         if row.loss
     }
     loss = ["### Loss", loss_grid(losses, rows[0].tasks).markdown()] if losses else []
-    return [_task_grid(rows).for_page().markdown(), *loss]
+    return [task_grid(rows).for_page().markdown(), *loss]
 
 
-def _explanations(summary: Summary) -> list[str]:
+def explanations(summary: Summary) -> list[str]:
     """Sentences under the tables: what the numbers mean, then the runs' own notes."""
-    lines = ["accuracy in per cent" + _spread_meaning(summary.rows)]
+    lines = ["accuracy in per cent" + spread_meaning(summary.rows)]
     if any(row.gain_interval for row in summary.rows):
         lines.append(
             f"gain over the upstream merger in points, in brackets its {100 * LEVEL:.0f} % "
@@ -183,7 +183,7 @@ def _explanations(summary: Summary) -> list[str]:
     return lines + [f"note: {note}" for note in summary.notes]
 
 
-def _spread_meaning(rows: Sequence[SummaryRow]) -> str:
+def spread_meaning(rows: Sequence[SummaryRow]) -> str:
     """Say what stands behind ±, where a row has several runs."""
     draws = sorted({len(row.run_seeds) for row in rows if row.deviation})
     if not draws:
@@ -199,7 +199,7 @@ def _average_grid(rows: Sequence[SummaryRow]) -> Grid:
     return _grid("average, %", average_cells, rows)
 
 
-def _task_grid(rows: Sequence[SummaryRow]) -> Grid:
+def task_grid(rows: Sequence[SummaryRow]) -> Grid:
     """Mean accuracy per task; the best merged model of each column stands out."""
     lines = [(_head(row), row.accuracy, not row.is_reference) for row in rows]
     return accuracy_grid(lines, rows[0].tasks, _rules(map(_section, rows)))
@@ -328,7 +328,9 @@ def failures(failed: Iterable[FailedCell]) -> list[str]:
     lines = []
     for cell in failed:
         seed = "" if cell.seed is None else f" (seed {cell.seed})"
-        lines.append(f"{cell.upstream or 'reference'}, {cell.name} failed{seed}: {cell.reason}")
+        point = f"{cell.point}: " if cell.point else ""
+        name = f"{point}{cell.upstream or 'reference'}, {cell.name}"
+        lines.append(f"{name} failed{seed}: {cell.reason}")
     return lines
 
 
@@ -338,7 +340,7 @@ def sentences(summary: Summary) -> list[str]:
     if len(summary.seeds) > 1:
         seeds = ", ".join(map(str, summary.seeds))
         lines.append(f"means over comparisons with the seeds {seeds}")
-    lines += _explanations(summary)
+    lines += explanations(summary)
     lines += [
         "normalised: mean over tasks of accuracy / the task's expert's accuracy, in per cent",
         "unseen: corrections trained on samples of the test split, on the other test items alone; "

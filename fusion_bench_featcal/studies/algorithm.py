@@ -28,9 +28,9 @@ from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import suite_name
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
 from fusion_bench_featcal.plurals import counted
+from fusion_bench_featcal.results.remarks import next_lines
 from fusion_bench_featcal.results.study import Study
-from fusion_bench_featcal.results.study_files import write_study
-from fusion_bench_featcal.results.study_page import show_study
+from fusion_bench_featcal.results.views import failures
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.studies.axes import unresolved
 from fusion_bench_featcal.studies.points import Design, Point
@@ -39,7 +39,7 @@ from fusion_bench_featcal.studies.run import StudyRun, Task
 log = logging.getLogger(__name__)
 
 _DESIGN = tuple(Design.__dataclass_fields__)
-_OWN = ("study", *_DESIGN, "over", "subsets", "against")
+_OWN = ("study", *_DESIGN, "over", "subsets", "against", "columns")
 
 
 class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
@@ -61,15 +61,17 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         over: Any = (),
         subsets: int | None = None,
         against: Mapping[str, Any] | None = None,
+        columns: Any = (),
         **choices: Any,
     ) -> None:
         """Keep the choices; they are checked with the pools' configs in `run`.
 
         Args:
-            study: Name of the study, which chooses its figures.
+            study: Name of the study, for titles.
             over: Labels that are averaged over, as seeds are.
             subsets: Most subsets for each number of tasks; None: all.
-            against: Row -> rows that are compared with it; all others are with their merger.
+            against: Row -> rows that are compared with it, where the study has one point.
+            columns: Columns of a comparison that get a table by point, such as `seconds`.
             **choices: Fields of `Design`, and the keys of `method=compare`.
 
         Raises:
@@ -81,6 +83,8 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         over, self.against = plain(over) or [], plain(against) or {}
         _check_names("method.over", over)
         self.study, self.over = study, list(over)
+        self.columns = list(plain(columns) or [])
+        _check_names("method.columns", self.columns)
         _check_rows(self.against)
         self.design = Design(**{key: plain(choices[key]) for key in _DESIGN if key in choices})
         comparison = self._comparison({k: v for k, v in choices.items() if k not in _DESIGN})
@@ -117,7 +121,7 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         with ending_cleanly(self._program, lambda: f"{go_on} the command"):
             run.run(store, folder / "points", suite)
         study = run.study(suite)
-        write_study(study, folder)
+        study.write(folder)
         self._end(study, folder, run)
 
     def _task(self, point: Point, config: DictConfig) -> Task:
@@ -139,13 +143,19 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def _end(self, study: Study, folder: Path, run: StudyRun) -> None:
         """Show the study, and fail if something of it failed."""
-        at_the_end(lambda: show_study(study, folder))
-        failed = run.failures()
+        at_the_end(lambda: _show(study, folder))
+        failed = failures(run.failed)
         if failed:
             raise CalibrationError(
                 f"{counted(len(failed), 'cell')} of the study failed; the others are "
                 f"finished and stay so when the command is repeated. {'; '.join(failed[:5])}"
             )
+
+
+def _show(study: Study, folder: Path) -> None:
+    study.show()
+    for line in next_lines(folder):
+        print(line)
 
 
 def _check_names(key: str, names: Any) -> None:

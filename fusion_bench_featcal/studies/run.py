@@ -4,9 +4,8 @@ import hashlib
 import json
 import logging
 import re
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,8 @@ from fusion_bench_featcal.comparison.reports import write_merger_reports
 from fusion_bench_featcal.comparison.store import ResultStore
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.methods.interface import MethodInputs
-from fusion_bench_featcal.results import describe_device, versions
 from fusion_bench_featcal.results.find import FailedCell
-from fusion_bench_featcal.results.study import Group, Study
-from fusion_bench_featcal.results.study_files import make_study
+from fusion_bench_featcal.results.study import Study, label_text
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.studies.points import Point
 
@@ -56,8 +53,8 @@ class StudyRun:
     algorithm: Any  # the study: program, Fabric and keys
     modelpool: BaseModelPool  # the program's, for points that do not change it
     tasks: Sequence[Task]
-    groups: list[Group] = field(default_factory=list)
-    minutes: float = 0.0  # of the pass
+    runs: list[Path] = field(default_factory=list)  # folders with reports
+    failed: list[FailedCell] = field(default_factory=list)
     _pools: str = ""  # of the inputs below; others are made anew
     _inputs: MethodInputs | None = None
     _conditions: Conditions | None = None
@@ -96,7 +93,6 @@ class StudyRun:
 
     def run(self, store: ResultStore, folder: Path, suite: str) -> None:
         """Run what is not finished, and write each point's reports below `folder`."""
-        start = time.perf_counter()
         log.info("%s: %s", self.algorithm.study, self.size)
         for task in track(self.tasks, "points"):
             log.info("point %s", task.point)
@@ -111,39 +107,22 @@ class StudyRun:
                 reason = str(error).strip() or type(error).__name__
                 seed = task.point.seed
                 failed = [FailedCell(upstream=None, name="the point", reason=reason, seed=seed)]
-            self._group(task.point.labels).add(runs, failed)
-        self.minutes = (time.perf_counter() - start) / 60
+            self.runs += runs
+            text = label_text(task.point.labels)
+            self.failed += [replace(cell, point=text) for cell in failed]
 
     def study(self, suite: str) -> Study:
-        """The study's results.
-
-        Raises:
-            ReportError: If no point gave any.
-        """
+        """Return the study's results, which are read from the runs."""
         algorithm = self.algorithm
-        study = make_study(
-            algorithm.study,
-            suite,
-            self.groups,
-            seeds=list(dict.fromkeys(task.point.seed for task in self.tasks)),
+        return Study(
+            name=algorithm.study,
+            suite=suite,
+            runs=self.runs,
+            failed=self.failed,
             over=algorithm.over,
             against=algorithm.against,
-            design=algorithm.design.design,
+            columns=algorithm.columns,
         )
-        study.minutes = self.minutes
-        study.versions, study.device = versions(), describe_device(algorithm.fabric.device)
-        return study
-
-    def failures(self) -> list[str]:
-        """A phrase for each cell or point that failed."""
-        return list(self._failures())
-
-    def _failures(self) -> Iterator[str]:
-        for group in self.groups:
-            for cell in group.failed:
-                labels = ", ".join(f"{key}={value}" for key, value in group.labels.items())
-                place = f"{labels} seed={cell.seed}, {cell.upstream or 'reference'}, {cell.name}"
-                yield f"{place}: {cell.reason}"
 
     def _run_point(
         self, task: Task, store: ResultStore, folder: Path, suite: str
@@ -164,15 +143,9 @@ class StudyRun:
         self._conditions = run.conditions
         run.run()
         place = folder / folder_name(task.point)
-        name = pool_name(suite, task.point)
-        return write_merger_reports(place, name, run, task.comparison.notes), run.failed
-
-    def _group(self, labels: dict[str, Any]) -> Group:
-        for group in self.groups:
-            if group.labels == labels:
-                return group
-        self.groups.append(Group(labels))
-        return self.groups[-1]
+        name, labels = pool_name(suite, task.point), task.point.labels
+        runs = write_merger_reports(place, name, run, task.comparison.notes, labels)
+        return runs, run.failed
 
     def _inputs_of(self, task: Task) -> MethodInputs:
         """The point's pools: those of the point before where they are the same."""

@@ -195,7 +195,13 @@ def test_failed_cell_is_reported_and_the_rest_goes_on(tmp_path: Path, capsys) ->
     assert any("the flux ran dry" in note for note in report.notes)
     content = json.loads((folder / "report.json").read_text())
     assert content["failed"] == [
-        {"upstream": "task_arithmetic", "name": "failing", "reason": "the flux ran dry", "seed": 42}
+        {
+            "upstream": "task_arithmetic",
+            "name": "failing",
+            "reason": "the flux ran dry",
+            "seed": 42,
+            "point": "",
+        }
     ]
     assert "failed: the flux ran dry" in (folder / "report.csv").read_text()
     assert "the flux ran dry" in (folder / "report.md").read_text()

@@ -71,7 +71,7 @@ def leave_study(folder: Path, *points: tuple[int, list[dict[str, Any]]]) -> None
         ],
     }
     (folder / "samples" / "toy").mkdir(parents=True)
-    (folder / "samples" / "toy" / "study.json").write_text(json.dumps(content))
+    (folder / "samples" / "toy" / "report.json").write_text(json.dumps(content))
 
 
 def cells(folder: Path) -> dict[str, str]:

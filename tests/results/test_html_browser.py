@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from html_pages import Reader, leave_log, page_text
-from made_studies import leave, point, study
 from synthetic import LEVELS, leave_run, make_report
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -78,15 +77,6 @@ def test_a_click_on_a_head_sorts_and_says_so(page: str, tmp_path: Path):
     assert third == ["ascending", sorted(order), 1]
     # Rows without a value stay at the end.
     assert fourth[1][:3] == ["featcal", "ridge_surgery", "surgery"]
-
-
-def test_numbers_in_names_sort_as_numbers(tmp_path: Path):
-    values = (16, 0.5, 8, 128, 0.05, 64, 2, 0, 32, 1e-4)
-    points = [point({"rho": value, "n": 3}, featcal=0.7) for value in values]
-    script = 'heads()[0].querySelector("button").click(); const result = rows();'
-    page = page_text(leave(study("own", points), tmp_path / "study"))
-    ordered = (0, 1e-4, 0.05, 0.5, 2, 8, 16, 32, 64, 128)
-    assert in_browser(page, script, tmp_path) == [f"rho = {value}, n = 3" for value in ordered]
 
 
 def test_a_filter_keeps_rows_with_every_word(page: str, tmp_path: Path):

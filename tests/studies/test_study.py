@@ -2,7 +2,6 @@
 
 import csv
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from omegaconf import OmegaConf
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.json_files import json_text
-from fusion_bench_featcal.results import Report, ReportError, study_figures
-from fusion_bench_featcal.results.study import Study
+from fusion_bench_featcal.results import Report, ReportError
+from fusion_bench_featcal.results.study import Study, average_of, curves_of
 from fusion_bench_featcal.studies import StudyAlgorithm
 
 SCALE = "method.post_merging_methods.scale.factor"
@@ -41,9 +39,9 @@ def study(folder: Path, **keys: Any) -> Any:
 
 def test_every_point_is_in_the_table(tmp_path: Path) -> None:
     study(tmp_path).run(model_pool())
-    with (tmp_path / "table.csv").open() as file:
+    with (tmp_path / "report.csv").open() as file:
         lines = list(csv.DictReader(file))
-    heads = ["study", "suite", "factor", "merger", "row", "task", "seed", "metric", "value"]
+    heads = ["factor", "suite", "merger", "row", "task", "seed", "metric", "value"]
     assert [*lines[0]] == heads
     accuracies = [line for line in lines if line["metric"] == "accuracy"]
     keys = [tuple(line[head] for head in heads[:-1]) for line in accuracies]
@@ -69,14 +67,15 @@ def test_the_points_change_what_their_labels_say(tmp_path: Path) -> None:
             folder = tmp_path / "points" / f"factor-{label}_seed-{seed}" / "task_arithmetic"
             settings = Report.load(folder).settings["scale"]
             assert settings == {"factor": factor, "seed": seed}
-    found = Study.load(tmp_path)
-    small, large = ({r["name"]: r for r in p["rows"]} for p in found.points)
-    assert small["task_arithmetic"]["accuracy"] == large["task_arithmetic"]["accuracy"]
-    assert small["scale"]["accuracy"] != large["scale"]["accuracy"]
-    gain = large["scale"]["difference"]
-    merged, row = large["task_arithmetic"]["accuracy"], large["scale"]["accuracy"]
-    assert gain["estimate"] == pytest.approx(row["average"] - merged["average"])
-    assert gain["low"] <= gain["estimate"] <= gain["high"]
+    small, large = Study.load(tmp_path).points()
+    assert (small.labels, large.labels) == ({"factor": "small"}, {"factor": "large"})
+    names = ("task_arithmetic", "scale")
+    averages = [
+        [average_of(point.rows(names[0], name))[0] for name in names] for point in (small, large)
+    ]
+    assert averages[0][0] == averages[1][0] and averages[0][1] != averages[1][1]
+    (row,) = large.rows("task_arithmetic", "scale")
+    assert row.gain == pytest.approx(averages[1][1] - averages[1][0])
 
 
 def test_the_log_says_beforehand_how_much_there_is_to_run(
@@ -92,11 +91,11 @@ def test_the_log_says_beforehand_how_much_there_is_to_run(
 
 def test_a_finished_study_runs_nothing_again(tmp_path: Path) -> None:
     study(tmp_path).run(model_pool())
-    before = Study.load(tmp_path)
+    before = (tmp_path / "report.csv").read_text()
     again = study(tmp_path)
     again.run(model_pool())
     assert again._program.taskpool.evaluated == 0
-    assert replace(Study.load(tmp_path), minutes=before.minutes) == before
+    assert (tmp_path / "report.csv").read_text() == before
 
 
 def test_a_study_goes_on_with_new_points(tmp_path: Path) -> None:
@@ -111,30 +110,85 @@ def test_a_failing_cell_is_named_and_stops_no_other(tmp_path: Path) -> None:
     repaired = tmp_path / "repaired"
     methods = {**KEYS["post_merging_methods"], "bad": method(Failing, until=str(repaired))}
     broken = study(tmp_path, post_merging_methods=methods)
-    with pytest.raises(CalibrationError, match=r"4 cells .* failed; .*factor=small seed=1.*flux"):
+    with pytest.raises(
+        CalibrationError, match=r"4 cells .* failed; .*factor = small: .*seed 1.*flux"
+    ):
         broken.run(model_pool())
     found = Study.load(tmp_path)
-    assert all({"scale", "task_arithmetic"} <= {r["name"] for r in p["rows"]} for p in found.points)
-    assert "the flux ran dry" in (tmp_path / "study.md").read_text()
+    for point in found.points():
+        assert point.rows("task_arithmetic", "scale") and not point.rows("task_arithmetic", "bad")
+    assert len(found.failed) == 4
+    page = (tmp_path / "report.md").read_text()
+    assert "factor = small: task_arithmetic, bad failed (seed 1): the flux ran dry" in page
     repaired.touch()
     study(tmp_path, post_merging_methods=methods).run(model_pool())
-    assert not any(point["failed"] for point in Study.load(tmp_path).points)
+    assert not Study.load(tmp_path).failed
 
 
-def test_one_seed_has_no_interval_over_seeds_and_says_so(tmp_path: Path) -> None:
+def test_one_seed_has_no_interval_over_seeds(tmp_path: Path) -> None:
     study(tmp_path, seeds=[1]).run(model_pool())
-    found = Study.load(tmp_path)
-    assert {row["half_width"] for point in found.points for row in point["rows"]} == {0.0}
-    assert any("one seed (1): intervals are over test items" in note for note in found.notes)
+    for point in Study.load(tmp_path).points():
+        assert average_of(point.rows("task_arithmetic", "scale"))[1] is None
+    assert "±" not in (tmp_path / "report.md").read_text()
 
 
-def test_report_reads_the_studys_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_of_over_are_averaged(tmp_path: Path) -> None:
+    study(tmp_path, over=["factor"]).run(model_pool())
+    (point,) = Study.load(tmp_path).points()
+    rows = point.rows("task_arithmetic", "scale")
+    values = [row.accuracy["average"] for row in rows]
+    mean, half = average_of(rows)
+    assert half is not None and point.labels == {} and mean == pytest.approx(sum(values) / 2)
+    # Student's t for two values: 12.706 times their distance over two.
+    assert half == pytest.approx(12.706 * abs(values[0] - values[1]) / 2, rel=1e-3)
+    assert f"{100 * mean:.1f} ± {100 * half:.1f}" in (tmp_path / "report.md").read_text()
+
+
+def test_rows_of_one_point_are_compared_with_the_row_that_they_change(tmp_path: Path) -> None:
+    methods = {
+        "whole": method(Scale, factor=1.0, seed="${method.seed}"),
+        "half": method(Scale, factor=-3.0, seed="${method.seed}"),
+    }
+    keys = {"axes": None, "post_merging_methods": methods, "against": {"whole": ["half"]}}
+    study(tmp_path, **keys).run(model_pool())
+    ((title, grid),) = Study.load(tmp_path).grids(Study.load(tmp_path).points())
+    assert title == "over task_arithmetic"
+    cells = dict(zip(grid.columns, dict(grid.lines)["half"], strict=True))
+    (point,) = Study.load(tmp_path).points()
+    whole, half = (point.rows("task_arithmetic", name)[0] for name in ("whole", "half"))
+    difference = 100 * (half.accuracy["average"] - whole.accuracy["average"])
+    assert cells["against"] == "whole" and cells["points"] == f"{difference:+.1f}"
+    assert dict(zip(grid.columns, dict(grid.lines)["whole"], strict=True))["points"] == "-"
+
+
+def test_columns_have_tables_by_point(tmp_path: Path) -> None:
+    study(tmp_path, columns=["seconds"]).run(model_pool())
+    titles = [title for title, _ in Study.load(tmp_path).grids(Study.load(tmp_path).points())]
+    assert titles[1:] == ["seconds, over task_arithmetic"]
+
+
+def test_curves_go_along_numeric_axes(tmp_path: Path) -> None:
+    study(tmp_path, axes={"steps": [3, 1]}).run(model_pool())
+    points = Study.load(tmp_path).points()
+    curves = curves_of(points, "task_arithmetic")
+    assert [place for place, *_ in curves["steps"]["scale"]] == [1, 3]
+    (row,) = points[1].rows("task_arithmetic", "scale")
+    assert curves["steps"]["scale"][0][1] == pytest.approx(100 * row.accuracy["average"])
+    assert [*Study.load(tmp_path).figures()] == ["factors_task_arithmetic"]
+
+
+def test_the_verb_report_reads_the_folder_of_a_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     study(tmp_path / "study").run(model_pool())
     folder, out = tmp_path / "study", tmp_path / "out"
-    page = (folder / "study.md").read_text()
-    assert main(["report", str(folder), "--out", str(out)]) == 0
+    words = ["report", str(folder), "--out", str(out), "--figures", str(tmp_path / "drawn")]
+    assert main(words) == 0
     assert "+ scale" in capsys.readouterr().out
-    assert (out / "study.md").read_text() == page
+    assert [path.name for path in (tmp_path / "drawn").iterdir()] == ["factors_task_arithmetic.svg"]
+    for name in ("report.md", "report.csv"):
+        assert (out / name).read_text() == (folder / name).read_text()
+    assert main(["report", str(out)]) == 0  # it names the runs
     assert main(["report", str(folder / "points" / "factor-small_seed-1")]) == 0
     assert main(["report", str(folder), "--against", "scale"]) == 2
     assert "is a study: report it by itself" in capsys.readouterr().err
@@ -143,21 +197,18 @@ def test_report_reads_the_studys_folder(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "run"}, 'is not a study .no "kind": "study"'),
         ({"schema": 99}, "has schema 99"),
-        ({"points": [{"labels": {}, "rows": [{}], "failed": []}]}, r"points.*no upstream"),
+        ({"runs": 1}, "runs must be a list"),
+        ({"runs": ["nowhere"]}, "nowhere"),
     ],
 )
-def test_a_damaged_study_is_refused(
-    change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(study_figures, "draw_study", lambda *_: [])
+def test_a_damaged_study_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     study(tmp_path, seeds=[1]).run(model_pool())
-    content = json.loads((tmp_path / "study.json").read_text())
+    content = json.loads((tmp_path / "report.json").read_text())
     content = {key: value for key, value in content.items() if key != "digest"} | change
-    (tmp_path / "study.json").write_text(json_text(content))
+    (tmp_path / "report.json").write_text(json.dumps(content))
     with pytest.raises(ReportError, match=message):
-        Study.load(tmp_path)
+        Study.load(tmp_path).points()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The literal command on the bundled suite."""
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
@@ -21,15 +20,9 @@ def test_command_runs_two_points_and_shares_cells_with_compare(tmp_path: Path) -
     done = fusion_bench([*WORDS, "method.axes.samples_per_task=[4,8]"], tmp_path)
     assert "+ ridge_surgery" in done.stdout and "n = 8" in done.stdout
     study = Study.load(tmp_path / "log")
-    assert [point["labels"] for point in study.points] == [
-        {"samples_per_task": 4},
-        {"samples_per_task": 8},
-    ]
-    assert {path.name for path in (tmp_path / "log").glob("samples.*")} == {
-        "samples.png",
-        "samples.svg",
-    }
-    with (tmp_path / "log" / "table.csv").open() as file:
+    points = study.points()
+    assert [point.labels["samples_per_task"] for point in points] == [4, 8]
+    with (tmp_path / "log" / "report.csv").open() as file:
         samples = {line["samples_per_task"] for line in csv.DictReader(file)}
     assert samples == {"4", "8"}
     kept = tmp_path / "outputs" / "comparison" / "clip-vit-mini_alphabets2"
@@ -42,8 +35,8 @@ def test_command_runs_two_points_and_shares_cells_with_compare(tmp_path: Path) -
     fusion_bench(compare, tmp_path)
     assert len(list(kept.glob("cells/*/result.json"))) == 3  # all of them were finished
     report = Report.load(tmp_path / "compare" / "task_arithmetic")
-    rows = {row["name"]: row for row in study.points[1]["rows"]}
-    assert rows["ridge_surgery"]["accuracy"] == pytest.approx(report.rows["ridge_surgery"])
+    (row,) = points[1].rows("task_arithmetic", "ridge_surgery")
+    assert row.accuracy == pytest.approx(report.rows["ridge_surgery"])
 
 
 @pytest.mark.slow
@@ -53,17 +46,18 @@ def test_command_merges_subsets_of_tasks_and_measures_cells_apart(tmp_path: Path
         "method.subsets=1", "method.post_merging=[none]", "path.log_dir=log",
     ]  # fmt: skip
     fusion_bench(words, tmp_path)
-    (point,) = json.loads((tmp_path / "log" / "study.json").read_text())["points"]
-    tasks = set(point["labels"]["subset"].split("+"))
+    (run,) = Study.load(tmp_path / "log").runs
+    report = Report.load(run)
+    tasks = set(report.labels["subset"].split("+"))
     assert len(tasks) == 2
-    for row in point["rows"]:
-        assert set(row["accuracy"]) == tasks | {"average"}
+    for row in report.rows.values():
+        assert set(row) == tasks | {"average"}
     cost = ["method=study/cost", *WORDS[1:], "method.axes.samples_per_task=[4]"]
     fusion_bench(cost, tmp_path)
-    (point,) = json.loads((tmp_path / "log" / "study.json").read_text())["points"]
-    (row,) = [row for row in point["rows"] if row["name"] == "ridge_surgery"]
-    assert row["cost"]["seconds"] > 0 and row["cost"]["peak_rss_bytes"] > 0
-    assert row["samples"] == "4 train"
+    (point,) = Study.load(tmp_path / "log").points()
+    (row,) = point.rows("task_arithmetic", "ridge_surgery")
+    assert row.cost["seconds"] > 0 and row.cost["peak_rss_bytes"] > 0
+    assert row.samples == "4 train"
 
 
 @pytest.mark.slow

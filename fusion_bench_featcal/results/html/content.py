@@ -19,7 +19,6 @@ from .diagnoses import diagnosis_sections
 from .figures import accuracy_figure, cost_figure, drift_figures, samples_figure
 from .groups import Group, addresses, files_in, folders_of, groups_of, told_apart
 from .parts import Card, Cards, Figure, Lines, Links, Page, Part, Section, Table, warnings_and_notes
-from .studies import page_of_studies
 
 _CARDS = 3  # of a merger, where there are few mergers
 _MOST_CARDS = 12
@@ -41,11 +40,8 @@ def page_of(folders: ResultFolders, place: Path, defaults: Mapping[str, Any]) ->
         ReportError: If a report is damaged, runs that are averaged contradict one another, or there
             are studies and something else.
     """
-    folders.refuse_studies_with(folders.runs or folders.tables or folders.diagnoses)
-    if folders.studies:
-        page = page_of_studies(folders.studies, place, defaults)
-    else:
-        page = _page_of_runs(folders, place, defaults)
+    folders.refuse_studies_with(folders.studies)
+    page = _page_of_runs(folders, place, defaults)
     return replace(page, sections=[_without_empty_parts(section) for section in page.sections])
 
 

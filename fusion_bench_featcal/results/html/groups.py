@@ -12,12 +12,11 @@ from fusion_bench_featcal.results.diagnosis import Diagnosis
 from fusion_bench_featcal.results.differences import row_name
 from fusion_bench_featcal.results.find import ResultFolders
 from fusion_bench_featcal.results.report import Report
-from fusion_bench_featcal.results.study import Study
 from fusion_bench_featcal.results.summary import Summary, SummaryRow, summarise
 from fusion_bench_featcal.results.written import load_table
 
 _SAMPLES = "samples_per_task"
-_One = TypeVar("_One", Diagnosis, Study)
+_One = TypeVar("_One", bound=Diagnosis)
 
 
 @dataclass(frozen=True)
