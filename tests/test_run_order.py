@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from test_algorithm_pools import AVERAGE, suite_pool
 from transformers import CLIPImageProcessor, CLIPVisionModel
 
-from fusion_bench_featcal import CalibrationError, algorithm
+from fusion_bench_featcal import algorithm
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench import run_results as results
 from fusion_bench_featcal.fusionbench.evaluation import Evaluation
@@ -150,9 +150,8 @@ def test_model_is_saved_though_its_evaluation_fails(tmp_path, monkeypatch) -> No
 
 def test_card_tells_how_the_model_was_made(tmp_path, monkeypatch) -> None:
     Events(monkeypatch)
-    secret = {"push_to_hub": False}
     monkeypatch.setattr("sys.argv", ["fusion_bench", "method=featcal", "x={token: hf_secret}"])
-    run(tmp_path, kwargs=secret)
+    run(tmp_path)
     card = (tmp_path / "saved" / "README.md").read_text()
     assert card.startswith("---\nbase_model:") and "library_name: transformers" in card
     for text in (
@@ -171,53 +170,3 @@ def test_card_can_be_left_out_and_never_replaces_a_users_own(tmp_path, monkeypat
     (tmp_path / "saved" / "README.md").write_text("mine")
     run(tmp_path)
     assert (tmp_path / "saved" / "README.md").read_text() == "mine"
-
-
-class Hub:
-    """Calls of a run to huggingface_hub."""
-
-    calls: list[Any]
-    broken = False
-
-    def __init__(self, token: Any = None) -> None:
-        pass
-
-    def create_repo(self, repo_id: str, **options: Any) -> Any:
-        self.calls.append((repo_id, options))
-        return SimpleNamespace(repo_id=f"somebody/{repo_id.split('/')[-1]}")
-
-    def upload_folder(self, **options: Any) -> None:
-        if self.broken:
-            raise OSError("no network")
-        self.calls.append(options)
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
-    made = type("Hub", (Hub,), {"calls": []})
-    monkeypatch.setattr("huggingface_hub.HfApi", made)
-    return made
-
-
-@pytest.mark.parametrize("repo_id", [pytest.param(None, marks=pytest.mark.slow), "team/model"])
-def test_push_comes_after_saving_under_the_real_name(repo_id, hub, tmp_path, monkeypatch) -> None:
-    Events(monkeypatch)
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "private.txt").write_text("mine")
-    options = {"push_to_hub": True, "private": True, "commit_message": "new"}
-    run(tmp_path, kwargs=options | ({} if repo_id is None else {"repo_id": repo_id}))
-    made, sent = hub.calls
-    assert made == (repo_id or "saved", {"private": True, "exist_ok": True})
-    assert sent["folder_path"] == tmp_path / "saved" and sent["commit_message"] == "new"
-    assert {"model.safetensors", "README.md"} <= set(sent["allow_patterns"])
-    assert "private.txt" not in sent["allow_patterns"]
-    assert "| **featcal** |" in (tmp_path / "saved" / "README.md").read_text()
-
-
-def test_local_copy_stays_when_the_push_fails(hub, tmp_path, monkeypatch) -> None:
-    Events(monkeypatch)
-    hub.broken = True
-    with pytest.raises(CalibrationError, match=r"is saved in .*saved, but .*saved: no network"):
-        run(tmp_path, kwargs={"push_to_hub": True})
-    assert weights_at(tmp_path / "saved")
-    assert not list(tmp_path.glob(".*"))

@@ -19,7 +19,7 @@ from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.fusionbench.program import run_merger
-from fusion_bench_featcal.fusionbench.saving import CompleteSaver
+from fusion_bench_featcal.fusionbench.saving import save_model
 from fusion_bench_featcal.pools import CausalLMPool
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -150,7 +150,7 @@ def test_saved_t5_has_its_tokenizer_and_loads_as_it_was(tmp_path):
     pool = t5_pool(tmp_path)
     model: Any = FeatCalAlgorithm(base_method=ARITHMETIC, **RUN).run(pool)
     assert not torch.equal(model.lm_head.weight, model.shared.weight)
-    pool.save_model(model, str(tmp_path / "saved"))
+    save_model(pool, model, tmp_path / "saved", load_input_processor(pool))
     loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved")
     assert same(loaded, model)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
@@ -164,7 +164,7 @@ def test_saved_t5_has_its_tokenizer_and_loads_as_it_was(tmp_path):
 def test_config_of_another_release_is_corrected_when_saved(tmp_path):
     pool, model = t5_pool(tmp_path), t5_model().float()
     model.config.tie_word_embeddings = True  # type: ignore[union-attr]  # as transformers 5 has it
-    CompleteSaver(pool, None)(model, tmp_path / "saved")
+    save_model(pool, model, tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
 
@@ -174,7 +174,7 @@ def test_tied_models_stay_tied_when_saved(tmp_path):
     config = AutoModelForCausalLM.from_pretrained(models["one"]).config
     config.tie_word_embeddings = True
     tied = AutoModelForCausalLM.from_config(config)
-    CompleteSaver(causal_pool(models), word_tokenizer())(tied, tmp_path / "saved")
+    save_model(causal_pool(models), tied, tmp_path / "saved", word_tokenizer())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert same(loaded, tied)

@@ -21,7 +21,7 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     local_pool,
 )
 from fusion_bench_featcal.fusionbench.run_results import method_name
-from fusion_bench_featcal.fusionbench.save_target import check_save_target
+from fusion_bench_featcal.fusionbench.saving import check_save_target
 from fusion_bench_featcal.json_files import masked
 from fusion_bench_featcal.module_copies import bind_own_functions, copied_module
 from fusion_bench_featcal.modules.models import refuse_not_finite

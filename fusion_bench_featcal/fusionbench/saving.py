@@ -1,28 +1,24 @@
-"""Saving models of a pool, with processor, model card and provenance."""
+"""Saving one row's model to `merged_model_save_path`: checks before the run, then the folder."""
 
 import copy
+import inspect
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fusion_bench import BaseModelPool
 from torch import nn
 
-from fusion_bench_featcal.error_block import first_line
-from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.files import clear_leftovers, free_space, prepare_directory, write_atomic
 from fusion_bench_featcal.fusionbench.options import plain
-from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.fusionbench.save_target import (
-    MODEL_FILES,
-    OPTIONS,
-    SAVE_PATH,
-    save_options,
-)
+from fusion_bench_featcal.plurals import bytes_text
 from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.provenance import PROVENANCE
 from fusion_bench_featcal.saved_model import (
     CARD,
     CardFacts,
@@ -32,76 +28,164 @@ from fusion_bench_featcal.saved_model import (
     writing_model,
 )
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tensor_files import stored_bytes
 
 log = logging.getLogger(__name__)
 
+SAVE_PATH, OPTIONS = "merged_model_save_path", "merged_model_save_kwargs"
+# Weights that would be loaded in place of, or together with, those of a new model.
+MODEL_FILES = (
+    "model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "tf_model*",
+    "flax_model*", "adapter_*", "open_clip_*", "*_corrections.safetensors", "*_corrections.json",
+    PROVENANCE,
+)  # fmt: skip
 _ADVICE = (
     "Make room, or choose another folder. With method.checkpoint_dir and method.resume=true a "
     "calibration continues after its last finished block"
 )
 
 
-class CompleteSaver:
-    """A pool's `save_model` that also saves the processor and leaves nothing half-written.
+@dataclass(frozen=True)
+class SaveOptions:
+    """A program's `merged_model_save_path` and `merged_model_save_kwargs`."""
+
+    target: Path | None  # absolute; None: nothing is saved
+    card: bool  # write a model card
+    pool: Mapping[str, Any]  # options of the pool's own `save_model`
+
+    @classmethod
+    def of(cls, program: Any) -> "SaveOptions":
+        """Read the options of a program, which may be None."""
+        path, target = getattr(program, SAVE_PATH, None), None
+        if path is not None:
+            log_dir = str(getattr(program, "log_dir", None))
+            target = Path(str(path).replace("{log_dir}", log_dir)).expanduser().resolve()
+        options = dict(plain(getattr(program, OPTIONS, None)) or {})
+        return cls(target, bool(options.pop("model_card", True)), options)
+
+
+def check_save_target(program: Any, modelpool: BaseModelPool) -> None:
+    """Check target, options and free space; remove what killed processes left at the target.
+
+    Raises:
+        ValueError: If the path or an option is not usable, naming the setting.
+        ReportError: If the folder cannot be written.
+        CalibrationError: If the disk has too little room.
+    """
+    options = SaveOptions.of(program)
+    target = options.target
+    if target is None:
+        return
+    problem = _problem_of(options.pool, modelpool)
+    if problem:
+        raise ValueError(f"{OPTIONS}: {problem}")
+    problem = _problem_at(target, modelpool)
+    if problem:
+        raise ValueError(
+            f"{SAVE_PATH}={program.merged_model_save_path!r} {problem}. Choose a new folder"
+        )
+    parent = prepare_directory(target.parent, SAVE_PATH)
+    clear_leftovers(target, MODEL_FILES)
+    needed, free = _base_bytes(modelpool), free_space(parent)
+    if needed > free:
+        raise CalibrationError(
+            f"{SAVE_PATH}: {parent} has {bytes_text(free)} free, and a model of the base's size "
+            f"takes {bytes_text(needed)}. Make room, or choose a folder on another disk"
+        )
+
+
+def _problem_of(options: Mapping[str, Any], modelpool: BaseModelPool) -> str:
+    if "push_to_hub" in options:
+        return "push_to_hub is not taken. Push the saved folder by hf upload REPO FOLDER"
+    try:
+        if text_kind(modelpool) != "seq2seq":  # saved by its own `save_pretrained`, which takes any
+            inspect.signature(modelpool.save_model).bind(None, "", **options)
+    except TypeError as error:
+        return f"{type(modelpool).__name__} cannot save with {dict(options)} ({error})"
+    return ""
+
+
+def _problem_at(target: Path, modelpool: BaseModelPool) -> str:
+    here, saves_file = Path.cwd(), type(modelpool).save_model is BaseModelPool.save_model
+    if target == here or target in here.parents:
+        return f"is the current folder or one above it ({target}), which would be replaced"
+    if os.path.ismount(target):
+        return "is a mount point, which cannot be replaced as a whole"
+    if target.is_file() and not saves_file:
+        return "is a file, and the model is saved as a folder"
+    for name in modelpool.all_model_names:
+        for folder in _folders(modelpool._models[name]):
+            if target == folder or target in folder.parents or folder in target.parents:
+                return f"is in or above the folder of modelpool.models.{name}"
+    return ""
+
+
+def _folders(entry: Any) -> Iterator[Path]:
+    """Yield the local folders in a pool's entry."""
+    if isinstance(entry, Mapping):
+        for value in plain(entry).values():
+            yield from _folders(value)
+    elif isinstance(entry, str) and Path(entry).is_dir():
+        yield Path(entry).resolve()
+
+
+def _base_bytes(modelpool: BaseModelPool) -> int:
+    """Return the bytes of the base, or of the first model without a base; 0: unknown."""
+    models = PoolModels(modelpool)
+    model = models.base or next(iter(models.values()), None)
+    if model is None:
+        return 0
+    if model.module is not None:
+        return stored_bytes(model.module.state_dict().values())
+    models.fetch()  # all at once, and not only this one
+    return sum(f.stat().st_size for f in model.folders for f in f.glob("*.safetensors"))
+
+
+def save_model(
+    modelpool: BaseModelPool,
+    model: Any,
+    path: str | os.PathLike[str],
+    processor: Any = None,
+    *,
+    card: str | None = None,
+    facts: CardFacts | None = None,
+    **options: Any,
+) -> None:
+    """Save a model with its processor, as a whole or not at all. The model is not changed.
 
     FusionBench saves a CLIP vision model without the processor that its inputs need, and an
     encoder-decoder as a pickled state dict.
+
+    Args:
+        modelpool: Its `save_model` writes the weights.
+        model: The model.
+        path: The folder (a file if the pool saves a state dict).
+        processor: Tokenizer or image processor; saved if it has `save_pretrained`.
+        card: Text of a README.md, unless the folder has one that somebody else wrote.
+        facts: The model's origin, for a provenance.json.
+        **options: The pool's own options.
+
+    Raises:
+        CalibrationError: If it cannot be written. An older model stays complete.
     """
-
-    def __init__(self, modelpool: BaseModelPool, processor: Any) -> None:
-        """Wrap a pool's `save_model`; the processor is saved if it has `save_pretrained`."""
-        save: Any = modelpool.save_model
-        save = save._save_model if isinstance(save, CompleteSaver) else save
-        self._save_model = _save_pretrained if text_kind(modelpool) == "seq2seq" else save
-        self._processor = processor
-
-    def __call__(
-        self,
-        model: nn.Module,
-        path: str | os.PathLike[str],
-        *,
-        card: str | None = None,
-        facts: CardFacts | None = None,
-        **kwargs: Any,
-    ) -> list[str]:
-        """Save a model, which is not changed, to a folder (a file where pools save a state dict).
-
-        Args:
-            model: The model.
-            path: The folder.
-            card: Text of a README.md, unless the folder has one that somebody else wrote.
-            facts: The model's origin, for a provenance.json.
-            **kwargs: The pool's own options.
-
-        Returns:
-            The model's files, relative to the folder.
-
-        Raises:
-            CalibrationError: If it cannot be written. An older model stays complete.
-        """
-        target, files = Path(path).expanduser().resolve(), [""]
-        if kwargs.get("model_dtype") is not None:  # FusionBench's pools convert the model in place
-            model = copy.deepcopy(model)
-        option, dropped = f"{SAVE_PATH}={target}", MODEL_FILES
-        with writing_model(target, model, option=option, advice=_ADVICE, dropped=dropped) as new:
-            self._save_model(model, str(new), **kwargs)
-            if new.is_dir():
-                files = complete_folder(new, model, self._processor, facts, card)
-                if (target / CARD).is_file() and not is_our_card(target / CARD):
-                    (new / CARD).unlink(missing_ok=True)  # the other one is carried over
-                    files = [name for name in files if name != CARD]
-        log.info("saved the model to %s", target)
-        return files
-
-
-def _save_pretrained(model: Any, path: str, **options: Any) -> None:
-    model.save_pretrained(path, **options)
+    target = Path(path).expanduser().resolve()
+    if options.get("model_dtype") is not None:  # FusionBench's pools convert the model in place
+        model = copy.deepcopy(model)
+    option = f"{SAVE_PATH}={target}"
+    with writing_model(target, model, option=option, advice=_ADVICE, dropped=MODEL_FILES) as new:
+        if text_kind(modelpool) == "seq2seq":
+            model.save_pretrained(str(new), **options)
+        else:
+            modelpool.save_model(model, str(new), **options)
+        if new.is_dir():
+            complete_folder(new, model, processor, facts, card)
+            if (target / CARD).is_file() and not is_our_card(target / CARD):
+                (new / CARD).unlink(missing_ok=True)  # the other one is carried over
+    log.info("saved the model to %s", target)
 
 
 class RowSaver:
-    """Saves one row's model to `merged_model_save_path`, in place of FusionBench.
-
-    FusionBench would save only when the method has returned, after all evaluations.
+    """Saves one row's model, in place of FusionBench, which saves after all evaluations.
 
     Attributes:
         row: The row that is saved.
@@ -112,19 +196,12 @@ class RowSaver:
     model: nn.Module
 
     def __init__(self, program: Any, modelpool: BaseModelPool, processor: Any, row: str) -> None:
-        """Prepare to save; `check_save_target` has checked the target.
-
-        The pool gets a `save_model` that saves the processor too. Without a program nothing is
-        saved.
-        """
+        """Prepare to save; `check_save_target` has checked the target."""
         self.row = row
         self.folder: Path | None = None
-        self._program, self._modelpool = program, modelpool
-        self._options = save_options(program)
+        self._program, self._modelpool, self._processor = program, modelpool, processor
+        self._options = SaveOptions.of(program)
         self._facts = CardFacts(row)
-        self._files: list[str] = []
-        self._save = CompleteSaver(modelpool, processor)
-        modelpool.save_model = self._save  # type: ignore[method-assign]
 
     def saves(self, row: str) -> bool:
         """Return whether a row's model will be saved."""
@@ -140,29 +217,19 @@ class RowSaver:
             return
         self.model = model
         self._facts = replace(facts, **{k: plain(v) for k, v in vars(facts).items()})
-        options = self._options
-        if options.target is not None:
-            card = self._card() if options.card else None
-            self._files = self._save(
-                model, options.target, card=card, facts=self._facts, **options.pool
-            )
-            self.folder = options.target
+        target, pool = self._options.target, self._modelpool
+        if target is not None:
+            text = self._card() if self._options.card else None
+            made: dict[str, Any] = {"card": text, "facts": self._facts, **self._options.pool}
+            save_model(pool, model, target, self._processor, **made)
+            self.folder = target
         if self._program is not None:  # which would save it again
             self._program.save_merged_model = lambda merged_model: None
 
     def finish(self, report: Report) -> None:
-        """Add the run's accuracies to the model card; push the folder if `push_to_hub` is set.
-
-        Raises:
-            CalibrationError: If the model cannot be pushed; the saved one stays.
-        """
-        if self.folder is None:
-            return
-        readme = self.folder / CARD
-        if self._options.card and is_our_card(readme):
-            write_atomic(readme, self._card(report), OPTIONS)
-        if self._options.repo_id is not None:
-            self._push(self.folder, self._options.repo_id)
+        """Add the run's accuracies to the model card."""
+        if self.folder is not None and self._options.card and is_our_card(self.folder / CARD):
+            write_atomic(self.folder / CARD, self._card(report), OPTIONS)
 
     def _card(self, report: Report | None = None) -> str:
         pool = self._modelpool
@@ -170,24 +237,6 @@ class RowSaver:
         experts = {name: _location(pool, name) for name in pool.model_names}
         tags = ("merge", "fusion-bench", "featcal")
         return card_text(self._facts, base, experts, report, tags=tags)
-
-    def _push(self, folder: Path, repo_id: str) -> None:
-        from huggingface_hub import HfApi
-
-        options = dict(self._options.upload)
-        try:
-            api = HfApi(token=options.pop("token", None))
-            made = api.create_repo(repo_id, private=options.pop("private", None), exist_ok=True)
-            api.upload_folder(
-                repo_id=made.repo_id, folder_path=folder, allow_patterns=self._files, **options
-            )
-        except Exception as error:  # of the network, the hub or the token
-            raise CalibrationError(
-                f"the model is saved in {folder}, but could not be pushed to {repo_id}: "
-                f"{first_line(error)}. Push it by: hf upload {repo_id} {folder}. The repository is "
-                f"chosen by {OPTIONS}.repo_id"
-            ) from error
-        log.info("pushed %s to %s", folder, made.repo_id)
 
 
 def _location(modelpool: BaseModelPool, name: str) -> str:

@@ -23,7 +23,6 @@ from fusion_bench_featcal.fusionbench.options import (
 from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import RunResults
-from fusion_bench_featcal.fusionbench.saving import CompleteSaver
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.methods.interface import MethodInputs, seed_of
 from fusion_bench_featcal.methods.registry import Method
@@ -137,8 +136,6 @@ class PostMergingAlgorithm(_Standalone):
             model = self._report(results, self.method.settings, make, samples)
         else:
             model = make()
-            saver = CompleteSaver(modelpool, _processor(inputs))
-            modelpool.save_model = saver  # type: ignore[method-assign]
         if any(used["split"] == "test" for used in samples(model).values()):
             log.warning("%s was fitted on samples of the test split", self.method.name)
         return model

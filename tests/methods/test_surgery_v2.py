@@ -14,6 +14,8 @@ from transformers import CLIPVisionModel
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import CLIP
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
+from fusion_bench_featcal.fusionbench.processors import load_input_processor
+from fusion_bench_featcal.fusionbench.saving import save_model
 from fusion_bench_featcal.methods import SurgeryV2, SurgeryV2Algorithm
 from fusion_bench_featcal.methods.corrected_clip import (
     LayerCorrectedModel,
@@ -191,7 +193,7 @@ def test_what_cannot_be_loaded_or_corrected_is_named(models, tmp_path) -> None:
         model.compute_surgery_features(torch.ones(5, 12), "one")
 
 
-def test_algorithm_corrects_the_pools_merged_model_and_the_pool_saves_it(models, tmp_path) -> None:
+def test_algorithm_corrects_the_pools_merged_model_which_is_saved(models, tmp_path) -> None:
     algorithm = SurgeryV2Algorithm(steps=3, samples_per_task=8, rank=2, stream="calibration")
     pool = tiny_pool(models)
     found = algorithm.run(pool)
@@ -200,7 +202,7 @@ def test_algorithm_corrects_the_pools_merged_model_and_the_pool_saves_it(models,
     embeds, _ = classify(models, found, "one")
     uncorrected, _ = classify(models, found.model, "one")
     assert embeds.shape == uncorrected.shape and not torch.equal(embeds, uncorrected)
-    pool.save_model(found, str(tmp_path / "saved"))
+    save_model(pool, found, tmp_path / "saved", load_input_processor(pool))
     loaded = LayerCorrectedModel.from_pretrained(tmp_path / "saved")
     assert torch.equal(loaded.features("one", PIXELS), found.features("one", PIXELS))
     assert (tmp_path / "saved" / "tokenizer_config.json").is_file()
