@@ -57,7 +57,7 @@ def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
         views.show_side_by_side(summary)
     elif len(folders.runs) == 1:
         views.show_one_run(Report.load(folders.runs[0]), summary)
-        _report_diagnosis(folders.runs[0], options.out)
+        _report_diagnosis(folders.runs[0])
     else:
         views.show_combined(summary)
     if written:
@@ -76,18 +76,21 @@ def _save_figures(figures: "Mapping[str, Figure]", folder: str) -> None:
         print(f"written: {path}")
 
 
-def _report_diagnosis(run: Path, out: str | None) -> None:
-    """Print the sentences of a diagnosis; with `out`, write its page and table there."""
-    from fusion_bench_featcal.results.diagnosis import DIAGNOSIS_FILE, Diagnosis
-    from fusion_bench_featcal.results.diagnosis_page import help_sentences, write_diagnosis
-    from fusion_bench_featcal.results.tables import without_codes
+def _report_diagnosis(run: Path) -> None:
+    """Print the tables and sentences of a diagnosis, if there is one."""
+    from fusion_bench_featcal.results.diagnosis import diagnosis_grids, diagnosis_sentences
+    from fusion_bench_featcal.results.lines import LINES_FILE, read_lines
+    from fusion_bench_featcal.results.tables import console, print_page, titled
 
-    if not (run / DIAGNOSIS_FILE).exists():
+    if not (run / LINES_FILE).exists():
         return
-    diagnosis = Diagnosis.load(run)
-    print(without_codes("\n".join(help_sentences(diagnosis))))
-    if out:
-        write_diagnosis(diagnosis, out, "--out")
+    lines = read_lines(run / LINES_FILE)
+    grids = {title: grid.fitting(console().width) for title, grid in diagnosis_grids(lines).items()}
+    print()
+    print_page(
+        [table for title, forms in grids.items() for table in titled(title, forms)],
+        diagnosis_sentences(lines),
+    )
 
 
 def _write_html(options: argparse.Namespace) -> None:

@@ -33,21 +33,22 @@ CAPTIONS = {
         "Gaussian noise, motion blur and fog at severities 1 to 5",
         "tasks.md#corrupted-mixed-and-noise-data",
     ),
+    "diagnosis.svg": (
+        "Relative drift after each block, all tokens of test items",
+        "diagnose.md#drift-along-the-depth",
+    ),
+    "diagnosis-terms.svg": (
+        "Local mismatch and upstream propagation, all tokens of test items",
+        "diagnose.md#local-mismatch-and-upstream-propagation",
+    ),
+    "diagnosis-change.svg": (
+        "Change of relative drift by task and block, all tokens of test items",
+        "diagnose.md#drift-along-the-depth",
+    ),
     "report.png": ("The page that featcal report --html writes", "report.md"),
 }
 # Folder -> end of a file's name -> caption; the suite is in the folder's or the file's name.
 _MANY = {
-    "diagnosis": {
-        "drift_depth": "Drift after each block, all tokens of test items",
-        "drift_change": "Change of drift, by block and task, all tokens of test items",
-        "drift_split": "Local mismatch and upstream propagation, all tokens of test items",
-        "final_cosine": "Cosine of final features to the expert's, by task, test items",
-        "classes": "Gain of the final cosine by class, test items",
-        "class_gains": "Gain of the final cosine against gain of accuracy, by class, test items",
-        "gains": "Gain of cosine against gain of accuracy",
-        "task_vectors": "Cosine of task vectors",
-        "pca": "Final features of the same test items in every row, projected by PCA",
-    },
     "studies": {
         "samples": "Accuracy by samples per task, beside the paper's curves",
         "ablation": "Parts of FeatCal and FeatCal+ left out or added",
@@ -59,12 +60,16 @@ _MANY = {
         "transfer": "Calibration on other data",
     },
 }
-_EXPLAINED = {"diagnosis": "diagnose.md", "studies": "studies.md"}
+_EXPLAINED = {"studies": "studies.md"}
 
 
 def gallery() -> str:
     """Markdown of all figures; those without a caption here are named by their file."""
-    files = sorted(path.relative_to(FIGURES).as_posix() for path in FIGURES.rglob("*.png"))
+    files = sorted(
+        path.relative_to(FIGURES).as_posix()
+        for kind in ("png", "svg")
+        for path in FIGURES.rglob(f"*.{kind}")
+    )
     ordered = [name for name in CAPTIONS if name in files]
     parts = []
     for name in [*ordered, *(name for name in files if name not in CAPTIONS)]:

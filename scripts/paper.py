@@ -9,6 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from fusion_bench_featcal.results.diagnosis import by_block, by_task, merger_of, repairs_of
+from fusion_bench_featcal.results.lines import LINES_FILE, Line, read_lines
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 MERGERS = ("simple_average", "task_arithmetic", "adamerging", "wudi")
@@ -246,11 +249,9 @@ def drift_table() -> str:
     """Figures 1 and 2: drift and cosine of every diagnosis, calibrated beside merged."""
     lines = []
     for folder in sorted((RESULTS / "diagnosis").iterdir()):
-        found = read("diagnosis", folder.name, "diagnosis.json")
-        merged = found["upstream"]
-        for row in found["drift"]:
-            if row not in ("base", merged):
-                lines.append([found["suite"], row, *_drift_cells(found, row, merged)])
+        found = read_lines(folder / LINES_FILE)
+        cells = {row: _drift_cells(found, row) for row in repairs_of(found)}
+        lines += [[folder.name, row, *values] for row, values in cells.items()]
     heads = ["drift at the last block", "cosine to the expert", "tasks nearer to the expert",
              "tasks with task vectors farther", "tasks with opposite gains"]  # fmt: skip
     paper = ["the paper, ViT-B/32", "featcal", "-46 % (Cars)", "0.60 to 0.84 (Cars)", "-",
@@ -258,28 +259,22 @@ def drift_table() -> str:
     return table(["suite", "row", *heads], [paper, *lines])
 
 
-def _drift_cells(found: Mapping[str, Any], row: str, merged: str) -> list[str]:
-    tasks = list(found["items"])
-
-    def by_task(name: str) -> dict[str, float]:
-        return {task: fmean(found["cosines"][name][task]) for task in tasks}
-
-    def last(name: str) -> float:
-        return fmean(found["drift"][name][task]["relative"][-1] for task in tasks)
-
-    after, before, accuracy = by_task(row), by_task(merged), found["accuracy"]
-    vectors = found["task_vectors"]
-    known = [task for task in tasks if task in vectors.get(row, {})]
+def _drift_cells(lines: Sequence[Line], row: str) -> list[str]:
+    rows = row, merger_of(lines)
+    after, before = (by_task(lines, name, "final_cosine") for name in rows)
+    vectors, merged_vectors = (by_task(lines, name, "task_vector_cosine") for name in rows)
+    accuracy, merged_accuracy = (by_task(lines, name, "accuracy") for name in rows)
+    last, merged_last = ([*by_block(lines, name, "relative").values()][-1] for name in rows)
     opposite = sum(
-        (after[task] - before[task]) * (accuracy[row][task] - accuracy[merged][task]) < 0
-        for task in tasks
+        (after[task] - before[task]) * (accuracy[task] - merged_accuracy[task]) < 0
+        for task in after
     )
     return [
-        f"{100 * (last(row) / last(merged) - 1):+.0f} %",
+        f"{100 * (last / merged_last - 1):+.0f} %",
         f"{fmean(before.values()):.3f} to {fmean(after.values()):.3f}",
-        f"{sum(after[task] > before[task] for task in tasks)} of {len(tasks)}",
-        f"{sum(vectors[row][t] < vectors[merged][t] for t in known)} of {len(known)}",
-        f"{opposite} of {len(tasks)}",
+        f"{sum(after[task] > before[task] for task in after)} of {len(after)}",
+        f"{sum(vectors[task] < merged_vectors[task] for task in vectors)} of {len(vectors)}",
+        f"{opposite} of {len(after)}",
     ]
 
 

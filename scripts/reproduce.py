@@ -53,7 +53,7 @@ ITEMS = (
          (*CLIP, *TEXTS), (f"{B32}_TA8",)),
     Item("sweep", "Figure 5", "lambda, alpha and rho", "study/sweep", CLIP, (f"{B32}_TA8",)),
     Item("diagnose", "Figures 1, 2, 6, 7",
-         "drift by block, cosine to the experts, projections of features", "diagnose", CLIP,
+         "drift by block, cosine to the experts, shares of variance (PCA)", "diagnose", CLIP,
          (f"{B32}_TA8",)),
     Item("tasks", "not in the paper", "number of tasks", "study/tasks", ("clip-vit-mini_all8",),
          (f"{B32}_TALL20",)),

@@ -13,7 +13,6 @@ import json
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,13 +35,6 @@ COMPARISON = RESULTS / "comparison"
 FIGURES = ROOT / "docs" / "figures"
 DIAGNOSES = RESULTS / "diagnosis"
 DIAGNOSED = {"": "clip-vit-mini_TA6", "-t5": "flan-t5-mini_TA6", "-llama": "llama-mini_TA6"}
-DIAGNOSIS_PARTS = {
-    "help": "Where calibration helps",
-    "depth": "Drift along the depth",
-    "split": "Local mismatch and upstream propagation",
-    "final": "Final features",
-    "classes": "Accuracy by class",
-}
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PART = re.compile(
     r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(^<!-- end of (?P=name) -->)",
@@ -57,13 +49,12 @@ def combined_table(pool: str) -> str:
     return f"{tables}\n- {provenance(RESULTS / pool)}"
 
 
-def provenance(folder: Path, file: str = "run.json") -> str:
+def provenance(folder: Path) -> str:
     """Machine, versions and data of the runs."""
-    run = json.loads((folder / file).read_text(encoding="utf-8"))
+    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     device, versions = run["device"], run["versions"]
     threads = device["torch_threads"]
-    diagnosed = run.get("items", {}).values()  # of a diagnosis
-    items = sum(diagnosed) or sum(task["items"] for task in run.get("test_sets", {}).values())
+    items = sum(task["items"] for task in run.get("test_sets", {}).values())
     kind = "images" if run["suite"].startswith(("clip", "resnet")) else "texts"
     tested = f", {items} test {kind}" if items else ""  # FusionBench's own pools do not count them
     return (
@@ -130,18 +121,18 @@ def comparison_seconds() -> str:
     return seconds_table({title: COMPARISON / name for title, name in folders.items()}, pairs)
 
 
-def diagnosis_part(pool: str, part: str) -> str:
-    """A section of a diagnosis's page."""
-    from fusion_bench_featcal.results.diagnosis import Diagnosis
-    from fusion_bench_featcal.results.diagnosis_page import SECTIONS, section_text
+def diagnosis_part(pool: str) -> str:
+    """The tables and sentences of a diagnosis."""
+    from fusion_bench_featcal.results.diagnosis import diagnosis_grids, diagnosis_sentences
+    from fusion_bench_featcal.results.lines import LINES_FILE, read_lines
 
-    return section_text(SECTIONS[DIAGNOSIS_PARTS[part]](Diagnosis.load(DIAGNOSES / pool)))
-
-
-def diagnosis_conditions() -> str:
-    """Machine and data of the diagnoses."""
-    lines = [provenance(DIAGNOSES / pool, "diagnosis.json") for pool in DIAGNOSED.values()]
-    return "\n".join(f"- {line}" for line in lines)
+    lines = read_lines(DIAGNOSES / pool / LINES_FILE)
+    grids = diagnosis_grids(lines).items()
+    tables = [f"*{title}*\n\n{grid.for_page().markdown()}" for title, grid in grids]
+    run = json.loads((DIAGNOSES / pool / "run.json").read_text(encoding="utf-8"))
+    notes = [note for note in run["notes"] if note.startswith("diagnosis: ")]
+    sentences = [*diagnosis_sentences(lines), *notes, provenance(DIAGNOSES / pool)]
+    return "\n\n".join([*tables, "\n".join(f"- {line}" for line in sentences)])
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -181,12 +172,7 @@ PARTS: dict[str, Callable[[], str]] = {
         (ROOT / "benchmarks/results/pools.md").read_text("utf-8").partition("\n\n**")[0]
     ),
     "mergers": lambda: (ROOT / "benchmarks/results/mergers.md").read_text("utf-8").strip(),
-    "diagnosis-conditions": diagnosis_conditions,
-    **{
-        f"diagnosis-{part}{end}": partial(diagnosis_part, pool, part)
-        for end, pool in DIAGNOSED.items()
-        for part in DIAGNOSIS_PARTS
-    },
+    **{f"diagnosis{end}": partial(diagnosis_part, pool) for end, pool in DIAGNOSED.items()},
     "methods": methods_table,
     "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
 }
@@ -235,22 +221,18 @@ def keep_comparisons(folder: Path) -> None:
 
 
 def keep_diagnoses(folder: Path) -> None:
-    """Copy the numbers of `make diagnose` into the repository, and draw its figures."""
-    from fusion_bench_featcal.results.diagnosis import DIAGNOSIS_FILE, Diagnosis
-    from fusion_bench_featcal.results.diagnosis_figures import diagnosis_figures
-    from fusion_bench_featcal.results.drawing import save_figures
+    """Copy the numbers of `make diagnose` into the repository, and draw the image suite's."""
+    from fusion_bench_featcal.results import charts
+    from fusion_bench_featcal.results.diagnosis import diagnosis_figures
+    from fusion_bench_featcal.results.lines import LINES_FILE, read_lines
 
-    text = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
     for pool in DIAGNOSED.values():
-        (DIAGNOSES / pool).mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / pool / DIAGNOSIS_FILE, DIAGNOSES / pool / DIAGNOSIS_FILE)
-        target = FIGURES / "diagnosis" / pool
-        with tempfile.TemporaryDirectory() as drawn:
-            figures = diagnosis_figures(Diagnosis.load(DIAGNOSES / pool))
-            for path in save_figures(figures, Path(drawn), None, "docs"):
-                if f"{pool}/{path.name}" in text:
-                    target.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(path, target / path.name)
+        target = DIAGNOSES / pool
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / pool / LINES_FILE, target / LINES_FILE)
+        shutil.copyfile(folder / pool / "report.json", target / "run.json")
+    lines = read_lines(DIAGNOSES / DIAGNOSED[""] / LINES_FILE)
+    charts.save(diagnosis_figures(lines), FIGURES, "docs")
 
 
 def rewritten(page: Path) -> str:

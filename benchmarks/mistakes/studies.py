@@ -6,15 +6,15 @@ MUTATIONS = (
     Mutation(
         "local mismatch is the whole drift",
         "diagnosis/drift.py",
-        "features - expert, crossed - expert, features - crossed",
-        "features - expert, features - expert, features - crossed",
+        "propagation = crossed - expert, features - crossed",
+        "propagation = features - expert, features - crossed",
         "diagnosis/test_split_drift.py",
     ),
     Mutation(
         "PCA is not of centred features",
         "diagnosis/drift.py",
-        "features.double() - features.double().mean(0)",
-        "features.double()",
+        "svdvals(features - features.mean(0))",
+        "svdvals(features)",
         "diagnosis/test_split_drift.py",
     ),
     Mutation(

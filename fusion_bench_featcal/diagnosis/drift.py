@@ -1,40 +1,26 @@
-"""The drift at a block's output, divided into its causes (Eq. 3), and the principal plane."""
+"""The drift at a block's output, split into its causes (Eq. 3), and moments of final features."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from fusion_bench_featcal.streams.rows import CountedRows
 
-class DriftParts(NamedTuple):
-    """Columns of `split_drift`: numbers of one row of features, or their means over rows."""
-
-    drift: float
-    """`|e|`, the L2 norm of the drift `e = h - h_exp`."""
-    drift_sq: float
-    """`|e|^2`."""
-    expert_sq: float
-    """`|h_exp|^2`."""
-    cosine: float
-    """Cosine of `h` and `h_exp`."""
-    mismatch: float
-    """`|m|`, the norm of the local mismatch."""
-    mismatch_sq: float
-    """`|m|^2`."""
-    propagation: float
-    """`|p|`, the norm of the upstream propagation."""
-    propagation_sq: float
-    """`|p|^2`."""
-    product: float
-    """`m . p`, so that `|e|^2 = |m|^2 + |p|^2 + 2 m . p`."""
+COLUMNS: tuple[str, ...] = (
+    "drift", "drift_sq", "expert_sq", "cosine", "mismatch", "mismatch_sq", "propagation",
+    "propagation_sq", "product",
+)  # fmt: skip
+"""Columns of `split_drift`."""
 
 
 def split_drift(features: Tensor, expert: Tensor, crossed: Tensor) -> Tensor:
     """Split the drift at a block's output into local mismatch and upstream propagation (Eq. 3).
 
-    With `f` the model's block and `f_exp` the expert's, on their inputs `x` and `x_exp`:
-    the mismatch is `f(x_exp) - f_exp(x_exp)`, the propagation `f(x) - f(x_exp)`.
+    With `f` the model's block and `f_exp` the expert's, on their inputs `x` and `x_exp`, the drift
+    `e = f(x) - f_exp(x_exp)` is the sum of the mismatch `m = f(x_exp) - f_exp(x_exp)` and the
+    propagation `p = f(x) - f(x_exp)`.
 
     Args:
         features: `f(x)`, `[n, d]`.
@@ -42,41 +28,69 @@ def split_drift(features: Tensor, expert: Tensor, crossed: Tensor) -> Tensor:
         crossed: `f(x_exp)`, `[n, d]`.
 
     Returns:
-        `[n, 9]`, columns as `DriftParts`.
+        `[n, 9]`, with `COLUMNS`: `|e|`, `|e|^2`, `|f_exp|^2`, the cosine of `f` and `f_exp`, `|m|`,
+        `|m|^2`, `|p|`, `|p|^2` and `m . p`.
     """
     dtype = torch.promote_types(features.dtype, torch.float32)
     features, expert, crossed = (part.to(dtype) for part in (features, expert, crossed))
-    drift, mismatch, propagation = features - expert, crossed - expert, features - crossed
-    sizes = {
-        name: torch.linalg.vector_norm(part, dim=1)
-        for name, part in (("e", drift), ("m", mismatch), ("p", propagation))
+    mismatch, propagation = crossed - expert, features - crossed
+    e, m, p = (
+        torch.linalg.vector_norm(part, dim=1) for part in (features - expert, mismatch, propagation)
+    )
+    cosine = cosine_similarity(features, expert, dim=1)
+    product = (mismatch * propagation).sum(1)
+    columns = (e, e**2, expert.square().sum(1), cosine, m, m**2, p, p**2, product)
+    return torch.stack(columns, dim=1)
+
+
+def item_means(values: Tensor, items: int, counted: CountedRows | None) -> Tensor:
+    """Return means over each item's rows, in float64.
+
+    Args:
+        values: `[rows, k]`, of the rows that count, item by item.
+        items: Number of items.
+        counted: The rows that count; None: equally many of each item.
+
+    Returns:
+        `[items, k]`.
+    """
+    values = values.double()
+    if counted is None or counted.index is None:
+        return values.reshape(items, -1, values.shape[1]).mean(1)
+    owner = counted.index // counted.shape[1:].numel()
+    weights = torch.ones_like(values[:, :1])
+    if counted.weights is not None:
+        weights = counted.weights[:, None].to(values)
+    sums = values.new_zeros(items, values.shape[1]).index_add_(0, owner, weights * values)
+    return sums / values.new_zeros(items, 1).index_add_(0, owner, weights)
+
+
+def drift_metrics(means: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a block from means of `COLUMNS` over items.
+
+    `relative` is the root mean square of the drift divided by that of the expert's features,
+    `between` the cosine of the two terms, and `share` that of the propagation, `p . e / |e|^2`.
+    """
+    tiny = torch.finfo(torch.float64).tiny
+    products = (means["mismatch_sq"] * means["propagation_sq"]) ** 0.5
+    return {
+        "drift": means["drift"],
+        "relative": (means["drift_sq"] / max(means["expert_sq"], tiny)) ** 0.5,
+        "cosine": means["cosine"],
+        "mismatch": means["mismatch"],
+        "propagation": means["propagation"],
+        "between": means["product"] / max(products, tiny),
+        "share": (means["propagation_sq"] + means["product"]) / max(means["drift_sq"], tiny),
     }
-    columns = {
-        "drift": sizes["e"],
-        "drift_sq": sizes["e"].square(),
-        "expert_sq": expert.square().sum(1),
-        "cosine": cosine_similarity(features, expert, dim=1),
-        "mismatch": sizes["m"],
-        "mismatch_sq": sizes["m"].square(),
-        "propagation": sizes["p"],
-        "propagation_sq": sizes["p"].square(),
-        "product": (mismatch * propagation).sum(1),
-    }
-    return torch.stack([columns[name] for name in DriftParts._fields], dim=1)
 
 
-def principal_plane(features: Tensor) -> Tensor:
-    """Project rows on the two directions of largest variance (PCA).
-
-    Each direction's sign makes its largest coordinate positive.
+def explained_shares(features: Tensor) -> list[float]:
+    """Return the shares of variance along the first two principal directions (PCA).
 
     Args:
         features: `[n, d]`, with n, d >= 2.
-
-    Returns:
-        `[n, 2]`, float64.
     """
-    centred = features.double() - features.double().mean(0)
-    directions = torch.linalg.svd(centred, full_matrices=False).Vh[:2]
-    largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
-    return centred @ (directions * torch.where(largest < 0, -1.0, 1.0)).T
+    features = features.double()
+    variances = torch.linalg.svdvals(features - features.mean(0)).square()
+    tiny = torch.finfo(torch.float64).tiny
+    return (variances[:2] / variances.sum().clamp(min=tiny)).tolist()

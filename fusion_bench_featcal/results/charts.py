@@ -270,7 +270,7 @@ def heat(
     title: str = "",
     across: int = 1,
 ) -> "Figure":
-    """Draw values as colours with their numbers. Colours of values of both signs meet at 0.
+    """Draw values as colours with their numbers. Colours of negative and other values meet at 0.
 
     Args:
         panels: Panel -> row -> column -> value. A row may lack columns.
@@ -288,7 +288,7 @@ def heat(
         for panel in panels.values()
     ]
     low, high = float(np.nanmin(tables)), float(np.nanmax(tables))
-    if low < 0 < high:
+    if low < 0:
         high = max(-low, high)
         low = -high
     colours = "PuOr_r" if low < 0 else "cividis"

@@ -1,203 +1,193 @@
-"""Content of a diagnosis: numbers of every row, task and block, as `diagnosis.json`."""
+"""Tables, sentences and charts of a diagnosis: drift by block, final features, classes."""
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+from . import charts
+from .lines import Line, means, where
+from .long_table import AVERAGE, BASE, is_repair
+from .tables import Grid, short_blocks, short_names, with_unit
 
-from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, write_atomic
-from fusion_bench_featcal.json_files import plain, read_json
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-from .long_table import BASE, EXPERTS, is_repair
-
-DIAGNOSIS_FILE = "diagnosis.json"
-MEASURES = {
-    "drift": "mean L2 norm of the drift",
-    "relative": "root mean square of the drift / of the expert's features",
-    "cosine": "mean cosine to the expert's features",
-    "mismatch": "mean L2 norm of the local mismatch",
-    "propagation": "mean L2 norm of the upstream propagation",
-    "between": "cosine of local mismatch and upstream propagation",
-    "share": "share of upstream propagation in the squared drift, p . e / |e|^2",
-}
-POSITIONS = {"all": "all positions", "read": "only positions that the head reads"}
-"""Positions at which drift was measured, for headings."""
-_DIGITS = 6
+_TERMS = {"drift": "drift", "mismatch": "local mismatch", "propagation": "upstream propagation"}
+_CLASSES = 3  # that gain most, and that lose most
 
 
-@dataclass(kw_only=True)
-class Diagnosis:
-    """Numbers of one diagnosis.
-
-    A row is a model; its drift is measured at the output of every block, over items of each task.
-    """
-
-    suite: str
-    """Name of the model pool."""
-    upstream: str | None
-    """The row of the upstream merger."""
-    split: str
-    """Split of the items."""
-    items: dict[str, int]
-    """Task -> number of items."""
-    seed: int
-    """Seed of the draw."""
-    positions: str
-    """Positions whose features are compared at blocks' outputs: `all` or `read`."""
-    features: str
-    """Final features, in words."""
-    blocks: list[str]
-    """Names of the blocks, in forward order."""
-    drift: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
-    """Row -> task -> one of `MEASURES` -> value at each block."""
-    cosines: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    """Row -> task -> cosine of each item's final features to the expert's."""
-    classes: dict[str, dict[str, dict[str, dict[str, Any]]]] = field(default_factory=dict)
-    """Row -> task -> class -> `items`, `cosine` and `relative` drift at each block."""
-    task_vectors: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Row -> task -> cosine to the expert's task vector; without what has none."""
-    accuracy: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Row -> task -> accuracy of the task pool, over its whole test set, and the experts'."""
-    class_accuracy: dict[str, dict[str, dict[str, list[int]]]] = field(default_factory=dict)
-    """Row -> task -> class -> test items of the task pool that the row gets right, and all; and
-    the experts'."""
-    class_flips: dict[str, dict[str, dict[str, list[int]]]] = field(default_factory=dict)
-    """Calibrated row -> task -> class -> test items that only the row, and only the merged model,
-    gets right."""
-    projections: dict[str, dict[str, dict[str, list[list[float]]]]] = field(default_factory=dict)
-    """`pca` -> task -> row -> two coordinates of each item."""
-    versions: dict[str, str] = field(default_factory=dict)
-    device: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def rows(self) -> list[str]:
-        """Rows in order, without the experts."""
-        return list(self.drift)
-
-    @property
-    def tasks(self) -> list[str]:
-        """Tasks in order."""
-        return list(self.items)
-
-    @property
-    def repairs(self) -> list[str]:
-        """Rows that were made from the merged model."""
-        return [row for row in self.rows if is_repair(row, self.upstream)]
-
-    @property
-    def merged(self) -> str | None:
-        """The merged model's row, if it was diagnosed."""
-        return self.upstream if self.upstream in self.drift else None
-
-    def mean(self, row: str, measure: str) -> NDArray[np.float64]:
-        """A measure at each block, mean over tasks."""
-        return np.mean([values[measure] for values in self.drift[row].values()], axis=0)
-
-    def cosine(self, row: str, task: str | None = None) -> float:
-        """Final features' cosine to the expert's: mean over a task's items, or over tasks."""
-        tasks = self.tasks if task is None else [task]
-        return float(np.mean([np.mean(self.cosines[row][name]) for name in tasks]))
-
-    def add(
-        self,
-        row: str,
-        task: str,
-        drift: Mapping[str, NDArray[np.float64]],
-        cosines: NDArray[np.float64],
-        classes: Sequence[str] | None,
-        task_vector: float | None,
-    ) -> None:
-        """Add a row's measurements on one task.
-
-        Args:
-            row: The row.
-            task: The task.
-            drift: Means over each item's positions by names of `DriftParts`, `[blocks, items]`.
-            cosines: Cosines of final features, `[items]`.
-            classes: Class of each item, if they are known.
-            task_vector: Cosine of task vectors, if there is one.
-        """
-        self.items[task] = len(cosines)
-        self.drift.setdefault(row, {})[task] = {
-            name: _rounded(values) for name, values in measures(drift).items()
-        }
-        self.cosines.setdefault(row, {})[task] = _rounded(cosines)
-        if task_vector is not None:
-            self.task_vectors.setdefault(row, {})[task] = task_vector
-        of_task = self.classes.setdefault(row, {}).setdefault(task, {})
-        for name in sorted(set(classes or ())):
-            chosen = np.array([label == name for label in classes or ()])
-            part = measures({key: values[:, chosen] for key, values in drift.items()})
-            of_task[name] = {
-                "items": int(chosen.sum()),
-                "cosine": float(cosines[chosen].mean()),
-                "relative": _rounded(part["relative"]),
-            }
-
-    def write(self, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
-        """Write `diagnosis.json`: a line for each attribute."""
-        content = plain(asdict(self), DIAGNOSIS_FILE)
-        text = ",\n".join(f"{json.dumps(key)}: {json.dumps(content[key])}" for key in content)
-        return write_atomic(Path(directory) / DIAGNOSIS_FILE, f"{{\n{text}\n}}\n", setting)
-
-    @classmethod
-    def load(cls, directory: str | Path) -> "Diagnosis":
-        """Read what `write` wrote.
-
-        Raises:
-            ReportError: The file is missing or damaged, or is no diagnosis.
-        """
-        path = Path(directory) / DIAGNOSIS_FILE
-        content = read_json(path)
-        names = {entry.name for entry in fields(cls)}
-        if not isinstance(content, dict) or set(content) != names:
-            raise ReportError(f"{path} is no diagnosis of this version: run method=diagnose again")
-        return cls(**content)
-
-
-def measures(drift: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
-    """Reduce means over positions to `MEASURES`, `[blocks]`, over items.
-
-    Args:
-        drift: By names of `DriftParts`, `[blocks, items]`.
-    """
-    mean = {name: values.mean(axis=1) for name, values in drift.items()}
-    nothing = np.finfo(np.float64).tiny
-    products = np.sqrt(mean["mismatch_sq"] * mean["propagation_sq"])
-    return {
-        "drift": mean["drift"],
-        "relative": np.sqrt(mean["drift_sq"] / np.maximum(mean["expert_sq"], nothing)),
-        "cosine": mean["cosine"],
-        "mismatch": mean["mismatch"],
-        "propagation": mean["propagation"],
-        "between": mean["product"] / np.maximum(products, nothing),
-        "share": (mean["propagation_sq"] + mean["product"]) / np.maximum(mean["drift_sq"], nothing),
+def diagnosis_grids(lines: Sequence[Line]) -> dict[str, Grid]:
+    """Return the tables of a diagnosis by title; none without one."""
+    metric = _metric_of_classes(lines)
+    grids = {
+        "relative drift (share of upstream propagation)": _drift_grid(lines),
+        "cosine of final features": _cosine_grid(lines),
+        f"{metric.replace('_', ' ')} of classes that gain and lose most": _class_grid(lines),
     }
+    return {title: grid for title, grid in grids.items() if grid.lines}
 
 
-def row_order(names: Sequence[str], upstream: str | None) -> list[str]:
-    """Order rows: base, merged, what was made of it, experts."""
-    places = {BASE: 0, upstream: 1, EXPERTS: 3}
-    return sorted(names, key=lambda name: places.get(name, 2))
-
-
-def _rounded(values: NDArray[np.float64]) -> list[float]:
-    return [float(f"{value:.{_DIGITS}g}") for value in values]
-
-
-def gains_of(diagnosis: Diagnosis, row: str, other: str) -> dict[str, tuple[float, float]]:
-    """Task -> gain of a row over another in final cosine and in accuracy."""
-    accuracy = diagnosis.accuracy
-    return {
-        task: (
-            diagnosis.cosine(row, task) - diagnosis.cosine(other, task),
-            accuracy[row][task] - accuracy[other][task],
+def diagnosis_sentences(lines: Sequence[Line]) -> list[str]:
+    """Say of each calibrated row at which blocks and tasks it helps most and least."""
+    merger, repairs = merger_of(lines), repairs_of(lines)
+    tasks = short_names(list(by_task(lines, merger, "final_cosine")))
+    sentences = []
+    for row in repairs if tasks else ():
+        before, after = (by_task(lines, name, "final_cosine") for name in (merger, row))
+        if mean(after.values()) < mean(before.values()):
+            sentences.append(
+                f"{row}: final features are farther from the experts' than the merged model's "
+                f"(mean cosine {mean(after.values()):.3f}, merged {mean(before.values()):.3f}). "
+                "Are the calibration samples like these items?"
+            )
+        change = _change(lines, row, merger)
+        best, worst = min(change, key=change.__getitem__), max(change, key=change.__getitem__)
+        farthest = min(after, key=after.__getitem__)
+        sentences.append(
+            f"{row}: relative drift changes by {change[best]:+.0f} % at block {best} (best) to "
+            f"{change[worst]:+.0f} % at block {worst}; farthest from its "
+            f"expert is {tasks[farthest]}, with a cosine of {after[farthest]:.3f}"
         )
-        for task in diagnosis.tasks
-        if task in accuracy.get(row, {}) and task in accuracy.get(other, {})
+    return sentences
+
+
+def diagnosis_figures(lines: Sequence[Line], across: int = 3) -> "dict[str, Figure]":
+    """Draw drift, its two terms and its change by calibration over the blocks, by figure name."""
+    rows, repairs, merger = rows_of(lines), repairs_of(lines), merger_of(lines)
+    if not rows:
+        return {}
+    by_name = {
+        name: where(lines, task=task)
+        for task, name in short_names(list(by_task(lines, rows[0], "final_cosine"))).items()
     }
+    figures = {
+        "diagnosis": charts.blocks(
+            {
+                panel: {row: _by_short_block(part, row, "relative") for row in rows}
+                for panel, part in {"mean over tasks": lines, **by_name}.items()
+            },
+            "drift / expert's norm",
+            title="Relative drift of test items",
+            across=across,
+        ),
+        "diagnosis-terms": charts.blocks(
+            {
+                row: {term: _by_short_block(lines, row, key) for key, term in _TERMS.items()}
+                for row in (rows if not repairs else [r for r in rows if r in (merger, *repairs)])
+            },
+            "mean L2 norm",
+            title="Drift = local mismatch + upstream propagation, mean over tasks",
+            across=across,
+        ),
+    }
+    if repairs and merger in rows:
+        figures["diagnosis-change"] = charts.heat(
+            {
+                row: {task: _change(part, row, merger) for task, part in by_name.items()}
+                for row in repairs
+            },
+            "block",
+            "+.0f",
+            title="Change of relative drift against the merged model, %",
+        )
+    return figures
+
+
+def _change(lines: Sequence[Line], row: str, merger: str) -> dict[str, float]:
+    """Return the change of relative drift in per cent, by the blocks' short names."""
+    before, after = (_by_short_block(lines, name, "relative") for name in (merger, row))
+    return {block: 100 * (after[block] / max(before[block], 1e-30) - 1) for block in before}
+
+
+def _by_short_block(lines: Sequence[Line], row: str, metric: str) -> dict[str, float]:
+    """Return `by_block` with short names."""
+    values = by_block(lines, row, metric)
+    return dict(zip(short_blocks(list(values)), values.values(), strict=True))
+
+
+def merger_of(lines: Sequence[Line]) -> str:
+    """Return the upstream merger."""
+    return next((line["merger"] for line in lines), "")
+
+
+def repairs_of(lines: Sequence[Line]) -> list[str]:
+    """Return the rows that were made from the merged model."""
+    merger = merger_of(lines)
+    return [row for row in rows_of(lines) if is_repair(row, merger)]
+
+
+def rows_of(lines: Iterable[Line]) -> list[str]:
+    """Return the diagnosed rows: base, merger, and what was made of it."""
+    drift = where(lines, metric="relative")
+    places = {BASE: 0} | {line["merger"]: 1 for line in drift}
+    return sorted(dict.fromkeys(line["row"] for line in drift), key=lambda row: places.get(row, 2))
+
+
+def by_block(lines: Iterable[Line], row: str, metric: str) -> dict[str, float]:
+    """Return a row's metric at each block, averaged over tasks."""
+    values = means(where(lines, row=row, metric=metric), "block")
+    return {block: value for (block,), value in values.items() if block}
+
+
+def by_task(lines: Iterable[Line], row: str, metric: str) -> dict[str, float]:
+    """Return a row's metric of each task."""
+    values = means(where(lines, row=row, metric=metric, block="", class_=""), "task")
+    return {task: value for (task,), value in values.items()}
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean of some values, of which there is one at least."""
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def _drift_grid(lines: Sequence[Line]) -> Grid:
+    """Relative drift at each block and the propagation's share of it, mean over tasks."""
+    rows = rows_of(lines)
+    drift = {row: _by_short_block(lines, row, "relative") for row in rows}
+    share = {row: _by_short_block(lines, row, "share") for row in rows}
+    cells = [
+        (block, [f"{drift[row][block]:.3f} ({with_unit(share[row][block])})" for row in rows])
+        for block in (drift[rows[0]] if rows else ())
+    ]
+    return Grid("block", rows, cells)
+
+
+def _cosine_grid(lines: Sequence[Line]) -> Grid:
+    """Cosine of final features to the expert's, of rows by task."""
+    values = {row: by_task(lines, row, "final_cosine") for row in rows_of(lines)}
+    tasks = short_names(list(next(iter(values.values()), {})))
+    cells = [
+        (row, [f"{value:.3f}" for value in (*of.values(), mean(of.values()))])
+        for row, of in values.items()
+    ]
+    return Grid("row", [*tasks.values(), AVERAGE], cells).for_page()
+
+
+def _class_grid(lines: Sequence[Line]) -> Grid:
+    """Classes with the largest and smallest gain of the calibrated rows over the merged model."""
+    rows, metric = [merger_of(lines), *repairs_of(lines)], _metric_of_classes(lines)
+    classes = [line for line in lines if line["class"]]
+    values = means(where(classes, metric=metric), "task", "class", "row")
+    counts = "test_items" if metric == "accuracy" else "items"
+    sizes = means(where(classes, metric=counts), "task", "class")
+    gains = {
+        key: mean(values[*key, row] - values[*key, rows[0]] for row in rows[1:])
+        for key in sizes
+        if len(rows) > 1 and all((*key, row) in values for row in rows)
+    }
+    ordered = sorted(gains, key=gains.__getitem__, reverse=True)
+    tasks = short_names(list(by_task(lines, rows[0], "final_cosine")))
+    cells = [
+        (f"{tasks[task]}: {name}", [
+            f"{sizes[task, name]:.0f}",
+            *(f"{values[task, name, row]:.3f}" for row in rows),
+        ])
+        for task, name in dict.fromkeys([*ordered[:_CLASSES], *ordered[-_CLASSES:]])
+    ]  # fmt: skip
+    return Grid("class", ["items", *rows], cells)
+
+
+def _metric_of_classes(lines: Sequence[Line]) -> str:
+    """Return the metric that classes are compared by; accuracy, if it is known."""
+    evaluated = where(lines, metric="accuracy")
+    return "accuracy" if any(line["class"] for line in evaluated) else "final_cosine"

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import charts
 from .curves import MOMENTS, calibration_logs, load_curves
+from .diagnosis import diagnosis_figures
 from .items import Interval, common_seeds, paired_difference, stacked
+from .lines import LINES_FILE, read_lines
 from .long_table import AVERAGE, BASE, merged_by
 from .summary import Summary, SummaryRow
 from .tables import short_blocks, short_names
@@ -99,7 +101,7 @@ def _with_interval(value: float, gain: float, interval: Interval | None) -> char
 
 
 def _of_files(runs: Sequence[Path], across: int) -> "dict[str, Figure]":
-    """Drift by block and losses of trainings, from the files beside the runs' reports."""
+    """Drift by block, losses of trainings and diagnoses, from the files beside runs' reports."""
     drift, drift_by_task, depth, losses = _Panels(), _Panels(), _Panels(), _Panels()
     labels = _labels(runs)
     logs = [(label, *log) for run, label in labels.items() for log in calibration_logs(run)]
@@ -142,6 +144,14 @@ def _of_files(runs: Sequence[Path], across: int) -> "dict[str, Figure]":
         title = "Loss of each training, relative to its first step"
         figures["convergence"] = charts.curves(losses, "updates", "loss / first loss", title=title,
                                                across=across)  # fmt: skip
+    for run, label in labels.items():
+        drawn = (
+            diagnosis_figures(read_lines(run / LINES_FILE), across)
+            if (run / LINES_FILE).exists()
+            else {}
+        )
+        ending = f"-{label.removesuffix(': ').replace('/', '-')}" if label else ""
+        figures |= {f"{name}{ending}": figure for name, figure in drawn.items()}
     return figures
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.json_files import read_json
 
-from .diagnosis import DIAGNOSIS_FILE
 from .report import REPORT_FILE
 from .schema import COMBINED_KIND, KIND, SIDE_BY_SIDE_KIND, STUDY_KIND, check_comparison
 
@@ -33,17 +32,11 @@ class ResultFolders:
     studies: list[Path] = field(default_factory=list)
     failed: list[FailedCell] = field(default_factory=list)
     tables: list[Path] = field(default_factory=list)  # of runs, which may lie elsewhere
-    diagnoses: list[Path] = field(default_factory=list)  # without a run's report beside them
 
     def number(self, tables: bool) -> int:
-        """Number of folders; those of tables and diagnoses alone count where they are enough."""
+        """Number of folders; those of tables count where they are enough."""
         whole = len(self.runs) + len(self.comparisons) + len(self.studies)
-        return whole + (len(self.tables) + len(self.diagnoses)) * tables
-
-    @property
-    def diagnosed(self) -> list[Path]:
-        """All folders with a diagnosis, beside a run's report or alone."""
-        return [run for run in self.runs if (run / DIAGNOSIS_FILE).is_file()] + self.diagnoses
+        return whole + len(self.tables) * tables
 
     def refuse_studies_with(self, others: object) -> None:
         """Refuse studies beside anything else.
@@ -66,7 +59,7 @@ def find(paths: Iterable[str | Path], *, tables: bool = False) -> ResultFolders:
 
     Args:
         paths: Where to search.
-        tables: Whether written tables and diagnoses are enough where the runs are gone.
+        tables: Whether written tables are enough where the runs are gone.
 
     Raises:
         ReportError: A path does not exist, there is nothing at it, or a report is damaged.
@@ -75,16 +68,16 @@ def find(paths: Iterable[str | Path], *, tables: bool = False) -> ResultFolders:
     for path in map(Path, paths):
         if not path.exists():
             raise ReportError(f"no such run: {path}")
-        if path.name in (REPORT_FILE, DIAGNOSIS_FILE) and path.is_file():
+        if path.name == REPORT_FILE and path.is_file():
             path = path.parent
         before = folders.number(tables)
         _search(path, folders)
         if folders.number(tables) == before:
             raise ReportError(f"no run in or below {path}: a run's log directory has {REPORT_FILE}")
-    found = (folders.runs, folders.comparisons, folders.studies, folders.tables, folders.diagnoses)
-    runs, comparisons, studies, written, diagnoses = map(_once, found)
+    found = (folders.runs, folders.comparisons, folders.studies, folders.tables)
+    runs, comparisons, studies, written = map(_once, found)
     failed = list(dict.fromkeys(folders.failed))
-    return ResultFolders(runs, comparisons, studies, failed, written, diagnoses)
+    return ResultFolders(runs, comparisons, studies, failed, written)
 
 
 def refuse_run(directory: str | Path, setting: str) -> None:
@@ -109,8 +102,6 @@ def _search(folder: Path, folders: ResultFolders) -> None:
     if content.get("kind") == KIND:
         folders.runs.append(folder)
         return
-    if (folder / DIAGNOSIS_FILE).is_file():
-        folders.diagnoses.append(folder)
     if content.get("kind") in (SIDE_BY_SIDE_KIND, COMBINED_KIND):
         folders.tables.append(folder)
     if content.get("kind") == SIDE_BY_SIDE_KIND:

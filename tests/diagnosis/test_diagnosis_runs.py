@@ -1,30 +1,30 @@
 """Runs of the diagnosis on pools in Python, what it refuses, and the real command."""
 
-import csv
 import gc
 import json
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from cli_runs import fusion_bench
+from comparison_parts import FakeProgram
+from fusion_bench import BaseTaskPool
 from fusion_bench.modelpool import CLIPVisionModelPool
 from text_pools import text_pool
-from transformers import CLIPVisionConfig, CLIPVisionModel
+from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.diagnosis import DiagnosisAlgorithm
-from fusion_bench_featcal.diagnosis.passes import Passes
-from fusion_bench_featcal.results.diagnosis import MEASURES, Diagnosis
+from fusion_bench_featcal.diagnosis import DiagnosisAlgorithm, measure
+from fusion_bench_featcal.results.diagnosis import by_block, rows_of
+from fusion_bench_featcal.results.lines import LINES_FILE, Line, means, read_lines, where
 from fusion_bench_featcal.suites import image
 
 MERGER = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}
 FEW = {"base_method": MERGER, "compare_with": ["base", "merged"], "presets": {}, "items": 6,
-       "samples_per_task": 6, "projections": ["pca"]}  # fmt: skip
+       "samples_per_task": 6}  # fmt: skip
 
 
 def image_pool(tests: Any = None) -> Any:
@@ -43,40 +43,30 @@ def image_pool(tests: Any = None) -> Any:
     return pool
 
 
-def diagnosed(pool: Any, **options: Any) -> Diagnosis:
-    algorithm = DiagnosisAlgorithm(**(FEW | options))
+def diagnosed(pool: Any, taskpool: Any = None, **options: Any) -> list[Line]:
+    algorithm: Any = DiagnosisAlgorithm(**(FEW | options))
+    algorithm._program = taskpool and FakeProgram(taskpool)
     algorithm.run(pool)
-    return algorithm._results.diagnosis  # type: ignore[union-attr]
+    return algorithm._results.lines
 
 
-def test_rows_blocks_and_classes_of_an_image_pool():
-    found = diagnosed(image_pool(), items=40)
-    assert found.rows == ["base", "task_arithmetic", "featcal"]
-    assert found.repairs == ["featcal"]
-    assert found.items == dict.fromkeys(image.ALPHABETS2, 40)
-    assert found.features == "projected image features"
-    assert len(found.blocks) == 4
-    for row in found.rows:
-        for task in image.ALPHABETS2:
-            assert set(found.drift[row][task]) == set(MEASURES)
-            assert len(found.cosines[row][task]) == 40
-    assert "base" not in found.task_vectors
-    assert set(found.projections["pca"]["mini_korean"]) == {"experts", "task_arithmetic", "featcal"}
-
-
-def test_all_rows_lie_in_one_projection(tmp_path: Path):
-    for task in image.ALPHABETS2:
-        expert = CLIPVisionModel.from_pretrained(image.path(task))
-        expert.save_pretrained(tmp_path / task)
-    pool = image_pool()
-    rows = {task: str(tmp_path / task) for task in image.ALPHABETS2}
-    found = diagnosed(pool, rows=rows, items=70)
-    for task, points in found.projections["pca"].items():
-        assert list(points) == ["experts", "task_arithmetic", *rows]
-        assert {len(own) for own in points.values()} == {64}
-        assert points[task] == points["experts"]  # the same features lie in the same place
-        others = [np.array(points[row]) for row in points if row not in (task, "experts")]
-        assert all(abs(own - np.array(points[task])).max() > 1e-3 for own in others)
+def test_rows_and_metrics_of_an_image_pool():
+    lines = diagnosed(image_pool(), items=40)
+    assert rows_of(lines) == ["base", "task_arithmetic", "featcal"]
+    assert set(means(where(lines, metric="items", class_=""), "task").values()) == {40}
+    values = means(lines, "row", "task", "block", "class", "metric")
+    assert len(values) == len(lines)  # every number once
+    counts = Counter(line["metric"] for line in where(lines, row="featcal", class_=""))
+    assert counts == {
+        **dict.fromkeys(
+            ("drift", "relative", "cosine", "mismatch", "propagation", "between", "share"), 8
+        ),
+        **dict.fromkeys(("final_cosine", "task_vector_norm", "task_vector_cosine"), 2),
+        **dict.fromkeys(("pca_share_1", "pca_share_2"), 2),
+    }
+    assert where(lines, row="base", metric="task_vector_cosine") == []
+    assert {line["value"] for line in where(lines, row="base", metric="task_vector_norm")} == {0}
+    assert len(where(lines, row="experts")) == 2 * 3
 
 
 def test_one_row_and_one_expert_besides_the_kept_models(monkeypatch: pytest.MonkeyPatch):
@@ -86,60 +76,91 @@ def test_one_row_and_one_expert_besides_the_kept_models(monkeypatch: pytest.Monk
 
     others: Any = weakref.WeakSet(models())  # of other tests
     whole: list[int] = []
-    drift = Passes.drift
+    compare = measure._Pair.compare
 
-    def counted(self: Passes, task: str, expert: Any, batches: Any) -> Any:
+    def counted(self: Any, *args: Any) -> Any:
         own = [one for one in models() if one not in others]
         whole.append(sum(next(one.parameters()).device.type != "meta" for one in own))
-        return drift(self, task, expert, batches)
+        return compare(self, *args)
 
-    monkeypatch.setattr(Passes, "drift", counted)
+    monkeypatch.setattr(measure._Pair, "compare", counted)
     few = {"ridge_lambda": 0.5}
-    found = diagnosed(image_pool(), presets={"one": few, "two": few})
-    assert [len(found.drift[row]) for row in found.repairs] == [2, 2, 2]
-    before = whole[: 2 * len(found.repairs)]
+    lines = diagnosed(image_pool(), presets={"one": few, "two": few})
+    assert rows_of(lines)[2:] == ["featcal", "featcal:one", "featcal:two"]
     # The row, the expert, the merged model and the one that is returned, which is the first row.
-    assert before == [3, 3, 4, 4, 4, 4], whole
+    assert whole[:6] == [3, 3, 4, 4, 4, 4], whole
     assert max(whole) <= 4
 
 
 def test_classes_are_the_items_labels():
-    found = diagnosed(image_pool(), items=140, tasks=["mini_balinese"])
-    classes = found.classes["featcal"]["mini_balinese"]
-    assert set(classes) == set(image.load_arrays("mini_balinese").classnames)
-    assert sum(values["items"] for values in classes.values()) == 140
-    mean = sum(values["items"] * values["cosine"] for values in classes.values()) / 140
-    assert mean == pytest.approx(found.cosine("featcal", "mini_balinese"), abs=1e-5)
-    assert diagnosed(image_pool(), items=6).classes["featcal"]["mini_balinese"] == {}
+    task = "mini_balinese"
+    lines = where(diagnosed(image_pool(), items=140, tasks=[task]), task=task)
+    sizes = means(where(lines, metric="items"), "class")
+    assert sizes.pop(("",)) == 140
+    assert {name for (name,) in sizes} == set(image.load_arrays(task).classnames)
+    cosines = means(where(lines, row="featcal", metric="final_cosine"), "class")
+    weighted = sum(sizes[name] * cosines[name] for name in sizes) / 140
+    assert weighted == pytest.approx(cosines[("",)], abs=1e-5)
+    few = diagnosed(image_pool(), items=6, tasks=[task])
+    assert where(few, class_="") == few  # hardly any two items share one
 
 
-def test_a_saved_model_is_diagnosed_without_calibration(tmp_path: Path):
-    expert = CLIPVisionModel.from_pretrained(image.path("mini_korean"))
-    expert.save_pretrained(tmp_path / "mine")
-    pool = image_pool()
-    pool._train_datasets = {}
-    found = diagnosed(pool, rows={"mine": str(tmp_path / "mine")})
-    assert found.rows == ["base", "task_arithmetic", "mine"]
-    assert max(found.drift["mine"]["mini_korean"]["drift"]) == 0
-    assert found.task_vectors["mine"]["mini_korean"] == pytest.approx(1)
-    assert min(found.drift["mine"]["mini_balinese"]["drift"]) > 0
+class LabelledPool(BaseTaskPool):
+    """A task pool that guesses classes by the sign of a model's last bias."""
+
+    def __init__(self, *, flags: bool = True) -> None:
+        super().__init__()
+        self.evaluations = 0
+        self.test_dataloaders = dict.fromkeys(image.ALPHABETS2)
+        self._labels = {task: image.load_split(task, "test").labels for task in image.ALPHABETS2}
+        names = {task: image.load_arrays(task).classnames for task in image.ALPHABETS2}
+        if flags:
+            self.item_correct: dict[str, Any] = {}
+            self.item_classes = {
+                task: [names[task][label] for label in labels]
+                for task, labels in self._labels.items()
+            }
+
+    def evaluate(self, model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self.evaluations += 1
+        even = bool(list(model.parameters())[-1].detach().sum() > 0)
+        right = {task: self._labels[task] % 2 == even for task in self.test_dataloaders}
+        if hasattr(self, "item_correct"):
+            self.item_correct = right
+        return {task: {"accuracy": float(hits.mean())} for task, hits in right.items()}
+
+
+def test_accuracy_by_class_is_counted_from_the_evaluation():
+    pool, task = LabelledPool(), "mini_korean"
+    references = ["base", "merged", "experts"]
+    lines = diagnosed(image_pool(), pool, compare_with=references, tasks=[task], items=60)
+    assert pool.evaluations == 5  # three rows and two experts: each model once
+    sizes = means(where(lines, metric="test_items"), "class")
+    assert sizes == {(name,): n for name, n in Counter(pool.item_classes[task]).items()}
+    for row in ("base", "task_arithmetic", "featcal", "experts"):
+        values = means(where(lines, row=row, task=task, metric="accuracy"), "class")
+        right = sum(sizes[name] * values[name] for name in sizes)
+        assert right / sum(sizes.values()) == pytest.approx(values[("",)], abs=1e-5)
+
+
+def test_a_pool_without_flags_has_no_accuracy_by_class():
+    lines = where(diagnosed(image_pool(), LabelledPool(flags=False)), metric="accuracy")
+    assert lines and where(lines, class_="") == lines
 
 
 @pytest.mark.parametrize("kind", ["seq2seq", "causal"])
 def test_texts(kind: str, tmp_path: Path):
-    found = diagnosed(text_pool(kind, tmp_path), tasks=["one"])
-    assert found.rows == ["base", "task_arithmetic", "featcal"]
-    assert found.features.startswith("hidden states")
-    assert len(found.blocks) == (4 if kind == "seq2seq" else 2)
+    lines = diagnosed(text_pool(kind, tmp_path), tasks=["one"])
+    assert rows_of(lines) == ["base", "task_arithmetic", "featcal"]
+    assert len(by_block(lines, "featcal", "drift")) == (4 if kind == "seq2seq" else 2)
 
 
 def test_positions_that_are_read_are_those_that_predict_a_target(tmp_path: Path):
-    drift = [
-        diagnosed(text_pool("causal", tmp_path), tasks=["one"], positions=positions).drift
+    every, read = (
+        by_block(diagnosed(text_pool("causal", tmp_path), positions=positions), "featcal", "drift")
         for positions in ("all", "read")
-    ]
-    every, read = (part["featcal"]["one"]["drift"] for part in drift)
-    assert all(one != other for one, other in zip(every, read, strict=True))
+    )
+    assert all(every[block] != read[block] for block in every)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +169,6 @@ def test_positions_that_are_read_are_those_that_predict_a_target(tmp_path: Path)
         ({"items": 1}, r"method\.items must be an integer >= 2, got 1"),
         ({"split": "tset"}, r"method\.split must be one of train, val, test, got 'tset'"),
         ({"positions": "cls"}, r"method\.positions must be one of all, read"),
-        ({"projections": ["umap"]}, r"method\.projections must be \[pca\] or \[\], got \['umap'\]"),
-        ({"rows": {}}, r"method\.rows must map names to folders of saved models, got \{\}"),
-        ({"rows": {"merged": "x"}}, r"method\.rows: a row is a name .* got 'merged': 'x'"),
         ({"itmes": 3}, r"method\.itmes"),
     ],
 )
@@ -166,26 +184,21 @@ def few_items(task: str, count: int) -> Any:
     return rows
 
 
-NO_ITEMS = (r"task 'mini_korean' has no items of the test split .*"
-            r"modelpool\.test_datasets\.mini_korean.*method\.tasks")  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("pool", "keys", "message"),
     [
         (None, {"tasks": ["mini_corean"]}, r"method\.tasks: .* 'mini_corean'.*mini_korean"),
-        ({"mini_balinese": few_items("mini_balinese", 9)}, {}, NO_ITEMS),
+        (
+            {"mini_balinese": few_items("mini_balinese", 9)},
+            {},
+            r"task 'mini_korean' has 0 items of the test split, .*"
+            r"modelpool\.test_datasets\.mini_korean .*method\.tasks",
+        ),
         (
             {"mini_korean": few_items("mini_korean", 1)},
             {"tasks": ["mini_korean"]},
-            r"task 'mini_korean': 1 of at least 2 items of the test split that a diagnosis needs",
+            "task 'mini_korean' has 1 item of the test split, a diagnosis needs 2",
         ),
-        (
-            {"mini_korean": few_items("mini_korean", 0)},
-            {"tasks": ["mini_korean"]},
-            r"task 'mini_korean': 0 of at least 2 items",
-        ),
-        (None, {"rows": {"mine": "/no/such/folder"}}, r"method\.rows\.mine: there is no folder"),
     ],
 )
 def test_what_cannot_be_diagnosed_is_refused(pool: Any, keys: Any, message: str):
@@ -194,53 +207,25 @@ def test_what_cannot_be_diagnosed_is_refused(pool: Any, keys: Any, message: str)
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_without_a_model_is_named(tmp_path: Path):
-    algorithm = DiagnosisAlgorithm(**FEW, rows={"mine": str(tmp_path)})
-    with pytest.raises(CalibrationError, match=r"method\.rows\.mine.*cannot be loaded"):
-        algorithm.run(image_pool())
-
-
-@pytest.mark.parametrize(
-    ("change", "tensor"),
-    [({"intermediate_size": 24}, "fc1"), ({"num_hidden_layers": 3}, "layers.3")],
-)
-def test_a_model_of_another_shape_is_named(change: Any, tensor: str, tmp_path: Path):
-    config = CLIPVisionConfig.from_pretrained(image.path())
-    torch.manual_seed(0)
-    for key, value in change.items():
-        setattr(config, key, value)
-    CLIPVisionModel(config).save_pretrained(tmp_path)
-    algorithm = DiagnosisAlgorithm(**FEW, rows={"mine": str(tmp_path)})
-    message = rf"row mine does not match row task_arithmetic: of tensor .*{tensor}.*rows\.mine"
-    with pytest.raises(CalibrationError, match=message) as caught:
-        algorithm.run(image_pool())
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.slow
-def test_the_command(tmp_path: Path):
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    log = tmp_path / "log"
     result = fusion_bench(
         ["method=diagnose", "modelpool=clip-vit-mini_alphabets2", "method.samples_per_task=24",
-         "method.items=48", "method.projections=[pca]", f"path.log_dir={tmp_path}/log"],
+         "method.items=48", f"path.log_dir={log}"],
         tmp_path,
     )  # fmt: skip
-    found = Diagnosis.load(tmp_path / "log")
-    assert found.rows == ["base", "task_arithmetic", "featcal", "featcal:plus"]
-    assert set(found.accuracy) == {*found.rows, "experts"}
-    assert found.cosine("featcal") > found.cosine("task_arithmetic")
-    for row, tasks in found.class_accuracy.items():  # both pools name the same classes
-        for task in image.ALPHABETS2:
-            right, items = np.sum(list(tasks[task].values()), axis=0)
-            assert right / items == pytest.approx(found.accuracy[row][task])
-            assert set(found.classes["featcal"][task]) <= set(tasks[task])
-    assert set(found.class_accuracy) == set(found.accuracy)
-    for row in ("task_arithmetic", "featcal"):  # the report's runs are those that were diagnosed
-        report = json.loads((tmp_path / "log" / "report.json").read_text())
-        assert found.accuracy[row] == report["rows"][row]
-    assert "diagnosis.md" in result.stdout
-    with open(tmp_path / "log" / "diagnosis.csv", newline="", encoding="utf-8") as file:
-        lines = [line for line in csv.DictReader(file) if line["metric"] == "share"]
-    assert len(lines) == 4 * 2 * 4
-    assert main(["report", str(tmp_path / "log"), "--out", str(tmp_path / "again")]) == 0
-    again, page = ((tmp_path / f / "diagnosis.md").read_text() for f in ("again", "log"))
-    assert again == page
+    lines = read_lines(log / LINES_FILE)
+    assert rows_of(lines) == ["base", "task_arithmetic", "featcal", "featcal:plus"]
+    assert len(where(lines, metric="share")) == 4 * 2 * 4
+    report = json.loads((log / "report.json").read_text())
+    for row, wanted in report["rows"].items():  # the report's rows are those that were measured
+        values = means(where(lines, row=row, metric="accuracy", class_=""), "task")
+        assert {task: value for (task,), value in values.items()} == pytest.approx(wanted, abs=1e-5)
+    classes = means(where(lines, metric="test_items"), "task", "class")
+    diagnosed = means(where(lines, metric="items"), "task", "class")
+    assert {key for key in diagnosed if key[1]} <= set(classes)  # both pools name the same ones
+    assert "featcal: relative drift changes by -" in result.stdout
+    assert any(note.startswith("diagnosis: at most 48 items") for note in report["notes"])
+    assert main(["report", str(log)]) == 0
+    assert "cosine of final features" in capsys.readouterr().out

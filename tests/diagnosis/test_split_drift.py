@@ -1,10 +1,15 @@
-"""The drift of rows, its two terms, and the plane of largest variance."""
+"""The drift of rows, its two terms and metrics, and shares of variance."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.diagnosis.drift import DriftParts, principal_plane, split_drift
+from fusion_bench_featcal.diagnosis.drift import (
+    COLUMNS,
+    drift_metrics,
+    explained_shares,
+    split_drift,
+)
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -12,7 +17,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 def columns(table: Tensor) -> dict[str, Tensor]:
-    return dict(zip(DriftParts._fields, table.T, strict=True))
+    return dict(zip(COLUMNS, table.T, strict=True))
 
 
 def test_terms_and_their_product_give_the_drift():
@@ -39,18 +44,31 @@ def test_half_precision_is_summed_in_float32():
     assert torch.equal(found, wanted)
 
 
-def test_plane_keeps_distances_of_points_that_lie_in_one():
-    basis = torch.linalg.qr(normal(0, 6, 2)).Q
-    points = normal(1, 20, 2)
-    found = principal_plane(points @ basis.T + 3)
-    assert found.shape == (20, 2)
-    assert (torch.cdist(found, found) - torch.cdist(points, points)).abs().max() < 1e-10
-    variances = found.var(0)
-    assert variances[0] >= variances[1]
-    assert found.mean(0).abs().max() < 1e-12
+def test_metrics_of_a_block():
+    features, expert, crossed = (normal(seed, 9, 5) for seed in range(3))
+    table = split_drift(features, expert, crossed)
+    found = drift_metrics(dict(zip(COLUMNS, table.mean(0).tolist(), strict=True)))
+    e, m, p = features - expert, crossed - expert, features - crossed
+    wanted = {
+        "drift": e.norm(dim=1).mean(),
+        "relative": (e.square().sum() / expert.square().sum()).sqrt(),
+        "cosine": torch.cosine_similarity(features, expert).mean(),
+        "mismatch": m.norm(dim=1).mean(),
+        "propagation": p.norm(dim=1).mean(),
+        "between": (m * p).sum() / (m.norm() * p.norm()),
+        "share": 1 - (m * e).sum() / e.square().sum(),  # without that of the mismatch
+    }
+    assert found == pytest.approx({name: value.item() for name, value in wanted.items()})
 
 
-def test_plane_does_not_depend_on_the_order_of_rows():
-    points = normal(3, 15, 7)
-    order = torch.randperm(15, generator=torch.Generator().manual_seed(0))
-    assert (principal_plane(points[order]) - principal_plane(points)[order]).abs().max() < 1e-10
+def test_metrics_without_drift():
+    assert set(drift_metrics(dict.fromkeys(COLUMNS, 0.0)).values()) == {0.0}
+
+
+def test_shares_of_variance():
+    basis = torch.linalg.qr(normal(0, 6, 3)).Q
+    points = normal(1, 20, 3)
+    found = explained_shares(points @ basis.T + 3)
+    variances = torch.linalg.eigvalsh(torch.cov(points.T)).flip(0)
+    assert found == pytest.approx((variances / variances.sum())[:2].tolist())
+    assert explained_shares(torch.ones(4, 3)) == [0, 0]

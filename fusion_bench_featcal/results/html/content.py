@@ -7,7 +7,6 @@ from typing import Any
 
 from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.results.columns import accuracy_cells
-from fusion_bench_featcal.results.diagnosis import Diagnosis
 from fusion_bench_featcal.results.find import ResultFolders
 from fusion_bench_featcal.results.long_table import AVERAGE, FEATCAL, merged_by
 from fusion_bench_featcal.results.summary import Summary, SummaryRow
@@ -15,9 +14,8 @@ from fusion_bench_featcal.results.tables import ABSENT, WORST
 from fusion_bench_featcal.results.views import failures, sentences
 
 from . import tables
-from .diagnoses import diagnosis_sections
 from .figures import accuracy_figure, cost_figure, drift_figures, samples_figure
-from .groups import Group, addresses, files_in, folders_of, groups_of, told_apart
+from .groups import Group, addresses, files_in, folders_of, groups_of
 from .parts import Card, Cards, Figure, Lines, Links, Page, Part, Section, Table, warnings_and_notes
 
 _CARDS = 3  # of a merger, where there are few mergers
@@ -29,7 +27,7 @@ _TABLES_ONLY = [
 
 
 def page_of(folders: ResultFolders, place: Path, defaults: Mapping[str, Any]) -> Page:
-    """Collect everything about runs and comparisons, about diagnoses, or about studies.
+    """Collect everything about runs and comparisons.
 
     Args:
         folders: Their folders.
@@ -47,9 +45,7 @@ def page_of(folders: ResultFolders, place: Path, defaults: Mapping[str, Any]) ->
 
 def _page_of_runs(folders: ResultFolders, place: Path, defaults: Mapping[str, Any]) -> Page:
     groups = groups_of(folders)
-    loaded = {folder: Diagnosis.load(folder) for folder in folders.diagnosed}
-    diagnoses = [*told_apart(loaded, lambda one: one.suite).values()]
-    if not groups and not diagnoses:
+    if not groups:
         raise ReportError(f"no row to show in {', '.join(map(str, folders.tables))}")
     warnings = _warnings(groups, folders)
     sections = [
@@ -57,32 +53,21 @@ def _page_of_runs(folders: ResultFolders, place: Path, defaults: Mapping[str, An
         Section("Notes and warnings", warnings_and_notes(warnings)),
         Section("Accuracy", [tables.accuracy(group) for group in groups]),
         Section("Figures", _figures(groups)),
-        *diagnosis_sections(diagnoses),
         Section("Costs", [tables.costs(group) for group in groups]),
         Section("Settings", [tables.settings(group, defaults) for group in groups]),
         Section("Data", [tables.data(group) for group in groups]),
         Section("Loss", [tables.losses(group) for group in groups], folded=True),
         Section("All measurements", [tables.measured(g) for g in groups], folded=True),
         Section("Meaning of the columns", [Lines(_meanings(groups))], folded=True),
-        Section("Versions and device", _environments(groups, diagnoses), folded=True),
+        Section("Versions and device", [tables.environments(groups)], folded=True),
         Section("Files", [Links(_files(folders, place))], folded=len(folders.runs) > 3),
     ]
-    title = ", ".join(dict.fromkeys(one.suite for one in (*groups, *diagnoses)))
+    title = ", ".join(dict.fromkeys(one.suite for one in groups))
     mergers = dict.fromkeys(row.upstream for group in groups for row in group.rows if row.upstream)
-    mergers |= dict.fromkeys(one.upstream for one in diagnoses if one.upstream)
     subtitle = merged_by(", ".join(mergers))
     if runs := len(folders.runs):
         subtitle += f"; {runs} run{'s' * (runs != 1)}"
-    if diagnoses:
-        subtitle += f"; {len(diagnoses)} {'diagnosis' if len(diagnoses) == 1 else 'diagnoses'}"
     return Page(title, subtitle, sections)
-
-
-def _environments(groups: Sequence[Group], diagnoses: Sequence[Diagnosis]) -> list[Table]:
-    """Versions and devices of runs, and of diagnoses without them."""
-    if groups:
-        return [tables.environments(groups)]
-    return [tables.versions({one.suite: (one.versions, one.device) for one in diagnoses})]
 
 
 def _warnings(groups: Sequence[Group], folders: ResultFolders) -> list[str]:
@@ -168,7 +153,7 @@ def _meanings(groups: Sequence[Group]) -> list[str]:
 
 def _files(folders: ResultFolders, place: Path) -> dict[str, dict[str, str]]:
     """Folder -> file -> its address from the page."""
-    runs = [*(folders.runs or folders.tables), *folders.diagnoses]
+    runs = folders.runs or folders.tables
     return {
         str(folder): addresses(files_in(folder), place)
         for folder in dict.fromkeys([*folders.comparisons, *runs])

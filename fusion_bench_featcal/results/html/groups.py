@@ -1,14 +1,13 @@
 """Runs that a page shows together: of one suite, with as many samples per task."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 from fusion_bench_featcal.plurals import counted
-from fusion_bench_featcal.results.diagnosis import Diagnosis
 from fusion_bench_featcal.results.differences import row_name
 from fusion_bench_featcal.results.find import ResultFolders
 from fusion_bench_featcal.results.report import Report
@@ -16,7 +15,6 @@ from fusion_bench_featcal.results.summary import Summary, SummaryRow, summarise
 from fusion_bench_featcal.results.written import load_table
 
 _SAMPLES = "samples_per_task"
-_One = TypeVar("_One", bound=Diagnosis)
 
 
 @dataclass(frozen=True)
@@ -119,17 +117,6 @@ def addresses(files: Iterable[Path], place: Path, folder: Path | None = None) ->
             Path(os.path.relpath(path.resolve(), place)).as_posix()
         )
         for path in files
-    }
-
-
-def told_apart(loaded: Mapping[Path, _One], name: Callable[[_One], str]) -> dict[Path, _One]:
-    """What was read from folders; where names are alike, with the folder behind the suite."""
-    names, places = [name(one) for one in loaded.values()], labels(list(loaded))
-    return {
-        folder: replace(one, suite=f"{one.suite} ({places[folder]})")
-        if names.count(name(one)) > 1
-        else one
-        for folder, one in loaded.items()
     }
 
 
