@@ -13,10 +13,10 @@ from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench.options import checked_choices
+from fusion_bench_featcal.fusionbench.options import checked_choices, method_name
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
-from fusion_bench_featcal.fusionbench.run_results import RunResults, method_name
+from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.methods import FeatCal, MethodInputs
 from fusion_bench_featcal.problem import CalibrationResult

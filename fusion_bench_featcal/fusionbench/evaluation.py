@@ -1,8 +1,7 @@
 """Evaluating models on a FusionBench task pool, and keeping what it says about every test item."""
 
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,42 +61,48 @@ def evaluate(
         The evaluation, of the asked tasks only.
     """
     loaders = getattr(taskpool, "test_dataloaders", None) if task_names(taskpool) else None
-    chosen = None if tasks is None else set(tasks)
+    asked = None if tasks is None else set(tasks)
+    pool: Any = taskpool
     device = getattr(getattr(taskpool, "fabric", None), "device", torch.device("cpu"))
+    kernel = with_kernel(choose_kernel(linear_kernel, device), nullcontext)
+    earlier = _reports(log_dir)
     try:
-        if loaders is not None and chosen is not None:
-            loaders_of_tasks = {t: loader for t, loader in loaders.items() if t in chosen}
-            taskpool.test_dataloaders = loaders_of_tasks  # type: ignore[attr-defined]
-        kernel = with_kernel(choose_kernel(linear_kernel, device), nullcontext)
-        with _own_reports_moved(log_dir, name), kernel():
+        if loaders is not None and asked is not None:
+            pool.test_dataloaders = {t: loader for t, loader in loaders.items() if t in asked}
+        with kernel():
             raw = taskpool.evaluate(model)
     finally:
         if loaders is not None:
-            taskpool.test_dataloaders = loaders  # type: ignore[attr-defined]
+            pool.test_dataloaders = loaders
+    for report in _reports(log_dir) - earlier:
+        target = report.parent / "evaluations" / f"{name.replace(':', '_').replace('/', '_')}.json"
+        target.parent.mkdir(exist_ok=True)
+        report.replace(target)
     accuracy = {
         task: float(values["accuracy"])
         for task, values in raw.items()
         if task not in (AVERAGE, "model_info")
         and isinstance(values, Mapping)
-        and (chosen is None or task in chosen)
+        and (asked is None or task in asked)
     }
     correct = getattr(taskpool, "item_correct", None)
-    if correct is None or not set(accuracy) <= set(correct):
-        return Evaluation(raw, accuracy, None)
-    return Evaluation(raw, accuracy, {task: correct[task] for task in accuracy})
+    if correct is not None:
+        correct = {t: correct[t] for t in accuracy} if set(accuracy) <= set(correct) else None
+    return Evaluation(raw, accuracy, correct)
+
+
+def _reports(log_dir: Path | None) -> set[Path]:
+    return set() if log_dir is None else set(log_dir.glob("report*.json"))
 
 
 def join(evaluations: Iterable[Evaluation]) -> Evaluation:
     """One row from evaluations of different models on different tasks (each expert on its own)."""
-    raw: dict[str, Any] = {}
-    accuracy: dict[str, float] = {}
-    correct: dict[str, Any] | None = {}
-    for evaluation in evaluations:
-        raw |= {task: evaluation.raw[task] for task in evaluation.accuracy}
-        accuracy |= evaluation.accuracy
-        if correct is not None:
-            correct = None if evaluation.correct is None else correct | evaluation.correct
-    return Evaluation(raw, accuracy, correct)
+    rows = list(evaluations)
+    raw = {task: row.raw[task] for row in rows for task in row.accuracy}
+    accuracy = {task: value for row in rows for task, value in row.accuracy.items()}
+    flags = [row.correct for row in rows]
+    correct = {task: each[task] for each in flags if each is not None for task in each}
+    return Evaluation(raw, accuracy, None if None in flags else correct)
 
 
 class EvaluatedTaskPool:
@@ -120,16 +125,3 @@ class EvaluatedTaskPool:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._taskpool, name)
-
-
-@contextmanager
-def _own_reports_moved(log_dir: Path | None, name: str) -> Iterator[None]:
-    """Context that moves reports that the task pool leaves itself."""
-    before = set() if log_dir is None else set(log_dir.glob("report*.json"))
-    yield
-    if log_dir is None:
-        return
-    folder = log_dir / "evaluations"
-    for report in sorted(set(log_dir.glob("report*.json")) - before):
-        folder.mkdir(exist_ok=True)
-        shutil.move(report, folder / f"{name.replace(':', '_').replace('/', '_')}.json")

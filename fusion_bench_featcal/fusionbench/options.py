@@ -1,5 +1,6 @@
 """A method's keys from YAML: checked, and refused by name where they are unknown."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,13 @@ _OF_ALL_PRESETS = {"calibration_data", "checkpoint_dir", "resume"}
 def is_merger(value: Any) -> bool:
     """Return True for a method's config, which has `_target_` or, of older methods, `name`."""
     return isinstance(value, Mapping) and bool({"_target_", "name"} & set(value))
+
+
+def method_name(config: Any) -> str:
+    """`task_arithmetic` from `fusion_bench.method.TaskArithmeticAlgorithm`, or a legacy `name`."""
+    target = str(config.get("_target_") or config.get("name"))
+    words = target.rsplit(".", 1)[-1].removesuffix("Algorithm")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", words).lower()
 
 
 @dataclass(frozen=True, kw_only=True)

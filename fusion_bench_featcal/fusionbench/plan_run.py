@@ -20,9 +20,8 @@ from fusion_bench_featcal.feature_shapes import LENGTH, takes_images
 from fusion_bench_featcal.fusionbench.config_errors import explained
 from fusion_bench_featcal.fusionbench.console import make_importable
 from fusion_bench_featcal.fusionbench.empty_models import empty_model
-from fusion_bench_featcal.fusionbench.options import checked_settings
+from fusion_bench_featcal.fusionbench.options import checked_settings, method_name
 from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
-from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.fusionbench.upstream import budget_left
 from fusion_bench_featcal.hub_files import is_here
 from fusion_bench_featcal.plan import Plan, one_line, plan_of, warnings_of

@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fusion_bench_featcal.fusionbench.options import method_name
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
     load_pool_model,
     local_pool,
 )
-from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.fusionbench.saving import check_save_target
 from fusion_bench_featcal.json_files import masked
 from fusion_bench_featcal.module_copies import bind_own_functions, copied_module

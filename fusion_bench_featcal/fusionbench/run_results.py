@@ -1,7 +1,6 @@
 """The results of one run: evaluates models as they come, reports them when all are done."""
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,9 @@ class RunResults:
         self._modelpool = modelpool
         self._taskpool: BaseTaskPool | None = getattr(self._program, "taskpool", None)
         self._linear_kernel = linear_kernel
-        self._returned: Evaluation | None = None  # of the model that is returned
+        # The row of the model that is returned, and its evaluation.
+        self._returned_row = upstream if row == MERGED else row
+        self._returned: Evaluation | None = None
         self._experts_hint = False
 
     def add_notes(self, notes: Sequence[str]) -> None:
@@ -100,7 +101,7 @@ class RunResults:
     def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> None:
         """Evaluate a model that was not calibrated; runs that are compared agree in `settings`."""
         if self._taskpool is not None:
-            self._evaluate(self._taskpool, name, model, settings=settings)
+            self._add_row(name, model, settings=settings)
 
     def add_base_and_experts(self, references: Sequence[str]) -> None:
         """Load and evaluate base and experts, where `references` ask, one in memory at a time."""
@@ -109,24 +110,16 @@ class RunResults:
         self._experts_hint = EXPERTS not in references
         if BASE in references and self._modelpool.has_pretrained:
             self.add_reference(BASE, load_pool_model(self._modelpool, BASE_MODEL))
-        if EXPERTS in references:
-            self._add_experts(self._taskpool)
-
-    def _add_experts(self, taskpool: BaseTaskPool) -> None:
-        """Evaluate each expert on its own task."""
-        experts = self._modelpool.model_names
-        tasks = task_names(taskpool) or self.report.tasks or experts
-        missing = [task for task in tasks if task not in experts]
-        if missing:
+        experts = self._modelpool.model_names if EXPERTS in references else []
+        tasks = task_names(self._taskpool) or self.report.tasks or experts
+        if missing := [task for task in tasks if experts and task not in experts]:
             note = f"no row of experts: the model pool has none for {', '.join(missing)}"
             self.report.notes.append(note)
-            return
-        log.info("evaluating experts, each on its own task")
-        row = join(
-            self._evaluated(taskpool, task, load_pool_model(self._modelpool, task), [task])
-            for task in tasks
-        )
-        self._add_row(EXPERTS, row)
+        elif experts:
+            log.info("evaluating experts, each on its own task")
+            pool = self._modelpool
+            row = join(self._evaluated(t, load_pool_model(pool, t), [t]) for t in tasks)
+            self.report.add_row(EXPERTS, row.accuracy, correct=row.correct, loss=row.loss)
 
     def add_calibrated(
         self,
@@ -178,12 +171,7 @@ class RunResults:
             self.report.notes.append(f"{name} was made with samples of the test split")
         if seed is not None:
             self.report.seeds[name] = seed
-        made = {"settings": settings, "cost": cost.as_dict(), "samples": samples}
-        if self._taskpool is not None:
-            self._evaluate(self._taskpool, name, model, **made)
-            return
-        for field, value in made.items():
-            getattr(self.report, field)[name] = dict(value)
+        self._add_row(name, model, settings=settings, cost=cost.as_dict(), samples=samples)
 
     def finish(self) -> nn.Module:
         """Write, log and show the report; return the model that FusionBench need not evaluate."""
@@ -207,23 +195,24 @@ class RunResults:
         log_results(self._fabric, [(self.report, self._log_dir)])
         return self.saver.model
 
-    def _evaluate(self, taskpool: BaseTaskPool, name: str, model: nn.Module, **made: Any) -> None:
+    def _add_row(self, name: str, model: nn.Module, **made: Any) -> None:
+        """Evaluate a model and report it; without a task pool report only how it was made."""
+        if self._taskpool is None:
+            for field, value in made.items():
+                getattr(self.report, field)[name] = dict(value)
+            return
         log.info("evaluating %s", name)
-        evaluation = self._evaluated(taskpool, name, model)
-        if name == (self.report.upstream if self.saver.row == MERGED else self.saver.row):
-            self._returned = evaluation
-        self._add_row(name, evaluation, **made)
+        row = self._evaluated(name, model)
+        if name == self._returned_row:
+            self._returned = row
+        self.report.add_row(name, row.accuracy, correct=row.correct, loss=row.loss, **made)
 
     def _evaluated(
-        self, taskpool: Any, name: str, model: nn.Module, tasks: Sequence[str] | None = None
+        self, name: str, model: nn.Module, tasks: Sequence[str] | None = None
     ) -> Evaluation:
-        log_dir, kernel = self._log_dir, self._linear_kernel
-        return evaluate(
-            taskpool, model, name=name, tasks=tasks, log_dir=log_dir, linear_kernel=kernel
-        )
-
-    def _add_row(self, name: str, row: Evaluation, **made: Any) -> None:
-        self.report.add_row(name, row.accuracy, correct=row.correct, loss=row.loss, **made)
+        assert self._taskpool is not None
+        options: Any = {"log_dir": self._log_dir, "linear_kernel": self._linear_kernel}
+        return evaluate(self._taskpool, model, name=name, tasks=tasks, **options)
 
     def _show(self) -> None:
         """Print the table and the closing lines."""
@@ -236,13 +225,6 @@ class RunResults:
         saver = self.saver
         for line in closing_lines(self.report, saver.row, saver.folder, self._log_dir):
             print(line)
-
-
-def method_name(config: Any) -> str:
-    """`task_arithmetic` from `fusion_bench.method.TaskArithmeticAlgorithm`, or a legacy `name`."""
-    target = str(config.get("_target_") or config.get("name"))
-    words = target.rsplit(".", 1)[-1].removesuffix("Algorithm")
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", words).lower()
 
 
 def suite_name(modelpool: BaseModelPool) -> str:

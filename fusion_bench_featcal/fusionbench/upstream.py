@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from fusion_bench_featcal.fusionbench.fusing import merged_from_files
-from fusion_bench_featcal.fusionbench.options import MERGED
+from fusion_bench_featcal.fusionbench.options import MERGED, method_name
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
     MERGED_MODEL,
@@ -14,7 +14,6 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     load_pool_model,
 )
 from fusion_bench_featcal.fusionbench.program import run_merger
-from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.read_budgets import budget_in_bytes
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
