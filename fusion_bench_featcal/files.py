@@ -62,12 +62,11 @@ def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> 
 
 
 @contextmanager
-def new_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def new_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`. The file written there then replaces `path` atomically.
 
     Args:
         path: The file; its folder exists.
-        durable: Flush the file to the disk, so that it survives a loss of power.
 
     Raises:
         OSError: It cannot be written. The old file stays.
@@ -75,19 +74,17 @@ def new_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
     partial = temporary_neighbour(path)
     try:
         yield partial
-        if durable:
-            with open(partial, "rb+") as file:
-                os.fsync(file.fileno())
+        with open(partial, "rb+") as file:
+            os.fsync(file.fileno())
         os.replace(partial, path)
-        if durable:
-            sync(path.parent)
+        sync(path.parent)
     finally:
         remove(partial)
 
 
-def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Write a file as `new_file` does."""
-    with new_file(path, durable=durable) as partial:
+    with new_file(path) as partial:
         partial.write_bytes(data)
 
 
@@ -108,9 +105,8 @@ def write_atomic(path: Path, content: str | bytes, setting: str = LOG_DIR_SETTIN
 def replacing(target: Path, dropped: Sequence[str] = ()) -> Iterator[Path]:
     """Yield a temporary path beside `target`. The file or folder made there then replaces `target`.
 
-    The new content is flushed to the disk and moved by two renames. If the process is killed, the
-    old or the new content is complete, and `clear_leftovers` restores it. Other files in an
-    existing folder are kept.
+    Other files in an existing folder are kept. If the process is killed, the old or the new content
+    is complete, and `clear_leftovers` restores it.
 
     Args:
         target: The folder or file; it may be missing.
@@ -119,27 +115,36 @@ def replacing(target: Path, dropped: Sequence[str] = ()) -> Iterator[Path]:
     Raises:
         OSError: If something cannot be written or moved. The old content stays.
     """
-    clear_leftovers(target, dropped)
+    clear_leftovers(target)
     new = temporary_neighbour(target)
     try:
         yield new
+        is_update = new.is_dir() and target.is_dir()
+        if is_update:
+            _link_others(target, new, dropped)
         sync(*new.rglob("*"), new)
-        _swap(new, target, dropped)
+        if is_update:  # a folder can only be moved to a free path
+            old = new.with_suffix(OLD)
+            os.rename(target, old)
+            try:
+                os.rename(new, target)
+            except BaseException:
+                os.rename(old, target)
+                raise
+            remove(old)
+        else:
+            os.replace(new, target)
     finally:
         remove(new)
 
 
-def clear_leftovers(target: Path, dropped: Sequence[str] = ()) -> None:
-    """Finish or undo replacements of `target` that killed processes of this host had begun."""
+def clear_leftovers(target: Path) -> None:
+    """Undo replacements of `target` that killed processes of this host had begun."""
     for leftover in orphans(target.parent, f".{target.name}."):
-        if leftover.suffix == OLD:
-            new = leftover.with_suffix(PART)
-            if not target.exists():
-                os.rename(new if new.exists() else leftover, target)
-                log.warning("restored %s, whose replacement was interrupted", target)
-            if leftover.is_dir():
-                _carry_over(leftover, target, dropped)
-    remove_orphans(target.parent, f".{target.name}.")
+        if leftover.suffix == OLD and not target.exists():
+            os.rename(leftover, target)
+            log.warning("restored %s, whose replacement was interrupted", target)
+        remove(leftover)
 
 
 def sha256_file(path: Path) -> str:
@@ -193,9 +198,10 @@ def orphans(folder: Path, prefix: str = "") -> list[Path]:
 
 
 def remove_orphans(folder: Path, prefix: str = "") -> None:
-    """Remove temporary files that killed processes of this host left in a folder."""
+    """Remove unfinished files that killed processes of this host left in a folder."""
     for path in orphans(folder, prefix):
-        remove(path)
+        if path.suffix == PART:  # an old folder waits for `clear_leftovers`
+            remove(path)
 
 
 def remove(path: Path) -> None:
@@ -207,32 +213,23 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def _swap(new: Path, target: Path, dropped: Sequence[str]) -> None:
-    if not (new.is_dir() and target.is_dir()):
-        os.replace(new, target)
-        return
-    shutil.copymode(target, new)
-    old = new.with_suffix(OLD)
-    os.rename(target, old)
-    try:
-        os.rename(new, target)
-    except BaseException:
-        os.rename(old, target)
-        raise
-    _carry_over(old, target, dropped)
-    remove(old)
+def _link_others(source: Path, destination: Path, dropped: Sequence[str]) -> None:
+    """Add the files of one folder that another one lacks, as links: an open log file stays."""
 
+    def link(file: str, copy: str) -> None:
+        if not os.path.lexists(copy):
+            try:
+                os.link(file, copy, follow_symlinks=False)
+            except OSError:  # the file system has no links
+                shutil.copy2(file, copy)
 
-def _carry_over(source: Path, destination: Path, dropped: Sequence[str] = ()) -> None:
-    """Move the files of one folder that another one lacks into it."""
-    for entry in source.iterdir():
-        other = destination / entry.name
-        if any(fnmatch(entry.name, pattern) for pattern in dropped):
-            continue
-        if not os.path.lexists(other):
-            os.rename(entry, other)  # not copied: a log file that is open stays the same file
-        elif entry.is_dir() and not entry.is_symlink():
-            _carry_over(entry, other)
+    def ignored(folder: str, names: list[str]) -> list[str]:
+        is_top = Path(folder) == source
+        return [n for n in names if is_top and any(fnmatch(n, pattern) for pattern in dropped)]
+
+    shutil.copytree(
+        source, destination, symlinks=True, ignore=ignored, copy_function=link, dirs_exist_ok=True
+    )
 
 
 def _is_orphan(path: Path) -> bool:

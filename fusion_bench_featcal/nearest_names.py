@@ -9,7 +9,6 @@ REPORT_COLUMNS = frozenset({
     "recovered gap", "unseen (gain, tasks)", "worst task",
 })  # fmt: skip
 """Columns of tables and keys of FusionBench's results beside the tasks."""
-_TYPO = 0.8
 _NOT_IN_FILES = frozenset('/\\<>"|?*')
 _LONGEST = 100  # bytes
 
@@ -18,18 +17,6 @@ def nearest_hint(name: object, valid: Iterable[object]) -> str:
     """Return `" (nearest: 'x')"` with the valid name nearest to `name`, or "" without one."""
     near = difflib.get_close_matches(str(name), [str(candidate) for candidate in valid], n=1)
     return f" (nearest: {near[0]!r})" if near else ""
-
-
-def nearest_name(name: object, valid: Iterable[str]) -> str:
-    """Return the valid name (of at least one) that is most similar to `name`.
-
-    Names with a typing error come first, then names that share all words of the shorter one:
-    `samples` means `samples_per_task`.
-    """
-    names, words = list(valid), set(str(name).split("_"))
-    related = [n for n in names if words <= {*n.split("_")} or words >= {*n.split("_")}]
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=_TYPO)
-    return (close or difflib.get_close_matches(str(name), related or names, n=1, cutoff=0.0))[0]
 
 
 def refuse_unknown_settings(
@@ -52,8 +39,8 @@ def refuse_unknown_settings(
     names = list(valid)
     for key in keys:
         if key not in names:
-            near = nearest_name(key, names)
-            raise ValueError(f"{setting}.{key} is no setting of {owner}; the nearest is {near!r}")
+            hint = nearest_hint(key, names)
+            raise ValueError(f"{setting}.{key} is no setting of {owner}{hint}")
 
 
 def refuse_unknown_keys(keys: Iterable[object], valid: Iterable[str], setting: str) -> None:

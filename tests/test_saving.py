@@ -95,7 +95,7 @@ def test_crash_leaves_the_old_model_or_the_new_one(moment: int, tmp_path: Path) 
 
             return call
 
-        for place, name in ((files, "sync"), (files, "_carry_over"), (os, "rename"),
+        for place, name in ((files, "sync"), (os, "link"), (os, "rename"),
                             (files, "remove")):  # fmt: skip
             setattr(place, name, dying(getattr(place, name)))
         save(2, target)

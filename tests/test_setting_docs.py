@@ -86,7 +86,6 @@ def test_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("method", "key", "nearest"),
     [
         ("featcal", "ridge_lamda", "ridge_lambda"),
-        ("featcal", "samples", "samples_per_task"),
         ("compare", "stepps", "steps"),
         ("compare", "upstream", "upstreams"),
         ("surgery", "train_steps", "steps"),
@@ -98,5 +97,5 @@ def test_a_misspelt_setting_of_any_method_gets_the_nearest(
     method: str, key: str, nearest: str
 ) -> None:
     yaml = OmegaConf.load(CONFIG / f"{method}.yaml")
-    with pytest.raises(ValueError, match=rf"method\.{key} is no setting .* nearest is '{nearest}'"):
+    with pytest.raises(ValueError, match=rf"method\.{key} is no setting .*nearest: '{nearest}'"):
         get_class(yaml._target_)(**{key: 1})

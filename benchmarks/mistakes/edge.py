@@ -64,8 +64,8 @@ MUTATIONS = [
     Mutation(
         "old weights carried over to the new model",
         "files.py",
-        "if any(fnmatch(entry.name, pattern) for pattern in dropped):",
-        "if not entry.name:",
+        "is_top = Path(folder) == source",
+        "is_top = False",
         "test_saving.py",
     ),
     Mutation(

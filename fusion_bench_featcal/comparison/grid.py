@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from fusion_bench_featcal.comparison.entries import OWN, check_target, made_of
 from fusion_bench_featcal.fusionbench.options import is_merger, plain
 from fusion_bench_featcal.methods.interface import Chain, PostMerging
-from fusion_bench_featcal.nearest_names import nearest_name, refuse_unusable_names
+from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unusable_names
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
 from fusion_bench_featcal.setting_fields import setting
 
@@ -192,9 +192,8 @@ def _chosen(
         raise ValueError(f"method.{key} must be a list of names, got {names!r}")
     for name in names:
         if name not in available:
-            hint = f"; the nearest is {nearest_name(name, available)!r}" if available else ""
             raise ValueError(
-                f"method.{key}: {name!r} is unknown{hint}. There are: "
+                f"method.{key}: {name!r} is unknown{nearest_hint(name, available)}. There are: "
                 f"{', '.join(available) or 'none'}"
             )
     return list(dict.fromkeys(names))

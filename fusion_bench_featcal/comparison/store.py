@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from fusion_bench_featcal.digests import digest_file
-from fusion_bench_featcal.files import OLD, orphans, remove, write_atomic
+from fusion_bench_featcal.files import remove, remove_orphans, write_atomic
 from fusion_bench_featcal.json_files import plain, read_json, sealed_json
 from fusion_bench_featcal.results import ReportError, load_items, prepare_directory, save_items
 from fusion_bench_featcal.results.curves import Curves, as_curves
@@ -70,10 +70,8 @@ class ResultStore:
         # The folder may hold others' files: only names of our own temporary ones are removed.
         places = [self.folder, *self.folder.glob("*"), *self.folder.glob("cells/*")]
         places += self.folder.glob("upstreams/*")
-        for left in (path for place in places for path in orphans(place, ".")):
-            # Saving to that place again finishes what is half replaced.
-            if not left.with_suffix(OLD).exists():
-                remove(left)
+        for place in places:
+            remove_orphans(place, ".")
 
     def result(self, name: str, key: str) -> CellResult | None:
         """A finished cell by its name and fingerprint; None if there is none that is whole."""

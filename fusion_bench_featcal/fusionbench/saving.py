@@ -85,7 +85,7 @@ def check_save_target(program: Any, modelpool: BaseModelPool) -> None:
             f"{SAVE_PATH}={program.merged_model_save_path!r} {problem}. Choose a new folder"
         )
     parent = prepare_directory(target.parent, SAVE_PATH)
-    clear_leftovers(target, MODEL_FILES)
+    clear_leftovers(target)
     needed, free = _base_bytes(modelpool), free_space(parent)
     if needed > free:
         raise CalibrationError(

@@ -163,7 +163,7 @@ def test_rows_of_another_format(folder, capsys):
             ["--chat-template", "none.jinja"],
             "No such file or directory: 'none.jinja'",
         ),
-        (["--set", "ridge_lamda=1"], "the nearest is 'ridge_lambda'"),
+        (["--set", "ridge_lamda=1"], "nearest: 'ridge_lambda'"),
         (["--set", "ridge_lambda=-1"], "--set ridge_lambda must be"),
         (["--set", "resume=true"], "--set resume: use --resume"),
         (["--set", "family=llamma"], "--set family must be"),

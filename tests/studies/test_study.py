@@ -215,7 +215,7 @@ def test_a_damaged_study_is_refused(change: dict[str, Any], message: str, tmp_pa
     ("keys", "message"),
     [
         ({"axes": {"factr": [1]}}, "method.axes.factr is no axis"),
-        ({"post_merging": ["scal"]}, r"'scal' is unknown.*nearest is 'scale'"),
+        ({"post_merging": ["scal"]}, r"'scal' is unknown.*nearest: 'scale'"),
         ({"axes": {"f": {"x": {SCALE.replace("factor", "fctor"): 1}}}}, r"fctor.*at the point f=x"),
         ({"over": ["subst"]}, "method.over: 'subst' is no label of this study's points: factor"),
         ({"process_per_cell": True}, "process_per_cell=true starts the command again"),
