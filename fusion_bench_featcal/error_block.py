@@ -3,14 +3,11 @@
 Imports nothing heavy: the command `featcal` shows its errors by it too.
 """
 
-import shutil
-import textwrap
 import traceback
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
-_MOST_LINES = 7
-"""Lines of the message: with place and traceback the block stays within ten."""
+_MOST_LINES, _MOST_CHARACTERS = 7, 800
 
 
 def first_line(error: BaseException) -> str:
@@ -20,7 +17,7 @@ def first_line(error: BaseException) -> str:
 
 
 def error_block(error: BaseException, more: str = "", *, prefix: str = "error") -> str:
-    """Describe an error in at most ten lines of the terminal's width.
+    """Describe an error in a few lines.
 
     Errors of this package say by themselves what to do. Others also get their type, the object
     that was being made and the last line of this package that ran.
@@ -39,13 +36,15 @@ def error_block(error: BaseException, more: str = "", *, prefix: str = "error") 
     message = str(error).strip()
     if not expected:
         message = f"unexpected {type(error).__name__}: {message or 'without a message'}"
-    width = shutil.get_terminal_size().columns
-    lines = _fitting(f"{prefix}: {message or type(error).__name__}", width, _MOST_LINES)
+    text = f"{prefix}: {message or type(error).__name__}"
+    lines = text[:_MOST_CHARACTERS].splitlines()[:_MOST_LINES]
+    if "\n".join(lines) != text:
+        lines[-1] += " ..."
     if not expected:
         place = [_made_by(wrapper), *[_place(frame) for frame in frames if _is_ours(frame)][-1:]]
         if any(place):
-            lines += _fitting("  " + ", ".join(filter(None, place)), width, 1)
-    return "\n".join([*lines, more] if more else lines)  # a path that is cut is of no use
+            lines.append("  " + ", ".join(filter(None, place)))
+    return "\n".join([*lines, more] if more else lines)
 
 
 def _wrapped(error: BaseException) -> BaseException:
@@ -80,19 +79,3 @@ def _made_by(error: BaseException) -> str:
             key = config._get_full_key("") if hasattr(config, "_get_full_key") else ""
             return " ".join(filter(None, ["making", key, str((config or {}).get("_target_"))]))
     return ""
-
-
-def _fitting(text: str, width: int, most: int) -> list[str]:
-    """Wrap a text, words longer than a line whole, and cut it at `most` lines of the terminal."""
-    shown = text[: width * (most - 1)] if most > 1 else text[: width - 4]
-    lines = [
-        part
-        for line in shown.splitlines()
-        for part in textwrap.wrap(
-            line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-    ]
-    is_cut = shown != text
-    while len(lines) > 1 and sum(-(-len(line) // width) for line in lines) > most:
-        is_cut = bool(lines.pop())
-    return [*lines[:-1], f"{lines[-1][: width * most - 4]} ..."] if is_cut else lines

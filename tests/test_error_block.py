@@ -10,11 +10,6 @@ from fusion_bench_featcal.error_block import error_block
 from fusion_bench_featcal.read_budgets import budget_in_bytes
 
 
-@pytest.fixture(autouse=True)
-def columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-
-
 def caught(work: Callable[[], object]) -> Exception:
     with pytest.raises(Exception) as error:
         work()
@@ -45,10 +40,9 @@ def test_unexpected_errors_tell_type_and_place():
 
 @pytest.mark.parametrize("message", ["word " * 900, "\n".join("abcdefghijklmno"), "x" * 3000, ""])
 @pytest.mark.parametrize("kind", [CalibrationError, RuntimeError])
-def test_block_has_ten_lines_at_most(message: str, kind: type[Exception]):
+def test_block_is_short(message: str, kind: type[Exception]):
     block = error_block(kind(message), "traceback: " + "/long/path" * 9)
-    rows = sum(max(1, -(-len(line) // 80)) for line in block.splitlines())
-    assert rows <= 10
+    assert len(block) < 1000 and len(block.splitlines()) <= 8
     assert block.startswith("error:")
     assert block.endswith("/path")
     assert (" ..." in block) == (len(message) > 20)
