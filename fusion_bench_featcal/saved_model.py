@@ -24,7 +24,6 @@ from fusion_bench_featcal.results.provenance import PROVENANCE
 from fusion_bench_featcal.results.tables import page
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tensor_files import stored_bytes
-from fusion_bench_featcal.untrusted import read_json
 
 CARD = "README.md"
 CARD_MARK = "<!-- Written by fusion_bench_featcal. Remove this line to keep your changes. -->"
@@ -115,8 +114,8 @@ def card_text(
         tags: Tags of the model on the hub.
     """
     head: dict[str, Any] = {"library_name": "transformers", "tags": list(tags)}
-    hub_id = None if base is None else _hub_id(base)
-    if hub_id:
+    hub_id = (base or "").partition("@")[0]
+    if _HUB_ID.fullmatch(hub_id) and not Path(hub_id).is_dir():
         head = {"base_model": hub_id, **head}
     models = [f"- {name}: `{location}`" for name, location in experts.items()]
     sections = [
@@ -132,19 +131,6 @@ def card_text(
     ]
     head_text = f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{CARD_MARK}\n\n"
     return head_text + without_secrets(page(*(section.rstrip() for section in sections)))
-
-
-def _hub_id(location: str) -> str | None:
-    """Return a hub id; for a folder the one in its config, else the folder's name."""
-    if not Path(location).is_dir():
-        hub_id = location.partition("@")[0]
-        return hub_id if _HUB_ID.fullmatch(hub_id) else None
-    try:
-        origin = str(read_json(Path(location) / "config.json").get("_name_or_path"))
-    except (OSError, ValueError):
-        origin = ""
-    is_id = "/" in origin and _HUB_ID.fullmatch(origin)
-    return origin if is_id else Path(location).resolve().name
 
 
 def _listed(values: Mapping[str, Any]) -> str:

@@ -197,7 +197,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = read_json(file)
         kind = config["peft_type"], config["r"], config["lora_alpha"]
-        _check_ranks(config)
     except (ValueError, KeyError, TypeError) as error:
         raise CalibrationError(f"{file} is no LoRA adapter's config: {error!r}") from error
     unknown = {key for key, value in config.items() if value} - _USED - _WITHOUT_EFFECT
@@ -209,35 +208,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if odd:
         raise CalibrationError(f"{file}: an adapter with {odd} cannot be read here. {_MERGE_IT}")
     return config
-
-
-def _check_ranks(config: Mapping[str, Any]) -> None:
-    """Refuse ranks and scales that are no numbers, and patterns that may take any time to match.
-
-    Raises:
-        ValueError: Naming the key.
-    """
-    numbers = {"r": config["r"], "lora_alpha": config["lora_alpha"]}
-    for key in ("rank_pattern", "alpha_pattern"):
-        patterns = config.get(key) or {}
-        if not isinstance(patterns, dict):
-            raise ValueError(f"{key} is {patterns!r:.60}")
-        for pattern, number in patterns.items():
-            numbers[f"{key} {pattern!r:.60}"] = number
-            if re.search(r"\)[*+{]|([*+{].*){5}", pattern) or not _compiles(pattern):
-                raise ValueError(
-                    f"{key} {pattern!r:.60} is no plain pattern: write the modules' names"
-                )
-    for key, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise ValueError(f"{key} is {number!r:.60}")
-
-
-def _compiles(pattern: str) -> bool:
-    try:
-        return bool(re.compile(pattern))
-    except re.error:
-        return False
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_folders import CHAT, classifier_folders, llama_folders, write_adapters, write_rows
+from made_folders import CHAT, classifier_folders, llama_folders, write_rows
 from test_calibrate_command import words
 from test_refusals import refusal
-from tiny_texts import TASKS, llama_model, sentences
+from tiny_texts import TASKS, sentences
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data.images import load_images
@@ -48,7 +48,6 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     llama_folders(folder)
-    write_adapters(folder, llama_model())
     return folder
 
 
@@ -129,26 +128,6 @@ def test_a_report_that_is_a_pipe(tmp_path):
 def test_nested_json(folder, capsys, who, file):
     replace(folder / who / file, f'{{"a": {NESTED}}}')
     assert str(folder / who) in refusal(capsys, words(folder))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"lora_alpha": "x"},
-        {"lora_alpha": None},
-        {"rank_pattern": [1]},
-        {"rank_pattern": {"(((": 1}},
-        {"alpha_pattern": {"(([a-z._0-9]+)+)+!": 1}},
-        {"alpha_pattern": {".*.*.*.*.*!": 1}},
-    ],
-)
-def test_adapters(folder, capsys, values):
-    file = folder / "one-lora" / "adapter_config.json"
-    replace(file, json.dumps(json.loads(file.read_text()) | values))
-    named = words(folder)
-    named[named.index(f"one={folder / 'one'}")] = f"one={folder / 'one-lora'}"
-    line = refusal(capsys, named)
-    assert f"{file} is no LoRA adapter's config" in line and next(iter(values)) in line
 
 
 @pytest.mark.parametrize("limit", ["abc", [1], 0, True])
