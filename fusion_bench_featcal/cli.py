@@ -83,11 +83,11 @@ def explain_command(options: argparse.Namespace) -> int:
 def calibrate_command(options: argparse.Namespace) -> int:
     """Calibrate a merged model: folders of models and files of data in, a model folder out."""
     from fusion_bench_featcal.ending import ending_cleanly
+    from fusion_bench_featcal.folders.job import run
     from fusion_bench_featcal.folders.options import (
         given_on_the_command_line,
         in_words_of_the_command,
     )
-    from fusion_bench_featcal.folders.run import run
     from fusion_bench_featcal.folders.saving import how_to_go_on
     from fusion_bench_featcal.folders.verdict import NotImproved
     from fusion_bench_featcal.results.remarks import featcal_program

@@ -91,7 +91,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a classifier is evaluated with its expert's body",
-        "folders/job.py",
+        "folders/models.py",
         "        setattr(model, model.base_model_prefix, body)\n",
         "",
         "folders/test_calibrate_command.py",

@@ -6,7 +6,7 @@ MUTATIONS = [
     Mutation(
         "a model of another command counts as this one's",
         "folders/saving.py",
-        'return (request.out / RECIPE).read_text(encoding="utf-8") == request.recipe',
+        'return (request.folder / RECIPE).read_text(encoding="utf-8") == request.recipe',
         "return True",
         "folders/test_calibrate_saving.py",
     ),

@@ -1,17 +1,29 @@
 """`featcal calibrate`: models and data in folders, without FusionBench and without Hydra."""
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fusion_bench_featcal.folders.run import calibrate_folder
+from pathlib import Path
+from typing import Any
 
 __all__ = ["calibrate_folder"]
 
 
-def __getattr__(name: str) -> Any:
-    # Loaded on first use: the command line reads its options here, without torch.
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fusion_bench_featcal.folders.run import calibrate_folder
+def calibrate_folder(merged: str | Path | None = None, **options: Any) -> Path:
+    """Calibrate a merged model in a folder or on the hub: `featcal calibrate` in Python.
 
-    return calibrate_folder
+    Args:
+        merged: The merged model, or the recipe.yaml of an earlier run.
+        options: The command's options by name, with _ for -: `expert={"math": "models/math"}`,
+            `data={"math": "math.jsonl"}`, `out="repaired"`, `set={"samples_per_task": 64}`.
+
+    Returns:
+        The folder of the calibrated model.
+
+    Raises:
+        ValueError: If an option is unknown, or models or data are missing or do not fit; nothing
+            has been loaded then.
+        CalibrationError: If the calibration cannot go on; finished blocks are kept.
+    """
+    # Loaded on first use: the command line reads its options here, without torch.
+    from fusion_bench_featcal.folders.job import run
+    from fusion_bench_featcal.folders.request import Request
+
+    return run(Request.of({"merged": merged, **options}, "calibrate_folder"))

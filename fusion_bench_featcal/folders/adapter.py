@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ ADAPTER = "adapter"
 _WHOLE = 512
 """Smaller side of a matrix up to which its singular values are all computed."""
 _LISTED = 3
+_TASK_TYPES = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 
 
 @dataclass
@@ -30,19 +30,21 @@ class Adapter:
     Attributes:
         rank: Rank of the factors.
         tensors: Name in the adapter's file -> tensor on the CPU.
-        lost: Module -> share of its change's energy (squared norm) that the rank leaves out.
-        energy: Module -> energy of its change.
+        factored: Modules with factors.
         saved: Modules that are stored whole.
         left_out: Modules whose change is not stored.
+        energy: Energy (squared norm) of the factored modules' change.
+        lost: Energy of the change that the rank leaves out.
         has_inputs_first: Whether weights of adapted modules are stored as `[inputs, outputs]`.
     """
 
     rank: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    lost: dict[str, float] = field(default_factory=dict)
-    energy: dict[str, float] = field(default_factory=dict)
+    factored: list[str] = field(default_factory=list)
     saved: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    energy: float = 0.0
+    lost: float = 0.0
     has_inputs_first: bool = False
 
     @classmethod
@@ -68,13 +70,15 @@ class Adapter:
             if all(torch.equal(value, new) for value, new in pairs.values()):
                 continue
             shared = any(uses[id(part)] > 1 for pair in pairs.values() for part in pair)
-            if shared or (next(module.children(), None) is not None):
+            if shared or next(module.children(), None) is not None:
                 adapter.left_out.append(name)
             elif isinstance(module, nn.Linear | nn.Embedding | Conv1D):
                 adapter._add_factors(name, module, other)
             else:
                 adapter.saved.append(name)
-                adapter._add_whole(name, pairs)
+                for key, (value, new) in pairs.items():
+                    value.copy_(new)
+                    adapter._add(f"{name}.{key}", new)
         return adapter
 
     def _add_factors(self, name: str, module: nn.Module, other: nn.Module) -> None:
@@ -83,65 +87,55 @@ class Adapter:
         inputs_first = not isinstance(module, nn.Linear)
         down, up = factors(change.T if inputs_first else change, self.rank)
         approximate = (up @ down).T if inputs_first else up @ down
-        energy = float(change.square().sum())
-        self.energy[name] = energy
-        self.lost[name] = float((change - approximate).square().sum()) / energy if energy else 0.0
+        self.factored.append(name)
+        self.energy += float(change.square().sum())
+        self.lost += float((change - approximate).square().sum())
         weight.copy_(weight.float() + approximate)
         infix, ending = ("embedding_", "") if is_embedding else ("", ".weight")
         self._add(f"{name}.lora_{infix}A{ending}", down)
         self._add(f"{name}.lora_{infix}B{ending}", up)
         self.has_inputs_first |= isinstance(module, Conv1D)
-        if getattr(module, "bias", None) is not None:
-            bias = module.get_parameter("bias")
-            bias.copy_(other.get_parameter("bias"))
-            self._add(f"{name}.base_layer.bias", bias)
-
-    def _add_whole(self, name: str, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        for key, (value, new) in pairs.items():
-            value.copy_(new)
-            self._add(f"{name}.{key}", new)
+        for key, bias in module.named_parameters(recurse=False):
+            if key == "bias":
+                bias.copy_(other.get_parameter(key))
+                self._add(f"{name}.base_layer.bias", bias)
 
     def _add(self, name: str, tensor: Tensor) -> None:
         self.tensors[PREFIX + name] = tensor.detach().cpu().clone().contiguous()
 
     def note(self) -> str:
-        """Say what the adapter leaves out."""
-        total = sum(self.energy.values())
-        share = sum(self.lost[name] * self.energy[name] for name in self.lost) / (total or 1)
-        most = sorted(self.lost, key=self.lost.__getitem__, reverse=True)[:_LISTED]
-        listed = ", ".join(f"{name} {100 * self.lost[name]:.1f} %" for name in most)
-        text = f"adapter of rank {self.rank}: {100 * share:.1f} % of the change's energy is lost"
-        text += f" (most in {listed}; all in {ADAPTER}/lost.json)" if most else ""
+        """Return a sentence on what the adapter leaves out."""
+        share = 100 * self.lost / (self.energy or 1)
+        text = f"adapter of rank {self.rank}: {share:.1f} % of the change's energy is lost"
         if self.left_out:
             few = ", ".join(name or "the model itself" for name in self.left_out[:_LISTED])
             text += f". Not in it: tied weights and those beside submodules, of {few}"
             text += " and others" if len(self.left_out) > _LISTED else ""
         return text
 
-    def write(self, folder: Path, base: ModelFolder, location: str | None) -> None:
-        """Write the adapter as PEFT does, and the shares that are lost.
+    def write(self, folder: Path, kind: str, base: str | None) -> None:
+        """Write the adapter as PEFT does.
 
         Args:
             folder: A new folder.
-            base: The base.
-            location: The base's folder or hub id, as the adapter's config names it.
+            kind: Kind of the base.
+            base: The base's folder or hub id, as the adapter's config names it.
         """
         folder.mkdir()
-        task_types = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
         config: dict[str, Any] = {
             "peft_type": "LORA",
-            "task_type": task_types.get(base.kind),
-            "base_model_name_or_path": location,
+            "task_type": _TASK_TYPES.get(kind),
+            "base_model_name_or_path": base,
             "r": self.rank,
             "lora_alpha": self.rank,
-            "target_modules": list(self.lost),
+            "target_modules": self.factored,
             "modules_to_save": self.saved or None,
             "bias": "lora_only" if any(".base_layer." in name for name in self.tensors) else "none",
             "fan_in_fan_out": self.has_inputs_first,
             "inference_mode": True,
         }
-        for name, content in (("adapter_config.json", config), ("lost.json", self.lost)):
-            (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(config, indent=1) + "\n"
+        (folder / "adapter_config.json").write_text(text, encoding="utf-8")
         save_file(self.tensors, folder / "adapter_model.safetensors", {"format": "pt"})
 
 

@@ -1,11 +1,11 @@
 """One model in a folder or on the hub: its class, its files, its weights."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
@@ -19,10 +19,11 @@ from fusion_bench_featcal.settings import CalibrationError
 
 Kind = Literal["causal", "seq2seq", "text classifier", "image classifier", "clip"]
 """Kind of models: what their inputs are, and what is evaluated."""
-
-_CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
 TEXT_CLASSIFIER: Kind = "text classifier"
 IMAGE_CLASSIFIER: Kind = "image classifier"
+LANGUAGE_MODELS = ("causal", "seq2seq")
+CLASSIFIERS = (TEXT_CLASSIFIER, IMAGE_CLASSIFIER)
+_CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
 
 
 class ModelFolder:
@@ -30,7 +31,10 @@ class ModelFolder:
 
     Attributes:
         name: The task of an expert, else `base` or `merged`.
+        option: The option that names it, with its value.
         folder: The folder; a hub id is downloaded.
+        is_adapter: Whether it is an adapter of another model.
+        config: Content of its config.json; None: it has none, as a LoRA adapter.
     """
 
     def __init__(self, name: str, location: str, option: str) -> None:
@@ -46,52 +50,16 @@ class ModelFolder:
             CalibrationError: If there is no such folder, and the hub does not give it.
         """
         self.name = name
-        self.option = (
-            f"{option} {name}={location}" if option == "--expert" else f"{option} {location}"
-        )
+        self.option = f"{option} {location}"
+        if option == "--expert":
+            self.option = f"{option} {name}={location}"
         self.folder = fetch(location, self.option)
         if not self.folder.is_dir():
             raise ValueError(f"{self.option} is a file: name the folder that the model is in")
         self.is_adapter = (self.folder / "adapter_config.json").is_file()
+        self.config: dict[str, Any] | None = read_config(self.folder)
         if not self.is_adapter and self.config is None:
             raise ValueError(f"{self.option}: {self.folder} has no config.json, so it is no model")
-
-    @cached_property
-    def config(self) -> dict[str, Any] | None:
-        """Content of its config.json; None: it has none, as a LoRA adapter."""
-        return read_config(self.folder)
-
-    def source(self, base: "ModelFolder | None") -> ExpertSource:
-        """Its weights, read tensor by tensor.
-
-        Args:
-            base: The base model, which a LoRA adapter changes.
-
-        Raises:
-            ValueError: If it has no safetensors files, or an adapter has no base.
-            CalibrationError: If a file is damaged, or the adapter does not fit the base.
-        """
-        try:
-            if not self.is_adapter:
-                stored = SafetensorsExpert(self.folder)
-                return InMemoryExpert(self.load()) if self._is_renamed(stored) else stored
-            if base is None or base.is_adapter:
-                raise ValueError(f"{self.option} is a LoRA adapter, which needs --base")
-            return LoraExpert(SafetensorsExpert(base.folder), self.folder)
-        except FileNotFoundError as error:
-            raise ValueError(
-                f"{self.option}: {error}; only safetensors are read: load the model in "
-                "transformers and save it with save_pretrained"
-            ) from error
-
-    def _is_renamed(self, stored: ExpertSource) -> bool:
-        """Tell whether transformers gives its tensors other names than the files have."""
-        empty = self.empty
-        try:
-            pair_names(self.name, "model", stored, empty.state_dict(), aliases(empty))
-        except CalibrationError:
-            return True
-        return False
 
     @property
     def architecture(self) -> type[nn.Module]:
@@ -103,13 +71,13 @@ class ModelFolder:
         import transformers
 
         name = next(iter((self.config or {}).get("architectures") or [None]))
-        found = None if name is None else getattr(transformers, name, None)
-        if found is None:
+        try:
+            return getattr(transformers, str(name))
+        except AttributeError as error:
             raise ValueError(
                 f"{self.option}: its config.json names the class {name}, which transformers "
                 f"{transformers.__version__} does not have; code beside a model is not run"
-            )
-        return found
+            ) from error
 
     @property
     def kind(self) -> Kind:
@@ -119,10 +87,10 @@ class ModelFolder:
             ValueError: If it is of none that can be calibrated here.
         """
         name = self.architecture.__name__
-        if self._is_clip:
+        if name in _CLIP:
             return "clip"
-        for kind, names in _mappings().items():
-            if name in names:
+        for kind, names in _classes().items():
+            if any(name == known or name in _several(known) for known in names.values()):
                 return kind
         raise ValueError(
             f"{self.option} is a {name}; featcal calibrate takes language models, text and image "
@@ -134,38 +102,7 @@ class ModelFolder:
         """The class that is calibrated: of a CLIP the vision tower, else the config's own."""
         from transformers import CLIPVisionModel
 
-        return CLIPVisionModel if self._is_clip else self.architecture
-
-    @property
-    def _is_clip(self) -> bool:
-        return self.architecture.__name__ in _CLIP
-
-    def load(self, kind: Any = None) -> nn.Module:
-        """Load the model on the CPU, in the dtype of its files.
-
-        Args:
-            kind: Its class; None: `calibrated_class`.
-
-        Raises:
-            ValueError: If it cannot be loaded, or lacks weights.
-        """
-        kind = kind or self.calibrated_class
-        try:
-            model, found = kind.from_pretrained(
-                self.folder,
-                dtype="auto",
-                use_safetensors=True,
-                output_loading_info=True,
-                trust_remote_code=False,
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{self.option} cannot be loaded: {first_line(error)}") from error
-        if found["missing_keys"]:
-            missing = sorted(found["missing_keys"])
-            raise ValueError(
-                f"{self.option} lacks {counted(len(missing), 'tensor')}, such as {missing[0]}"
-            )
-        return model.eval().requires_grad_(False)
+        return CLIPVisionModel if self.architecture.__name__ in _CLIP else self.architecture
 
     @cached_property
     def empty(self) -> nn.Module:
@@ -177,26 +114,82 @@ class ModelFolder:
         from transformers import AutoConfig
 
         try:
-            config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
-            dtype = _dtype(config)
-            if self._is_clip:
+            config: Any = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+            dtype = getattr(config, "dtype", None)
+            if self.calibrated_class is not self.architecture:
                 config = getattr(config, "vision_config", config)
             with torch.device("meta"):
-                return self.calibrated_class(config).to(dtype).eval()
+                model = self.calibrated_class(config)
+            return model.to(dtype if isinstance(dtype, torch.dtype) else torch.float32).eval()
         except Exception as error:  # whatever the class raises of its config's values
             raise ValueError(f"{self.option}: config.json: {first_line(error)}") from error
+
+    def load(self, kind: Any = None, spare: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """Load the model on the CPU, in the dtype of its files.
+
+        Args:
+            kind: Its class; None: `calibrated_class`.
+            spare: Tensors in place of those that its files lack; None: it has to be complete.
+
+        Raises:
+            ValueError: If it cannot be loaded, or lacks weights.
+        """
+        kind = kind or self.calibrated_class
+        try:
+            model, info = kind.from_pretrained(
+                self.folder,
+                dtype="auto",
+                use_safetensors=True,
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{self.option} cannot be loaded: {first_line(error)}") from error
+        model.eval().requires_grad_(False)
+        for name in (missing := sorted(info["missing_keys"])):
+            if spare is None:
+                lacking = counted(len(missing), "tensor")
+                raise ValueError(f"{self.option} lacks {lacking}, such as {name}")
+            if name in spare:
+                model.state_dict()[name].copy_(spare[name])
+        return model
 
     def loaded_with(self, base: "ModelFolder | None") -> nn.Module:
         """Load an expert whole; a LoRA adapter into the base's weights."""
         if base is None or not self.is_adapter:  # without a base adapters were refused
             return self.load()
-        source = self.source(base)
-        model = base.load()
+        source, model = self.source(base), base.load()
         tensors = model.state_dict()
-        with torch.no_grad():
-            for name in tensors.keys() & source.names():
-                tensors[name].copy_(source.tensor(name))
+        for name in tensors.keys() & source.names():
+            tensors[name].copy_(source.tensor(name))
         return model
+
+    def source(self, base: "ModelFolder | None") -> ExpertSource:
+        """Its weights, read tensor by tensor.
+
+        Args:
+            base: The base model, which a LoRA adapter changes.
+
+        Raises:
+            ValueError: If it has no safetensors files, or an adapter has no base.
+            CalibrationError: If a file is damaged, or the adapter does not fit the base.
+        """
+        if self.is_adapter and base is None:
+            raise ValueError(f"{self.option} is a LoRA adapter, which needs --base")
+        try:
+            if base is not None and self.is_adapter:
+                return LoraExpert(SafetensorsExpert(base.folder), self.folder)
+            stored = SafetensorsExpert(self.folder)
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"{self.option}: {error}; only safetensors are read: load the model in "
+                "transformers and save it with save_pretrained"
+            ) from error
+        try:
+            pair_names(self.name, "model", stored, self.empty.state_dict(), aliases(self.empty))
+        except CalibrationError:  # transformers gives tensors other names than the files have
+            return InMemoryExpert(self.load())
+        return stored
 
 
 def body_of(model: nn.Module, kind: Kind) -> nn.Module:
@@ -204,27 +197,42 @@ def body_of(model: nn.Module, kind: Kind) -> nn.Module:
 
     A classifier's body; a CLIP's vision tower; a language model itself.
     """
-    if kind in (TEXT_CLASSIFIER, IMAGE_CLASSIFIER):
+    if kind in CLASSIFIERS:
         return getattr(model, model.base_model_prefix)  # type: ignore[arg-type]
     return model
 
 
-def _dtype(config: Any) -> torch.dtype:
-    dtype = getattr(config, "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+def class_names(model: ModelFolder) -> list[str]:
+    """Names of the classes of a model's head by their numbers, the `id2label` of its config.
+
+    Raises:
+        ValueError: If `label2id` has others (LABEL_0, ... is none), or a number is missing.
+    """
+    config: Any = model.empty.config
+    names = {int(number): str(name) for number, name in config.id2label.items()}
+    label2id = (model.config or {}).get("label2id") or {}
+    numbers = {str(name): str(number) for name, number in label2id.items()}
+    unnamed = {f"LABEL_{number}": str(number) for number in names}
+    pairs = {(name, str(number)) for number, name in names.items()}
+    fits = {*numbers.items()} <= pairs and {*numbers} == {*names.values()}
+    if {*names} != {*range(len(names))} or not (fits or numbers in ({}, unnamed)):
+        raise ValueError(
+            f"{model.option}: id2label and label2id of its config.json do not fit together. Each "
+            "class needs a name and a number from 0, the same in both"
+        )
+    return [names[number] for number in range(len(names))]
 
 
-def _mappings() -> Mapping[Kind, set[str]]:
+def _classes() -> dict[Kind, Any]:
     from transformers.models.auto import modeling_auto as auto
 
     return {
-        "text classifier": set(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()),
-        "image classifier": set(_flat(auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values())),
-        "seq2seq": set(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()),
-        "causal": set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()),
+        TEXT_CLASSIFIER: auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        IMAGE_CLASSIFIER: auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     }
 
 
-def _flat(values: Iterable[Any]) -> Iterator[str]:
-    for value in values:
-        yield from (value if isinstance(value, tuple | list) else [value])
+def _several(known: Any) -> Any:
+    return () if isinstance(known, str) else known

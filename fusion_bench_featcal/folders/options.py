@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 import yaml
 
-from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.setting_fields import setting, settings_of
 from fusion_bench_featcal.untrusted import parse_yaml, read_yaml
 
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser, owner: type) -> None:
         else:
             more |= {"type": int if int in kinds else str, "metavar": keys.get("metavar")}
         if number:
-            parser.add_argument(*keys.get("short", ()), flag_of(field.name), **more)
+            parser.add_argument(flag_of(field.name), **more)
         else:
             parser.add_argument(field.name, nargs="?", **more)
 
@@ -127,35 +126,6 @@ def prompt(word: str) -> dict[str, Any]:
     """Read `[NAME=]TEXT`; the prompt of all tasks has an empty name."""
     name, equals, text = word.partition("=")
     return {name: text} if equals and "{" not in name else {"": word}
-
-
-def by_expert(
-    given: Mapping[str, Any], experts: Mapping[str, str], option: str, notes: list[str]
-) -> dict[str, Any]:
-    """Return an option's values by expert; a name may be a part of one expert's name.
-
-    Values of all experts stay: a prompt without a name, columns beside those of single tasks.
-
-    Raises:
-        ValueError: If a name fits no expert, or several.
-    """
-    matched: dict[str, Any] = {}
-    flag = flag_of(option)
-    for name, value in given.items():
-        is_common = not name or (option == "columns" and not isinstance(value, Mapping))
-        fitting = [e for e in experts if e == name] or [e for e in experts if name in e]
-        if is_common:
-            fitting = [name]
-        if len(fitting) != 1 or fitting[0] in matched:
-            problem = "several experts or values fit" if fitting else "there is no such expert"
-            raise ValueError(
-                f"{flag} {name}=...: {problem}{nearest_hint(name, experts)}; the experts are "
-                f"{', '.join(experts)}"
-            )
-        if fitting[0] != name:
-            notes.append(f"{flag} {name} is of {fitting[0]}")
-        matched[fitting[0]] = value
-    return matched
 
 
 def read_recipe(file: Path) -> dict[str, Any]:

@@ -125,10 +125,6 @@ class Request:
         False, "say what would be fetched and run and what it takes, and do nothing",
         is_recorded=False,
     )  # fmt: skip
-    verbose: bool = setting(
-        False, "also print settings, and the tables of the report", short=["-v"],
-        is_recorded=False,
-    )  # fmt: skip
     resume: bool = setting(False, "go on after an interruption", is_recorded=False)
     notes: tuple[str, ...] = ()
 
@@ -248,17 +244,17 @@ class Request:
         if not experts:
             raise ValueError("name the experts: --expert NAME=DIR for each")
         refuse_unusable_names(experts, option, _RESERVED)
-        by_expert = {
-            name: options.by_expert(getattr(self, name), experts, name, notes)
-            for name in ("data", "eval", "columns", "prompt")
-        }
         complete = dataclasses.replace(
-            self, merge=merge, base=base, expert=dict(experts), **by_expert, notes=tuple(notes)
+            self, merge=merge, base=base, expert=dict(experts), notes=tuple(notes)
         )
         complete._check()
         return complete
 
     def _check(self) -> None:
+        common = {"", *(n for n, c in self.columns.items() if isinstance(c, str))}
+        by_expert = {"data": self.data, "eval": self.eval, "columns": self.columns}
+        for option, values in {**by_expert, "prompt": self.prompt}.items():
+            refuse_unknown_keys(values.keys() - common, self.expert, f"--{option}, by expert")
         missing = [task for task in self.expert if task not in self.data]
         if missing:
             raise ValueError(

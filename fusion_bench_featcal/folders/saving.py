@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import nn
 
@@ -17,12 +16,7 @@ from fusion_bench_featcal.folders.options import RECIPE
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.saved_model import (
-    CardFacts,
-    card_text,
-    complete_folder,
-    writing_model,
-)
+from fusion_bench_featcal.saved_model import CardFacts, card_text, complete_folder, writing_model
 
 REPORT = "featcal"
 """Folder of the report inside the model's."""
@@ -38,7 +32,7 @@ def save(
     log: CalibrationLog,
     heads: Mapping[str, nn.Module],
     adapter: Adapter | None,
-) -> Path:
+) -> None:
     """Save the calibrated model with heads, card and report, whole or not at all.
 
     Args:
@@ -48,11 +42,8 @@ def save(
         facts: Its origin.
         report: The report, for the model card and `featcal/`.
         log: The log of the calibration, for `featcal/`.
-        heads: Task -> its expert's classifier, whose head is kept.
+        heads: Task -> its expert's classifier, whose head is saved.
         adapter: The model as an adapter over the base, saved beside it.
-
-    Returns:
-        The folder.
 
     Raises:
         CalibrationError: If it cannot be written. Finished blocks stay.
@@ -62,19 +53,21 @@ def save(
         "Make room and repeat the command with --resume: the finished blocks are in "
         f"{request.checkpoints}"
     )
-    with writing_model(
-        request.folder, whole, option=f"--out {request.folder}", advice=advice
-    ) as new:
+    card = card_text(facts, request.base, request.expert, report)
+    if heads:
+        about = f"{request.folder / HEADS}/NAME (that of the model itself: {models.home.name}'s)"
+        print(f"heads: {about}")
+        card += f"\n## Heads\n\nEach task has a head of its own in `{HEADS}/NAME`.\n"
+    option = f"--out {request.folder}"
+    with writing_model(request.folder, whole, option=option, advice=advice) as new:
         _write_model(whole, heads, new, request.shard_size)
         if adapter is not None and models.base is not None:
-            adapter.write(new / ADAPTER, models.base, request.base)
+            adapter.write(new / ADAPTER, models.base.kind, request.base)
         _write_processor(models, processor, new)
-        card = _card(models, facts, report, with_heads=bool(heads))
         complete_folder(new, whole, None, facts, card)
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")
         report.write(new / REPORT, "--out")
         log.write(new / REPORT / "calibration_log.jsonl")
-    return request.folder
 
 
 def is_saved(request: Request) -> bool:
@@ -86,10 +79,10 @@ def is_saved(request: Request) -> bool:
 
 
 def how_to_go_on(request: Request) -> str:
-    """Say what an interrupted run has left."""
-    out, blocks = request.folder, request.checkpoints
+    """Return what an interrupted run has left."""
+    blocks = request.checkpoints
     if is_saved(request):
-        return f"ended after saving: the model in {out} is complete"
+        return f"ended after saving: the model in {request.folder} is complete"
     if not blocks.is_dir() or not any(blocks.iterdir()):
         return NOTHING_SAVED
     return (
@@ -99,11 +92,18 @@ def how_to_go_on(request: Request) -> str:
 
 
 def _write_model(
-    whole: Any, heads: Mapping[str, nn.Module], folder: Path, shard_size: str | None
+    whole: Any, heads: Mapping[str, Any], folder: Path, shard_size: str | None
 ) -> None:
     whole.save_pretrained(folder, **({"max_shard_size": shard_size} if shard_size else {}))
     for task, classifier in heads.items():
-        _save_head(folder / HEADS / task, classifier)
+        head = folder / HEADS / task
+        head.mkdir(parents=True)
+        body = f"{classifier.base_model_prefix}."
+        tensors = classifier.state_dict().items()
+        outside = {n: t.cpu().contiguous() for n, t in tensors if not n.startswith(body)}
+        save_file(outside, head / "head.safetensors")
+        config = json.dumps(classifier.config.to_dict(), indent=2, sort_keys=True, default=str)
+        (head / "config.json").write_text(config + "\n", encoding="utf-8")
 
 
 def _write_processor(models: Models, processor: Any, folder: Path) -> None:
@@ -120,19 +120,6 @@ def _write_processor(models: Models, processor: Any, folder: Path) -> None:
             shutil.copyfile(source / file.name, file)
 
 
-def _card(models: Models, facts: CardFacts, report: Report, *, with_heads: bool) -> str:
-    request = models.request
-    base = None if request.base is None else str(request.base)
-    card = card_text(facts, base, request.expert, report)
-    if with_heads:
-        card += (
-            f"\n## Heads\n\nEach task has a head of its own in `{HEADS}/NAME` "
-            "(head.safetensors, config.json). The head of this folder's model is "
-            f"that of `{models.home.name}`.\n"
-        )
-    return card
-
-
 def _whole(models: Models, model: nn.Module) -> nn.Module:
     """The model that is saved: of a CLIP the whole one, where there is one, with the new tower."""
     home = models.home
@@ -140,19 +127,7 @@ def _whole(models: Models, model: nn.Module) -> nn.Module:
         return model
     whole = home.load(home.architecture)
     tower = {name.removeprefix("vision_model."): t for name, t in model.state_dict().items()}
-    with torch.no_grad():
-        for name, tensor in whole.state_dict().items():
-            if name.startswith("vision_model."):
-                tensor.copy_(tower[name.removeprefix("vision_model.")])
+    for name, tensor in whole.state_dict().items():
+        if name.startswith("vision_model."):
+            tensor.copy_(tower[name.removeprefix("vision_model.")])
     return whole
-
-
-def _save_head(folder: Path, classifier: Any) -> None:
-    """Save a classifier's tensors outside its body, and its config."""
-    folder.mkdir(parents=True)
-    body = f"{classifier.base_model_prefix}."
-    tensors = classifier.state_dict().items()
-    head = {n: t.cpu().contiguous() for n, t in tensors if not n.startswith(body)}
-    save_file(head, folder / "head.safetensors")
-    config = json.dumps(classifier.config.to_dict(), indent=2, sort_keys=True, default=str)
-    (folder / "config.json").write_text(config + "\n", encoding="utf-8")

@@ -1,59 +1,43 @@
 """The lines of `featcal calibrate`: what it will do, what that takes, and how the models score."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from logging import ERROR, NOTSET, getLogger
 
 import datasets
 import torch
-from torch import nn
 
 from fusion_bench_featcal.files import free_space
-from fusion_bench_featcal.folders.model_folder import ModelFolder
+from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.hub_files import hub_models
 from fusion_bench_featcal.plan import bytes_text, one_line, plan_of, show_plan, warnings_of
 from fusion_bench_featcal.plan_shapes import Request as PlanRequest
 from fusion_bench_featcal.plurals import counted
-from fusion_bench_featcal.results import AVERAGE, FEATCAL, Report
-
-MOST_TASKS = 8
-"""Tasks that are listed on the screen. The report has all."""
+from fusion_bench_featcal.results import AVERAGE, Report
+from fusion_bench_featcal.settings import FeatCalSettings
 
 
 def show_start(
-    home: ModelFolder, body: nn.Module, request: Request, tasks: Mapping[str, Task], report: Report
+    models: Models, settings: FeatCalSettings, tasks: Mapping[str, Task], notes: Sequence[str]
 ) -> None:
-    """Print what will be done, with what, and what it takes.
-
-    Args:
-        home: The folder whose class the calibrated model has.
-        body: The part that is calibrated, without weights.
-        request: The request.
-        tasks: Task -> its data.
-        report: The report, with the notes so far.
-    """
+    """Print what will be done, with what, and what it takes."""
+    request, home = models.request, models.home
     print(f"{home.kind}: {home.calibrated_class.__name__}, {counted(len(tasks), 'task')}")
-    samples = {task.notes[0] for task in list(tasks.values())[MOST_TASKS:]}
-    for note in report.notes:
-        if note not in samples:
-            print(f"  {note}")
-    if samples:
-        print(f"  {counted(len(samples), 'further task')}: all are in the report")
-    if request.verbose:
-        print(f"  settings: {request.settings.of_the_model().described()}")
-    asked = PlanRequest(
-        model=body,
-        settings=request.settings,
+    for note in notes:
+        print(f"  {note}")
+    planned = PlanRequest(
+        model=models.empty_body,
+        settings=settings,
         tasks=len(tasks),
         length=max(1, *(task.length for task in tasks.values())),
         samples=[task.samples for task in tasks.values()],
         device=torch.device(request.device),
     )
     try:
-        plan = plan_of(asked)
+        plan = plan_of(planned)
     except Exception as error:  # a model of unknown inputs: the calibration itself will tell
         print(f"no plan of reads and memory: {error}")
         return
@@ -84,36 +68,20 @@ def show_downloads(request: Request) -> bool:
     return bool(lacking)
 
 
-def show_scores(report: Report, *, verbose: bool) -> None:
-    """Print accuracy and loss of every row by task, those first that changed least for the better.
-
-    Args:
-        report: The report.
-        verbose: Whether to print the report's own tables.
-    """
-    if verbose:
-        report.show(losses=True)
-        return
-    names, rows = list(report.rows), report.rows
-    merged, calibrated = rows[str(report.upstream)], rows[FEATCAL]
-    tasks = report.tasks
-    if len(tasks) > MOST_TASKS:
-        tasks = sorted(tasks, key=lambda task: calibrated[task] - merged[task])
-    shown = [*tasks[:MOST_TASKS], *([AVERAGE] if len(tasks) > 1 else [])]
+def show_scores(report: Report, notes: Sequence[str]) -> None:
+    """Print accuracy and loss of every row by task, and notes, of which the last is the verdict."""
+    names = list(report.rows)
     lines = [["accuracy % (loss)", *names]]
-    for task in shown:
+    for task in [*report.tasks, *([AVERAGE] if len(report.tasks) > 1 else [])]:
         cells = [f"{100 * report.rows[n][task]:.1f} ({report.loss[n][task]:.3f})" for n in names]
         lines.append([task, *cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for first, *cells in lines:
+    for first, *cells in lines if names else ():
         aligned = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
         print("  ".join([first.ljust(widths[0]), *aligned]))
-    if len(tasks) > MOST_TASKS:
-        print(f"{counted(len(tasks) - MOST_TASKS, 'further task')}: all are in the report")
-    hidden = tuple(f"gain of {task} on " for task in tasks[MOST_TASKS:])
-    for note in report.notes:
-        if not note.startswith(hidden):
-            print(f"note: {note}")
+    for note in notes[:-1]:
+        print(f"note: {note}")
+    print(notes[-1])
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """One task of `featcal calibrate`: calibration samples, test samples, and scores of a model."""
 
 import re
-from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.folders.request import Request
@@ -16,7 +17,6 @@ HELD_BACK = 5
 """Without test data one row of so many is held back for evaluation."""
 SHOWN_NAMES = 12
 """Class names that a note lists."""
-
 
 TargetKind = Literal["class", "answer", "text"]
 """Kind of targets: classes, texts that answer a prompt, or whole texts."""
@@ -57,12 +57,12 @@ class Part(NamedTuple):
     """Rows of a data set that are used for one purpose.
 
     Attributes:
-        place: The option with the data set, for messages.
+        option: The option with the data set, for messages.
         rows: The data set.
         indices: Numbers of its rows.
     """
 
-    place: str
+    option: str
     rows: Any
     indices: list[int]
 
@@ -83,7 +83,7 @@ class Task:
     samples: int
     length: int
     tests: Tests | None
-    notes: Sequence[str] = field(default_factory=tuple)
+    notes: Sequence[str] = ()
 
 
 def open_parts(
@@ -103,24 +103,24 @@ def open_parts(
     Raises:
         ValueError: If the task has no rows.
     """
-    place, seed = f"--data {task}={request.data[task]}", request.settings.seed
-    rows = open_rows(request.data[task], "train", place)
-    available, wanted = len(rows), request.settings.samples_per_task
+    option, settings = f"--data {task}={request.data[task]}", request.settings
+    rows = open_rows(request.data[task], "train", option)
+    available, wanted = len(rows), settings.samples_per_task
     if available == 0:
-        raise ValueError(f"{place} has no rows")
-    order = sample_order(available, task, seed)
+        raise ValueError(f"{option} has no rows")
+    order = sample_order(available, task, settings.seed)
     if request.no_eval:
-        return Part(place, rows, order[:wanted]), Part(place, rows, [])
+        return Part(option, rows, order[:wanted]), Part(option, rows, [])
     if task not in request.eval:
         held = min(request.eval_rows, available // HELD_BACK)
-        calibration = Part(place, rows, order[: min(wanted, available - held)])
-        return calibration, Part(place, rows, order[available - held :])
-    calibration = Part(place, rows, order[:wanted])
-    place = f"--eval {task}={request.eval[task]}"
-    rows = open_rows(request.eval[task], "test", place)
+        calibration = Part(option, rows, order[: min(wanted, available - held)])
+        return calibration, Part(option, rows, order[available - held :])
+    calibration = Part(option, rows, order[:wanted])
+    option = f"--eval {task}={request.eval[task]}"
+    rows = open_rows(request.eval[task], "test", option)
     most = min(request.eval_rows, len(rows))
     step = len(rows) if spread else most
-    return calibration, Part(place, rows, [number * step // most for number in range(most)])
+    return calibration, Part(option, rows, [number * step // most for number in range(most)])
 
 
 def sentence(
@@ -128,10 +128,14 @@ def sentence(
     request: Request,
     calibration: Part,
     tests: Part,
+    columns: Iterable[str] = (),
     measure: str = "right answers",
 ) -> str:
-    """Say what a task's samples are, and on how many rows and how it is evaluated."""
+    """Describe a task's samples, the columns that are read, and the rows of the evaluation."""
+    named = {column: part for part, column in request.columns_of(task).items()}
+    read = ", ".join(f"{named[c]}={c}" if named.get(c, c) != c else c for c in columns)
     begin = f"{task}: {counted(len(calibration.indices), 'sample')} of {request.data[task]}"
+    begin += f" ({read})" if read else ""
     if request.no_eval:
         return begin
     if not tests.indices:
@@ -141,15 +145,42 @@ def sentence(
     return f"{begin}; evaluated on {rows} {which}: share of {measure}"
 
 
-def classification_score(logits: Tensor, labels: Tensor) -> Score:
-    """Score class logits, `[samples, classes]`, against labels `[samples]`."""
-    losses = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none").double()
-    correct = (logits.argmax(dim=-1) == labels).cpu()
-    return Score(correct.double().mean().item(), losses, correct, logits.shape[-1], "class")
+def class_logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the class logits of a model with a head."""
+    return model(**batch).logits
+
+
+@dataclass(frozen=True)
+class LabelTests:
+    """Test samples with labels, as numbers of a head's classes.
+
+    Attributes:
+        batches: The model's inputs.
+        labels: The labels, `[samples]`.
+        logits: Returns class logits of a model for a batch.
+    """
+
+    batches: Iterable[Mapping[str, Tensor]]
+    labels: Tensor
+    logits: Callable[[nn.Module, Mapping[str, Tensor]], Tensor] = class_logits
+
+    @torch.no_grad()
+    def score(self, model: nn.Module) -> Score:
+        """Score a model."""
+        first, rows = next(model.parameters()), []
+        for batch in self.batches:
+            moved = {name: tensor.to(first.device) for name, tensor in batch.items()}
+            if "pixel_values" in moved:
+                moved["pixel_values"] = moved["pixel_values"].to(first.dtype)
+            rows.append(self.logits(model, moved).cpu())
+        logits = torch.cat(rows)
+        losses = F.cross_entropy(logits.float(), self.labels, reduction="none").double()
+        correct = logits.argmax(dim=-1) == self.labels
+        return Score(correct.double().mean().item(), losses, correct, logits.shape[-1], "class")
 
 
 def label_numbers(
-    names: Sequence[Any], classes: Sequence[str], place: str
+    names: Sequence[Any], classes: Sequence[str], option: str
 ) -> tuple[list[int], list[str]]:
     """Number in a model's head of each class name of a data set, and sentences on a guess.
 
@@ -163,23 +194,26 @@ def label_numbers(
     texts = [str(name) for name in names]
     exact, folded = _numbered(classes), _numbered([name.casefold() for name in classes])
     numbers = [exact.get(text, folded.get(text.casefold())) for text in texts]
-    if None not in numbers:
+    missing = [text for text, number in zip(texts, numbers, strict=True) if number is None]
+    if not missing:
         return [number for number in numbers if number is not None], []
     if all(text.isdecimal() for text in texts):
-        return check_labels([int(text) for text in texts], classes, place), []
-    unnamed = all(name.startswith("LABEL_") for name in classes)
-    if unnamed and len(texts) == len(classes):
+        return check_labels([int(text) for text in texts], classes, option), []
+    if all(name.startswith("LABEL_") for name in classes) and len(texts) == len(classes):
         ordered = list(texts)
         if len({re.sub(r"\d+", "", text) for text in texts}) == 1:
             ordered.sort(key=lambda text: [int(number) for number in re.findall(r"\d+", text)])
-        pairs = [f"{text}={number}" for number, text in enumerate(ordered)]
-        listed = ", ".join(pairs[:SHOWN_NAMES]) + (", ..." if len(pairs) > SHOWN_NAMES else "")
-        note = f"{place}: the expert's head has no class names, the data's are taken as {listed}"
+        pairs = _shown([f"{text}={number}" for number, text in enumerate(ordered)])
+        note = f"{option}: the expert's head has no class names, the data's are taken as {pairs}"
         return [ordered.index(text) for text in texts], [note]
-    missing = texts[numbers.index(None)]
-    count = "several classes" if missing in classes else "no class"
-    listed = ", ".join(classes[:SHOWN_NAMES]) + (", ..." if len(classes) > SHOWN_NAMES else "")
-    raise ValueError(f"{place}: the expert's head has {count} {missing!r}; it has {listed}")
+    count = "several classes" if missing[0] in classes else "no class"
+    raise ValueError(
+        f"{option}: the expert's head has {count} {missing[0]!r}; it has {_shown(classes)}"
+    )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
 
 
 def _numbered(names: Sequence[str]) -> dict[str, int]:
@@ -187,15 +221,15 @@ def _numbered(names: Sequence[str]) -> dict[str, int]:
     return {name: number for number, name in enumerate(names) if names.count(name) == 1}
 
 
-def check_labels(labels: list[int], classes: Sized, place: str) -> list[int]:
+def check_labels(labels: list[int], classes: Sized, option: str) -> list[int]:
     """Return labels that are numbers of a head's classes.
 
     Raises:
         ValueError: If the head has no class of that number.
     """
-    strange = next((label for label in labels if not 0 <= label < len(classes)), None)
-    if strange is not None:
-        raise ValueError(
-            f"{place}: label {strange}, but the expert's head has {len(classes)} classes, from 0"
-        )
+    for label in labels:
+        if not 0 <= label < len(classes):
+            raise ValueError(
+                f"{option}: label {label}, but the expert's head has {len(classes)} classes, from 0"
+            )
     return labels

@@ -20,12 +20,12 @@ class Verdict:
 
     Attributes:
         gains: A sentence for each evaluated task, with 95 % intervals over its rows.
-        sentence: The conclusion; None without held-out samples.
+        sentence: The conclusion.
         is_good: Whether every task ends closer to its expert.
     """
 
     gains: list[str]
-    sentence: str | None
+    sentence: str
     is_good: bool
 
     @classmethod
@@ -67,11 +67,13 @@ class Verdict:
             if is_behind and task not in behind:
                 behind[task] = ", ".join(texts)
         tasks = len({*cosine, *merged})
+        if not tasks:
+            return cls(gains, "verdict: none without held-out samples", True)
         ends = "task is" if tasks == 1 else "tasks are"
         (sentence,) = sentence_on(behind, tasks, settings) or [
             f"{tasks} of {tasks} {ends} closer to the experts than the merged model is"
         ]
-        return cls(gains, f"verdict: {sentence}" if tasks else None, not behind)
+        return cls(gains, f"verdict: {sentence}", not behind)
 
 
 def _shown(difference: Interval, unit: float, digits: int) -> str:

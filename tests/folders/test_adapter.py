@@ -2,7 +2,6 @@
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,8 +52,7 @@ KINDS = {"t5": "seq2seq", "bert": "text classifier"}
 
 
 def write(adapter: Adapter, folder: Path, name: str) -> str:
-    base: Any = SimpleNamespace(kind=KINDS.get(name, "causal"))
-    adapter.write(folder / "adapter", base, "base")
+    adapter.write(folder / "adapter", KINDS.get(name, "causal"), "base")
     return str(folder / "adapter")
 
 
@@ -90,8 +88,8 @@ def test_a_change_of_that_rank_is_kept_whole(tmp_path):
     with torch.no_grad():
         module.weight += torch.randn(module.out_features, 2) @ torch.randn(2, module.in_features)
     adapter = Adapter.of(copy.deepcopy(base), calibrated, 2)
-    assert list(adapter.lost) == ["model.layers.1.mlp.up_proj"] and adapter.saved == []
-    assert adapter.lost["model.layers.1.mlp.up_proj"] < 1e-10
+    assert adapter.factored == ["model.layers.1.mlp.up_proj"] and adapter.saved == []
+    assert adapter.lost < 1e-10 * adapter.energy
     assert "rank 2: 0.0 % of the change's energy is lost" in adapter.note()
 
 

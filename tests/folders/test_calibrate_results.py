@@ -33,8 +33,6 @@ def test_an_adapter_beside_the_model(tmp_path, capsys):
     loaded: Any = PeftModel.from_pretrained(base, str(folder))
     for name, value in loaded.merge_and_unload().state_dict().items():
         torch.testing.assert_close(value, whole[name].float(), rtol=1e-4, atol=1e-5)
-    shares = json.loads((folder / "lost.json").read_text())
-    assert set(shares) >= {"model.layers.0.mlp.up_proj"} and max(shares.values()) < 1e-9
     saved = json.loads((folder / "adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == str(tmp_path / "base") and models
 

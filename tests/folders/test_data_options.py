@@ -75,16 +75,3 @@ def test_shards_of_a_chosen_size(folder, capsys):
     assert main(words(folder, "--preset", "paper", "--no-eval", "--shard-size", "3KB")) == 0
     assert len(list((folder / "out").glob("model-*.safetensors"))) > 1
     assert AutoModelForCausalLM.from_pretrained(folder / "out").config.model_type == "llama"
-
-
-def test_a_run_prints_few_lines_and_more_with_verbose(folder, capsys):
-    expert, data = folder / TASKS[0], folder / f"{TASKS[0]}.jsonl"
-    named = [words(folder, "--preset", "paper", "--force")]
-    more = [("--expert", f"t{n}={expert}", "--data", f"t{n}={data}") for n in range(12)]
-    assert main([*named[0], *(word for pair in more for word in pair)]) == 0
-    short = capsys.readouterr().out
-    assert len(short.splitlines()) <= 40 and "6 further tasks: all are in the report" in short
-    (folder / "out").rename(folder / "first")
-    assert main(words(folder, "--preset", "paper", "-v")) == 0
-    shown = capsys.readouterr().out
-    assert "settings: " in shown and "settings: " not in short and "recovered" in shown

@@ -67,4 +67,4 @@ def test_no_more_than_chance_is_not_behind():
 
 def test_without_held_out_samples_there_is_no_verdict():
     verdict = Verdict.of({}, {}, NONE, FeatCalSettings())
-    assert verdict.sentence is None and verdict.gains == []
+    assert verdict.sentence == "verdict: none without held-out samples" and verdict.gains == []

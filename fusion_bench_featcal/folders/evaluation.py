@@ -1,0 +1,139 @@
+"""Scores of the models of one `featcal calibrate`: the experts, the merged and calibrated one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusion_bench_featcal.agreement import Agreement, outcome_of
+from fusion_bench_featcal.folders.expert_checks import weak_experts
+from fusion_bench_featcal.folders.models import Models
+from fusion_bench_featcal.folders.options import in_words_of_the_command
+from fusion_bench_featcal.folders.scorers import Scorer, all_scores, comparison
+from fusion_bench_featcal.folders.tasks import Score, Task
+from fusion_bench_featcal.folders.verdict import Verdict
+from fusion_bench_featcal.hub_files import commits
+from fusion_bench_featcal.plurals import counted
+from fusion_bench_featcal.problem import CalibrationResult
+from fusion_bench_featcal.results import EXPERTS, FEATCAL, Report, describe_device, versions
+from fusion_bench_featcal.results.long_table import GIVEN
+from fusion_bench_featcal.results.remarks import notes_of_log
+from fusion_bench_featcal.settings import FeatCalSettings
+
+
+class Evaluation:
+    """Report of one run, to which each model is added while it is in memory.
+
+    Attributes:
+        report: Scores of all models.
+        heads: Task -> its expert's classifier, with the body of the last model that was added;
+            empty where models have no heads of their own.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        settings: FeatCalSettings,
+        processor: Any,
+        tasks: Mapping[str, Task],
+        scorers: Mapping[str, Scorer],
+        notes: Sequence[str],
+    ) -> None:
+        """Begin with a report without scores, and its first notes."""
+        request = models.request
+        self.report = Report(
+            suite=request.folder.name,
+            upstream=request.merger[0] or GIVEN,
+            versions=versions() | commits(),
+            device=describe_device(torch.device(request.device)),
+            notes=list(notes),
+        )
+        self.heads: dict[str, Any] = {}
+        self._first_notes = len(notes)
+        self._models, self._settings = models, settings
+        self._processor, self._scorers = processor, scorers
+        self._tests = {name: t.tests for name, t in tasks.items() if t.tests is not None}
+        self._tasks = list(tasks)
+        self._scores: dict[str, Mapping[str, Score]] = {}
+        self._numbers: dict[str, Mapping[str, float]] = {}
+
+    def add_references(self, model: nn.Module) -> None:
+        """Add each expert on its task, and the merged model.
+
+        Raises:
+            ValueError: If an expert is no better than guessing there, or worse than the base.
+        """
+        models, scores = self._models, {}
+        if self._tests:
+            tasks = counted(len(self._tests), "task")
+            print(f"evaluating the experts and the merged model on {tasks}")
+        for task in self._tasks if models.has_heads else self._tests:
+            expert = models.load_expert(task).to(models.request.device)
+            if task in self._tests:
+                scores[task] = self._tests[task].score(expert)
+            if models.has_heads:
+                self.heads[task] = models.with_body(expert, models.body(model))
+        self._check_experts(scores)
+        self._add_row(EXPERTS, scores)
+        self.add(str(self.report.upstream), model)
+
+    def _check_experts(self, scores: Mapping[str, Score]) -> None:
+        """Refuse experts that cannot do what they were trained for."""
+        models, on_base = self._models, {}
+        base, request = models.base, models.request
+        is_alike = base and base.calibrated_class is models.home.calibrated_class
+        if base and is_alike and not models.has_heads:
+            print("evaluating the base on all tasks")
+            model = base.load().to(request.device)
+            on_base = {task: self._tests[task].score(model) for task in scores}
+        weak = weak_experts(scores, on_base)
+        if not weak:
+            return
+        line = f"experts no better than guessing or the base on their own rows: {', '.join(weak)}"
+        if not request.force:
+            raise ValueError(
+                f"{line}. Check --tokenizer, --chat-template, the labels, and that --data and "
+                "--expert are of the same task. To calibrate all the same, give --force"
+            )
+        self.report.notes.append(line)
+
+    def add(self, name: str, model: nn.Module) -> None:
+        """Evaluate a model, and add its row."""
+        models, scores = self._models, {}
+        for task, tests in self._tests.items():
+            whole = model
+            if models.has_heads:
+                whole = models.with_body(self.heads[task], models.body(model))
+            scores[task] = tests.score(whole.eval())
+        self._scores[name] = scores
+        self._numbers[name] = all_scores(self._scorers, model, self._processor)
+        self._add_row(name, scores)
+
+    def _add_row(self, name: str, scores: Mapping[str, Score]) -> None:
+        if scores:
+            flags = {task: score.correct for task, score in scores.items()}
+            self.report.add_row(
+                name,
+                {task: score.accuracy for task, score in scores.items()},
+                loss={task: score.loss for task, score in scores.items()},
+                correct=flags if all(flag is not None for flag in flags.values()) else None,
+            )
+
+    def conclude(self, result: CalibrationResult, cost: Mapping[str, Any]) -> Verdict:
+        """Compare the calibrated model with the merged one, and complete the report."""
+        report, settings = self.report, self._settings
+        samples = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
+        report.settings[FEATCAL], report.cost[FEATCAL] = settings.as_dict(), dict(cost)
+        report.samples[FEATCAL] = {t: {"samples": n, "split": "data"} for t, n in samples.items()}
+        merged, calibrated = self._scores[str(report.upstream)], self._scores[FEATCAL]
+        verdict = Verdict.of(merged, calibrated, Agreement.of(result.log), settings)
+        notes = [*notes_of_log(FEATCAL, result.log.records), *outcome_of(result.log)]
+        notes += [*comparison(self._numbers), *verdict.gains, verdict.sentence]
+        report.notes = [in_words_of_the_command(note) for note in [*report.notes, *notes]]
+        return verdict
+
+    @property
+    def new_notes(self) -> list[str]:
+        """The report's notes without its first ones."""
+        return self.report.notes[self._first_notes :]
