@@ -81,7 +81,7 @@ class TaskBatches:
             executor.shutdown(cancel_futures=True)
 
     def _process(self, image: Any, index: int) -> Tensor:
-        return to_pixels(image, self.processor, *self.items.context(index))
+        return to_pixels(image, self.processor, self.items.at(index))
 
 
 def decode_workers(settings: FeatCalSettings, processor: Any) -> int:

@@ -129,7 +129,7 @@ def test_an_encoder_decoder_without_targets_is_told_what_to_set():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ({"train": []}, r"choose one of its splits \['train'\]"),
+        ({"train": []}, r"got a mapping of train: set"),
         (iter([]), "Load it without streaming"),
         (["a"] * 12, r"item \d+: a text is a mapping, got str"),
         ([], "task 'one' has 0 samples"),

@@ -67,13 +67,6 @@ MUTATIONS = (
         "studies/test_points.py",
     ),
     Mutation(
-        "pictures on another background count as the same",
-        "comparison/data.py",
-        "if background is not None:",
-        "if background is None:",
-        "comparison/test_fingerprint.py",
-    ),
-    Mutation(
         "an interval across 0 decides",
         "results/verdicts.py",
         "return HOLDS if low > 0 else FAILS if high < 0 else OPEN",

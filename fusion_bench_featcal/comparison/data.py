@@ -204,15 +204,11 @@ def digest_rows(rows: Any, indices: Iterable[int] | None = None) -> str:
     """
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise TypeError(f"{type(rows).__name__} has no numbered items")
-    root = rows.root if isinstance(rows, ImageItems) else None
     if isinstance(rows, datasets.Dataset) and rows.format["type"] != "custom":
         rows = _undecoded(rows)
     digest = hashlib.sha256()
-    background = getattr(rows, "background", None)  # of transparent pictures
-    if background is not None:
-        digest.update(f"background {background}\n".encode())
     for index in range(len(rows)) if indices is None else indices:
-        _add(digest, rows.read(index) if isinstance(rows, ImageItems) else rows[index], root)
+        _add(digest, rows.read(index) if isinstance(rows, ImageItems) else rows[index])
     return digest.hexdigest()[:_LENGTH]
 
 
@@ -223,21 +219,21 @@ def _undecoded(rows: datasets.Dataset) -> datasets.Dataset:
     return rows.with_format(None)
 
 
-def _add(digest: Any, value: Any, root: Path | None) -> None:
+def _add(digest: Any, value: Any) -> None:
     if isinstance(value, Mapping):
         digest.update(f"mapping {len(value)}\n".encode())
         for key in sorted(value, key=str):
             digest.update(f"{key}\n".encode())
-            _add(digest, value[key], root)
+            _add(digest, value[key])
     elif isinstance(value, list | tuple):
         digest.update(f"list {len(value)}\n".encode())
         for entry in value:
-            _add(digest, entry, root)
+            _add(digest, entry)
     elif isinstance(value, bytes):
         digest.update(b"bytes %d\n" % len(value) + value)
     elif isinstance(value, str | Path):
         digest.update(f"text {len(str(value))} {value}\n".encode(errors="surrogatepass"))
-        path = (root or Path()) / Path(value).expanduser() if "\0" not in str(value) else Path()
+        path = Path(value).expanduser() if "\0" not in str(value) else Path()
         if os.path.isfile(path):  # unlike Path.is_file, false for texts too long to be paths
             digest.update(path.read_bytes())
     elif isinstance(value, Image.Image):

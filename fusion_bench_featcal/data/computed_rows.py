@@ -9,9 +9,9 @@ import torch
 class ComputedRows(torch.utils.data.Dataset[Any]):
     """A map-style data set of a number of rows and a function of their position."""
 
-    def __init__(self, number: int, make: Callable[[int], Any], background: Any = None) -> None:
-        """Store number and function, and the background of images if they have one."""
-        self.number, self.make, self.background = number, make, background
+    def __init__(self, number: int, make: Callable[[int], Any]) -> None:
+        """Store number and function."""
+        self.number, self.make = number, make
 
     def __len__(self) -> int:
         return self.number

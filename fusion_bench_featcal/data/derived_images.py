@@ -55,22 +55,16 @@ def corrupted(
     if isinstance(data, str):
         data = load_images(data, split, image_column=image_column)
     items = ImageItems(data, name=f"data of corruption {corruption}", image_column=image_column)
-    make = partial(_corrupted_item, items, (corruption, severity), (seed, task), size)
-    return ComputedRows(len(items), make, items.background)
 
+    def make(index: int) -> dict[str, Any]:
+        item = items[index]
+        picture = item["image"]
+        if size is not None:
+            picture = ImageOps.scale(picture, size / min(picture.size), Image.Resampling.BICUBIC)
+        random = random_of(seed, task, index)
+        return item | {"image": corrupt(picture, corruption, severity, random)}
 
-def _corrupted_item(
-    items: ImageItems,
-    corruption: tuple[str, int],
-    seed: tuple[int, str],
-    size: int | None,
-    index: int,
-) -> dict[str, Any]:
-    item = items[index]
-    picture = item["image"]
-    if size is not None:
-        picture = ImageOps.scale(picture, size / min(picture.size), Image.Resampling.BICUBIC)
-    return item | {"image": corrupt(picture, *corruption, random_of(*seed, index))}
+    return ComputedRows(len(items), make)
 
 
 def mixed(data: Sequence[Any]) -> ComputedRows:
@@ -86,13 +80,9 @@ def mixed(data: Sequence[Any]) -> ComputedRows:
     if isinstance(data, str | Mapping) or not len(data):
         raise ValueError(f"data of mixed data sets must be a list of data sets, got {data!r}")
     for number, rows in enumerate(data):
-        require_numbered(None if isinstance(rows, str) else rows, f"mixed data set {number}")
-    return ComputedRows(len(data) * min(map(len, data)), partial(_mixed_item, data))
-
-
-def _mixed_item(data: Sequence[Any], index: int) -> Any:
-    item, data_set = divmod(index, len(data))
-    return data[data_set][item]
+        require_numbered(rows, f"mixed data set {number}")
+    total = len(data) * min(map(len, data))
+    return ComputedRows(total, lambda index: data[index % len(data)][index // len(data)])
 
 
 class NoiseImages(ComputedRows):

@@ -1,6 +1,5 @@
 """`ImageItems`: any data set as pictures. `load_images`: folders, tables and hub data sets."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from fusion_bench_featcal.data.labels import (
     label_index,
     sort_names,
 )
-from fusion_bench_featcal.data.pictures import Colour, parse_background, to_rgb
+from fusion_bench_featcal.data.pictures import to_rgb
 from fusion_bench_featcal.data.tables import from_hub, read_table, require_numbered
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError
@@ -31,8 +30,6 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
     Attributes:
         name: Name of the data set in messages.
         classnames: Class names by label, if there are any.
-        root: Folder that relative image paths start from; None: the current folder.
-        background: Colour behind transparent pictures.
         has_labels: Whether items have labels; None: unknown before an item is read.
     """
 
@@ -44,43 +41,28 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         image_column: str = "image",
         label_column: str | None = "label",
         classnames: Sequence[str] | None = None,
-        root: Path | None = None,
-        background: str | None = None,
         classnames_by: str = "name",
     ) -> None:
         """View a `datasets` table, a map-style data set or other items.
 
-        Further arguments are those of `load_images`. A background of None is that of other items.
+        Further arguments are those of `load_images`.
 
         Raises:
-            ValueError: If a column does not exist, or background or class names do not fit.
+            ValueError: If a column does not exist, or class names do not fit.
             CalibrationError: If `rows` has no length or several splits, or a label is no class.
         """
-        if isinstance(rows, Mapping):
-            splits = ", ".join(map(str, rows))
-            raise CalibrationError(
-                f"{name}: one data set is needed, got a mapping of {splits}: set its _target_, or "
-                "the split that it loads"
-            )
         require_numbered(rows, name)
-        self.name, self.root = name, root
-        self.classnames = None if classnames is None else list(classnames)
-        self.background = parse_background(background, name)
+        self.name, self.classnames = name, None if classnames is None else list(classnames)
         self.has_labels: bool | None = None if label_column is not None else False
         self._rows, self._image_column, self._label_column = rows, image_column, label_column
         self._labels: list[int] | None = None
         if isinstance(rows, ImageItems):
-            self._view(rows, background, classnames_by)
+            self._view(rows, classnames_by)
         elif isinstance(rows, datasets.Dataset) and rows.format["type"] != "custom":
             self._read_table(rows, classnames_by)
 
     def _read_table(self, table: datasets.Dataset, classnames_by: str) -> None:
-        if self._image_column not in table.column_names:
-            hint = nearest_hint(self._image_column, table.column_names)
-            raise ValueError(
-                f"{self.name}: no image_column {self._image_column!r}{hint}. "
-                f"Columns: {', '.join(table.column_names)}."
-            )
+        _check_column(table, self._image_column, self.name)
         if isinstance(table.features[self._image_column], datasets.Image):
             # undecoded, so that messages can name a damaged file
             table = table.cast_column(self._image_column, datasets.Image(decode=False))
@@ -90,11 +72,10 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             names = getattr(table.features[self._label_column], "names", None)
             self._set_labels(list(table[self._label_column]), names, classnames_by)
 
-    def _view(self, items: "ImageItems", background: str | None, classnames_by: str) -> None:
+    def _view(self, items: "ImageItems", classnames_by: str) -> None:
         """View the rows of other items, possibly with other class names."""
         self.name = f"{self.name} ({items.name})"
-        self.root, self._rows, self._image_column = items.root, items._rows, items._image_column
-        self.background = items.background if background is None else self.background
+        self._rows, self._image_column = items._rows, items._image_column
         if self._label_column is None:
             return
         self.has_labels, self._label_column = items.has_labels, items._label_column
@@ -111,7 +92,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         image, label = self.read(index)
-        picture = {"image": to_rgb(image, *self.context(index))}
+        picture = {"image": to_rgb(image, self.at(index))}
         return picture if label is None else picture | {"label": label}
 
     def read(self, index: int) -> tuple[Any, int | None]:
@@ -131,22 +112,17 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
                     f"{', '.join(map(str, item))}. Check image_column."
                 )
             item = item[self._image_column], item.get(self._label_column)
-        image, label, *_ = (
-            (*item, None) if isinstance(item, tuple | list) and item else (item, None)
-        )
+        values = tuple(item) if isinstance(item, tuple | list) and item else (item,)
+        image, label, *_ = (*values, None)
         if self._labels is not None:
             return image, self._labels[index]
-        if label is None or self.has_labels is False or self._label_column is None:
+        if label is None or self.has_labels is False:
             return image, None
         return image, label_index(label, self.classnames, self.at(index))
 
     def at(self, index: int) -> str:
         """Return the name of item `index` in messages."""
         return f"{self.name}, item {index}"
-
-    def context(self, index: int) -> tuple[str, Path | None, Colour]:
-        """Return name, root and background of item `index`, as `to_rgb` takes them."""
-        return self.at(index), self.root, self.background
 
 
 def load_images(
@@ -155,7 +131,6 @@ def load_images(
     image_column: str = "image",
     label_column: str | None = "label",
     classnames: Sequence[str] | None = None,
-    background: str | None = None,
     classnames_by: str = "name",
 ) -> ImageItems:
     """Load pictures from a folder, a table or the hub, without running code of a data set.
@@ -173,7 +148,6 @@ def load_images(
         label_column: Column of the labels. If it is missing or None, the items are unlabeled.
         classnames: Class names by label. By default the folders' names, the data set's own class
             names, or the distinct text labels in alphabetical (numbers: numerical) order.
-        background: Colour behind transparent pictures (`white`, `#ff8000`). None: white.
         classnames_by: Rule that matches the data's own class names to `classnames`: by `name`, or
             in `order`.
 
@@ -185,89 +159,87 @@ def load_images(
         CalibrationError: If the data cannot be read, or a label is out of range.
     """
     check_classnames_by(classnames_by, f"data {path!r}")
+    name = f"data {path!r}" + (f", split {split!r}" if split else "")
     source = Path(path).expanduser()
-    root = None
     if source.is_dir():
         rows = _read_folder(source, split)
     elif source.is_file():
-        rows, root = read_table(source, split), source.parent
+        rows = _with_files(read_table(source, split), source.parent, name, image_column)
     else:
         rows = from_hub(path, source, split)
-    items = ImageItems(
+    return ImageItems(
         rows,
-        name=f"data {path!r}" + (f", split {split!r}" if split else ""),
+        name=name,
         image_column=image_column,
         label_column=label_column,
         classnames=classnames,
-        root=root,
-        background=background,
         classnames_by=classnames_by,
     )
-    if root is not None and rows.features[image_column] == datasets.Value("string"):
-        _check_files(rows[image_column], root, items.name, image_column)
-    return items
 
 
-def _check_files(paths: Sequence[str | None], root: Path, name: str, column: str) -> None:
-    """Refuse a table whose image files do not all exist."""
-    files = [None if path is None else root / Path(path).expanduser() for path in paths]
-    missing = [i for i, file in enumerate(files) if file is not None and not os.path.lexists(file)]
+def _check_column(table: datasets.Dataset, column: str, name: str) -> None:
+    if column not in table.column_names:
+        raise ValueError(
+            f"{name}: no image_column {column!r}{nearest_hint(column, table.column_names)}. "
+            f"Columns: {', '.join(table.column_names)}."
+        )
+
+
+def _with_files(table: datasets.Dataset, root: Path, name: str, column: str) -> datasets.Dataset:
+    """Return a table whose paths of images start at the folder `root`, after a check of them."""
+    _check_column(table, column, name)
+    if table.features[column] != datasets.Value("string"):
+        return table
+    files = [None if path is None else root / Path(path).expanduser() for path in table[column]]
+    missing = [i for i, file in enumerate(files) if file is not None and not file.exists()]
     if missing:
         raise CalibrationError(
             f"{name}: {len(missing)} of {len(files)} image files do not exist; the first is item "
             f"{missing[0]}, {files[missing[0]]} (relative paths start at {root.absolute()}). "
             f"Correct the table or set image_column (now {column!r})."
         )
+    paths = [None if file is None else str(file) for file in files]
+    return table.remove_columns(column).add_column(column, paths)  # type: ignore[call-arg]
 
 
 def _read_folder(folder: Path, split: str | None) -> datasets.Dataset:
     if split is not None:
-        if not (folder / split).is_dir():
-            splits = [entry.name for entry in _subfolders(folder)]
-            raise ValueError(
-                f"data {str(folder)!r} has no folder for split "
-                f"{split!r}{nearest_hint(split, splits)}. "
-                f"Folders: {', '.join(splits) or 'none'}. Without split all of it is used."
-            )
         folder = folder / split
-    by_folder = {entry.name: _image_files(entry) for entry in _subfolders(folder)}
-    by_class = {name: by_folder[name] for name in sort_names(by_folder) if by_folder[name]}
-    names = " or ".join(by_class)
-    if split is None and by_class and set(by_class) <= SPLIT_FOLDERS:
+        if not folder.is_dir():
+            splits = [e.name for e in sorted(folder.parent.iterdir()) if e.is_dir()]
+            raise ValueError(
+                f"data {str(folder.parent)!r} has no folder for split "
+                f"{split!r}{nearest_hint(split, splits)}. Folders: {', '.join(splits) or 'none'}."
+            )
+    folders = {e.name: e for e in folder.iterdir() if e.is_dir() and not e.name.startswith(".")}
+    classes = {name: _images(folders[name].rglob("*")) for name in sort_names(folders)}
+    classes = {name: files for name, files in classes.items() if files}
+    names, files = " or ".join(classes), _images(folder.iterdir())
+    if split is None and classes and set(classes) <= SPLIT_FOLDERS:
         raise ValueError(f"data {str(folder)!r} has splits: set split to {names}.")
-    files = [str(file) for file in sorted(folder.iterdir()) if _is_image(file)]
-    if by_class and files:
+    if classes and files:
         raise ValueError(
             f"data {str(folder)!r} has images ({Path(files[0]).name}, ...) beside class folders "
             f"({names}): move them into class folders."
         )
-    if not by_class and not files:
+    if not classes and not files:
         raise ValueError(
             f"data {str(folder)!r} has no images ({', '.join(sorted(IMAGE_SUFFIXES))}), neither in "
             "itself nor in class folders."
         )
     columns: dict[str, Any] = {"image": files}
     features: dict[str, Any] = {"image": datasets.Image()}
-    if by_class:
-        columns["image"] = [file for files in by_class.values() for file in files]
-        columns["label"] = [name for name, files in by_class.items() for _ in files]
-        features["label"] = datasets.ClassLabel(names=list(by_class))
+    if classes:
+        columns["image"] = [file for files in classes.values() for file in files]
+        columns["label"] = [name for name, files in classes.items() for _ in files]
+        features["label"] = datasets.ClassLabel(names=list(classes))
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
 
 
-def _subfolders(folder: Path) -> list[Path]:
-    return sorted(e for e in folder.iterdir() if e.is_dir() and not e.name.startswith("."))
-
-
-def _is_image(file: Path) -> bool:
-    is_hidden = file.name.startswith(".")
-    return file.suffix.lower() in IMAGE_SUFFIXES and not is_hidden and file.is_file()
-
-
-def _image_files(folder: Path) -> list[str]:
-    def refuse(error: OSError) -> None:
-        raise error  # os.walk would leave out a folder that cannot be read
-
-    walk = os.walk(folder, onerror=refuse)
-    files = [Path(parent) / name for parent, _, names in walk for name in names]
-    return [str(file) for file in sorted(files) if _is_image(file)]
+def _images(entries: Any) -> list[str]:
+    """Return the image files among entries of a folder, sorted."""
+    return [
+        str(file)
+        for file in sorted(entries)
+        if file.suffix.lower() in IMAGE_SUFFIXES and file.name[0] != "." and file.is_file()
+    ]

@@ -35,7 +35,8 @@ def match_names(
     """Return the position in `classnames` of each of the data's class names.
 
     Names that are all in `classnames` are matched by name, in any order. Numbers from 0 (`0`, `1`,
-    ...) are positions. Anything else could swap classes and is refused.
+    ...) are positions. As many names, of which the common ones have the same positions, are in the
+    same order. Anything else could swap classes and is refused.
 
     Args:
         names: The data's class names, by label.
@@ -52,11 +53,11 @@ def match_names(
     if names == classnames or (by == "order" and same_length):
         return list(range(len(names)))
     if by != "order":
-        if len(common) == len(set(names)) and len(set(classnames)) == len(classnames):
+        if common == set(names) and len(set(classnames)) == len(classnames):
             return [classnames.index(name) for name in names]
         numbers = [int(name) if name.isdecimal() else -1 for name in names]
-        are_distinct = not common and len(set(numbers)) == len(numbers)
-        if are_distinct and min(numbers) == 0 and max(numbers) < len(classnames):
+        is_numbered = min(numbers) == 0 and len(set(numbers)) == len(numbers)
+        if is_numbered and not common and max(numbers) < len(classnames):
             return numbers
     moved = [n for n in names if n in common and names.index(n) != classnames.index(n)]
     if same_length and (by == "either" or (common and not moved)):
@@ -67,23 +68,13 @@ def match_names(
                 moved[0],
             )
         return list(range(len(names)))
-    if not same_length:
-        stranger = next((name for name in names if name not in common), names[0])
-        reason = (
-            f"there are {len(classnames)} and {len(names)}, and {stranger!r} is no class name"
-            f"{nearest_hint(stranger, classnames)}. Check label_column, or use"
-        )
-    elif moved:
-        label, position = names.index(moved[0]), classnames.index(moved[0])
-        reason = (
-            f"{moved[0]!r} is label {label} in the data and number {position} in classnames. Use"
-        )
-    else:
-        reason = "they share no name. Use"
+    strangers = [f"{n!r}{nearest_hint(n, classnames)}" for n in names if n not in common]
+    unknown = f" No class name: {strangers[0]}." if strangers else ""
     raise ValueError(
-        f"{data}: the data's classes ({_short(names)}) and classnames ({_short(classnames)}) do "
-        f"not match: {reason} the data's names in any order, or other names in that order and "
-        "classnames_by: order."
+        f"{data}: the data's {len(names)} classes ({_short(names)}) and {len(classnames)} "
+        f"classnames ({_short(classnames)}) do not match.{unknown} "
+        "Check label_column, or use the data's names in any order, or other names in that order "
+        "and classnames_by: order."
     )
 
 

@@ -1,5 +1,6 @@
 """Tables of samples: JSON lines, CSV and parquet files, saved data sets, and hub data sets."""
 
+from collections.abc import Mapping
 from glob import escape, has_magic
 from pathlib import Path
 from typing import Any, cast
@@ -15,11 +16,21 @@ from fusion_bench_featcal.settings import CalibrationError
 TABLE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
-def require_numbered(rows: Any, place: str) -> None:
-    """Refuse a data set without a length and numbered items, such as a streamed one."""
-    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+def require_numbered(rows: Any, name: str) -> None:
+    """Refuse anything but one data set with a length and numbered items.
+
+    Raises:
+        CalibrationError: If it is streamed, has its splits still together, or is no data set.
+    """
+    if isinstance(rows, Mapping):
         raise CalibrationError(
-            f"{place}: a data set with a length and numbered items is needed, got "
+            f"{name}: one data set is needed, got a mapping of {', '.join(map(str, rows))}: set "
+            "its _target_, or the split that it loads"
+        )
+    has_items = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+    if not has_items or isinstance(rows, str):
+        raise CalibrationError(
+            f"{name}: a data set with a length and numbered items is needed, got "
             f"{type(rows).__name__}. Load it without streaming."
         )
 

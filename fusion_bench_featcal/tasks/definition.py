@@ -8,7 +8,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.data.images import ImageItems, load_images
-from fusion_bench_featcal.data.pictures import parse_background
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.setting_fields import problems_of, setting
 from fusion_bench_featcal.settings import CalibrationError
@@ -67,7 +66,6 @@ class TaskDefinition:
         accepts="prompts with {} for the class name, as in 'a photo of a {}.'",
         check=_are_templates,
     )
-    background: str | None = setting(None, "Colour behind transparent images. null: white.")
     classnames_by: str = setting(
         "name", "Rule that matches the data's class names.", choices=("name", "order")
     )
@@ -80,7 +78,7 @@ class TaskDefinition:
                 fit.
             CalibrationError: If the data cannot be read, or a label is out of range.
         """
-        keys = ("image_column", "label_column", "classnames", "background", "classnames_by")
+        keys = ("image_column", "label_column", "classnames", "classnames_by")
         columns = {key: getattr(self, key) for key in keys}
         if isinstance(self.data, str):
             return load_images(self.data, self.split, **columns)
@@ -117,7 +115,6 @@ def _parse(task: Any, name: str) -> TaskDefinition:
     definition = TaskDefinition(**{str(key): value for key, value in task.items()})
     if problems := problems_of(definition):
         raise ValueError("; ".join(f"{name}.{problem}" for problem in problems))
-    parse_background(definition.background, name)
     classnames, texts = definition.classnames, definition.templates
     texts = [texts] if isinstance(texts, str) else texts
     return replace(

@@ -36,7 +36,7 @@ class EvaluationItems(Dataset):
                 f"{self.items.at(index)} has no label, so accuracy cannot be measured. Check "
                 "label_column."
             )
-        return to_pixels(image, self.processor, *self.items.context(index)), label
+        return to_pixels(image, self.processor, self.items.at(index)), label
 
 
 def evaluation_loader(items: EvaluationItems, settings: Mapping[str, Any]) -> DataLoader[Batch]:

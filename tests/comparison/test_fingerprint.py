@@ -23,7 +23,6 @@ from fusion_bench_featcal.comparison.fingerprint import (
     describe_pool,
     fingerprint,
 )
-from fusion_bench_featcal.data.images import load_images
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -121,12 +120,6 @@ def drawn(values: list[int], **config: Any) -> dict[str, Any]:
     models: Any = {"left": linear(1)}
     pool = BaseModelPool(models, train_datasets=OmegaConf.create(data))
     return DataDigests(pool, BaseTaskPool()).drawn(config)
-
-
-def test_background_of_transparent_pictures_counts(tmp_path: Path) -> None:
-    Image.new("RGBA", (2, 2), (0, 0, 0, 0)).save(tmp_path / "a.png")
-    found = {digest_rows(load_images(str(tmp_path), background=b)) for b in ("white", "black")}
-    assert len(found) == 2
 
 
 def test_only_drawn_samples_count() -> None:

@@ -7,7 +7,6 @@ import datasets
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
-from PIL import Image
 from tiny_images import picture, write_class_folders
 from tiny_texts import TASKS as TEXT_TASKS
 from tiny_texts import sentences
@@ -152,10 +151,3 @@ def test_noise_images_are_independent_uniform_pixels() -> None:
         rows[20]
     with pytest.raises(ValueError, match="number of noise images must be an integer >= 1, got 0"):
         NoiseImages(number=0)
-
-
-def test_the_background_stays_known() -> None:
-    transparent = [{"image": Image.new("RGBA", (4, 4), (0, 0, 0, 0))}]
-    rows = corrupted(transparent, "motion_blur")
-    assert rows[0]["image"].getpixel((1, 1)) == (255, 255, 255)
-    assert rows.background == (255, 255, 255)

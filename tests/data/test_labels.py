@@ -36,20 +36,25 @@ def test_names_are_matched(found, wanted, by, expected):
 @pytest.mark.parametrize(
     ("found", "wanted", "by", "message"),
     [
-        (["n01", "n02"], ["cat", "dog"], "name", r"'n02'\) and .*'cat', 'dog'\) .*share no name"),
-        (["1", "2"], ["a", "b"], "name", "share no name"),
-        (["n01"], ["cat", "dog"], "order", "there are 2 and 1"),
+        (
+            ["n01", "n02"],
+            ["cat", "dog"],
+            "name",
+            r"2 classes .*'n02'\) and 2 .*do not match\. .*'n01'",
+        ),
+        (["1", "2"], ["a", "b"], "name", "No class name: '1'"),
+        (["n01"], ["cat", "dog"], "order", "1 classes .* and 2 classnames"),
         (
             ["cat", "dog", "bird_"],
             ["dog", "cat", "bird"],
             "name",
-            "label 0 .* number 1 in",
+            "3 classes .*nearest: 'bird'",
         ),
         (
             ["cat", "catt", "dog"],
             ["cat", "dog"],
             "name",
-            "there are 2 and 3, and 'catt' .*nearest: 'cat'",
+            "3 classes .* 2 classnames .*'catt' .*nearest: 'cat'",
         ),
     ],
 )

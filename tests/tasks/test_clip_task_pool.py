@@ -4,14 +4,12 @@ import os
 from pathlib import Path
 
 import lightning
-import numpy as np
 import pytest
 import torch
 from fusion_bench.models.surgery.surgerymodelwrapper import SurgeryModelWrapper
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
 from lightning.fabric.loggers import CSVLogger
 from omegaconf import OmegaConf
-from PIL import Image
 from tiny_images import SHAPES, picture, write_class_folders
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
@@ -302,19 +300,3 @@ def test_nothing_to_load():
         ValueError, match=r"taskpool\.processor is not set: set it or taskpool\.base"
     ):
         pool.setup()
-
-
-def test_task_pools_background_reaches_its_test_images(make_pool, tmp_path):
-    folder = write_class_folders(tmp_path / "data", per_class=1)
-    Image.new("RGBA", (28, 28), (0, 0, 0, 0)).save(folder / "circle" / "00.png")
-    seen = {}
-    for colour in ("white", "black"):
-        pool = make_pool(
-            tasks={"icons": {"data": str(folder), "background": colour}},
-            data_processor=lambda image: torch.from_numpy(
-                np.array(image) / np.float32(255)
-            ).permute(2, 0, 1),
-        )
-        pool.setup()
-        seen[colour] = pool.test_datasets["icons"][0][0]
-    assert (seen["white"].min(), seen["black"].max()) == (1, 0)

@@ -90,7 +90,7 @@ def test_order_of_fusion_benchs_class_names_is_no_order_of_folders(shapes, as_fo
     rows = [{"image": picture(n), "label": n} for n in range(3)]
     table = datasets.Dataset.from_list(rows, features=features)
     assert [item["label"] for item in load_task("shapes", only(), known, table)] == [0, 1, 2]
-    with pytest.raises(ValueError, match="share no name"):
+    with pytest.raises(ValueError, match="No class name: 'circle'"):
         if as_folder:
             load_task("shapes", only(data=str(shapes)), known)
         else:
