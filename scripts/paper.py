@@ -27,8 +27,9 @@ HOLDS, FAILS, OPEN = "holds", "does not hold", "not decided"
 
 def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table: the first column to the left, the others to the right."""
-    rows = [heads, [":--", *["--:"] * (len(heads) - 1)], *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    rule = "|".join([":--", *["--:"] * (len(heads) - 1)])
+    head, *rest = (f"| {' | '.join(row)} |" for row in [heads, *lines])
+    return "\n".join([head, f"|{rule}|", *rest])
 
 
 def read(*path: str) -> Any:
@@ -61,7 +62,7 @@ def averages_table() -> str:
         for suite in suites for merger in MERGERS if average(suite, "", merger) != "-"
     ]  # fmt: skip
     for suite, (folder, featcal) in OURS.items():
-        rows = read("comparison", folder, "report.json")["rows"]
+        rows = read("comparison", f"{folder}.json")["rows"]
         values = {(row["upstream"], row["name"]): 100 * row["accuracy"]["average"] for row in rows}
         experts = next(value for (_, name), value in values.items() if name == "experts")
         for merger in (merger for merger in MERGERS if (merger, merger) in values):
@@ -78,7 +79,7 @@ def samples_table() -> str:
     for count in (8, 16, 32, 64, 128, 256, 512):
         paper = [average(f"{B32} n={count}", name) for name in METHODS.values()]
         rows = ours.get((("samples_per_task", count),), {})
-        lines.append([str(count), *paper, *(_percent(rows.get(name)) for name in names)])
+        lines.append([str(count), *paper, *(percent(rows.get(name)) for name in names)])
     heads = [f"paper: {head[2:]}" for head in METHODS]
     heads += [f"ours: {head[2:]}" for head in (*METHODS, "+ FeatCal+")]
     return table(["samples per task", *heads], lines)
@@ -92,16 +93,16 @@ def corruption_table() -> str:
         [f"paper: {head}", *(average(f"{B32} corrupted={kind}", name) for kind in kinds)]
         for head, name in METHODS.items()
     ]
-    for head, name in {**METHODS, "+ FeatCal+": "featcal:plus"}.items():
+    for head, name in METHODS.items():
         points = [(("corruption", k), ("severity", 0 if k == "clean" else 3)) for k in kinds]
-        lines.append([f"ours: {head}", *(_percent(ours[point].get(name)) for point in points)])
+        lines.append([f"ours: {head}", *(percent(ours[point].get(name)) for point in points)])
     return table(["", *(kind.replace("_", " ") for kind in kinds)], lines)
 
 
 def cost_table() -> str:
     """Costs of a calibration: the paper's on one A800, ours on two cores."""
     values, setting = published(), f"{B32} cost n=256, one A800"
-    rows = read("comparison", "costs", "report.json")["rows"]
+    rows = read("comparison", "costs.json")["rows"]
     ours = {row["name"]: row["cost"] for row in rows}
     lines = []
     for head, name in METHODS.items():
@@ -169,9 +170,7 @@ def observations_part(folder: Path = RESULTS / "studies") -> str:
     """Return a table of observations by study; none of studies without results in `folder`."""
     parts = []
     for name, (source, observations) in OBSERVATIONS.items():
-        paths = sorted(
-            {*folder.glob(f"*/{name}/report.json"), *folder.glob(f"{name}/*/report.json")}
-        )
+        paths = sorted([*folder.glob(f"*/{name}.json"), *folder.glob(f"{name}/*/report.json")])
         studies = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
         lines = [
             [f"{_side(one)} is {relation} {_side(other)}",
@@ -218,11 +217,11 @@ def _difference(
     It is the study's where that compares them. Otherwise it comes from their gains over the merged
     model as if these were independent: the interval is wider than a paired one.
     """
-    if one is None or other is None:
+    if one is None or other is None or one["difference"] is None:
         return None
+    gains = [one["difference"], other["difference"] or {}]  # the merged model's may be none
     (value, low, high), (level, least, most) = (
-        (gain["estimate"], gain["low"], gain["high"])
-        for gain in (one["difference"], other["difference"])
+        [gain.get(key, 0.0) for key in ("estimate", "low", "high")] for gain in gains
     )
     if one["against"] == other["name"]:
         return value, low, high
@@ -284,9 +283,10 @@ def _points(name: str, suite: str) -> dict[tuple[tuple[str, Any], ...], dict[str
         tuple(point["labels"].items()): {
             row["name"]: row["accuracy"]["average"] for row in point["rows"]
         }
-        for point in read("studies", suite, name, "report.json")["points"]
+        for point in read("studies", suite, f"{name}.json")["points"]
     }
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
+    """Return a share in per cent, or a dash."""
     return "-" if value is None else f"{100 * value:.1f}"

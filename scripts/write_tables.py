@@ -1,11 +1,10 @@
-"""Write the generated parts of README.md and docs/: tables, settings and quoted YAML.
+"""Write the generated parts of README.md and docs/ from docs/results, settings and benchmarks.
 
-A generated part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`; its source is
-named in PARTS. `--check` changes nothing and fails where a part is stale.
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`; PARTS has its
+source. `--check` changes nothing and fails where a part is stale. `--take` first copies new results
+into docs/results from the folder of demo-full, compare-full, diagnose or studies.
 
-    python scripts/write_tables.py [--check] [--runs outputs/demo-full]
-        [--comparisons outputs/compare-full] [--diagnoses outputs/diagnosis]
-        [--studies outputs/studies]
+    python scripts/write_tables.py [--check] [--take outputs/compare-full]
 """
 
 import argparse
@@ -13,74 +12,25 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import paper
 import reproduce
-from comparison_tables import (
-    columns_table,
-    costs_table,
-    grid_table,
-    seconds_table,
-    tasks_table,
-)
-from gallery import gallery
-from study_tables import STUDIES, keep_studies, study_part
+from paper import RESULTS, ROOT, read, table
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "docs" / "results"
-COMPARISON = RESULTS / "comparison"
-FIGURES = ROOT / "docs" / "figures"
-DIAGNOSES = RESULTS / "diagnosis"
-DIAGNOSED = {"": "clip-vit-mini_TA6", "-t5": "flan-t5-mini_TA6", "-llama": "llama-mini_TA6"}
+from fusion_bench_featcal.results.items import half_of
+from fusion_bench_featcal.results.lines import LINES_FILE, read_lines
+
+Row = dict[str, Any]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PART = re.compile(
     r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(^<!-- end of (?P=name) -->)",
     re.DOTALL | re.MULTILINE,
 )
-
-
-def combined_table(pool: str) -> str:
-    """The tables of `featcal report` over demo-full's runs on one pool."""
-    text = (RESULTS / pool / "report.md").read_text(encoding="utf-8")
-    tables = text.partition("## ")[2].partition("\n")[2].partition("## Runs")[0].strip()
-    return f"{tables}\n- {provenance(RESULTS / pool)}"
-
-
-def provenance(folder: Path) -> str:
-    """Machine, versions and data of the runs."""
-    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    device, versions = run["device"], run["versions"]
-    threads = device["torch_threads"]
-    items = sum(task["items"] for task in run.get("test_sets", {}).values())
-    kind = "images" if run["suite"].startswith(("clip", "resnet")) else "texts"
-    tested = f", {items} test {kind}" if items else ""  # FusionBench's own pools do not count them
-    return (
-        f"measured on {device['cpu']} ({device['platform']}, {device['cpu_cores']} cores, "
-        f"{threads} thread{'s' if threads > 1 else ''}) with torch {versions['torch']} and "
-        f"transformers {versions['transformers']}; data: {run['suite']}{tested}"
-    )
-
-
-def methods_table() -> str:
-    """Every registered method."""
-    from fusion_bench_featcal.methods.registry import all_methods
-
-    rows = ["| `method=` | Kind | Description | Source |", "|---|---|---|---|"]
-    for option, method in all_methods().items():
-        kind = "merger" if hasattr(method, "merge") else "post-merging"
-        summary = (method.__doc__ or "").partition("\n")[0]
-        rows.append(f"| `{option}` | {kind} | {summary} | {method.source} |")
-    return "\n".join(rows)
-
-
-def yaml_file(path: str) -> str:
-    """A shipped YAML file, quoted whole."""
-    return f"```yaml\n{(ROOT / path).read_text(encoding='utf-8').strip()}\n```"
-
-
 SUITES = {
     "clip-vit-mini_TA6": "six image tasks",
     "clip-vit-mini_alphabets2": "two alphabets",
@@ -91,72 +41,290 @@ README_ROWS = (
     "merged", "+ surgery:calibration", "+ prob_surgery:calibration", "+ surgery_v2:calibration",
     "+ distillation", "+ featcal", "+ featcal:plus", "experts",
 )  # fmt: skip
+RUNS = ("TA6", "alphabets2", "resnet-mini", "flan-t5-mini", "llama-mini")
+MERGER = "task_arithmetic"
+DIAGNOSES = RESULTS / "diagnosis"
+REFERENCES = ("base", "experts")
 
 
-def draws(suite: str) -> str:
-    """Every row of a suite with 8, 64 and 256 samples, three draws."""
-    return columns_table({f"n = {n}": COMPARISON / f"draws-{suite}-n{n}" for n in (8, 64, 256)})
+# ---- rows and cells
 
 
-def comparison_suites() -> str:
-    """A few rows on every suite, 64 samples."""
-    folders = {head: COMPARISON / f"draws-{suite}-n64" for suite, head in SUITES.items()}
-    measured = provenance(COMPARISON / "grid").partition("; data")[0]
-    return f"{columns_table(folders, README_ROWS)}\n\n- {measured}"
+def rows_of(*path: str) -> list[Row]:
+    """Return the rows of a file of results."""
+    return [prepared(row) for row in read(*path)["rows"]]
 
 
-def comparison_seconds() -> str:
-    """Seconds of FeatCal+ and of trained methods in every comparison that has FeatCal+."""
-    sizes = (8, 64, 256)
-    folders = {f"{suite}, n = {n}": f"draws-{suite}-n{n}" for suite in SUITES for n in sizes} | {
-        "clip-vit-mini_TA6, n = 64, the table above": "costs",
-        "clip-vit-mini_TA6, n = 64, the field": "field",
-        "clip-vit-mini_TA6, n = 256, every merger": "grid",
-        "flan-t5-mini_TA6, n = 256, two mergers": "flan-t5-mini",
-        "llama-mini_TA6, n = 256, two mergers": "llama-mini",
+def prepared(row: Row) -> Row:
+    """Add a row's head in tables, and half of the interval of its average."""
+    half = row.get("half_width") or None  # of a study
+    if row.get("deviation"):
+        half = half_of(row["deviation"]["average"], row["runs"])
+    is_merger = row["name"] in (*REFERENCES, row["upstream"])
+    head = row["name"] if is_merger else f"+ {row['name']}"
+    return row | {"half": half, "head": head, "is_merger": is_merger}
+
+
+def average(row: Row, best: str = "") -> str:
+    """Return an average with half of its interval and, in brackets, the worst task's gap."""
+    text = paper.percent(row["accuracy"]["average"])
+    bold = "**" * (text == best)
+    text = bold + text + (f" ± {paper.percent(row['half'])}" if row["half"] is not None else "")
+    return text + bold + (f" ({gap(row)})" if gap(row) else "")
+
+
+def gap(row: Row) -> str:
+    """Return the share of its gap that the worst task recovers; nothing for mergers."""
+    share = row["worst_recovered_gap"]
+    return "" if share is None or row["is_merger"] else f"{100 * share:.0f} %"
+
+
+def worst(row: Row) -> str:
+    """Return the worst task and its gap."""
+    return f"{short(row['worst_task'])}, {gap(row)}" if gap(row) else "-"
+
+
+def gain(row: Row, key: str = "gain_interval") -> str:
+    """Return a row's difference from another one in points, with its interval."""
+    limits = row[key]
+    if row["is_merger"] or limits is None:
+        return "-"
+    values = (100 * limits[key] for key in ("estimate", "low", "high"))
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*values)
+
+
+def short(task: str) -> str:
+    """Return a task's name without what all tasks of the bundled suites share."""
+    return task.removeprefix("mini_")
+
+
+def measured(content: Mapping[str, Any]) -> str:
+    """Say on which machine a result was measured."""
+    device, versions = content["device"], content["versions"]
+    return (
+        f"- measured on {device['cpu']} ({device['torch_threads']} thread) with torch "
+        f"{versions['torch']} and transformers {versions['transformers']}"
+    )
+
+
+# ---- comparisons and runs
+
+
+def by_merger(name: str) -> tuple[dict[str, list[Row]], list[Row]]:
+    """Return a comparison's rows by the mergers that methods ran on, and the other rows."""
+    rows = rows_of("comparison", f"{name}.json")
+    columns: dict[str, list[Row]] = {row["upstream"]: [] for row in rows if not row["is_merger"]}
+    others = []
+    for row in rows:
+        is_other = row["name"] in REFERENCES or row["upstream"] not in columns
+        (others if is_other else columns[row["upstream"]]).append(row)
+    return columns, others
+
+
+def accuracies(corner: str, columns: Mapping[str, Sequence[Row]], *shown: str) -> str:
+    """Return a table of averages with a column for each comparison or merger, the best bold."""
+    cells: dict[str, dict[str, str]] = {}
+    task_id = {}
+    for column, rows in columns.items():
+        values = [row["accuracy"]["average"] for row in rows if row["name"] != "experts"]
+        for row in rows:
+            head = "merged" if row["head"] == column or row["head"] == MERGER else row["head"]
+            cells.setdefault(head, {})[column] = average(row, paper.percent(max(values)))
+            task_id[head] = row["cost"].get("task_id_at_inference", "yes")
+    names = shown or sorted(cells, key=lambda head: head == "experts")
+    lines = [[n, *(cells[n].get(column, "-") for column in columns), task_id[n]] for n in names]
+    return table([corner, *columns, "task id"], lines)
+
+
+def grid(*names: str) -> str:
+    """Return a table of each comparison's mergers, and the other rows in a sentence."""
+    parts = []
+    for columns, others in map(by_merger, names):
+        parts.append(accuracies("average, % (worst gap)", columns))
+        beside = ", ".join(f"{row['name']} {average(row)}" for row in others)
+        parts.append(f"- beside them: {beside}")
+    return "\n\n".join(parts)
+
+
+def draws(columns: Mapping[str, str], *shown: str) -> str:
+    """Return a table of comparisons over task arithmetic with three draws."""
+    rows = {
+        head: [row for row in rows_of("comparison", f"{name}.json") if row["name"] != "base"]
+        for head, name in columns.items()
     }
-    plus = "featcal:plus"
-    trained = ("distillation", "surgery_v2:calibration", "prodistill")
-    pairs = [(plus, "featcal"), *((name, plus) for name in trained)]
-    return seconds_table({title: COMPARISON / name for title, name in folders.items()}, pairs)
+    return accuracies("mean over draws, % (worst gap)", rows, *shown)
 
 
-def diagnosis_part(pool: str) -> str:
-    """The tables and sentences of a diagnosis."""
+def readme_table() -> str:
+    """A few rows on every suite with 64 samples."""
+    columns = {head: f"draws-{suite}-n64" for suite, head in SUITES.items()}
+    return f"{draws(columns, *README_ROWS)}\n\n{measured(read('comparison', 'grid.json'))}"
+
+
+def tasks_table(rows: Sequence[Row], **more: Callable[[Row], str]) -> str:
+    """Return a table of every task's accuracy, the average and the worst task."""
+    tasks = [task for task in rows[0]["accuracy"] if task != "average"]
+    columns: dict[str, Callable[[Row], str]] = {
+        **{short(task): lambda row, task=task: paper.percent(row["accuracy"][task])
+           for task in tasks},
+        "average": lambda row: average(row | {"worst_recovered_gap": None}),
+        "worst task, its gap": worst, **more,
+    }  # fmt: skip
+    lines = [[row["head"], *(cell(row) for cell in columns.values())] for row in rows]
+    return table(["accuracy, %", *columns], lines)
+
+
+def grid_tasks() -> str:
+    """Every task of the image suite: mergers, and every method over task arithmetic."""
+    columns, others = by_merger("grid")
+    return tasks_table([*others, *columns[MERGER]])
+
+
+def run_table(name: str) -> str:
+    """Accuracies of demo-full's runs on a pool, two mergers and three draws."""
+    rows = {(row["is_merger"] or row["upstream"], row["head"]): row
+            for row in rows_of("runs", f"{name}.json")}  # fmt: skip
+    text = tasks_table([*rows.values()], gain=gain)
+    return f"{text}\n\n{measured(read('runs', f'{name}.json'))}"
+
+
+def costs_table() -> str:
+    """Costs of every row, each measured in a process."""
+    lines = []
+    for row in rows_of("comparison", "costs.json"):
+        cost = row["cost"]
+        inference = f"{1e3 * cost['inference_seconds_per_sample']:.3f}"
+        lines.append([row["head"], average(row), *costs(row), inference])
+    return table(["", "average, % (worst gap)", "seconds", "memory, MiB", "ms / sample"], lines)
+
+
+def costs(row: Row) -> list[str]:
+    """Return a row's seconds and memory."""
+    cost = row["cost"]
+    if "seconds" not in cost:
+        return ["-", "-"]
+    return [f"{cost['seconds']:.1f}", f"{cost['peak_rss_bytes'] / 2**20:.0f}"]
+
+
+# ---- studies and diagnoses
+
+
+def study_table(suite: str, name: str) -> str:
+    """Return a study's accuracies, or the differences of a study of one point."""
+    content = read("studies", suite, f"{name}.json")
+    points = study_points(content)
+    seeds = f"; seeds {', '.join(map(str, content['seeds']))}"
+    if len(points) == 1:
+        lines = [
+            [row["head"], average(row | {"worst_recovered_gap": None}),
+             gain(row, "difference"), "-" if row["is_merger"] else row["against"], worst(row)]
+            for row in points[0][1].values()
+        ]  # fmt: skip
+        heads = ["", "average, %", "difference", "from", "worst task, its gap"]
+        return f"{table(heads, lines)}\n\n{measured(content)}{seeds}"
+    names = list(dict.fromkeys(head for _, rows in points for head in rows))
+    names.sort(key=lambda head: head == "experts")
+    columns = [[average(rows[head]) if head in rows else "-" for head in names]
+               for _, rows in points]  # fmt: skip
+    if name == "cost":
+        for column, (_, rows) in zip(columns, points, strict=True):
+            for place, head in enumerate(names):
+                if "seconds" in rows[head]["cost"]:
+                    column[place] += "; {} s, {} MiB".format(*costs(rows[head]))
+    lines = [[head, *column] for (head, _), column in zip(points, columns, strict=True)]
+    cells = [["average, % (worst gap)", *names], *lines]
+    if len(points) <= 8:
+        cells = [list(line) for line in zip(*cells, strict=True)]
+    return f"{table(cells[0], cells[1:])}\n\n{measured(content)}{seeds}"
+
+
+def study_points(content: Mapping[str, Any]) -> list[tuple[str, dict[str, Row]]]:
+    """Return points by labels and heads; of a plane its two axes through the first point only.
+
+    Rows are means over labels that the study averages over, with the worst task of all.
+    """
+    first = content["points"][0]["labels"]
+    points: dict[str, dict[str, list[Row]]] = {}
+    for point in content["points"]:
+        labels = {k: v for k, v in point["labels"].items() if k not in content["over"]}
+        if content["name"] == "sweep" and sum(first[k] != v for k, v in labels.items()) > 1:
+            continue
+        text = ", ".join(f"{k} = {v}" for k, v in labels.items()).replace("samples_per_task", "n")
+        rows = points.setdefault(text, {})
+        for row in (prepared(row) for row in point["rows"] if row["name"] != "base"):
+            rows.setdefault(row["head"], []).append(row)
+    return [(text, {head: _mean(each) for head, each in rows.items()})
+            for text, rows in points.items()]  # fmt: skip
+
+
+def _mean(rows: Sequence[Row]) -> Row:
+    least = min(rows, key=lambda row: row["worst_recovered_gap"] or 0.0)
+    mean = fmean(row["accuracy"]["average"] for row in rows)
+    return least | {"accuracy": {"average": mean}} if len(rows) > 1 else least
+
+
+def diagnosis_part(suite: str) -> str:
+    """Return the tables and sentences of a diagnosis."""
     from fusion_bench_featcal.results.diagnosis import diagnosis_grids, diagnosis_sentences
-    from fusion_bench_featcal.results.lines import LINES_FILE, read_lines
 
-    lines = read_lines(DIAGNOSES / pool / LINES_FILE)
+    lines, run = read_lines(DIAGNOSES / suite / LINES_FILE), read("diagnosis", suite, "run.json")
     grids = diagnosis_grids(lines).items()
     tables = [f"*{title}*\n\n{grid.for_page().markdown()}" for title, grid in grids]
-    run = json.loads((DIAGNOSES / pool / "run.json").read_text(encoding="utf-8"))
     notes = [note for note in run["notes"] if note.startswith("diagnosis: ")]
-    sentences = [*diagnosis_sentences(lines), *notes, provenance(DIAGNOSES / pool)]
-    return "\n\n".join([*tables, "\n".join(f"- {line}" for line in sentences)])
+    sentences = [f"- {line}" for line in (*diagnosis_sentences(lines), *notes)]
+    return "\n\n".join([*tables, "\n".join([*sentences, measured(run)])])
 
 
+# ---- settings and benchmarks
+
+
+def methods_table() -> str:
+    """Every registered method."""
+    from fusion_bench_featcal.methods.registry import all_methods
+
+    lines = []
+    for option, method in all_methods().items():
+        kind = "merger" if hasattr(method, "merge") else "post-merging"
+        summary = (method.__doc__ or "").partition("\n")[0]
+        lines.append([f"`{option}`", kind, summary, method.source])
+    return table(["`method=`", "Kind", "Description", "Source"], lines).replace("--:", ":--")
+
+
+def text_of(path: str) -> str:
+    """Return the text of a file of the repository."""
+    return (ROOT / path).read_text(encoding="utf-8").strip()
+
+
+STUDIES = {
+    "clip-vit-mini_TA6": (
+        "samples", "ablation", "sweep", "cost", "corruption", "severity", "transfer"
+    ),
+    "clip-vit-mini_all8": ("tasks",),
+    "flan-t5-mini_TA6": ("samples", "ablation"),
+    "llama-mini_TA6": ("samples", "ablation"),
+}  # fmt: skip
 PARTS: dict[str, Callable[[], str]] = {
-    "results-TA6": lambda: combined_table("TA6"),
-    "results-alphabets2": lambda: combined_table("alphabets2"),
-    "comparison-grid": lambda: "\n".join(
-        [grid_table(COMPARISON / "grid"), f"- {provenance(COMPARISON / 'grid')}"]
-    ),
-    "comparison-texts": lambda: "\n\n".join(
-        grid_table(COMPARISON / pool) for pool in ("flan-t5-mini", "llama-mini")
-    ),
-    "comparison-suites": comparison_suites,
-    "comparison-costs": lambda: costs_table(COMPARISON / "costs"),
-    "comparison-seconds": comparison_seconds,
-    "trainings": lambda: (ROOT / "benchmarks/results/trainings.md").read_text("utf-8").strip(),
-    **{f"draws-{suite}": partial(draws, suite) for suite in SUITES},
-    **{f"study-{name}": partial(study_part, name) for name in STUDIES},
-    "comparison-tasks": lambda: tasks_table(COMPARISON / "grid", "task_arithmetic"),
-    "comparison-field": lambda: grid_table(COMPARISON / "field"),
-    "comparison-kl": lambda: grid_table(COMPARISON / "kl"),
-    "results-flan-t5-mini": lambda: combined_table("flan-t5-mini"),
-    "results-llama-mini": lambda: combined_table("llama-mini"),
-    "results-resnet-mini": lambda: combined_table("resnet-mini"),
-    "gallery": gallery,
+    **{f"results-{name}": partial(run_table, name) for name in RUNS},
+    "comparison-suites": readme_table,
+    "comparison-grid": partial(grid, "grid"),
+    "comparison-texts": partial(grid, "flan-t5-mini", "llama-mini"),
+    "comparison-field": partial(grid, "field"),
+    "comparison-kl": partial(grid, "kl"),
+    "comparison-costs": costs_table,
+    "comparison-tasks": grid_tasks,
+    **{
+        f"draws-{suite}": partial(draws, {f"n = {n}": f"draws-{suite}-n{n}" for n in (8, 64, 256)})
+        for suite in SUITES
+    },
+    **{
+        f"study-{name}-{suite}": partial(study_table, suite, name)
+        for suite, names in STUDIES.items()
+        for name in names
+    },
+    **{
+        f"diagnosis{end}": partial(diagnosis_part, suite)
+        for suite, end in zip(paper.OURS, ("", "-t5", "-llama"), strict=True)
+    },
     "paper-commands": reproduce.commands_part,
     "paper-averages": paper.averages_table,
     "paper-samples": paper.samples_table,
@@ -164,79 +332,42 @@ PARTS: dict[str, Callable[[], str]] = {
     "paper-cost": paper.cost_table,
     "paper-observations": paper.observations_part,
     "paper-drift": paper.drift_table,
-    "plus-grid": lambda: (
-        (ROOT / "benchmarks/results/plus_grid.md").read_text("utf-8").partition("\n\n**")[0]
-    ),
-    "model-types": lambda: (ROOT / "benchmarks/results/model_types.md").read_text("utf-8").strip(),
-    "pools": lambda: (
-        (ROOT / "benchmarks/results/pools.md").read_text("utf-8").partition("\n\n**")[0]
-    ),
-    "mergers": lambda: (ROOT / "benchmarks/results/mergers.md").read_text("utf-8").strip(),
-    **{f"diagnosis{end}": partial(diagnosis_part, pool) for end, pool in DIAGNOSED.items()},
+    "model-types": partial(text_of, "benchmarks/results/model_types.md"),
     "methods": methods_table,
-    "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
+    "method-yaml": lambda: f"```yaml\n{text_of('config/method/featcal.yaml')}\n```",
 }
 
 
-def copy_report(source: Path, target: Path) -> None:
-    """Copy what `featcal report` wrote."""
-    target.mkdir(parents=True, exist_ok=True)
-    for name in ("report.md", "report.csv", "report.json"):
-        shutil.copyfile(source / name, target / name)
+def take(folder: Path) -> None:
+    """Copy the results in the folder of a make target into docs/results."""
+    for source in sorted((folder / "tables").glob("*/report.json")):
+        name, content = source.parent.name, json.loads(source.read_text(encoding="utf-8"))
+        for run in sorted((folder / name).glob("task_arithmetic*/report.json"))[:1]:
+            report = json.loads(run.read_text(encoding="utf-8"))
+            content |= {"device": report["device"], "versions": report["versions"]}
+        for row in content["rows"]:
+            row.setdefault("runs", len(row["seeds"]))
+        kind = "runs" if content["kind"] == "combined" and name in RUNS else "comparison"
+        _keep(content, kind, f"{name}.json")
+    for source in sorted(folder.glob("*/*/report.json")):
+        content = json.loads(source.read_text(encoding="utf-8"))
+        if content.get("kind") == "study":
+            _keep(content, "studies", source.parts[-3], f"{source.parts[-2]}.json")
+    for source in sorted(folder.glob(f"*/{LINES_FILE}")):
+        suite = source.parent.name
+        run = json.loads((source.parent / "report.json").read_text(encoding="utf-8"))
+        _keep(run, "diagnosis", suite, "run.json")
+        shutil.copyfile(source, RESULTS / "diagnosis" / suite / LINES_FILE)
 
 
-def keep_results(runs: Path) -> None:
-    """Copy demo-full's combined tables into the repository and draw one of its image runs."""
-    from fusion_bench_featcal.results import charts
-    from fusion_bench_featcal.results.figures import figures_of
-    from fusion_bench_featcal.results.summary import summarise
-
-    for folder in sorted((runs / "tables").iterdir()):
-        target = RESULTS / folder.name
-        copy_report(folder, target)
-        one_run = runs / folder.name / "task_arithmetic-42"
-        shutil.copyfile(one_run / "report.json", target / "run.json")
-    drawn = runs / "TA6" / "task_arithmetic-42"
-    if drawn.is_dir():
-        figures = figures_of(summarise([drawn]))
-        # The depth is another run's.
-        charts.save({name: figures[name] for name in ("accuracy", "drift")}, FIGURES, "docs")
-
-
-def keep_comparisons(folder: Path) -> None:
-    """Copy compare-full's tables into the repository and draw its figures."""
-    from fusion_bench_featcal.results import charts
-    from fusion_bench_featcal.results.figures import figures_of
-    from fusion_bench_featcal.results.find import find
-    from fusion_bench_featcal.results.summary import summarise
-
-    for source in sorted((folder / "tables").iterdir()):
-        copy_report(source, COMPARISON / source.name)
-    one_run = folder / "grid" / "task_arithmetic" / "report.json"
-    shutil.copyfile(one_run, COMPARISON / "grid" / "run.json")
-    grid = figures_of(summarise(find([folder / "grid"]).runs))
-    training = figures_of(summarise([folder / "grid" / "task_arithmetic"]))
-    drawn = {"comparison": grid["comparison"], "cost": grid["cost"]}
-    charts.save(drawn | {"convergence": training["convergence"]}, FIGURES, "docs")
-
-
-def keep_diagnoses(folder: Path) -> None:
-    """Copy the numbers of `make diagnose` into the repository, and draw the image suite's."""
-    from fusion_bench_featcal.results import charts
-    from fusion_bench_featcal.results.diagnosis import diagnosis_figures
-    from fusion_bench_featcal.results.lines import LINES_FILE, read_lines
-
-    for pool in DIAGNOSED.values():
-        target = DIAGNOSES / pool
-        target.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / pool / LINES_FILE, target / LINES_FILE)
-        shutil.copyfile(folder / pool / "report.json", target / "run.json")
-    lines = read_lines(DIAGNOSES / DIAGNOSED[""] / LINES_FILE)
-    charts.save(diagnosis_figures(lines), FIGURES, "docs")
+def _keep(content: Mapping[str, Any], *path: str) -> None:
+    file = RESULTS.joinpath(*path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{json.dumps(content, indent=1, ensure_ascii=False)}\n", encoding="utf-8")
 
 
 def rewritten(page: Path) -> str:
-    """A page's text with every generated part made anew."""
+    """Return a page's text with every generated part made anew."""
 
     def fill(match: re.Match[str]) -> str:
         return f"{match[1]}{PARTS[match['name']]()}\n{match[3]}"
@@ -248,19 +379,10 @@ def main() -> None:
     """Write, or with --check compare, all pages."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--runs", type=Path, help="take new tables from this demo-full folder")
-    parser.add_argument("--comparisons", type=Path, help="and these from a compare-full folder")
-    parser.add_argument("--diagnoses", type=Path, help="and these from make diagnose's folder")
-    parser.add_argument("--studies", type=Path, help="and these from a folder of make studies")
+    parser.add_argument("--take", type=Path, nargs="*", default=(), help="folders of results")
     options = parser.parse_args()
-    if options.runs:
-        keep_results(options.runs)
-    if options.comparisons:
-        keep_comparisons(options.comparisons)
-    if options.diagnoses:
-        keep_diagnoses(options.diagnoses)
-    if options.studies:
-        keep_studies(options.studies)
+    for folder in options.take:
+        take(folder)
     stale = [page for page in PAGES if rewritten(page) != page.read_text(encoding="utf-8")]
     for page in stale:
         print(f"{'stale' if options.check else 'written'}: {page.relative_to(ROOT)}")
