@@ -271,8 +271,8 @@ _COMMANDS: dict[str, Any] = {
     "report": (report_command, {
         "runs": _RUNS,
         "--out": {"metavar": "DIR", "help": "also write report.{json,csv,md} there"},
-        "--html": {"metavar": "FILE", "help": "write one page with tables and figures instead, to "
-                   "open in a browser"},
+        "--html": {"metavar": "FILE", "help": "also write one page with tables and figures there, "
+                   "for a browser"},
         "--figures": {"metavar": "DIR", "help": "also write figures (SVG) there"},
         "--against": {"metavar": "ROW", "help": "only the differences of all rows from one "
                       "(task_arithmetic/featcal), with Holm's correction; of runs of several "

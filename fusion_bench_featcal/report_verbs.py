@@ -1,8 +1,8 @@
 """The verb `featcal report`, which reads the files of runs and loads no model."""
 
 import argparse
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,15 +10,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from fusion_bench_featcal.results.find import ResultFolders
+    from fusion_bench_featcal.results.page import Page
 
 
 def report_command(options: argparse.Namespace) -> None:
     """Print (and with --out write) the tables of runs, comparisons and studies from their files."""
     from fusion_bench_featcal.results.find import find
+    from fusion_bench_featcal.results.page import check_target
 
     if options.html:
-        _write_html(options)
-        return
+        check_target(Path(options.html))
     folders = find(options.runs)
     folders.refuse_studies_with(folders.runs or folders.studies[1:] or options.against)
     if folders.studies:
@@ -28,6 +29,7 @@ def report_command(options: argparse.Namespace) -> None:
 
 
 def _report_study(folder: Path, options: argparse.Namespace) -> None:
+    from fusion_bench_featcal.results.page import page_of_study
     from fusion_bench_featcal.results.study import Study
 
     study = Study.load(folder)
@@ -35,13 +37,14 @@ def _report_study(folder: Path, options: argparse.Namespace) -> None:
     study.show()
     if written:
         print(f"written: {written.parent}")
-    if options.figures:
-        _save_figures(study.figures(), options.figures)
+    _write_views(options, study.figures, partial(page_of_study, folder, study))
 
 
 def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
     from fusion_bench_featcal.results import Report, ReportError, views
     from fusion_bench_featcal.results.against import show_against
+    from fusion_bench_featcal.results.figures import figures_of
+    from fusion_bench_featcal.results.page import page_of_runs
     from fusion_bench_featcal.results.summary import summarise
 
     if not folders.runs:
@@ -62,18 +65,22 @@ def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
         views.show_combined(summary)
     if written:
         print(f"written: {written.parent}")
-    if options.figures:
-        from fusion_bench_featcal.results.figures import figures_of
-
-        _save_figures(figures_of(summary), options.figures)
+    _write_views(options, partial(figures_of, summary), partial(page_of_runs, folders, summary))
 
 
-def _save_figures(figures: "Mapping[str, Figure]", folder: str) -> None:
-    """Write the figures of --figures."""
+def _write_views(
+    options: argparse.Namespace,
+    figures: "Callable[[], Mapping[str, Figure]]",
+    page: "Callable[[], Page]",
+) -> None:
+    """Write the figures of --figures and the page of --html."""
     from fusion_bench_featcal.results import charts
+    from fusion_bench_featcal.results.page import write_page
 
-    for path in charts.save(figures, folder, "--figures"):
+    for path in charts.save(figures(), options.figures, "--figures") if options.figures else ():
         print(f"written: {path}")
+    if options.html:
+        print(f"written: {write_page(Path(options.html), page())}")
 
 
 def _report_diagnosis(run: Path) -> None:
@@ -91,18 +98,3 @@ def _report_diagnosis(run: Path) -> None:
         [table for title, forms in grids.items() for table in titled(title, forms)],
         diagnosis_sentences(lines),
     )
-
-
-def _write_html(options: argparse.Namespace) -> None:
-    """Write the page of --html, and nothing else."""
-    from fusion_bench_featcal.results import ReportError
-    from fusion_bench_featcal.results.find import find
-    from fusion_bench_featcal.results.html import check_target, write_page
-    from fusion_bench_featcal.settings import FeatCalSettings
-
-    for name in ("against", "out", "figures"):
-        if getattr(options, name):
-            raise ReportError(f"--html writes a page and nothing else: leave out --{name}")
-    page = check_target(Path(options.html))
-    folders = find(options.runs, tables=True)
-    print(f"written: {write_page(page, folders, asdict(FeatCalSettings()))}")

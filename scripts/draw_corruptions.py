@@ -5,21 +5,21 @@ python scripts/draw_corruptions.py
 
 import io
 from pathlib import Path
-from typing import Any
+
+from matplotlib.figure import Figure
 
 from fusion_bench_featcal.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt, random_of
 from fusion_bench_featcal.files import write_atomic
-from fusion_bench_featcal.results.drawing import new_figure, style
 from fusion_bench_featcal.suites.image import load_split
 
 SHOWN = {"mini_fashion_mnist": 60, "mini_latin": 3}  # task -> position of an image
 FILE = Path(__file__).resolve().parents[1] / "docs" / "figures" / "corruptions.png"
 
 
-def draw() -> Any:
+def draw() -> Figure:
     """The figure: a row for each corruption and image, a column for each severity."""
     rows = [(name, task, place) for name in CORRUPTIONS for task, place in SHOWN.items()]
-    figure = new_figure(5.4, 0.95 * len(rows))
+    figure = Figure(figsize=(5.4, 0.95 * len(rows)), layout="constrained")
     grid = figure.subplots(len(rows), 1 + len(SEVERITIES))
     for line, (name, task, place) in zip(grid, rows, strict=True):
         clean = load_split(task, "train")[place]["image"]
@@ -35,7 +35,6 @@ def draw() -> Any:
 
 
 if __name__ == "__main__":
-    with style():
-        buffer = io.BytesIO()
-        draw().savefig(buffer, format="png", dpi=110)
+    buffer = io.BytesIO()
+    draw().savefig(buffer, format="png", dpi=110)
     write_atomic(FILE, buffer.getvalue(), "docs/figures")

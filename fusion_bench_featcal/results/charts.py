@@ -36,6 +36,7 @@ CurvePoint = tuple[float, float, float | None, float | None]
 """The place on the horizontal axis, a value, and the ends of its interval."""
 
 _ACROSS = 3  # panels side by side
+_FAR = 10  # ratio of the ends of an axis from which it is logarithmic
 _LETTERS_PER_INCH = 12
 # A figure's text and axes are drawn in _INK, which `svg` replaces by the colour of the text around.
 _INK, _GREY = "#222222", "#8c8c8c"
@@ -133,7 +134,6 @@ def dots(
     label: str,
     *,
     title: str = "",
-    across: int = _ACROSS,
 ) -> "Figure":
     """Draw values with their intervals, a line for each category.
 
@@ -141,7 +141,6 @@ def dots(
         panels: Panel -> row -> category -> estimate.
         label: Label of the horizontal axis.
         title: Title of the figure.
-        across: Largest number of panels side by side.
     """
     rows = _names(panels.values())
     categories = _names(cells for panel in panels.values() for cells in panel.values())
@@ -152,7 +151,7 @@ def dots(
     most = max(len(names) for lines in present.values() for names in lines.values())
     size = (2.5, 0.5 + (0.18 + 0.07 * most) * len(categories))
     looks = marks(rows)
-    figure, grid = _frame(list(panels), size, (label, ""), title, across)
+    figure, grid = _frame(list(panels), size, (label, ""), title)
     for axes, (name, panel) in zip(grid, panels.items(), strict=True):
         for height, category in enumerate(categories):
             for place, row in enumerate(present[name][category]):
@@ -177,23 +176,22 @@ def curves(
     panels: Mapping[str, Mapping[str, Sequence[CurvePoint]]],
     xlabel: str,
     ylabel: str,
-    log: bool = False,
     *,
     title: str = "",
-    across: int = _ACROSS,
 ) -> "Figure":
     """Draw lines with their intervals as bands. A row with one point is a mark with a bar.
+
+    Each panel has its horizontal axis. It is logarithmic if its values are positive and the largest
+    is far above the smallest.
 
     Args:
         panels: Panel -> row -> points in order.
         xlabel: Label of the horizontal axis.
         ylabel: Label of the vertical axis.
-        log: Make the horizontal axis logarithmic if all its values are positive.
         title: Title of the figure.
-        across: Largest number of panels side by side.
     """
     looks = marks(_names(panels.values()))
-    figure, grid = _frame(list(panels), (2.6, 2.2), (xlabel, ylabel), title, across)
+    figure, grid = _frame(list(panels), (2.6, 2.2), (xlabel, ylabel), title, sharex=False)
     for axes, panel in zip(grid, panels.values(), strict=True):
         for row, points in panel.items():
             xs, values, lows, highs = zip(*points, strict=True)
@@ -204,26 +202,24 @@ def curves(
                 axes.vlines(xs, lows, highs, colors=looks[row]["color"], lw=1.3)
             else:
                 axes.fill_between(xs, lows, highs, color=looks[row]["color"], alpha=0.18, lw=0)
-    lines = [points for panel in panels.values() for points in panel.values()]
-    xs = sorted({point[0] for points in lines for point in points})
-    if log and xs[0] > 0:
-        _logarithmic(grid[0], xs, few=max(map(len, lines)) > 1 and len(xs) < 7)
+        _scale(axes, list(panel.values()))
     _legend(figure, looks, "-")
     return figure
 
 
-def _logarithmic(axes: "Axes", values: Sequence[float], few: bool) -> None:
-    """Make the horizontal axis logarithmic, with plain numbers: those of a few points of lines."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+def _scale(axes: "Axes", lines: Sequence[Sequence[CurvePoint]]) -> None:
+    """Make the horizontal axis logarithmic if its values reach far, with plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+    xs = sorted({point[0] for points in lines for point in points})
+    if xs[0] <= 0 or xs[-1] < _FAR * xs[0]:
+        return
     axes.set_xscale("log")
-    reach = values[-1] / values[0]
-    locator: Any = LogLocator(subs=(1,) if reach > 500 else (1, 2, 5))
-    axes.xaxis.set_major_locator(MaxNLocator(4) if reach < 5 else locator)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1,) if xs[-1] > 500 * xs[0] else (1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    if few:
-        axes.set_xticks(values)
+    if len(xs) < 7 and max(map(len, lines)) > 1:
+        axes.set_xticks(xs)
 
 
 @_style()
@@ -232,7 +228,6 @@ def blocks(
     ylabel: str,
     *,
     title: str = "",
-    across: int = _ACROSS,
 ) -> "Figure":
     """Draw lines over a model's blocks.
 
@@ -240,11 +235,10 @@ def blocks(
         panels: Panel -> row -> block -> value. A row may lack blocks.
         ylabel: Label of the vertical axis.
         title: Title of the figure.
-        across: Largest number of panels side by side.
     """
     names = _names(values for panel in panels.values() for values in panel.values())
     looks = marks(_names(panels.values()))
-    figure, grid = _frame(list(panels), (2.6, 2.0), ("block", ylabel), title, across)
+    figure, grid = _frame(list(panels), (2.6, 2.0), ("block", ylabel), title)
     for axes, panel in zip(grid, panels.values(), strict=True):
         for row, values in panel.items():
             heights = [values.get(name, math.nan) for name in names]
@@ -268,7 +262,6 @@ def heat(
     form: str = ".1f",
     *,
     title: str = "",
-    across: int = 1,
 ) -> "Figure":
     """Draw values as colours with their numbers. Colours of negative and other values meet at 0.
 
@@ -277,7 +270,6 @@ def heat(
         label: Meaning and unit of the values.
         form: Format of the numbers.
         title: Title of the figure.
-        across: Largest number of panels side by side.
     """
     import numpy as np
 
@@ -293,7 +285,7 @@ def heat(
         low = -high
     colours = "PuOr_r" if low < 0 else "cividis"
     size = (0.6 + 0.42 * len(columns), 0.5 + 0.26 * len(rows))
-    figure, grid = _frame(list(panels), size, (label, ""), title, across)
+    figure, grid = _frame(list(panels), size, (label, ""), title, across=1)
     for axes, table in zip(grid, tables, strict=True):
         axes.grid(visible=False)
         mesh = axes.pcolormesh(np.ma.masked_invalid(table), cmap=colours, vmin=low, vmax=high)
@@ -321,9 +313,11 @@ def _frame(
     size: tuple[float, float],
     labels: tuple[str, str],
     title: str,
-    across: int,
+    *,
+    across: int = _ACROSS,
+    sharex: bool = True,
 ) -> "tuple[Figure, list[Axes]]":
-    """Make a figure of panels of a size in inches, which share both axes and their labels."""
+    """Make a figure of panels of a size in inches, with common labels of the axes."""
     from matplotlib.figure import Figure
 
     if not titles:
@@ -336,14 +330,14 @@ def _frame(
     figure = Figure(figsize=(width, 0.4 + 0.2 * lines + size[1] * down))
     figure.suptitle(heading, x=0.01, ha="left", fontsize=10)
     figure.supylabel(labels[1], fontsize=9)
-    grid = list(figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flat)
+    grid = list(figure.subplots(down, across, squeeze=False, sharex=sharex, sharey=True).flat)
     for axes in grid[len(titles) :]:
         axes.remove()
     for place, (axes, name) in enumerate(zip(grid, titles, strict=False)):
         axes.set_title(name)
         is_lowest = place + across >= len(titles)
         axes.set_xlabel(labels[0] if is_lowest else "")
-        axes.tick_params(labelbottom=is_lowest)
+        axes.tick_params(labelbottom=is_lowest or not sharex)
     return figure, grid[: len(titles)]
 
 

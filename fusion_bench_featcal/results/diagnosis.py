@@ -50,7 +50,7 @@ def diagnosis_sentences(lines: Sequence[Line]) -> list[str]:
     return sentences
 
 
-def diagnosis_figures(lines: Sequence[Line], across: int = 3) -> "dict[str, Figure]":
+def diagnosis_figures(lines: Sequence[Line]) -> "dict[str, Figure]":
     """Draw drift, its two terms and its change by calibration over the blocks, by figure name."""
     rows, repairs, merger = rows_of(lines), repairs_of(lines), merger_of(lines)
     if not rows:
@@ -67,7 +67,6 @@ def diagnosis_figures(lines: Sequence[Line], across: int = 3) -> "dict[str, Figu
             },
             "drift / expert's norm",
             title="Relative drift of test items",
-            across=across,
         ),
         "diagnosis-terms": charts.blocks(
             {
@@ -76,7 +75,6 @@ def diagnosis_figures(lines: Sequence[Line], across: int = 3) -> "dict[str, Figu
             },
             "mean L2 norm",
             title="Drift = local mismatch + upstream propagation, mean over tasks",
-            across=across,
         ),
     }
     if repairs and merger in rows:

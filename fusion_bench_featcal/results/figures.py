@@ -22,25 +22,18 @@ _POINTS = "gain over the merged model, points"
 _BARS = "bars: 95 % interval of the gain over the merged model"
 
 
-def figures_of(summary: Summary, across: int = 3) -> "dict[str, Figure]":
-    """Draw every figure that the files of runs allow, by name.
-
-    Args:
-        summary: The runs.
-        across: Largest number of panels side by side.
-    """
+def figures_of(summary: Summary) -> "dict[str, Figure]":
+    """Draw every figure that the files of runs allow, by name."""
     figures = {}
     for suite in summary.suites:
         rows = [row for row in summary.rows if row.suite == suite and row.name != BASE]
-        drawn = _of_rows(suite, rows, summary, across)
+        drawn = _of_rows(suite, rows, summary) if rows else {}
         ending = f"-{suite}" if len(summary.suites) > 1 else ""
         figures |= {f"{name}{ending}": figure for name, figure in drawn.items()}
-    return figures | _of_files([Path(run) for run in summary.runs], across)
+    return figures | _of_files([Path(run) for run in summary.runs])
 
 
-def _of_rows(
-    suite: str, rows: Sequence[SummaryRow], summary: Summary, across: int
-) -> "dict[str, Figure]":
+def _of_rows(suite: str, rows: Sequence[SummaryRow], summary: Summary) -> "dict[str, Figure]":
     """Accuracy by task, averages of several mergers side by side, and gains against seconds."""
     by_task, averages, costs = _Panels(), _Panels(), _Panels()
     for row in rows:
@@ -55,18 +48,16 @@ def _of_rows(
             gain = _with_interval(row.gain, row.gain, row.gain_interval)
             costs.setdefault(panel, {})[name] = [(seconds, *gain)]
     figures = {
-        "accuracy": charts.dots(
-            by_task, "accuracy, %", title=f"{suite}: accuracy by task; {_BARS}", across=across
-        )
+        "accuracy": charts.dots(by_task, "accuracy, %", title=f"{suite}: accuracy by task; {_BARS}")
     }
     if len(averages) > 1:
         figures["comparison"] = charts.dots(
-            averages, "accuracy, %", title=f"{suite}: average accuracy; {_BARS}", across=across
+            averages, "accuracy, %", title=f"{suite}: average accuracy; {_BARS}"
         )
     if costs:
         figures["cost"] = charts.curves(
-            costs, "seconds, without evaluation", _POINTS, log=True,
-            title=f"{suite}: gain against time; bars: 95 % interval", across=across,
+            costs, "seconds, without evaluation", _POINTS,
+            title=f"{suite}: gain against time; bars: 95 % interval",
         )  # fmt: skip
     return figures
 
@@ -100,7 +91,7 @@ def _with_interval(value: float, gain: float, interval: Interval | None) -> char
     return 100 * value, 100 * (value + interval.low - gain), 100 * (value + interval.high - gain)
 
 
-def _of_files(runs: Sequence[Path], across: int) -> "dict[str, Figure]":
+def _of_files(runs: Sequence[Path]) -> "dict[str, Figure]":
     """Drift by block, losses of trainings and diagnoses, from the files beside runs' reports."""
     drift, drift_by_task, depth, losses = _Panels(), _Panels(), _Panels(), _Panels()
     labels = _labels(runs)
@@ -131,7 +122,7 @@ def _of_files(runs: Sequence[Path], across: int) -> "dict[str, Figure]":
             "Drift of each block's output before and after its own calibration, mean over tasks; "
             "calibration samples, all positions"
         )
-        figures["drift"] = charts.blocks(drift, unit, title=title, across=across)
+        figures["drift"] = charts.blocks(drift, unit, title=title)
         title = f"{unit} of each task after each block's calibration"
         figures["drift-tasks"] = charts.heat(drift_by_task, "block", ".2f", title=title)
     if depth:
@@ -139,16 +130,13 @@ def _of_files(runs: Sequence[Path], across: int) -> "dict[str, Figure]":
             "Drift after each block, mean over tasks; held-out samples, at the positions that the "
             "head reads"
         )
-        figures["depth"] = charts.blocks(depth, "drift / expert's norm", title=title, across=across)
+        figures["depth"] = charts.blocks(depth, "drift / expert's norm", title=title)
     if losses:
         title = "Loss of each training, relative to its first step"
-        figures["convergence"] = charts.curves(losses, "updates", "loss / first loss", title=title,
-                                               across=across)  # fmt: skip
+        figures["convergence"] = charts.curves(losses, "updates", "loss / first loss", title=title)
     for run, label in labels.items():
         drawn = (
-            diagnosis_figures(read_lines(run / LINES_FILE), across)
-            if (run / LINES_FILE).exists()
-            else {}
+            diagnosis_figures(read_lines(run / LINES_FILE)) if (run / LINES_FILE).exists() else {}
         )
         ending = f"-{label.removesuffix(': ').replace('/', '-')}" if label else ""
         figures |= {f"{name}{ending}": figure for name, figure in drawn.items()}

@@ -9,7 +9,7 @@ from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.json_files import read_json
 
 from .report import REPORT_FILE
-from .schema import COMBINED_KIND, KIND, SIDE_BY_SIDE_KIND, STUDY_KIND, check_comparison
+from .schema import KIND, SIDE_BY_SIDE_KIND, STUDY_KIND, check_comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,11 @@ class ResultFolders:
     comparisons: list[Path] = field(default_factory=list)
     studies: list[Path] = field(default_factory=list)
     failed: list[FailedCell] = field(default_factory=list)
-    tables: list[Path] = field(default_factory=list)  # of runs, which may lie elsewhere
 
-    def number(self, tables: bool) -> int:
-        """Number of folders; those of tables count where they are enough."""
-        whole = len(self.runs) + len(self.comparisons) + len(self.studies)
-        return whole + len(self.tables) * tables
+    @property
+    def number(self) -> int:
+        """Number of folders."""
+        return len(self.runs) + len(self.comparisons) + len(self.studies)
 
     def refuse_studies_with(self, others: object) -> None:
         """Refuse studies beside anything else.
@@ -51,7 +50,7 @@ class ResultFolders:
             )
 
 
-def find(paths: Iterable[str | Path], *, tables: bool = False) -> ResultFolders:
+def find(paths: Iterable[str | Path]) -> ResultFolders:
     """Find runs, comparisons and studies: each path itself, or everything below it.
 
     Of a comparison's folder its own runs count: those that its report names. A study's folder
@@ -59,7 +58,6 @@ def find(paths: Iterable[str | Path], *, tables: bool = False) -> ResultFolders:
 
     Args:
         paths: Where to search.
-        tables: Whether written tables are enough where the runs are gone.
 
     Raises:
         ReportError: A path does not exist, there is nothing at it, or a report is damaged.
@@ -70,14 +68,16 @@ def find(paths: Iterable[str | Path], *, tables: bool = False) -> ResultFolders:
             raise ReportError(f"no such run: {path}")
         if path.name == REPORT_FILE and path.is_file():
             path = path.parent
-        before = folders.number(tables)
+        before = folders.number
         _search(path, folders)
-        if folders.number(tables) == before:
+        if folders.number == before:
             raise ReportError(f"no run in or below {path}: a run's log directory has {REPORT_FILE}")
-    found = (folders.runs, folders.comparisons, folders.studies, folders.tables)
-    runs, comparisons, studies, written = map(_once, found)
-    failed = list(dict.fromkeys(folders.failed))
-    return ResultFolders(runs, comparisons, studies, failed, written)
+    return ResultFolders(
+        _once(folders.runs),
+        _once(folders.comparisons),
+        _once(folders.studies),
+        list(dict.fromkeys(folders.failed)),
+    )
 
 
 def refuse_run(directory: str | Path, setting: str) -> None:
@@ -102,8 +102,6 @@ def _search(folder: Path, folders: ResultFolders) -> None:
     if content.get("kind") == KIND:
         folders.runs.append(folder)
         return
-    if content.get("kind") in (SIDE_BY_SIDE_KIND, COMBINED_KIND):
-        folders.tables.append(folder)
     if content.get("kind") == SIDE_BY_SIDE_KIND:
         folders.comparisons.append(folder)
         check_comparison(content, str(folder / REPORT_FILE))

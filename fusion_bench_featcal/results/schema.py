@@ -74,34 +74,6 @@ STUDY = {
     "against": {"*": [str]},
     "columns": [str],
 }
-_INTERVAL = {"?": True, "!": ("estimate", "low", "high"), "*": NUMBER}
-# Rows of several runs' report, of either kind, as far as a page shows them without the runs.
-TABLE = {
-    "!": ("rows", "notes"),
-    "notes": [str],
-    "rows": [{
-        "!": ("suite", "upstream", "name", "accuracy", "cost", "loss"),
-        "suite": str,
-        "upstream": str | None,
-        "name": str,
-        "seeds": [],
-        "runs": int,
-        "accuracy": {"!": (AVERAGE,), "*": NUMBER},
-        "deviation": {"?": True, "*": NUMBER},
-        "gain": NUMBER | None,
-        "gain_interval": _INTERVAL,
-        "recovered_gap": NUMBER | None,
-        "recovered_gap_interval": _INTERVAL,
-        "cost": {"*": _SCALAR},
-        "worst_task": str | None,
-        "worst_recovered_gap": NUMBER | None,
-        "loss": {"*": NUMBER},
-        "normalised": NUMBER | None,
-        "spread": {"*": NUMBER},
-        "samples": str,
-    }],
-}  # fmt: skip
-
 _OPTIONAL = {"loss", "labels"}  # earlier reports lack them
 _DERIVED = {"kind", "schema", "tasks", "recovered_gap", "recovered_gap_per_task"}
 
@@ -154,13 +126,6 @@ def check_comparison(content: Any, place: str) -> None:
     """Check the content of a comparison's `report.json`, as far as it is read again."""
     _check_kind(content, SIDE_BY_SIDE_KIND, place)
     check_types(content, COMPARISON, place)
-
-
-def check_table(content: Any, place: str) -> None:
-    """Check the content of several runs' `report.json`, of which only the tables are read."""
-    kind = content.get("kind") if isinstance(content, dict) else None
-    _check_kind(content, kind if kind == COMBINED_KIND else SIDE_BY_SIDE_KIND, place)
-    check_types(content, TABLE, place)
 
 
 def check_run(content: Any, place: str) -> None:

@@ -316,11 +316,17 @@ def _matrices(summary: Summary) -> list[str]:
 
 
 def _side_by_side_grids(summary: Summary) -> list[tuple[str, Grid]]:
-    rows = summary.displayed(_only_suite(summary))
-    return [
-        ("accuracy", _grid("accuracy, %", accuracy_cells, rows, summary.failed)),
-        ("what it takes", _grid("", cost_cells, rows, summary.failed)),
-    ]
+    return list(suite_grids(summary, _only_suite(summary)).items())[:2]
+
+
+def suite_grids(summary: Summary, suite: str) -> dict[str, Grid]:
+    """Return the tables of a suite's rows by title: accuracy, costs and tasks."""
+    rows = summary.displayed(suite)
+    return {
+        "accuracy": _grid("accuracy, %", accuracy_cells, rows, summary.failed),
+        "what it takes": _grid("", cost_cells, rows, summary.failed),
+        "accuracy per task": task_grid(rows),
+    }
 
 
 def failures(failed: Iterable[FailedCell]) -> list[str]:

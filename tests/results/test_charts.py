@@ -61,23 +61,23 @@ def test_rows_that_are_categories_need_no_legend():
 
 
 def test_curves_have_bands_and_single_points_bars():
-    lines = {"featcal": [(8, 0.5, 0.4, 0.6), (64, 0.7, 0.6, 0.8)], "merged": [(8, 0.2, 0.1, 0.4)]}
-    figure = charts.curves({"": lines}, "samples", "accuracy", log=True)
+    lines = {"featcal": [(8, 0.5, 0.4, 0.6), (99, 0.7, 0.6, 0.8)], "merged": [(8, 0.2, 0.1, 0.4)]}
+    figure = charts.curves({"": lines}, "samples", "accuracy")
     (axes,) = figure.axes
-    assert marked(axes)[look_of("featcal")] == [(8, 0.5), (64, 0.7)]
+    assert marked(axes)[look_of("featcal")] == [(8, 0.5), (99, 0.7)]
     collections: Any = axes.collections
     band, bar = collections
     corners = {tuple(map(float, point)) for point in band.get_paths()[0].vertices}
-    assert corners == {(8.0, 0.4), (8.0, 0.6), (64.0, 0.6), (64.0, 0.8)}
+    assert corners == {(8.0, 0.4), (8.0, 0.6), (99.0, 0.6), (99.0, 0.8)}
     assert [tuple(point) for point in bar.get_segments()[0]] == [(8, 0.1), (8, 0.4)]
-    assert axes.get_xscale() == "log" and list(axes.get_xticks()) == [8, 64]
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["8", "64"]
+    assert axes.get_xscale() == "log" and list(axes.get_xticks()) == [8, 99]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["8", "99"]
     assert figure.get_supylabel() == "accuracy"
 
 
 def test_a_curve_that_reaches_zero_has_a_linear_axis():
     line = {"featcal": [(0, 1.0, None, None), (5, 2.0, None, None)]}
-    (axes,) = charts.curves({"": line}, "ridge", "accuracy", log=True).axes
+    (axes,) = charts.curves({"": line}, "ridge", "accuracy").axes
     assert axes.get_xscale() == "linear" and len(axes.collections) == 0
 
 
