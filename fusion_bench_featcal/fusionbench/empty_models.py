@@ -14,16 +14,17 @@ from fusion_bench_featcal.settings import CalibrationError
 CONFIGS = Path(__file__).parents[1] / "known_configs"
 
 
-def empty_model(location: str) -> nn.Module:
+def empty_model(location: str, kind: Any = None) -> nn.Module:
     """Build a model without weights, on the meta device, from its configuration.
 
     Args:
         location: Name of a configuration in this package (`flan-t5-base`, or a hub id that ends in
             it), a folder with `config.json`, or a hub id.
+        kind: Its class, or one of transformers' Auto classes. None: a CLIP's vision tower, else the
+            configuration's class. If it names none, a language model with its head or a bare model.
 
     Returns:
-        The model in its configuration's dtype: a CLIP's vision tower, else a model of the
-        configuration's class. If it names none, a language model with its head or a bare model.
+        The model in its configuration's dtype.
 
     Raises:
         ValueError: If there is no such configuration, with the names of those in the package.
@@ -35,34 +36,34 @@ def empty_model(location: str) -> nn.Module:
     try:
         folder = packaged if is_packaged else fetch(location, "configuration", weights=False)
         read_config(folder)
-        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        configs = getattr(kind, "config_class", AutoConfig)
+        config: Any = configs.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, CalibrationError) as error:
         names = ", ".join(sorted(path.name for path in CONFIGS.iterdir()))
         raise ValueError(
             f"no configuration {location!r} ({first_line(error)}); give a folder with "
             f"config.json, a hub id, or one of {names}"
         ) from error
-    if config.model_type in ("clip", "clip_vision_model"):
-        with torch.device("meta"):
-            return CLIPVisionModel(getattr(config, "vision_config", config)).eval()
-    kind = _class_of(config)
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
+    if kind is None and config.model_type in ("clip", "clip_vision_model"):
+        kind, config, dtype = (
+            CLIPVisionModel,
+            getattr(config, "vision_config", config),
+            torch.float32,
+        )
+    kind = kind or _class_of(config)
+    is_auto = hasattr(kind, "from_config")
     with torch.device("meta"):
-        model: Any = new_model(kind, config).to(dtype).eval()
+        model = kind.from_config(config, trust_remote_code=False) if is_auto else kind(config)
+    model = model.to(dtype).eval()
     # transformers 5 ties the head of every T5; that FLAN-T5's is not shows in another key then.
     if getattr(config, "scale_decoder_outputs", None) is False:
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     return model
 
 
-def new_model(kind: Any, config: Any) -> nn.Module:
-    """Build a model from its config, by a class of transformers or one of its Auto classes."""
-    is_auto = hasattr(kind, "from_config")
-    return kind.from_config(config, trust_remote_code=False) if is_auto else kind(config)
-
-
 def _class_of(config: Any) -> Any:
-    """The class of a configuration's model, or an Auto class that knows it."""
+    """Return the class of a configuration's model, or an Auto class that knows it."""
     import transformers
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 

@@ -64,12 +64,10 @@ def _check_precision(fabric: Any) -> None:
     precision = str(fabric.strategy.precision.precision)
     if precision == "32-true" or precision.endswith("-mixed"):
         return
-    dtype = {"bf16": "bfloat16", "16": "float16", "64": "float64"}.get(precision.split("-")[0])
-    mixed = {"bfloat16": "bf16-mixed", "float16": "16-mixed"}.get(str(dtype), "32-true")
-    loading = f", or load the models in {dtype}: torch_dtype of every entry of modelpool.models"
     raise CalibrationError(
         f"fabric.precision={precision} has no effect on a pool's models, which keep the dtype that "
-        f"they are loaded in. Set fabric.precision={mixed}{loading if dtype else ''}"
+        "they are loaded in. Set fabric.precision=32-true, bf16-mixed or 16-mixed, or the models' "
+        "dtype: torch_dtype of every entry of modelpool.models"
     )
 
 

@@ -1,10 +1,8 @@
 """Configs of a pool's models: one function for all, and a family that knows it."""
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 
@@ -14,7 +12,7 @@ from fusion_bench_featcal.experts.model_config import (
     matching_part,
 )
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.fusionbench.empty_models import empty_model, new_model
+from fusion_bench_featcal.fusionbench.empty_models import empty_model
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
     MERGED_MODEL,
@@ -43,18 +41,19 @@ def check_pool_settings(models: PoolModels, settings: FeatCalSettings) -> None:
     by_importance = [BASE_MODEL, MERGED_MODEL, *models.experts]
     reference = next((name for name in by_importance if configs.get(name) is not None), None)
     if reference is None:  # no config to compare; but a model in memory can be looked at
-        model = next((m.module for m in models.values() if m.module is not None), None)
+        modules = [model.module for model in models.values() if model.module is not None]
+        model, is_certain = next(iter(modules), None), True
     else:
         other = "the base" if reference == BASE_MODEL else f"model {reference!r}"
         expected, ignored = configs[reference], settings.ignore_config
         for name, config in configs.items():
             role = "expert" if name in models.experts else "model"
             check_same_function(name, config, expected, ignored, role=role, other=other)
-        model = _model_as_loaded(models[reference])
-    if model is not None:
+        model, is_certain = _model_as_loaded(models[reference])
+    if model is not None and is_certain:
         resolve_family(settings.family, model).stages(model)
-    elif reference is not None and settings.family == "auto":
-        resolve_family("auto", _model_of_config(configs[reference] or {}))
+    elif model is not None and settings.family == "auto":
+        resolve_family("auto", model)
 
 
 def _config(model: PoolModel) -> dict[str, Any] | None:
@@ -67,36 +66,18 @@ def _config(model: PoolModel) -> dict[str, Any] | None:
     return matching_part(config, _VISION_TOWER)
 
 
-def _model_as_loaded(model: PoolModel) -> nn.Module | None:
-    """A model as the pool loads it, but without weights; None if its class is unknown."""
+def _model_as_loaded(model: PoolModel) -> tuple[nn.Module | None, bool]:
+    """Return a model without weights, and whether it has the class that the pool loads."""
     if model.module is not None or not model.folders:
-        return model.module
-    folder = model.folders[0]
+        return model.module, True
     target = str(model.entry.get("_target_")) if isinstance(model.entry, Mapping) else ""
     name = target.removesuffix(".from_pretrained").removeprefix("transformers.")
     kind: Any = getattr(transformers, name, None)
+    is_certain = kind is not None or text_kind(model.pool) is not None or _holds_towers(model.pool)
     try:
-        if kind is None:
-            is_stock = text_kind(model.pool) is not None or _holds_towers(model.pool)
-            return empty_model(str(folder)) if is_stock else None
-        configs = transformers.AutoConfig if hasattr(kind, "from_config") else kind.config_class
-        with torch.device("meta"):
-            return new_model(kind, configs.from_pretrained(folder, trust_remote_code=False)).eval()
+        return empty_model(str(model.folders[0]), kind), is_certain
     except Exception:  # its own loader says it better
-        return None
-
-
-def _model_of_config(config: Mapping[str, Any]) -> nn.Module:
-    """An empty model of the class that a config names, or of none; its structure is a guess."""
-    architecture = next(iter(config.get("architectures") or ["a model"]))
-    try:
-        kind = getattr(transformers, architecture)
-        with torch.device("meta"):
-            return kind(kind.config_class.from_dict(dict(config)))
-    except Exception:  # a class of another library, or a config that it refuses
-        model: Any = type(architecture, (nn.Module,), {})()
-        model.config = SimpleNamespace(**config)
-        return model
+        return None, False
 
 
 def _holds_towers(modelpool: Any) -> bool:

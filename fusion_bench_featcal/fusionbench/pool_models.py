@@ -6,13 +6,11 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from glob import glob
 from pathlib import Path
 from typing import Any
 
 import torch
 from fusion_bench.modelpool import BaseModelPool
-from fusion_bench.utils.modelscope import resolve_repo_path
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 from torch import nn
@@ -32,8 +30,8 @@ log = logging.getLogger(__name__)
 
 BASE_MODEL = "_pretrained_"
 MERGED_MODEL = "_merged_"
-_NAME, _CONFIG = "pretrained_model_name_or_path", "config_path"
-_PLAIN_OPTIONS = {"_target_", _NAME, "torch_dtype", "dtype"}
+NAME, _CONFIG = "pretrained_model_name_or_path", "config_path"
+_PLAIN_OPTIONS = {"_target_", NAME, "torch_dtype", "dtype"}
 # Arguments of FusionBench's loaders of LoRA experts: one for the base, one for the adapter.
 _LORA_KEYS = ("base_model_path", "base_model_name", "peft_model_path", "peft_name")
 
@@ -61,21 +59,25 @@ class PoolModel:
         """The folder or hub id that its entry names, with or without further options."""
         location = self.entry
         if isinstance(location, Mapping):
-            location = next((location[k] for k in (_NAME, _CONFIG) if k in location), None)
+            keys = (NAME, _CONFIG, *_LORA_KEYS[::-1])
+            location = next((location[k] for k in keys if location.get(k) is not None), None)
         return location if isinstance(location, str) else None
 
     @property
     def locations(self) -> dict[str, str]:
         """Keys of its entry -> folders or hub ids that are fetched here.
 
-        A plain name has an empty key. FusionBench loads entries with further options by itself.
+        A plain name has an empty key. FusionBench loads by itself what has further options or is
+        on another platform than the Hugging Face hub.
         """
         entry, keys = self.entry, (_CONFIG,)
+        if is_elsewhere(self.pool):
+            return {}
         if not isinstance(entry, Mapping):
-            return {"": entry} if isinstance(entry, str) else {}
+            return {"": entry} if isinstance(entry, str) and "://" not in entry else {}
         target = str(entry.get("_target_", ""))
         if target.endswith(".from_pretrained") and not set(entry) - _PLAIN_OPTIONS:
-            keys = (_NAME,)
+            keys = (NAME,)
         elif entry.get("merge_and_unload", target.endswith(".load_lora_model")):
             keys = _LORA_KEYS
         locations = {key: str(entry[key]) for key in keys if entry.get(key) is not None}
@@ -88,10 +90,8 @@ class PoolModel:
         Raises:
             CalibrationError: If one cannot be fetched, naming the model's setting.
         """
-        return {
-            key: local_path(self.pool, location, f"modelpool.models.{self.name}")
-            for key, location in self.locations.items()
-        }
+        setting = f"modelpool.models.{self.name}"
+        return {key: fetch(name, f"{setting}={name}") for key, name in self.locations.items()}
 
     @property
     def folders(self) -> list[Path]:
@@ -171,37 +171,15 @@ class PoolModel:
         if cause.startswith("Unsupported model configuration type"):
             cause = "its model pool takes no plain names"
             target = "transformers.<class>.from_pretrained"
-            form = f": write {{_target_: {target}, {_NAME}: {self.entry}}}"
-        elif location and os.path.isdir(location) and not glob("*config.json", root_dir=location):
-            cause = f"no config.json in {location}"
+            form = f": write {{_target_: {target}, {NAME}: {self.entry}}}"
         return CalibrationError(
             f"model {self.name!r} ({self.entry}) cannot be loaded: {cause}. Check {setting}{form}"
         )
 
 
-def local_path(pool: BaseModelPool, location: str, setting: str, *, weights: bool = True) -> Path:
-    """Fetch from the platform of a pool, or from the one that the location begins with, as `fetch`.
-
-    Raises:
-        CalibrationError: If it is neither here nor on the platform.
-    """
-    repo_id = hub_id(pool, location)
-    if repo_id is not None:
-        return fetch(repo_id, f"{setting}={location}", weights=weights)
-    platform: Any = getattr(pool, "_platform", "hf")
-    try:
-        return Path(resolve_repo_path(location, repo_type="model", platform=platform))
-    except Exception as error:  # a platform's client may raise anything
-        raise CalibrationError(
-            f"{setting}={location} cannot be fetched: {first_line(error)}"
-        ) from error
-
-
-def hub_id(pool: Any, location: str) -> str | None:
-    """Return a location without the Hugging Face hub's name; None: it is on another platform."""
-    platform, _, repo_id = location.rpartition("://")
-    is_hub = (platform or getattr(pool, "_platform", "hf")) in ("hf", "huggingface")
-    return repo_id if is_hub else None
+def is_elsewhere(pool: Any) -> bool:
+    """Return whether a pool's models are on another platform than the Hugging Face hub."""
+    return getattr(pool, "_platform", "hf") not in ("hf", "huggingface")
 
 
 class PoolModels(dict[str, PoolModel]):
@@ -224,14 +202,8 @@ class PoolModels(dict[str, PoolModel]):
 
     def fetch(self) -> None:
         """Download at once what the hub's cache lacks of all models. Raises as `fetch_all`."""
-        fetch_all(
-            {
-                f"modelpool.models.{name}={location}": repo_id
-                for name, model in self.items()
-                for location in model.locations.values()
-                if (repo_id := hub_id(self.pool, location))
-            }
-        )
+        locations = [(n, place) for n, model in self.items() for place in model.locations.values()]
+        fetch_all({f"modelpool.models.{name}={place}": place for name, place in locations})
 
 
 class ExpertSources(Mapping[str, Any]):

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from fusion_bench_featcal.data.text_samples import TextKind
 from fusion_bench_featcal.data.tokenizers import differing_tokens
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts.model_config import read_config
-from fusion_bench_featcal.fusionbench.pool_models import PoolModels, local_path, local_pool
+from fusion_bench_featcal.fusionbench.pool_models import NAME, PoolModels, is_elsewhere, local_pool
+from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.settings import CalibrationError
 
-_LOCATION = "pretrained_model_name_or_path"
 # By name and not by class: importing FusionBench's pools of language models takes seconds.
 _KINDS: Mapping[str, TextKind] = {
     "Seq2SeqLMPool": "seq2seq",
@@ -46,13 +45,7 @@ def load_input_processor(modelpool: BaseModelPool) -> Any:
     """
     is_text = text_kind(modelpool) is not None
     name, data = ("tokenizer", "texts") if is_text else ("processor", "images")
-    entry = getattr(modelpool, f"_{name}", None)
-    load: Callable[[], Any] = partial(_processor, modelpool)
-    if is_text:
-        entry = getattr(modelpool, "tokenizer", None) if entry is None else entry
-        load = partial(_tokenizer, modelpool, entry)
-    elif not hasattr(modelpool, "_processor"):
-        entry, load = _classifiers_processor(modelpool)
+    entry, load = _tokenizer(modelpool) if is_text else _processor(modelpool)
     if entry is None:
         raise CalibrationError(
             f"the model pool names no {name}, which turns calibration {data} into model inputs; "
@@ -73,56 +66,58 @@ def load_input_processor(modelpool: BaseModelPool) -> Any:
     return loaded
 
 
-def _processor(modelpool: Any) -> Any:
-    """The processor of FusionBench's pool of CLIP models, loaded from a local folder."""
-    pool = copy.copy(modelpool)
-    pool._processor = _local_entry(modelpool, "processor", modelpool._processor)
-    return pool.load_processor()
+def _tokenizer(modelpool: Any) -> tuple[Any, Callable[[], Any]]:
+    """Return the entry and the loader of a pool's tokenizer.
+
+    FusionBench's `Seq2SeqLMPool` cannot load its own.
+    """
+    entry = getattr(modelpool, "_tokenizer", None)
+    entry = getattr(modelpool, "tokenizer", None) if entry is None else entry
+    return entry, lambda: _load(modelpool, "tokenizer", entry, AutoTokenizer)
 
 
-def _local_entry(modelpool: Any, name: str, entry: Any) -> Any:
-    """Replace the hub id in the entry of a tokenizer or processor by a local folder."""
-    if isinstance(entry, str):
-        return str(local_path(modelpool, entry, f"modelpool.{name}", weights=False))
-    is_plain = isinstance(entry, Mapping) and not {"revision", "subfolder"} & set(entry)
-    is_plain = is_plain and str(entry.get("_target_")).endswith(".from_pretrained")
-    if is_plain and isinstance(entry.get(_LOCATION), str):
-        return OmegaConf.merge(entry, {_LOCATION: _local_entry(modelpool, name, entry[_LOCATION])})
-    return entry
-
-
-def _classifiers_processor(modelpool: Any) -> tuple[Any, Callable[[], Any]]:
-    """Entry and loader of the processor of a pool whose class takes none.
+def _processor(modelpool: Any) -> tuple[Any, Callable[[], Any]]:
+    """Return the entry and the loader of a pool's image processor.
 
     FusionBench's pools of image classifiers ignore `modelpool.processor`, which comes first here,
     and load the base's processor, but not if the base is named by its folder or hub id alone.
     """
+    if hasattr(modelpool, "_processor"):
+        entry, pool = modelpool._processor, copy.copy(modelpool)
+        pool._processor = _local_entry(modelpool, "processor", entry)
+        return entry, pool.load_processor
     config = getattr(getattr(modelpool, "_program", None), "_modelpool", None)
     entry = config.get("processor") if isinstance(config, Mapping) else None
-    if isinstance(entry, Mapping):
-        return entry, lambda: instantiate(_local_entry(modelpool, "processor", entry))
-    models = PoolModels(modelpool)
-    model = models.base or next(iter(models.values()))
-    has_loader = hasattr(modelpool, "load_processor")
-    if entry is None and has_loader and isinstance(model.entry, Mapping):
-        pool: Any = local_pool(modelpool, model.name)
-        return model.entry, pool.load_processor
-    location = entry or (model.location if has_loader else None)
-
-    def load() -> Any:
-        folder = _local_entry(modelpool, "processor", location)
-        return AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
-
-    return location, load
+    if entry is None and hasattr(modelpool, "load_processor"):
+        models = PoolModels(modelpool)
+        model = models.base or next(iter(models.values()))
+        if isinstance(model.entry, Mapping):
+            pool = local_pool(modelpool, model.name)
+            return model.entry, pool.load_processor  # type: ignore[attr-defined]
+        entry = model.location
+    return entry, lambda: _load(modelpool, "processor", entry, AutoImageProcessor)
 
 
-def _tokenizer(modelpool: Any, entry: Any) -> Any:
-    """The tokenizer of an entry; FusionBench's `Seq2SeqLMPool` cannot load its own."""
-    entry = _local_entry(modelpool, "tokenizer", entry)
+def _load(modelpool: Any, name: str, entry: Any, kind: Any) -> Any:
+    entry = _local_entry(modelpool, name, entry)
     if isinstance(entry, str):
         read_config(Path(entry))
-        return AutoTokenizer.from_pretrained(entry, trust_remote_code=False)
+        return kind.from_pretrained(entry, trust_remote_code=False)
     return instantiate(entry) if isinstance(entry, Mapping) else entry
+
+
+def _local_entry(modelpool: Any, name: str, entry: Any) -> Any:
+    """Replace the hub id in the entry of a tokenizer or processor by a local folder."""
+    if isinstance(entry, str) and not is_elsewhere(modelpool):
+        return str(fetch(entry, f"modelpool.{name}={entry}", weights=False))
+    if (
+        isinstance(entry, Mapping)
+        and isinstance(entry.get(NAME), str)
+        and str(entry.get("_target_")).endswith(".from_pretrained")
+        and not {"revision", "subfolder"} & set(entry)
+    ):
+        return OmegaConf.merge(entry, {NAME: _local_entry(modelpool, name, entry[NAME])})
+    return entry
 
 
 def _check_expert_tokenizers(modelpool: BaseModelPool, tokenizer: Any) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fusion_bench_featcal.files import clear_leftovers, free_space, prepare_directory, write_atomic
 from fusion_bench_featcal.fusionbench.options import plain
-from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
+from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.plurals import bytes_text
 from fusion_bench_featcal.results import Report
@@ -232,17 +232,14 @@ class RowSaver:
             write_atomic(self.folder / CARD, self._card(report), OPTIONS)
 
     def _card(self, report: Report | None = None) -> str:
-        pool = self._modelpool
-        base = _location(pool, BASE_MODEL) if pool.has_pretrained else None
-        experts = {name: _location(pool, name) for name in pool.model_names}
+        models = PoolModels(self._modelpool)
+        base = None if models.base is None else _location(models.base)
+        experts = {name: _location(model) for name, model in models.experts.items()}
         tags = ("merge", "fusion-bench", "featcal")
         return card_text(self._facts, base, experts, report, tags=tags)
 
 
-def _location(modelpool: BaseModelPool, name: str) -> str:
+def _location(model: PoolModel) -> str:
     """Return the folder, hub id or class of a pool's model."""
-    entry = plain(modelpool._models[name])
-    if isinstance(entry, Mapping):
-        keys = ("peft_model_path", "pretrained_model_name_or_path", "base_model_path", "_target_")
-        entry = next((entry[key] for key in keys if key in entry), name)
-    return entry if isinstance(entry, str) else type(entry).__name__
+    kind = type(model.entry).__name__ if model.module is not None else plain(model.entry)
+    return model.location or (str(kind.get("_target_")) if isinstance(kind, dict) else str(kind))
