@@ -57,6 +57,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """
 
     setting_kinds: ClassVar[tuple[type, ...]] = (FeatCalSettings, RunSettings)
+    results_kind: ClassVar[type[RunResults]] = RunResults
     _config_mapping = BaseAlgorithm._config_mapping | {n: n for n in names_of(setting_kinds)}
 
     base_method: Any
@@ -153,7 +154,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def _open_results(self, inputs: MethodInputs, upstream: str, choices: Choices) -> RunResults:
         """Return the place of all rows' models; a subclass may look at each of them there."""
-        return RunResults(
+        return self.results_kind(
             self,
             inputs.modelpool,
             inputs.processor,

@@ -76,14 +76,14 @@ def test_one_row_and_one_expert_besides_the_kept_models(monkeypatch: pytest.Monk
 
     others: Any = weakref.WeakSet(models())  # of other tests
     whole: list[int] = []
-    compare = measure._Pair.compare
+    compare = measure._compare
 
-    def counted(self: Any, *args: Any) -> Any:
+    def counted(*args: Any) -> Any:
         own = [one for one in models() if one not in others]
         whole.append(sum(next(one.parameters()).device.type != "meta" for one in own))
-        return compare(self, *args)
+        return compare(*args)
 
-    monkeypatch.setattr(measure._Pair, "compare", counted)
+    monkeypatch.setattr(measure, "_compare", counted)
     few = {"ridge_lambda": 0.5}
     lines = diagnosed(image_pool(), presets={"one": few, "two": few})
     assert rows_of(lines)[2:] == ["featcal", "featcal:one", "featcal:two"]
@@ -155,20 +155,11 @@ def test_texts(kind: str, tmp_path: Path):
     assert len(by_block(lines, "featcal", "drift")) == (4 if kind == "seq2seq" else 2)
 
 
-def test_positions_that_are_read_are_those_that_predict_a_target(tmp_path: Path):
-    every, read = (
-        by_block(diagnosed(text_pool("causal", tmp_path), positions=positions), "featcal", "drift")
-        for positions in ("all", "read")
-    )
-    assert all(every[block] != read[block] for block in every)
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"items": 1}, r"method\.items must be an integer >= 2, got 1"),
         ({"split": "tset"}, r"method\.split must be one of train, val, test, got 'tset'"),
-        ({"positions": "cls"}, r"method\.positions must be one of all, read"),
         ({"itmes": 3}, r"method\.itmes"),
     ],
 )
