@@ -75,13 +75,11 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             ValueError: If a key is unknown or a value is not accepted.
         """
         meta = take_fusion_bench_keys(keys)
-        self.settings, *others = read_settings(keys, self.setting_kinds, "featcal")
+        made = read_settings(keys, self.setting_kinds, "featcal")
+        self.settings: FeatCalSettings = made[0]
         check_family(self.settings.family)
-        for name, value in self.settings.as_dict().items():
-            setattr(self, name, value)
-        for kind in others:
-            for name in names_of([type(kind)]):
-                setattr(self, name, getattr(kind, name))
+        values = {name: getattr(kind, name) for kind in made for name in names_of([type(kind)])}
+        vars(self).update(values | self.settings.as_dict())
         # A preset's name may be one that the model pool brings.
         is_preset = self.save.startswith(_PRESET) and self.presets is None
         row = FEATCAL if is_preset else self.save
@@ -196,11 +194,13 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """Calibrate one row, and add to the first one's reads those of the upstream merger."""
         first, processes, fabric = name == FEATCAL, self._processes, self.fabric
         rule = settings.rule if isinstance(settings.rule, str) else "custom"
-        log.log(self._log_level, "calibrating %s (rule=%s)", name, rule)
+        level = logging.INFO if processes.rank == 0 else logging.DEBUG
+        log.log(level, "calibrating %s (rule=%s)", name, rule)
         log.debug("settings of %s: %s", name, settings.described())
         budget = upstream.budget_left(settings) if first else settings.expert_read_budget
         limited = settings.replace(expert_read_budget=budget)
         exchanged = processes.exchanged_bytes
+        saves = self._results is not None and self._results.saver.saves(name)
         with measure() as cost:
             base, experts = inputs.base(limited), inputs.experts(limited)
             self._log_plan(merged, limited, base, experts, batches)
@@ -213,7 +213,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 device=fabric.device,
                 autocast=fabric.autocast,
                 processes=processes,
-                hashed=processes.gather(self._saves(name))[0],  # the first one saves
+                hashed=processes.gather(saves)[0],  # the first one saves
             )
         if processes.size > 1:
             cost.more["processes"] = processes.size
@@ -223,15 +223,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         _add_amounts(cost, result)
         log.debug("calibrated %s in %.1f s", name, cost.seconds)
         return result, cost
-
-    @property
-    def _log_level(self) -> int:
-        """Level of messages that are the same in every process."""
-        return logging.INFO if self._processes.rank == 0 else logging.DEBUG
-
-    def _saves(self, row: str) -> bool:
-        """Return whether a row's model is saved: then what it is made from is hashed."""
-        return self._results is not None and self._results.saver.saves(row)
 
     def _log_plan(
         self,
@@ -243,15 +234,15 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     ) -> None:
         if self._processes.rank > 0:
             return
-        whole = experts.whole() + isinstance(base, nn.Module)
+        base_whole = isinstance(base, nn.Module)
         log_plan(
             merged,
             settings,
             len(experts),
             self.fabric.device,
             samples=numbers_of_samples(batches),
-            whole=whole,
-            loaded=1 + isinstance(base, nn.Module),
+            whole=experts.whole() + base_whole,
+            loaded=1 + base_whole,
             itemsize=stored_itemsize(base),
             processes=self._processes.size,
         )

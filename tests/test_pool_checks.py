@@ -13,7 +13,6 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from cli_runs import fusion_bench
 from fusion_bench import BaseModelPool
 from fusion_bench.modelpool import CausalLMPool, CLIPVisionModelPool, Seq2SeqLMPool
 from fusion_bench.taskpool.dummy import DummyTaskPool
@@ -357,12 +356,3 @@ def test_dummy_task_pool_is_kept_where_it_was_asked_for(words, caplog, monkeypat
     assert (program.taskpool is None) == bool(words)
     assert len(caplog.records) == 1
     assert ("nothing is evaluated" in caplog.text) == bool(words)
-
-
-@pytest.mark.slow
-def test_causal_pool_in_yaml_without_a_tokenizer_says_what_to_set(tmp_path):
-    words = ["method=featcal", "modelpool=llama-mini_TA6", "~modelpool.tokenizer"]
-    result = fusion_bench([*words, f"path.log_dir={tmp_path}/log"], tmp_path, check=False)
-    assert result.returncode != 0
-    assert "error: the model pool names no tokenizer" in result.stderr
-    assert "set modelpool.tokenizer" in result.stderr

@@ -111,10 +111,6 @@ class FeatCalJob(Callback):
             SystemExit: If it cannot be made or written.
         """
         make_importable(os.getcwd())
-        pool: Any = config.get("modelpool") or {}
-        if str(pool.get("_target_")).endswith(("CausalLMPool", "Seq2SeqLMPool")):
-            with open_dict(pool):  # FusionBench cannot make such a pool; the method refuses it
-                pool.tokenizer = pool.get("tokenizer")
         if is_helper(os.environ):  # the time in the folder's name would differ
             with open_dict(config.hydra):
                 config.hydra.run.dir, config.hydra.output_subdir = ".", None
