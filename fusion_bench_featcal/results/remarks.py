@@ -1,7 +1,6 @@
 """Sentences about a run: tasks to look at, and the last lines of its output."""
 
 import os
-import re
 import shlex
 import shutil
 import sysconfig
@@ -24,19 +23,6 @@ are up to 30 times as large.)"""
 
 _SHOWN = 0.0005
 """Differences of accuracy below this vanish in tables of tenths of a per cent."""
-
-
-_INFORMATION = re.compile(
-    r"of \d+ calibrations .* was kept\b|calibrated again with more weight for far tasks\b"
-    r"|; evaluated on \d+ rows? of --|, so its expert writes them$"
-    r"|^(evaluated by|gain of|adapter of rank) |^verdict: \d+ of \d+ tasks? (is|are) closer "
-    r"|(^|: )(base|experts), by "
-)
-
-
-def is_information(note: str) -> bool:
-    """Tell whether a report's note only says what was done, where others ask for a look."""
-    return _INFORMATION.search(note) is not None
 
 
 def tasks_below_merged(report: Report) -> list[str]:

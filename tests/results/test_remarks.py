@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 from synthetic import LEVELS, make_report
 
-from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.tasks import Part, sentence
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.remarks import (
     closing_lines,
     closing_lines_of_a_comparison,
-    is_information,
     tasks_below_merged,
     tasks_with_high_drift,
 )
@@ -127,13 +124,3 @@ def test_each_task_that_keeps_a_high_drift_after_the_last_block_has_a_sentence()
     ]
     (sentence,) = tasks_with_high_drift("featcal", records)
     assert sentence.startswith("featcal: far keeps a relative drift of 0.93 after the last block")
-
-
-def test_warnings_are_told_from_information() -> None:
-    lower = make_report(LEVELS | {"featcal": 0.1})
-    drift = [{"kind": "task", "task": "dtd", "relative_drift_after": 0.9}]
-    warnings = [*tasks_below_merged(lower), *tasks_with_high_drift("featcal", drift)]
-    request, samples = Request(out="out", data={"dtd": "dtd.jsonl"}), Part("", [], [0, 1])
-    warnings.append(sentence("dtd", request, samples, Part("", [], [])))
-    assert len(warnings) == 4 and not any(map(is_information, warnings))
-    assert is_information(sentence("dtd", request, samples, samples))
