@@ -178,20 +178,21 @@ def curves(
     ylabel: str,
     *,
     title: str = "",
+    sharex: bool = True,
 ) -> "Figure":
     """Draw lines with their intervals as bands. A row with one point is a mark with a bar.
 
-    Each panel has its horizontal axis. It is logarithmic if its values are positive and the largest
-    is far above the smallest.
+    A horizontal axis is logarithmic if its values are positive and reach far.
 
     Args:
         panels: Panel -> row -> points in order.
         xlabel: Label of the horizontal axis.
         ylabel: Label of the vertical axis.
         title: Title of the figure.
+        sharex: Give all panels the same horizontal axis.
     """
     looks = marks(_names(panels.values()))
-    figure, grid = _frame(list(panels), (2.6, 2.2), (xlabel, ylabel), title, sharex=False)
+    figure, grid = _frame(list(panels), (2.6, 2.2), (xlabel, ylabel), title, sharex=sharex)
     for axes, panel in zip(grid, panels.values(), strict=True):
         for row, points in panel.items():
             xs, values, lows, highs = zip(*points, strict=True)
@@ -202,15 +203,16 @@ def curves(
                 axes.vlines(xs, lows, highs, colors=looks[row]["color"], lw=1.3)
             else:
                 axes.fill_between(xs, lows, highs, color=looks[row]["color"], alpha=0.18, lw=0)
-        _scale(axes, list(panel.values()))
+        _scale(axes, panels.values() if sharex else [panel])
     _legend(figure, looks, "-")
     return figure
 
 
-def _scale(axes: "Axes", lines: Sequence[Sequence[CurvePoint]]) -> None:
-    """Make the horizontal axis logarithmic if its values reach far, with plain numbers."""
+def _scale(axes: "Axes", panels: Iterable[Mapping[str, Sequence[CurvePoint]]]) -> None:
+    """Make the horizontal axis logarithmic if the panels' values reach far, with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+    lines = [points for panel in panels for points in panel.values()]
     xs = sorted({point[0] for points in lines for point in points})
     if xs[0] <= 0 or xs[-1] < _FAR * xs[0]:
         return

@@ -62,7 +62,10 @@ def diagnosis_figures(lines: Sequence[Line]) -> "dict[str, Figure]":
     figures = {
         "diagnosis": charts.blocks(
             {
-                panel: {row: _by_short_block(part, row, "relative") for row in rows}
+                panel: {
+                    charts.MERGED if row == merger else row: _by_short_block(part, row, "relative")
+                    for row in rows
+                }
                 for panel, part in {"mean over tasks": lines, **by_name}.items()
             },
             "drift / expert's norm",

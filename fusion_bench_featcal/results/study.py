@@ -161,7 +161,7 @@ class Study:
         for merger in mergers_of(points):
             over, label = f"{title}, over {merger}", "average accuracy, %"
             if curves := curves_of(points, merger):
-                figure = charts.curves(curves, "", label, title=over)
+                figure = charts.curves(curves, "", label, title=over, sharex=False)
             else:
                 figure = charts.dots({"": _dots_of(points, merger)}, label, title=over)
             figures[f"{self.name}_{merger}"] = figure
