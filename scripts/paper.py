@@ -197,7 +197,7 @@ def _cell(study: Mapping[str, Any], one: Side, relation: str, other: Side) -> st
     if difference is None:
         return "-"
     value, low, high = (100 * number for number in difference)
-    return f"{value:+.1f} [{low:+.1f}, {high:+.1f}] {verdict(low, high, relation)}"
+    return f"{value:+z.1f} [{low:+z.1f}, {high:+z.1f}] {verdict(low, high, relation)}"
 
 
 def _row(study: Mapping[str, Any], side: Side) -> dict[str, Any] | None:

@@ -65,14 +65,14 @@ ITEMS = (
 
 
 def commands_part() -> str:
-    """Return every item with its commands, for docs/paper.md."""
-    return "\n\n".join(
-        "\n".join(
-            [f"**{item.source}:** {item.content}", "", "```bash", *item.commands(item.bundled),
-             "# weights and data from the hub, never run here:", *item.commands(item.hub), "```"]
-        )
+    """Return a table of the items for docs/paper.md."""
+    lines = [
+        [item.source, item.content, f"`method={item.method}`", "<br>".join(item.bundled),
+         "<br>".join(item.hub)]
         for item in ITEMS
-    )  # fmt: skip
+    ]  # fmt: skip
+    heads = ["", "", "method", "bundled pools", "the paper's pools"]
+    return paper.table(heads, lines).replace("--:", ":--")
 
 
 def run(item: Item, pools: tuple[str, ...], out: Path) -> list[str]:

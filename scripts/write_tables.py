@@ -90,7 +90,7 @@ def gain(row: Row, key: str = "gain_interval") -> str:
     if row["is_merger"] or limits is None:
         return "-"
     values = (100 * limits[key] for key in ("estimate", "low", "high"))
-    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*values)
+    return "{:+z.1f} [{:+z.1f}, {:+z.1f}]".format(*values)
 
 
 def short(task: str) -> str:
