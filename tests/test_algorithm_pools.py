@@ -107,7 +107,7 @@ def test_folder_without_weights_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     pool = pool_of({"_pretrained_": str(tmp_path / "empty")})
     with pytest.raises(
-        CalibrationError, match=r"empty.*no config.json.*modelpool\.models\._pretrained_"
+        CalibrationError, match=r"empty.*no weights in .*modelpool\.models\._pretrained_"
     ):
         FeatCalAlgorithm(base_method=AVERAGE).run(pool)
 
