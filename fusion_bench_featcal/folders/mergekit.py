@@ -1,10 +1,9 @@
 """The `mergekit_config.yml` that mergekit leaves beside a merged model: its base and experts."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.untrusted import read_yaml
@@ -14,14 +13,14 @@ _BASE_IS_MERGED = ("slerp", "nearswap", "arcee_fusion")
 """Methods whose `base_model` is one of the merged models, not the one these were tuned from."""
 _TYPES = {"models": list, "sources": list, "slices": list, "modules": dict}
 _MOST_PATH = 1000  # characters
+_ADVICE = "Name the models by --base and --expert NAME=DIR"
 
 
 class UnreadableConfig(ValueError):
     """A config that names no models. They may be named by options."""
 
 
-@dataclass(frozen=True)
-class Merge:
+class Merge(NamedTuple):
     """Models that a merge was made from.
 
     Attributes:
@@ -34,6 +33,13 @@ class Merge:
     method: str
     base: str | None
     experts: Mapping[str, str]
+
+
+class _Reference(NamedTuple):
+    """A model that a config names, and the LoRA adapter that is added to it."""
+
+    model: str
+    adapter: str | None
 
 
 def with_merge_config(
@@ -66,51 +72,32 @@ def with_merge_config(
             raise
         notes.append(f"not read: {first_line(error)}")
         merge = None
-    if merge is None and not experts:
-        raise ValueError(
-            f"{merged} has no {FILE}: give --base and --expert NAME=DIR for each expert"
-        )
     if merge is None:
+        if not experts:
+            raise ValueError(
+                f"{merged} has no {FILE}: give --base and --expert NAME=DIR for each expert"
+            )
         return base, experts, "--expert"
     if base is None and merge.base is not None:
-        base = merge.base
         notes.append(f"base by {FILE}")
     elif base is not None and merge.base is not None and not _is_same(base, merge.base):
         raise ValueError(
             f"--base {base} is not the base that {merged} was merged on: its {FILE} names "
             f"{merge.base}"
         )
-    if experts:
-        notes += _check_experts(merged, experts, merge.experts)
-        return base, experts, "--expert"
-    _check_folders(merged, [merge.base or "", *merge.experts.values()])
-    notes.append(f"experts by {FILE} ({merge.method})")
-    return base, merge.experts, f"{merged}/{FILE}"
-
-
-def _check_folders(merged: str, locations: Iterable[str]) -> None:
-    """Refuse folders of a mergekit config that are not there (any more)."""
-    for location in locations:
-        is_path = location.startswith((".", "/", "~")) or location.count("/") > 1
-        if is_path and not Path(location).expanduser().is_dir():
-            raise ValueError(
-                f"{FILE} in {merged} names {location}, where there is no folder (now): name the "
-                "models by --base DIR and --expert NAME=DIR"
-            )
-
-
-def _check_experts(
-    merged: str, experts: Mapping[str, str], known: Mapping[str, str]
-) -> Iterator[str]:
+    if not experts:
+        notes.append(f"experts by {FILE} ({merge.method})")
+        return base or merge.base, merge.experts, f"{merged}/{FILE}"
+    listed = list(merge.experts.values())
     for name, location in experts.items():
-        if not any(_is_same(location, other) for other in known.values()):
+        if not any(_is_same(location, other) for other in listed):
             raise ValueError(
                 f"--expert {name}={location} is no model that {merged} was merged from: its {FILE} "
-                f"names {', '.join(known.values())}"
+                f"names {', '.join(listed)}"
             )
-    left = [v for v in known.values() if not any(_is_same(v, e) for e in experts.values())]
-    if left:
-        yield f"merged from {', '.join(left)} as well, for which no --expert stands"
+    if left := [v for v in listed if not any(_is_same(v, e) for e in experts.values())]:
+        notes.append(f"merged from {', '.join(left)} as well, for which no --expert stands")
+    return base or merge.base, experts, "--expert"
 
 
 def _is_same(one: str, other: str) -> bool:
@@ -123,13 +110,7 @@ def _is_same(one: str, other: str) -> bool:
 
 
 def read_merge(merged: Path) -> Merge | None:
-    """Read which models a merged model was made from.
-
-    Args:
-        merged: The merged model's folder.
-
-    Returns:
-        The models; None if the folder has no mergekit config.
+    """Read which models the model in a folder was merged from; None: it has no mergekit config.
 
     Raises:
         UnreadableConfig: If the config is damaged or names no models, or models cannot be told
@@ -139,29 +120,35 @@ def read_merge(merged: Path) -> Merge | None:
     file = merged / FILE
     try:
         content = read_yaml(file)
-        models = [_located(model, merged) for model in _models(content)]
-        named = next((part["base_model"] for part in _parts(content) if part.get("base_model")), "")
-        base = _located(named, merged) if named else None
+        parts = list(_parts(content))
+        models = [_reference(model, merged) for part in parts for model in _models(part)]
+        named = next((part["base_model"] for part in parts if part.get("base_model")), None)
+        base = None if named is None else _reference(named, merged)
     except FileNotFoundError:
         return None
     except ValueError as error:
         start = "" if str(file) in str(error) else f"{file}: "
-        advice = "Name the models by --base and --expert NAME=DIR"
-        raise UnreadableConfig(f"{start}{error}. {advice}") from error
+        raise UnreadableConfig(f"{start}{error}. {_ADVICE}") from error
     method = str(content.get("merge_method"))
-    _check_layers(content, method, merged)
+    if method == "passthrough" or any(map(_stacks, parts)):
+        slices = f"{method} from slices of different layers"
+        stacked = "passthrough, which stacks layers" if method == "passthrough" else slices
+        raise ValueError(
+            f"{merged} was merged by mergekit's {stacked}: it has other blocks than its experts, "
+            "so it cannot be calibrated"
+        )
     if base is not None and method in _BASE_IS_MERGED:
         models, base = [*models, base], None
-    base, locations = _with_adapters(models, base, file)
-    return Merge(method, base, _named(locations, file))
+    known, locations = _with_adapters(models, base, file)
+    experts = _named(locations)
+    if not experts or len(experts) < len(locations):
+        problem = f"the names of {', '.join(locations)} do not differ" if experts else "no models"
+        raise UnreadableConfig(f"{file}: {problem}. {_ADVICE}")
+    return Merge(method, known, experts)
 
 
 def _parts(content: Any, label: str = "it") -> Iterator[Mapping[str, Any]]:
-    """Yield a config and the slices and modules in it.
-
-    Raises:
-        ValueError: If a value has a type that mergekit does not take.
-    """
+    """Yield a config and the slices and modules in it, with values of the types that they have."""
     if not isinstance(content, Mapping):
         raise ValueError(f"{label} is {content!r:.60}, not a mapping")
     for key, kind in _TYPES.items():
@@ -173,30 +160,20 @@ def _parts(content: Any, label: str = "it") -> Iterator[Mapping[str, Any]]:
         yield from _parts(part, "a slice or module")
 
 
-def _models(content: Any) -> Iterator[Any]:
-    """Yield every model that a config names, in `models`, `slices` and `modules`."""
-    for part in _parts(content):
-        for entry in [*(part.get("models") or ()), *(part.get("sources") or ())]:
-            yield entry.get("model") if isinstance(entry, Mapping) else entry
+def _models(part: Mapping[str, Any]) -> Iterator[Any]:
+    for entry in [*(part.get("models") or ()), *(part.get("sources") or ())]:
+        yield entry.get("model") if isinstance(entry, Mapping) else entry
 
 
-@dataclass(frozen=True)
-class _Located:
-    """A model that a config names, and the LoRA adapter that is added to it."""
-
-    model: str
-    adapter: str | None = None
-
-
-def _located(reference: Any, merged: Path) -> _Located:
+def _reference(value: Any, merged: Path) -> _Reference:
     """Read a reference: `MODEL`, `MODEL+LORA`, or mergekit's mappings for them."""
-    model, adapter = reference, None
-    if isinstance(reference, Mapping) and "model" in reference:
-        model, adapter = reference["model"], reference.get("lora")
+    model, adapter = value, None
+    if isinstance(value, Mapping) and "model" in value:
+        model, adapter = value["model"], value.get("lora")
     if adapter is None and isinstance(model, str):
         model, _, adapter = model.partition("+")
     location = _location(model, merged)
-    return _Located(location, _location(adapter, merged) if adapter else None)
+    return _Reference(location, _location(adapter, merged) if adapter else None)
 
 
 def _location(value: Any, merged: Path) -> str:
@@ -212,30 +189,20 @@ def _location(value: Any, merged: Path) -> str:
     return value if revision is None else f"{value}@{revision}"
 
 
-def _check_layers(content: Mapping[str, Any], method: str, merged: Path) -> None:
-    """Refuse merges that stack layers.
-
-    Raises:
-        ValueError: If blocks of the merged model are others than those of its experts.
-    """
-    stacked = "mergekit's passthrough, which stacks layers" if method == "passthrough" else None
-    for part in _parts(content):
-        end = 0
-        for piece in part.get("slices") or ():
-            sources = [source for source in piece.get("sources") or () if source]
-            ranges = [source.get("layer_range") or [end, end] for source in sources]
-            if any(span[0] != end or span != ranges[0] for span in ranges):
-                stacked = stacked or f"mergekit's {method} from slices of different layers"
-            end = ranges[0][1] if ranges else end
-    if stacked:
-        raise ValueError(
-            f"{merged} was merged by {stacked}: it has other blocks than its experts, so it cannot "
-            "be calibrated"
-        )
+def _stacks(part: Mapping[str, Any]) -> bool:
+    """Return whether blocks of the merged model are others than those of its experts."""
+    end = 0
+    for piece in part.get("slices") or ():
+        sources = [source for source in piece.get("sources") or () if source]
+        ranges = [source.get("layer_range") or [end, end] for source in sources]
+        if any(span[0] != end or span != ranges[0] for span in ranges):
+            return True
+        end = ranges[0][1] if ranges else end
+    return False
 
 
 def _with_adapters(
-    models: Collection[_Located], base: _Located | None, file: Path
+    models: Collection[_Reference], base: _Reference | None, file: Path
 ) -> tuple[str | None, list[str]]:
     """Return the base and the experts' locations, of adapters on the base those of the adapters.
 
@@ -259,28 +226,22 @@ def _with_adapters(
     return known, list(locations.values())
 
 
-def _named(locations: Collection[str], file: Path) -> dict[str, str]:
-    """Name models by their locations.
-
-    Raises:
-        UnreadableConfig: If there are none, or names do not differ.
-    """
-    if not locations:
-        raise UnreadableConfig(f"{file} names no models. Name them by --expert NAME=DIR")
-    split = {_split(location): location for location in locations}
-    experts = {_name_of(parts, split): location for parts, location in split.items()}
-    if len(experts) < len(locations):
-        raise UnreadableConfig(
-            f"{file}: the names of {', '.join(locations)} do not differ. Name them by "
-            "--expert NAME=DIR"
-        )
-    return experts
-
-
 def _resolved(location: str) -> Path:
     """Return the folder behind all links, or a hub id; two spellings of one give the same."""
     folder = Path(location).expanduser()
     return folder.resolve() if folder.exists() else folder
+
+
+def _named(locations: Collection[str]) -> dict[str, str]:
+    """Name models by the shortest tails of their locations that no other has, as file names."""
+    split = {_split(location): location for location in locations}
+    named = {}
+    for parts, location in split.items():
+        tails = [parts[-length:] for length in range(1, len(parts) + 1)]
+        free = [t for t in tails if sum(other[-len(t) :] == t for other in split) == 1]
+        tail = free[0] if free else parts
+        named["-".join(part for part in tail if part.strip("/."))] = location
+    return named
 
 
 def _split(location: str) -> tuple[str, ...]:
@@ -289,10 +250,3 @@ def _split(location: str) -> tuple[str, ...]:
     if folder.exists():
         return Path(os.path.abspath(folder)).parts
     return Path(location.partition("@")[0]).parts
-
-
-def _name_of(model: tuple[str, ...], models: Collection[tuple[str, ...]]) -> str:
-    """Return the shortest tail of a model's location that no other has, as a file name."""
-    tails = (model[-length:] for length in range(1, len(model) + 1))
-    free = (tail for tail in tails if sum(other[-len(tail) :] == tail for other in models) == 1)
-    return "-".join(part for part in next(free, model) if part.strip("/."))

@@ -232,13 +232,6 @@ def test_blocks_of_an_interrupted_run(folder, capsys):
     assert "go on with --resume, or remove it" in refusal(capsys, words(folder))
 
 
-def test_models_that_have_moved_since_the_merge(folder, capsys):
-    recipe(folder, str(folder / "base"), "/models/one")
-    data = ["--data", f"one={folder / 'one.jsonl'}", "--out", str(folder / "out")]
-    line = refusal(capsys, ["calibrate", str(folder / "merged"), *data])
-    assert "mergekit_config.yml" in line and "/models/one" in line and "--expert NAME=DIR" in line
-
-
 def test_an_expert_without_data(folder, capsys):
     named = words(folder)
     at = named.index(f"two={folder / 'two.jsonl'}")
