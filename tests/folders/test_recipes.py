@@ -101,7 +101,7 @@ def test_experts_whose_names_cannot_differ(folder, capsys, monkeypatch):
     recipe(folder, "ties", "base", *places)
     assert main(calibrate(folder, "--preset", "paper")) == 2
     line = capsys.readouterr().err
-    assert "mergekit_config.yml" in line and "Name them by --expert NAME=DIR" in line
+    assert "mergekit_config.yml" in line and "Name the models by --base" in line
     assert all(place in line for place in places)
 
 
