@@ -73,7 +73,7 @@ compare-full: $(VENV)/.installed ## compare, then three seeds with 256 and with 
 diagnose: $(VENV)/.installed ## drift, final features and task vectors on the image suite and both text suites: minutes
 	for pool in clip-vit-mini_TA6 flan-t5-mini_TA6 llama-mini_TA6; do $(BIN)/fusion_bench method=diagnose modelpool=$$pool method.items=128 path.log_dir=$(DIAGNOSES)/$$pool || exit 1; done
 
-studies: $(VENV)/.installed ## every study on the bundled suites, then their tables in docs/; finished cells stay
+studies: $(VENV)/.installed ## every study on the bundled suites, then their tables and figures in docs/; finished cells stay
 	PATH="$(abspath $(BIN)):$$PATH" examples/studies.sh $(STUDIES)
 	$(BIN)/python scripts/write_tables.py --take $(STUDIES)
 

@@ -352,12 +352,25 @@ def take(folder: Path) -> None:
     for source in sorted(folder.glob("*/*/report.json")):
         content = json.loads(source.read_text(encoding="utf-8"))
         if content.get("kind") == "study":
-            _keep(content, "studies", source.parts[-3], f"{source.parts[-2]}.json")
+            suite, name = source.parts[-3:-1]
+            _keep(content, "studies", suite, f"{name}.json")
+            _draw(source.parent, f"{suite}-{name}")
     for source in sorted(folder.glob(f"*/{LINES_FILE}")):
         suite = source.parent.name
         run = json.loads((source.parent / "report.json").read_text(encoding="utf-8"))
         _keep(run, "diagnosis", suite, "run.json")
         shutil.copyfile(source, RESULTS / "diagnosis" / suite / LINES_FILE)
+
+
+def _draw(study: Path, name: str) -> None:
+    """Draw a study's curves again if a page has them."""
+    from fusion_bench_featcal.results import charts
+    from fusion_bench_featcal.results.study import Study
+
+    folder = ROOT / "docs" / "figures" / "studies"
+    if (folder / f"{name}.svg").is_file():
+        (figure,) = Study.load(study).figures().values()
+        charts.save({name: figure}, folder, "--take")
 
 
 def _keep(content: Mapping[str, Any], *path: str) -> None:
