@@ -12,7 +12,7 @@ import fusion_bench_featcal.compat  # noqa: F401
 from torch import Tensor, nn
 
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.diagnosis.items import LEAST, TaskItems, chosen_tasks, open_items
+from fusion_bench_featcal.diagnosis.items import LEAST, TaskItems, open_items
 from fusion_bench_featcal.diagnosis.measure import measure
 from fusion_bench_featcal.diagnosis.metrics import accuracy_lines, expert_lines, row_lines
 from fusion_bench_featcal.families import resolve_family
@@ -155,7 +155,7 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
 
     def _open_results(self, inputs: MethodInputs, upstream: str, choices: Choices) -> RunResults:
         settings = self.settings.replace(samples_per_task=self.items, held_out=0)
-        items = open_items(inputs, chosen_tasks(inputs, self.tasks), settings, self.split)
+        items = open_items(inputs, self.tasks, settings, self.split)
         results: Any = super()._open_results(inputs, upstream, choices)
         results.report.notes.append(
             f"diagnosis: at most {self.items} items per task of the {self.split} split"

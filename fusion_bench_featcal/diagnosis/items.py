@@ -1,7 +1,7 @@
 """Items of a diagnosis: some of each task's test split, with their classes."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,37 +33,28 @@ class TaskItems:
     classes: list[str] | None
 
 
-def chosen_tasks(inputs: MethodInputs, tasks: Sequence[str] | None) -> list[str]:
-    """Return the tasks to diagnose: those that are named, or all that have an expert.
-
-    Raises:
-        CalibrationError: If a task has no expert.
-    """
-    available = list(inputs.modelpool.model_names)
-    for task in tasks or ():
-        if task not in available:
-            raise CalibrationError(
-                f"method.tasks: the model pool has no expert {task!r}"
-                f"{nearest_hint(task, available)}; it has {', '.join(available)}"
-            )
-    return list(tasks or available)
-
-
 def open_items(
-    inputs: MethodInputs, tasks: Iterable[str], settings: FeatCalSettings, split: str
+    inputs: MethodInputs, tasks: Sequence[str] | None, settings: FeatCalSettings, split: str
 ) -> dict[str, TaskItems]:
     """Draw items of each task as calibration samples are drawn.
 
     Args:
         inputs: The pools.
-        tasks: The tasks.
+        tasks: The tasks; None: all that have an expert.
         settings: `samples_per_task` items at most, `seed`, `batch_size` and `max_length`.
         split: Split of the items.
 
     Raises:
-        CalibrationError: If a task has fewer than two items, or its data cannot be loaded.
+        CalibrationError: If a task has no expert or fewer than two items, or its data cannot be
+            loaded.
     """
-    tasks = list(tasks)
+    experts = list(inputs.modelpool.model_names)
+    for task in set(tasks or ()) - set(experts):
+        raise CalibrationError(
+            f"method.tasks: the model pool has no expert {task!r}{nearest_hint(task, experts)}; it "
+            f"has {', '.join(experts)}"
+        )
+    tasks = tasks or experts
     sizes = samples_used(inputs.modelpool, tasks, settings.samples_per_task, split)
     for task in tasks:
         samples = sizes[task]["samples"] if task in sizes else 0

@@ -1,6 +1,7 @@
 """Tables, sentences and charts of a diagnosis: drift by block, final features, classes."""
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from . import charts
@@ -33,10 +34,10 @@ def diagnosis_sentences(lines: Sequence[Line]) -> list[str]:
     sentences = []
     for row in repairs if tasks else ():
         before, after = (by_task(lines, name, "final_cosine") for name in (merger, row))
-        if mean(after.values()) < mean(before.values()):
+        if fmean(after.values()) < fmean(before.values()):
             sentences.append(
                 f"{row}: final features are farther from the experts' than the merged model's "
-                f"(mean cosine {mean(after.values()):.3f}, merged {mean(before.values()):.3f}). "
+                f"(mean cosine {fmean(after.values()):.3f}, merged {fmean(before.values()):.3f}). "
                 "Are the calibration samples like these items?"
             )
         change = _change(lines, row, merger)
@@ -63,7 +64,7 @@ def diagnosis_figures(lines: Sequence[Line]) -> "dict[str, Figure]":
         "diagnosis": charts.blocks(
             {
                 panel: {
-                    charts.MERGED if row == merger else row: _by_short_block(part, row, "relative")
+                    charts.MERGED if row == merger else row: by_block(part, row, "relative")
                     for row in rows
                 }
                 for panel, part in {"mean over tasks": lines, **by_name}.items()
@@ -73,8 +74,8 @@ def diagnosis_figures(lines: Sequence[Line]) -> "dict[str, Figure]":
         ),
         "diagnosis-terms": charts.blocks(
             {
-                row: {term: _by_short_block(lines, row, key) for key, term in _TERMS.items()}
-                for row in (rows if not repairs else [r for r in rows if r in (merger, *repairs)])
+                row: {term: by_block(lines, row, key) for key, term in _TERMS.items()}
+                for row in [row for row in rows if row != BASE] or rows
             },
             "mean L2 norm",
             title="Drift = local mismatch + upstream propagation, mean over tasks",
@@ -95,14 +96,8 @@ def diagnosis_figures(lines: Sequence[Line]) -> "dict[str, Figure]":
 
 def _change(lines: Sequence[Line], row: str, merger: str) -> dict[str, float]:
     """Return the change of relative drift in per cent, by the blocks' short names."""
-    before, after = (_by_short_block(lines, name, "relative") for name in (merger, row))
+    before, after = (by_block(lines, name, "relative") for name in (merger, row))
     return {block: 100 * (after[block] / max(before[block], 1e-30) - 1) for block in before}
-
-
-def _by_short_block(lines: Sequence[Line], row: str, metric: str) -> dict[str, float]:
-    """Return `by_block` with short names."""
-    values = by_block(lines, row, metric)
-    return dict(zip(short_blocks(list(values)), values.values(), strict=True))
 
 
 def merger_of(lines: Sequence[Line]) -> str:
@@ -124,9 +119,10 @@ def rows_of(lines: Iterable[Line]) -> list[str]:
 
 
 def by_block(lines: Iterable[Line], row: str, metric: str) -> dict[str, float]:
-    """Return a row's metric at each block, averaged over tasks."""
+    """Return a row's metric by the blocks' short names, averaged over tasks."""
     values = means(where(lines, row=row, metric=metric), "block")
-    return {block: value for (block,), value in values.items() if block}
+    names = short_blocks([block for (block,) in values])
+    return dict(zip(names, values.values(), strict=True))
 
 
 def by_task(lines: Iterable[Line], row: str, metric: str) -> dict[str, float]:
@@ -135,17 +131,11 @@ def by_task(lines: Iterable[Line], row: str, metric: str) -> dict[str, float]:
     return {task: value for (task,), value in values.items()}
 
 
-def mean(values: Iterable[float]) -> float:
-    """Return the mean of some values, of which there is one at least."""
-    values = list(values)
-    return sum(values) / len(values)
-
-
 def _drift_grid(lines: Sequence[Line]) -> Grid:
     """Relative drift at each block and the propagation's share of it, mean over tasks."""
     rows = rows_of(lines)
-    drift = {row: _by_short_block(lines, row, "relative") for row in rows}
-    share = {row: _by_short_block(lines, row, "share") for row in rows}
+    drift = {row: by_block(lines, row, "relative") for row in rows}
+    share = {row: by_block(lines, row, "share") for row in rows}
     cells = [
         (block, [f"{drift[row][block]:.3f} ({with_unit(share[row][block])})" for row in rows])
         for block in (drift[rows[0]] if rows else ())
@@ -158,7 +148,7 @@ def _cosine_grid(lines: Sequence[Line]) -> Grid:
     values = {row: by_task(lines, row, "final_cosine") for row in rows_of(lines)}
     tasks = short_names(list(next(iter(values.values()), {})))
     cells = [
-        (row, [f"{value:.3f}" for value in (*of.values(), mean(of.values()))])
+        (row, [f"{value:.3f}" for value in (*of.values(), fmean(of.values()))])
         for row, of in values.items()
     ]
     return Grid("row", [*tasks.values(), AVERAGE], cells).for_page()
@@ -172,7 +162,7 @@ def _class_grid(lines: Sequence[Line]) -> Grid:
     counts = "test_items" if metric == "accuracy" else "items"
     sizes = means(where(classes, metric=counts), "task", "class")
     gains = {
-        key: mean(values[*key, row] - values[*key, rows[0]] for row in rows[1:])
+        key: fmean(values[*key, row] - values[*key, rows[0]] for row in rows[1:])
         for key in sizes
         if len(rows) > 1 and all((*key, row) in values for row in rows)
     }
