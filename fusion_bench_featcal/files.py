@@ -33,25 +33,12 @@ class ReportError(RuntimeError):
 
 
 def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
-    """Create a folder with its parents, and check before long work that files can be written there.
-
-    Args:
-        directory: The folder.
-        setting: The setting that chose the folder, for the message.
-
-    Returns:
-        The absolute path.
+    """Create a folder with its parents, and check that files can be written; return its path.
 
     Raises:
-        ReportError: The path or a parent is a file, or the folder cannot be created or written.
+        ReportError: It cannot be created or written. The message names it and `setting`.
     """
     directory = Path(directory).absolute()
-    for part in (directory, *directory.parents):
-        if part.exists() and not part.is_dir():
-            raise ReportError(
-                f"cannot write results to {directory}: {part} is a file, not a directory. "
-                f"Remove it or change {setting}."
-            )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -64,9 +51,6 @@ def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`. The file written there then replaces `path` atomically.
-
-    Args:
-        path: The file; its folder exists.
 
     Raises:
         OSError: It cannot be written. The old file stays.
@@ -185,12 +169,7 @@ def temporary_neighbour(path: Path) -> Path:
 
 
 def orphans(folder: Path, prefix: str = "") -> list[Path]:
-    """List temporary files that killed processes of this host left in a folder.
-
-    Args:
-        folder: The folder; it may be missing.
-        prefix: Beginning of the names.
-    """
+    """List temporary files that killed processes of this host left in a folder."""
     try:
         return sorted(p for p in folder.iterdir() if p.name.startswith(prefix) and _is_orphan(p))
     except OSError:

@@ -210,4 +210,4 @@ def test_file_in_place_of_the_log_directory_is_named(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode != 0
-    assert re.search(r"taken is a file.*path\.log_dir", result.stderr)
+    assert re.search(r"taken.*: (File exists|Not a dir).*path\.log_dir", result.stderr)

@@ -109,7 +109,7 @@ def test_out_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = leave_run(tmp_path / "run")
     (tmp_path / "out").write_text("")
     assert main(["report", str(run), "--out", str(tmp_path / "out")]) == 2
-    assert "out is a file, not a directory. Remove it or change --out." in error_of(capsys)
+    assert "out: File exists. Change --out to a writable directory." in error_of(capsys)
 
 
 def test_suite_path_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

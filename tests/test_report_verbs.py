@@ -64,7 +64,7 @@ def test_a_page_of_nothing(tmp_path: Path, capsys):
 def test_a_folder_that_is_a_file(run: Path, tmp_path: Path, capsys):
     (tmp_path / "taken").write_text("")
     message = error_of(["report", str(run), "--html", str(tmp_path / "taken" / "a.html")], capsys)
-    assert message.endswith("taken is a file, not a directory. Remove it or change --html.")
+    assert message.endswith("taken: File exists. Change --html to a writable directory.")
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs Linux's /proc")

@@ -175,7 +175,7 @@ PLACES = {  # in FOLDER lie a file and the folder of an expert
     "here": (".", "is the current folder or one above it"),
     "above": ("..", "is the current folder or one above it"),
     "file": ("FOLDER/file", "is a file"),
-    "below a file": ("FOLDER/file/model", "is a file, not a directory"),
+    "below a file": ("FOLDER/file/model", "cannot write .*(File exists|Not a dir)"),
     "read-only": ("/proc/nowhere/model", "cannot write"),
     "expert": ("FOLDER/expert", r"modelpool\.models\.one"),
     "in an expert": ("FOLDER/expert/a/b", r"modelpool\.models\.one"),
