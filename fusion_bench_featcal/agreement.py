@@ -67,30 +67,23 @@ def warnings_of(agreement: Agreement, settings: FeatCalSettings) -> list[str]:
     """Return a sentence on the tasks whose final features are no closer to their expert's."""
     cosine, merged = agreement.cosine, agreement.merged
     behind = {t: f"cosine {cosine[t]:.4f}, merged {merged[t]:.4f}" for t in agreement.behind}
-    return sentence_on(behind, len(cosine), settings)
+    return sentence_on(behind, settings)
 
 
-def sentence_on(behind: Mapping[str, str], tasks: int, settings: FeatCalSettings) -> list[str]:
+def sentence_on(behind: Mapping[str, str], settings: FeatCalSettings) -> list[str]:
     """Return a sentence on tasks that end no closer to their experts; none if there are none.
 
     Args:
         behind: Task -> the figures that show it.
-        tasks: Number of all tasks.
         settings: Settings of the calibration, which the advice fits.
     """
     if not behind:
         return []
-    advice = ["more samples (method.samples_per_task)"]
-    if settings.rule == "paper":
-        advice.append("FeatCal+ (method=featcal/plus)")
-    elif settings.task_weights != "drift":
-        advice.append("more weight for far tasks (method.task_weights=drift)")
-    everything = len(behind) == tasks
-    advice.append("other calibration samples" if everything else "leaving their experts out")
+    advice = "FeatCal+ (method=featcal/plus)" if settings.rule == "paper" else "other samples"
     named = ", ".join(f"{task} ({figures})" for task, figures in behind.items())
     return [
         f"no closer to their experts than the merged model on held-out samples: {named}. Try "
-        f"{', '.join(advice[:-1])}, or {advice[-1]}"
+        f"more samples (method.samples_per_task), {advice}, or leaving their experts out"
     ]
 
 

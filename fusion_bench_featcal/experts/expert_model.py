@@ -224,7 +224,7 @@ def pair_names(
     tensors: Mapping[str, Tensor],
     tied: Mapping[str, list[str]],
     spared: Container[str] = (),
-) -> "PairedNames":
+) -> dict[str, str]:
     """Return the source's name of each of the model's tensors, with all shapes checked.
 
     All names of a tied tensor have one name in the source, under which it is read once. Of tensors
@@ -235,7 +235,7 @@ def pair_names(
     """
     available, position = source.names(), {name: i for i, name in enumerate(tensors)}
     rename = _renaming(available, set(tensors))
-    keys = PairedNames(f"{role} {model_name!r}", f"modelpool.models.{model_name}")
+    keys: dict[str, str] = {}
     for name, tensor in tensors.items():
         names = sorted([name, *tied[name]], key=position.__getitem__)
         stored = [n for n in map(rename, names) if n in available]
@@ -256,26 +256,6 @@ def pair_names(
             )
         keys[name] = stored[0]
     return keys
-
-
-class PairedNames(dict[str, str]):
-    """Source names by the merged model's. A name that is spared and then read is an error."""
-
-    def __init__(self, label: str, setting: str) -> None:
-        """Start empty.
-
-        Args:
-            label: What messages call the model.
-            setting: The setting that names it.
-        """
-        super().__init__()
-        self._label, self._setting = label, setting
-
-    def __missing__(self, name: str) -> str:
-        raise CalibrationError(
-            f"{self._label} has no tensor {name!r} of the merged model's shape. Only its blocks "
-            f"and what comes before them may be read then. Check {self._setting}"
-        )
 
 
 def _renaming(available: set[str], names: set[str]) -> Callable[[str], str]:

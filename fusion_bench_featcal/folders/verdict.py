@@ -70,7 +70,7 @@ class Verdict:
         if not tasks:
             return cls(gains, "verdict: none without held-out samples", True)
         ends = "task is" if tasks == 1 else "tasks are"
-        (sentence,) = sentence_on(behind, tasks, settings) or [
+        (sentence,) = sentence_on(behind, settings) or [
             f"{tasks} of {tasks} {ends} closer to the experts than the merged model is"
         ]
         return cls(gains, f"verdict: {sentence}", not behind)
