@@ -81,7 +81,7 @@ MUTATIONS = [
         "results/items.py",
         "estimate - math.hypot(low, half), estimate + math.hypot(high, half)",
         "estimate - low, estimate + high",
-        "results/test_agreement.py results/test_observations.py",
+        "results/test_items.py",
     ),
     Mutation(
         "standard deviation divides by n",

@@ -66,11 +66,4 @@ MUTATIONS = (
         "return Axis(name, options, Option(options[0].labels, {}))",
         "studies/test_points.py",
     ),
-    Mutation(
-        "an interval across 0 decides",
-        "results/verdicts.py",
-        "return HOLDS if low > 0 else FAILS if high < 0 else OPEN",
-        "return HOLDS if low > 0 else FAILS",
-        "results/test_observations.py",
-    ),
 )

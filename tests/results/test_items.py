@@ -10,6 +10,8 @@ from fusion_bench_featcal.results import ReportError, load_items, save_items
 from fusion_bench_featcal.results.items import (
     Interval,
     Scores,
+    half_width,
+    over_seeds,
     paired_difference,
     recovered_gap_interval,
 )
@@ -192,3 +194,19 @@ def test_rows_that_cannot_be_paired_are_refused():
         paired_difference(row, {**other, "task0": other["task0"][1:]})
     with pytest.raises(ReportError, match="not about the same tasks"):
         paired_difference({}, {})
+
+
+def test_half_widths_are_students() -> None:
+    assert half_width([0.5]) == 0
+    assert half_width([0.0, 2.0]) == pytest.approx(12.71, abs=1e-2)  # t = 12.71, s / sqrt(2) = 1
+    assert half_width([-1.0, 0.0, 1.0]) == pytest.approx(4.30 / 3**0.5, abs=1e-2)
+
+
+def test_an_interval_has_the_spread_of_items_and_of_seeds() -> None:
+    seeds = half_width([1.0, 3.0])
+    alone = over_seeds(2.0, [1.0, 3.0], None)
+    assert (alone.low, alone.high) == pytest.approx((2 - seeds, 2 + seeds))
+    both = over_seeds(2.0, [1.0, 3.0], Interval(2.0, -7.0, 5.0))
+    assert both.estimate == 2
+    assert both.low == pytest.approx(2 - (9**2 + seeds**2) ** 0.5)
+    assert both.high == pytest.approx(2 + (3**2 + seeds**2) ** 0.5)
