@@ -18,15 +18,11 @@ _WORSE = 0.1
 
 
 def weak_experts(experts: Mapping[str, Score], base: Mapping[str, Score]) -> list[str]:
-    """A few words on each expert that is no better than guessing, or worse than the base.
+    """Describe each expert that is no better than guessing, or worse than the base, by task.
 
     A guess gives all classes or tokens the same probability. Experts count as better if their
     accuracy is: that of guessed classes by more than chance, that of the base at all. Whole texts
     are not compared with the base, which may well write them as it was trained to.
-
-    Args:
-        experts: Task -> score of its expert.
-        base: Task -> score of the base on the same rows; tasks without it are not compared.
     """
     return [
         f"{task} (loss {score.loss:.2f} on {len(score.losses)} rows, {other})"

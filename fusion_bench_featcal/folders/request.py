@@ -173,11 +173,7 @@ class Request:
 
     @cached_property
     def settings(self) -> FeatCalSettings:
-        """Settings of the calibration: those of the preset, and of `set`.
-
-        Raises:
-            ValueError: If a setting is unknown or out of range.
-        """
+        """Settings of the calibration: those of the preset, and of `set`."""
         for name in _ELSEWHERE.keys() & self.set.keys():
             raise ValueError(f"--set {name}: use {_ELSEWHERE[name]}")
         given = {name: _number(value) for name, value in self.set.items()}
@@ -209,11 +205,7 @@ class Request:
         return self.prompt.get(task, self.prompt.get("", PROMPT))
 
     def check_folder(self) -> None:
-        """Refuse a folder for the model that cannot be used.
-
-        Raises:
-            ValueError: Naming the option.
-        """
+        """Refuse a folder for the model that cannot be used."""
         out, blocks = self.folder, self.checkpoints
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"--out {out} exists and is not empty: name a new folder")
@@ -278,11 +270,7 @@ class Request:
 
 
 def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return options that are not None, with paths as texts.
-
-    Raises:
-        ValueError: If an option is unknown or its value not accepted, naming `source`.
-    """
+    """Return options that are not None, with paths as texts; refuse unknown ones and values."""
     refuse_unknown_keys(values, [field.name for field in settings_of(Request)], source)
     given = {name: _plain(value) for name, value in values.items() if value is not None}
     if problems := problems_of(Request(**given)):

@@ -5,7 +5,6 @@ import importlib
 import math
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,6 @@ from fusion_bench_featcal.tasks import lm_eval_tasks
 
 Scorer = Callable[[nn.Module, Any], Mapping[str, float]]
 """Takes a model and its tokenizer or processor; returns scores by name."""
-
 _LM_EVAL = "lm-eval"
 
 
@@ -38,13 +36,11 @@ def scorers_of(named: Mapping[str, Any], kind: str, batch_size: int) -> dict[str
         if module == _LM_EVAL:
             scorers[module] = _lm_eval(names, kind, batch_size)
         else:
-            words = [f"{module}:{name}" for name in names]
-            scorers |= {word: _own(word) for word in words}
+            scorers |= {f"{module}:{name}": _function(module, name) for name in names}
     return scorers
 
 
 def _lm_eval(tasks: list[str], kind: str, batch_size: int) -> Scorer:
-    """Return a scorer that runs tasks of lm-eval."""
     if kind not in ("causal", "seq2seq"):
         raise ValueError(f"--evaluate {_LM_EVAL}:... is for language models, these are {kind}s")
     if not lm_eval_tasks.is_installed():
@@ -66,34 +62,24 @@ def _lm_eval(tasks: list[str], kind: str, batch_size: int) -> Scorer:
     return score
 
 
-def _own(word: str) -> Scorer:
-    """Return a scorer that calls a user's function, MODULE:FUNCTION."""
-    module, _, name = word.partition(":")
+def _function(module: str, name: str) -> Scorer:
+    """Return a scorer that calls a user's function."""
+    word = f"--evaluate {module}:{name}"
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` has it
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"--evaluate {word} cannot be imported: {first_line(error)}") from error
-    if not callable(function):
-        raise ValueError(f"--evaluate {word} is no function but {function!r:.60}")
+        raise ValueError(f"{word} cannot be imported: {first_line(error)}") from error
 
     def score(model: nn.Module, processor: Any) -> dict[str, float]:
         try:
-            result: Any = function(model, processor)
-        except Exception as error:  # the user's function may raise anything
-            line = traceback.extract_tb(error.__traceback__)[-1]
-            raise ValueError(
-                f"--evaluate {word} raised {type(error).__name__}: {first_line(error)} "
-                f"({line.filename}:{line.lineno})"
-            ) from error
-        values = result if isinstance(result, Mapping) else {"": result}
-        try:
+            result = function(model, processor)
+            values = result if isinstance(result, Mapping) else {"": result}
             return {str(key): float(value) for key, value in values.items()}
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"--evaluate {word} must return a number or numbers by name, got {result!r:.60}"
-            ) from error
+        except Exception as error:  # the user's function may raise anything
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            raise ValueError(f"{word} gives no number or numbers by name ({cause})") from error
 
     return score
 
@@ -108,11 +94,7 @@ def all_scores(scorers: Mapping[str, Scorer], model: nn.Module, processor: Any) 
 
 
 def comparison(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return a sentence for each score with its value in every row.
-
-    Args:
-        rows: Row -> its scores.
-    """
+    """Return a sentence for each score with its value in every row."""
     names = next(iter(rows.values()), {})
     return [
         f"evaluated by {name}: "
