@@ -7,11 +7,9 @@ import fusion_bench_featcal.compat  # noqa: F401
 
 # isort: split
 from fusion_bench.modelpool import CausalLMPool as FusionBenchPool
-from transformers import AutoConfig
 
-from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts.vocabulary import keep_common_rows
-from fusion_bench_featcal.hub_files import fetch
+from fusion_bench_featcal.fusionbench.pool_models import PoolModel
 from fusion_bench_featcal.settings import CalibrationError
 
 VOCABULARIES = ("refuse", "common_rows")
@@ -58,15 +56,13 @@ class CausalLMPool(FusionBenchPool):
         return min(self._rows(name) for name in self.all_model_names)
 
     def _rows(self, name: str) -> int:
-        path = str(self.get_model_path(name))
-        folder = fetch(path, f"modelpool.models.{name}={path}", weights=False)
-        try:
-            return AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size
-        except (OSError, ValueError, AttributeError) as error:
+        rows = (PoolModel(self, name).config or {}).get("vocab_size")
+        if not isinstance(rows, int):
             raise CalibrationError(
-                f"model {name!r}: its config, which tells the size of its vocabulary, cannot be "
-                f"read: {first_line(error)}. Check modelpool.models.{name}"
-            ) from error
+                f"model {name!r} has no config with a vocab_size, which modelpool.vocabulary="
+                f"common_rows needs. Check modelpool.models.{name}"
+            )
+        return rows
 
     def load_model(self, model_name_or_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a model, with the common rows of its vocabulary if so chosen."""

@@ -99,16 +99,6 @@ def test_without_the_callback_results_are_shown_at_once(
     assert "not saved: " in capsys.readouterr().out
 
 
-def test_a_table_without_experts_says_how_to_get_their_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for references, told in ([["merged"], 1], [["merged", "experts"], 0]):
-        run = run_results(SimpleNamespace(taskpool=OneTaskPool(), log_dir=None), tmp_path)
-        run.add_base_and_experts(references)
-        run.finish()
-        assert capsys.readouterr().out.count("method.compare_with=[experts,merged]") == told
-
-
 def test_losses_and_tasks_below_the_merged_model_reach_the_report(tmp_path: Path) -> None:
     run = run_results(SimpleNamespace(taskpool=OneTaskPool(), log_dir=None), tmp_path)
     run.report.add_row("merged", {"cars": 0.6})

@@ -90,7 +90,6 @@ class RunResults:
         # The row of the model that is returned, and its evaluation.
         self._returned_row = upstream if row == MERGED else row
         self._returned: Evaluation | None = None
-        self._experts_hint = False
 
     def add_notes(self, notes: Sequence[str]) -> None:
         """Warn of something at once, and say it in the report."""
@@ -107,7 +106,6 @@ class RunResults:
         """Load and evaluate base and experts, where `references` ask, one in memory at a time."""
         if self._taskpool is None:
             return
-        self._experts_hint = EXPERTS not in references
         if BASE in references and self._modelpool.has_pretrained:
             self.add_reference(BASE, load_pool_model(self._modelpool, BASE_MODEL))
         experts = self._modelpool.model_names if EXPERTS in references else []
@@ -218,10 +216,6 @@ class RunResults:
         """Print the table and the closing lines."""
         if self.report.rows:
             self.report.show()
-        if self._experts_hint:
-            print(
-                "no experts row, so no recovered gap: method.compare_with=[experts,merged] adds it"
-            )
         saver = self.saver
         for line in closing_lines(self.report, saver.row, saver.folder, self._log_dir):
             print(line)

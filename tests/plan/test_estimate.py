@@ -19,10 +19,9 @@ from tiny_models import (
     decoder_suite,
     gpt2_suite,
     residual_suite,
-    t5_model,
     t5_suite,
 )
-from torch import Tensor, is_tensor, nn
+from torch import Tensor, is_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -238,13 +237,9 @@ def test_memory_is_near_what_tensors_of_a_run_take(rule: Any, changes: dict[str,
     assert found == pytest.approx(live.peak, rel=0.2)
 
 
-def test_more_samples_and_tasks_take_more(clip: Request):
-    once, twice = planned(clip), planned(clip, samples_per_task=64)
-    tasks, small = plan_of(replace(clip, tasks=4)), plan_of(replace(clip, samples=(32, 8)))
-    assert twice.parts["features"] == 2 * once.parts["features"]
+def test_task_with_fewer_samples_and_a_small_ridge_lambda(clip: Request):
+    once, small = planned(clip), plan_of(replace(clip, samples=(32, 8)))
     assert small.parts["features"] == once.parts["features"] * 40 / 64
-    assert (twice.read, twice.parts["sums"]) == (once.read, once.parts["sums"])
-    assert tasks.read == 2 * once.read
     assert planned(clip, samples_per_task=4).parts["batch"] < once.parts["batch"] / 3
     assert planned(clip, ridge_lambda=1e-4).parts["sums"] > 1.8 * once.parts["sums"]
 
@@ -287,21 +282,6 @@ def test_files_of_a_run_count(clip: Request, tmp_path: Path):
     assert (plan.disk, plan.fetched) == (12 * block, 0)
     assert plan.output == sum(p.nbytes for p in clip.model.parameters())
     assert plan_of(replace(clip, fetches=3, itemsize=2)).fetched == 3 * plan.output / 2
-
-
-def test_positions_follow_from_the_config():
-    clip = empty_model("clip-vit-base-patch32")
-    family = resolve_family("auto", clip)
-    (block, *_), *_ = stages = family.stages(clip)
-    assert features_of(family, clip, stages, 1, 1)[block].positions == 50
-    t5 = t5_model(width=64, depths=(3, 4), heads=8).to("meta")
-    family = resolve_family("auto", t5)
-    encoder, decoder = stages = family.stages(t5)
-    features = features_of(family, t5, stages, 10, 3)
-    assert (features[encoder[0]].numbers(2, 1), features[encoder[0]].shared) == (2080, 800)
-    assert features[decoder[-1]].encoded == 10 * 64
-    with pytest.raises(ValueError, match="number of positions in Linear is unknown"):
-        features_of(family, nn.Linear(2, 2), [], 1, 1)
 
 
 UNKNOWN = ("qwen2_vl", "qwen2_5_vl")  # as many patches as images have
@@ -363,11 +343,3 @@ def test_runs_log_their_plan(caplog: pytest.LogCaptureFixture, monkeypatch: pyte
     suite = residual_suite()
     settings = FeatCalSettings(family={"name": "replay", "blocks": suite.blocks})
     assert log_plan(suite.merged, settings, 2, CPU) is None
-
-
-def test_budget_limits_what_is_read():
-    request = Request(t5_model(width=64).to("meta"), FeatCalSettings(samples_per_task=16), tasks=3)
-    full = plan_of(request).read
-    assert planned(request, expert_read_budget="1TB").read == full
-    assert 0.8 * full < planned(request, expert_read_budget="90%").read <= 0.9 * full
-    assert planned(request, expert_read_budget=9).read == 0
