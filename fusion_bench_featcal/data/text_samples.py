@@ -59,45 +59,44 @@ class TextEncoder:
                 f"{limit} tokens (model_max_length): lower it"
             )
 
-    def sample(self, row: Mapping[str, Any], place: str) -> Sample:
-        """A row with its target.
+    def sample(self, row: Mapping[str, Any], name: str) -> Sample:
+        """Return a row with its target.
 
         Raises:
             CalibrationError: If there is no text, an empty target, or none where one is needed, or
                 the text is too long.
         """
-        text = self._read(row, place)
+        text = self._read(row, name)
         if self.kind == "seq2seq" and text.target is None:
             raise CalibrationError(
-                f"{place}: no target, which an encoder-decoder needs. Give the rows labels (or a "
+                f"{name}: no target, which an encoder-decoder needs. Give the rows labels (or a "
                 "target), or set method.calibration_targets=generated"
             )
-        if text.target is not None and not self._words(text.shown or text.target):
+        if text.target is not None and not self._has_words(text.shown or text.target):
             raise CalibrationError(
-                f"{place}: the target is empty. Give it a text, choose another "
+                f"{name}: the target is empty. Give it a text, choose another "
                 "method.calibration_split, or set method.calibration_targets=generated"
             )
-        return self._cut(text, place)
+        return self._cut(text, name)
 
-    def prompt(self, row: Mapping[str, Any], place: str, reserved: int) -> list[int]:
-        """A row's prompt alone; a decoder-only model's leaves room for `reserved` tokens.
+    def prompt(self, row: Mapping[str, Any], name: str, reserved: int) -> list[int]:
+        """Return a row's prompt; a decoder-only model's leaves room for `reserved` tokens.
 
         Raises:
             CalibrationError: If there is no text, or it is too long.
         """
-        asked = {name: value for name, value in row.items() if name not in TARGETS}
-        prompt = self._read(asked, place).prompt
-        limit = self._limit
+        without_target = {key: value for key, value in row.items() if key not in TARGETS}
+        prompt, limit = self._read(without_target, name).prompt, self._limit
         room = limit if self.kind == "seq2seq" else max(limit - reserved, limit // 2)
-        return self._within(prompt, room, place, len(prompt))
+        return self._within(prompt, room, name, len(prompt))
 
-    def answered(self, prompt: list[int], answer: list[int], place: str) -> Sample:
-        """A prompt with what a model answered to it."""
-        return self._cut(_Text(prompt, answer), place)
+    def answered(self, prompt: list[int], answer: list[int], name: str) -> Sample:
+        """Return a prompt with a model's answer as its target."""
+        return self._cut(_Text(prompt, answer), name)
 
     @property
     def pad_id(self) -> int:
-        """Fills up batches; any id would do, for padding never counts."""
+        """Token that fills up batches. Any would do, because padding never counts."""
         candidates = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         return next(token for token in candidates if token is not None)
 
@@ -107,132 +106,127 @@ class TextEncoder:
 
     @cached_property
     def _marks(self) -> frozenset[int]:
-        """Tokens that say nothing: begin, end, padding, ignored. An unknown word is a word."""
+        """Tokens without content: begin, end, padding, ignored. An unknown word is a word."""
         marks = {*self.tokenizer.all_special_ids, IGNORED} - {self.tokenizer.unk_token_id}
         return frozenset(marks)
 
-    def _words(self, ids: list[int]) -> bool:
+    def _has_words(self, ids: list[int]) -> bool:
         return any(token not in self._marks for token in ids)
 
-    def _cut(self, text: _Text, place: str) -> Sample:
-        """Prompt and target as the model takes them, no longer than allowed."""
+    def _cut(self, text: _Text, name: str) -> Sample:
+        """Return prompt and target as the model takes them, no longer than allowed."""
         limit, prompt, target = self._limit, text.prompt, text.target
         if target is None:
-            return Sample(self._within(prompt, limit, place, len(prompt)), None)
+            return Sample(self._within(prompt, limit, name, len(prompt)), None)
         if self.kind == "seq2seq":
-            labels = self._within(target, limit, f"{place}, target", len(target))
-            return Sample(self._within(prompt, limit, place, len(prompt)), labels)
-        kept_ids = prompt[: max(limit - len(target), limit // 2)]
-        labels = [IGNORED] * len(kept_ids) + (text.shown or target)
-        length = len(prompt) + len(target)
-        return Sample(self._within(kept_ids + target, limit, place, length), labels[:limit])
+            labels = self._within(target, limit, f"{name}, target", len(target))
+            return Sample(self._within(prompt, limit, name, len(prompt)), labels)
+        length, prompt = len(prompt) + len(target), prompt[: max(limit - len(target), limit // 2)]
+        labels = [IGNORED] * len(prompt) + (text.shown or target)
+        return Sample(self._within(prompt + target, limit, name, length), labels[:limit])
 
-    def _within(self, ids: list[int], limit: int, place: str, length: int) -> list[int]:
+    def _within(self, ids: list[int], limit: int, name: str, length: int) -> list[int]:
         if self.max_length is None and length > limit and limit < _NO_LIMIT:
             raise CalibrationError(
-                f"{place}: {length} tokens, but the tokenizer's limit (model_max_length) is "
+                f"{name}: {length} tokens, but the tokenizer's limit (model_max_length) is "
                 f"{self._limit}. Set method.max_length to cut long texts"
             )
         return ids[:limit]
 
-    def _read(self, row: Mapping[str, Any], place: str) -> _Text:
-        """Prompt and target of a row in token ids, uncut."""
-        classified, row = self.kind == "classification", plain_row(row, place)
+    def _read(self, row: Mapping[str, Any], name: str) -> _Text:
+        """Return prompt and target of a row in token ids, uncut."""
+        row = plain_row(row, name)
+        if self.kind == "classification":
+            row = {key: value for key, value in row.items() if key not in ("labels", "target")}
         if "input_ids" in row:
-            text = self._tokenised({**row, "labels": None} if classified else row, place)
+            text = self._tokenised(row, name)
         elif "messages" in row:
-            text = self._chat(row["messages"], place)
-        elif "prompt" in row:
-            target = None if classified else row.get("target")
-            text = self._plain(row["prompt"], target, place)
+            text = self._chat(row["messages"], name)
         else:
-            text = self._plain(row["text"], None, place, name="text")
-        if classified and text.target is not None:
+            for key in ("prompt", "text", "target"):
+                if not isinstance(row.get(key), str | None):
+                    raise CalibrationError(
+                        f"{name}: {key} is {type(row[key]).__name__}, not a text "
+                        f"({str(row[key])[:60]!r})"
+                    )
+            text = self._plain(row["prompt"] if "prompt" in row else row["text"], row.get("target"))
+        if self.kind == "classification" and text.target is not None:
             text = _Text([*text.prompt, *text.target])
-        if not self._words(text.prompt):
-            raise CalibrationError(f"{place}: the text is empty, or padding alone. Remove the row")
+        if not self._has_words(text.prompt):
+            raise CalibrationError(f"{name}: the text is empty, or padding alone. Remove the row")
         return text
 
-    def _tokenised(self, row: Mapping[str, Any], place: str) -> _Text:
-        ids = _integers(row["input_ids"], f"{place}: input_ids")
-        mask = [1] * len(ids)
-        if row.get("attention_mask") is not None:
-            mask = _integers(row["attention_mask"], f"{place}: attention_mask")
-        labels = None
-        if row.get("labels") is not None:
-            labels = _integers(row["labels"], f"{place}: labels")
+    def _tokenised(self, row: Mapping[str, Any], name: str) -> _Text:
+        columns = {
+            key: _integers(row[key], f"{name}: {key}")
+            for key in ("input_ids", "attention_mask", "labels")
+            if row.get(key) is not None
+        }
+        ids, labels = columns["input_ids"], columns.get("labels")
+        mask = columns.get("attention_mask", [1] * len(ids))
         aligned = labels is None or self.kind == "seq2seq" or len(labels) == len(ids)
         if len(mask) != len(ids) or not aligned:
             raise CalibrationError(
-                f"{place}: {len(ids)} input_ids, but {len(mask)} entries in attention_mask and "
+                f"{name}: {len(ids)} input_ids, but {len(mask)} entries in attention_mask and "
                 f"{len(labels or [])} labels"
             )
-        kept_ids = [token for token, counts in zip(ids, mask, strict=True) if counts]
+        ids = [token for token, counts in zip(ids, mask, strict=True) if counts]
         if labels is None:
-            return _Text(kept_ids)
+            return _Text(ids)
         if self.kind == "seq2seq":
-            return _Text(kept_ids, [token for token in labels if token != IGNORED])
+            return _Text(ids, [token for token in labels if token != IGNORED])
         shown = [label for label, counts in zip(labels, mask, strict=True) if counts]
         start = next((i for i, label in enumerate(shown) if label != IGNORED), len(shown))
-        return _Text(kept_ids[:start], kept_ids[start:], shown[start:])
+        return _Text(ids[:start], ids[start:], shown[start:])
 
-    def _chat(self, messages: Any, place: str) -> _Text:
+    def _chat(self, messages: Any, name: str) -> _Text:
         if self.kind == "seq2seq" or not getattr(self.tokenizer, "chat_template", None):
             raise CalibrationError(
-                f"{place}: messages need a decoder-only model or classifier and a tokenizer with a "
+                f"{name}: messages need a decoder-only model or classifier and a tokenizer with a "
                 "chat template; give rows with prompt and target, or set modelpool.tokenizer"
             )
         turns = messages if isinstance(messages, list | tuple) else [messages]
         if not all(isinstance(turn, Mapping) for turn in turns):
             raise CalibrationError(
-                f"{place}: messages must be a list of turns, each with role and content, got "
+                f"{name}: messages must be a list of turns, each with role and content, got "
                 f"{str(messages)[:60]!r}"
             )
         turns = [dict(turn) for turn in turns]
-        answered = bool(turns) and turns[-1].get("role") == "assistant"
-        asked = turns[:-1] if answered else turns
-        if not asked:
-            raise CalibrationError(f"{place}: the chat has no turn before the answer")
-        prompt = self._rendered(asked, place, add_generation_prompt=True)
-        if not answered:
+        is_answered = bool(turns) and turns[-1].get("role") == "assistant"
+        question = turns[:-1] if is_answered else turns
+        if not question:
+            raise CalibrationError(f"{name}: the chat has no turn before the answer")
+        prompt = self._rendered(question, name, add_generation_prompt=True)
+        if not is_answered:
             return _Text(self._ids(prompt))
         if not str(turns[-1].get("content") or "").strip():
             return _Text(self._ids(prompt), [])
-        whole = self._rendered(turns, place, add_generation_prompt=False)
+        whole = self._rendered(turns, name, add_generation_prompt=False)
         if not whole.startswith(prompt):
             raise CalibrationError(
-                f"{place}: the tokenizer's chat template renders the prompt differently once there "
+                f"{name}: the tokenizer's chat template renders the prompt differently once there "
                 "is an answer; give rows with prompt and target"
             )
         return _Text(self._ids(prompt), self._ids(whole[len(prompt) :]))
 
-    def _rendered(
-        self, turns: list[dict[str, Any]], place: str, *, add_generation_prompt: bool
-    ) -> str:
+    def _rendered(self, turns: list[Any], name: str, *, add_generation_prompt: bool) -> str:
         options = {"add_generation_prompt": add_generation_prompt, "date_string": _DATE}
         try:
             return self.tokenizer.apply_chat_template(turns, tokenize=False, **options)
         except Exception as error:  # a template may raise anything
             raise CalibrationError(
-                f"{place}: the tokenizer's chat template cannot be used: {first_line(error)}. "
+                f"{name}: the tokenizer's chat template cannot be used: {first_line(error)}. "
                 "Correct the row, or set modelpool.tokenizer"
             ) from error
 
-    def _plain(self, prompt: Any, target: Any, place: str, *, name: str = "prompt") -> _Text:
-        for key, value in ((name, prompt), ("target", target)):
-            if not isinstance(value, str) and not (key == "target" and value is None):
-                raise CalibrationError(
-                    f"{place}: {key} is {type(value).__name__}, not a text ({str(value)[:60]!r})"
-                )
+    def _plain(self, prompt: str, target: str | None) -> _Text:
         if not prompt.strip():
             return _Text([])
         ids = list(self.tokenizer(prompt, verbose=False)["input_ids"])
-        if target is None and self.kind == "classification":
-            return _Text(ids)
-        if self.kind == "seq2seq":
-            if target is None:
-                return _Text(ids)
+        if self.kind == "seq2seq" and target is not None:
             return _Text(ids, list(self.tokenizer(text_target=target, verbose=False)["input_ids"]))
+        if self.kind != "causal":
+            return _Text(ids)
         end = self.tokenizer.eos_token_id
         if ids and ids[-1] == end:  # some tokenizers end every text: the target follows here
             ids.pop()
@@ -241,7 +235,7 @@ class TextEncoder:
         return _Text(ids, [*self._ids(target), *([] if end is None else [end])])
 
     def _ids(self, text: str) -> list[int]:
-        """Token ids of a text that brings its own marks, or follows another."""
+        """Return token ids of a text that brings its own marks, or follows another."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -252,8 +246,7 @@ def tokens_allowed(tokenizer: Any) -> int:
         CalibrationError: If its files give no number of tokens.
     """
     limit = tokenizer.model_max_length
-    whole = isinstance(limit, int) or (isinstance(limit, float) and limit.is_integer())
-    if isinstance(limit, bool) or not whole or limit < 1:
+    if type(limit) not in (int, float) or not limit >= 1 or limit != limit // 1:
         raise CalibrationError(
             f"the tokenizer's limit (model_max_length in tokenizer_config.json) is {limit!r:.40}, "
             "not a number of tokens. Correct the file"

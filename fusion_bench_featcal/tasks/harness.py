@@ -42,11 +42,11 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
         tasks: Mapping[str, str],
         *,
         tokenizer: str,
+        include_path: str | None = None,
         batch_size: int | str = 1,
         apply_chat_template: bool = False,
         limit: int | None = None,
         confirm_run_unsafe_code: bool = False,
-        include_path: str | None = None,
         **unknown: Any,
     ) -> None:
         """Check the settings.
@@ -55,11 +55,11 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
             tasks: Name of an lm-eval task -> name of the result that is its accuracy, such as
                 `exact_match,none`.
             tokenizer: Folder or hub id of the tokenizer.
+            include_path: Folder with YAML files of further lm-eval tasks.
             batch_size: Rows per batch, or `auto`.
             apply_chat_template: Format prompts with the tokenizer's chat template.
             limit: Rows per task. None: all.
             confirm_run_unsafe_code: Run the code that models write, as code tasks require.
-            include_path: Folder with YAML files of further lm-eval tasks.
             **unknown: Refused, except for keys that all FusionBench configurations have.
 
         Raises:
@@ -77,13 +77,10 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
                 "evaluation: modelpool.default_taskpool=null"
             )
         super().__init__()
-        self.tasks = tasks
-        self.tokenizer = tokenizer
-        self.batch_size = batch_size
+        self.tasks, self.tokenizer, self.include_path = tasks, tokenizer, include_path
+        self.batch_size, self.limit = batch_size, limit
         self.apply_chat_template = apply_chat_template
-        self.limit = limit
         self.confirm_run_unsafe_code = confirm_run_unsafe_code
-        self.include_path = include_path
 
     def evaluate(self, model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Evaluate a model on all tasks.

@@ -5,7 +5,6 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 
 from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
@@ -32,7 +31,7 @@ class PromptTemplate:
 
 
 def known_names(task: str) -> tuple[list[str], Templates] | None:
-    """Class names and templates that FusionBench or another plugin has for a task, if any."""
+    """Return class names and prompts that FusionBench or another plugin has for a task, if any."""
     entry = CLIPTemplateFactory._dataset_mapping.get(task)
     if entry is None or (isinstance(entry, dict) and entry.get(_OWNER_KEY) == _OWNER):
         return None
@@ -40,7 +39,7 @@ def known_names(task: str) -> tuple[list[str], Templates] | None:
 
 
 def names_of(task: str) -> tuple[list[str], Templates]:
-    """Class names by label and prompts of a task that is known."""
+    """Return class names by label and prompts of a task that is known."""
     classnames, templates = CLIPTemplateFactory.get_classnames_and_templates(task)
     return list(classnames), list(templates)
 
@@ -57,7 +56,15 @@ def register_names(
     """
     known = known_names(task)
     if known is not None:
-        _refuse_clash(task, classnames, templates, known)
+        names, prompts = known
+        same_prompts = [t(names[0]) for t in templates or prompts] == [t(names[0]) for t in prompts]
+        if list(classnames) != names or not same_prompts:
+            key = "classnames" if list(classnames) != names else "templates"
+            raise ValueError(
+                f"taskpool.tasks.{task}.{key}: FusionBench has other {key} for {task!r}. Leave "
+                "them out to use FusionBench's, or rename the task (its expert and its data too), "
+                f"say to 'my_{task}'."
+            )
         return
     chosen = list(templates or [PromptTemplate(DEFAULT_TEMPLATE)])
     entry = {"classnames": list(classnames), "templates": chosen, _OWNER_KEY: _OWNER}
@@ -67,35 +74,6 @@ def register_names(
             "Task %r: its class names or prompts differ from those of an earlier pool.", task
         )
     table[task] = entry
-
-
-def _refuse_clash(
-    task: str,
-    classnames: Sequence[str],
-    templates: Sequence[PromptTemplate] | None,
-    known: tuple[Sequence[str], Templates],
-) -> None:
-    known_classnames, known_templates = known
-    remedy = (
-        f"Rename the task (its expert and its data too), say to 'my_{task}', or leave that key out "
-        "to use FusionBench's."
-    )
-    pairs = zip_longest(classnames, known_classnames, fillvalue="nothing")
-    for label, (new, existing) in enumerate(pairs):
-        if new != existing:
-            raise ValueError(
-                f"taskpool.tasks.{task}.classnames: FusionBench has class names for {task!r} "
-                f"already, and label {label} is {existing!r} there, {new!r} here. {remedy}"
-            )
-    prompts, known_prompts = (
-        [template(known_classnames[0]) for template in some_templates]
-        for some_templates in (templates or known_templates, known_templates)
-    )
-    if prompts != known_prompts:
-        raise ValueError(
-            f"taskpool.tasks.{task}.templates: FusionBench has prompts for {task!r} already "
-            f"({known_prompts[0]!r}, ...), not {prompts[0]!r}. {remedy}"
-        )
 
 
 def forget_stored_heads(tasks: Iterable[str], folder: Path | None = None) -> int:

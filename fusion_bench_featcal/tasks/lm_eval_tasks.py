@@ -14,11 +14,7 @@ def is_installed() -> bool:
 
 
 def task_index(include_path: str | None = None) -> Any:
-    """Return lm-eval's index of tasks, which takes seconds to make.
-
-    Args:
-        include_path: Folder with YAML files of further tasks.
-    """
+    """Return lm-eval's index of tasks, with those of a folder. It takes seconds to make."""
     from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 
     return TaskManager(include_path=include_path)
@@ -27,14 +23,8 @@ def task_index(include_path: str | None = None) -> Any:
 def check_tasks(tasks: Iterable[str], index: Any, setting: str, hint: str = "") -> None:
     """Refuse tasks that lm-eval does not have.
 
-    Args:
-        tasks: Names of tasks or groups.
-        index: The index of tasks.
-        setting: Beginning of the message; the task's name follows.
-        hint: Further advice.
-
     Raises:
-        CalibrationError: Naming the first unknown task and the nearest one.
+        CalibrationError: With the setting, the first unknown task, the nearest one and the hint.
     """
     for task in tasks:
         if task not in index.all_tasks:
@@ -45,18 +35,9 @@ def check_tasks(tasks: Iterable[str], index: Any, setting: str, hint: str = "") 
 def run_tasks(
     model: Any, tokenizer: Any, tasks: Iterable[str], index: Any, batch_size: int | str, **more: Any
 ) -> Mapping[str, Mapping[str, Any]]:
-    """Evaluate a model.
+    """Evaluate a model of transformers, on its device. Return task -> lm-eval's results by metric.
 
-    Args:
-        model: A language model of transformers, on its device.
-        tokenizer: Its tokenizer.
-        tasks: Names of tasks or groups.
-        index: The index of tasks.
-        batch_size: Rows at once, or `auto`.
-        **more: Further arguments of `lm_eval.simple_evaluate`.
-
-    Returns:
-        Task -> lm-eval's results, by metric.
+    `more` are further arguments of `lm_eval.simple_evaluate`.
     """
     import lm_eval  # type: ignore[import-not-found]
     from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]

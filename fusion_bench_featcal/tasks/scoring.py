@@ -1,6 +1,5 @@
 """Batches of a task's test images, their cache, and the score of a classifier on them."""
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.data.pictures import Processor, stack_pixels, to_pixels
-from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks.item_pool import Score
 
@@ -55,20 +53,21 @@ def _collate(name: str, batch: Sequence[tuple[Tensor, int]]) -> Batch:
 
 
 def loader_settings(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Check `dataloader_kwargs`. The default is batches of 128 in the main process.
+    """Return `dataloader_kwargs` with the default, batches of 128 in the main process.
 
     Raises:
-        ValueError: For unknown arguments, and for those that would reorder or drop test items.
+        ValueError: If they would reorder or drop test items, or torch knows no such argument.
     """
     setting = "taskpool.dataloader_kwargs"
-    reserved = {"self", "dataset", "collate_fn", "sampler", "batch_sampler"}
-    arguments = inspect.signature(DataLoader.__init__).parameters
-    settings = dict(given or {})
-    refuse_unknown_keys(settings, [name for name in arguments if name not in reserved], setting)
+    settings = {"batch_size": 128, "num_workers": 0, **(given or {})}
     for key in ("shuffle", "drop_last"):
         if settings.get(key):
             raise ValueError(f"{setting}.{key} must be false: all test items are used, in order.")
-    return {"batch_size": 128, "num_workers": 0} | settings
+    try:
+        DataLoader([], **settings)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{setting}: {error}") from error
+    return settings
 
 
 class PixelCache:

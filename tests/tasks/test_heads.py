@@ -38,22 +38,15 @@ def test_same_names_as_fusion_bench_keep_its_prompts():
     assert get_classnames_and_templates("mnist") == before
 
 
-@pytest.mark.parametrize(
-    ("classnames", "message"),
-    [
-        (["zero", *DIGITS[1:]], "label 0 is '0' there, 'zero' here"),
-        (DIGITS[:9], "label 9 is '9' there, 'nothing' here"),
-        ([*DIGITS, "ten"], "label 10 is 'nothing' there, 'ten' here"),
-    ],
-)
-def test_other_names_than_fusion_benchs_are_refused(classnames, message):
-    with pytest.raises(ValueError, match=rf"tasks\.mnist\.classnames.*{message}.*'my_mnist'"):
+@pytest.mark.parametrize("classnames", [["zero", *DIGITS[1:]], DIGITS[:9], [*DIGITS, "ten"]])
+def test_other_names_than_fusion_benchs_are_refused(classnames):
+    with pytest.raises(ValueError, match=r"tasks\.mnist\.classnames: .*'my_mnist'"):
         register_names("mnist", classnames, None)
     assert get_classnames_and_templates("mnist")[0] == DIGITS
 
 
 def test_other_prompts_than_fusion_benchs_are_refused():
-    with pytest.raises(ValueError, match=r"tasks\.mnist\.templates.*'my_mnist'"):
+    with pytest.raises(ValueError, match=r"tasks\.mnist\.templates: .*'my_mnist'"):
         register_names("mnist", DIGITS, [PromptTemplate("digit {}")])
 
 
