@@ -9,6 +9,7 @@ import pytest
 from made_folders import classifier_folders, llama_folders, write_adapters, write_rows
 from model_names import UNUSABLE_NAMES
 from test_calibrate_command import words
+from tiny_models import decoder_model
 from tiny_texts import WORDS, llama_model, sentences, t5_model, word_tokenizer, write
 
 from fusion_bench_featcal.cli import main
@@ -46,67 +47,80 @@ def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 
 
 def recipe(folder: Path, base: str, *experts: str) -> None:
-    content = {
-        "merge_method": "ties",
-        "base_model": base,
-        "models": [{"model": e} for e in experts],
-    }
+    models = [{"model": expert} for expert in experts]
+    content = {"merge_method": "ties", "base_model": base, "models": models}
     (folder / "merged" / "mergekit_config.yml").write_text(json.dumps(content))
 
 
-def test_another_base_than_mergekit_names(folder, capsys):
-    recipe(folder, str(folder / "two"), str(folder / "one"))
-    line = refusal(capsys, words(folder))
-    assert f"--base {folder / 'base'} is not the base" in line and str(folder / "two") in line
-
-
-def test_an_expert_that_mergekit_does_not_name(folder, capsys):
-    recipe(folder, str(folder / "base"), str(folder / "one"))
-    line = refusal(capsys, words(folder))
-    assert f"--expert two={folder / 'two'} is no model" in line
-
-
-def test_a_merged_model_of_another_base(folder, capsys):
-    write(llama_model(seed=9), folder / "base")
-    line = refusal(capsys, words(folder))
-    assert "the merged model" in line and "was not tuned from --base" in line
-
-
-def test_an_expert_of_another_base(folder, capsys):
-    write(llama_model(seed=9), folder / "two")
-    line = refusal(capsys, words(folder))
-    assert f"--expert two={folder / 'two'} was not tuned from --base" in line
-    assert main(words(folder, "--any-base")) == 2
-    assert "AssertionError" in capsys.readouterr().err  # it would be loaded
-
-
-def test_an_expert_of_another_size(folder, capsys):
-    from tiny_models import decoder_model
-
-    wide = decoder_model(vocab_size=len(WORDS), hidden_size=16, intermediate_size=12)
-    write(wide, folder / "two")
-    line = refusal(capsys, words(folder))
-    assert "expert 'two'" in line and "--expert two" in line
-
-
-def test_an_expert_of_another_architecture(folder, capsys):
-    write(t5_model(), folder / "two")
-    line = refusal(capsys, words(folder))
-    assert "expert 'two' is a 't5' model" in line
-
-
-def test_another_tokenizer(folder, capsys):
-    swapped = (*WORDS[:3], WORDS[4], WORDS[3], *WORDS[5:])
-    word_tokenizer(words=swapped).save_pretrained(folder / "two")
-    line = refusal(capsys, words(folder))
-    assert "has another tokenizer" in line and "2 of 23 tokens differ" in line
-
-
-def test_no_tokenizer(folder, capsys):
+def unlink_tokenizers(folder: Path) -> None:
     for file in folder.glob("*/*token*"):
         file.unlink()
+
+
+def swap_tokens(folder: Path) -> None:
+    swapped = (*WORDS[:3], WORDS[4], WORDS[3], *WORDS[5:])
+    word_tokenizer(words=swapped).save_pretrained(folder / "two")
+
+
+def widen(folder: Path) -> None:
+    sizes = {"vocab_size": len(WORDS), "hidden_size": 16, "intermediate_size": 12}
+    write(decoder_model(**sizes), folder / "two")
+
+
+def leave(file: Path, content: str = "") -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(content)
+
+
+def remove_model(folder: Path) -> None:
+    shutil.rmtree(folder / "two")
+
+
+def empty_model(folder: Path) -> None:
+    remove_model(folder)
+    (folder / "two").mkdir()
+
+
+def rename_weights(folder: Path) -> None:
+    (folder / "two" / "model.safetensors").rename(folder / "two" / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "messages"),
+    [
+        (lambda f: recipe(f, str(f / "two"), str(f / "one")), ["/base is not the base", "/two"]),
+        (lambda f: recipe(f, str(f / "base"), str(f / "one")), ["/two is no model that"]),
+        (lambda f: write(llama_model(seed=9), f / "base"),
+         ["the merged model", "was not tuned from --base"]),
+        (lambda f: write(llama_model(seed=9), f / "two"),
+         ["--expert two=", "/two was not tuned from --base"]),
+        (widen, ["expert 'two'", "--expert two"]),
+        (lambda f: write(t5_model(), f / "two"), ["expert 'two' is a 't5' model"]),
+        (swap_tokens, ["has another tokenizer", "2 of 23 tokens differ"]),
+        (unlink_tokenizers, ["no tokenizer in ", "/merged: name its folder by --tokenizer"]),
+        (lambda f: leave(f / "out.blocks" / "one"), ["go on with --resume, or remove it"]),
+        (lambda f: leave(f / "out" / "model.safetensors"), ["exists and is not empty"]),
+        (lambda f: (f / "two.jsonl").unlink(), ["does not exist"]),
+        (lambda f: leave(f / "two.jsonl"), ["two.jsonl' is empty"]),
+        (lambda f: leave(f / "one.jsonl", '{"prompt": "a"\nnonsense'),
+         ["--data one=", "one.jsonl: data", "is not readable as json"]),
+        (remove_model, ["--expert two=", "/two: there is no such file or folder here"]),
+        (empty_model, ["has no config.json"]),
+        (rename_weights, ["only safetensors are read"]),
+        (lambda f: change_config(f / "merged", {"architectures": ["MyOwn"]}),
+         ["names the class MyOwn"]),
+    ],
+)  # fmt: skip
+def test_models_and_data_that_do_not_fit(folder, capsys, prepare, messages):
+    prepare(folder)
     line = refusal(capsys, words(folder))
-    assert f"no tokenizer in {folder / 'merged'}: name its folder by --tokenizer" in line
+    assert all(message in line for message in messages), line
+
+
+def test_an_expert_of_another_base_may_be_allowed(folder, capsys):
+    write(llama_model(seed=9), folder / "two")
+    assert main(words(folder, "--any-base")) == 2
+    assert "AssertionError" in capsys.readouterr().err  # it would be loaded
 
 
 @pytest.mark.parametrize(
@@ -148,12 +162,6 @@ def test_targets_of_some_rows_only(folder, capsys):
 def test_columns_of_other_names(folder, capsys, more, message):
     write_rows(folder / "one.jsonl", [{"q": "a b", "a": "c"}] * 10)
     assert message in refusal(capsys, [*words(folder), *more])
-
-
-def test_rows_of_another_format(folder, capsys):
-    (folder / "one.jsonl").write_text('{"prompt": "a"\nnonsense')
-    line = refusal(capsys, words(folder))
-    assert f"--data one={folder / 'one.jsonl'}: data" in line and "is not readable as json" in line
 
 
 @pytest.mark.parametrize(
@@ -199,9 +207,7 @@ def test_names_that_are_taken(folder, capsys, name):
 def test_names_of_mergekit_are_checked_as_well(folder, capsys):
     (folder / "one").rename(folder / "average")
     recipe(folder, str(folder / "base"), str(folder / "average"), str(folder / "two"))
-    data = [word for n in ("average", "two") for word in ("--data", f"{n}={folder / 'two.jsonl'}")]
-    out = ["--out", str(folder / "out")]
-    line = refusal(capsys, ["calibrate", str(folder / "merged"), *data, *out])
+    line = refusal(capsys, ["calibrate", str(folder / "merged"), "--out", str(folder / "out")])
     assert "the name 'average' has a meaning already" in line
 
 
@@ -214,22 +220,14 @@ def test_nothing_to_begin_with(folder, capsys):
     assert "got 'task_arithmetik:1'" in line and "method@method.base_method=..." in line
 
 
-@pytest.mark.parametrize("name", ["nowhere", "./nowhere", "merged/config.json"])
-def test_a_merged_model_that_is_not_there(folder, capsys, monkeypatch, name):
+@pytest.mark.parametrize("name", ["nowhere", "./nowhere", "merged/config.json", "merged"])
+def test_a_merged_model_without_experts(folder, capsys, monkeypatch, name):
     monkeypatch.chdir(folder)
     line = refusal(capsys, ["calibrate", name, "--out", str(folder / "out")])
-    assert f"MERGED {name}: there is no such folder" in line and "--expert NAME=ID" in line
-
-
-def test_a_merged_model_without_experts(folder, capsys):
-    line = refusal(capsys, ["calibrate", str(folder / "merged"), "--out", str(folder / "out")])
-    assert "has no mergekit_config.yml: give --base and --expert NAME=DIR" in line
-
-
-def test_blocks_of_an_interrupted_run(folder, capsys):
-    (folder / "out.blocks").mkdir()
-    (folder / "out.blocks" / "one").write_text("")
-    assert "go on with --resume, or remove it" in refusal(capsys, words(folder))
+    problem = f"MERGED {name}: there is no such folder"
+    if name == "merged":
+        problem = "has no mergekit_config.yml: give --base"
+    assert problem in line and "--expert NAME=" in line
 
 
 def test_an_expert_without_data(folder, capsys):
@@ -238,58 +236,19 @@ def test_an_expert_without_data(folder, capsys):
     assert "no data of two" in refusal(capsys, named[: at - 1] + named[at + 1 :])
 
 
-def test_data_that_is_not_there(folder, capsys):
-    (folder / "two.jsonl").unlink()
-    assert "does not exist" in refusal(capsys, words(folder))
-
-
-def test_data_without_rows(folder, capsys):
-    (folder / "two.jsonl").write_text("")
-    assert "two.jsonl' is empty" in refusal(capsys, words(folder))
-
-
-def test_a_folder_that_is_not_empty(folder, capsys):
-    (folder / "out").mkdir()
-    (folder / "out" / "model.safetensors").write_text("")
-    assert "exists and is not empty" in refusal(capsys, words(folder))
-
-
-def test_a_place_that_is_no_model(folder, capsys):
-    shutil.rmtree(folder / "two")
-    line = refusal(capsys, words(folder))
-    assert f"--expert two={folder / 'two'}: there is no such file or folder here" in line
-    (folder / "two").mkdir()
-    assert "has no config.json" in refusal(capsys, words(folder))
-
-
 def test_a_file_is_no_model(folder, capsys):
     file = folder / "one" / "model.safetensors"
     line = refusal(capsys, [*words(folder), "--base", str(file)])
     assert f"--base {file} is a file: name the folder that the model is in" in line
 
 
-def test_weights_of_another_format(folder, capsys):
-    (folder / "two" / "model.safetensors").rename(folder / "two" / "pytorch_model.bin")
-    assert "only safetensors are read" in refusal(capsys, words(folder))
-
-
-def test_a_class_that_transformers_lacks(folder, capsys):
-    file = folder / "merged" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["MyOwn"]}))
-    assert "names the class MyOwn" in refusal(capsys, words(folder))
-
-
-def test_an_adapter_of_another_base(folder, capsys):
+def test_an_adapter_that_cannot_be_read(folder, capsys):
     write_adapters(folder, t5_model())
-    shutil.copytree(folder / "one-lora", folder / "x-lora")
-    config = json.loads((folder / "x-lora" / "adapter_config.json").read_text())
-    (folder / "x-lora" / "adapter_config.json").write_text(json.dumps(config | {"lora_bias": True}))
-    named = [
-        word.replace(f"two={folder / 'two'}", f"two={folder / 'x-lora'}")
-        if word == f"two={folder / 'two'}"
-        else word
-        for word in words(folder)
-    ]
+    config = json.loads((folder / "two-lora" / "adapter_config.json").read_text())
+    text = json.dumps(config | {"lora_bias": True})
+    (folder / "two-lora" / "adapter_config.json").write_text(text)
+    named = words(folder)
+    named[named.index(f"two={folder / 'two'}")] = f"two={folder / 'two-lora'}"
     line = refusal(capsys, named)
     assert "with {'lora_bias': True} cannot be read" in line and "merge_and_unload" in line
 
