@@ -150,7 +150,7 @@ def _compare(
     counted = _counted(family, model, inputs, settings)
 
     def keep(block: str, output: Tensor) -> None:
-        outputs[block] = output.clone()
+        outputs[block] = output.to("cpu", copy=True)  # all blocks' outputs wait for the expert
 
     def cross(block: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the model's block on what the expert's receives."""
@@ -159,7 +159,7 @@ def _compare(
         crossed[block] = hidden_output(output)
 
     def split(block: str, output: Tensor) -> None:
-        sides = [outputs.pop(block), output, crossed.pop(block)]
+        sides = [outputs.pop(block).to(output.device), output, crossed.pop(block)]
         if output.ndim == 4 and gives_images(model.get_submodule(block)):
             sides = [side.movedim(1, -1) for side in sides]
         columns = split_drift(*(rows_of(side, counted[block]) for side in sides))
