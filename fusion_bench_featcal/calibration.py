@@ -4,7 +4,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from fusion_bench_featcal.core.kernels import using_kernel
 from fusion_bench_featcal.core.products import summing_in
 from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.memory import memory_advice, naming_memory
+from fusion_bench_featcal.memory import naming_memory
 from fusion_bench_featcal.modules.groups import Group, find_groups
 from fusion_bench_featcal.modules.models import Modes, device_of, load_updates, relative_change
 from fusion_bench_featcal.problem import (
@@ -265,8 +264,7 @@ def calibrate(
 def calibrate_once(request: Request) -> CalibrationResult:
     """Calibrate with given task weights. Raises as `calibrate`."""
     device, processes = request.device, request.processes
-    advice = partial(memory_advice, request.settings, device)
-    with naming_memory(device, lambda: processes.doing, advice):
+    with naming_memory(device, lambda: processes.doing):
         problem = prepare(request)
         modes = Modes.of(problem.merged)
         with (

@@ -8,18 +8,15 @@ from pathlib import Path
 import psutil
 import torch
 
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import CalibrationError
 
 _CGROUP = Path("/sys/fs/cgroup")
-_PHRASES = (
-    "can't allocate memory",  # torch's CPU allocator
-    "not enough memory",  # the same on Windows
-    "Cannot allocate memory",  # the system, in files that are mapped
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "std::bad_alloc",
+_PHRASES = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "bad_alloc")
+"""Words of torch's allocators and libraries, and of the system for files that are mapped."""
+
+ADVICE = (
+    "What lowers it: method.activations=disk (or host, beside a GPU), a lower method.batch_size or "
+    "method.samples_per_task, method.modules without the widest modules, method.stream_experts=true"
 )
 
 
@@ -47,18 +44,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def naming_memory(
-    device: torch.device, location: Callable[[], str], advice: Callable[[], str]
-) -> Iterator[None]:
+def naming_memory(device: torch.device, location: Callable[[], str]) -> Iterator[None]:
     """Context that adds the location and the settings to lower to out-of-memory errors.
 
     Args:
         device: Device of the computation.
         location: Returns the block and task that are processed.
-        advice: Returns a sentence on the settings that lower the memory.
 
     Raises:
-        CalibrationError: In location of an out-of-memory error. Other errors pass unchanged.
+        CalibrationError: In place of an out-of-memory error. Other errors pass unchanged.
     """
     try:
         yield
@@ -69,20 +63,8 @@ def naming_memory(
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CalibrationError(
-            f"out of memory ({device.type}) at {location()}: {reason}. {advice()}"
+            f"out of memory ({device.type}) at {location()}: {reason}. {ADVICE}"
         ) from error
-
-
-def memory_advice(settings: FeatCalSettings, device: torch.device) -> str:
-    """Return a sentence on the settings that lower a calibration's memory."""
-    waiting = "host|disk" if device.type != "cpu" else "disk"
-    if settings.activations == "host" and device.type != "cpu":
-        waiting = "disk"
-    ways = [] if settings.activations == "disk" else [f"method.activations={waiting}"]
-    ways += ["a lower method.batch_size", "a lower method.samples_per_task"]
-    ways += ["method.modules without the widest modules"]
-    ways += [] if settings.stream_experts is True else ["method.stream_experts=true"]
-    return f"What lowers it: {', '.join(ways)}"
 
 
 def _left_in_container() -> int | None:

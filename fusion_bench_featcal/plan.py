@@ -12,7 +12,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from fusion_bench_featcal.memory import free_bytes, memory_advice
+from fusion_bench_featcal.memory import ADVICE, free_bytes
 from fusion_bench_featcal.plan_shapes import CPU, Request, Shapes, size_of
 from fusion_bench_featcal.plurals import bytes_text, counted
 
@@ -50,7 +50,6 @@ class Plan:
     base_read: int
     disk: int  # files of the run: stored features, and blocks in `checkpoint_dir`
     output: int  # file of the calibrated model
-    advice: str  # settings that lower the memory
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -96,7 +95,6 @@ def plan_of(request: Request) -> Plan:
         base_read=base_read,
         disk=disk,
         output=size,
-        advice=memory_advice(settings.replace(activations=storage), device),
     )
 
 
@@ -116,7 +114,7 @@ def warnings_of(plan: Plan) -> list[str]:
     needs = [("host", plan.more_host, plan.free_host), ("GPU", plan.gpu, plan.free_gpu)]
     return [
         f"the calibration is predicted to need {bytes_text(needed)} more {kind} memory, "
-        f"{bytes_text(free)} are free. {plan.advice}"
+        f"{bytes_text(free)} are free. {ADVICE}"
         for kind, needed, free in needs
         if needed is not None and free is not None and needed > free
     ]

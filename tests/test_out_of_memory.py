@@ -56,12 +56,11 @@ def test_place_and_settings_are_named(make: Callable[[], Exception]):
     assert "method.modules" in message
 
 
-def test_features_on_disk_are_not_advised_twice(tmp_path: Path):
+def test_features_on_disk_are_removed(tmp_path: Path):
     suite = clip_suite()
     raise_in(suite.merged.get_submodule(suite.blocks[0]), MemoryError())
-    with pytest.raises(CalibrationError, match=r"method\.batch_size") as raised:
+    with pytest.raises(CalibrationError, match=r"method\.batch_size"):
         run_fast(suite, activations="disk", activations_dir=tmp_path)
-    assert "activations=disk" not in str(raised.value)
     assert list(tmp_path.iterdir()) == []
 
 
