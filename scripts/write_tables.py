@@ -374,9 +374,16 @@ def _draw(study: Path, name: str) -> None:
 
 
 def _keep(content: Mapping[str, Any], *path: str) -> None:
+    """Write a JSON file with a line for each key, and for each row or point."""
+    dump, lines = partial(json.dumps, ensure_ascii=False), []
+    for key, value in content.items():
+        text = dump(value)
+        if key in ("rows", "points"):
+            text = "[\n" + ",\n".join(map(dump, value)) + "\n]"
+        lines.append(f"{dump(key)}: {text}")
     file = RESULTS.joinpath(*path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"{json.dumps(content, indent=1, ensure_ascii=False)}\n", encoding="utf-8")
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def rewritten(page: Path) -> str:
