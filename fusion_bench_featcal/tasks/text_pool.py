@@ -1,6 +1,5 @@
 """`TextTaskPool`: language models that answer prompts, scored on their answers."""
 
-import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -44,9 +43,6 @@ from fusion_bench_featcal.tasks.text_generation import (
     target_loss,
 )
 
-# rows evaluated with fast_dev_run
-_TRIAL_ROWS = 16
-
 
 @dataclass(frozen=True)
 class TokenisedTask:
@@ -73,7 +69,6 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         "batch_size": "batch_size",
         "max_new_tokens": "max_new_tokens",
         "max_length": "max_length",
-        "fast_dev_run": "fast_dev_run",
     }
 
     def __init__(
@@ -85,7 +80,6 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         batch_size: int = 128,
         max_new_tokens: int | None = None,
         max_length: int | None = None,
-        fast_dev_run: bool = False,
         **unknown: Any,
     ) -> None:
         """Check the settings. `setup` loads data and tokenizer.
@@ -97,7 +91,6 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
             batch_size: Prompts per batch. It changes memory and speed, not answers.
             max_new_tokens: Longest answer. None: the length of the task's longest target.
             max_length: Longest prompt in tokens. None: the tokenizer's limit.
-            fast_dev_run: Evaluate on a few rows per task.
             **unknown: Refused, except for keys that all FusionBench configurations have.
 
         Raises:
@@ -121,7 +114,6 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         self.batch_size = batch_size
         self.max_new_tokens = max_new_tokens
         self.max_length = max_length
-        self.fast_dev_run = fast_dev_run
         self._tokenised: dict[tuple[str, str], TokenisedTask] = {}
 
     def setup(self) -> None:
@@ -172,8 +164,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
 
     def _tokenise(self, encoder: TextEncoder, task: str) -> TokenisedTask:
         tokenised = TokenisedTask([], [], [])
-        most = _TRIAL_ROWS if self.fast_dev_run else None
-        for number, row in enumerate(itertools.islice(self.test_dataloaders[task], most)):
+        for number, row in enumerate(self.test_dataloaders[task]):
             name = f"task {task!r}, test row {number}"
             sample, target = encoder.sample(row, name), row.get("target")
             if sample.labels is None:

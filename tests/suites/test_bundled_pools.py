@@ -101,16 +101,6 @@ def test_the_pool_loads_the_base_and_all_experts(name: str) -> None:
             assert base.get_output_embeddings().weight is embedding
 
 
-def test_the_pool_loads_pictures_and_processor() -> None:
-    pool = pool_of(f"{CLIP}_alphabets2")
-    processor = pool.load_processor()
-    for load, count in ((pool.load_train_dataset, 336), (pool.load_test_dataset, 144)):
-        pictures = load("mini_balinese")
-        assert len(pictures) == count
-        pixels = processor(images=[pictures[0]["image"]], return_tensors="pt")["pixel_values"]
-        assert pixels.shape == (1, 3, 28, 28)
-
-
 @pytest.mark.parametrize(
     ("name", "target", "row", "tasks"),
     [
@@ -145,11 +135,3 @@ def test_heads_for_adamerging_and_its_kin_are_built_from_the_pool_alone(
     heads.setup_zero_shot_classification_head()
     assert heads.zeroshot_weights["mini_korean"].shape == (40, 64)
     assert heads.zeroshot_weights["mini_balinese"].shape == (24, 64)
-
-
-@pytest.mark.parametrize("name", [name for name in TASKS if name.endswith("TA6")])
-def test_experts_are_good_and_plain_merges_lose(name: str) -> None:
-    rows = {row: values["average"] for row, values in measured(name).items()}
-    assert rows["experts"] >= 0.88 and rows["base"] < 0.65
-    for merge in ("simple_average", "task_arithmetic"):
-        assert rows[merge] <= rows["experts"] - 0.10

@@ -52,12 +52,6 @@ def test_the_shipped_files_are_whole_and_all_listed():
     }
 
 
-def test_the_shipped_files_stay_within_the_size_limits():
-    sizes = {file: file.stat().st_size for file in SUITE_ROOT.rglob("*") if file.is_file()}
-    assert sum(sizes.values()) <= 62e6
-    assert max(sizes.values()) <= 12e6
-
-
 def test_every_shipped_file_but_the_notes_is_data_and_no_pickle():
     suffixes = {file.suffix for file in SUITE_ROOT.rglob("*") if file.is_file()}
     assert suffixes <= {".npz", ".parquet", ".safetensors", ".json", ".txt", ".md", ""}

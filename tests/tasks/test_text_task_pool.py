@@ -167,12 +167,6 @@ def test_numbers_are_scored_by_rank(suite, expert, tokenizer):
     assert pool.item_correct == {} == pool.item_classes
 
 
-def test_a_trial_run_takes_few_rows(suite, expert, tokenizer, rows):
-    pool = TextTaskPool({TASK: rows}, tokenizer=tokenizer, fast_dev_run=True)
-    pool.evaluate(expert)
-    assert len(pool.item_correct[TASK]) == 16
-
-
 def test_sampling_defaults_of_a_model_are_not_used(suite, expert, tokenizer, rows):
     sampling = copy.deepcopy(expert)
     sampling.generation_config.update(do_sample=True, temperature=50.0, top_k=5)
