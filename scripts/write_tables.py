@@ -378,7 +378,7 @@ def _keep(content: Mapping[str, Any], *path: str) -> None:
     dump, lines = partial(json.dumps, ensure_ascii=False), []
     for key, value in content.items():
         text = dump(value)
-        if key in ("rows", "points"):
+        if key in ("rows", "points") and isinstance(value, list):
             text = "[\n" + ",\n".join(map(dump, value)) + "\n]"
         lines.append(f"{dump(key)}: {text}")
     file = RESULTS.joinpath(*path)
