@@ -58,11 +58,8 @@ def item_means(values: Tensor, items: int, counted: CountedRows | None) -> Tenso
     if counted is None or counted.index is None:
         return values.reshape(items, -1, values.shape[1]).mean(1)
     owner = counted.index // counted.shape[1:].numel()
-    weights = torch.ones_like(values[:, :1])
-    if counted.weights is not None:
-        weights = counted.weights[:, None].to(values)
-    sums = values.new_zeros(items, values.shape[1]).index_add_(0, owner, weights * values)
-    return sums / values.new_zeros(items, 1).index_add_(0, owner, weights)
+    sums = values.new_zeros(items, values.shape[1]).index_add_(0, owner, values)
+    return sums / owner.bincount(minlength=items)[:, None]
 
 
 def drift_metrics(means: Mapping[str, float]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from fusion_bench_featcal.diagnosis.drift import COLUMNS, drift_metrics, explained_shares
 from fusion_bench_featcal.diagnosis.items import are_shared
@@ -30,19 +31,22 @@ def row_lines(
         yield _line(row, task, "task_vector_norm", norm)
         if norm * expert_norm > 0:
             yield _line(row, task, "task_vector_cosine", product / norm / expert_norm)
-    for number, share in enumerate(explained_shares(found.features), start=1):
-        yield _line(row, task, f"pca_share_{number}", share)
+    yield from _share_lines(row, task, found.features)
 
 
 def expert_lines(task: str, found: Measures, classes: Sequence[str] | None) -> Iterator[Line]:
     """Yield the metrics of an expert alone, and numbers of items."""
     if found.vectors is not None:
         yield _line(EXPERTS, task, "task_vector_norm", found.vectors[1])
-    for number, share in enumerate(explained_shares(found.expert_features), start=1):
-        yield _line(EXPERTS, task, f"pca_share_{number}", share)
+    yield from _share_lines(EXPERTS, task, found.expert_features)
     yield _line("", task, "items", len(found.cosines))
     for name, chosen in _by_class(classes).items():
         yield _line("", task, "items", chosen.sum(), class_=name)
+
+
+def _share_lines(row: str, task: str, features: Tensor) -> Iterator[Line]:
+    for number, share in enumerate(explained_shares(features), start=1):
+        yield _line(row, task, f"pca_share_{number}", share)
 
 
 def accuracy_lines(
