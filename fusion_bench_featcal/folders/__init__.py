@@ -1,4 +1,8 @@
-"""`featcal calibrate`: models and data in folders, without FusionBench and without Hydra."""
+"""`featcal calibrate`: models and data in folders, without FusionBench and without Hydra.
+
+Everything here raises a ValueError that names the option where something that was named is missing
+or does not fit, and a CalibrationError where a calibration cannot go on.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -164,11 +164,7 @@ def factors(change: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def check_base(base: ModelFolder | None, home: ModelFolder) -> None:
-    """Refuse a base over which the calibrated model cannot be an adapter.
-
-    Raises:
-        ValueError: If there is none, or it has another class or other sizes.
-    """
+    """Refuse a base over which the calibrated model cannot be an adapter."""
     if base is None:
         raise ValueError("--as-lora needs --base, the model that the adapter changes")
     shapes, others = (

@@ -59,11 +59,7 @@ class Evaluation:
         self._numbers: dict[str, Mapping[str, float]] = {}
 
     def add_references(self, model: nn.Module) -> None:
-        """Add each expert on its task, and the merged model.
-
-        Raises:
-            ValueError: If an expert is no better than guessing there, or worse than the base.
-        """
+        """Add each expert on its task, and the merged model."""
         models, scores = self._models, {}
         if self._tests:
             tasks = counted(len(self._tests), "task")

@@ -33,11 +33,7 @@ class ZeroShot:
     """Zero-shot heads of a whole CLIP: its text tower and its two projections."""
 
     def __init__(self, clip: ModelFolder) -> None:
-        """Load the model in a folder of a whole CLIP.
-
-        Raises:
-            ValueError: If it cannot be loaded.
-        """
+        """Load the model in a folder of a whole CLIP."""
         from transformers import AutoTokenizer, CLIPModel
 
         self._model: Any = clip.load(CLIPModel)
@@ -69,10 +65,6 @@ def open_image_task(
         processor: Makes pixels.
         heads: Names of the classes of the head of the task's expert, by their numbers, or heads
             from class names, for CLIP's vision tower; None: there are none.
-
-    Raises:
-        ValueError: If there are no such images, or the head lacks a class.
-        CalibrationError: If the data cannot be read.
     """
     columns = request.columns_of(task)
     refuse_unknown_keys(columns, _COLUMNS, f"--columns {task}")
@@ -100,11 +92,7 @@ def open_image_task(
 
 
 def _labels(part: Part) -> tuple[Tensor, list[str]]:
-    """Labels of some images, and the class names by label.
-
-    Raises:
-        ValueError: If there are none.
-    """
+    """Labels of some images, and the class names by label."""
     items: ImageItems = part.rows
     if items.has_labels is False or items.classnames is None:
         raise ValueError(

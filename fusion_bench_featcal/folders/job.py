@@ -83,13 +83,7 @@ class Job:
 
 
 def run(request: Request) -> Path:
-    """Calibrate models in folders, and return the folder of the calibrated model.
-
-    Raises:
-        ValueError: If models or data are missing or do not fit; nothing has been loaded then.
-        CalibrationError: If the calibration cannot go on; finished blocks are kept. `NotImproved`
-            if a task ends no closer to its expert, with `strict`; nothing is saved.
-    """
+    """Calibrate models in folders, and return the folder of the calibrated model."""
     out, blocks = request.folder, request.checkpoints
     if (request.resume or blocks.is_dir()) and is_saved(request):
         shutil.rmtree(blocks, ignore_errors=True)

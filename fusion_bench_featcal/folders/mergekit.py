@@ -55,9 +55,6 @@ def with_merge_config(
 
     Returns:
         Base, experts, and what names the experts, for messages.
-
-    Raises:
-        ValueError: If a model is missing, or a named one is not one that was merged.
     """
     folder = Path(merged).expanduser()
     if not folder.is_dir() and (folder.exists() or not experts):
@@ -110,13 +107,7 @@ def _is_same(one: str, other: str) -> bool:
 
 
 def read_merge(merged: Path) -> Merge | None:
-    """Read which models the model in a folder was merged from; None: it has no mergekit config.
-
-    Raises:
-        UnreadableConfig: If the config is damaged or names no models, or models cannot be told
-            apart.
-        ValueError: If layers were stacked (`passthrough`, slices of different layers).
-    """
+    """Read which models the model in a folder was merged from; None: it has no mergekit config."""
     file = merged / FILE
     try:
         content = read_yaml(file)
@@ -204,11 +195,7 @@ def _stacks(part: Mapping[str, Any]) -> bool:
 def _with_adapters(
     models: Collection[_Reference], base: _Reference | None, file: Path
 ) -> tuple[str | None, list[str]]:
-    """Return the base and the experts' locations, of adapters on the base those of the adapters.
-
-    Raises:
-        ValueError: If an adapter is of another model than the base.
-    """
+    """Return the base and the experts' locations, of adapters on the base those of the adapters."""
     adapted = {_resolved(model.model): model.model for model in models if model.adapter}
     known = None if base is None else base.model
     if known is None and len(adapted) == 1:

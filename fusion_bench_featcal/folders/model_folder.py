@@ -44,10 +44,6 @@ class ModelFolder:
             name: The model's name in messages.
             location: Folder or hub id.
             option: The option that names it.
-
-        Raises:
-            ValueError: If there is no model in it.
-            CalibrationError: If there is no such folder, and the hub does not give it.
         """
         self.name = name
         self.option = f"{option} {location}"
@@ -63,11 +59,7 @@ class ModelFolder:
 
     @property
     def architecture(self) -> type[nn.Module]:
-        """The class of transformers that its config names.
-
-        Raises:
-            ValueError: If transformers has none of that name.
-        """
+        """The class of transformers that its config names."""
         import transformers
 
         name = next(iter((self.config or {}).get("architectures") or [None]))
@@ -81,11 +73,7 @@ class ModelFolder:
 
     @property
     def kind(self) -> Kind:
-        """Kind of the model.
-
-        Raises:
-            ValueError: If it is of none that can be calibrated here.
-        """
+        """Kind of the model."""
         name = self.architecture.__name__
         if name in _CLIP:
             return "clip"
@@ -106,11 +94,7 @@ class ModelFolder:
 
     @cached_property
     def empty(self) -> nn.Module:
-        """The model without weights, on the meta device.
-
-        Raises:
-            ValueError: If its config is not one of its class.
-        """
+        """The model without weights, on the meta device."""
         from transformers import AutoConfig
 
         try:
@@ -130,9 +114,6 @@ class ModelFolder:
         Args:
             kind: Its class; None: `calibrated_class`.
             spare: Tensors in place of those that its files lack; None: it has to be complete.
-
-        Raises:
-            ValueError: If it cannot be loaded, or lacks weights.
         """
         kind = kind or self.calibrated_class
         try:
@@ -169,10 +150,6 @@ class ModelFolder:
 
         Args:
             base: The base model, which a LoRA adapter changes.
-
-        Raises:
-            ValueError: If it has no safetensors files, or an adapter has no base.
-            CalibrationError: If a file is damaged, or the adapter does not fit the base.
         """
         if self.is_adapter and base is None:
             raise ValueError(f"{self.option} is a LoRA adapter, which needs --base")
@@ -203,11 +180,7 @@ def body_of(model: nn.Module, kind: Kind) -> nn.Module:
 
 
 def class_names(model: ModelFolder) -> list[str]:
-    """Names of the classes of a model's head by their numbers, the `id2label` of its config.
-
-    Raises:
-        ValueError: If `label2id` has others (LABEL_0, ... is none), or a number is missing.
-    """
+    """Names of the classes of a model's head by their numbers, the `id2label` of its config."""
     config: Any = model.empty.config
     names = {int(number): str(name) for number, name in config.id2label.items()}
     label2id = (model.config or {}).get("label2id") or {}

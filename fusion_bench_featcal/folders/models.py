@@ -49,12 +49,7 @@ class Models:
 
     @classmethod
     def of(cls, request: Request) -> "Models":
-        """Find all models, and compare configs, shapes and a sample of the weights.
-
-        Raises:
-            ValueError: If a model is missing, or cannot be one of these.
-            CalibrationError: If a model differs from the others, or cannot be calibrated.
-        """
+        """Find all models, and compare configs, shapes and a sample of the weights."""
         merged = base = None
         if request.merged is not None:
             merged = ModelFolder("merged", request.merged, "the merged model")
@@ -238,11 +233,7 @@ class Models:
                 )
 
     def processor(self) -> Any:
-        """The tokenizer or image processor; of a whole CLIP both in one.
-
-        Raises:
-            ValueError: If there is none, or an expert has another tokenizer.
-        """
+        """The tokenizer or image processor; of a whole CLIP both in one."""
         from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
         kind: Any = AutoTokenizer

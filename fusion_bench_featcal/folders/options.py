@@ -60,11 +60,7 @@ def flag_of(name: str) -> str:
 
 
 def given_on_the_command_line(parsed: Mapping[str, Any], owner: type) -> dict[str, Any]:
-    """Return the options that were given to a parser of `add_arguments`, by name.
-
-    Raises:
-        ValueError: If two words of an option name the same, such as an expert.
-    """
+    """Return the options that were given to a parser of `add_arguments`, by name."""
     values = {f.name: parsed[f.name] for f in settings_of(owner) if f.name in parsed}
     for name, words in values.items():
         if not isinstance(words, list):
@@ -89,11 +85,7 @@ def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 
 
 def pair(word: str, form: str = "NAME=VALUE", sign: str = "=") -> dict[str, Any]:
-    """Read `NAME=VALUE`.
-
-    Raises:
-        argparse.ArgumentTypeError: If it has no name or no value.
-    """
+    """Read `NAME=VALUE`."""
     name, _, value = word.partition(sign)
     if not (name and value):
         raise argparse.ArgumentTypeError(f"expected {form}, got {word!r}")
@@ -129,11 +121,7 @@ def prompt(word: str) -> dict[str, Any]:
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """Read the options of a recipe.
-
-    Raises:
-        ValueError: If it is not there, cannot be read, or is no mapping.
-    """
+    """Read the options of a recipe."""
     if not file.is_file():
         raise ValueError(f"recipe {file}: there is no such file")
     content = read_yaml(file)

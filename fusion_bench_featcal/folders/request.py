@@ -135,10 +135,6 @@ class Request:
         Args:
             given: Options by name. They come before the recipe's.
             source: Name of the caller, for messages.
-
-        Raises:
-            ValueError: If an option is missing, unknown or not accepted, a name fits nothing, or a
-                model that mergekit's config names is not there.
         """
         values = _checked(given, source)
         recipe = Path(values.get("merged") or "").expanduser()

@@ -44,9 +44,6 @@ def save(
         log: The log of the calibration, for `featcal/`.
         heads: Task -> its expert's classifier, whose head is saved.
         adapter: The model as an adapter over the base, saved beside it.
-
-    Raises:
-        CalibrationError: If it cannot be written. Finished blocks stay.
     """
     request, whole = models.request, _whole(models, model)
     advice = (

@@ -25,10 +25,6 @@ def scorers_of(named: Mapping[str, Any], kind: str, batch_size: int) -> dict[str
         named: `lm-eval` -> its tasks, or a module -> its functions: a list, or with commas.
         kind: Kind of the models.
         batch_size: Rows of lm-eval at once.
-
-    Raises:
-        ValueError: If a name is not there.
-        CalibrationError: If lm-eval has no such task.
     """
     scorers: dict[str, Scorer] = {}
     for module, listed in named.items():

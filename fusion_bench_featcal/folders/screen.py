@@ -52,11 +52,7 @@ def show_start(
 
 
 def show_downloads(request: Request) -> bool:
-    """Print what would be fetched from the hub; return whether anything would.
-
-    Raises:
-        CalibrationError: If the hub does not tell.
-    """
+    """Print what would be fetched from the hub; return whether anything would."""
     lacking = [model for model in hub_models(request.models).values() if model.missing]
     for model in lacking:
         size = bytes_text(sum(model.missing.values()))

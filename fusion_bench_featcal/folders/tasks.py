@@ -99,9 +99,6 @@ def open_parts(
         request: The request.
         open_rows: Returns the rows of a location, a split and a name for messages.
         spread: Whether test rows are spread over their data set: images lie in it by classes.
-
-    Raises:
-        ValueError: If the task has no rows.
     """
     option, settings = f"--data {task}={request.data[task]}", request.settings
     rows = open_rows(request.data[task], "train", option)
@@ -187,9 +184,6 @@ def label_numbers(
     Names are those of the head, in any case, or numbers. If the head has none (LABEL_0, ...), it
     has the data's in their order, if there are as many: that of the number, where the names differ
     in a number only (class_2, class_10).
-
-    Raises:
-        ValueError: If the head has no class of that name, or several.
     """
     texts = [str(name) for name in names]
     exact, folded = _numbered(classes), _numbered([name.casefold() for name in classes])
@@ -222,11 +216,7 @@ def _numbered(names: Sequence[str]) -> dict[str, int]:
 
 
 def check_labels(labels: list[int], classes: Sized, option: str) -> list[int]:
-    """Return labels that are numbers of a head's classes.
-
-    Raises:
-        ValueError: If the head has no class of that number.
-    """
+    """Return labels that are numbers of a head's classes."""
     for label in labels:
         if not 0 <= label < len(classes):
             raise ValueError(

@@ -53,10 +53,6 @@ def open_texts(
             those of `names` where these are the usual ones.
         names: Names that columns may have here.
         usual: Names of columns of which one is needed where `columns` is empty.
-
-    Raises:
-        ValueError: If there is no such column, or none of the usual ones.
-        CalibrationError: If the data cannot be read.
     """
     with naming_setting(option):
         rows = text_rows(load_texts(location, split), option)
@@ -91,10 +87,6 @@ def open_language_task(
         request: The request.
         encoder: Makes token ids.
         load_expert: Loads the task's expert, called where it writes the targets.
-
-    Raises:
-        ValueError: If there is no such data.
-        CalibrationError: If a row is no text that can be used.
     """
     columns = request.columns_of(task)
     open_rows = partial(open_texts, columns=columns, names=_OF_MODELS, usual=FORMATS)
@@ -214,9 +206,6 @@ def open_classifier_task(
         tokenizer: Makes token ids.
         max_length: Tokens of a text; None: 512.
         classes: Names of the classes of the head of the task's expert, by their numbers.
-
-    Raises:
-        ValueError: If there is no such data, or it has columns of other names.
     """
     columns, names = request.columns_of(task), _OF_CLASSIFIERS
     open_rows = partial(open_texts, columns=columns, names=names, usual=names)

@@ -119,25 +119,6 @@ def test_held_back_rows_take_no_part(tmp_path, capsys):
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_mergekit_names_base_and_experts(tmp_path, capsys):
-    llama_folders(tmp_path)
-    recipe = {
-        "merge_method": "task_arithmetic",
-        "base_model": "base",
-        "models": [{"model": str(tmp_path / task), "parameters": {"weight": 1}} for task in TASKS],
-    }
-    (tmp_path / "merged" / "mergekit_config.yml").write_text(json.dumps(recipe))
-    data = [word for task in TASKS for word in ("--data", f"{task}={tmp_path / task}.jsonl")]
-    out = ["--out", str(tmp_path / "out")]
-    assert main(["calibrate", str(tmp_path / "merged"), *data, *out, *FEW]) == 0
-    shown = capsys.readouterr().out
-    assert "base by mergekit_config.yml" in shown and f"base: {tmp_path / 'base'}" in shown
-    listed = ", ".join(f"{task}={tmp_path / task}" for task in TASKS)
-    assert f"experts by mergekit_config.yml (task_arithmetic)\n  base: {tmp_path}" in shown
-    assert f"  experts: {listed}\n" in shown
-    assert (tmp_path / "out" / "provenance.json").is_file()
-
-
 def test_merges_on_the_way(tmp_path):
     models = llama_folders(tmp_path)
     by_folder = words(tmp_path, "--preset", "paper")
@@ -185,15 +166,6 @@ def test_experts_write_missing_targets(tmp_path, capsys):
     assert "one: no targets in --data, so its expert writes them" in shown
     assert "two: no targets" not in shown
     assert report_of(tmp_path).rows["experts"]["one"] == 1  # of answers that it has written itself
-
-
-def test_answers_of_another_name_are_targets(tmp_path, capsys):
-    llama_folders(tmp_path)
-    rows = [{"prompt": row["prompt"], "answer": row["target"]} for row in sentences("one", ROWS)]
-    write_rows(tmp_path / "one.jsonl", rows)
-    assert main(words(tmp_path, "--preset", "paper")) == 0
-    assert "its expert writes" not in capsys.readouterr().out
-    assert report_of(tmp_path).rows["experts"]["one"] < 1
 
 
 def test_plain_texts_and_chats(tmp_path, capsys):

@@ -63,8 +63,8 @@ def swap_tokens(folder: Path) -> None:
 
 
 def widen(folder: Path) -> None:
-    sizes = {"vocab_size": len(WORDS), "hidden_size": 16, "intermediate_size": 12}
-    write(decoder_model(**sizes), folder / "two")
+    model = decoder_model(vocab_size=len(WORDS), hidden_size=16, intermediate_size=12)
+    write(model, folder / "two")
 
 
 def leave(file: Path, content: str = "") -> None:
