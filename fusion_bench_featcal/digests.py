@@ -41,15 +41,6 @@ def digest_tensor(tensor: Tensor) -> str:
     return digest.hexdigest()[:_SHORT]
 
 
-def glimpse(model: nn.Module) -> str:
-    """Return the digest of a few values per tensor of a model, a quick comparison."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        flat = tensor.detach().reshape(-1)
-        _update(digest, name, flat[:: max(1, len(flat) // 256)])
-    return digest.hexdigest()[:_SHORT]
-
-
 class InputsDigest:
     """Digest of a stream of model inputs."""
 

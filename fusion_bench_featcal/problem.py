@@ -15,8 +15,7 @@ from fusion_bench_featcal.core.kernels import (
     processor,
     with_kernel,
 )
-from fusion_bench_featcal.digests import glimpse
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.experts.reads import Weights, open_weights
 from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.log import CalibrationLog
@@ -236,8 +235,11 @@ def check_alike(request: Request, rule: Rule) -> None:
         CalibrationError: If one differs, naming the process and the difference.
     """
     if request.processes.size > 1:
+        from fusion_bench_featcal.output.fingerprint import glimpse
+
         settings, tasks = request.settings.of_the_model().as_dict(), tuple(request.experts)
-        facts = {"settings": (rule, settings), "tasks": tasks, "weights": glimpse(request.merged)}
+        weights = glimpse(source_of(request.merged))
+        facts = {"settings": (rule, settings), "tasks": tasks, "weights": weights}
         check_agreement(request.processes, **facts)
 
 

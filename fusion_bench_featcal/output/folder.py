@@ -25,8 +25,8 @@ from fusion_bench_featcal.files import (
     write_whole,
 )
 from fusion_bench_featcal.json_files import digest_json, read_json, sealed_json
-from fusion_bench_featcal.output import NoOutput
 from fusion_bench_featcal.output.fingerprint import describe_run, differences
+from fusion_bench_featcal.output.no_output import NoOutput
 from fusion_bench_featcal.plurals import bytes_text
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tensor_files import read_tensors, write_tensors
