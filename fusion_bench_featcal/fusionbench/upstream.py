@@ -63,7 +63,9 @@ class Upstream:
         if self.config is None:
             return load_pool_model(self._models.pool, MERGED_MODEL)
         merged = merged_from_files(self.config, self._models) if from_files else None
-        return merged or run_merger(program, self.config, self._models.pool, "method.base_method")
+        if merged is not None:
+            return merged
+        return run_merger(program, self.config, self._models.pool, "method.base_method")
 
     def budget_left(self, settings: FeatCalSettings) -> float | str | None:
         """Return the rest of a read budget that the merger leaves to calibration; None: no limit.
