@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusion_bench_featcal.data.tables import require_numbered
-from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
+from fusion_bench_featcal.data.text_samples import TextEncoder, pad_samples
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.inputs import check_token_ids
 from fusion_bench_featcal.tasks.text_generation import greedy_answers, padded_left
@@ -15,15 +15,15 @@ from fusion_bench_featcal.tasks.text_generation import greedy_answers, padded_le
 
 @dataclass(eq=False)
 class TextBatches:
-    """One task's calibration samples; texts are read and tokenised anew in each iteration."""
+    """One task's calibration samples. Texts are read and tokenised again in each iteration."""
 
     place: str  # the task and its data set, for messages
-    rows: Any  # the data set they are drawn from
-    indices: list[int]  # the samples' positions in it
+    rows: Any  # the data set that the samples were drawn from
+    indices: list[int]  # positions of the samples in it
     settings: FeatCalSettings
     encoder: TextEncoder
-    load_expert: Callable[[], nn.Module]  # called where the expert writes the targets
-    device: Any = None  # of the expert; None: where it is loaded
+    load_expert: Callable[[], nn.Module]  # called if the expert writes the targets
+    device: Any = None  # of the expert; None: the device on which it is loaded
     _answers: list[list[int]] = field(default_factory=list, init=False)
 
     @property
@@ -38,15 +38,12 @@ class TextBatches:
 
     @property
     def available(self) -> int:
-        """Number of items that they were drawn from."""
+        """Number of items that the samples were drawn from."""
         return len(self.rows)
 
     def at(self, number: int) -> str:
-        """Name of a sample in messages."""
+        """Return the name of a sample in messages."""
         return f"{self.place}, item {self.indices[number]}"
-
-    def _check(self, batch: Mapping[str, Tensor], model: nn.Module, start: int) -> None:
-        check_token_ids(batch, model, lambda row: self.at(start + row))
 
     def checked(self, model: nn.Module) -> list[dict[str, Tensor]]:
         """List the batches for a model.
@@ -60,61 +57,64 @@ class TextBatches:
         return batches
 
     def lengths(self) -> list[int]:
-        """Read every text; number of tokens of each, with the longest that an expert may write.
+        """Return the number of tokens of each text, with the longest answer of an expert.
 
         Raises:
             CalibrationError: If a row is no text that can be used.
         """
-        most = self.settings.generated_tokens
-        rows = [self._row(number) for number in range(len(self.indices))]
-        if self.settings.calibration_targets == "generated":
-            return [len(self.encoder.prompt(*row, most)) + most for row in rows]
-        return [len(self.encoder.sample(*row).ids) for row in rows]
+        if self._are_generated:
+            return [len(prompt) + self.settings.generated_tokens for prompt in self._prompts()]
+        return [len(self.encoder.sample(*row).ids) for row in self._read()]
 
     def __len__(self) -> int:
         return -(-len(self.indices) // self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield `input_ids`, `attention_mask`, `labels`: `[batch, length]`, padded."""
-        if self.settings.calibration_targets == "generated" and not self._answers:
-            expert = self.load_expert()
-            self._answers = self._generate(
-                expert if self.device is None else expert.to(self.device)
-            )
-        numbers = range(len(self.indices))
-        for start in range(0, len(numbers), self.batch_size):
-            samples = [self._sample(n) for n in numbers[start : start + self.batch_size]]
-            yield pad_samples(samples, self.encoder)
+        if self._are_generated:
+            prompts = self._prompts()
+            self._answers = self._answers or self._generate(prompts)
+            names = map(self.at, range(len(prompts)))
+            samples = list(map(self.encoder.answered, prompts, self._answers, names))
+        else:
+            samples = [self.encoder.sample(*row) for row in self._read()]
+        for start in range(0, len(samples), self.batch_size):
+            yield pad_samples(samples[start : start + self.batch_size], self.encoder)
 
-    def _sample(self, number: int) -> Sample:
-        row, place = self._row(number)
-        if self.settings.calibration_targets != "generated":
-            return self.encoder.sample(row, place)
-        prompt = self.encoder.prompt(row, place, self.settings.generated_tokens)
-        return self.encoder.answered(prompt, self._answers[number], place)
+    @property
+    def _are_generated(self) -> bool:
+        return self.settings.calibration_targets == "generated"
 
-    def _row(self, number: int) -> tuple[Mapping[str, Any], str]:
-        place = self.at(number)
-        try:
-            row = self.rows[self.indices[number]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CalibrationError(f"{place} cannot be read ({error})") from error
-        if not isinstance(row, Mapping):
-            raise CalibrationError(f"{place}: a text is a mapping, got {type(row).__name__}")
-        return row, place
+    def _read(self) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """Yield each row and its name."""
+        for number, index in enumerate(self.indices):
+            name = self.at(number)
+            try:
+                row = self.rows[index]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise CalibrationError(f"{name} cannot be read ({error})") from error
+            if not isinstance(row, Mapping):
+                raise CalibrationError(f"{name}: a text is a mapping, got {type(row).__name__}")
+            yield row, name
 
-    def _generate(self, expert: nn.Module) -> list[list[int]]:
-        """The expert's greedy answers to all prompts, in order."""
-        rows = [self._row(number) for number in range(len(self.indices))]
+    def _prompts(self) -> list[list[int]]:
         most = self.settings.generated_tokens
-        prompts = [self.encoder.prompt(*row, most) for row in rows]
+        return [self.encoder.prompt(*row, most) for row in self._read()]
+
+    def _generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return the expert's greedy answers to all prompts."""
+        expert = self.load_expert()
+        expert = expert if self.device is None else expert.to(self.device)
         answers: list[list[int]] = []
         for start in range(0, len(prompts), self.batch_size):
             chosen = prompts[start : start + self.batch_size]
             ids = padded_left(chosen, self.encoder.pad_id)[0]
             self._check({"input_ids": ids}, expert, start)
-            answers += greedy_answers(expert, chosen, self.encoder, most)
+            answers += greedy_answers(expert, chosen, self.encoder, self.settings.generated_tokens)
         return answers
+
+    def _check(self, batch: Mapping[str, Tensor], model: nn.Module, start: int) -> None:
+        check_token_ids(batch, model, lambda row: self.at(start + row))
 
 
 def text_rows(rows: Any, place: str) -> Any:
