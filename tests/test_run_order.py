@@ -153,7 +153,7 @@ def test_card_tells_how_the_model_was_made(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["fusion_bench", "method=featcal", "x={token: hf_secret}"])
     run(tmp_path)
     card = (tmp_path / "saved" / "README.md").read_text()
-    assert card.startswith("---\nbase_model:") and "library_name: transformers" in card
+    assert card.startswith("---\nlibrary_name: transformers")
     for text in (
         "- mini_greek: `4`", "SimpleAverage", "- ridge_lambda: `0.05`", "arxiv.org",
         "fusion_bench method=featcal", "- torch: `", "| **featcal** | 50.0% |",
