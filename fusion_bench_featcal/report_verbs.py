@@ -45,7 +45,7 @@ def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
     from fusion_bench_featcal.results.against import show_against
     from fusion_bench_featcal.results.figures import figures_of
     from fusion_bench_featcal.results.page import page_of_runs
-    from fusion_bench_featcal.results.summary import summarise
+    from fusion_bench_featcal.results.report import summarise
 
     if not folders.runs:
         raise ReportError(f"no run in or below {', '.join(options.runs)}")
@@ -53,16 +53,13 @@ def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
     if options.against:
         show_against(summary, options.against)
         return
-    write = views.write_side_by_side if folders.comparisons else views.write_combined
     # Write first: a reader who sees the table can rely on the files.
-    written = write(summary, options.out, "--out") if options.out else None
-    if folders.comparisons:
-        views.show_side_by_side(summary)
-    elif len(folders.runs) == 1:
-        views.show_one_run(Report.load(folders.runs[0]), summary)
+    written = views.write(summary, options.out, "--out") if options.out else None
+    if len(folders.runs) == 1:
+        views.show_run(Report.load(folders.runs[0]))
         _report_diagnosis(folders.runs[0])
     else:
-        views.show_combined(summary)
+        views.show(summary)
     if written:
         print(f"written: {written.parent}")
     _write_views(options, partial(figures_of, summary), partial(page_of_runs, folders, summary))

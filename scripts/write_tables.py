@@ -347,7 +347,7 @@ def take(folder: Path) -> None:
             content |= {"device": report["device"], "versions": report["versions"]}
         for row in content["rows"]:
             row.setdefault("runs", len(row["seeds"]))
-        kind = "runs" if content["kind"] == "combined" and name in RUNS else "comparison"
+        kind = "runs" if name in RUNS else "comparison"
         _keep(content, kind, f"{name}.json")
     for source in sorted(folder.glob("*/*/report.json")):
         content = json.loads(source.read_text(encoding="utf-8"))

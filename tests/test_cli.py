@@ -9,8 +9,8 @@ import pytest
 from fusion_bench_featcal import __version__
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.summary import summarise
-from fusion_bench_featcal.results.views import one_run_grid
+from fusion_bench_featcal.results.report import summarise
+from fusion_bench_featcal.results.views import run_grid
 
 
 def leave_run(folder: Path, seed: int = 42, featcal: float = 0.75) -> Path:
@@ -61,7 +61,7 @@ def test_report_of_one_run_is_one_table(tmp_path: Path, capsys: pytest.CaptureFi
         assert text.count(words) == 1
     assert text.count("note: read this") == 1
     assert "mean over" not in text and "±" not in text  # one run
-    (grid,) = one_run_grid(report, summarise([tmp_path])).fitting(200)
+    (grid,) = run_grid(report, summarise([tmp_path])).fitting(200)
     assert [head for head, _ in grid.lines] == list(report.rows)
 
 
@@ -75,8 +75,10 @@ def test_report_of_several_runs_averages_and_writes(
     assert "75.0 ± 63.5" in text
     assert f"written: {tmp_path / 'out'}" in text
     content = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert content["kind"] == "combined"
-    assert len(content["runs"]) == 2
+    assert content["kind"] == "comparison"
+    assert content["runs"] == [str(tmp_path / "runs" / name) for name in "ab"]
+    assert main(["report", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out in text
 
 
 def test_report_runs_nothing(tmp_path: Path):

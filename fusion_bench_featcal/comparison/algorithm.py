@@ -35,7 +35,7 @@ from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
 from fusion_bench_featcal.results.summary import Summary
-from fusion_bench_featcal.results.views import show_side_by_side
+from fusion_bench_featcal.results.views import show
 from fusion_bench_featcal.setting_fields import Settings, same_as, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
@@ -215,6 +215,6 @@ def shared_inputs(algorithm: Any, modelpool: BaseModelPool, taskpool: Any) -> Me
 
 
 def _show(summary: Summary, folder: Path) -> None:
-    show_side_by_side(summary)
+    show(summary)
     for line in closing_lines_of_a_comparison(folder):
         print(line)

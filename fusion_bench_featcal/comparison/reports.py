@@ -24,8 +24,9 @@ from fusion_bench_featcal.results.curves import write_curves
 from fusion_bench_featcal.results.find import refuse_run
 from fusion_bench_featcal.results.long_table import COMPARISON_SEED
 from fusion_bench_featcal.results.remarks import tasks_below_merged
-from fusion_bench_featcal.results.summary import Summary, summarise
-from fusion_bench_featcal.results.views import write_side_by_side
+from fusion_bench_featcal.results.report import summarise
+from fusion_bench_featcal.results.summary import Summary
+from fusion_bench_featcal.results.views import write
 
 
 def write_reports(
@@ -49,7 +50,7 @@ def write_reports(
     if not written:
         return None
     summary = summarise(written, run.failed)
-    write_side_by_side(summary, folder)
+    write(summary, folder)
     return summary
 
 

@@ -1,10 +1,9 @@
-"""Columns of the tables and CSV files of several runs: a row's cells by the column's name."""
+"""Columns of tables of rows: a head, a row's cell, and a meaning for the legend."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from .cost import (
-    CHOSEN,
     MODULES_ADDED,
     PARAMETERS_ADDED,
     SECONDS_PER_SAMPLE,
@@ -15,111 +14,18 @@ from .cost import (
     UNSEEN_GAIN,
     UNSEEN_TASKS,
 )
-from .items import Interval
+from .items import LEVEL, RESAMPLES
 from .long_table import AVERAGE, BASE, NORMALISED, UNAVAILABLE
 from .summary import SummaryRow
 from .tables import ABSENT, WORST, percent, with_unit, worst_cells
 
 
-def average_cells(row: SummaryRow) -> dict[str, str]:
-    """Average and what follows from it, for a combined report."""
-    seconds = row.cost.get("seconds")
-    return {
-        "runs": str(len(row.run_seeds)),
-        AVERAGE: _average_text(row),
-        "gain over merged": _gain_text(row),
-        "recovered gap": _recovered_text(row),
-        **worst_cells(row.worst, row.tasks),
-        "seconds": f"{seconds:.1f}" if isinstance(seconds, float) else ABSENT,
-    }
+class Column(NamedTuple):
+    """A column of a table of rows."""
 
-
-def run_cells(row: SummaryRow) -> dict[str, str]:
-    """The same for one run, behind its tasks; intervals apart, to keep the columns narrow."""
-    gain, _, limits = _gain_text(row).partition(" ")
-    share, _, share_limits = _recovered_text(row).partition(" [")
-    cells = average_cells(row)
-    return {
-        "gain over merged": gain,
-        "gain interval": limits or ABSENT,
-        "recovered gap": share,
-        "gap interval": f"[{share_limits}" if share_limits else ABSENT,
-        **{head: cells[head] for head in (*WORST, "seconds")},
-    }
-
-
-def accuracy_cells(row: SummaryRow) -> dict[str, str]:
-    """The same for a comparison."""
-    return {
-        AVERAGE: _average_text(row),
-        NORMALISED: _spread(row, percent(row.normalised), row.spread.get(NORMALISED)),
-        "gain over merger": _gain_text(row),
-        "recovered gap": ABSENT if row.name == row.upstream else _recovered_text(row),
-        **worst_cells(row.worst, row.tasks),
-        "unseen (gain, tasks)": _unseen_text(row),
-    }
-
-
-def cost_cells(row: SummaryRow) -> dict[str, str]:
-    """Costs of the row, of making it and at inference."""
-    modules, parameters = (_cost(row, key) for key in (MODULES_ADDED, PARAMETERS_ADDED))
-    return {
-        "task id": str(row.cost.get(TASK_ID, ABSENT)),
-        "modules / parameters": f"{modules} / {parameters}" if modules != ABSENT else ABSENT,
-        "settings tried": _cost(row, SETTINGS_TRIED),
-        "seconds": _cost(row, "seconds", "{:.2f}"),
-        "with merger": _cost(row, TOTAL_SECONDS, "{:.2f}"),
-        "memory, MiB": _cost(row, "peak_rss_bytes", unit=2**20),
-        "GPU memory, MiB": _cost(row, "peak_accelerator_bytes", unit=2**20),
-        "GPU energy, Wh": _cost(row, "gpu_energy_wh", "{:.3g}"),
-        "ms / sample": _cost(row, SECONDS_PER_SAMPLE, "{:.2f}", unit=1e-3),
-        "samples": row.samples or ABSENT,
-        "seeds": ", ".join(map(str, row.seeds)) or ABSENT,
-    }
-
-
-def task_cells(row: SummaryRow) -> dict[str, str]:
-    """Accuracy of each task, with half of its 95 % interval over runs."""
-    return {
-        task: _spread(row, percent(row.accuracy[task]), (row.deviation or {}).get(task))
-        for task in row.tasks
-    }
-
-
-def columns_with_values(lines: Sequence[Mapping[str, str]]) -> list[str]:
-    """Columns of the lines, without those in which no line has a value."""
-    empty = {ABSENT, UNAVAILABLE}
-    return [column for column in lines[0] if not {line[column] for line in lines} <= empty]
-
-
-def csv_cells(row: SummaryRow) -> dict[str, Any]:
-    """Everything about a row of a comparison; None for an empty cell."""
-
-    def raw(*keys: str) -> dict[str, Any]:
-        return {key: row.cost.get(key) for key in keys}
-
-    return {
-        "runs": len(row.run_seeds),
-        AVERAGE: number(row.accuracy[AVERAGE]),
-        "deviation": number((row.deviation or {}).get(AVERAGE)),
-        NORMALISED: number(row.normalised),
-        "normalised_deviation": number(row.spread.get(NORMALISED)),
-        **with_limits("gain", row.gain, row.gain_interval),
-        **raw(UNSEEN, UNSEEN_GAIN, UNSEEN_TASKS),
-        **raw(TASK_ID, MODULES_ADDED, PARAMETERS_ADDED, SETTINGS_TRIED, CHOSEN, "seconds"),
-        **raw(TOTAL_SECONDS),
-        "seconds_deviation": number(row.spread.get("seconds")),
-        **raw("peak_rss_bytes", "peak_accelerator_bytes", "gpu_energy_wh", SECONDS_PER_SAMPLE),
-        "samples": row.samples,
-        "seeds": " ".join(map(str, row.seeds)),
-        "worst_task": row.worst_task,
-        "worst_recovered_gap": number(row.worst_recovered_gap),
-        "loss": number(row.loss.get(AVERAGE)),
-    }
-
-
-def _average_text(row: SummaryRow) -> str:
-    return _spread(row, percent(row.accuracy[AVERAGE]), (row.deviation or {}).get(AVERAGE))
+    head: str
+    cell: Callable[[SummaryRow], str]
+    meaning: str = ""  # sentence of the legend, where the head does not say it
 
 
 def _spread(
@@ -128,54 +34,190 @@ def _spread(
     deviation: float | None,
     form: Callable[[float], str] = percent,
 ) -> str:
-    """A mean over runs with half of its 95 % interval."""
+    """Return a mean over runs with half of its 95 % interval."""
     half = row.half_width(deviation)
     return text if half is None or text == ABSENT else f"{text} ± {form(half)}"
 
 
-def _gain_text(row: SummaryRow) -> str:
-    """Gain over the upstream merger in points, with its interval; a dash for the merger itself."""
+def _average(row: SummaryRow) -> str:
+    return _spread(row, percent(row.accuracy[AVERAGE]), (row.deviation or {}).get(AVERAGE))
+
+
+def _normalised(row: SummaryRow) -> str:
+    return _spread(row, percent(row.normalised), row.spread.get(NORMALISED))
+
+
+def _gain(row: SummaryRow) -> str:
+    """Return the gain over the upstream merger in points, with its interval."""
     if row.gain is None or not row.is_repair:
         return ABSENT
     text, limits = f"{100 * row.gain:+z.1f}", row.gain_interval
     return text + (f" [{100 * limits.low:+z.1f}, {100 * limits.high:+z.1f}]" if limits else "")
 
 
-def _unseen_text(row: SummaryRow) -> str:
-    """Average on test items that the row was not trained on, gain over the merger, and tasks."""
-    average, gain, tasks = (row.cost.get(key) for key in (UNSEEN, UNSEEN_GAIN, UNSEEN_TASKS))
-    if isinstance(average, float) and isinstance(gain, float):
-        return f"{percent(average)} ({100 * gain:+z.1f}, {tasks:.0f})"
-    return ABSENT if tasks is None else "none left"
-
-
-def _recovered_text(row: SummaryRow) -> str:
-    """Recovered gap in per cent, with its interval; a dash where it says nothing."""
-    if row.recovered_gap is None or row.name == BASE:
+def _recovered(row: SummaryRow) -> str:
+    """Return the recovered gap in per cent, with its interval."""
+    if row.recovered_gap is None or row.name in (BASE, row.upstream):
         return ABSENT
     limits = row.recovered_gap_interval if row.is_repair else None
     brackets = f" [{100 * limits.low:.0f}, {100 * limits.high:.0f}]" if limits else ""
     return with_unit(row.recovered_gap) + brackets
 
 
-def _cost(row: SummaryRow, key: str, form: str = "{:.0f}", unit: float = 1) -> str:
-    """A cost in a unit, with half of its 95 % interval where it is a time."""
-    value = row.cost.get(key, ABSENT)
-    if not isinstance(value, int | float):
-        return str(value)
-    deviation = row.spread.get(key) if "seconds" in key else None
-    return _spread(row, form.format(value / unit), deviation and deviation / unit, form.format)
+def _worst(head: str) -> Callable[[SummaryRow], str]:
+    return lambda row: worst_cells(row.worst, row.tasks)[head]
 
 
-def number(value: float | None) -> str | None:
-    """Write a number for a CSV file; None for an empty cell."""
-    return None if value is None else f"{value:.6f}"
+def _unseen(row: SummaryRow) -> str:
+    average, gain, tasks = (row.cost.get(key) for key in (UNSEEN, UNSEEN_GAIN, UNSEEN_TASKS))
+    if isinstance(average, float) and isinstance(gain, float):
+        return f"{percent(average)} ({100 * gain:+z.1f}, {tasks:.0f})"
+    return ABSENT if tasks is None else "none left"
 
 
-def with_limits(what: str, value: float | None, limits: Interval | None) -> dict[str, str | None]:
-    """Cells of a number and its interval."""
-    return {
-        what: number(value),
-        f"{what}_low": number(limits and limits.low),
-        f"{what}_high": number(limits and limits.high),
+def _cost(key: str, form: str = "{:.0f}", unit: float = 1) -> Callable[[SummaryRow], str]:
+    """Return a cell of a cost in a unit, with half of its 95 % interval where it is a time."""
+
+    def cell(row: SummaryRow) -> str:
+        value = row.cost.get(key, ABSENT)
+        if not isinstance(value, int | float):
+            return str(value)
+        deviation = row.spread.get(key) if "seconds" in key else None
+        scaled = None if deviation is None else deviation / unit
+        return _spread(row, form.format(value / unit), scaled, form.format)
+
+    return cell
+
+
+def _added(row: SummaryRow) -> str:
+    modules, parameters = (_cost(key)(row) for key in (MODULES_ADDED, PARAMETERS_ADDED))
+    return ABSENT if modules == ABSENT else f"{modules} / {parameters}"
+
+
+def _value(cell: Callable[[SummaryRow], str]) -> Callable[[SummaryRow], str]:
+    """Return a cell without its interval."""
+    return lambda row: cell(row).partition(" [")[0]
+
+
+def _interval(cell: Callable[[SummaryRow], str]) -> Callable[[SummaryRow], str]:
+    """Return the interval of a cell."""
+    return lambda row: "".join(cell(row).partition("[")[1:]) or ABSENT
+
+
+GAIN = Column(
+    "gain over merger",
+    _gain,
+    f"gain over merger: in points, in brackets its {100 * LEVEL:.0f} % interval over test items "
+    f"(paired bootstrap, {RESAMPLES} resamples) and, where there are several, seeds (Student's t)",
+)
+RECOVERED = Column(
+    "recovered gap", _recovered, "recovered gap: (row - merged) / (experts - merged), averages"
+)
+WORST_COLUMNS = [
+    Column(
+        WORST[0],
+        _worst(WORST[0]),
+        "worst task: smallest share recovered, of the tasks with a gap of a point or more",
+    ),
+    Column(WORST[1], _worst(WORST[1])),
+]
+ACCURACY = [
+    Column(AVERAGE, _average),
+    Column(
+        NORMALISED, _normalised, "normalised: mean over tasks of accuracy / the expert's accuracy"
+    ),
+    GAIN,
+    RECOVERED,
+    *WORST_COLUMNS,
+    Column(
+        "unseen (gain, tasks)",
+        _unseen,
+        "unseen: accuracy of corrections trained on test samples, on the other test items, with "
+        "the gain over the merger there and the number of tasks that have any",
+    ),
+]
+COSTS = [
+    Column(
+        "task id",
+        lambda row: str(row.cost.get(TASK_ID, ABSENT)),
+        "task id: whether inference needs the task of each input",
+    ),
+    Column(
+        "modules / parameters",
+        _added,
+        "modules / parameters: added to the merged model's, over all tasks",
+    ),
+    Column(
+        "settings tried",
+        _cost(SETTINGS_TRIED),
+        "settings tried: number of candidates compared on unlabeled calibration samples",
+    ),
+    Column(
+        "seconds",
+        _cost("seconds", "{:.2f}"),
+        "seconds: of merging for a merger, of the method for others, reading data included, "
+        "evaluation not",
+    ),
+    Column("with merger", _cost(TOTAL_SECONDS, "{:.2f}")),
+    Column(
+        "memory, MiB",
+        _cost("peak_rss_bytes", unit=2**20),
+        "memory: peak resident memory of the process and its children, framework included",
+    ),
+    Column("GPU memory, MiB", _cost("peak_accelerator_bytes", unit=2**20)),
+    Column(
+        "GPU energy, Wh",
+        _cost("gpu_energy_wh", "{:.3g}"),
+        "GPU energy: drawn by the GPUs in use, as a whole",
+    ),
+    Column(
+        "ms / sample",
+        _cost(SECONDS_PER_SAMPLE, "{:.2f}", unit=1e-3),
+        "ms / sample: inference in batches, from pixels to final features, or an answer of a "
+        "fixed number of tokens",
+    ),
+    Column("samples", lambda row: row.samples or ABSENT, "samples: per task, with their split"),
+    Column("seeds", lambda row: ", ".join(map(str, row.seeds)) or ABSENT),
+]
+# Values and intervals apart keep the columns of a single run narrow.
+ONE_RUN = [
+    GAIN._replace(cell=_value(_gain)),
+    Column("gain interval", _interval(_gain)),
+    RECOVERED._replace(cell=_value(_recovered)),
+    Column("gap interval", _interval(_recovered)),
+    *WORST_COLUMNS,
+    Column("seconds", _cost("seconds", "{:.1f}")),
+]
+
+
+def with_values(columns: Iterable[Column], rows: Sequence[SummaryRow]) -> list[Column]:
+    """Return the columns in which some row has a value."""
+    empty = {ABSENT, UNAVAILABLE}
+    return [column for column in columns if not {column.cell(row) for row in rows} <= empty]
+
+
+def csv_line(row: SummaryRow) -> dict[str, Any]:
+    """Return everything about a row, one value for each key."""
+    line: dict[str, Any] = {
+        "suite": row.suite,
+        "upstream": row.upstream,
+        "name": row.name,
+        "runs": len(row.run_seeds),
+        "seeds": " ".join(map(str, row.seeds)),
+        "samples": row.samples,
+        "worst_task": row.worst_task,
+        "worst_recovered_gap": row.worst_recovered_gap,
+        "normalised": row.normalised,
+        "gain": row.gain,
+        "recovered_gap": row.recovered_gap,
     }
+    intervals = {"gain": row.gain_interval, "recovered_gap": row.recovered_gap_interval}
+    for name, limits in intervals.items():
+        line |= {f"{name}_{end}": limits and getattr(limits, end) for end in ("low", "high")}
+    mappings = {
+        "accuracy": row.accuracy, "deviation": row.deviation, "loss": row.loss, "cost": row.cost,
+        "cost_deviation": row.spread,
+    }  # fmt: skip
+    for name, values in mappings.items():
+        line |= {f"{name}.{key}": value for key, value in (values or {}).items()}
+    return {k: f"{v:.6f}" if isinstance(v, float) else v for k, v in line.items()}

@@ -3,14 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from fusion_bench_featcal.files import ReportError
 
-from .columns import number
 from .items import (
     LEVEL,
     Bootstrap,
@@ -24,7 +22,6 @@ from .items import (
 from .long_table import BASE, EXPERTS, RowKey
 from .tables import Grid
 
-DIFFERENCES_FILE = "differences.csv"
 WIN, TIE, LOSS = "+", "=", "-"
 
 
@@ -85,11 +82,6 @@ def holm(values: list[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(values) - rank) * values[index]))
         adjusted[index] = largest
     return adjusted
-
-
-def all_pairs(scores: Mapping[RowKey, BySeed]) -> list[Difference]:
-    """Compare every two rows of a suite that have flags; Holm's correction is over all pairs."""
-    return differences(scores, combinations(scores, 2))
 
 
 def against(scores: Mapping[RowKey, BySeed], name: str) -> list[Difference]:
@@ -193,21 +185,6 @@ def row_name(key: RowKey) -> str:
     return row if upstream in (None, row) or row in (BASE, EXPERTS) else f"{upstream}/{row}"
 
 
-def matrix(found: Iterable[Difference], names: Mapping[RowKey, str]) -> Grid:
-    """Outcomes of every row against every other: a line a row, then its wins, ties and losses."""
-    outcomes = {(each.row, each.other): each.outcome for each in found}
-    opposite = {WIN: LOSS, LOSS: WIN, TIE: TIE}
-    outcomes |= {(b, a): opposite[outcome] for (a, b), outcome in outcomes.items()}
-    lines = []
-    for row, name in names.items():
-        cells = [outcomes.get((row, other), "") for other in names]
-        counts = " / ".join(str(cells.count(kind)) for kind in (WIN, TIE, LOSS))
-        lines.append((name, [*cells, counts]))
-    columns = [str(index) for index in range(1, len(names) + 1)]
-    numbered = [(f"{n} {name}", cells) for n, (name, cells) in enumerate(lines, start=1)]
-    return Grid("row against column", [*columns, "won / tied / lost"], numbered)
-
-
 def difference_grid(found: Iterable[Difference], reference: str) -> Grid:
     """A line for each difference from one row."""
     lines = [
@@ -232,23 +209,4 @@ def interval_cells(interval: Interval, adjusted: float) -> list[str]:
         f"{100 * interval.estimate:+z.1f}",
         f"{100 * interval.low:+z.1f} to {100 * interval.high:+z.1f}",
         f"{adjusted:.2g}",
-    ]
-
-
-def difference_lines(found: Iterable[Difference]) -> list[dict[str, Any]]:
-    """A line of `differences.csv` for each."""
-    return [
-        {
-            "suite": each.row[0],
-            "row": row_name(each.row),
-            "other": row_name(each.other),
-            "seeds": len(each.seeds),
-            "difference": number(each.interval.estimate),
-            "low": number(each.interval.low),
-            "high": number(each.interval.high),
-            "p": f"{each.p:.3g}",
-            "p_holm": f"{each.adjusted:.3g}",
-            "outcome": each.outcome,
-        }
-        for each in found
     ]

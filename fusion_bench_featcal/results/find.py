@@ -8,8 +8,8 @@ from typing import Any
 from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.json_files import read_json
 
-from .report import REPORT_FILE
-from .schema import KIND, SIDE_BY_SIDE_KIND, STUDY_KIND, check_comparison
+from .report_files import REPORT_FILE
+from .schema import COMPARISON_KIND, KIND, STUDY_KIND, check_comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def _search(folder: Path, folders: ResultFolders) -> None:
     if content.get("kind") == KIND:
         folders.runs.append(folder)
         return
-    if content.get("kind") == SIDE_BY_SIDE_KIND:
+    if content.get("kind") == COMPARISON_KIND:
         folders.comparisons.append(folder)
         check_comparison(content, str(folder / REPORT_FILE))
         if content.get("runs"):

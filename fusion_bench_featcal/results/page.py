@@ -11,7 +11,7 @@ from urllib.parse import quote
 from fusion_bench_featcal.files import ReportError, prepare_directory, write_atomic
 
 from .charts import svg
-from .columns import accuracy_cells
+from .columns import ACCURACY
 from .diagnosis import diagnosis_grids, diagnosis_sentences
 from .figures import figures_of
 from .find import ResultFolders
@@ -20,8 +20,8 @@ from .long_table import AVERAGE, FEATCAL, merged_by
 from .report import Report
 from .study import Study
 from .summary import Summary, SummaryRow
-from .tables import ABSENT, WORST, Grid, loss_grid, mapping_grid, short_names, without_codes
-from .views import failures, sentences, suite_grids
+from .tables import ABSENT, WORST, Grid, mapping_grid, short_names, without_codes
+from .views import failures, losses_of, sentences, suite_grids
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,11 +112,8 @@ def page_of_runs(folders: ResultFolders, summary: Summary) -> Page:
     grids: dict[str, Grid] = {}
     for suite in summary.suites:
         grids |= {f"{suite}: {name}": grid for name, grid in suite_grids(summary, suite).items()}
-        rows = [row for row in summary.displayed(suite) if row.loss]
-        names = [f"{row.upstream} + {row.name}" if row.is_repair else row.name for row in rows]
-        if rows:
-            losses = {name: row.loss for name, row in zip(names, rows, strict=True)}
-            grids[f"{suite}: loss"] = loss_grid(losses, rows[0].tasks)
+        if losses := losses_of(summary, suite):
+            grids[f"{suite}: loss"] = losses
     notes = [*failures(summary.failed), *summary.notes]
     meanings = [line for line in sentences(summary) if line.removeprefix("note: ") not in notes]
     repairs = [row for row in summary.rows if row.is_repair]
@@ -179,12 +176,12 @@ def _full_heads(grid: Grid) -> list[tuple[str, Sequence[str]]]:
 
 def _card(row: SummaryRow, summary: Summary) -> Card:
     """Return the card of a FeatCal row: its gain in accuracy and the change of its loss."""
-    cells = accuracy_cells(row)
+    cells = {column.head: column.cell(row) for column in ACCURACY}
     gain, _, limits = cells["gain over merger"].partition(" ")
     subtitle = f"{row.suite}, {merged_by(row.upstream)}"
     place = (row.suite, row.upstream)
     merged = [r for r in summary.rows if (r.suite, r.upstream) == place and r.name == row.upstream]
-    before = "".join(f"{accuracy_cells(each)[AVERAGE]} to " for each in merged)
+    before = "".join(f"{ACCURACY[0].cell(each)} to " for each in merged)
     unit = "points over the merged model" if gain != ABSENT else "no merged model to compare with"
     lines = [f"{unit} {limits}".strip(), f"average accuracy: {before}{cells[AVERAGE]} %"]
     if cells["recovered gap"] != ABSENT:

@@ -1,41 +1,20 @@
 """Report of one run: its rows, in memory and as `report.json`, `.csv` and `.md`."""
 
-import csv
-import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory, write_atomic
-from fusion_bench_featcal.json_files import json_text, plain, read_json
+from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory
+from fusion_bench_featcal.json_files import plain, read_json
 
+from .find import FailedCell
 from .items import ITEMS_FILE, load_items, save_items
-from .long_table import ACCURACY, COMPARISON_SEED, LOSS, SHARE
-from .run_page import print_run, run_markdown
+from .report_files import REPORT_FILE, csv_text, write_files
 from .run_rows import RunRows
 from .schema import KIND, check_run
-
-REPORT_FILE = "report.json"
-
-
-def write_files(
-    directory: Path, content: Mapping[str, Any], table: str, page: str, setting: str
-) -> Path:
-    """Write `report.csv`, `report.md` and, last, `report.json`; return the last one's path."""
-    text = json_text(content)
-    write_atomic(directory / "report.csv", table, setting)
-    write_atomic(directory / "report.md", page, setting)
-    return write_atomic(directory / REPORT_FILE, text, setting)
-
-
-def csv_text(columns: Iterable[str], lines: Iterable[Mapping[str, Any]]) -> str:
-    """Return a head and lines as CSV; what a line lacks is empty."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+from .summary import Summary, summarise_reports
+from .views import run_markdown, show_run
 
 
 class Report(RunRows):
@@ -68,7 +47,10 @@ class Report(RunRows):
         else:
             # An earlier report's items would be taken for this one's.
             (directory / ITEMS_FILE).unlink(missing_ok=True)
-        return write_files(directory, content, self.csv(), run_markdown(self), setting)
+        lines = self.lines()
+        heads = dict.fromkeys(key for line in lines for key in line)
+        table, page = csv_text(heads, lines), run_markdown(self)
+        return write_files(directory, content, table, page, setting)
 
     @classmethod
     def load(cls, directory: str | Path) -> "Report":
@@ -92,35 +74,23 @@ class Report(RunRows):
                 raise ReportError(f"{path.with_name(ITEMS_FILE)}: {error}") from error
         return report
 
-    def csv(self) -> str:
-        """Return the long form: one line per row and task (the average counts as a task)."""
-        metrics = (ACCURACY, SHARE, LOSS)
-        lines: dict[tuple[str, str], dict[str, str | None]] = {}
-        for entry in self.entries():
-            if entry.metric in metrics:
-                place = {"suite": entry.suite, "upstream": entry.merger}
-                place |= {"name": entry.row, "task": entry.task}
-                line = lines.setdefault((entry.row, entry.task), place)
-                line[entry.metric] = f"{entry.value:.6f}"
-        return csv_text(("suite", "upstream", "name", "task", *metrics), lines.values())
-
-    def lines(self) -> list[dict[str, Any]]:
-        """Return the long table of numbers: labels, then suite to value."""
-        seed = self.seeds.get(COMPARISON_SEED, self.seeds_key)
-        return [
-            {
-                **self.labels, "suite": entry.suite, "merger": entry.merger, "row": entry.row,
-                "task": entry.task, "seed": seed, "metric": entry.metric,
-                "value": f"{entry.value:.6g}",
-            }
-            for entry in self.entries()
-            if isinstance(entry.value, int | float)
-        ]  # fmt: skip
-
     def show(self, *, losses: bool = False) -> None:
         """Print the tables to stdout, and under them what was calibrated with what, and where.
 
         Args:
             losses: Whether to print a table of losses besides.
         """
-        print_run(self, losses=losses)
+        show_run(self, losses=losses)
+
+
+def summarise(directories: Iterable[str | Path], failed: Sequence[FailedCell] = ()) -> Summary:
+    """Load runs and average what belongs together.
+
+    Args:
+        directories: Folders of runs, as `find.find` returns them.
+        failed: Cells of comparisons without a result.
+
+    Raises:
+        ReportError: A report is damaged or of another schema, or as `summarise_reports`.
+    """
+    return summarise_reports({Path(run): Report.load(run) for run in directories}, failed)

@@ -13,6 +13,7 @@ from .items import Items, as_correct
 from .long_table import (
     ACCURACY,
     AVERAGE,
+    COMPARISON_SEED,
     CORRECT,
     COST,
     EXPERTS,
@@ -187,3 +188,16 @@ class RunRows:
                 for task, value in values.items():
                     if value is not None:
                         yield Entry(*place, task, seed, metric, value)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the long table of numbers: labels, then suite to value."""
+        seed = self.seeds.get(COMPARISON_SEED, self.seeds_key)
+        return [
+            {
+                **self.labels, "suite": entry.suite, "merger": entry.merger, "row": entry.row,
+                "task": entry.task, "seed": seed, "metric": entry.metric,
+                "value": f"{entry.value:.6g}",
+            }
+            for entry in self.entries()
+            if isinstance(entry.value, int | float)
+        ]  # fmt: skip

@@ -10,9 +10,8 @@ from .long_table import AVERAGE, mean
 
 SCHEMA = 1
 KIND = "run"
-SIDE_BY_SIDE_KIND = "comparison"
+COMPARISON_KIND = "comparison"
 STUDY_KIND = "study"
-COMBINED_KIND = "combined"
 # Accuracies pass through float32 on their way into a report.
 TOLERANCE = 1e-5
 
@@ -124,7 +123,7 @@ def _check_kind(content: Any, kind: str, place: str) -> None:
 
 def check_comparison(content: Any, place: str) -> None:
     """Check the content of a comparison's `report.json`, as far as it is read again."""
-    _check_kind(content, SIDE_BY_SIDE_KIND, place)
+    _check_kind(content, COMPARISON_KIND, place)
     check_types(content, COMPARISON, place)
 
 

@@ -10,14 +10,15 @@ from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_dir
 from fusion_bench_featcal.json_files import plain, read_json
 
 from . import charts
-from .columns import accuracy_cells, cost_cells
+from .columns import ACCURACY, COSTS
 from .differences import INTERVAL_COLUMNS, Difference, differences, interval_cells
 from .find import FailedCell
 from .items import LEVEL, half_width
 from .long_table import AVERAGE, BASE, COMPARISON_SEED, EXPERTS
-from .report import REPORT_FILE, Report, csv_text, write_files
+from .report import Report, summarise
+from .report_files import REPORT_FILE, addresses, csv_text, write_files
 from .schema import SCHEMA, STUDY, STUDY_KIND, check_types
-from .summary import Summary, SummaryRow, summarise
+from .summary import Summary, SummaryRow
 from .tables import ABSENT, Grid, console, page, percent, print_page, titled
 from .views import explanations, failures, spread_meaning, task_grid
 
@@ -90,8 +91,8 @@ class Study:
             ReportError: If the folder cannot be written, or there is no result.
         """
         points = self.points()
-        folder = prepare_directory(directory, setting).resolve()
-        content = asdict(self) | {"runs": [self._address(run, folder) for run in self.runs]}
+        folder = prepare_directory(directory, setting)
+        content = asdict(self) | {"runs": addresses(self.runs, folder)}
         reports = [Report.load(run) for run in self.runs]
         lines = [line for report in reports for line in report.lines()]
         about = {
@@ -172,7 +173,8 @@ class Study:
         over = " and ".join(self.over)
         summaries = [summary for point in points for summary in point.summaries]
         if len(summaries) == 1:
-            return [*failures(self.failed), *explanations(summaries[0]), *_fewer_samples(points)]
+            meanings = explanations(summaries[0], ACCURACY)
+            return [*failures(self.failed), *meanings, *_fewer_samples(points)]
         meaning = "accuracy in per cent"
         if over:
             meaning += f", mean over {over}, ± half of the {100 * LEVEL:.0f} % interval over "
@@ -240,26 +242,24 @@ class Study:
         for row in summary.displayed(suite):
             if row.upstream != merger and not row.is_reference:
                 continue
-            cells = accuracy_cells(row)
-            chosen = [cells[head] for head in _ROW_COLUMNS]
+            chosen = [column.cell(row) for column in _ROW_COLUMNS]
             each = compared.get((suite, merger, row.name))
             difference = [ABSENT] * len(INTERVAL_COLUMNS)
             if each is not None:
                 difference = interval_cells(each.interval, each.adjusted)
             other = others.get(row.name, ABSENT)
             lines.append((row.name, [*chosen, other, *difference]))
-        return Grid("", [*_ROW_COLUMNS, "against", *INTERVAL_COLUMNS], lines)
-
-    def _address(self, run: Path, folder: Path) -> str:
-        path = run.resolve()
-        return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+        heads = [column.head for column in _ROW_COLUMNS]
+        return Grid("", [*heads, "against", *INTERVAL_COLUMNS], lines)
 
 
 _STORED = (
     "upstream", "name", "accuracy", "gain", "recovered_gap", "worst_task", "worst_recovered_gap",
     "samples",
 )  # fmt: skip
-_ROW_COLUMNS = (AVERAGE, "gain over merger", "worst task", "its gap")
+_ROW_HEADS = (AVERAGE, "gain over merger", "worst task", "its gap")
+_ROW_COLUMNS = [column for column in ACCURACY if column.head in _ROW_HEADS]
+_CELLS = {column.head: column.cell for column in (*ACCURACY, *COSTS)}
 
 
 def mergers_of(points: Sequence[Point]) -> list[str]:
@@ -352,8 +352,7 @@ def _cell(rows: Sequence[SummaryRow], column: str) -> str:
     if not rows:
         return ABSENT
     if column:
-        cells = accuracy_cells(rows[0]) | cost_cells(rows[0])
-        return cells.get(column, ABSENT) if len(rows) == 1 else ABSENT
+        return _CELLS[column](rows[0]) if len(rows) == 1 else ABSENT
     average, half = average_of(rows)
     shares = [row.worst_recovered_gap for row in rows if row.worst_recovered_gap is not None]
     spread = "" if half is None else f" ± {percent(half)}"

@@ -39,10 +39,9 @@ from .long_table import (
     samples_range,
     worst_task,
 )
-from .report import Report
+from .run_rows import RunRows
 
 _SEED_SETTING = "seed"
-# The seed of all mergers and cells of a comparison, among the seeds of its reports.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,22 +128,23 @@ class Summary:
 
 class _Run(NamedTuple):
     path: Path
-    report: Report
+    report: RunRows
 
 
-def summarise(directories: Sequence[str | Path], failed: Sequence[FailedCell] = ()) -> Summary:
-    """Load runs and average what belongs together.
+def summarise_reports(
+    reports: Mapping[Path, RunRows], failed: Sequence[FailedCell] = ()
+) -> Summary:
+    """Average what belongs together.
 
     Args:
-        directories: Folders of runs, as `results.find.find` returns them.
-        failed: Cells of comparisons that gave no result.
+        reports: Folder of a run -> its report.
+        failed: Cells of comparisons without a result.
 
     Raises:
-        ReportError: A report is damaged or of another schema; runs of one suite have other tasks
-            or test sets; a row was made with other settings; or two runs with the same seeds
-            disagree. The message shows the difference.
+        ReportError: Runs of one suite have other tasks or test sets, a row was made with other
+            settings, or two runs with the same seeds disagree. The message shows the difference.
     """
-    runs = [_Run(Path(directory), Report.load(directory)) for directory in directories]
+    runs = [_Run(path, report) for path, report in reports.items()]
     first: dict[str, _Run] = {}
     for run in runs:
         _check_test_sets(first.setdefault(run.report.suite, run), run)
@@ -209,7 +209,7 @@ def _check_test_sets(first: _Run, run: _Run) -> None:
                 )
 
 
-def _distinct(key: RowKey, runs: Sequence[_Run]) -> list[Report]:
+def _distinct(key: RowKey, runs: Sequence[_Run]) -> list[RunRows]:
     """Return the reports with a row, a repeated run once; check that they may be averaged."""
     suite, merger, name = key
     places = [run for run in runs if (run.report.suite, run.report.upstream) == (suite, merger)]
@@ -271,7 +271,8 @@ def _notes(runs: Sequence[_Run]) -> list[str]:
         notes.append(f"{owners}: {note}" if several else note)
     without = [str(run.path) for run in runs if not run.report.items]
     if without:
-        notes.append(f"no interval over items for rows without {ITEMS_FILE}: {', '.join(without)}")
+        where = f": {', '.join(without)}" if len(runs) > 1 else ""
+        notes.append(f"no interval over items for rows without {ITEMS_FILE}{where}")
     for package in dict.fromkeys(package for run in runs for package in run.report.versions):
         numbers = sorted({run.report.versions.get(package, "not recorded") for run in runs})
         if "/" in package and "not recorded" in numbers:  # of the hub, which earlier runs left out
@@ -291,7 +292,7 @@ def _place(run: _Run, runs: Sequence[_Run]) -> str:
 
 
 def _summary_row(
-    table: LongTable, key: RowKey, reports: Sequence[Report], other_experts: RowKey | None
+    table: LongTable, key: RowKey, reports: Sequence[RunRows], other_experts: RowKey | None
 ) -> SummaryRow:
     suite, upstream, name = key
     seeds = table.seeds(key)

@@ -50,7 +50,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 def test_the_literal_command_runs_to_its_table_and_a_second_time_without_requests(hub, tmp_path):
     add_pool(hub.mirror, hub.stand_ins, "clip-vit-base-patch32_TA8")
     text = hub.run(tmp_path / "first", *LITERAL)
-    assert re.search(r"(?s)\nexperts .*\ntask_arithmetic .*\nfeatcal ", text)
+    assert re.search(r"(?s)\n +experts +arithmetic +featcal\n.*\naverage ", text)
     assert "fetching 9 models, " in text and "| " not in text  # no bars
     sent = hub.models_sent()
     assert len(sent) == 9

@@ -1,7 +1,7 @@
-"""Differences between rows: p-values, Holm's correction, the matrix, and what is refused."""
+"""Differences between rows: p-values, Holm's correction, and what is refused."""
 
-import csv
 import math
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,15 @@ from fusion_bench_featcal.results.differences import (
     LOSS,
     TIE,
     WIN,
+    Difference,
     against,
-    all_pairs,
+    differences,
     holm,
-    matrix,
     over_suites,
     over_suites_grid,
 )
 from fusion_bench_featcal.results.long_table import RowKey
-from fusion_bench_featcal.results.summary import summarise
-from fusion_bench_featcal.results.views import write_side_by_side
+from fusion_bench_featcal.results.report import summarise
 
 TASKS = {"one": 300, "two": 500}
 
@@ -40,6 +39,10 @@ def flags(level: float, seed: int) -> dict[str, NDArray[Any]]:
 def once(scores: dict[RowKey, Any]) -> dict[RowKey, Any]:
     """The rows' flags as those of one seed."""
     return {row: {42: correct} for row, correct in scores.items()}
+
+
+def all_pairs(scores: dict[RowKey, Any]) -> list[Difference]:
+    return differences(scores, combinations(scores, 2))
 
 
 def key(name: str) -> RowKey:
@@ -75,11 +78,6 @@ def test_rows_that_differ_by_chance_tie_and_a_better_one_wins() -> None:
         assert each.outcome == wanted, (each.row, each.other)
     [equal] = [each for each in found if {each.row[2], each.other[2]} == {"0", "again"}]
     assert (equal.p, equal.interval.low, equal.interval.high) == (1.0, 0.0, 0.0)
-    grid = matrix(found, {row: row[2] for row in scores})
-    lines = dict(grid.lines)
-    assert lines["13 best"][-1] == "13 / 0 / 0"
-    assert lines["1 0"] == ["", *[TIE] * 11, LOSS, TIE, "0 / 12 / 1"]
-    assert [cells[12] for _, cells in grid.lines] == [LOSS] * 12 + ["", LOSS]
 
 
 def test_without_correction_chance_would_win(monkeypatch) -> None:
@@ -188,24 +186,6 @@ def test_the_command_prints_and_writes_them(tmp_path: Path, capsys) -> None:
     assert "experts" in shown and "above" in shown and "below" in shown
     assert main(["report", str(folder / "merger"), "--against", "their"]) == 2
     assert "--against: name one row, got 'their'" in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_report_of_a_comparison_has_matrix_and_every_pair(tmp_path: Path) -> None:
-    report = Report(suite="suite", upstream="merger")
-    for seed, (name, level) in enumerate({"experts": 0.95, "merger": 0.6, "ours": 0.8}.items()):
-        correct = flags(level, seed)
-        accuracy = {task: values.mean() for task, values in correct.items()}
-        report.add_row(name, accuracy, correct=correct)
-    report.write(tmp_path / "merger")
-    write_side_by_side(summarise([tmp_path / "merger"]), tmp_path)
-    lines = csv.DictReader((tmp_path / "differences.csv").read_text().splitlines())
-    assert [(line["row"], line["other"], line["outcome"]) for line in lines] == [
-        ("experts", "merger", WIN),
-        ("experts", "merger/ours", WIN),
-        ("merger", "merger/ours", LOSS),
-    ]
-    page = (tmp_path / "report.md").read_text()
-    assert "| 3 ours | - | + |  | 1 / 0 / 1 |" in page
 
 
 def test_over_suites_the_interval_is_students() -> None:

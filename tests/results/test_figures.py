@@ -10,7 +10,8 @@ from fusion_bench_featcal.json_files import json_lines
 from fusion_bench_featcal.results import Report, charts
 from fusion_bench_featcal.results.curves import write_curves
 from fusion_bench_featcal.results.figures import figures_of
-from fusion_bench_featcal.results.summary import Summary, summarise
+from fusion_bench_featcal.results.report import summarise
+from fusion_bench_featcal.results.summary import Summary
 
 BLOCKS = [f"encoder.layers.{number}" for number in range(3)]
 

@@ -1,7 +1,6 @@
 """Report of one run: rows, files, the long table, and refusal of what does not fit."""
 
 import csv
-import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,6 @@ from synthetic import LEVELS, make_report
 
 from fusion_bench_featcal.results import AVERAGE, Report, ReportError
 from fusion_bench_featcal.results.long_table import LongTable
-
-
-def lines_of(report: Report) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(report.csv())))
 
 
 def content_of(folder: Path) -> dict[str, Any]:
@@ -64,15 +59,20 @@ def test_written_report_loads_as_the_same_and_an_earlier_ones_items_are_gone(tmp
     assert Report.load(folder).items == {}
 
 
-def test_csv_has_one_line_per_row_and_task():
+def test_the_long_table_has_one_number_per_line(tmp_path: Path):
     report = make_report()
     report.add_row("new", {"cars": 0.123456, "dtd": 0.65432})
-    lines = lines_of(report)
-    assert len(lines) == 5 * 3
-    featcal = [line for line in lines if line["name"] == "featcal"]
-    assert [line["task"] for line in featcal] == ["cars", "dtd", "average"]
-    assert {line["recovered_gap"] for line in featcal} == {"0.500000"}
-    assert [line["accuracy"] for line in lines[-3:]] == ["0.123456", "0.654320", "0.388888"]
+    report.labels = {"samples_per_task": 8}
+    lines = report.lines()
+    featcal = {(e["metric"], e["task"]): e["value"] for e in lines if e["row"] == "featcal"}
+    tasks = ("cars", "dtd", "average")
+    assert [featcal["recovered_gap", task] for task in tasks] == ["0.5"] * 3
+    new = [e for e in lines if e["row"] == "new" and e["metric"] == "accuracy"]
+    assert [e["value"] for e in new] == ["0.123456", "0.65432", "0.388888"]
+    assert {e["samples_per_task"] for e in lines} == {8}
+    report.write(tmp_path)
+    stored = list(csv.DictReader((tmp_path / "report.csv").read_text().splitlines()))
+    assert stored == [{key: str(value or "") for key, value in e.items()} for e in lines]
 
 
 def test_settings_may_be_a_dataclass_and_scalars_may_be_tensors(tmp_path: Path):
@@ -104,9 +104,11 @@ def test_losses_are_kept_absent_ones_stay_absent_and_infinite_ones_become_notes(
     assert report.notes == ["two: the loss of cars is nan"]
     report.write(tmp_path)
     assert Report.load(tmp_path).loss == report.loss
-    shown = {(line["name"], line["task"]): line["loss"] for line in lines_of(report)}
-    assert [shown["new", task] for task in new] == ["0.500000", "1.500000", "1.000000"]
-    assert shown["one", "dtd"] == shown["base", "cars"] == ""
+    losses = {
+        (e["row"], e["task"]): float(e["value"]) for e in report.lines() if e["metric"] == "loss"
+    }
+    assert [losses["new", task] for task in new] == [0.5, 1.5, 1.0]
+    assert not {("one", "dtd"), ("base", "cars")} & set(losses)
 
 
 def test_a_report_from_before_losses_were_kept_loads(tmp_path: Path):

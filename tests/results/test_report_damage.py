@@ -16,8 +16,8 @@ from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.results import Report, ReportError, items, load_items, save_items
 from fusion_bench_featcal.results.curves import drift_records, load_curves, write_curves
 from fusion_bench_featcal.results.find import find
-from fusion_bench_featcal.results.summary import summarise
-from fusion_bench_featcal.results.views import write_side_by_side
+from fusion_bench_featcal.results.report import summarise
+from fusion_bench_featcal.results.views import write
 
 CURVES = {"surgery": {"cars": [(0, 1.5), (20, 0.25)], "dtd": [(0, 2.0), (20, 1.0)]}}
 LOG = {"task": "cars", "block": "layers.0", "drift_before": 2.0, "drift_after": 1.0}
@@ -48,7 +48,7 @@ def leave(folder: Path) -> Path:
         report.write(folder / merger)
         write_curves(folder / merger, CURVES)
         (folder / merger / "calibration_log.jsonl").write_text(json.dumps(LOG) + "\n")
-    write_side_by_side(summarise([folder / "average", folder / "wudi"]), folder)
+    write(summarise([folder / "average", folder / "wudi"]), folder)
     return folder
 
 

@@ -11,8 +11,8 @@ from synthetic import leave_run, leave_seeds, make_report, row_of
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.results import AVERAGE, ReportError
 from fusion_bench_featcal.results.find import find
-from fusion_bench_featcal.results.summary import summarise
-from fusion_bench_featcal.results.views import write_combined
+from fusion_bench_featcal.results.report import summarise
+from fusion_bench_featcal.results.views import write
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_without_items_there_is_no_interval_and_a_note_says_so(tmp_path: Path):
     row = row_of(summary, "featcal")
     assert row.gain == pytest.approx(0.15)
     assert row.gain_interval is None and row.recovered_gap_interval is None
-    assert any("items.npz" in note and "run" in note for note in summary.notes)
+    assert any("items.npz" in note for note in summary.notes)
 
 
 def test_upstream_mergers_and_suites_stay_apart(tmp_path: Path):
@@ -156,7 +156,7 @@ def test_runs_are_found_below_a_folder_once_and_foreign_reports_passed_over(
 ):
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "report.json").write_text('{"cars": {"accuracy": 0.5}}')
-    write_combined(summarise(seeds), tmp_path / "all")
+    write(summarise(seeds), tmp_path / "all")
     assert find([tmp_path, seeds[0], seeds[1] / "report.json"]).runs == seeds
 
 

@@ -11,24 +11,20 @@ from synthetic import leave_seeds, make_report, row_of
 
 from fusion_bench_featcal.nearest_names import REPORT_COLUMNS
 from fusion_bench_featcal.results import Report, ReportError
-from fusion_bench_featcal.results.columns import accuracy_cells
+from fusion_bench_featcal.results.columns import ACCURACY
 from fusion_bench_featcal.results.find import FailedCell, find
-from fusion_bench_featcal.results.summary import Summary, summarise
-from fusion_bench_featcal.results.tables import TEXT_WIDTH, console
-from fusion_bench_featcal.results.views import (
-    combined_tables,
-    show_side_by_side,
-    write_combined,
-    write_side_by_side,
-)
+from fusion_bench_featcal.results.report import summarise
+from fusion_bench_featcal.results.summary import Summary
+from fusion_bench_featcal.results.tables import TEXT_WIDTH
+from fusion_bench_featcal.results.views import show, write
 
 
-def page_of(write: Any, summary: Summary) -> str:
+def page_of(summary: Summary) -> str:
     folder = Path(summary.runs[0]).parent / "written"
     return (write(summary, folder).parent / "report.md").read_text()
 
 
-def lines_of(write: Any, summary: Summary) -> list[dict[str, str]]:
+def lines_of(summary: Summary) -> list[dict[str, str]]:
     folder = Path(summary.runs[0]).parent / "written"
     text = (write(summary, folder).parent / "report.csv").read_text()
     return list(csv.DictReader(io.StringIO(text)))
@@ -39,8 +35,7 @@ def seeds(tmp_path: Path) -> list[Path]:
     return leave_seeds(tmp_path)
 
 
-@pytest.mark.parametrize("write", [write_combined, write_side_by_side])
-def test_a_report_of_several_runs_never_replaces_a_runs_own(seeds: list[Path], write: Any):
+def test_a_report_of_several_runs_never_replaces_a_runs_own(seeds: list[Path]):
     before = (seeds[0] / "report.json").read_text()
     with pytest.raises(ReportError, match=r"holds the report of a run.*--out"):
         write(summarise(seeds), seeds[0], "--out")
@@ -49,33 +44,40 @@ def test_a_report_of_several_runs_never_replaces_a_runs_own(seeds: list[Path], w
 
 def test_written_files_tell_the_same_story(seeds: list[Path], tmp_path: Path):
     summary = summarise(seeds)
-    folder = write_combined(summary, tmp_path / "all").parent
+    folder = write(summary, tmp_path / "all").parent
     assert sorted(p.name for p in folder.iterdir()) == ["report.csv", "report.json", "report.md"]
     content = json.loads((folder / "report.json").read_text())
     (row,) = [row for row in content["rows"] if row["name"] == "featcal"]
     assert row["recovered_gap"] == pytest.approx(0.5)
-    lines = lines_of(write_combined, summary)
-    (line,) = [x for x in lines if x["name"] == "featcal" and x["task"] == "average"]
+    lines = lines_of(summary)
+    (line,) = [x for x in lines if x["name"] == "featcal"]
     assert float(line["gain_low"]) == pytest.approx(row["gain_interval"]["low"], abs=1e-6)
-    assert float(line["deviation"]) == pytest.approx(0.05)
-    assert len(lines) == 4 * 3
-    assert all(len(line) == 14 and None not in line.values() for line in lines)
+    assert float(line["deviation.average"]) == pytest.approx(0.05)
+    assert float(line["accuracy.cars"]) == pytest.approx(row["accuracy"]["cars"])
+    assert len(lines) == 4
+    assert None not in {value for line in lines for value in line.values()}
 
 
 def test_tables_name_each_repair_under_its_merger(seeds: list[Path], tmp_path: Path):
     levels = {"base": 0.3, "experts": 0.9, "wudi": 0.7, "featcal": 0.85}
     make_report(levels, upstream="wudi").write(tmp_path / "wudi")
-    text = page_of(write_combined, summarise(find([tmp_path]).runs))
+    text = page_of(summarise(find([tmp_path]).runs))
     heads = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
     order = ["base", "experts", "task_arithmetic", "+ featcal", "wudi", "+ featcal"]
-    assert heads == ["mean over runs, %", *order, "accuracy, %", *order]
+    assert heads == ["mean over runs, %", *order, "accuracy, %", *order, "mean over runs", *order]
     assert "75.0 ± 12.4" in text
 
 
-def test_tables_fit_a_page(tmp_path: Path):
+def test_tables_fit_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     make_report(tasks=[f"mini_task_number{n}" for n in range(6)]).write(tmp_path / "run")
-    for table in combined_tables(summarise([tmp_path / "run"]), TEXT_WIDTH):
-        assert console().measure(table).maximum <= TEXT_WIDTH
+    show(summarise([tmp_path / "run"]))
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= TEXT_WIDTH
+
+
+def test_the_legend_names_columns_that_have_values_only(seeds: list[Path]):
+    text = page_of(summarise(seeds))
+    assert "gain over merger: in points" in text and "memory: peak" in text
+    assert "unseen:" not in text and "GPU energy:" not in text
 
 
 def test_losses_are_averaged_over_runs_and_absent_where_one_has_none(tmp_path: Path):
@@ -87,10 +89,10 @@ def test_losses_are_averaged_over_runs_and_absent_where_one_has_none(tmp_path: P
     summary = summarise(find([tmp_path]).runs)
     assert row_of(summary, "featcal").loss == {"cars": 1.5, "dtd": 4.0, "average": 2.75}
     assert row_of(summary, "new").loss == {}
-    lines = {(x["name"], x["task"]): x["loss"] for x in lines_of(write_combined, summary)}
-    assert (lines["featcal", "cars"], lines["new", "cars"]) == ("1.500000", "")
-    text = "| + featcal (task_arithmetic) | 1.5000 | 4.0000 | 2.7500 |"
-    assert text in page_of(write_combined, summary)
+    lines = {x["name"]: x["loss.cars"] for x in lines_of(summary)}
+    assert (lines["featcal"], lines["new"]) == ("1.500000", "")
+    text = "| task_arithmetic + featcal | 1.5000 | 4.0000 | 2.7500 |"
+    assert text in page_of(summary)
 
 
 # ---- side by side
@@ -155,20 +157,20 @@ def test_what_is_not_measured_is_called_unavailable(tmp_path: Path):
 
 
 def test_failed_cells_stand_in_every_table(comparison: Summary, capsys):
-    show_side_by_side(comparison)
-    for text in (capsys.readouterr().out, page_of(write_side_by_side, comparison)):
+    show(comparison)
+    for text in (capsys.readouterr().out, page_of(comparison)):
         for words in ("+ surgery", "the features are not finite", "out of memory"):
             assert words in text
-    lines = lines_of(write_side_by_side, comparison)
+    lines = lines_of(comparison)
     assert len(lines) == 6 + 2
     assert lines[-1]["status"] == "failed: out of memory"
-    assert lines[3]["parameters_added"] == "1536.0"
+    assert lines[3]["cost.parameters_added"] == "1536.000000"
 
 
 def test_a_written_comparison_stands_for_its_own_runs_and_failures(
     comparison: Summary, tmp_path: Path
 ):
-    path = write_side_by_side(comparison, tmp_path)
+    path = write(comparison, tmp_path)
     content = json.loads(path.read_text())
     assert content["kind"] == "comparison"
     assert content["rows"][3]["normalised"] == pytest.approx(0.875)
@@ -197,32 +199,37 @@ def test_means_over_seeds_come_with_half_of_their_interval(tmp_path: Path):
     assert merger.normalised == pytest.approx(sum(shares) / 2)
     assert merger.spread["normalised"] == pytest.approx(abs(shares[0] - shares[1]) / 2**0.5)
     assert row_of(summary, "prob_surgery").spread["seconds"] == pytest.approx(2**0.5)
-    text = page_of(write_side_by_side, summary)
+    text = page_of(summary)
     assert "45.0 ± 63.5" in text and "73.1 ± 103.2" in text and "3.00 ± 12.71" in text
-    (line,) = (x for x in lines_of(write_side_by_side, summary) if x["name"] == "wudi")
-    assert (line["runs"], line["normalised_deviation"]) == ("2", "0.114905")
+    (line,) = (x for x in lines_of(summary) if x["name"] == "wudi")
+    assert (line["runs"], line["cost_deviation.normalised"]) == ("2", "0.114905")
 
 
 def test_energy_and_inference_stand_in_the_table_of_costs(tmp_path: Path):
     measured: dict[str, Any] = {"gpu_energy_wh": 0.01234, "inference_seconds_per_sample": 0.0015}
     report("wudi", 0.4, **measured).write(tmp_path / "run")
     summary = summarise([tmp_path / "run"])
-    lines = page_of(write_side_by_side, summary).splitlines()
+    lines = page_of(summary).splitlines()
     (cells,) = (line.split(" | ") for line in lines if "6 / 1536" in line)
     assert cells[3:7] == ["2.00", "1024", "0.0123", "1.50"]
     heads = next(line for line in lines if "modules / parameters" in line)
     assert "GPU energy" in heads and "GPU memory" not in heads  # which no row has
-    (line,) = (x for x in lines_of(write_side_by_side, summary) if x["name"] == "prob_surgery")
-    assert (line["gpu_energy_wh"], line["inference_seconds_per_sample"]) == ("0.01234", "0.0015")
+    (line,) = (x for x in lines_of(summary) if x["name"] == "prob_surgery")
+    assert (line["cost.gpu_energy_wh"], line["cost.inference_seconds_per_sample"]) == (
+        "0.012340",
+        "0.001500",
+    )
 
 
-def test_runs_of_two_suites_are_no_comparison(tmp_path: Path):
+def test_each_suite_has_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for suite in (SUITE, "another"):
         made = report("wudi", 0.4)
         made.suite = suite
         made.write(tmp_path / suite)
-    with pytest.raises(ReportError, match=rf"these runs are of {SUITE}, another: name those of"):
-        show_side_by_side(summarise([tmp_path / SUITE, tmp_path / "another"]))
+    show(summarise([tmp_path / SUITE, tmp_path / "another"]))
+    text = " ".join(capsys.readouterr().out.split())
+    for suite in (SUITE, "another"):
+        assert f"{suite}: accuracy" in text and f"{suite}: costs" in text
 
 
 @pytest.mark.parametrize("tasks", [14, 20])
@@ -237,7 +244,7 @@ def test_comparisons_fit_eighty_columns(
         accuracy = {task: 0.6 + 0.002 * (number + at) for at, task in enumerate(names)}
         made.add_row(f"prob_surgery:calibration_{number}", accuracy, cost=COST)
     made.write(tmp_path)
-    show_side_by_side(summarise([tmp_path]))
+    show(summarise([tmp_path]))
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
@@ -248,6 +255,6 @@ def test_comparisons_fit_eighty_columns(
         assert any(line.split()[-3:] == worst for line in text.splitlines())
 
 
-def test_no_task_can_have_the_name_of_a_column(tmp_path: Path):
-    make_report().write(tmp_path)
-    assert set(accuracy_cells(row_of(summarise([tmp_path]), "featcal"))) <= REPORT_COLUMNS
+def test_no_task_can_have_the_name_of_a_column():
+    heads = {column.head for column in ACCURACY}
+    assert heads <= REPORT_COLUMNS

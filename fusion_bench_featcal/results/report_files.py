@@ -1,0 +1,38 @@
+"""The files of a report: `report.json`, `report.csv` and `report.md`."""
+
+import csv
+import io
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.json_files import json_text
+
+REPORT_FILE = "report.json"
+
+
+def write_files(
+    directory: Path, content: Mapping[str, Any], table: str, page: str, setting: str
+) -> Path:
+    """Write `report.csv`, `report.md` and, last, `report.json`; return the last one's path."""
+    text = json_text(content)
+    write_atomic(directory / "report.csv", table, setting)
+    write_atomic(directory / "report.md", page, setting)
+    return write_atomic(directory / REPORT_FILE, text, setting)
+
+
+def addresses(runs: Iterable[str | Path], folder: Path) -> list[str]:
+    """Return the paths of runs as the report in a folder names them: relative below the folder."""
+    paths = [Path(run).resolve() for run in runs]
+    start = folder.resolve()
+    return [str(path.relative_to(start) if path.is_relative_to(start) else path) for path in paths]
+
+
+def csv_text(columns: Iterable[str], lines: Iterable[Mapping[str, Any]]) -> str:
+    """Return a head and lines as CSV; what a line lacks is empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
