@@ -8,7 +8,7 @@ from composing import REPOSITORY
 CELL = re.compile(r"^\| (`.*?`) \|", re.MULTILINE)
 MESSAGE = re.compile(r"`([^`]+)`")
 END = "## No message"
-HINTS = {"nearest_hint": " (nearest: ...)"}
+HINTS = dict.fromkeys(("nearest_hint", "hint"), " (nearest: ...)")
 LEAST_LETTERS = 9
 
 
@@ -29,7 +29,7 @@ def filled(part: ast.expr) -> str:
     if isinstance(part, ast.Constant):
         return str(part.value)
     call = getattr(part, "value", None)
-    name = getattr(getattr(call, "func", None), "id", "")
+    name = getattr(getattr(call, "func", call), "id", "")
     return HINTS.get(name, "...")
 
 
