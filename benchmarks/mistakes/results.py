@@ -132,4 +132,25 @@ MUTATIONS = [
         '"test_tta" else split, number)',
         "comparison/test_fingerprint.py",
     ),
+    Mutation(
+        "names of users are markup on pages",
+        "results/page.py",
+        "autoescape=True",
+        "autoescape=False",
+        "results/test_page.py",
+    ),
+    Mutation(
+        "bars of accuracy are the limits of the gain",
+        "results/figures.py",
+        "100 * (value + interval.low - gain)",
+        "100 * interval.low",
+        "results/test_figures.py",
+    ),
+    Mutation(
+        "drift of a block is summed over tasks",
+        "results/figures.py",
+        "fmean(values) for",
+        "sum(values) for",
+        "results/test_figures.py",
+    ),
 ]

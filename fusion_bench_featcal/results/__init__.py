@@ -1,4 +1,4 @@
-"""Results, never models: write them, read them, compare them, draw them.
+"""Results, never models: write, read, compare and draw them.
 
 Functions raise `ReportError` for files and values that do not fit; it names place and cause. Their
 argument `setting` is the setting that chose the folder, for that message.

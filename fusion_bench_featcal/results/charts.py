@@ -78,7 +78,7 @@ _STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), _INK),
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), _INK),
-    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
+    **dict.fromkeys(("axes.facecolor", "savefig.facecolor"), "none"),
     # Dollar signs in names are letters.
     "text.parse_math": False,
     "svg.fonttype": "none",

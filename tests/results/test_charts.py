@@ -95,6 +95,7 @@ def test_cells_of_a_heat_map_show_their_numbers():
     (axes,) = charts.heat({"featcal": table}, "change, %", "+.0f").axes
     cells = {text.get_text(): text.get_position() for text in axes.texts}
     assert cells == {"-20": (0.5, 0.5), "+5": (1.5, 0.5), "+40": (1.5, 1.5)}
+    assert [text.get_color() for text in axes.texts] == ["black", "black", "white"]
     (mesh,) = axes.collections
     assert mesh.get_clim() == (-40.0, 40.0)
     assert [text.get_text() for text in axes.get_yticklabels()] == ["cars", "dtd"]

@@ -103,11 +103,14 @@ def test_a_page_has_the_tables_of_the_terminal():
     folders = find([GOLDEN / "compare42", GOLDEN / "compare43"])
     summary = summarise(folders.runs, folders.failed)
     page = Reader(page_text(page_of_runs(folders, summary), GOLDEN))
-    (suite,) = summary.suites
+    (suite,), marked = summary.suites, []
     for title, grid in suite_grids(summary, suite).items():
         head, *lines = page.table(f"{suite}: {title}")
+        marked += [cells[place] for number, (_, cells) in enumerate(grid.lines)
+                   for place in range(len(cells)) if (number, place) in grid.best]  # fmt: skip
         assert head == [grid.corner, *grid.columns]
         assert [cells for _, *cells in lines] == [list(cells) for _, cells in grid.lines]
+    assert marked and [e["text"] for e in page.elements if e.get("class") == "best"] == marked
 
 
 @pytest.mark.parametrize("runs", [["compare42", "compare43"], ["compare42"]])
