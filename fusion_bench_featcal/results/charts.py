@@ -33,7 +33,7 @@ BEFORE, AFTER = "before", "after"
 Estimate = tuple[float, float | None, float | None]
 """A value and the ends of its interval, which are None where there is none."""
 CurvePoint = tuple[float, float, float | None, float | None]
-"""The place on the horizontal axis, a value, and the ends of its interval."""
+"""A horizontal position, a value, and the ends of its interval."""
 
 _ACROSS = 3  # panels side by side
 _FAR = 10  # ratio of the ends of an axis from which it is logarithmic
@@ -90,8 +90,8 @@ _STYLE: dict[Any, Any] = {
 def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the colour and mark of each row, as keywords of `Axes.plot`.
 
-    A name without a look of its own chooses one by its letters, and the next one where other such
-    rows of `names` have that look or its colour.
+    A name that has no fixed look chooses one by its letters, and the next one if other such rows of
+    `names` have that look or its colour.
     """
     looks: dict[str, tuple[str, str]] = {}
     chosen: list[tuple[str, str]] = []
@@ -154,8 +154,8 @@ def dots(
     figure, grid = _frame(list(panels), size, (label, ""), title)
     for axes, (name, panel) in zip(grid, panels.items(), strict=True):
         for height, category in enumerate(categories):
-            for place, row in enumerate(present[name][category]):
-                shift = 0.7 * ((place + 0.5) / len(present[name][category]) - 0.5)
+            for number, row in enumerate(present[name][category]):
+                shift = 0.7 * ((number + 0.5) / len(present[name][category]) - 0.5)
                 value, low, high = panel[row][category]
                 if low is not None and high is not None:
                     axes.hlines(height + shift, low, high, colors=looks[row]["color"], lw=1.3)
@@ -335,9 +335,9 @@ def _frame(
     grid = list(figure.subplots(down, across, squeeze=False, sharex=sharex, sharey=True).flat)
     for axes in grid[len(titles) :]:
         axes.remove()
-    for place, (axes, name) in enumerate(zip(grid, titles, strict=False)):
+    for number, (axes, name) in enumerate(zip(grid, titles, strict=False)):
         axes.set_title(name)
-        is_lowest = place + across >= len(titles)
+        is_lowest = number + across >= len(titles)
         axes.set_xlabel(labels[0] if is_lowest else "")
         axes.tick_params(labelbottom=is_lowest or not sharex)
     return figure, grid[: len(titles)]

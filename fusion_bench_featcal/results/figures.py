@@ -30,11 +30,12 @@ def figures_of(summary: Summary) -> "dict[str, Figure]":
         drawn = _of_rows(suite, rows, summary) if rows else {}
         ending = f"-{suite}" if len(summary.suites) > 1 else ""
         figures |= {f"{name}{ending}": figure for name, figure in drawn.items()}
-    return figures | _of_files([Path(run) for run in summary.runs])
+    labels = _labels([Path(run) for run in summary.runs])
+    return figures | _drifts(labels) | _trainings(labels) | _diagnoses(labels)
 
 
 def _of_rows(suite: str, rows: Sequence[SummaryRow], summary: Summary) -> "dict[str, Figure]":
-    """Accuracy by task, averages of several mergers side by side, and gains against seconds."""
+    """Draw accuracy by task, averages over several mergers, and gains against seconds."""
     by_task, averages, costs = _Panels(), _Panels(), _Panels()
     for row in rows:
         panel = merged_by(row.upstream)
@@ -66,7 +67,7 @@ _Panels = dict[str, dict[str, Any]]
 
 
 def _accuracy(row: SummaryRow, key: str, summary: Summary) -> charts.Estimate:
-    """Accuracy of a task or the average, with the interval of its gain, in per cent."""
+    """Return the accuracy of a task or the average in per cent, with the interval of its gain."""
     value = row.accuracy[key]
     if not row.is_repair:
         return 100 * value, None, None
@@ -85,16 +86,15 @@ def _accuracy(row: SummaryRow, key: str, summary: Summary) -> charts.Estimate:
 
 
 def _with_interval(value: float, gain: float, interval: Interval | None) -> charts.Estimate:
-    """A value with the ends of its gain's interval around it, in per cent."""
+    """Return a value in per cent with the ends of its gain's interval around it."""
     if interval is None:
         return 100 * value, None, None
     return 100 * value, 100 * (value + interval.low - gain), 100 * (value + interval.high - gain)
 
 
-def _of_files(runs: Sequence[Path]) -> "dict[str, Figure]":
-    """Drift by block, losses of trainings and diagnoses, from the files beside runs' reports."""
-    drift, drift_by_task, depth, losses = _Panels(), _Panels(), _Panels(), _Panels()
-    labels = _labels(runs)
+def _drifts(labels: Mapping[Path, str]) -> "dict[str, Figure]":
+    """Draw drift by block from the calibration logs of runs."""
+    drift, drift_by_task, depth = _Panels(), _Panels(), _Panels()
     logs = [(label, *log) for run, label in labels.items() for log in calibration_logs(run)]
     kind, unit = "relative_drift", "drift / expert's norm"
     if not all(_has(records, kind) for _, _, records, _ in logs):
@@ -107,20 +107,11 @@ def _of_files(runs: Sequence[Path]) -> "dict[str, Figure]":
             lines = depth.setdefault(label.removesuffix(": "), {})
             lines[charts.MERGED] = _by_block(held_out, "held_out_drift_merged")
             lines[row] = _by_block(held_out, "held_out_drift")
-    for run, label in labels.items():
-        for method, tasks in load_curves(run).items():
-            names = short_names([*tasks])
-            losses[label + method] = {
-                names[task]: [
-                    (step, loss / (points[0][1] or 1.0), None, None) for step, loss in points
-                ]
-                for task, points in tasks.items()
-            }
     figures = {}
     if drift:
         title = (
-            "Drift of each block's output before and after its own calibration, mean over tasks; "
-            "calibration samples, all positions"
+            "Drift of each block's output before and after the calibration of the block, mean over "
+            "tasks; calibration samples, all positions"
         )
         figures["drift"] = charts.blocks(drift, unit, title=title)
         title = f"{unit} of each task after each block's calibration"
@@ -131,15 +122,35 @@ def _of_files(runs: Sequence[Path]) -> "dict[str, Figure]":
             "head reads"
         )
         figures["depth"] = charts.blocks(depth, "drift / expert's norm", title=title)
-    if losses:
-        title = "Loss of each training, relative to its first step"
-        figures["convergence"] = charts.curves(losses, "updates", "loss / first loss", title=title)
+    return figures
+
+
+def _trainings(labels: Mapping[Path, str]) -> "dict[str, Figure]":
+    """Draw losses of trainings from the files of runs."""
+    losses = _Panels()
     for run, label in labels.items():
-        drawn = (
-            diagnosis_figures(read_lines(run / LINES_FILE)) if (run / LINES_FILE).exists() else {}
-        )
-        ending = f"-{label.removesuffix(': ').replace('/', '-')}" if label else ""
-        figures |= {f"{name}{ending}": figure for name, figure in drawn.items()}
+        for method, tasks in load_curves(run).items():
+            names = short_names([*tasks])
+            losses[label + method] = {
+                names[task]: [
+                    (step, loss / (points[0][1] or 1.0), None, None) for step, loss in points
+                ]
+                for task, points in tasks.items()
+            }
+    if not losses:
+        return {}
+    title = "Loss of each training, relative to its first step"
+    return {"convergence": charts.curves(losses, "updates", "loss / first loss", title=title)}
+
+
+def _diagnoses(labels: Mapping[Path, str]) -> "dict[str, Figure]":
+    """Draw the diagnoses of runs."""
+    figures = {}
+    for run, label in labels.items():
+        if (run / LINES_FILE).exists():
+            ending = f"-{label.removesuffix(': ')}" if label else ""
+            drawn = diagnosis_figures(read_lines(run / LINES_FILE))
+            figures |= {f"{name}{ending}": figure for name, figure in drawn.items()}
     return figures
 
 
@@ -150,7 +161,7 @@ def _has(records: Iterable[Mapping[str, Any]], kind: str) -> bool:
 
 
 def _by_task(records: Iterable[Mapping[str, Any]], key: str) -> dict[str, dict[str, float]]:
-    """Short name of a task -> short name of a block -> value; the last record counts."""
+    """Return values by the short names of tasks and blocks. The last record of a block counts."""
     records = list(records)
     tasks = short_names(list(dict.fromkeys(record["task"] for record in records)))
     blocks = list(dict.fromkeys(record["block"] for record in records))
@@ -162,7 +173,7 @@ def _by_task(records: Iterable[Mapping[str, Any]], key: str) -> dict[str, dict[s
 
 
 def _by_block(records: Iterable[Mapping[str, Any]], key: str) -> dict[str, float]:
-    """Short name of a block -> mean over tasks."""
+    """Return means over tasks by the short names of blocks."""
     columns: dict[str, list[float]] = {}
     for by_block in _by_task(records, key).values():
         for block, value in by_block.items():
@@ -171,9 +182,9 @@ def _by_block(records: Iterable[Mapping[str, Any]], key: str) -> dict[str, float
 
 
 def _labels(runs: Sequence[Path]) -> dict[Path, str]:
-    """Beginnings of panels' names: the parts of runs' paths that tell them apart."""
+    """Return the beginnings of panels' names: the parts of paths that differ between runs."""
     if len(runs) < 2:
         return dict.fromkeys(runs, "")
-    places = {run: run.resolve() for run in runs}
-    shared = os.path.commonpath(places.values())
-    return {run: f"{place.relative_to(shared).as_posix()}: " for run, place in places.items()}
+    paths = {run: run.resolve() for run in runs}
+    shared = os.path.commonpath(paths.values())
+    return {run: f"{path.relative_to(shared).as_posix()}: " for run, path in paths.items()}

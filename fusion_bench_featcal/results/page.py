@@ -179,8 +179,8 @@ def _card(row: SummaryRow, summary: Summary) -> Card:
     cells = {column.head: column.cell(row) for column in ACCURACY}
     gain, _, limits = cells["gain over merger"].partition(" ")
     subtitle = f"{row.suite}, {merged_by(row.upstream)}"
-    place = (row.suite, row.upstream)
-    merged = [r for r in summary.rows if (r.suite, r.upstream) == place and r.name == row.upstream]
+    merger = (row.suite, row.upstream, row.upstream)
+    merged = [r for r in summary.rows if (r.suite, r.upstream, r.name) == merger]
     before = "".join(f"{ACCURACY[0].cell(each)} to " for each in merged)
     unit = "points over the merged model" if gain != ABSENT else "no merged model to compare with"
     lines = [f"{unit} {limits}".strip(), f"average accuracy: {before}{cells[AVERAGE]} %"]
