@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -81,7 +82,10 @@ def fetch_all(locations: Mapping[str, str], *, weights: bool = True) -> dict[str
 
 
 def hub_models(locations: Mapping[str, str], *, weights: bool = True) -> dict[str, "HubModel"]:
-    """Return the models that are no files or folders here, by location. The hub is asked once.
+    """Return the models that are no files or folders here, by location.
+
+    A model that was fetched whole before is taken from the cache, where a revision stays as it is.
+    For others the hub is asked, once per run.
 
     Raises:
         CalibrationError: If the hub fails for a model that the cache lacks.
@@ -91,7 +95,7 @@ def hub_models(locations: Mapping[str, str], *, weights: bool = True) -> dict[st
         if not _is_path(location) and location not in models:
             model = _ASKED.get((location, weights))
             if model is None or model.missing:
-                model = _asked(location, option, weights=weights)
+                model = _whole(location, option) or _asked(location, option, weights=weights)
             models[location] = _ASKED[location, weights] = model
     return models
 
@@ -175,6 +179,14 @@ class HubModel:
             self.snapshot = Path(with_retries(get, self.option))
         except Exception as error:  # the client, the network and the disk raise many kinds
             raise hub_error(error, self.option) from error
+        self.mark()
+
+    def mark(self) -> None:
+        """Note beside the snapshots that the model is here with all its files."""
+        if any(name.endswith((".safetensors", ".bin")) for name in self.files):
+            with suppress(OSError):  # a cache may be read-only
+                _marker(self.snapshot).parent.mkdir(exist_ok=True)
+                _marker(self.snapshot).write_text("\n".join(self.files))
 
     def folder(self) -> Path:
         """Return the folder in the cache, in which `.bin` files are converted first.
@@ -198,6 +210,21 @@ class HubModel:
     def _converted(self) -> Path:
         """Folder with the model's files in which `.bin` files have become safetensors files."""
         return self.snapshot.parents[1] / "featcal" / self.snapshot.name
+
+
+def _marker(snapshot: Path) -> Path:
+    """Return the file beside the snapshots with the names of a model's needed files."""
+    return snapshot.parents[1] / "featcal" / f"{snapshot.name}.whole"
+
+
+def _whole(location: str, option: str) -> HubModel | None:
+    """Return a model that was fetched whole before; None: the hub has to be asked."""
+    snapshot = _cached(location)
+    if snapshot is None or not _marker(snapshot).exists():
+        return None
+    files = dict.fromkeys(_marker(snapshot).read_text().splitlines(), 0)
+    model = HubModel(location, option, snapshot, files)
+    return None if model.missing else model
 
 
 def _asked(location: str, option: str, *, weights: bool) -> HubModel:

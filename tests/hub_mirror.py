@@ -1,10 +1,11 @@
 """A mirror of the Hugging Face hub's protocol on the loopback, whose repositories can fail.
 
-It speaks what `huggingface_hub` and `datasets` ask of the real one to list and download:
+It speaks what `huggingface_hub` and `datasets` ask of the real one to list, download and upload:
 the programming interface under `/api`, and files under `/ID/resolve/REVISION/FILE`. A process uses
 it with `environment`: the real client runs, and no request leaves the machine.
 """
 
+import base64
 import hashlib
 import json
 import os
@@ -186,6 +187,10 @@ class _Handler(BaseHTTPRequestHandler):
         parts = parts[is_api:]
         prefix = "datasets/" if parts[0] == "datasets" else ""
         parts = parts[parts[0] in ("datasets", "models") :]
+        if path == "/api/repos/create":
+            return self._create(json.loads(body))
+        if path == "/api/validate-yaml":
+            return self._json({"errors": [], "warnings": []})
         known = {*self.mirror.repositories, *self.mirror.renamed}
         length = next((n for n in (2, 1) if prefix + "/".join(parts[:n]) in known), 2)
         name, rest = prefix + "/".join(parts[:length]), parts[length:]
@@ -206,6 +211,11 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._file(repository, rest[1], "/".join(rest[2:]), first, last)
 
+    def _create(self, wanted: Mapping[str, Any]) -> None:
+        name = "/".join(part for part in (wanted.get("organization"), wanted["name"]) if part)
+        self.mirror.repositories.setdefault(name, Repository({}))
+        self._json({"url": f"{self.mirror.url}/{name}", "name": name})
+
     def _fail(self, failure: Failure) -> None:
         if failure == "silent":
             self.mirror.stopped.wait()
@@ -224,6 +234,17 @@ class _Handler(BaseHTTPRequestHandler):
         files = repository.at(revision)
         if files is None:
             self._refuse(404, "RevisionNotFound", "Invalid rev id")
+        elif action == "preupload":
+            asked = [file["path"] for file in json.loads(body)["files"]]
+            plain = {"uploadMode": "regular", "shouldIgnore": False}
+            self._json({"files": [{"path": path, **plain} for path in asked]})
+        elif action == "commit":
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    value = line["value"]
+                    repository.files[value["path"]] = base64.b64decode(value["content"])
+            url = f"{self.mirror.url}/{name}/commit/{repository.commit}"
+            self._json({"commitUrl": url, "commitOid": repository.commit, "success": True})
         elif action == "paths-info":
             entries = _entries(files, "", recursive=True)
             asked = parse_qs(body.decode())["paths"]

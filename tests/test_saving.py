@@ -219,7 +219,7 @@ def test_pool_that_saves_a_file_may_replace_one(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"max_shard_sise": "1GB"}, r"Pool cannot save with .*max_shard_sise"),
-        ({"push_to_hub": True}, r"push_to_hub is not taken\. .* hf upload"),
+        ({"push_to_hub": True, "private": True}, r"Pool cannot save with .*private"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused_first(options, message, tmp_path) -> None:

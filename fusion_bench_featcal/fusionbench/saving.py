@@ -12,6 +12,7 @@ from typing import Any
 from fusion_bench import BaseModelPool
 from torch import nn
 
+from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.files import clear_leftovers, free_space, prepare_directory, write_atomic
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels
@@ -51,6 +52,7 @@ class SaveOptions:
 
     target: Path | None  # absolute; None: nothing is saved
     card: bool  # write a model card
+    repo_id: str | None  # repository of the hub that the folder is pushed to; None: not pushed
     pool: Mapping[str, Any]  # options of the pool's own `save_model`
 
     @classmethod
@@ -61,7 +63,12 @@ class SaveOptions:
             log_dir = str(getattr(program, "log_dir", None))
             target = Path(str(path).replace("{log_dir}", log_dir)).expanduser().resolve()
         options = dict(plain(getattr(program, OPTIONS, None)) or {})
-        return cls(target, bool(options.pop("model_card", True)), options)
+        card, repo_id = bool(options.pop("model_card", True)), options.pop("repo_id", None)
+        if not options.pop("push_to_hub", False):
+            repo_id = None
+        elif repo_id is None and target is not None:
+            repo_id = target.name
+        return cls(target, card, repo_id, options)
 
 
 def check_save_target(program: Any, modelpool: BaseModelPool) -> None:
@@ -95,8 +102,6 @@ def check_save_target(program: Any, modelpool: BaseModelPool) -> None:
 
 
 def _problem_of(options: Mapping[str, Any], modelpool: BaseModelPool) -> str:
-    if "push_to_hub" in options:
-        return "push_to_hub is not taken. Push the saved folder by hf upload REPO FOLDER"
     try:
         if text_kind(modelpool) != "seq2seq":  # saved by its own `save_pretrained`, which takes any
             inspect.signature(modelpool.save_model).bind(None, "", **options)
@@ -150,7 +155,7 @@ def save_model(
     card: str | None = None,
     facts: CardFacts | None = None,
     **options: Any,
-) -> None:
+) -> list[str]:
     """Save a model with its processor, as a whole or not at all. The model is not changed.
 
     FusionBench saves a CLIP vision model without the processor that its inputs need, and an
@@ -165,10 +170,13 @@ def save_model(
         facts: The model's origin, for a provenance.json.
         **options: The pool's own options.
 
+    Returns:
+        The model's files, relative to the folder.
+
     Raises:
         CalibrationError: If it cannot be written. An older model stays complete.
     """
-    target = Path(path).expanduser().resolve()
+    target, files = Path(path).expanduser().resolve(), [""]
     if options.get("model_dtype") is not None:  # FusionBench's pools convert the model in place
         model = copy.deepcopy(model)
     option = f"{SAVE_PATH}={target}"
@@ -178,10 +186,12 @@ def save_model(
         else:
             modelpool.save_model(model, str(new), **options)
         if new.is_dir():
-            complete_folder(new, model, processor, facts, card)
+            files = complete_folder(new, model, processor, facts, card)
             if (target / CARD).is_file() and not is_our_card(target / CARD):
                 (new / CARD).unlink(missing_ok=True)  # the other one is carried over
+                files = [name for name in files if name != CARD]
     log.info("saved the model to %s", target)
+    return files
 
 
 class RowSaver:
@@ -202,6 +212,7 @@ class RowSaver:
         self._program, self._modelpool, self._processor = program, modelpool, processor
         self._options = SaveOptions.of(program)
         self._facts = CardFacts(row)
+        self._files: list[str] = []
 
     def saves(self, row: str) -> bool:
         """Return whether a row's model will be saved."""
@@ -221,15 +232,34 @@ class RowSaver:
         if target is not None:
             text = self._card() if self._options.card else None
             made: dict[str, Any] = {"card": text, "facts": self._facts, **self._options.pool}
-            save_model(pool, model, target, self._processor, **made)
+            self._files = save_model(pool, model, target, self._processor, **made)
             self.folder = target
         if self._program is not None:  # which would save it again
             self._program.save_merged_model = lambda merged_model: None
 
     def finish(self, report: Report) -> None:
-        """Add the run's accuracies to the model card."""
+        """Add the run's accuracies to the model card; push the folder if `push_to_hub` is set.
+
+        Raises:
+            CalibrationError: If the model cannot be pushed. The saved one stays.
+        """
         if self.folder is not None and self._options.card and is_our_card(self.folder / CARD):
             write_atomic(self.folder / CARD, self._card(report), OPTIONS)
+        if self.folder is not None and self._options.repo_id is not None:
+            self._push(self.folder, self._options.repo_id)
+
+    def _push(self, folder: Path, repo_id: str) -> None:
+        from huggingface_hub import HfApi
+
+        try:
+            repo_id = HfApi().create_repo(repo_id, exist_ok=True).repo_id
+            HfApi().upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=self._files)
+        except Exception as error:  # of the network, the hub or the token
+            raise CalibrationError(
+                f"the model is saved in {folder}, but not pushed to {repo_id} "
+                f"({OPTIONS}.repo_id): {first_line(error)}. Try: hf upload {repo_id} {folder}"
+            ) from error
+        log.info("pushed %s to %s", folder, repo_id)
 
     def _card(self, report: Report | None = None) -> str:
         models = PoolModels(self._modelpool)

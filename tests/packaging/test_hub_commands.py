@@ -1,7 +1,10 @@
 """Commands as they are typed, on models and data sets of the hub: a mirror has small ones."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +50,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         yield Hub(mirror, tmp_path_factory.mktemp("hub"))
 
 
-def test_the_literal_command_runs_to_its_table_and_a_second_time_without_downloads(hub, tmp_path):
+def test_the_literal_command_runs_to_its_table_and_a_second_time_without_requests(hub, tmp_path):
     add_pool(hub.mirror, hub.stand_ins, "clip-vit-base-patch32_TA8")
     text = hub.run(tmp_path / "first", *LITERAL)
     assert re.search(r"(?s)\n +experts +arithmetic +featcal\n.*\naverage ", text)
@@ -67,16 +70,21 @@ def test_the_literal_command_runs_to_its_table_and_a_second_time_without_downloa
     assert report["versions"]["datasets/tanganke/sun397"] == data
 
     asked = len(hub.mirror.requests)
-    saving = "merged_model_save_path=saved"
-    again = hub.run(tmp_path / "second", *LITERAL, saving, "taskpool=dummy")
+    saving = ["merged_model_save_path=saved", "+merged_model_save_kwargs.push_to_hub=true"]
+    saving += ["+merged_model_save_kwargs.repo_id=somebody/repaired"]
+    again = hub.run(tmp_path / "second", *LITERAL, *saving, "taskpool=dummy")
     assert "fetching" not in again and "converting" not in again
     later = [request.path for request in hub.mirror.requests[asked:]]
-    assert [path for path in later if "/resolve/" in path and "/datasets/" not in path] == []
-    saved = tmp_path / "second" / "saved"
-    assert "base_model: openai/clip-vit-base-patch32" in (saved / "README.md").read_text()
+    uploading = ("/api/repos/create", "/api/validate-yaml", "/api/models/somebody/repaired/")
+    others = [path for path in later if not path.startswith(uploading)]
+    assert len(others) < len(later) and [path for path in others if "/datasets/" not in path] == []
+    pushed = hub.mirror.repositories["somebody/repaired"].files
+    assert b"base_model: openai/clip-vit-base-patch32" in pushed["README.md"]
     commit = hub.mirror.repositories[BINARY].commit
-    provenance = json.loads((saved / "provenance.json").read_text())
-    assert provenance["versions"][BINARY] == commit
+    assert json.loads(pushed["provenance.json"])["versions"][BINARY] == commit
+    program = "import sys, transformers as t; t.CLIPVisionModel.from_pretrained(sys.argv[1])"
+    words = [sys.executable, "-W", "error", "-c", program, "somebody/repaired"]
+    subprocess.run(words, env=dict(os.environ) | hub.environment, check=True)
 
 
 POOLS = {
