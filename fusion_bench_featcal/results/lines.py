@@ -66,7 +66,7 @@ def means(lines: Iterable[Line], *columns: str) -> dict[tuple[str, ...], float]:
 
 def _checked(line: dict[str, Any], label: str) -> Line:
     if set(line) != set(COLUMNS) or None in line.values():
-        raise ReportError(f"{label}: it has not {len(COLUMNS)} cells")
+        raise ReportError(f"{label}: expected the columns of {LINES_FILE}")
     try:
         value = float(line[VALUE])
     except ValueError:

@@ -79,7 +79,7 @@ def test_error_comes_when_its_image_is_due(workers):
 def test_closing_and_failing_reads_leave_no_thread():
     given = iter(batches(Rows(), pixels, 2))
     next(given)
-    given.close()
+    given.close()  # pyright: ignore[reportAttributeAccessIssue]
     assert not helpers()
     with pytest.raises(KeyboardInterrupt):
         list(batches(Rows(broken=10), pixels, 2))

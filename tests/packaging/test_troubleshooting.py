@@ -2,6 +2,7 @@
 
 import ast
 import re
+from typing import Any
 
 from composing import REPOSITORY
 
@@ -29,7 +30,7 @@ def filled(part: ast.expr) -> str:
     if isinstance(part, ast.Constant):
         return str(part.value)
     call = getattr(part, "value", None)
-    name = getattr(getattr(call, "func", call), "id", "")
+    name: Any = getattr(getattr(call, "func", call), "id", "")
     return HINTS.get(name, "...")
 
 

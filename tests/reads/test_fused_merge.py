@@ -77,6 +77,7 @@ def test_values_that_are_not_finite_and_counts_of_batches():
     with pytest.raises(CalibrationError, match=r"'weight' is NaN or infinite.*base_method"):
         fill(copy.deepcopy(model), expert, [expert], lambda first, others: first / 0.0)
     merged = copy.deepcopy(model)
+    assert merged.num_batches_tracked is not None
     merged.num_batches_tracked.fill_(3)
     fill(merged, expert, [expert], _average)
     assert merged.num_batches_tracked == 0

@@ -34,8 +34,8 @@ def test_values_that_are_not_finite_are_not_written(value: float, tmp_path: Path
         ("suite,", "suit,", r"its first line is not suite,merger,row,task,block,class,metric,val"),
         (",2\n", ",two\n", r", line 3: 'two' is no number"),
         (",2\n", ",nan\n", r", line 3: 'nan' is no number"),
-        (",2\n", "\n", r", line 3: it has not 8 cells"),
-        (",2\n", ",2,3\n", r", line 3: it has not 8 cells"),
+        (",2\n", "\n", r", line 3: expected the columns of lines.csv"),
+        (",2\n", ",2,3\n", r", line 3: expected the columns of lines.csv"),
         (",2\n", ",2\0\n", r"cannot read|is no number"),
     ],
 )
