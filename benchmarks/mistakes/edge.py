@@ -71,8 +71,8 @@ MUTATIONS = [
     Mutation(
         "prompt counts among the targets",
         "data/text_samples.py",
-        "labels = [IGNORED] * len(kept_ids) + (text.shown or target)",
-        "labels = kept_ids + (text.shown or target)",
+        "labels = [IGNORED] * len(prompt) + (text.shown or target)",
+        "labels = prompt + (text.shown or target)",
         "data/test_text_samples.py",
     ),
     Mutation(

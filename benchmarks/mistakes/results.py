@@ -92,9 +92,9 @@ MUTATIONS = [
     ),
     Mutation(
         "report.csv rounds to whole per cent",
-        "results/report.py",
-        '[entry.metric] = f"{entry.value:.6f}"',
-        '[entry.metric] = f"{entry.value:.2f}"',
+        "results/run_rows.py",
+        'f"{entry.value:.6g}"',
+        'f"{entry.value:.2g}"',
         "results/test_report.py",
     ),
     Mutation(
