@@ -247,9 +247,7 @@ def _rows_grid(
     failed: Iterable[FailedCell] = (),
 ) -> Grid:
     """Return rows, and failed cells, each under its upstream merger."""
-    # The first column stays, because it shows what failed.
-    first, *others = columns
-    shown = [first, *with_values(others, rows)]
+    shown = with_values(columns, rows)
     lines = [(_section(row), _head(row), [column.cell(row) for column in shown]) for row in rows]
     for upstream, name in dict.fromkeys((cell.upstream, cell.name) for cell in failed):
         head = name if upstream in (None, name) else f"+ {name}"
