@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Iterable
 
 REPORT_COLUMNS = frozenset({
-    "average", "gain over merger", "its gap", "model_info", "normalised", "paper",
+    "average", "gain over merger", "its gap", "model_info", "normalised",
     "recovered gap", "unseen (gain, tasks)", "worst task",
 })  # fmt: skip
 """Columns of tables and keys of FusionBench's results beside the tasks."""
