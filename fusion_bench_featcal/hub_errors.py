@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from socket import gaierror
 from typing import TypeVar
 
 from huggingface_hub import constants
@@ -89,8 +90,9 @@ def _cause(error: BaseException) -> str | None:
         )
     if status == 429 or status >= 500:
         return f"the hub is busy ({status}). Wait, or log in (hf auth login){_AGAIN}"
-    packages = {type(link).__module__.partition(".")[0] for link in links}
-    if _TRANSPORTS & packages or is_any(ConnectionError, TimeoutError):
+    # With their release in the name: httpx2.
+    packages = {type(link).__module__.partition(".")[0].rstrip("0123456789") for link in links}
+    if _TRANSPORTS & packages or is_any(ConnectionError, TimeoutError, gaierror):
         return f"the hub at {constants.ENDPOINT} does not answer. Check the network{_AGAIN}"
     return None
 

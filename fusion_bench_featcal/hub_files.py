@@ -93,6 +93,8 @@ def hub_models(locations: Mapping[str, str], *, weights: bool = True) -> dict[st
     models: dict[str, HubModel] = {}
     for option, location in locations.items():
         if not _is_path(location) and location not in models:
+            if location.startswith((".", "/", "~")):
+                raise CalibrationError(f"{option}: there is no such file or folder here")
             model = _ASKED.get((location, weights))
             if model is None or model.missing:
                 model = _whole(location, option) or _asked(location, option, weights=weights)

@@ -69,7 +69,9 @@ def test_experts_with_a_sibling_as_base_are_named() -> None:
 def test_equal_experts_are_named() -> None:
     base = model(0, 0)
     experts = {n: ExpertModel(n, InMemoryExpert(model(0.1, 1)), base) for n in ("one", "two")}
-    assert far_experts(experts, base) == ["experts one and two are the same on a sample of weights"]
+    assert far_experts(experts, base) == [
+        "experts one and two are the same on a sample of weights: check their paths"
+    ]
 
 
 def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

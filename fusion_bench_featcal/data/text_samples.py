@@ -144,10 +144,12 @@ class TextEncoder:
             text = self._chat(row["messages"], name)
         else:
             for key in ("prompt", "text", "target"):
+                if type(row.get(key)) is int:  # tables write whole numbers without quotes
+                    row = {**row, key: str(row[key])}
                 if not isinstance(row.get(key), str | None):
                     raise CalibrationError(
                         f"{name}: {key} is {type(row[key]).__name__}, not a text "
-                        f"({str(row[key])[:60]!r})"
+                        f"({str(row[key])[:60]!r}). Write it in quotes"
                     )
             text = self._plain(row["prompt"] if "prompt" in row else row["text"], row.get("target"))
         if self.kind == "classification" and text.target is not None:

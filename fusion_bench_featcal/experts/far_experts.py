@@ -64,7 +64,7 @@ def experts_alike(vectors: Mapping[str, Tensor], base: str) -> list[str]:
     if cosine <= ALIKE:
         return []
     if torch.equal(vectors[one], vectors[other]):
-        return [f"experts {one} and {other} are the same on a sample of weights"]
+        return [f"experts {one} and {other} are the same on a sample of weights: check their paths"]
     return [
         f"the changes from {base} to experts {one} and {other} have a cosine of {cosine:.2f} "
         "(separate trainings: below 0.2): the base may have been tuned itself from the model that "

@@ -13,6 +13,7 @@ from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
+from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.folders.adapter import Adapter, check_base
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
@@ -90,12 +91,13 @@ def run(request: Request) -> Path:
         print(f"{out} is complete: this command saved it before")
         return out
     request.check_folder()
-    torch.empty(0, device=request.device)  # a device that cannot be used fails here
+    _check_device(request.device)
     try:
         with quiet():
             if request.plan and show_downloads(request):
                 return out
             models = Models.of(request)
+            _check_image_options(request, models)
             batch_size = request.settings.batch_size
             if request.as_lora is not None:
                 check_base(models.base, models.home)
@@ -106,6 +108,19 @@ def run(request: Request) -> Path:
     finally:
         with suppress(OSError):
             blocks.rmdir()  # if no block was finished
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
+        raise ValueError(f"--device {device} cannot be used: {first_line(error)}") from error
+
+
+def _check_image_options(request: Request, models: Models) -> None:
+    for option, value in {"--text-tower": request.text_tower, "--prompt": request.prompt}.items():
+        if value and models.home.kind in (*LANGUAGE_MODELS, TEXT_CLASSIFIER):
+            raise ValueError(f"{option} is for CLIP, these models read texts. Leave it out")
 
 
 def _run(job: Job, scorers: Mapping[str, Scorer]) -> Path:

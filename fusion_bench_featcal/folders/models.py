@@ -263,7 +263,10 @@ class Models:
         tokenizer.padding_side = "right"
         if self.request.chat_template is not None:
             template = Path(self.request.chat_template).expanduser()
-            tokenizer.chat_template = template.read_text("utf-8")
+            try:
+                tokenizer.chat_template = template.read_text("utf-8")
+            except (OSError, UnicodeError) as error:
+                raise ValueError(f"--chat-template cannot be read: {error}") from error
         return tokenizer
 
     @cached_property

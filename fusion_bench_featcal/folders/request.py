@@ -14,6 +14,7 @@ from fusion_bench_featcal.folders import options
 from fusion_bench_featcal.folders.mergekit import with_merge_config
 from fusion_bench_featcal.folders.options import mapping
 from fusion_bench_featcal.nearest_names import (
+    nearest_hint,
     refuse_unknown_keys,
     refuse_unknown_settings,
     refuse_unusable_names,
@@ -242,7 +243,11 @@ class Request:
         common = {"", *(n for n, c in self.columns.items() if isinstance(c, str))}
         by_expert = {"data": self.data, "eval": self.eval, "columns": self.columns}
         for option, values in {**by_expert, "prompt": self.prompt}.items():
-            refuse_unknown_keys(values.keys() - common, self.expert, f"--{option}, by expert")
+            for name in values.keys() - common - self.expert.keys():
+                raise ValueError(
+                    f"--{option}: no expert is called {name!r}{nearest_hint(name, self.expert)}. "
+                    f"Experts: {', '.join(self.expert)}"
+                )
         missing = [task for task in self.expert if task not in self.data]
         if missing:
             raise ValueError(

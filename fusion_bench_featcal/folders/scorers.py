@@ -66,14 +66,20 @@ def _function(module: str, name: str) -> Scorer:
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{word} cannot be imported: {first_line(error)}") from error
+        several = f". Several functions: {module}:ONE,OTHER" if ":" in name else ""
+        raise ValueError(f"{word} cannot be imported: {first_line(error)}{several}") from error
 
     def score(model: nn.Module, processor: Any) -> dict[str, float]:
         try:
             result = function(model, processor)
+        except Exception as error:  # the user's function may raise anything
+            raise ValueError(
+                f"{word} raised {type(error).__name__}: {first_line(error)}"
+            ) from error
+        try:
             values = result if isinstance(result, Mapping) else {"": result}
             return {str(key): float(value) for key, value in values.items()}
-        except Exception as error:  # the user's function may raise anything
+        except (TypeError, ValueError) as error:
             cause = f"{type(error).__name__}: {first_line(error)}"
             raise ValueError(f"{word} gives no number or numbers by name ({cause})") from error
 

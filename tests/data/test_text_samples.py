@@ -24,6 +24,10 @@ def sample(row, **options) -> Sample:
     return encoder(**options).sample(row, "task 'x', item 5")
 
 
+def test_whole_numbers_are_texts_as_tables_write_them():
+    assert sample({"prompt": 7, "target": 12}) == sample({"prompt": "7", "target": "12"})
+
+
 def test_plain_text_for_an_encoder_decoder_keeps_the_tokenizers_end_marks():
     assert sample({"prompt": "a b", "target": "c"}, kind="seq2seq") == Sample([A, B, END], [C, END])
 
@@ -92,8 +96,8 @@ def test_a_chat_is_rendered_and_its_last_turn_is_the_target():
         ),
         ({"input_ids": [A, B], "labels": [A]}, {}, "2 input_ids, but .* 1 labels"),
         ({"input_ids": [A, B], "attention_mask": [1]}, {}, "2 input_ids, but 1 entries"),
-        ({"prompt": 7}, {}, "prompt is int, not a text"),
-        ({"prompt": "a", "target": 7}, {}, "target is int, not a text"),
+        ({"prompt": 7.5}, {}, "prompt is float, not a text"),
+        ({"prompt": "a", "target": True}, {}, "target is bool, not a text"),
         ({"sentence": "a"}, {}, r"one has \['sentence'\]"),
         ({"messages": []}, {"chat_template": CHAT}, "no turn before the answer"),
         ({"messages": [{"role": "user", "content": "a"}]}, {}, "chat template"),

@@ -127,7 +127,7 @@ def test_an_expert_of_another_base_may_be_allowed(folder, capsys):
     ("row", "message"),
     [
         ({"prompt": None, "id": 1}, "a text is a row with prompt (and target), with messages"),
-        ({"prompt": 3}, "prompt is int, not a text"),
+        ({"prompt": 3.5}, "prompt is float, not a text"),
         ({"prompt": " ", "target": "a"}, "the text is empty"),
         ({"prompt": "a", "target": " "}, "the target is empty"),
         ({"prompt": "a", "response": " "}, "the target is empty"),
@@ -155,7 +155,7 @@ def test_targets_of_some_rows_only(folder, capsys):
          "--columns prompt=q,target=a"),
         (["--columns", "prompt=Q"], "has no column 'Q'"),
         (["--columns", "one:prompt=q,answer=a"], "--columns: unknown key 'answer'"),
-        (["--columns", "three:prompt=q"], "--columns, by expert: unknown key 'three'"),
+        (["--columns", "three:prompt=q"], "no expert is called 'three'. Experts: one, two"),
         (["--columns", "q"], "--columns: expected NAME=VALUE, got 'q'"),
     ],
 )  # fmt: skip
@@ -169,7 +169,7 @@ def test_columns_of_other_names(folder, capsys, more, message):
     [
         (
             ["--chat-template", "none.jinja"],
-            "No such file or directory: 'none.jinja'",
+            "--chat-template cannot be read: [Errno 2] No such file or directory: 'none.jinja'",
         ),
         (["--set", "ridge_lamda=1"], "nearest: 'ridge_lambda'"),
         (["--set", "ridge_lambda=-1"], "--set ridge_lambda must be"),
@@ -178,8 +178,15 @@ def test_columns_of_other_names(folder, capsys, more, message):
         (["--set", "modules=[nothing]"], "matches no module"),
         (["--prompt", "a photo"], "has no {} for the class name"),
         (["--merge", "simple_average"], "merged already, and --merge merges: leave one of"),
-        (["--device", "cuda:99"], "CUDA"),
-        (["--data", "thwo=x.jsonl"], "--data, by expert: unknown key 'thwo' (nearest: 'two')"),
+        (["--device", "cuda:99"], "--device cuda:99 cannot be used: "),
+        (["--device", "gpu"], "--device gpu cannot be used: "),
+        (["--prompt", "a {}"], "--prompt is for CLIP, these models read texts"),
+        (["--text-tower", "base"], "--text-tower is for CLIP, these models read texts"),
+        (["--base", "./nowhere"], "--base ./nowhere: there is no such file or folder here"),
+        (
+            ["--data", "thwo=x.jsonl"],
+            "--data: no expert is called 'thwo' (nearest: 'two'). ",
+        ),
         (["--eval", "one=nothing.jsonl"], "--eval one=nothing.jsonl cannot be loaded: data"),
         (["--eval", "one=nothing.jsnl"], "data 'nothing.jsnl' does not exist: neither a file"),
         (["--expert", "three"], "--expert: expected NAME=VALUE, got 'three'"),
