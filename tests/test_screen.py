@@ -20,7 +20,7 @@ MISTAKES = {
     "no_such_class": (["modelpool._target_=nowhere.Pool"], "making modelpool nowhere.Pool"),
     "raw": (["method.base_method={_target_: builtins.dict}"], "program.py:"),
     "interpolation": (["modelpool.models._pretrained_=${nowhere}"], "nowhere"),
-    "log_dir": (["path.log_dir=taken"], "Remove it or change path.log_dir"),
+    "log_dir": (["path.log_dir=taken"], "Change path.log_dir to a writable directory"),
     "debug": (["method.debug=7"], "method.debug must be true or false"),
 }
 
@@ -114,7 +114,7 @@ def test_normal_run_is_short(tmp_path: Path) -> None:
         assert needless not in seen.text
     log = (tmp_path / "log" / "cli.log").read_text()
     assert "Loading model" in log and "Unused argument: base_model=any" in log
-    assert "merges tensor by tensor" in log and "settings of featcal: samples_per_task=8" in log
+    assert "tensor by tensor from files" in log and "settings of featcal: samples_per_task=8" in log
     assert (tmp_path / "log" / "program_report.json").stat().st_size > 100
 
 
@@ -123,7 +123,7 @@ def test_default_suite_takes_forty_lines_with_its_tables(tmp_path: Path) -> None
     words += ["method.samples_per_task=8", "+modelpool.default_taskpool.fast_dev_run=true"]
     seen = screen(words, tmp_path)
     assert seen.code == 0, seen.text
-    assert "featcal:plus" in seen.text and "accuracy per task, %" in seen.text
+    assert "featcal:plus" in seen.text and "gain over merger" in seen.text
     assert len(seen.lines) <= 40, seen.text
 
 

@@ -14,7 +14,7 @@ from .cost import (
     UNSEEN_GAIN,
     UNSEEN_TASKS,
 )
-from .items import LEVEL, RESAMPLES
+from .items import LEVEL
 from .long_table import AVERAGE, BASE, NORMALISED, UNAVAILABLE
 from .summary import SummaryRow
 from .tables import ABSENT, WORST, percent, with_unit, worst_cells
@@ -107,8 +107,8 @@ def _interval(cell: Callable[[SummaryRow], str]) -> Callable[[SummaryRow], str]:
 GAIN = Column(
     "gain over merger",
     _gain,
-    f"gain over merger: in points, in brackets its {100 * LEVEL:.0f} % interval over test items "
-    f"(paired bootstrap, {RESAMPLES} resamples) and, where there are several, seeds (Student's t)",
+    f"gain over merger: points, with the {100 * LEVEL:.0f} % interval over test items (paired "
+    "bootstrap) and, if there are several, seeds (Student's t)",
 )
 RECOVERED = Column(
     "recovered gap", _recovered, "recovered gap: (row - merged) / (experts - merged), averages"

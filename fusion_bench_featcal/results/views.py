@@ -102,10 +102,11 @@ def provenance(report: RunRows) -> list[str]:
         for drawn, names in groups.items()
         if drawn
     ]
-    if report.seeds:
-        lines.append("seeds: " + ", ".join(f"{name} {n}" for name, n in report.seeds.items()))
-    place = [str(report.device[key]) for key in ("device", "cpu") if key in report.device]
-    return [*lines, f"measured on {', '.join(place)}"] if place else lines
+    seeds = ", ".join(f"{name} {seed}" for name, seed in report.seeds.items())
+    place = ", ".join(str(report.device[key]) for key in ("device", "cpu") if key in report.device)
+    last = [f"seeds {seeds}"] if seeds else []
+    last += [f"on {place}"] if place else []
+    return [*lines, ", ".join(last)] if last else lines
 
 
 # ---- several runs

@@ -122,7 +122,7 @@ def test_what_made_the_numbers_is_printed_literally(capsys: pytest.CaptureFixtur
     report.show()
     text = capsys.readouterr().out
     assert "featcal: 256 samples per task from the train split" in text
-    assert "seeds: calibration 42" in text and "measured on cuda:0, abacus" in text
+    assert "seeds calibration 42, on cuda:0, abacus" in text
     assert "[bold]test[/bold]" in text
 
 

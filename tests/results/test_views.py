@@ -76,7 +76,7 @@ def test_tables_fit_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_the_legend_names_columns_that_have_values_only(seeds: list[Path]):
     text = page_of(summarise(seeds))
-    assert "gain over merger: in points" in text and "memory: peak" in text
+    assert "gain over merger: points" in text and "memory: peak" in text
     assert "unseen:" not in text and "GPU energy:" not in text
 
 
