@@ -69,7 +69,7 @@ class RunResults:
 
         Args:
             algorithm: The running method: its program, log directory and Fabric are used.
-            modelpool: The pool; its `save_model` saves the processor too from now on.
+            modelpool: The pool.
             processor: The pool's processor or tokenizer.
             upstream: Name of the row of the upstream merger.
             row: The row whose model is saved and returned.

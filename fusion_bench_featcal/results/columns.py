@@ -48,20 +48,35 @@ def _normalised(row: SummaryRow) -> str:
 
 
 def _gain(row: SummaryRow) -> str:
-    """Return the gain over the upstream merger in points, with its interval."""
-    if row.gain is None or not row.is_repair:
-        return ABSENT
-    text, limits = f"{100 * row.gain:+z.1f}", row.gain_interval
-    return text + (f" [{100 * limits.low:+z.1f}, {100 * limits.high:+z.1f}]" if limits else "")
+    """Return the gain over the upstream merger in points."""
+    return f"{100 * row.gain:+z.1f}" if row.gain is not None and row.is_repair else ABSENT
+
+
+def _gain_limits(row: SummaryRow) -> str:
+    limits = row.gain_interval if row.is_repair else None
+    return f"[{100 * limits.low:+z.1f}, {100 * limits.high:+z.1f}]" if limits else ABSENT
 
 
 def _recovered(row: SummaryRow) -> str:
-    """Return the recovered gap in per cent, with its interval."""
-    if row.recovered_gap is None or row.name in (BASE, row.upstream):
-        return ABSENT
+    """Return the recovered gap in per cent."""
+    has_share = row.recovered_gap is not None and row.name not in (BASE, row.upstream)
+    return with_unit(row.recovered_gap) if has_share else ABSENT
+
+
+def _recovered_limits(row: SummaryRow) -> str:
     limits = row.recovered_gap_interval if row.is_repair else None
-    brackets = f" [{100 * limits.low:.0f}, {100 * limits.high:.0f}]" if limits else ""
-    return with_unit(row.recovered_gap) + brackets
+    return f"[{100 * limits.low:.0f}, {100 * limits.high:.0f}]" if limits else ABSENT
+
+
+def _with_limits(
+    value: Callable[[SummaryRow], str], limits: Callable[[SummaryRow], str]
+) -> Callable[[SummaryRow], str]:
+    """Return a cell of a value and its interval, if there is one."""
+
+    def cell(row: SummaryRow) -> str:
+        return value(row) if limits(row) == ABSENT else f"{value(row)} {limits(row)}"
+
+    return cell
 
 
 def _worst(head: str) -> Callable[[SummaryRow], str]:
@@ -94,24 +109,16 @@ def _added(row: SummaryRow) -> str:
     return ABSENT if modules == ABSENT else f"{modules} / {parameters}"
 
 
-def _value(cell: Callable[[SummaryRow], str]) -> Callable[[SummaryRow], str]:
-    """Return a cell without its interval."""
-    return lambda row: cell(row).partition(" [")[0]
-
-
-def _interval(cell: Callable[[SummaryRow], str]) -> Callable[[SummaryRow], str]:
-    """Return the interval of a cell."""
-    return lambda row: "".join(cell(row).partition("[")[1:]) or ABSENT
-
-
 GAIN = Column(
     "gain over merger",
-    _gain,
+    _with_limits(_gain, _gain_limits),
     f"gain over merger: points, with the {100 * LEVEL:.0f} % interval over test items (paired "
     "bootstrap) and, if there are several, seeds (Student's t)",
 )
 RECOVERED = Column(
-    "recovered gap", _recovered, "recovered gap: (row - merged) / (experts - merged), averages"
+    "recovered gap",
+    _with_limits(_recovered, _recovered_limits),
+    "recovered gap: (row - merged) / (experts - merged), averages",
 )
 WORST_COLUMNS = [
     Column(
@@ -181,10 +188,10 @@ COSTS = [
 ]
 # Values and intervals apart keep the columns of a single run narrow.
 ONE_RUN = [
-    GAIN._replace(cell=_value(_gain)),
-    Column("gain interval", _interval(_gain)),
-    RECOVERED._replace(cell=_value(_recovered)),
-    Column("gap interval", _interval(_recovered)),
+    GAIN._replace(cell=_gain),
+    Column("gain interval", _gain_limits),
+    RECOVERED._replace(cell=_recovered),
+    Column("gap interval", _recovered_limits),
     *WORST_COLUMNS,
     Column("seconds", _cost("seconds", "{:.1f}")),
 ]

@@ -137,15 +137,14 @@ def page_of_runs(folders: ResultFolders, summary: Summary) -> Page:
 
 def page_of_study(folder: Path, study: Study) -> Page:
     """Return the page of a study in a folder."""
-    points = study.points()
     return Page(
         f"{study.suite}: {study.name}",
         [],
         [
-            Section("Notes", lines=study.sentences(points)),
-            Section("Results", dict(study.grids(points))),
+            Section("Notes", lines=study.sentences()),
+            Section("Results", dict(study.grids())),
             Section("Figures", figures=study.figures()),
-            *_origins([Report.load(run) for run in study.runs]),
+            *_origins(list(study.reports.values())),
         ],
         [folder, *study.runs],
     )

@@ -47,9 +47,7 @@ class Report(RunRows):
         else:
             # An earlier report's items would be taken for this one's.
             (directory / ITEMS_FILE).unlink(missing_ok=True)
-        lines = self.lines()
-        heads = dict.fromkeys(key for line in lines for key in line)
-        table, page = csv_text(heads, lines), run_markdown(self)
+        table, page = csv_text(self.lines()), run_markdown(self)
         return write_files(directory, content, table, page, setting)
 
     @classmethod

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,11 @@ def addresses(runs: Iterable[str | Path], folder: Path) -> list[str]:
     return [str(path.relative_to(start) if path.is_relative_to(start) else path) for path in paths]
 
 
-def csv_text(columns: Iterable[str], lines: Iterable[Mapping[str, Any]]) -> str:
-    """Return a head and lines as CSV; what a line lacks is empty."""
+def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return a head with the keys of all lines, and the lines, as CSV. Missing cells are empty."""
+    heads = dict.fromkeys(key for line in lines for key in line)
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
+    writer = csv.DictWriter(text, list(heads), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return text.getvalue()

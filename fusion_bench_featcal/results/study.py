@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,11 +15,11 @@ from .columns import ACCURACY, COSTS
 from .differences import INTERVAL_COLUMNS, Difference, differences, interval_cells
 from .find import FailedCell
 from .items import LEVEL, half_width
-from .long_table import AVERAGE, BASE, COMPARISON_SEED, EXPERTS
-from .report import Report, summarise
+from .long_table import AVERAGE, BASE, COMPARISON_SEED, EXPERTS, RowKey
+from .report import Report
 from .report_files import REPORT_FILE, addresses, csv_text, write_files
 from .schema import SCHEMA, STUDY, STUDY_KIND, check_types
-from .summary import Summary, SummaryRow
+from .summary import Summary, SummaryRow, summarise_reports
 from .tables import ABSENT, Grid, console, page, percent, print_page, titled
 from .views import explanations, failures, spread_meaning, task_grid
 
@@ -63,8 +64,14 @@ class Study:
     against: Mapping[str, list[str]] = field(default_factory=dict)
     columns: list[str] = field(default_factory=list)
 
+    @cached_property
+    def reports(self) -> dict[Path, Report]:
+        """Reports of the runs, read once."""
+        return {run: Report.load(run) for run in self.runs}
+
+    @cached_property
     def points(self) -> list[Point]:
-        """Read the runs and average each point over its seeds.
+        """The points, each averaged over its seeds.
 
         Raises:
             ReportError: If there is no run, a report is damaged, or runs contradict one another.
@@ -72,15 +79,15 @@ class Study:
         if not self.runs:
             reasons = list(dict.fromkeys(cell.reason for cell in self.failed))
             raise ReportError(f"no point of the study gave a result: {'; '.join(reasons[:3])}")
-        groups: dict[tuple[Any, ...], tuple[dict[str, Any], list[Path]]] = {}
-        for run in self.runs:
-            labels = Report.load(run).labels
-            groups.setdefault(tuple(labels.items()), (labels, []))[1].append(run)
+        groups: dict[tuple[Any, ...], dict[Path, Report]] = {}
+        for run, report in self.reports.items():
+            groups.setdefault(tuple(report.labels.items()), {})[run] = report
         points: dict[tuple[Any, ...], Point] = {}
-        for labels, runs in groups.values():
+        for key, reports in groups.items():
+            labels = dict(key)
             shown = {key: value for key, value in labels.items() if key not in self.over}
             point = points.setdefault(tuple(shown.items()), Point(shown, [], []))
-            point.summaries.append(summarise(runs))
+            point.summaries.append(summarise_reports(reports))
             point.averaged.append({key: labels[key] for key in self.over if key in labels})
         return list(points.values())
 
@@ -90,10 +97,9 @@ class Study:
         Raises:
             ReportError: If the folder cannot be written, or there is no result.
         """
-        points = self.points()
+        points, reports = self.points, list(self.reports.values())
         folder = prepare_directory(directory, setting)
         content = asdict(self) | {"runs": addresses(self.runs, folder)}
-        reports = [Report.load(run) for run in self.runs]
         lines = [line for report in reports for line in report.lines()]
         about = {
             "seeds": list(dict.fromkeys(report.seeds.get(COMPARISON_SEED) for report in reports)),
@@ -105,12 +111,11 @@ class Study:
                 for summary, labels in zip(point.summaries, point.averaged, strict=True)
             ],
         }
-        heads = dict.fromkeys(key for line in lines for key in line)
         return write_files(
             folder,
             {"kind": STUDY_KIND, "schema": SCHEMA, **content, **plain(about, "study")},
-            csv_text(heads, lines),
-            self._markdown(points),
+            csv_text(lines),
+            self._markdown(),
             setting,
         )
 
@@ -133,16 +138,17 @@ class Study:
 
     def show(self) -> None:
         """Print tables and sentences to stdout."""
-        points, width = self.points(), console().width
+        width = console().width
         tables = [
             table
-            for title, grid in self.grids(points)
+            for title, grid in self.grids()
             for table in titled(f"{self.suite}, {self.name}: {title}", grid.fitting(width))
         ]
-        print_page(tables, self.sentences(points))
+        print_page(tables, self.sentences())
 
-    def grids(self, points: Sequence[Point]) -> list[tuple[str, Grid]]:
+    def grids(self) -> list[tuple[str, Grid]]:
         """Return titles and tables: for each merger the average, then the other columns."""
+        points = self.points
         grids = []
         for merger in mergers_of(points):
             if len(points) == 1 and len(points[0].summaries) == 1:
@@ -157,7 +163,7 @@ class Study:
 
     def figures(self) -> "dict[str, Figure]":
         """Return a figure for each merger: curves along numeric axes, else dots by point."""
-        points, title = self.points(), f"{self.suite}, {self.name}"
+        points, title = self.points, f"{self.suite}, {self.name}"
         figures = {}
         for merger in mergers_of(points):
             over, label = f"{title}, over {merger}", "average accuracy, %"
@@ -168,8 +174,9 @@ class Study:
             figures[f"{self.name}_{merger}"] = figure
         return figures
 
-    def sentences(self, points: Sequence[Point]) -> list[str]:
+    def sentences(self) -> list[str]:
         """Return the meaning of the numbers, failed cells and the runs' notes."""
+        points = self.points
         over = " and ".join(self.over)
         summaries = [summary for point in points for summary in point.summaries]
         if len(summaries) == 1:
@@ -190,19 +197,19 @@ class Study:
             *(f"note: {note}" for note in notes if "below the merged model" not in note),
         ]
 
-    def _markdown(self, points: Sequence[Point]) -> str:
+    def _markdown(self) -> str:
         parts: list[str | Sequence[str]] = []
-        for title, grid in self.grids(points):
+        for title, grid in self.grids():
             parts += [f"## {title[0].upper()}{title[1:]}", grid.for_page().markdown()]
-        for point in points if not self.over else ():
+        for point in self.points if not self.over else ():
             rows = point.summaries[0].displayed(point.summaries[0].suites[0])
             parts += [f"### Accuracy per task, {label_text(point.labels) or 'all rows'}"]
             parts += [task_grid(rows).for_page().markdown()]
-        return page(f"# {self.suite}: {self.name}", *parts, "## Notes", self.sentences(points))
+        return page(f"# {self.suite}: {self.name}", *parts, "## Notes", self.sentences())
 
     def _stored(self, summary: Summary) -> list[dict[str, Any]]:
         """Return the rows of a point as `report.json` has them."""
-        compared = {each.row: each for each in self._differences(summary)}
+        compared = self._differences(summary)
         rows = []
         for row in summary.rows:
             each = compared.get((row.suite, row.upstream, row.name))
@@ -218,26 +225,21 @@ class Study:
             )
         return rows
 
-    def _differences(self, summary: Summary) -> list[Difference]:
+    @property
+    def _changed(self) -> dict[str, str]:
+        """Row -> the row that it changes, with which it is compared."""
+        return {row: name for name, rows in self.against.items() for row in rows}
+
+    def _differences(self, summary: Summary) -> dict[RowKey, Difference]:
         """Return differences of rows from those that they change, where test items are known."""
-        keys = {
-            (row.upstream, row.name): (row.suite, row.upstream, row.name) for row in summary.rows
-        }
-        pairs = [
-            (keys[merger, row], keys[merger, name])
-            for merger in mergers_of([Point({}, [summary], [])])
-            for name, rows in self.against.items()
-            for row in rows
-            if (merger, row) in keys and (merger, name) in keys
-        ]
-        known = summary.scores
-        return differences(known, [pair for pair in pairs if pair[0] in known and pair[1] in known])
+        scores, changed = summary.scores, self._changed
+        pairs = {key: (*key[:2], changed[key[2]]) for key in scores if key[2] in changed}
+        known = [(key, other) for key, other in pairs.items() if other in scores]
+        return {each.row: each for each in differences(scores, known)}
 
     def _rows_grid(self, summary: Summary, merger: str) -> Grid:
         """Return rows of the only point, with differences from the rows that they change."""
-        suite = summary.suites[0]
-        others = {row: name for name, rows in self.against.items() for row in rows}
-        compared = {each.row: each for each in self._differences(summary)}
+        suite, others, compared = summary.suites[0], self._changed, self._differences(summary)
         lines = []
         for row in summary.displayed(suite):
             if row.upstream != merger and not row.is_reference:
@@ -297,12 +299,12 @@ def average_of(rows: Sequence[SummaryRow]) -> tuple[float, float | None]:
 
 def curves_of(
     points: Sequence[Point], merger: str
-) -> dict[str, dict[str, list[tuple[float, float, float | None, float | None]]]]:
+) -> dict[str, dict[str, list[charts.CurvePoint]]]:
     """Return accuracy in per cent along each numeric axis, as `charts.curves` draws it.
 
     Labels of all other axes are those of the first point.
     """
-    curves: dict[str, dict[str, list[tuple[float, float, float | None, float | None]]]] = {}
+    curves: dict[str, dict[str, list[charts.CurvePoint]]] = {}
     for axis in points[0].labels:
         others = {key: value for key, value in points[0].labels.items() if key != axis}
         line = [point for point in points if others.items() <= point.labels.items()]
@@ -315,17 +317,15 @@ def curves_of(
     return curves
 
 
-def _dots_of(
-    points: Sequence[Point], merger: str
-) -> dict[str, dict[str, tuple[float, float | None, float | None]]]:
-    rows: dict[str, dict[str, tuple[float, float | None, float | None]]] = {}
+def _dots_of(points: Sequence[Point], merger: str) -> dict[str, dict[str, charts.Estimate]]:
+    rows: dict[str, dict[str, charts.Estimate]] = {}
     for point in points:
         for name, estimate in _estimates(point, merger).items():
             rows.setdefault(name, {})[label_text(point.labels) or "all"] = estimate
     return rows
 
 
-def _estimates(point: Point, merger: str) -> dict[str, tuple[float, float | None, float | None]]:
+def _estimates(point: Point, merger: str) -> dict[str, charts.Estimate]:
     """Return the accuracy of each row in per cent, with its interval; the merger is `merged`."""
     estimates = {}
     for name in names_of([point], merger):

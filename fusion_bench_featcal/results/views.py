@@ -155,8 +155,7 @@ def write(summary: Summary, directory: str | Path, setting: str = LOG_DIR_SETTIN
         }
         for cell in summary.failed
     ]  # fmt: skip
-    heads = dict.fromkeys(key for line in lines for key in line)
-    return write_files(directory, content, csv_text(heads, lines), _markdown(summary), setting)
+    return write_files(directory, content, csv_text(lines), _markdown(summary), setting)
 
 
 def _markdown(summary: Summary) -> str:

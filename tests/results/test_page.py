@@ -215,7 +215,7 @@ def test_a_study_has_its_tables_curves_and_origins(tmp_path: Path):
     study = Study.load(folder)
     page = Reader(page_text(page_of_study(folder, study), tmp_path))
     assert page.texts("h1") == ["toy: samples"]
-    title, grid = study.grids(study.points())[0]
+    title, grid = study.grids()[0]
     lines = page.table(title)
     assert lines[0] == ["", *grid.columns] and [line[1:] for line in lines[1:]] == [
         list(cells) for _, cells in grid.lines

@@ -67,7 +67,7 @@ def test_the_points_change_what_their_labels_say(tmp_path: Path) -> None:
             folder = tmp_path / "points" / f"factor-{label}_seed-{seed}" / "task_arithmetic"
             settings = Report.load(folder).settings["scale"]
             assert settings == {"factor": factor, "seed": seed}
-    small, large = Study.load(tmp_path).points()
+    small, large = Study.load(tmp_path).points
     assert (small.labels, large.labels) == ({"factor": "small"}, {"factor": "large"})
     names = ("task_arithmetic", "scale")
     averages = [
@@ -115,7 +115,7 @@ def test_a_failing_cell_is_named_and_stops_no_other(tmp_path: Path) -> None:
     ):
         broken.run(model_pool())
     found = Study.load(tmp_path)
-    for point in found.points():
+    for point in found.points:
         assert point.rows("task_arithmetic", "scale") and not point.rows("task_arithmetic", "bad")
     assert len(found.failed) == 4
     page = (tmp_path / "report.md").read_text()
@@ -127,14 +127,14 @@ def test_a_failing_cell_is_named_and_stops_no_other(tmp_path: Path) -> None:
 
 def test_one_seed_has_no_interval_over_seeds(tmp_path: Path) -> None:
     study(tmp_path, seeds=[1]).run(model_pool())
-    for point in Study.load(tmp_path).points():
+    for point in Study.load(tmp_path).points:
         assert average_of(point.rows("task_arithmetic", "scale"))[1] is None
     assert "±" not in (tmp_path / "report.md").read_text()
 
 
 def test_labels_of_over_are_averaged(tmp_path: Path) -> None:
     study(tmp_path, over=["factor"]).run(model_pool())
-    (point,) = Study.load(tmp_path).points()
+    (point,) = Study.load(tmp_path).points
     rows = point.rows("task_arithmetic", "scale")
     values = [row.accuracy["average"] for row in rows]
     mean, half = average_of(rows)
@@ -151,10 +151,10 @@ def test_rows_of_one_point_are_compared_with_the_row_that_they_change(tmp_path: 
     }
     keys = {"axes": None, "post_merging_methods": methods, "against": {"whole": ["half"]}}
     study(tmp_path, **keys).run(model_pool())
-    ((title, grid),) = Study.load(tmp_path).grids(Study.load(tmp_path).points())
+    ((title, grid),) = Study.load(tmp_path).grids()
     assert title == "over task_arithmetic"
     cells = dict(zip(grid.columns, dict(grid.lines)["half"], strict=True))
-    (point,) = Study.load(tmp_path).points()
+    (point,) = Study.load(tmp_path).points
     whole, half = (point.rows("task_arithmetic", name)[0] for name in ("whole", "half"))
     difference = 100 * (half.accuracy["average"] - whole.accuracy["average"])
     assert cells["against"] == "whole" and cells["points"] == f"{difference:+.1f}"
@@ -163,13 +163,13 @@ def test_rows_of_one_point_are_compared_with_the_row_that_they_change(tmp_path: 
 
 def test_columns_have_tables_by_point(tmp_path: Path) -> None:
     study(tmp_path, columns=["seconds"]).run(model_pool())
-    titles = [title for title, _ in Study.load(tmp_path).grids(Study.load(tmp_path).points())]
+    titles = [title for title, _ in Study.load(tmp_path).grids()]
     assert titles[1:] == ["seconds, over task_arithmetic"]
 
 
 def test_curves_go_along_numeric_axes(tmp_path: Path) -> None:
     study(tmp_path, axes={"steps": [3, 1]}).run(model_pool())
-    points = Study.load(tmp_path).points()
+    points = Study.load(tmp_path).points
     curves = curves_of(points, "task_arithmetic")
     assert [place for place, *_ in curves["steps"]["scale"]] == [1, 3]
     (row,) = points[1].rows("task_arithmetic", "scale")
@@ -208,7 +208,7 @@ def test_a_damaged_study_is_refused(change: dict[str, Any], message: str, tmp_pa
     content = {key: value for key, value in content.items() if key != "digest"} | change
     (tmp_path / "report.json").write_text(json.dumps(content))
     with pytest.raises(ReportError, match=message):
-        Study.load(tmp_path).points()
+        Study.load(tmp_path).grids()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def test_command_runs_two_points_and_shares_cells_with_compare(tmp_path: Path) -
     done = fusion_bench([*WORDS, "method.axes.samples_per_task=[4,8]"], tmp_path)
     assert "+ ridge_surgery" in done.stdout and "n = 8" in done.stdout
     study = Study.load(tmp_path / "log")
-    points = study.points()
+    points = study.points
     assert [point.labels["samples_per_task"] for point in points] == [4, 8]
     with (tmp_path / "log" / "report.csv").open() as file:
         samples = {line["samples_per_task"] for line in csv.DictReader(file)}
@@ -54,7 +54,7 @@ def test_command_merges_subsets_of_tasks_and_measures_cells_apart(tmp_path: Path
         assert set(row) == tasks | {"average"}
     cost = ["method=study/cost", *WORDS[1:], "method.axes.samples_per_task=[4]"]
     fusion_bench(cost, tmp_path)
-    (point,) = Study.load(tmp_path / "log").points()
+    (point,) = Study.load(tmp_path / "log").points
     (row,) = point.rows("task_arithmetic", "ridge_surgery")
     assert row.cost["seconds"] > 0 and row.cost["peak_rss_bytes"] > 0
     assert row.samples == "4 train"
