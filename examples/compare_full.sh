@@ -49,7 +49,7 @@ fusion_bench method=compare "modelpool=$pool" method.process_per_cell=true \
   "method.results_dir=$folder/costs-cells" "path.log_dir=$folder/costs"
 # What the KL weight does on features of norm 1.
 probe() {
-  local target=fusion_bench_featcal.comparison.FeatureCorrection
+  local target=fusion_bench_featcal.lab.compare.FeatureCorrection
   echo "+method.post_merging_methods.$1={_target_: $target, method: prob_surgery, $2}"
 }
 fusion_bench method=compare "modelpool=$pool" "path.log_dir=$folder/kl" 'method.alone=[]' \

@@ -35,8 +35,7 @@ from fusion_bench_featcal.fusionbench.program_processes import (
 )
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.upstream import Upstream
-from fusion_bench_featcal.methods.featcal import check_calibration
-from fusion_bench_featcal.methods.interface import MethodInputs
+from fusion_bench_featcal.method_inputs import MethodInputs, check_calibration
 from fusion_bench_featcal.output import check_output
 from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.processes import Processes

@@ -15,7 +15,6 @@ from fusion_bench_featcal import __version__
 from fusion_bench_featcal.folders.options import add_arguments
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.nearest_names import nearest_hint
-from fusion_bench_featcal.report_verbs import report_command
 
 _SUITES = ("clip-vit-mini", "flan-t5-mini", "llama-mini", "resnet-mini")
 
@@ -72,6 +71,13 @@ def calibrate_command(options: argparse.Namespace) -> int:
         featcal, folder = featcal_program(), shlex.quote(str(out))
         print(f"saved: {out}\nnext: {featcal} report {folder}, {featcal} explain {folder}")
     return 0
+
+
+def report_command(options: argparse.Namespace) -> None:
+    """Print (and with --out write) the tables of runs, comparisons and studies from their files."""
+    from fusion_bench_featcal.lab.report.verb import report
+
+    report(options)
 
 
 def explain_command(options: argparse.Namespace) -> int:

@@ -12,15 +12,15 @@ from fusion_bench_featcal.setting_fields import accepted_values, settings_of, ya
 _WIDTH = 80
 _RUNS = {
     "featcal": "algorithm.FeatCalAlgorithm",
-    "compare": "comparison.ComparisonAlgorithm",
-    "diagnose": "diagnosis.DiagnosisAlgorithm",
+    "compare": "lab.compare.ComparisonAlgorithm",
+    "diagnose": "lab.diagnosis.DiagnosisAlgorithm",
 }
 """`method=<name>` -> its class, beside the registered methods."""
 
 
 def method_names() -> list[str]:
     """Return the names of all methods that have settings, as `method=<name>` takes them."""
-    from fusion_bench_featcal.methods.registry import all_methods
+    from fusion_bench_featcal.lab.rivals.registry import all_methods
 
     return [*_RUNS, *all_methods()]
 
@@ -30,8 +30,8 @@ def algorithm_class(method: str) -> Any:
     if method in _RUNS:
         module, _, name = _RUNS[method].rpartition(".")
         return getattr(import_module(f"{__package__}.{module}"), name)
-    from fusion_bench_featcal.methods.registry import all_methods
-    from fusion_bench_featcal.methods.standalone import algorithm_of
+    from fusion_bench_featcal.lab.rivals.registry import all_methods
+    from fusion_bench_featcal.lab.rivals.standalone import algorithm_of
 
     return algorithm_of(all_methods()[method])
 

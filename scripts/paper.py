@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fusion_bench_featcal.results.diagnosis import by_block, by_task, merger_of, repairs_of
-from fusion_bench_featcal.results.lines import LINES_FILE, Line, read_lines
+from fusion_bench_featcal.lab.report.diagnosis import by_block, by_task, merger_of, repairs_of
+from fusion_bench_featcal.lab.report.lines import LINES_FILE, Line, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from fusion_bench_featcal.methods.registry import all_methods
+from fusion_bench_featcal.lab.rivals.registry import all_methods
 from fusion_bench_featcal.setting_docs import algorithm_class, declared_settings
 from fusion_bench_featcal.setting_fields import accepted_values
 from fusion_bench_featcal.settings import PLUS

@@ -22,8 +22,8 @@ import paper
 import reproduce
 from paper import RESULTS, ROOT, read, table
 
+from fusion_bench_featcal.lab.report.lines import LINES_FILE, read_lines
 from fusion_bench_featcal.results.items import half_of
-from fusion_bench_featcal.results.lines import LINES_FILE, read_lines
 
 Row = dict[str, Any]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -265,7 +265,7 @@ def _mean(rows: Sequence[Row]) -> Row:
 
 def diagnosis_part(suite: str) -> str:
     """Return the tables and sentences of a diagnosis."""
-    from fusion_bench_featcal.results.diagnosis import diagnosis_grids, diagnosis_sentences
+    from fusion_bench_featcal.lab.report.diagnosis import diagnosis_grids, diagnosis_sentences
 
     lines, run = read_lines(DIAGNOSES / suite / LINES_FILE), read("diagnosis", suite, "run.json")
     grids = diagnosis_grids(lines).items()
@@ -280,7 +280,7 @@ def diagnosis_part(suite: str) -> str:
 
 def methods_table() -> str:
     """Every registered method."""
-    from fusion_bench_featcal.methods.registry import all_methods
+    from fusion_bench_featcal.lab.rivals.registry import all_methods
 
     lines = []
     for option, method in all_methods().items():
@@ -364,8 +364,8 @@ def take(folder: Path) -> None:
 
 def _draw(study: Path, name: str) -> None:
     """Draw a study's curves again if a page has them."""
-    from fusion_bench_featcal.results import charts
-    from fusion_bench_featcal.results.study import Study
+    from fusion_bench_featcal.lab.report import charts
+    from fusion_bench_featcal.lab.report.study import Study
 
     folder = ROOT / "docs" / "figures" / "studies"
     if (folder / f"{name}.svg").is_file():

@@ -10,7 +10,7 @@ from fusion_bench import BaseAlgorithm, BaseModelPool, BaseTaskPool
 from hydra.utils import instantiate
 from torch import nn
 
-from fusion_bench_featcal.comparison import ComparisonAlgorithm
+from fusion_bench_featcal.lab.compare import ComparisonAlgorithm
 from fusion_bench_featcal.settings import CalibrationError
 
 TASKS = ("left", "right")

@@ -17,8 +17,9 @@ from fusion_bench_featcal.fusionbench.options import checked_choices, method_nam
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.run_results import RunResults
+from fusion_bench_featcal.lab.rivals import FeatCal
 from fusion_bench_featcal.log import CalibrationLog
-from fusion_bench_featcal.methods import FeatCal, MethodInputs
+from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import Cost
 from fusion_bench_featcal.suites import image

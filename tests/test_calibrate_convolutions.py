@@ -11,7 +11,7 @@ from tiny_models import Suite, batched, normal, suite_of
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
-from fusion_bench_featcal.methods.blockwise import REGMEAN, merge_blockwise
+from fusion_bench_featcal.lab.rivals.blockwise import REGMEAN, merge_blockwise
 from fusion_bench_featcal.rules.paper import Paper
 from fusion_bench_featcal.rules.plus import Plus
 

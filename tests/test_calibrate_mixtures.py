@@ -12,7 +12,7 @@ from moe_oracle import find_mixture, matrix
 from tiny_models import Suite
 
 from fusion_bench_featcal import SafetensorsExpert
-from fusion_bench_featcal.methods.blockwise import REGMEAN, merge_blockwise
+from fusion_bench_featcal.lab.rivals.blockwise import REGMEAN, merge_blockwise
 
 BLOCK = "model.layers.0"
 kinds = pytest.mark.parametrize("row", MIXTURES, ids=lambda row: row.name)

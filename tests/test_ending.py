@@ -14,7 +14,7 @@ import pytest
 from process_group import in_forks
 
 from fusion_bench_featcal.ending import ending_cleanly
-from fusion_bench_featcal.methods import (
+from fusion_bench_featcal.lab.rivals import (
     AnchorOnlyAlgorithm,
     LotAlgorithm,
     SurgeryAlgorithm,

@@ -26,7 +26,7 @@ from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench.own_data import with_own_data
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
-from fusion_bench_featcal.methods import FeatCal
+from fusion_bench_featcal.lab.rivals import FeatCal
 
 
 def texts(folder: Path, task: str) -> str:

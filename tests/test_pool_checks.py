@@ -27,13 +27,13 @@ from tiny_texts import TASKS, llama_model, t5_model, with_data, word_tokenizer, 
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.comparison import ComparisonAlgorithm
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels, load_pool_model
 from fusion_bench_featcal.fusionbench.program import take_default_taskpool
-from fusion_bench_featcal.methods import RegMeanAlgorithm, RidgeSurgeryAlgorithm
+from fusion_bench_featcal.lab.compare import ComparisonAlgorithm
+from fusion_bench_featcal.lab.rivals import RegMeanAlgorithm, RidgeSurgeryAlgorithm
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 MERGER = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}

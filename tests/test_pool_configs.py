@@ -29,7 +29,7 @@ from transformers import (
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
-from fusion_bench_featcal.methods import RegMeanAlgorithm
+from fusion_bench_featcal.lab.rivals import RegMeanAlgorithm
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 

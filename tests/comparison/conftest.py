@@ -2,7 +2,7 @@
 
 import pytest
 
-from fusion_bench_featcal.comparison import cells
+from fusion_bench_featcal.lab.compare import cells
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 from fusion_bench.modelpool import CLIPVisionModelPool
 from transformers import CLIPVisionModel
 
-from fusion_bench_featcal.comparison import (
+from fusion_bench_featcal.lab.compare import (
     CellInputs,
     Chain,
     FeatCal,

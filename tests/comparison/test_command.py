@@ -9,7 +9,7 @@ import pytest
 from cli_runs import fusion_bench
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.comparison import cell_process
+from fusion_bench_featcal.lab.compare import cell_process
 from fusion_bench_featcal.results import Report
 
 
@@ -56,7 +56,7 @@ def test_command_compares_and_leaves_reports(tmp_path: Path) -> None:
 
 
 BROKEN = """
-from fusion_bench_featcal.methods import AnchorOnly
+from fusion_bench_featcal.lab.rivals import AnchorOnly
 
 
 class Broken(AnchorOnly):

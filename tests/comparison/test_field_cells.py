@@ -10,8 +10,8 @@ from fusion_bench import BaseTaskPool
 from fusion_bench.modelpool import CLIPVisionModelPool
 from omegaconf import OmegaConf
 
-from fusion_bench_featcal.comparison import ComparisonAlgorithm, algorithm
-from fusion_bench_featcal.methods import AnchorOnly
+from fusion_bench_featcal.lab.compare import ComparisonAlgorithm, algorithm
+from fusion_bench_featcal.lab.rivals import AnchorOnly
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image
 

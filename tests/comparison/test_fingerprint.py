@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from fusion_bench_featcal.calibration_data import draw_samples
-from fusion_bench_featcal.comparison.data import DataDigests, digest_rows
-from fusion_bench_featcal.comparison.fingerprint import (
+from fusion_bench_featcal.lab.compare.data import DataDigests, digest_rows
+from fusion_bench_featcal.lab.compare.fingerprint import (
     FileDigests,
     describe_code,
     describe_pool,
@@ -123,7 +123,7 @@ def drawn(values: list[int], **config: Any) -> dict[str, Any]:
 
 
 def test_only_drawn_samples_count() -> None:
-    config = {"_target_": "fusion_bench_featcal.comparison.FeatCal", "samples_per_task": 3}
+    config = {"_target_": "fusion_bench_featcal.lab.compare.FeatCal", "samples_per_task": 3}
     values = list(range(10))
     (index, *_) = draw_samples(10, "left", FeatCalSettings(samples_per_task=3))
     known = drawn(values, **config)
@@ -149,7 +149,7 @@ def corrupted_greek(**keys: Any) -> dict[str, Any]:
         entry = {"_target_": "fusion_bench_featcal.tasks.corrupted", "data": clean, **keys}
     models: Any = {"left": linear(1)}
     pool = BaseModelPool(models, train_datasets=OmegaConf.create({"left": entry}))
-    config = {"_target_": "fusion_bench_featcal.comparison.FeatCal", "samples_per_task": 3}
+    config = {"_target_": "fusion_bench_featcal.lab.compare.FeatCal", "samples_per_task": 3}
     return DataDigests(pool, BaseTaskPool()).drawn(config)
 
 
@@ -186,7 +186,7 @@ def test_items_without_content_count_by_length_and_are_told(
 
 
 def test_drawn_items_without_content_count_by_their_config() -> None:
-    config = {"_target_": "fusion_bench_featcal.comparison.FeatCal", "samples_per_task": 1}
+    config = {"_target_": "fusion_bench_featcal.lab.compare.FeatCal", "samples_per_task": 1}
 
     def digests(size: int) -> dict[str, Any]:
         data = {"left": {"_target_": "test_fingerprint.Objects", "size": size}}

@@ -10,13 +10,13 @@ from omegaconf import OmegaConf
 from test_text_comparison import composed
 from torch import nn
 
-from fusion_bench_featcal.comparison import Chain, ComparisonAlgorithm, FeatCal
-from fusion_bench_featcal.comparison.grid import GridChoices, make_grid
-from fusion_bench_featcal.methods.interface import seed_of
+from fusion_bench_featcal.lab.compare import Chain, ComparisonAlgorithm, FeatCal
+from fusion_bench_featcal.lab.compare.grid import GridChoices, make_grid
+from fusion_bench_featcal.lab.rivals.interface import seed_of
 from fusion_bench_featcal.settings import CalibrationError
 
 WUDI = "fusion_bench.method.WUDIMerging"
-FEATCAL = {"_target_": "fusion_bench_featcal.comparison.FeatCal", "seed": 3}
+FEATCAL = {"_target_": "fusion_bench_featcal.lab.compare.FeatCal", "seed": 3}
 
 
 def grid(presets: Any = None, **choices: Any) -> Any:
@@ -78,9 +78,9 @@ def test_bad_grid_is_refused(choices: dict[str, Any], message: str) -> None:
         grid(**choices)
 
 
-CORRECTION = "fusion_bench_featcal.comparison.FeatureCorrection"
-REGMEAN = "fusion_bench_featcal.methods.RegMeanAlgorithm"
-ANCHOR = "fusion_bench_featcal.comparison.AnchorOnly"
+CORRECTION = "fusion_bench_featcal.lab.compare.FeatureCorrection"
+REGMEAN = "fusion_bench_featcal.lab.rivals.RegMeanAlgorithm"
+ANCHOR = "fusion_bench_featcal.lab.compare.AnchorOnly"
 
 
 @pytest.mark.parametrize(

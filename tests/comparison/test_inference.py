@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.comparison import inference
-from fusion_bench_featcal.comparison.inference import (
+from fusion_bench_featcal.lab.compare import inference
+from fusion_bench_featcal.lab.compare.inference import (
     BATCH,
     REPEATS,
     InferenceTimer,
     Timed,
     on_one_clock,
 )
-from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
-from fusion_bench_featcal.methods.corrected_model import SurgeryModule
+from fusion_bench_featcal.lab.rivals.corrected_clip import CorrectedModel
+from fusion_bench_featcal.lab.rivals.corrected_model import SurgeryModule
 
 FABRIC = SimpleNamespace(device=torch.device("cpu"), autocast=nullcontext)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion_bench_featcal.comparison import fingerprint
+from fusion_bench_featcal.lab.compare import fingerprint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DIGEST = runpy.run_path(str(REPOSITORY / "scripts" / "numbers_digest.py"))
@@ -21,7 +21,7 @@ def test_version_is_raised_where_numbers_change():
     kept = json.loads((REPOSITORY / "tests" / "comparison" / "numbers.json").read_text())
     assert DIGEST["numbers"]() == kept, (
         "code that makes numbers was changed. If a result or a cost can change, raise "
-        "NUMBERS_VERSION in fusion_bench_featcal/comparison/fingerprint.py. Then run: "
+        "NUMBERS_VERSION in fusion_bench_featcal/lab/compare/fingerprint.py. Then run: "
         "python scripts/numbers_digest.py"
     )
 
@@ -48,11 +48,11 @@ def test_what_cells_store_counts_and_tables_do_not():
     assert {
         "calibration.py",
         "rules/plus.py",
-        "comparison/cells.py",
+        "lab/compare/cells.py",
         "fusionbench/empty_models.py",
     } <= names
     assert {f"results/{name}.py" for name in ("cost", "curves", "items", "run_rows")} <= names
-    assert not names & {"results/tables.py", "cli.py", "comparison/fingerprint.py"}
+    assert not names & {"results/tables.py", "cli.py", "lab/compare/fingerprint.py"}
 
 
 def test_cells_depend_on_the_version_not_on_the_code(monkeypatch: pytest.MonkeyPatch):

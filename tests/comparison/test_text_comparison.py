@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from text_pools import MAKERS, text_pool, text_tokenizer
 from tiny_texts import TASKS, sentences
 
-from fusion_bench_featcal.comparison import inference
-from fusion_bench_featcal.comparison.inference import InferenceTimer, Timed
+from fusion_bench_featcal.lab.compare import inference
+from fusion_bench_featcal.lab.compare.inference import InferenceTimer, Timed
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.cost import TASK_ID
 from fusion_bench_featcal.tasks import TextTaskPool

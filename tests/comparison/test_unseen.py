@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusion_bench_featcal.comparison.cells import unseen_accuracy
-from fusion_bench_featcal.comparison.data import test_items_read as reads_test_items
-from fusion_bench_featcal.comparison.store import CellResult
+from fusion_bench_featcal.lab.compare.cells import unseen_accuracy
+from fusion_bench_featcal.lab.compare.data import test_items_read as reads_test_items
+from fusion_bench_featcal.lab.compare.store import CellResult
 
 
 def result(**correct: list[int]) -> CellResult:

@@ -20,9 +20,9 @@ from tiny_models import (
 from tiny_open_clip import tower_suite as open_clip_suite
 from torch import Tensor, nn
 
-from fusion_bench_featcal.diagnosis.drift import COLUMNS as NAMES
-from fusion_bench_featcal.diagnosis.measure import Measures, measure
 from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.lab.diagnosis.drift import COLUMNS as NAMES
+from fusion_bench_featcal.lab.diagnosis.measure import Measures, measure
 from fusion_bench_featcal.settings import FeatCalSettings
 
 EXACT = 1e-12

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.diagnosis.drift import (
+from fusion_bench_featcal.lab.diagnosis.drift import (
     COLUMNS,
     drift_metrics,
     explained_shares,

@@ -9,8 +9,8 @@ from oracle import Knobs
 from tiny_models import add_up, clip_suite, gpt2_suite, residual_suite
 
 from fusion_bench_featcal import FeatCalSettings
-from fusion_bench_featcal.methods import AnchorOnlyAlgorithm
-from fusion_bench_featcal.methods.anchor_only import anchor_only
+from fusion_bench_featcal.lab.rivals import AnchorOnlyAlgorithm
+from fusion_bench_featcal.lab.rivals.anchor_only import anchor_only
 
 
 @pytest.mark.parametrize("make", [clip_suite, gpt2_suite, residual_suite])

@@ -13,9 +13,9 @@ from transformers import CLIPModel, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
-from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
-from fusion_bench_featcal.methods.corrected_model import AffineModule, SurgeryModule
-from fusion_bench_featcal.methods.projection import load_projection
+from fusion_bench_featcal.lab.rivals.corrected_clip import CorrectedModel
+from fusion_bench_featcal.lab.rivals.corrected_model import AffineModule, SurgeryModule
+from fusion_bench_featcal.lab.rivals.projection import load_projection
 
 WIDTH = 12
 PIXELS = normal(0, 5, 3, 28, 28)

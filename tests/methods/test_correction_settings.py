@@ -1,7 +1,7 @@
 import pytest
 
-from fusion_bench_featcal import methods
-from fusion_bench_featcal.methods import ProbSurgery, RidgeSurgery, Surgery
+from fusion_bench_featcal.lab import rivals as methods
+from fusion_bench_featcal.lab.rivals import ProbSurgery, RidgeSurgery, Surgery
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.methods import Distillation, DistillationAlgorithm
-from fusion_bench_featcal.methods import distillation as module
+from fusion_bench_featcal.lab.rivals import Distillation, DistillationAlgorithm
+from fusion_bench_featcal.lab.rivals import distillation as module
 
 SHORT: dict[str, Any] = {"steps": 8, "samples_per_task": 8, "batch_size": 4}
 SUITES: dict[str, Any] = {

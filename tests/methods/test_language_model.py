@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
-from fusion_bench_featcal.methods.corrected_language_model import CorrectedLanguageModel
-from fusion_bench_featcal.methods.corrected_model import AffineModule, SurgeryModule
-from fusion_bench_featcal.methods.final_states import FinalStates, target_rows
+from fusion_bench_featcal.lab.rivals.corrected_clip import CorrectedModel
+from fusion_bench_featcal.lab.rivals.corrected_language_model import CorrectedLanguageModel
+from fusion_bench_featcal.lab.rivals.corrected_model import AffineModule, SurgeryModule
+from fusion_bench_featcal.lab.rivals.final_states import FinalStates, target_rows
 
 KINDS = pytest.mark.parametrize("kind", list(MAKERS))
 WIDTH = 8

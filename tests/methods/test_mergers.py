@@ -26,9 +26,9 @@ from tiny_open_clip import converted
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
-from fusion_bench_featcal.methods import RegMeanAlgorithm, RegMeanPlusPlusAlgorithm
-from fusion_bench_featcal.methods.anchor_only import anchor_only
-from fusion_bench_featcal.methods.blockwise import (
+from fusion_bench_featcal.lab.rivals import RegMeanAlgorithm, RegMeanPlusPlusAlgorithm
+from fusion_bench_featcal.lab.rivals.anchor_only import anchor_only
+from fusion_bench_featcal.lab.rivals.blockwise import (
     LOT,
     REGMEAN,
     REGMEAN_PLUSPLUS,

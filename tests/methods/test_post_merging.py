@@ -18,14 +18,14 @@ from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.calibration_data import draw_samples
-from fusion_bench_featcal.methods import (
+from fusion_bench_featcal.lab.rivals import (
     ProbSurgery,
     RidgeSurgery,
     RidgeSurgeryAlgorithm,
     Surgery,
     SurgeryAlgorithm,
 )
-from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
+from fusion_bench_featcal.lab.rivals.corrected_clip import CorrectedModel
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.tasks import ClipTaskPool

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.families import ChainFamily
-from fusion_bench_featcal.methods import ProDistill
-from fusion_bench_featcal.methods.prodistill import ProDistilling, merge_by_training
-from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
+from fusion_bench_featcal.lab.rivals import ProDistill
+from fusion_bench_featcal.lab.rivals.prodistill import ProDistilling, merge_by_training
+from fusion_bench_featcal.lab.rivals.training import shuffled_batches, task_generator
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@ import torch
 from feature_problems import normal
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.methods import RidgeSurgery
-from fusion_bench_featcal.methods.ridge_surgery import GRID
+from fusion_bench_featcal.lab.rivals import RidgeSurgery
+from fusion_bench_featcal.lab.rivals.ridge_surgery import GRID
 
 
 def fit(merged, expert, strength):

@@ -12,8 +12,8 @@ from torch import nn
 
 from fusion_bench_featcal.fusionbench import run_results as results
 from fusion_bench_featcal.fusionbench.options import MergedBy
-from fusion_bench_featcal.methods.registry import Method
-from fusion_bench_featcal.methods.standalone import MergerAlgorithm, PostMergingAlgorithm
+from fusion_bench_featcal.lab.rivals.registry import Method
+from fusion_bench_featcal.lab.rivals.standalone import MergerAlgorithm, PostMergingAlgorithm
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.curves import load_curves
 from fusion_bench_featcal.setting_fields import setting

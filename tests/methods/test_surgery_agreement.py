@@ -15,10 +15,14 @@ from tiny_pools import TASKS, cpu_fabric, inputs_of, tiny_pool
 from transformers import CLIPModel, CLIPVisionModel
 
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
-from fusion_bench_featcal.methods import Surgery
-from fusion_bench_featcal.methods.corrected_model import SurgeryModule
-from fusion_bench_featcal.methods.projection import ProjectedFeatures, load_projection
-from fusion_bench_featcal.methods.training import initial_surgery, shuffled_batches, task_generator
+from fusion_bench_featcal.lab.rivals import Surgery
+from fusion_bench_featcal.lab.rivals.corrected_model import SurgeryModule
+from fusion_bench_featcal.lab.rivals.projection import ProjectedFeatures, load_projection
+from fusion_bench_featcal.lab.rivals.training import (
+    initial_surgery,
+    shuffled_batches,
+    task_generator,
+)
 
 STEPS = 6
 OPTIONS: dict[str, Any] = {"batch_size": 4, "normalize": "pre", "learning_rate": 1e-3}

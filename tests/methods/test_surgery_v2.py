@@ -16,14 +16,14 @@ from fusion_bench_featcal.families import CLIP
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.fusionbench.saving import save_model
-from fusion_bench_featcal.methods import SurgeryV2, SurgeryV2Algorithm
-from fusion_bench_featcal.methods.corrected_clip import (
+from fusion_bench_featcal.lab.rivals import SurgeryV2, SurgeryV2Algorithm
+from fusion_bench_featcal.lab.rivals.corrected_clip import (
     LayerCorrectedModel,
     clip_blocks,
     corrected_blocks,
 )
-from fusion_bench_featcal.methods.projection import load_projection
-from fusion_bench_featcal.methods.surgery_v2 import site_features
+from fusion_bench_featcal.lab.rivals.projection import load_projection
+from fusion_bench_featcal.lab.rivals.surgery_v2 import site_features
 
 BLOCKS = [f"layers.{i}" for i in range(3)]
 QUICK = SurgeryV2(rank=6, steps=20, batch_size=20, learning_rate=1e-2)

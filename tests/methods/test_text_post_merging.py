@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.data.text_samples import TextEncoder
-from fusion_bench_featcal.methods import (
+from fusion_bench_featcal.lab.rivals import (
     ProbSurgery,
     RidgeSurgery,
     RidgeSurgeryAlgorithm,
@@ -21,8 +21,8 @@ from fusion_bench_featcal.methods import (
     SurgeryAlgorithm,
     SurgeryV2Algorithm,
 )
-from fusion_bench_featcal.methods.corrected_language_model import CorrectedLanguageModel
-from fusion_bench_featcal.methods.final_states import FinalStates
+from fusion_bench_featcal.lab.rivals.corrected_language_model import CorrectedLanguageModel
+from fusion_bench_featcal.lab.rivals.final_states import FinalStates
 from fusion_bench_featcal.pools import CausalLMPool
 from fusion_bench_featcal.tasks import TextTaskPool
 from fusion_bench_featcal.tasks.text_generation import greedy_answers

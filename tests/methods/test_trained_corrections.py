@@ -9,11 +9,15 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.methods import ProbSurgery, Surgery
-from fusion_bench_featcal.methods.corrected_model import SurgeryModule
-from fusion_bench_featcal.methods.feature_correction import CURVE_WINDOW, thinned
-from fusion_bench_featcal.methods.prob_surgery import kl_term, standard_normal_kl
-from fusion_bench_featcal.methods.training import initial_surgery, shuffled_batches, task_generator
+from fusion_bench_featcal.lab.rivals import ProbSurgery, Surgery
+from fusion_bench_featcal.lab.rivals.corrected_model import SurgeryModule
+from fusion_bench_featcal.lab.rivals.feature_correction import CURVE_WINDOW, thinned
+from fusion_bench_featcal.lab.rivals.prob_surgery import kl_term, standard_normal_kl
+from fusion_bench_featcal.lab.rivals.training import (
+    initial_surgery,
+    shuffled_batches,
+    task_generator,
+)
 
 SHORT: dict[str, Any] = {"rank": 4, "steps": 20}
 

@@ -14,12 +14,12 @@ from transformers import CLIPModel, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.calibration_data import draw_samples
-from fusion_bench_featcal.methods import RegMean, RidgeSurgery, Tuned, TunedMergerAlgorithm
-from fusion_bench_featcal.methods.final_states import FinalStates
-from fusion_bench_featcal.methods.interface import Choice
-from fusion_bench_featcal.methods.tuned import HeldOut
+from fusion_bench_featcal.lab.rivals import RegMean, RidgeSurgery, Tuned, TunedMergerAlgorithm
+from fusion_bench_featcal.lab.rivals.final_states import FinalStates
+from fusion_bench_featcal.lab.rivals.interface import Choice
+from fusion_bench_featcal.lab.rivals.tuned import HeldOut
 
-OWN = "fusion_bench_featcal.methods."
+OWN = "fusion_bench_featcal.lab.rivals."
 RIDGE: dict[str, Any] = {"_target_": f"{OWN}RidgeSurgery", "batch_size": 4, "ridge_lambda": 1e3}
 STRENGTHS = [{"ridge_lambda": 1.0}, {"ridge_lambda": 1e-2}]
 DRAW: dict[str, Any] = {"samples_per_task": 20}

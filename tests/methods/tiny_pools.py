@@ -13,7 +13,7 @@ from fusion_bench.modelpool import CLIPVisionModelPool
 from tiny_images import picture, write_clip
 from transformers import CLIPProcessor
 
-from fusion_bench_featcal.methods import MethodInputs
+from fusion_bench_featcal.method_inputs import MethodInputs
 
 TASKS = ("one", "two-b.c")
 

@@ -9,8 +9,14 @@ ROOT = Path(__file__).resolve().parents[2] / PACKAGE
 
 
 def part_of(path: Path) -> str:
-    """The module or sub-package directly below the package that a source file belongs to."""
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+    """The module or room that a source file belongs to; rooms of the lab count one by one."""
+    return _part(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+
+def _part(name: str) -> str:
+    """First word of a dotted name, or `lab` and the second one."""
+    words = name.split(".")
+    return ".".join(words[: 2 if words[0] == "lab" else 1])
 
 
 def imported_names(path: Path) -> set[str]:
@@ -34,7 +40,7 @@ def import_graph() -> dict[str, set[str]]:
         targets = graph.setdefault(part_of(path), set())
         for name in imported_names(path):
             top, _, rest = name.partition(".")
-            targets.add(f".{rest.partition('.')[0]}" if top == PACKAGE and rest else top)
+            targets.add(f".{_part(rest)}" if top == PACKAGE and rest else top)
         targets.discard(f".{part_of(path)}")
     return graph
 

@@ -63,9 +63,14 @@ def test_python_api_needs_no_framework():
         assert not GRAPH[part] & FRAMEWORKS, part
 
 
-def test_no_part_imports_the_algorithm_but_the_command_line_and_its_diagnosis():
+def test_no_part_imports_the_algorithm_but_its_diagnosis():
     users = {part for part in GRAPH if "algorithm" in ours(part)}
-    assert users <= {"cli", "diagnosis"}
+    assert users == {"lab.diagnosis"}
+
+
+def test_only_the_command_line_and_the_lab_import_the_lab():
+    users = {part for part in GRAPH if any(name.startswith("lab") for name in ours(part))}
+    assert {part for part in users if not part.startswith("lab")} == {"cli", "setting_docs"}
 
 
 def test_no_import_cycles():
@@ -82,8 +87,8 @@ def test_no_import_cycles():
         ("import fusion_bench_featcal", FRAMEWORKS | {"torch", "transformers"}),
         ("import fusion_bench_featcal.core", FRAMEWORKS | {"transformers"}),
         ("from fusion_bench_featcal import calibrate", FRAMEWORKS | {"transformers"}),
-        ("import fusion_bench_featcal.methods", FRAMEWORKS | {"torch"}),
-        ("import fusion_bench_featcal.methods.registry", FRAMEWORKS | {"transformers"}),
+        ("import fusion_bench_featcal.lab.rivals", FRAMEWORKS | {"torch"}),
+        ("import fusion_bench_featcal.lab.rivals.registry", FRAMEWORKS | {"transformers"}),
         ("import fusion_bench_featcal.setting_docs", FRAMEWORKS | {"torch"}),
         (
             "from hydra.core.plugins import Plugins; Plugins.instance()",

@@ -87,4 +87,4 @@ def test_the_wheel_has_the_template_of_pages():
     packed = {
         file.distribution_path for file in WheelBuilder(str(REPOSITORY)).recurse_included_files()
     }
-    assert "fusion_bench_featcal/results/page.html" in packed
+    assert "fusion_bench_featcal/lab/report/page.html" in packed

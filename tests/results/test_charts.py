@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.colors import to_hex
 
-from fusion_bench_featcal.results import ReportError, charts
+from fusion_bench_featcal.lab.report import charts
+from fusion_bench_featcal.results import ReportError
 
 EVIL = "<script>alert('&')</script> --> $x$"
 KEY_FIGURES = {"cars": (60.0, 55.0, 66.0), "dtd": (40.0, None, None)}
@@ -150,5 +151,5 @@ def test_nothing_to_draw_and_no_matplotlib_are_one_line(monkeypatch: pytest.Monk
     with pytest.raises(ReportError, match="nothing to draw"):
         charts.blocks({}, "drift")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ReportError, match=r"figures need matplotlib: pip install '.*\[plots\]'"):
+    with pytest.raises(ReportError, match=r"figures need matplotlib: pip install '.*\[lab\]'"):
         figure_of()

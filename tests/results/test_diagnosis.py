@@ -7,14 +7,14 @@ import pytest
 from synthetic import leave_run
 
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.results.diagnosis import (
+from fusion_bench_featcal.lab.report.diagnosis import (
     diagnosis_figures,
     diagnosis_grids,
     diagnosis_sentences,
     repairs_of,
     rows_of,
 )
-from fusion_bench_featcal.results.lines import LINES_FILE, Line, write_lines
+from fusion_bench_featcal.lab.report.lines import LINES_FILE, Line, write_lines
 
 TASKS = {"toy_one": 0.1, "toy_two": 0.2}
 BLOCKS = {"layers.0.block": 1.0, "layers.1.block": 2.0}

@@ -13,8 +13,7 @@ from synthetic import make_report
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.files import ReportError
-from fusion_bench_featcal.results import Report, items
-from fusion_bench_featcal.results.differences import (
+from fusion_bench_featcal.lab.report.differences import (
     LOSS,
     TIE,
     WIN,
@@ -25,6 +24,7 @@ from fusion_bench_featcal.results.differences import (
     over_suites,
     over_suites_grid,
 )
+from fusion_bench_featcal.results import Report, items
 from fusion_bench_featcal.results.long_table import RowKey
 from fusion_bench_featcal.results.report import summarise
 

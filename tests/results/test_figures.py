@@ -7,9 +7,10 @@ import pytest
 from synthetic import LEVELS, leave_run, make_report
 
 from fusion_bench_featcal.json_files import json_lines
-from fusion_bench_featcal.results import Report, charts
+from fusion_bench_featcal.lab.report import charts
+from fusion_bench_featcal.lab.report.figures import figures_of
+from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.curves import write_curves
-from fusion_bench_featcal.results.figures import figures_of
 from fusion_bench_featcal.results.report import summarise
 from fusion_bench_featcal.results.summary import Summary
 

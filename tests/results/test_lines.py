@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fusion_bench_featcal.files import ReportError
-from fusion_bench_featcal.results.lines import COLUMNS, means, read_lines, where, write_lines
+from fusion_bench_featcal.lab.report.lines import COLUMNS, means, read_lines, where, write_lines
 
 LINES = [
     {"row": "featcal", "task": "a", "block": "0", "metric": "drift", "value": 0.1 + 0.2},

@@ -31,7 +31,7 @@ from tricky_models import Remembering, net_suite
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.methods.blockwise import REGMEAN, merge_blockwise
+from fusion_bench_featcal.lab.rivals.blockwise import REGMEAN, merge_blockwise
 from fusion_bench_featcal.streams.family_check import checked_family, reads_first_position
 from fusion_bench_featcal.streams.samples import take
 

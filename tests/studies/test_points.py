@@ -8,8 +8,8 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from fusion_bench_featcal.studies.points import Design, Point
-from fusion_bench_featcal.studies.run import folder_name, pool_name
+from fusion_bench_featcal.lab.studies.points import Design, Point
+from fusion_bench_featcal.lab.studies.run import folder_name, pool_name
 
 
 def config(**method: Any) -> DictConfig:

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.lab.report.study import Study, average_of, curves_of
+from fusion_bench_featcal.lab.studies import StudyAlgorithm
 from fusion_bench_featcal.results import Report, ReportError
-from fusion_bench_featcal.results.study import Study, average_of, curves_of
-from fusion_bench_featcal.studies import StudyAlgorithm
 
 SCALE = "method.post_merging_methods.scale.factor"
 KEYS: dict[str, Any] = {
@@ -81,10 +81,12 @@ def test_the_points_change_what_their_labels_say(tmp_path: Path) -> None:
 def test_the_log_says_beforehand_how_much_there_is_to_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", "fusion_bench_featcal.studies.run"):
+    with caplog.at_level("INFO", "fusion_bench_featcal.lab.studies.run"):
         study(tmp_path).run(model_pool())
     # base, experts, the merger and its scaled model, at two points with two seeds each
-    own = [r.getMessage() for r in caplog.records if r.name == "fusion_bench_featcal.studies.run"]
+    own = [
+        r.getMessage() for r in caplog.records if r.name == "fusion_bench_featcal.lab.studies.run"
+    ]
     assert own[0].startswith("factors: points: 2, seeds: 2, cells: 16; finished cells")
     assert own[1].startswith("point ")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from cli_runs import fusion_bench
 
+from fusion_bench_featcal.lab.report.study import Study
 from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.study import Study
 
 WORDS = [
     "method=study/samples", "modelpool=clip-vit-mini_alphabets2", "method.seeds=[42]",

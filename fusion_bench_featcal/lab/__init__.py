@@ -1,0 +1,1 @@
+"""Comparisons, studies, diagnoses and reports, which nothing else of the package imports."""

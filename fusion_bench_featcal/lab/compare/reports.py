@@ -1,0 +1,147 @@
+"""Finished cells as reports: one per upstream merger, and all side by side."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.files import LOG_DIR_SETTING
+from fusion_bench_featcal.hub_files import commits
+from fusion_bench_featcal.lab.compare.cells import GridRun
+from fusion_bench_featcal.lab.compare.grid import NONE, Grid
+from fusion_bench_featcal.lab.compare.inference import on_one_clock
+from fusion_bench_featcal.lab.compare.store import CellResult
+from fusion_bench_featcal.results import (
+    BASE,
+    EXPERTS,
+    Report,
+    ReportError,
+    describe_device,
+    versions,
+)
+from fusion_bench_featcal.results.cost import RELATIVE_SECONDS, SECONDS_PER_SAMPLE
+from fusion_bench_featcal.results.curves import write_curves
+from fusion_bench_featcal.results.find import refuse_run
+from fusion_bench_featcal.results.long_table import COMPARISON_SEED
+from fusion_bench_featcal.results.remarks import tasks_below_merged
+from fusion_bench_featcal.results.report import summarise
+from fusion_bench_featcal.results.summary import Summary
+from fusion_bench_featcal.results.views import write
+
+
+def write_reports(
+    folder: Path, suite: str, run: GridRun, notes: Mapping[str, str]
+) -> Summary | None:
+    """Write each upstream merger's report to a folder of its name, and the comparison.
+
+    Args:
+        folder: The folder of the comparison.
+        suite: Name of the model pool.
+        run: The grid with its finished and failed cells.
+        notes: Name of a merger or cell -> what a reader must know about it.
+
+    Returns:
+        The comparison; None if no merger gave any result.
+
+    Raises:
+        ReportError: If something cannot be written.
+    """
+    written = write_merger_reports(folder, suite, run, notes)
+    if not written:
+        return None
+    summary = summarise(written, run.failed)
+    write(summary, folder)
+    return summary
+
+
+def write_merger_reports(
+    folder: Path,
+    suite: str,
+    run: GridRun,
+    notes: Mapping[str, str],
+    labels: Mapping[str, Any] | None = None,
+) -> list[Path]:
+    """Write each upstream merger's report to a folder of its name.
+
+    Args:
+        folder: Folder of these folders.
+        suite: Name of the model pool.
+        run: The grid with its finished and failed cells.
+        notes: Name of a merger or cell -> a sentence about it.
+        labels: Labels of the point of a study.
+
+    Returns:
+        The folders of the mergers that gave a result.
+    """
+    written = []
+    for merger in (merger.name for merger in run.grid.mergers):
+        report, place = _merger_report(suite, merger, run, notes), folder / merger
+        if set(report.rows) <= {BASE, EXPERTS}:
+            # One of an earlier run would be taken for this one's.
+            shutil.rmtree(place, ignore_errors=True)
+            continue
+        report.labels = dict(labels or {})
+        report.write(place)
+        owned = {cell: result for (owner, cell), result in run.results.items() if owner == merger}
+        write_curves(place, {cell: result.curves for cell, result in owned.items()})
+        written.append(place)
+    return written
+
+
+def check_places(folder: Path, grid: Grid) -> None:
+    """Refuse folders that the reports cannot be written to, before hours of work.
+
+    Raises:
+        ReportError: Naming what is in the way.
+    """
+    refuse_run(folder, LOG_DIR_SETTING)
+    for place in (folder, *(folder / merger.name for merger in grid.mergers)):
+        folders = [path for path in place.glob("report.*") if path.is_dir()]
+        for obstacle in [place] if place.is_file() else folders:
+            raise ReportError(
+                f"{obstacle} is in the way of a report: remove it, or change {LOG_DIR_SETTING}"
+            )
+
+
+def inference_seconds(
+    results: Mapping[tuple[str | None, str], CellResult],
+) -> dict[tuple[str | None, str], float]:
+    """Seconds for a sample of the cells whose models were timed, on one clock."""
+    costs = {cell: result.cost for cell, result in results.items()}
+    timed = {
+        cell: (cost[SECONDS_PER_SAMPLE], cost[RELATIVE_SECONDS])
+        for cell, cost in costs.items()
+        if RELATIVE_SECONDS in cost
+    }
+    return dict(zip(timed, on_one_clock([*timed.values()]), strict=True)) if timed else {}
+
+
+def _merger_report(suite: str, merger: str, run: GridRun, notes: Mapping[str, str]) -> Report:
+    """The report of one upstream merger: references, the merger, and the cells on it."""
+    device = describe_device(run.inputs.fabric.device)
+    report = Report(suite=suite, upstream=merger, versions=versions() | commits(), device=device)
+    seconds = inference_seconds(run.results)
+    for (owner, cell), result in run.results.items():
+        if owner not in (None, merger):
+            continue
+        name, cost = merger if cell == NONE else cell, dict(result.cost)
+        if (owner, cell) in seconds:
+            cost[SECONDS_PER_SAMPLE] = seconds[owner, cell]
+        report.add_row(
+            name,
+            result.accuracy,
+            settings=result.settings or None,
+            cost=cost or None,
+            samples=result.samples or None,
+            correct=result.correct,
+            loss=result.loss,
+        )
+        if result.seed is not None:
+            report.seeds[name] = result.seed
+        texts = [*([notes[name]] if name in notes else []), *result.notes]
+        report.notes += [f"{name}: {text}" for text in texts]
+    report.seeds[COMPARISON_SEED] = run.seed
+    report.notes += tasks_below_merged(report)
+    failed = (cell for cell in run.failed if cell.upstream == merger)
+    report.notes += [f"{merger}, {cell.name} failed: {cell.reason}" for cell in failed]
+    return report

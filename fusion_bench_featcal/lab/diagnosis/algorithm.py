@@ -1,0 +1,164 @@
+"""`method=diagnose`: a run of FeatCal that measures every row's model beside the experts."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import fusion_bench_featcal.compat  # noqa: F401
+
+# isort: split
+from torch import Tensor, nn
+
+from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.fusionbench.options import Choices, names_of
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
+from fusion_bench_featcal.fusionbench.run_results import RunResults
+from fusion_bench_featcal.lab.diagnosis.items import LEAST, TaskItems, open_items
+from fusion_bench_featcal.lab.diagnosis.measure import measure
+from fusion_bench_featcal.lab.diagnosis.metrics import accuracy_lines, expert_lines, row_lines
+from fusion_bench_featcal.lab.report.diagnosis import diagnosis_sentences
+from fusion_bench_featcal.lab.report.lines import LINES_FILE, Line, write_lines
+from fusion_bench_featcal.lab.rivals.projection import load_projection
+from fusion_bench_featcal.method_inputs import MethodInputs
+from fusion_bench_featcal.modules.models import head_of
+from fusion_bench_featcal.results import BASE
+from fusion_bench_featcal.setting_fields import Settings, is_text_list, setting
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnosisSettings(Settings):
+    """Settings of `method=diagnose` beside those of `method=featcal`."""
+
+    tasks: Sequence[str] | None = setting(
+        None,
+        "Tasks to diagnose. Null: all.",
+        accepts="a list of tasks",
+        check=is_text_list,
+        group="the diagnosis",
+    )
+    items: int = setting(256, "Largest number of items per task.", ge=LEAST)
+    split: str = setting("test", "Split of the items.", choices=("train", "val", "test"))
+
+
+class DiagnosedResults(RunResults):
+    """A run's rows, each of which is measured before it is evaluated.
+
+    Attributes:
+        lines: Lines of the diagnosis.
+    """
+
+    lines: list[Line]
+
+    def start(
+        self, inputs: MethodInputs, items: Mapping[str, TaskItems], settings: FeatCalSettings
+    ) -> None:
+        """Take the pools, the items of each task, and the settings that they are drawn with."""
+        self._inputs, self._items, self._settings = inputs, items, settings
+        self.lines = []
+
+    def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> None:
+        """Measure a model that was not calibrated in this run, and evaluate it."""
+        self._measure(name, model)
+        super().add_reference(name, model, settings)
+
+    def add_made(self, name: str, model: nn.Module, **made: Any) -> None:
+        """Measure a model that was calibrated, and evaluate it."""
+        self._measure(name, model)
+        super().add_made(name, model, **made)
+
+    def add_base_and_experts(self, references: Sequence[str]) -> None:
+        """Add base and experts; the base is measured without a task pool too."""
+        if self._taskpool is None and BASE in references and self._modelpool.has_pretrained:
+            self.add_reference(BASE, load_pool_model(self._modelpool, BASE_MODEL))
+        super().add_base_and_experts(references)
+
+    def finish(self) -> nn.Module:
+        """Write the lines beside the run's report."""
+        classes = getattr(self._taskpool, "item_classes", None) or {}
+        self.lines += accuracy_lines(self.report, list(self._items), classes)
+        of_run = {"suite": self.report.suite, "merger": self.report.upstream}
+        self.lines = [of_run | line for line in self.lines]
+        if self._log_dir is not None:
+            write_lines(self._log_dir / LINES_FILE, self.lines)
+        return super().finish()
+
+    def _show(self) -> None:
+        """Print the run's table, and sentences on the diagnosis."""
+        super()._show()
+        for sentence in diagnosis_sentences(self.lines):
+            print(sentence)
+
+    def _measure(self, row: str, model: nn.Module) -> None:
+        """Measure a row's model beside every expert, one expert in memory at a time."""
+        log.info("diagnosing %s", row)
+        inputs, settings, is_first = self._inputs, self._settings, not self.lines
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        projects = kind == "clip_vision_model" and head_of(model) is None
+        options: dict[str, Any] = {"projection": self._projected} if projects else {}
+        for task, items in self._items.items():
+            found = measure(
+                model,
+                inputs.base(settings),
+                inputs.experts(settings)[task],
+                task,
+                items.batches,
+                settings,
+                resolve_family(settings.family, model),
+                device=inputs.fabric.device,
+                autocast=inputs.fabric.autocast,
+                **options,
+            )
+            self.lines += row_lines(row, task, found, items.classes)
+            if is_first:
+                self.lines += expert_lines(task, found, items.classes)
+
+    def _projected(self, features: Tensor) -> Tensor:
+        projection = self._projection
+        return features if projection is None else projection(features.to(projection.weight.dtype))
+
+    @cached_property
+    def _projection(self) -> nn.Linear | None:
+        """CLIP's projection of final features, if the base's checkpoint has it."""
+        try:
+            projection = load_projection(self._inputs.models, None)
+        except CalibrationError as error:
+            self.add_notes([f"final features are not projected: {error}"])
+            return None
+        return projection.to(self._inputs.fabric.device)
+
+
+class DiagnosisAlgorithm(FeatCalAlgorithm):
+    """Measures at which blocks, and for which tasks and classes, calibration helps.
+
+    Run by `fusion_bench method=diagnose modelpool=...`, with all settings of `method=featcal`.
+    """
+
+    results_kind = DiagnosedResults
+    setting_kinds = (*FeatCalAlgorithm.setting_kinds, DiagnosisSettings)
+    _config_mapping = FeatCalAlgorithm._config_mapping | {n: n for n in names_of(setting_kinds)}
+
+    tasks: Any
+    items: int
+    split: str
+
+    def on_run_start(self) -> None:
+        """Refuse several processes; prepare as `method=featcal` does."""
+        if self.fabric.world_size > 1:
+            raise CalibrationError("diagnose runs in one process: set fabric.devices=1")
+        super().on_run_start()
+
+    def _open_results(self, inputs: MethodInputs, upstream: str, choices: Choices) -> RunResults:
+        settings = self.settings.replace(samples_per_task=self.items, held_out=0)
+        items = open_items(inputs, self.tasks, settings, self.split)
+        results: Any = super()._open_results(inputs, upstream, choices)
+        results.report.notes.append(
+            f"diagnosis: at most {self.items} items per task of the {self.split} split"
+        )
+        results.start(inputs, items, settings)
+        return results

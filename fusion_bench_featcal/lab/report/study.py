@@ -1,0 +1,378 @@
+"""Results of a study: comparisons at several points, which labels tell apart."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory
+from fusion_bench_featcal.json_files import plain, read_json
+from fusion_bench_featcal.results.columns import ACCURACY, COSTS
+from fusion_bench_featcal.results.find import FailedCell
+from fusion_bench_featcal.results.items import LEVEL, half_width
+from fusion_bench_featcal.results.long_table import AVERAGE, BASE, COMPARISON_SEED, EXPERTS, RowKey
+from fusion_bench_featcal.results.report import Report
+from fusion_bench_featcal.results.report_files import REPORT_FILE, addresses, csv_text, write_files
+from fusion_bench_featcal.results.schema import SCHEMA, STUDY, STUDY_KIND, check_types
+from fusion_bench_featcal.results.summary import Summary, SummaryRow, summarise_reports
+from fusion_bench_featcal.results.tables import (
+    ABSENT,
+    Grid,
+    console,
+    page,
+    percent,
+    print_page,
+    titled,
+)
+from fusion_bench_featcal.results.views import explanations, failures, spread_meaning, task_grid
+
+from . import charts
+from .differences import INTERVAL_COLUMNS, Difference, differences, interval_cells
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+AVERAGE_HEAD = "average accuracy, % (gap recovered on the worst task)"
+
+
+class Point(NamedTuple):
+    """A point: its labels, and a summary for each value of the labels that are averaged over."""
+
+    labels: dict[str, Any]
+    summaries: list[Summary]
+    averaged: list[dict[str, Any]]  # these labels of each summary
+
+    def rows(self, merger: str, name: str) -> list[SummaryRow]:
+        """Return the rows of a name."""
+        rows = (row for summary in self.summaries for row in summary.rows)
+        return [row for row in rows if (row.upstream, row.name) == (merger, name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Runs of a study and the way to show them.
+
+    Attributes:
+        name: Name of the study, such as `samples`.
+        suite: Model pool.
+        runs: Folders of the points' runs, whose reports have the labels.
+        failed: Cells without a result.
+        over: Labels that are averaged over, as seeds are.
+        against: Row -> rows that are compared with it, where the study has one point.
+        columns: Columns of a comparison that have a table by point, beside the average.
+    """
+
+    name: str
+    suite: str
+    runs: list[Path]
+    failed: list[FailedCell] = field(default_factory=list)
+    over: list[str] = field(default_factory=list)
+    against: Mapping[str, list[str]] = field(default_factory=dict)
+    columns: list[str] = field(default_factory=list)
+
+    @cached_property
+    def reports(self) -> dict[Path, Report]:
+        """Reports of the runs, read once."""
+        return {run: Report.load(run) for run in self.runs}
+
+    @cached_property
+    def points(self) -> list[Point]:
+        """The points, each averaged over its seeds.
+
+        Raises:
+            ReportError: If there is no run, a report is damaged, or runs contradict one another.
+        """
+        if not self.runs:
+            reasons = list(dict.fromkeys(cell.reason for cell in self.failed))
+            raise ReportError(f"no point of the study gave a result: {'; '.join(reasons[:3])}")
+        groups: dict[tuple[Any, ...], dict[Path, Report]] = {}
+        for run, report in self.reports.items():
+            groups.setdefault(tuple(report.labels.items()), {})[run] = report
+        points: dict[tuple[Any, ...], Point] = {}
+        for key, reports in groups.items():
+            labels = dict(key)
+            shown = {key: value for key, value in labels.items() if key not in self.over}
+            point = points.setdefault(tuple(shown.items()), Point(shown, [], []))
+            point.summaries.append(summarise_reports(reports))
+            point.averaged.append({key: labels[key] for key in self.over if key in labels})
+        return list(points.values())
+
+    def write(self, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
+        """Write `report.md`, the long table `report.csv` and, last, `report.json`.
+
+        Raises:
+            ReportError: If the folder cannot be written, or there is no result.
+        """
+        points, reports = self.points, list(self.reports.values())
+        folder = prepare_directory(directory, setting)
+        content = asdict(self) | {"runs": addresses(self.runs, folder)}
+        lines = [line for report in reports for line in report.lines()]
+        about = {
+            "seeds": list(dict.fromkeys(report.seeds.get(COMPARISON_SEED) for report in reports)),
+            "versions": reports[0].versions,
+            "device": reports[0].device,
+            "points": [
+                {"labels": point.labels | labels, "rows": self._stored(summary)}
+                for point in points
+                for summary, labels in zip(point.summaries, point.averaged, strict=True)
+            ],
+        }
+        return write_files(
+            folder,
+            {"kind": STUDY_KIND, "schema": SCHEMA, **content, **plain(about, "study")},
+            csv_text(lines),
+            self._markdown(),
+            setting,
+        )
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Study":
+        """Read the `report.json` of a study.
+
+        Raises:
+            ReportError: If it is missing or damaged.
+        """
+        path = Path(directory) / REPORT_FILE
+        content = read_json(path)
+        check_types(content, STUDY, str(path))
+        if content.get("schema") != SCHEMA:
+            raise ReportError(f"{path} has schema {content.get('schema')!r}: run the study again")
+        failed = [FailedCell(**cell) for cell in content["failed"]]
+        runs = [path.parent / run for run in content["runs"]]
+        names = ("name", "suite", "over", "against", "columns")
+        return cls(**{name: content[name] for name in names}, failed=failed, runs=runs)
+
+    def show(self) -> None:
+        """Print tables and sentences to stdout."""
+        width = console().width
+        tables = [
+            table
+            for title, grid in self.grids()
+            for table in titled(f"{self.suite}, {self.name}: {title}", grid.fitting(width))
+        ]
+        print_page(tables, self.sentences())
+
+    def grids(self) -> list[tuple[str, Grid]]:
+        """Return titles and tables: for each merger the average, then the other columns."""
+        points = self.points
+        grids = []
+        for merger in mergers_of(points):
+            if len(points) == 1 and len(points[0].summaries) == 1:
+                grids.append((f"over {merger}", self._rows_grid(points[0].summaries[0], merger)))
+                continue
+            grids.append((f"{AVERAGE_HEAD}, over {merger}", _points_grid(points, merger)))
+            for column in self.columns:
+                grid = _points_grid(points, merger, column)
+                if any(cell != ABSENT for _, cells in grid.lines for cell in cells):
+                    grids.append((f"{column}, over {merger}", grid))
+        return grids
+
+    def figures(self) -> "dict[str, Figure]":
+        """Return a figure for each merger: curves along numeric axes, else dots by point."""
+        points, title = self.points, f"{self.suite}, {self.name}"
+        figures = {}
+        for merger in mergers_of(points):
+            over, label = f"{title}, over {merger}", "average accuracy, %"
+            if curves := curves_of(points, merger):
+                figure = charts.curves(curves, "", label, title=over, sharex=False)
+            else:
+                figure = charts.dots({"": _dots_of(points, merger)}, label, title=over)
+            figures[f"{self.name}_{merger}"] = figure
+        return figures
+
+    def sentences(self) -> list[str]:
+        """Return the meaning of the numbers, failed cells and the runs' notes."""
+        points = self.points
+        over = " and ".join(self.over)
+        summaries = [summary for point in points for summary in point.summaries]
+        if len(summaries) == 1:
+            meanings = explanations(summaries[0], ACCURACY)
+            return [*failures(self.failed), *meanings, *_fewer_samples(points)]
+        meaning = "accuracy in per cent"
+        if over:
+            meaning += f", mean over {over}, ± half of the {100 * LEVEL:.0f} % interval over "
+            meaning += f"{over} (Student's t, as if these did not overlap)"
+        else:
+            meaning += spread_meaning([row for each in summaries for row in each.rows])
+        notes = dict.fromkeys(note for each in summaries for note in each.notes)
+        return [
+            *failures(self.failed),
+            meaning,
+            *_fewer_samples(points),
+            # Each point's report names the tasks that end below the merged model.
+            *(f"note: {note}" for note in notes if "below the merged model" not in note),
+        ]
+
+    def _markdown(self) -> str:
+        parts: list[str | Sequence[str]] = []
+        for title, grid in self.grids():
+            parts += [f"## {title[0].upper()}{title[1:]}", grid.for_page().markdown()]
+        for point in self.points if not self.over else ():
+            rows = point.summaries[0].displayed(point.summaries[0].suites[0])
+            parts += [f"### Accuracy per task, {label_text(point.labels) or 'all rows'}"]
+            parts += [task_grid(rows).for_page().markdown()]
+        return page(f"# {self.suite}: {self.name}", *parts, "## Notes", self.sentences())
+
+    def _stored(self, summary: Summary) -> list[dict[str, Any]]:
+        """Return the rows of a point as `report.json` has them."""
+        compared = self._differences(summary)
+        rows = []
+        for row in summary.rows:
+            each = compared.get((row.suite, row.upstream, row.name))
+            numbers = (int, float)
+            rows.append(
+                {
+                    **{key: getattr(row, key) for key in _STORED},
+                    "half_width": row.half_width((row.deviation or {}).get(AVERAGE)) or 0.0,
+                    "against": each.other[2] if each else row.upstream,
+                    "difference": each.interval if each else row.gain_interval,
+                    "cost": {key: n for key, n in row.cost.items() if isinstance(n, numbers)},
+                }
+            )
+        return rows
+
+    @property
+    def _changed(self) -> dict[str, str]:
+        """Row -> the row that it changes, with which it is compared."""
+        return {row: name for name, rows in self.against.items() for row in rows}
+
+    def _differences(self, summary: Summary) -> dict[RowKey, Difference]:
+        """Return differences of rows from those that they change, where test items are known."""
+        scores, changed = summary.scores, self._changed
+        pairs = {key: (*key[:2], changed[key[2]]) for key in scores if key[2] in changed}
+        known = [(key, other) for key, other in pairs.items() if other in scores]
+        return {each.row: each for each in differences(scores, known)}
+
+    def _rows_grid(self, summary: Summary, merger: str) -> Grid:
+        """Return rows of the only point, with differences from the rows that they change."""
+        suite, others, compared = summary.suites[0], self._changed, self._differences(summary)
+        lines = []
+        for row in summary.displayed(suite):
+            if row.upstream != merger and not row.is_reference:
+                continue
+            chosen = [column.cell(row) for column in _ROW_COLUMNS]
+            each = compared.get((suite, merger, row.name))
+            difference = [ABSENT] * len(INTERVAL_COLUMNS)
+            if each is not None:
+                difference = interval_cells(each.interval, each.adjusted)
+            other = others.get(row.name, ABSENT)
+            lines.append((row.name, [*chosen, other, *difference]))
+        heads = [column.head for column in _ROW_COLUMNS]
+        return Grid("", [*heads, "against", *INTERVAL_COLUMNS], lines)
+
+
+_STORED = (
+    "upstream", "name", "accuracy", "gain", "recovered_gap", "worst_task", "worst_recovered_gap",
+    "samples",
+)  # fmt: skip
+_ROW_HEADS = (AVERAGE, "gain over merger", "worst task", "its gap")
+_ROW_COLUMNS = [column for column in ACCURACY if column.head in _ROW_HEADS]
+_CELLS = {column.head: column.cell for column in (*ACCURACY, *COSTS)}
+
+
+def mergers_of(points: Sequence[Point]) -> list[str]:
+    """Return the upstream mergers, in order."""
+    rows = (row for point in points for summary in point.summaries for row in summary.rows)
+    return list(dict.fromkeys(row.upstream for row in rows if row.upstream is not None))
+
+
+def names_of(points: Sequence[Point], merger: str) -> list[str]:
+    """Return the names of a merger's rows without the base, experts last."""
+    rows = (row for point in points for summary in point.summaries for row in summary.rows)
+    names = dict.fromkeys(row.name for row in rows if row.upstream == merger)
+    return sorted((name for name in names if name != BASE), key=lambda name: name == EXPERTS)
+
+
+def label_text(labels: Mapping[str, Any]) -> str:
+    """Return the labels of a point in words, such as `n = 8`."""
+    return ", ".join(
+        f"{'n' if key == 'samples_per_task' else key} = {value}" for key, value in labels.items()
+    )
+
+
+def average_of(rows: Sequence[SummaryRow]) -> tuple[float, float | None]:
+    """Return the mean accuracy and half of its 95 % interval.
+
+    Args:
+        rows: A row at one point, for each value of the labels that are averaged over. With one
+            the interval is over seeds, with several over these values.
+    """
+    values = [row.accuracy[AVERAGE] for row in rows]
+    if len(rows) > 1:
+        return fmean(values), half_width(values)
+    return values[0], rows[0].half_width((rows[0].deviation or {}).get(AVERAGE))
+
+
+def curves_of(
+    points: Sequence[Point], merger: str
+) -> dict[str, dict[str, list[charts.CurvePoint]]]:
+    """Return accuracy in per cent along each numeric axis, as `charts.curves` draws it.
+
+    Labels of all other axes are those of the first point.
+    """
+    curves: dict[str, dict[str, list[charts.CurvePoint]]] = {}
+    for axis in points[0].labels:
+        others = {key: value for key, value in points[0].labels.items() if key != axis}
+        line = [point for point in points if others.items() <= point.labels.items()]
+        if len(line) < 2 or not all(isinstance(p.labels[axis], int | float) for p in line):
+            continue
+        for point in sorted(line, key=lambda point: point.labels[axis]):
+            for name, (value, low, high) in _estimates(point, merger).items():
+                row = curves.setdefault(axis, {}).setdefault(name, [])
+                row.append((point.labels[axis], value, low, high))
+    return curves
+
+
+def _dots_of(points: Sequence[Point], merger: str) -> dict[str, dict[str, charts.Estimate]]:
+    rows: dict[str, dict[str, charts.Estimate]] = {}
+    for point in points:
+        for name, estimate in _estimates(point, merger).items():
+            rows.setdefault(name, {})[label_text(point.labels) or "all"] = estimate
+    return rows
+
+
+def _estimates(point: Point, merger: str) -> dict[str, charts.Estimate]:
+    """Return the accuracy of each row in per cent, with its interval; the merger is `merged`."""
+    estimates = {}
+    for name in names_of([point], merger):
+        value, half = average_of(point.rows(merger, name))
+        low, high = (None, None) if half is None else (100 * (value - half), 100 * (value + half))
+        estimates[charts.MERGED if name == merger else name] = (100 * value, low, high)
+    return estimates
+
+
+def _points_grid(points: Sequence[Point], merger: str, column: str = "") -> Grid:
+    """Return a table of rows by points; without a column of averages."""
+    lines = [
+        (
+            name if name in (merger, EXPERTS) else f"+ {name}",
+            [_cell(point.rows(merger, name), column) for point in points],
+        )
+        for name in names_of(points, merger)
+    ]
+    grid = Grid("", [label_text(point.labels) for point in points], lines)
+    return grid if len(points) < min(10, len(lines) + 4) else grid.transposed()
+
+
+def _cell(rows: Sequence[SummaryRow], column: str) -> str:
+    if not rows:
+        return ABSENT
+    if column:
+        return _CELLS[column](rows[0]) if len(rows) == 1 else ABSENT
+    average, half = average_of(rows)
+    shares = [row.worst_recovered_gap for row in rows if row.worst_recovered_gap is not None]
+    spread = "" if half is None else f" ± {percent(half)}"
+    return percent(average) + spread + (f" ({100 * min(shares):.0f} %)" if shares else "")
+
+
+def _fewer_samples(points: Sequence[Point]) -> list[str]:
+    """Return a sentence for each number of samples that some tasks do not have."""
+    lines: dict[str, None] = {}
+    for point in points:
+        number = point.labels.get("samples_per_task")
+        for row in (row for summary in point.summaries for row in summary.rows):
+            if isinstance(number, int) and row.samples and int(row.samples.split()[0]) < number:
+                lines[f"n = {number}: tasks with fewer samples give all of them"] = None
+    return list(lines)

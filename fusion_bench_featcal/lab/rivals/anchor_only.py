@@ -1,0 +1,86 @@
+"""FeatCal's anchor by itself: what calibration tends to as lambda grows, without any data."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusion_bench_featcal.core.solve import solve_dtype
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
+from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.lab.rivals.interface import WithoutData
+from fusion_bench_featcal.lab.rivals.registry import Method, method
+from fusion_bench_featcal.method_inputs import MethodInputs
+from fusion_bench_featcal.module_copies import copied_module
+from fusion_bench_featcal.modules.models import refuse_not_finite
+from fusion_bench_featcal.modules.sites import find_all_modules
+from fusion_bench_featcal.setting_fields import same_as
+from fusion_bench_featcal.settings import FeatCalSettings
+
+
+@method("featcal_baselines/anchor_only", source="arXiv 2605.13030, Eq. 11")
+class AnchorOnly(Method, WithoutData):
+    """FeatCal's anchor alone: base + rho (merged - base) in place of the calibrated weights.
+
+    It uses no data. FeatCal tends to it for large ridge_lambda.
+    """
+
+    anchor_rho: float = same_as(FeatCalSettings, "anchor_rho")
+    calibrate_bias: bool = same_as(
+        FeatCalSettings, "calibrate_bias", help="Set biases of linear modules, too."
+    )
+    calibrate_norm: bool = same_as(
+        FeatCalSettings, "calibrate_norm", help="Set gains and shifts of norms, too."
+    )
+    modules: Sequence[str] | None = same_as(FeatCalSettings, "modules")
+    family: Any = same_as(FeatCalSettings, "family")
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Refuse a pool without a base by a CalibrationError."""
+        inputs.require_base("the anchor needs")
+
+    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
+        """Return a copy of the merged model with the anchors in place."""
+        base = inputs.base(self.calibration_settings)
+        assert base is not None
+        return anchor_only(merged, base, self.calibration_settings)
+
+
+@torch.no_grad()
+def anchor_only(
+    merged: nn.Module, base: nn.Module | ExpertSource, settings: FeatCalSettings
+) -> nn.Module:
+    """`base + rho (merged - base)` on the modules that FeatCal would calibrate (Eq. 11).
+
+    It tells how much of FeatCal's gain is its anchor. Over task arithmetic with scale s it is task
+    arithmetic with scale `rho s` on those modules.
+
+    Args:
+        merged: The merged model. It is not changed.
+        base: The base model.
+        settings: `anchor_rho`, `calibrate_bias`, `calibrate_norm`, `modules` and `family`.
+
+    Returns:
+        A copy of the merged model with the anchors in place.
+
+    Raises:
+        CalibrationError: If the base does not fit, or modules cannot be calibrated.
+    """
+    family = resolve_family(settings.family, merged)
+    # What is shown may share tensors with the model.
+    model = copied_module(family.view.shown(merged))
+    stages, norms = family.stages(model), settings.calibrate_norm
+    modules = find_all_modules(model, stages, settings, calibrate_norm=norms)
+    source = family.view.source(source_of(base))
+    start = ExpertModel("_pretrained_", source, model, role="base model")
+    for site in (site for found in modules.values() for site in found.sites):
+        has_bias = settings.calibrate_bias or site.kind == "norm"
+        for name in site.names if has_bias else site.names[:1]:
+            parameter = model.get_parameter(name).data
+            wide = solve_dtype(parameter.device)
+            first, merged_one = start.tensor(name).to(wide), parameter.to(wide)
+            parameter.copy_(torch.lerp(first, merged_one, settings.anchor_rho))
+    advice = "Lower method.anchor_rho, or merge in a wider dtype"
+    refuse_not_finite(model, "the anchor", advice)
+    return family.view.restored(model)

@@ -1,0 +1,75 @@
+"""Experts' final features on samples, which other models are compared with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.lab.rivals.feature_correction import check_features
+from fusion_bench_featcal.lab.rivals.final_features import final_features, final_rows
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.streams.rows import CountedRows, rows_of
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One batch of a task, and what its expert makes of it.
+
+    Attributes:
+        inputs: The model's inputs.
+        rows: The positions whose final features count; None: all.
+        target: The expert's final features there, `[n, d]`.
+    """
+
+    inputs: Any
+    rows: CountedRows | None
+    target: Tensor
+
+    def features(self, model: nn.Module) -> Tensor:
+        """A model's final features at these positions, `[n, d]`."""
+        return rows_of(final_features(model, self.inputs), self.rows)
+
+
+@torch.no_grad()
+def expert_lessons(
+    model: nn.Module, expert: nn.Module, batches: Sequence[Any], settings: FeatCalSettings
+) -> list[Lesson]:
+    """Run one task's expert once over its batches.
+
+    Args:
+        model: The model that is compared with the expert.
+        expert: The task's expert, on the model's device.
+        batches: Batches of the models' inputs, on that device.
+        settings: `family` is used.
+
+    Returns:
+        A lesson for each batch.
+
+    Raises:
+        CalibrationError: If the final features of expert and model do not fit each other, are not
+            finite, or the expert's are zero.
+    """
+    family, answers = resolve_family(settings.family, model), settings.replace(decoder_rows="auto")
+    lessons = []
+    for inputs in batches:
+        features = final_features(expert, inputs)
+        rows = final_rows(model, family, answers, inputs)
+        if rows is not None and features.shape[:-1] != rows.shape:
+            rows = None  # pooled
+        lessons.append(Lesson(inputs, rows, rows_of(features, rows)))
+    check_features(lessons[0].features(model), lessons[0].target, "")
+    norm = mean_square(lessons)
+    if not bool(torch.isfinite(norm)) or not bool(norm > 0):
+        raise CalibrationError(
+            f"the expert's final features have a mean square of {float(norm):g}. Look for zeros, "
+            "NaN or infinite values in its weights"
+        )
+    return lessons
+
+
+def mean_square(lessons: Sequence[Lesson]) -> Tensor:
+    """Mean square of the expert's features, 0-dim."""
+    return torch.cat([lesson.target for lesson in lessons]).square().mean()

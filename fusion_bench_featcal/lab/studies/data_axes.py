@@ -1,0 +1,160 @@
+"""Axes that change calibration data: corrupted images, and the data of other tasks."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from fusion_bench_featcal.data.corruptions import CORRUPTIONS, check_corruption
+from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.lab.studies.axis import Axis, Changes, Option, unresolved
+from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_keys
+
+CLEAN = "clean"
+OWN, OTHERS, MIXED, EACH = "own", "others", "mixed", "each"
+NOISE, SOURCES = "noise", "sources"
+_NOISE = {"_target_": "fusion_bench_featcal.tasks.NoiseImages"}
+PUBLISHED_SEVERITY = 3
+
+
+def corruption_axis(name: str, values: Any, config: DictConfig) -> Axis:
+    """Corruptions of all calibration images, and of the model pool's test images.
+
+    Test images of the model pool are what Surgery and other methods that adapt at test time are
+    trained on; the task pool, which evaluates, has its own and stays clean.
+
+    Args:
+        name: Name of the axis.
+        values: Corruptions, or `{kinds: corruptions, severities: numbers from 1 to 5}`; `clean` has
+            the severity 0.
+        config: The program's config.
+
+    Raises:
+        ValueError: If a corruption or severity does not exist, or a task has no data.
+    """
+    place = f"method.axes.{name}"
+    kinds, severities = _kinds_and_severities(values, place)
+    splits = dict.fromkeys([str(config.method.get("calibration_split", "train")), "test"])
+    data = {split: _data(config, split) for split in splits}
+    _require_data(data, config, place)
+    options = []
+    for kind in kinds:
+        for severity in severities if kind != CLEAN else [0]:
+            changes: Changes = {
+                f"modelpool.{split}_datasets": {
+                    task: _corrupted(entry, kind, severity, task) for task, entry in each.items()
+                }
+                for split, each in data.items()
+                if each and kind != CLEAN
+            }
+            options.append(Option({name: kind, "severity": severity}, changes))
+    return Axis(name, options, Option({name: CLEAN, "severity": 0}, {}))
+
+
+def _kinds_and_severities(values: Any, place: str) -> tuple[list[Any], list[Any]]:
+    """Corruptions, with `clean`, and severities of an axis, checked."""
+    given = values if isinstance(values, Mapping) else {"kinds": values}
+    refuse_unknown_keys(given, ["kinds", "severities"], place)
+    kinds = given.get("kinds") or [CLEAN, *CORRUPTIONS]
+    severities = given.get("severities") or [PUBLISHED_SEVERITY]
+    for key, value in (("kinds", kinds), ("severities", severities)):
+        if not isinstance(value, list):
+            raise ValueError(f"{place}.{key} must be a list, got {value!r}")
+    for kind in kinds:
+        for severity in severities if kind != CLEAN else ():
+            settings = f"{place}: a corruption other than {CLEAN}", f"{place}.severities"
+            check_corruption(kind, severity, settings)
+    return kinds, severities
+
+
+def source_axis(name: str, values: Any, config: DictConfig) -> Axis:
+    """Data sets that every task is calibrated on.
+
+    Args:
+        name: Name of the axis.
+        values: Sources: `own`, `others` (the data of all other tasks in equal numbers), `mixed`
+            (those of all tasks), `each` (for every task a point, on whose data all are calibrated),
+            a task, `noise` (independent pixels), a name in the pool's key `featcal.sources` (label
+            -> a data set's config), or `sources` (all of these).
+        config: The program's config.
+
+    Raises:
+        ValueError: If a source does not exist, or a task has no data.
+    """
+    place, split = f"method.axes.{name}", str(config.method.get("calibration_split", "train"))
+    if not isinstance(values, list):
+        raise ValueError(f"{place} must be a list of sources, got {values!r}")
+    data = _data(config, split)
+    _require_data({split: data}, config, place)
+    pools = {NOISE: _NOISE, **(plain(OmegaConf.select(config, "modelpool.featcal.sources")) or {})}
+    several = {EACH: list(data), SOURCES: list(pools)}
+    options = []
+    for source in (one for value in values for one in several.get(str(value), [value])):
+        sets = {task: _source(source, task, data, pools, place) for task in data}
+        changes: Changes = {} if source == OWN else {f"modelpool.{split}_datasets": sets}
+        options.append(Option({name: str(source)}, changes))
+    return Axis(name, options, Option({name: OWN}, {}))
+
+
+def _source(
+    source: Any, task: str, data: Mapping[str, Any], pools: Mapping[str, Any], place: str
+) -> Any:
+    """Config of the data that a task is calibrated on."""
+    known = (OWN, OTHERS, MIXED, EACH, SOURCES, *pools, *data)
+    if source not in known:
+        raise ValueError(
+            f"{place} must name sources out of {', '.join(known)} (others: as "
+            f"modelpool.featcal.sources.NAME), got {source!r}{nearest_hint(source, known)}"
+        )
+    if source in pools:
+        return pools[source]
+    if source not in (MIXED, OTHERS):
+        return data[task if source == OWN else source]
+    names = [other for other in data if source == MIXED or other != task]
+    if not names:
+        raise ValueError(f"{place}: {OTHERS} needs a second task, and there is {task} alone")
+    sets = [data[other] for other in names]
+    return {"_target_": "fusion_bench_featcal.tasks.mixed", "data": sets}
+
+
+def _data(config: DictConfig, split: str) -> dict[str, Any]:
+    """Configs of a split's data by task, in a form that can be part of others."""
+    models = [str(name) for name in config.modelpool.get("models") or {}]
+    entries = config.modelpool.get(f"{split}_datasets")
+    held = unresolved(entries) if isinstance(entries, DictConfig) else {}
+    return {task: _as_config(entry, split) for task, entry in held.items() if task in models}
+
+
+def _as_config(entry: Any, split: str) -> Any:
+    """A data set's config; FusionBench takes a hub id by itself for one."""
+    if not isinstance(entry, str):
+        return entry
+    if Path(entry).expanduser().exists():
+        return {"_target_": "fusion_bench_featcal.tasks.load_images", "path": entry}
+    return {"_target_": "datasets.load_dataset", "path": entry, "split": split}
+
+
+def _require_data(data: Mapping[str, Any], config: DictConfig, place: str) -> None:
+    """Refuse a pool that names no data for a task, which would stay as it is unnoticed."""
+    tasks = [str(name) for name in config.modelpool.get("models") or {}]
+    for place_of_split, (split, held) in enumerate(data.items()):
+        missing = [task for task in tasks if task not in held and not task.startswith("_")]
+        if place_of_split and not held:  # a pool without a test split
+            continue
+        if missing or not held:
+            raise ValueError(
+                f"{place} changes calibration data, and the pool has none for "
+                f"{', '.join(missing) or 'any task'}: set modelpool.{split}_datasets."
+                f"{missing[0] if missing else 'TASK'} or method.calibration_split"
+            )
+
+
+def _corrupted(entry: Any, corruption: str, severity: int, task: str) -> dict[str, Any]:
+    return {
+        "_target_": "fusion_bench_featcal.tasks.corrupted",
+        "data": entry,
+        "corruption": corruption,
+        "severity": severity,
+        "task": task,
+    }
