@@ -24,6 +24,7 @@ from paper import RESULTS, ROOT, read, table
 
 from fusion_bench_featcal.lab.report.lines import LINES_FILE, read_lines
 from fusion_bench_featcal.results.items import half_of
+from fusion_bench_featcal.results.notes import DIAGNOSIS
 
 Row = dict[str, Any]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -270,7 +271,7 @@ def diagnosis_part(suite: str) -> str:
     lines, run = read_lines(DIAGNOSES / suite / LINES_FILE), read("diagnosis", suite, "run.json")
     grids = diagnosis_grids(lines).items()
     tables = [f"*{title}*\n\n{grid.for_page().markdown()}" for title, grid in grids]
-    notes = [note for note in run["notes"] if note.startswith("diagnosis: ")]
+    notes = [note["text"] for note in run["notes"] if note["kind"] == DIAGNOSIS]
     sentences = [f"- {line}" for line in (*diagnosis_sentences(lines), *notes)]
     return "\n\n".join([*tables, "\n".join([*sentences, measured(run)])])
 

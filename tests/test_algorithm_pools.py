@@ -253,5 +253,6 @@ def test_a_task_that_keeps_a_high_drift_is_named_and_noted(
     calibrated = CalibrationResult(torch.nn.Identity(), log)
     results.add_calibrated("featcal", calibrated, FeatCalSettings(), Cost(), None)
     (note,) = results.report.notes
-    assert note.startswith("featcal: far keeps a relative drift of 0.95")
-    assert note not in caplog.text  # the last lines of the run have it
+    assert (note.kind, note.row, note.task) == ("drift", "featcal", "far")
+    assert note.text.startswith("far keeps a relative drift of 0.95")
+    assert note.text not in caplog.text  # the last lines of the run have it

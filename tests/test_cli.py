@@ -9,6 +9,7 @@ import pytest
 from fusion_bench_featcal import __version__
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.report import summarise
 from fusion_bench_featcal.results.views import run_grid
 
@@ -47,7 +48,8 @@ def test_report_of_one_run_is_one_table(tmp_path: Path, capsys: pytest.CaptureFi
     tasks = [
         f"mini_{name}" for name in ("mnist", "fashion_mnist", "notmnist", "optdigits", "greek")
     ]
-    report = Report(suite="clip-vit-mini_TA6", upstream="task_arithmetic", notes=["read this"])
+    report = Report(suite="clip-vit-mini_TA6", upstream="task_arithmetic")
+    report.note(Note("note", "read this"))
     levels = {"base": 0.25, "experts": 1.0, "task_arithmetic": 0.5, "featcal": 0.7}
     for name, level in (levels | {"featcal:plus": 0.8}).items():
         correct = {task: [number < 20 * level for number in range(20)] for task in tasks}

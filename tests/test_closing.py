@@ -105,5 +105,5 @@ def test_losses_and_tasks_below_the_merged_model_reach_the_report(tmp_path: Path
     run.finish()
     assert run.report.loss == {"featcal": {"cars": 1.5, "average": 1.5}}
     note = "cars ends below the merged model: featcal -10.0 points"
-    assert run.report.notes == [note]
+    assert [each.text for each in run.report.notes] == [note]
     assert note in (tmp_path / "report.md").read_text()

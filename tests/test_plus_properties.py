@@ -356,11 +356,12 @@ def test_an_update_far_larger_than_the_merged_weights_is_named_once(factor: floa
         assert notes == []
         return
     (note,) = notes
-    assert note.startswith(f"featcal: module {name}: the update is {worst:.3g} times as large")
-    assert note.endswith("of task task_0")
+    assert note.row == "featcal"
+    assert note.text.startswith(f"module {name}: the update is {worst:.3g} times as large")
+    assert note.text.endswith("of task task_0")
     unlogged = [record for record in log.records if record["kind"] == "module"]
     (note,) = largest_update("featcal", unlogged)  # without drift no task is known
-    assert note.endswith("calibration samples")
+    assert note.text.endswith("calibration samples")
 
 
 def test_inputs_of_zero_move_nothing():

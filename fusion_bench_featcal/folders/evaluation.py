@@ -1,6 +1,7 @@
 """Scores of the models of one `featcal calibrate`: the experts, the merged and calibrated one."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import EXPERTS, FEATCAL, Report, describe_device, versions
 from fusion_bench_featcal.results.long_table import GIVEN
+from fusion_bench_featcal.results.notes import AGREEMENT, GAIN, NOTE, VERDICT, Note
 from fusion_bench_featcal.results.remarks import notes_of_log
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -47,8 +49,8 @@ class Evaluation:
             upstream=request.merger[0] or GIVEN,
             versions=versions() | commits(),
             device=describe_device(torch.device(request.device)),
-            notes=list(notes),
         )
+        self.report.note(*(Note(NOTE, text) for text in notes))
         self.heads: dict[str, Any] = {}
         self._first_notes = len(notes)
         self._models, self._settings = models, settings
@@ -92,7 +94,7 @@ class Evaluation:
                 f"{line}. Check --tokenizer, --chat-template, the labels, and that --data and "
                 "--expert are of the same task. To calibrate all the same, give --force"
             )
-        self.report.notes.append(line)
+        self.report.note(Note(NOTE, line))
 
     def add(self, name: str, model: nn.Module) -> None:
         """Evaluate a model, and add its row."""
@@ -124,12 +126,16 @@ class Evaluation:
         report.samples[FEATCAL] = {t: {"samples": n, "split": "data"} for t, n in samples.items()}
         merged, calibrated = self._scores[str(report.upstream)], self._scores[FEATCAL]
         verdict = Verdict.of(merged, calibrated, Agreement.of(result.log), settings)
-        notes = [*notes_of_log(FEATCAL, result.log.records), *outcome_of(result.log)]
-        notes += [*comparison(self._numbers), *verdict.gains, verdict.sentence]
-        report.notes = [in_words_of_the_command(note) for note in [*report.notes, *notes]]
+        report.note(
+            *notes_of_log(FEATCAL, result.log.records),
+            *(Note(AGREEMENT, text) for text in outcome_of(result.log)),
+            *(Note(GAIN, text) for text in (*comparison(self._numbers), *verdict.gains)),
+            Note(VERDICT, verdict.sentence),
+        )
+        report.notes = [replace(n, text=in_words_of_the_command(n.text)) for n in report.notes]
         return verdict
 
     @property
-    def new_notes(self) -> list[str]:
+    def new_notes(self) -> list[Note]:
         """The report's notes without its first ones."""
         return self.report.notes[self._first_notes :]

@@ -33,6 +33,7 @@ from fusion_bench_featcal.folders.texts import open_classifier_task, open_langua
 from fusion_bench_featcal.folders.verdict import NotImproved
 from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import FEATCAL, measure
+from fusion_bench_featcal.results.notes import NOTE, Note
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -156,7 +157,7 @@ def _make_adapter(models: Models, calibrated: nn.Module, evaluation: Evaluation)
         return None
     model = base.load().to(models.request.device)
     adapter = Adapter.of(model, calibrated, rank)
-    evaluation.report.notes.append(adapter.note())
+    evaluation.report.note(Note(NOTE, adapter.note()))
     evaluation.add(f"{FEATCAL}:lora {rank}", model)
     return adapter
 

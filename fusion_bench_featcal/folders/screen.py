@@ -17,6 +17,7 @@ from fusion_bench_featcal.plan import bytes_text, one_line, plan_of, show_plan, 
 from fusion_bench_featcal.plan_shapes import Request as PlanRequest
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import AVERAGE, Report
+from fusion_bench_featcal.results.notes import VERDICT, Note
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -64,8 +65,8 @@ def show_downloads(request: Request) -> bool:
     return bool(lacking)
 
 
-def show_scores(report: Report, notes: Sequence[str]) -> None:
-    """Print accuracy and loss of every row by task, and notes, of which the last is the verdict."""
+def show_scores(report: Report, notes: Sequence[Note]) -> None:
+    """Print accuracy and loss of every row by task, notes, and the verdict."""
     names = list(report.rows)
     lines = [["accuracy % (loss)", *names]]
     for task in [*report.tasks, *([AVERAGE] if len(report.tasks) > 1 else [])]:
@@ -75,9 +76,8 @@ def show_scores(report: Report, notes: Sequence[str]) -> None:
     for first, *cells in lines if names else ():
         aligned = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
         print("  ".join([first.ljust(widths[0]), *aligned]))
-    for note in notes[:-1]:
-        print(f"note: {note}")
-    print(notes[-1])
+    for note in notes:
+        print(note.sentence if note.kind == VERDICT else f"note: {note.sentence}")
 
 
 @contextmanager

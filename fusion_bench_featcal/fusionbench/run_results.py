@@ -34,6 +34,7 @@ from fusion_bench_featcal.results import (
     versions,
 )
 from fusion_bench_featcal.results.long_table import file_suffix
+from fusion_bench_featcal.results.notes import AGREEMENT, NOTE, SAMPLES, Note
 from fusion_bench_featcal.results.remarks import (
     closing_lines,
     notes_of_log,
@@ -92,10 +93,10 @@ class RunResults:
         self._returned: Evaluation | None = None
 
     def add_notes(self, notes: Sequence[str]) -> None:
-        """Warn of something at once, and say it in the report."""
-        for note in notes:
-            log.warning(note)
-        self.report.notes += notes
+        """Warn of something at once, and note it in the report."""
+        for text in notes:
+            log.warning(text)
+            self.report.note(Note(NOTE, text))
 
     def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> None:
         """Evaluate a model that was not calibrated; runs that are compared agree in `settings`."""
@@ -112,7 +113,7 @@ class RunResults:
         tasks = task_names(self._taskpool) or self.report.tasks or experts
         if missing := [task for task in tasks if experts and task not in experts]:
             note = f"no row of experts: the model pool has none for {', '.join(missing)}"
-            self.report.notes.append(note)
+            self.report.note(Note(NOTE, note))
         elif experts:
             log.info("evaluating experts, each on its own task")
             pool = self._modelpool
@@ -134,8 +135,8 @@ class RunResults:
             write_atomic(self._log_dir / f"reads{preset}.json", json_text(result.reads))
         lines = [*warnings_of(Agreement.of(result.log), settings), *outcome_of(result.log)]
         # The run's last lines have these notes: no warning beside them.
-        self.report.notes += notes_of_log(name, result.log.records)
-        self.report.notes += [f"{name}: {line}" for line in lines]
+        self.report.note(*notes_of_log(name, result.log.records))
+        self.report.note(*(Note(AGREEMENT, line, name) for line in lines))
         values, split = settings.of_the_model().as_dict(), settings.calibration_split
         of_model = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
         counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
@@ -166,14 +167,15 @@ class RunResults:
             seed: Seed of samples and training; None for methods that draw nothing.
         """
         if any(drawn["split"] == "test" for drawn in samples.values()):
-            self.report.notes.append(f"{name} was made with samples of the test split")
+            text = f"{name} was made with samples of the test split"
+            self.report.note(Note(SAMPLES, text))
         if seed is not None:
             self.report.seeds[name] = seed
         self._add_row(name, model, settings=settings, cost=cost.as_dict(), samples=samples)
 
     def finish(self) -> nn.Module:
         """Write, log and show the report; return the model that FusionBench need not evaluate."""
-        self.report.notes += tasks_below_merged(self.report)
+        self.report.note(*tasks_below_merged(self.report))
         first = [BASE, EXPERTS, self.report.upstream]  # references are evaluated last
         for kept in (self.report.rows, self.report.loss, self.report.settings, self.report.items):
             for name in [*(n for n in first if n in kept), *(n for n in kept if n not in first)]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .long_table import AVERAGE, BASE, EXPERTS, FEATCAL
+from .notes import BELOW, DRIFT, SAMPLES, UPDATE, Note
 from .report import Report
 
 HIGH_DRIFT = 0.7
@@ -25,12 +26,12 @@ _SHOWN = 0.0005
 """Differences of accuracy below this vanish in tables of tenths of a per cent."""
 
 
-def tasks_below_merged(report: Report) -> list[str]:
-    """Return a sentence for each task on which a row ends below the merged model."""
+def tasks_below_merged(report: Report) -> list[Note]:
+    """Return a note on each task on which a row ends below the merged model."""
     merged = report.rows.get(report.upstream or "")
     if merged is None:
         return []
-    lines = []
+    notes = []
     for task in report.tasks:
         shown = [
             f"{name} {100 * drop:+z.1f}"
@@ -38,14 +39,15 @@ def tasks_below_merged(report: Report) -> list[str]:
             if (drop := row[task] - merged[task]) <= -_SHOWN and name not in (BASE, EXPERTS)
         ]
         if shown:
-            lines.append(f"{task} ends below the merged model: {', '.join(shown)} points")
-    return lines
+            text = f"{task} ends below the merged model: {', '.join(shown)} points"
+            notes.append(Note(BELOW, text, task=task))
+    return notes
 
 
-def tasks_with_high_drift(name: str, records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence for each task whose drift is at least `HIGH_DRIFT` after the last block.
+def tasks_with_high_drift(name: str, records: Iterable[Mapping[str, Any]]) -> list[Note]:
+    """Return a note on each task whose drift is at least `HIGH_DRIFT` after the last block.
 
-    `records` are those of the calibration log of row `name`; without drift there is no sentence.
+    `records` are those of the calibration log of row `name`; without drift there is no note.
     """
     last = {
         record["task"]: record.get("relative_drift_after")
@@ -53,15 +55,20 @@ def tasks_with_high_drift(name: str, records: Iterable[Mapping[str, Any]]) -> li
         if record["kind"] == "task"
     }
     return [
-        f"{name}: {task} keeps a relative drift of {drift:.2f} after the last block (1: as far "
-        "from its expert's features as zeros would be)"
+        Note(
+            DRIFT,
+            f"{task} keeps a relative drift of {drift:.2f} after the last block (1: as far from "
+            "its expert's features as zeros would be)",
+            name,
+            task,
+        )
         for task, drift in last.items()
         if drift is not None and drift >= HIGH_DRIFT
     ]
 
 
-def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence on the module with the largest update if that is `LARGE_UPDATE` or more.
+def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
+    """Return a note on the module with the largest update if that is `LARGE_UPDATE` or more.
 
     `records` are those of the calibration log of row `name`. A task is named if its expert's
     features at the module's block are far larger than those of the others.
@@ -78,30 +85,33 @@ def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[str]
         and record.get("relative_drift_after")
     }
     *others, largest = [0.0, 0.0, *sorted(scales.values())]
-    of_task = ""
-    if largest > LARGE_UPDATE * others[-1] > 0:
-        of_task = f" of task {max(scales, key=scales.__getitem__)}"
-    return [
-        f"{name}: module {worst['module']}: the update is "
-        f"{worst['relative_update']:.3g} times as large as the merged weights. Check the "
-        f"scale of weights and calibration samples{of_task}"
-    ]
+    task = max(scales, key=scales.__getitem__) if largest > LARGE_UPDATE * others[-1] > 0 else ""
+    text = (
+        f"module {worst['module']}: the update is {worst['relative_update']:.3g} times as large as "
+        "the merged weights. Check the scale of weights and calibration samples"
+    )
+    return [Note(UPDATE, text + (f" of task {task}" if task else ""), name, task)]
 
 
-def notes_of_log(name: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return all sentences on the calibration log of a row."""
+def notes_of_log(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
+    """Return all notes on the calibration log of a row."""
     kinds = (strange_samples, tasks_with_high_drift, largest_update)
-    return [note for sentences in kinds for note in sentences(name, records)]
+    return [note for notes in kinds for note in notes(name, records)]
 
 
-def strange_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence for each task whose samples do not look like its expert's training data.
+def strange_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
+    """Return a note on each task whose samples do not look like its expert's training data.
 
     `records` are those of the calibration log of row `name`.
     """
     return [
-        f"{name}: the calibration samples of {record['task']} do not look like what its expert was "
-        f"trained on (trust {record['trust']:.2f}), so that they count less. Check them"
+        Note(
+            SAMPLES,
+            f"the calibration samples of {record['task']} do not look like what its expert was "
+            f"trained on (trust {record['trust']:.2f}), so that they count less. Check them",
+            name,
+            record["task"],
+        )
         for record in records
         if record["kind"] == "trust" and record["named"]
     ]

@@ -10,6 +10,7 @@ from fusion_bench_featcal.json_files import plain, read_json
 
 from .find import FailedCell
 from .items import ITEMS_FILE, load_items, save_items
+from .notes import Note
 from .report_files import REPORT_FILE, csv_text, write_files
 from .run_rows import RunRows
 from .schema import KIND, check_run
@@ -62,6 +63,7 @@ class Report(RunRows):
         check_run(content, str(path))
         names = [key.name for key in fields(cls) if key.name != "items" and key.name in content]
         report = cls(**{name: content[name] for name in names})
+        report.notes = [Note(**note) for note in content["notes"]]
         for name, flags in (load_items(Path(directory)) or {}).items():
             if name not in report.rows:
                 raise ReportError(f"{path}: items.npz has row '{name}', the report has not")

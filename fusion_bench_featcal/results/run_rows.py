@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fusion_bench_featcal.files import ReportError
@@ -28,15 +28,16 @@ from .long_table import (
     recovered_share,
     worst_task,
 )
+from .notes import LOSS as LOSS_NOTE
+from .notes import Note
 from .schema import SCHEMA, TOLERANCE, check_row
 
 
-def finite_losses(loss: Mapping[str, float | None]) -> tuple[dict[str, float], list[str]]:
-    """Return the losses that are finite, and a sentence for each that is not; None says nothing."""
+def finite_losses(loss: Mapping[str, float | None]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the losses that are finite by task, and a sentence for each that is not."""
     given = {task: float(value) for task, value in loss.items() if value is not None}
     finite = {task: value for task, value in given.items() if math.isfinite(value)}
-    notes = [f"the loss of {task} is {given[task]}" for task in given if task not in finite]
-    return finite, notes
+    return finite, {t: f"the loss of {t} is {v}" for t, v in given.items() if t not in finite}
 
 
 @dataclass(kw_only=True)
@@ -67,8 +68,8 @@ class RunRows:
     """Task -> {"items": number of test items, ...}; equal for comparable runs."""
     versions: dict[str, str] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    """Sentences a reader must know, for example "calibrated on the test split"."""
+    notes: list[Note] = field(default_factory=list)
+    """What a reader must know, for example "calibrated on the test split"."""
     loss: dict[str, dict[str, float]] = field(default_factory=dict)
     """Row -> task -> loss, and `average` where every task has one; without what has none."""
     items: Items = field(default_factory=dict, repr=False)
@@ -119,11 +120,15 @@ class RunRows:
         for column, value in made:
             if value is not None:
                 column[name] = plain(value, name)
-        finite, notes = finite_losses({task: (loss or {}).get(task) for task in self.tasks})
-        self.notes += [f"{name}: {note}" for note in notes]
+        finite, infinite = finite_losses({task: (loss or {}).get(task) for task in self.tasks})
+        self.note(*(Note(LOSS_NOTE, text, name, task) for task, text in infinite.items()))
         if finite:
             average = {AVERAGE: mean(finite)} if len(finite) == len(self.tasks) else {}
             self.loss[name] = finite | average
+
+    def note(self, *notes: Note) -> None:
+        """Add notes, which get the run's merger."""
+        self.notes += [replace(note, merger=self.upstream or "") for note in notes]
 
     def _add_items(self, name: str, row: Mapping[str, float], correct: Mapping[str, Any]) -> None:
         items = {}

@@ -8,7 +8,7 @@ from fusion_bench_featcal.files import ReportError
 
 from .long_table import AVERAGE, mean
 
-SCHEMA = 1
+SCHEMA = 2
 KIND = "run"
 COMPARISON_KIND = "comparison"
 STUDY_KIND = "study"
@@ -21,6 +21,7 @@ TOLERANCE = 1e-5
 # be null.
 NUMBER = int | float
 _SCALAR = str | int | float | bool | None
+NOTE = {"!": ("kind", "text"), **dict.fromkeys(("kind", "text", "row", "task", "merger"), str)}
 _ROWS = {"*": {"*": NUMBER}}
 RUN = {
     "suite": str,
@@ -35,7 +36,7 @@ RUN = {
     "test_sets": {"*": {}},
     "versions": {"*": str},
     "device": {},
-    "notes": [str],
+    "notes": [NOTE],
 }
 _COMPARISON_ROW = {
     "!": ("upstream", "name", "accuracy", "gain", "gain_interval", "cost"),

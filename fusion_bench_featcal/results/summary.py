@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ from .long_table import (
     samples_range,
     worst_task,
 )
+from .notes import RECORD, Note
 from .run_rows import RunRows
 
 _SEED_SETTING = "seed"
@@ -100,7 +101,7 @@ class Summary:
 
     rows: list[SummaryRow]  # in the order of the runs
     runs: list[str]  # their folders
-    notes: list[str]
+    notes: list[Note]
     seeds: list[int] = field(default_factory=list)  # of the comparisons, where they are known
     failed: list[FailedCell] = field(default_factory=list)
     # Flags per test item of every run, by seed, of rows that have them.
@@ -255,37 +256,39 @@ def _difference(first: _Run, one: Any, second: _Run, two: Any) -> str:
     return f"{one} in {first.path}, {two} in {second.path}"
 
 
-def _notes(runs: Sequence[_Run]) -> list[str]:
-    """Notes of the runs, each with its merger (and suite) where there are several."""
-    places = {run.path: _place(run, runs) for run in runs}
-    every = "all mergers" if len({run.report.suite for run in runs}) == 1 else "all runs"
-    having: dict[str, dict[str, None]] = {}
+def _notes(runs: Sequence[_Run]) -> list[Note]:
+    """Notes of the runs, each with its mergers (and suites) where there are several."""
+    are_alike = len({run.report.suite for run in runs}) == 1
+    having: dict[Note, dict[str, None]] = {}
+    names = set()
     for run in runs:
+        merger = run.report.upstream or "without merger"
+        name = merger if are_alike else f"{run.report.suite}, {merger}"
+        names.add(name)
         for note in run.report.notes:
-            having.setdefault(note, {})[places[run.path]] = None
-    notes = []
-    for note, named in having.items():
-        is_named = note.startswith(tuple(f"{place}{end}" for place in named for end in ":,"))
-        several = len(set(places.values())) > 1 and not is_named
-        owners = "; ".join(named) if len(named) < len(set(places.values())) else every
-        notes.append(f"{owners}: {note}" if several else note)
+            having.setdefault(replace(note, merger=""), {})[name] = None
+    every = "" if len(names) == 1 else "all mergers" if are_alike else "all runs"
+    notes = [
+        replace(note, merger="; ".join(named) if len(named) < len(names) else every)
+        for note, named in having.items()
+    ]
+    return notes + [Note(RECORD, text) for text in _differing_records(runs)]
+
+
+def _differing_records(runs: Sequence[_Run]) -> list[str]:
+    """Return sentences on runs without flags per test item, and on versions that differ."""
+    texts = []
     without = [str(run.path) for run in runs if not run.report.items]
     if without:
         where = f": {', '.join(without)}" if len(runs) > 1 else ""
-        notes.append(f"no interval over items for rows without {ITEMS_FILE}{where}")
+        texts.append(f"no interval over items for rows without {ITEMS_FILE}{where}")
     for package in dict.fromkeys(package for run in runs for package in run.report.versions):
         numbers = sorted({run.report.versions.get(package, "not recorded") for run in runs})
         if "/" in package and "not recorded" in numbers:  # of the hub, which earlier runs left out
             numbers.remove("not recorded")
         if len(numbers) > 1:
-            notes.append(f"runs used different versions of {package}: {', '.join(numbers)}")
-    return notes
-
-
-def _place(run: _Run, runs: Sequence[_Run]) -> str:
-    """Name a run's merger, and its suite where there are several."""
-    suite, merger = run.report.suite, run.report.upstream or "without merger"
-    return merger if len({each.report.suite for each in runs}) == 1 else f"{suite}, {merger}"
+            texts.append(f"runs used different versions of {package}: {', '.join(numbers)}")
+    return texts
 
 
 # ---- one row

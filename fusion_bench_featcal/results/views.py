@@ -13,6 +13,8 @@ from .columns import ACCURACY, COSTS, ONE_RUN, Column, csv_line, with_values
 from .find import FailedCell, refuse_run
 from .items import LEVEL
 from .long_table import BASE, EXPERTS, merged_by, samples_range
+from .notes import FAILED as FAILED_CELL
+from .notes import chosen
 from .report_files import addresses, csv_text, write_files
 from .run_rows import RunRows
 from .schema import COMPARISON_KIND, SCHEMA
@@ -142,7 +144,7 @@ def write(summary: Summary, directory: str | Path, setting: str = LOG_DIR_SETTIN
         "seeds": summary.seeds,
         "rows": plain([asdict(row) | {"runs": len(row.run_seeds)} for row in rows], "rows"),
         "failed": [asdict(cell) for cell in summary.failed],
-        "notes": summary.notes,
+        "notes": [asdict(note) for note in summary.notes],
         # The folder stands for these. Others in it, such as an earlier comparison's runs, are not
         # read again with it.
         "runs": addresses(summary.runs, directory),
@@ -202,17 +204,33 @@ def losses_of(summary: Summary, suite: str) -> Grid | None:
 
 def sentences(summary: Summary) -> list[str]:
     """Return failed cells, the meaning of the columns that have values, and the runs' notes."""
-    lines = failures(summary.failed)
-    if len(summary.seeds) > 1:
-        lines.append(f"means over comparisons with the seeds {', '.join(map(str, summary.seeds))}")
-    return lines + explanations(summary, [*ACCURACY, *COSTS])
+    lines = legend(summary) + [f"note: {note}" for note in note_lines(summary)]
+    return failures(summary.failed) + lines
+
+
+def legend(summary: Summary) -> list[str]:
+    """Return the meaning of the tables of several runs."""
+    seeds = ", ".join(map(str, summary.seeds))
+    lines = [f"means over comparisons with the seeds {seeds}"] if len(summary.seeds) > 1 else []
+    return lines + meanings(summary, [*ACCURACY, *COSTS])
 
 
 def explanations(summary: Summary, columns: Iterable[Column]) -> list[str]:
     """Return the meaning of those columns that have values, and the runs' notes."""
-    meanings = [column.meaning for column in with_values(columns, summary.rows) if column.meaning]
-    notes = [f"note: {note}" for note in summary.notes]
-    return ["accuracy in per cent" + spread_meaning(summary.rows), *meanings, *notes]
+    return meanings(summary, columns) + [f"note: {note}" for note in note_lines(summary)]
+
+
+def meanings(summary: Summary, columns: Iterable[Column]) -> list[str]:
+    """Return the meaning of those columns that have values."""
+    shown = with_values(columns, summary.rows)
+    accuracy = "accuracy in per cent" + spread_meaning(summary.rows)
+    return [accuracy, *(column.meaning for column in shown if column.meaning)]
+
+
+def note_lines(summary: Summary) -> list[str]:
+    """Return the runs' notes, without cells that are listed as failed already."""
+    listed = [FAILED_CELL] if summary.failed else []
+    return [note.sentence_of_several for note in chosen(summary.notes, *listed)]
 
 
 def spread_meaning(rows: Sequence[SummaryRow]) -> str:

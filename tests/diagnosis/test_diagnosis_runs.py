@@ -217,6 +217,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     diagnosed = means(where(lines, metric="items"), "task", "class")
     assert {key for key in diagnosed if key[1]} <= set(classes)  # both pools name the same ones
     assert "featcal: relative drift changes by -" in result.stdout
-    assert any(note.startswith("diagnosis: at most 48 items") for note in report["notes"])
+    assert any(note["text"].startswith("diagnosis: at most 48 items") for note in report["notes"])
     assert main(["report", str(log)]) == 0
     assert "cosine of final features" in capsys.readouterr().out

@@ -94,7 +94,7 @@ def test_a_language_model_as_calibrated_in_python(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "plan: " in shown and "loss" in shown and "; evaluated on 6 rows" in shown
     screen = " ".join(shown.split())  # the last notes are wrapped
-    assert report.notes and [screen.count(note) for note in report.notes] == [1] * len(report.notes)
+    assert report.notes and [screen.count(n.text) for n in report.notes] == [1] * len(report.notes)
     assert not (tmp_path / "out.blocks").exists()
 
 

@@ -42,7 +42,7 @@ def test_an_adapter_of_a_low_rank_is_evaluated_with_what_it_loses(tmp_path):
     assert main(words(tmp_path, *PAPER, "--as-lora", "1")) == 0
     report = report_of(tmp_path)
     assert report.loss["featcal:lora 1"] != report.loss["featcal"]
-    assert any(note.startswith("adapter of rank 1: ") for note in report.notes)
+    assert any(note.text.startswith("adapter of rank 1: ") for note in report.notes)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,9 @@ def test_own_scores_before_and_after(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(words(tmp_path, *PAPER, "--evaluate", "layer_scores:rows")) == 0
     line = "evaluated by layer_scores:rows tokens: merged 2, featcal 2"
-    assert line in capsys.readouterr().out and line in report_of(tmp_path).notes
+    assert line in capsys.readouterr().out and line in [
+        note.text for note in report_of(tmp_path).notes
+    ]
 
 
 def test_strict_saves_nothing_where_a_task_is_behind(tmp_path, capsys):
@@ -86,7 +88,7 @@ def test_strict_saves_nothing_where_a_task_is_behind(tmp_path, capsys):
     shown = capsys.readouterr().out
     verdict = next(line for line in shown.splitlines() if line.startswith("verdict: no closer"))
     assert "Try more samples (--set samples_per_task), " in verdict
-    assert report_of(tmp_path).notes[-1] == verdict
+    assert report_of(tmp_path).notes[-1].text == verdict
     (tmp_path / "out").rename(tmp_path / "first")
     assert main([*run, "--strict"]) == 1
     ended = capsys.readouterr()

@@ -28,8 +28,8 @@ def test_columns_of_all_tasks_and_of_one(folder):
     columns = ["--columns", "prompt=q,target=a", "--columns", f"{TASKS[1]}:prompt=ask"]
     assert main(words(folder, "--preset", "paper", *columns)) == 0
     named = report_of(folder)
-    assert "one.jsonl (prompt=q, target=a); evaluated on" in named.notes[0]
-    assert "two.jsonl (prompt=ask, target=a); evaluated on" in named.notes[1]
+    assert "one.jsonl (prompt=q, target=a); evaluated on" in named.notes[0].text
+    assert "two.jsonl (prompt=ask, target=a); evaluated on" in named.notes[1].text
     (folder / "out").rename(folder / "named")
     llama_folders(folder)
     assert main(words(folder, "--preset", "paper")) == 0

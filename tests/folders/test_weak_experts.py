@@ -26,7 +26,7 @@ def test_experts_no_better_than_guessing(tmp_path, capsys):
     assert float(loss) > 6 and "--chat-template" in line and line.endswith("give --force")
     assert sorted(tmp_path.iterdir()) == before
     assert main([*arguments, "--force", "--preset", "paper"]) == 0
-    assert any(f"one (loss {loss} on 6 rows" in note for note in report_of(tmp_path).notes)
+    assert any(f"one (loss {loss} on 6 rows" in note.text for note in report_of(tmp_path).notes)
 
 
 def test_experts_worse_than_the_base(tmp_path, capsys):

@@ -83,7 +83,7 @@ def test_improved_model_stands_beside_the_merged_one(
     assert report.seeds == {"doubled": 7}
     assert report.samples == {"doubled": DRAWN}
     assert isinstance(report.cost["doubled"]["seconds"], float)
-    assert report.notes == [
+    assert [note.text for note in report.notes] == [
         "doubled was made with samples of the test split",
         "left ends below the merged model: doubled -15.0 points",
         "right ends below the merged model: doubled -45.0 points",

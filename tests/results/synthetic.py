@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.notes import NOTE, Note
 from fusion_bench_featcal.results.summary import Summary, SummaryRow
 
 SIX = ("mini_mnist", "mini_fashion_mnist", "mini_notmnist", "mini_optdigits", "mini_latin",
@@ -26,10 +27,12 @@ def make_report(
     seed: int = 42,
     items: bool = True,
     settings: Mapping[str, Any] | None = None,
+    notes: Sequence[Note | str] = (),
     **more: Any,
 ) -> Report:
     """Every task of a row has the row's level; `featcal` rows carry settings, cost and samples."""
     report = Report(**{"suite": "toy", "upstream": "task_arithmetic", **more})
+    report.note(*(Note(NOTE, note) if isinstance(note, str) else note for note in notes))
     report.seeds = {"calibration": seed}
     for name, level in levels.items():
         correct = {task: flags(level) for task in tasks}

@@ -11,6 +11,7 @@ import pytest
 from synthetic import LEVELS, make_report
 
 from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.notes import BELOW, FAILED, KINDS, Note, chosen
 from fusion_bench_featcal.results.remarks import (
     closing_lines,
     closing_lines_of_a_comparison,
@@ -103,7 +104,7 @@ def test_each_task_below_the_merged_model_has_a_sentence() -> None:
     report.add_row("merged", {"a": 0.5, "b": 0.5, "c": 0.5})
     report.add_row("featcal", {"a": 0.468, "b": 0.7, "c": 0.4999})
     report.add_row("featcal:mini", {"a": 0.48, "b": 0.49, "c": 0.6})
-    assert tasks_below_merged(report) == [
+    assert [note.text for note in tasks_below_merged(report)] == [
         "a ends below the merged model: featcal -3.2, featcal:mini -2.0 points",
         "b ends below the merged model: featcal:mini -1.0 points",
     ]
@@ -122,5 +123,15 @@ def test_each_task_that_keeps_a_high_drift_after_the_last_block_has_a_sentence()
         {"kind": "task", "block": "1", "task": "unlogged"},
         {"kind": "block", "block": "1"},
     ]
-    (sentence,) = tasks_with_high_drift("featcal", records)
-    assert sentence.startswith("featcal: far keeps a relative drift of 0.93 after the last block")
+    (note,) = tasks_with_high_drift("featcal", records)
+    assert note.sentence.startswith(
+        "featcal: far keeps a relative drift of 0.93 after the last block"
+    )
+
+
+def test_notes_are_chosen_and_ordered_by_kind_whatever_their_words() -> None:
+    notes = [Note(kind, "ends below the merged model") for kind in reversed(KINDS)]
+    assert [note.kind for note in chosen(notes, BELOW)] == [kind for kind in KINDS if kind != BELOW]
+    failed = Note(FAILED, "out of memory", "surgery", merger="ties")
+    assert failed.sentence == "surgery failed: out of memory"
+    assert failed.sentence_of_several == "ties, surgery failed: out of memory"

@@ -13,6 +13,7 @@ from synthetic import LEVELS, make_report
 
 from fusion_bench_featcal.results import AVERAGE, Report, ReportError
 from fusion_bench_featcal.results.long_table import LongTable
+from fusion_bench_featcal.results.notes import Note
 
 
 def content_of(folder: Path) -> dict[str, Any]:
@@ -101,7 +102,8 @@ def test_losses_are_kept_absent_ones_stay_absent_and_infinite_ones_become_notes(
     report.add_row("two", half, loss={"cars": float("nan"), "dtd": 1.0})
     new = {"cars": 0.5, "dtd": 1.5, AVERAGE: 1.0}
     assert report.loss == {"new": new, "one": {"cars": 0.0}, "two": {"dtd": 1.0}}
-    assert report.notes == ["two: the loss of cars is nan"]
+    (note,) = report.notes
+    assert note == Note("loss", "the loss of cars is nan", "two", "cars", "task_arithmetic")
     report.write(tmp_path)
     assert Report.load(tmp_path).loss == report.loss
     losses = {
@@ -158,7 +160,7 @@ def test_flags_must_agree_with_accuracy_and_with_the_other_rows():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": 99}, "has schema 99; this version .* reads schema 1"),
+        ({"schema": 99}, "has schema 99; this version .* reads schema 2"),
         ({"kind": "other"}, "is not the report of a run"),
         ({"surprise": 1}, r"unknown keys \['surprise'\]"),
         ({"loss": []}, "loss must be a mapping, got list"),
@@ -172,7 +174,7 @@ def test_flags_must_agree_with_accuracy_and_with_the_other_rows():
         ({"samples": {"base": {"a": {"samples": 1}}}}, "samples: base: a: no split"),
         (None, r"cannot read .*report\.json"),
         ('{"kind": "run"', r"report\.json is not valid JSON"),
-        ('{"kind": "run", "schema": 1}', r"missing keys \['cost', 'device'"),
+        ('{"kind": "run", "schema": 2}', r"missing keys \['cost', 'device'"),
     ],
 )
 def test_loading_names_what_is_wrong(tmp_path: Path, changes: Any, message: str):

@@ -16,6 +16,7 @@ from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.results import Report, ReportError, items, load_items, save_items
 from fusion_bench_featcal.results.curves import drift_records, load_curves, write_curves
 from fusion_bench_featcal.results.find import find
+from fusion_bench_featcal.results.notes import NOTE, Note
 from fusion_bench_featcal.results.report import summarise
 from fusion_bench_featcal.results.views import write
 
@@ -44,7 +45,7 @@ def leave(folder: Path) -> Path:
             )
         report.versions["torch"] = "2.0"
         report.device["cpu"] = "some"
-        report.notes.append("a note")
+        report.note(Note(NOTE, "a note"))
         report.write(folder / merger)
         write_curves(folder / merger, CURVES)
         (folder / merger / "calibration_log.jsonl").write_text(json.dumps(LOG) + "\n")
@@ -173,7 +174,7 @@ def test_hostile_reports_are_read_or_refused(
     "name", ["report.json", "average/report.json", "average/training_curves.jsonl"]
 )
 def test_impossible_json_is_refused_by_name(name: str, raw: str, folder: Path) -> None:
-    (folder / name).write_text('{"kind": "run", "schema": 1, "rows": ' + raw + "}\n")
+    (folder / name).write_text('{"kind": "run", "schema": 2, "rows": ' + raw + "}\n")
     with pytest.raises(ReportError, match=name.replace(".", r"\.")):
         everything(folder)
 

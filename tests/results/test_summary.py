@@ -11,13 +11,19 @@ from synthetic import leave_run, leave_seeds, make_report, row_of
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.results import AVERAGE, ReportError
 from fusion_bench_featcal.results.find import find
+from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.report import summarise
+from fusion_bench_featcal.results.summary import Summary
 from fusion_bench_featcal.results.views import write
 
 
 @pytest.fixture
 def seeds(tmp_path: Path) -> list[Path]:
     return leave_seeds(tmp_path)
+
+
+def sentences_of(summary: Summary) -> list[str]:
+    return [note.sentence_of_several for note in summary.notes]
 
 
 def test_mean_deviation_gain_and_intervals_over_seeds(seeds: list[Path]):
@@ -42,7 +48,7 @@ def test_without_items_there_is_no_interval_and_a_note_says_so(tmp_path: Path):
     row = row_of(summary, "featcal")
     assert row.gain == pytest.approx(0.15)
     assert row.gain_interval is None and row.recovered_gap_interval is None
-    assert any("items.npz" in note for note in summary.notes)
+    assert any("items.npz" in note.text for note in summary.notes)
 
 
 def test_upstream_mergers_and_suites_stay_apart(tmp_path: Path):
@@ -115,7 +121,7 @@ def test_methods_in_order_differ_by_their_settings_and_not_by_their_seeds(tmp_pa
 def test_different_versions_are_noted(tmp_path: Path):
     leave_run(tmp_path / "a", seed=1, versions={"torch": "2.12"})
     leave_run(tmp_path / "b", seed=2, versions={"torch": "2.13"}, notes=["slow disk"])
-    notes = summarise(find([tmp_path]).runs).notes
+    notes = sentences_of(summarise(find([tmp_path]).runs))
     assert notes == ["slow disk", "runs used different versions of torch: 2.12, 2.13"]
 
 
@@ -123,7 +129,7 @@ def test_other_commits_of_the_hub_are_noted_and_missing_ones_are_not(tmp_path: P
     leave_run(tmp_path / "a", seed=1, versions={"org/model": "aa", "datasets/org/rows": "bb"})
     leave_run(tmp_path / "b", seed=2, versions={"org/model": "cc"})
     leave_run(tmp_path / "c", seed=3, versions={})
-    notes = summarise(find([tmp_path]).runs).notes
+    notes = sentences_of(summarise(find([tmp_path]).runs))
     assert notes == ["runs used different versions of org/model: aa, cc"]
 
 
@@ -169,15 +175,16 @@ def test_where_there_is_no_run(tmp_path: Path, path: str, message: str):
         find([tmp_path / path])
 
 
-BELOW = "dtd ends below the merged model: featcal -1.0 points"
+BELOW = Note("below", "dtd ends below the merged model: featcal -1.0 points", task="dtd")
+TUNED = Note("note", "tuned by hand", "ties:small")
+SLOW = Note("note", "slow disk", "featcal")
 
 
 @pytest.mark.parametrize("door", ["terminal", "report.md", "page"])
 def test_notes_of_several_mergers_name_theirs(tmp_path: Path, capsys, door: str):
     levels = {"base": 0.3, "experts": 0.9, "ties": 0.5, "ties:small": 0.6, "featcal": 0.7}
-    for merger, own in {"ties": [BELOW], "ties:small": ["ties:small: tuned by hand"]}.items():
-        notes = [*own, "featcal: slow disk"]
-        make_report(levels, upstream=merger, notes=notes).write(tmp_path / merger)
+    for merger, note in {"ties": BELOW, "ties:small": TUNED}.items():
+        make_report(levels, upstream=merger, notes=[note, SLOW]).write(tmp_path / merger)
     words = {"report.md": ["--out", str(tmp_path / "out")],
              "page": ["--html", str(tmp_path / "page.html")]}.get(door, [])  # fmt: skip
     assert main(["report", str(tmp_path / "ties"), str(tmp_path / "ties:small"), *words]) == 0
@@ -185,8 +192,8 @@ def test_notes_of_several_mergers_name_theirs(tmp_path: Path, capsys, door: str)
              "report.md": lambda: (tmp_path / "out" / "report.md").read_text(),
              "page": lambda: (tmp_path / "page.html").read_text()}  # fmt: skip
     text = texts[door]()
-    assert f"ties: {BELOW}" in text
-    for once in (BELOW, "ties:small: tuned by hand", "all mergers: featcal: slow disk"):
+    assert f"ties: {BELOW.text}" in text
+    for once in (BELOW.text, "ties:small: tuned by hand", "all mergers: featcal: slow disk"):
         assert text.count(once) == 1
     assert not re.search(r"ties(:small)?: (ties:small: tuned|featcal: slow)", text)
 
@@ -194,7 +201,7 @@ def test_notes_of_several_mergers_name_theirs(tmp_path: Path, capsys, door: str)
 def test_notes_of_several_suites_name_them(tmp_path: Path):
     for suite in ("toys", "tools"):
         make_report(suite=suite, notes=[f"{suite} are few", "slow disk"]).write(tmp_path / suite)
-    notes = summarise(find([tmp_path]).runs).notes
+    notes = sentences_of(summarise(find([tmp_path]).runs))
     assert notes == [
         "tools, task_arithmetic: tools are few", "all runs: slow disk",
         "toys, task_arithmetic: toys are few",

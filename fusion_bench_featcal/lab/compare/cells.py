@@ -309,11 +309,11 @@ def _result(
     settings: dict[str, Any] | None = None,
     cost: dict[str, Any] | None = None,
 ) -> CellResult:
-    finite, notes = finite_losses(evaluation.loss)
+    finite, infinite = finite_losses(evaluation.loss)
     return CellResult(
         accuracy=evaluation.accuracy,
         loss=finite,
-        notes=notes,
+        notes=list(infinite.values()),
         correct=evaluation.correct,
         settings=settings or {},
         seed=seed_of(settings or {}),

@@ -23,6 +23,7 @@ from fusion_bench_featcal.results.cost import RELATIVE_SECONDS, SECONDS_PER_SAMP
 from fusion_bench_featcal.results.curves import write_curves
 from fusion_bench_featcal.results.find import refuse_run
 from fusion_bench_featcal.results.long_table import COMPARISON_SEED
+from fusion_bench_featcal.results.notes import FAILED, NOTE, Note
 from fusion_bench_featcal.results.remarks import tasks_below_merged
 from fusion_bench_featcal.results.report import summarise
 from fusion_bench_featcal.results.summary import Summary
@@ -139,9 +140,9 @@ def _merger_report(suite: str, merger: str, run: GridRun, notes: Mapping[str, st
         if result.seed is not None:
             report.seeds[name] = result.seed
         texts = [*([notes[name]] if name in notes else []), *result.notes]
-        report.notes += [f"{name}: {text}" for text in texts]
+        report.note(*(Note(NOTE, text, name) for text in texts))
     report.seeds[COMPARISON_SEED] = run.seed
-    report.notes += tasks_below_merged(report)
+    report.note(*tasks_below_merged(report))
     failed = (cell for cell in run.failed if cell.upstream == merger)
-    report.notes += [f"{merger}, {cell.name} failed: {cell.reason}" for cell in failed]
+    report.note(*(Note(FAILED, cell.reason, cell.name) for cell in failed))
     return report

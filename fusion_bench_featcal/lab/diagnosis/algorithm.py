@@ -25,6 +25,7 @@ from fusion_bench_featcal.lab.rivals.projection import load_projection
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.modules.models import head_of
 from fusion_bench_featcal.results import BASE
+from fusion_bench_featcal.results.notes import DIAGNOSIS, Note
 from fusion_bench_featcal.setting_fields import Settings, is_text_list, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
@@ -157,8 +158,7 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
         settings = self.settings.replace(samples_per_task=self.items, held_out=0)
         items = open_items(inputs, self.tasks, settings, self.split)
         results: Any = super()._open_results(inputs, upstream, choices)
-        results.report.notes.append(
-            f"diagnosis: at most {self.items} items per task of the {self.split} split"
-        )
+        text = f"diagnosis: at most {self.items} items per task of the {self.split} split"
+        results.report.note(Note(DIAGNOSIS, text))
         results.start(inputs, items, settings)
         return results

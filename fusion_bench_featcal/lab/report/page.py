@@ -24,7 +24,7 @@ from fusion_bench_featcal.results.tables import (
     short_names,
     without_codes,
 )
-from fusion_bench_featcal.results.views import failures, losses_of, sentences, suite_grids
+from fusion_bench_featcal.results.views import failures, legend, losses_of, note_lines, suite_grids
 
 from .charts import svg
 from .figures import figures_of
@@ -121,8 +121,6 @@ def page_of_runs(folders: ResultFolders, summary: Summary) -> Page:
         grids |= {f"{suite}: {name}": grid for name, grid in suite_grids(summary, suite).items()}
         if losses := losses_of(summary, suite):
             grids[f"{suite}: loss"] = losses
-    notes = [*failures(summary.failed), *summary.notes]
-    meanings = [line for line in sentences(summary) if line.removeprefix("note: ") not in notes]
     repairs = [row for row in summary.rows if row.is_repair]
     featcal = [row for row in repairs if row.name.startswith(FEATCAL)]
     reports = [Report.load(run) for run in summary.runs]
@@ -131,12 +129,12 @@ def page_of_runs(folders: ResultFolders, summary: Summary) -> Page:
         ", ".join(dict.fromkeys(report.suite for report in reports)),
         [_card(row, summary) for row in (featcal or repairs)[:_MOST_CARDS]],
         [
-            Section("Notes and warnings", lines=notes),
+            Section("Notes and warnings", lines=[*failures(summary.failed), *note_lines(summary)]),
             Section("Results", grids),
             Section("Figures", figures=figures_of(summary)),
             *(_diagnosis(run, read_lines(run / LINES_FILE)) for run in diagnosed),
             *_origins(reports),
-            Section("Meaning of the columns", lines=meanings, folded=True),
+            Section("Meaning of the columns", lines=legend(summary), folded=True),
         ],
         [*folders.comparisons, *folders.runs],
     )

@@ -1,7 +1,7 @@
 """Results of a study: comparisons at several points, which labels tell apart."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +13,7 @@ from fusion_bench_featcal.results.columns import ACCURACY, COSTS
 from fusion_bench_featcal.results.find import FailedCell
 from fusion_bench_featcal.results.items import LEVEL, half_width
 from fusion_bench_featcal.results.long_table import AVERAGE, BASE, COMPARISON_SEED, EXPERTS, RowKey
+from fusion_bench_featcal.results.notes import BELOW, FAILED, chosen
 from fusion_bench_featcal.results.report import Report
 from fusion_bench_featcal.results.report_files import REPORT_FILE, addresses, csv_text, write_files
 from fusion_bench_featcal.results.schema import SCHEMA, STUDY, STUDY_KIND, check_types
@@ -188,21 +189,23 @@ class Study:
         over = " and ".join(self.over)
         summaries = [summary for point in points for summary in point.summaries]
         if len(summaries) == 1:
-            meanings = explanations(summaries[0], ACCURACY)
-            return [*failures(self.failed), *meanings, *_fewer_samples(points)]
+            summary = replace(summaries[0], failed=self.failed)
+            lines = explanations(summary, ACCURACY)
+            return [*failures(self.failed), *lines, *_fewer_samples(points)]
         meaning = "accuracy in per cent"
         if over:
             meaning += f", mean over {over}, ± half of the {100 * LEVEL:.0f} % interval over "
             meaning += f"{over} (Student's t, as if these did not overlap)"
         else:
             meaning += spread_meaning([row for each in summaries for row in each.rows])
-        notes = dict.fromkeys(note for each in summaries for note in each.notes)
+        # Each point's report names the tasks that end below the merged model.
+        kinds = (BELOW, FAILED) if self.failed else (BELOW,)
+        notes = chosen(dict.fromkeys(note for each in summaries for note in each.notes), *kinds)
         return [
             *failures(self.failed),
             meaning,
             *_fewer_samples(points),
-            # Each point's report names the tasks that end below the merged model.
-            *(f"note: {note}" for note in notes if "below the merged model" not in note),
+            *(f"note: {note.sentence_of_several}" for note in notes),
         ]
 
     def _markdown(self) -> str:
