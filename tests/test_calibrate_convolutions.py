@@ -11,7 +11,7 @@ from tiny_models import Suite, batched, normal, suite_of
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
-from fusion_bench_featcal.lab.rivals.blockwise import REGMEAN, merge_blockwise
+from fusion_bench_featcal.lab.rivals import RegMean
 from fusion_bench_featcal.rules.paper import Paper
 from fusion_bench_featcal.rules.plus import Plus
 
@@ -294,10 +294,10 @@ def test_what_does_not_fit_a_convolution_is_refused_by_name(settings: dict[str, 
 
 def test_regmean_of_equal_experts_with_groups_is_that_expert():
     suite = net_suite()
-    settings = FeatCalSettings(samples_per_task=8, family=suite.family)
+    method = RegMean(samples_per_task=8, family=suite.family)
     expert = next(iter(suite.experts.values()))
     experts = dict.fromkeys(suite.experts, expert)
-    assert_same(merge_blockwise(suite.base, experts, suite.inputs, settings, REGMEAN), expert)
+    assert_same(method.merge_models(suite.base, experts, suite.inputs), expert)
 
 
 def test_a_batch_norm_that_runs_twice_is_refused_by_name():

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PAPER, PLUS, assert_identical, assert_same, run_fast, run_slow, settings_of
+from calibrations import PAPER, PLUS, assert_identical, assert_same, run_fast, run_slow, samples_in
 from model_types import MIXTURES, Row
 from moe_oracle import find_mixture, matrix
 from tiny_models import Suite
 
 from fusion_bench_featcal import SafetensorsExpert
-from fusion_bench_featcal.lab.rivals.blockwise import REGMEAN, merge_blockwise
+from fusion_bench_featcal.lab.rivals import RegMean
 
 BLOCK = "model.layers.0"
 kinds = pytest.mark.parametrize("row", MIXTURES, ids=lambda row: row.name)
@@ -56,8 +56,8 @@ def test_experts_are_read_from_files_by_the_names_they_have_there(row: Row, tmp_
 
 def test_least_squares_leaves_experts_at_their_mean() -> None:
     suite = suite_of(MIXTURES[0])
-    settings = settings_of(PAPER, suite)
-    found = merge_blockwise(suite.base, suite.experts, suite.inputs, settings, REGMEAN)
+    method = RegMean(samples_per_task=samples_in(suite), family=suite.family)
+    found = method.merge_models(suite.base, suite.experts, suite.inputs)
     mixture = find_mixture(suite.base, BLOCK)
     first, second = (matrix(expert, mixture, 1, "up") for expert in suite.experts.values())
     torch.testing.assert_close(matrix(found, mixture, 1, "up"), (first + second) / 2)

@@ -11,7 +11,7 @@ from fusion_bench_featcal.rules.merging import MergingRule
 from fusion_bench_featcal.rules.norms import NormRows
 from fusion_bench_featcal.rules.regmean import LeastSquaresSums
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved
-from fusion_bench_featcal.setting_fields import check_settings, setting
+from fusion_bench_featcal.setting_fields import setting
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,6 @@ class Lot(MergingRule):
     )
     calibrate_norm = True
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
     @property
     def reads_base(self) -> bool:
         """Return True: steps are from the base."""
@@ -55,7 +52,7 @@ class Lot(MergingRule):
 
     def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
         """Return empty sums relative to the base. Biases and shifts stay as merged."""
-        assert base is not None  # merge_blockwise has one
+        assert base is not None  # a merger has one
         if group.kind == "norm":
             return GainSums(base, merged.bias, self.scale)
         return LeastSquaresSums(base, cutoff=self.cutoff, scale=self.scale, bias=merged.bias)

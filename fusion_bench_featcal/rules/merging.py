@@ -1,9 +1,10 @@
 """Common part of rules that merge experts block by block."""
 
 from fusion_bench_featcal.rules.rule import Rule
+from fusion_bench_featcal.setting_fields import Settings
 
 
-class MergingRule(Rule):
+class MergingRule(Rule, Settings):
     """Base of rules whose sums are over the inputs of each expert's modules.
 
     Attributes:

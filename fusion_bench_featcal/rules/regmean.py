@@ -11,7 +11,7 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.rules.merging import MergingRule
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved
-from fusion_bench_featcal.setting_fields import check_settings, setting
+from fusion_bench_featcal.setting_fields import setting
 
 EPS = 1e-8
 """Least norm of a Gram matrix."""
@@ -39,9 +39,6 @@ class RegMean(MergingRule):
         "blocks before it (RegMean++, Nguyen et al., TMLR 2026).",
         choices=("expert", "merged"),
     )
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
         """Return empty sums relative to the experts' mean."""

@@ -4,22 +4,20 @@ import copy
 
 import pytest
 import torch
-from calibrations import assert_identical, assert_same, replay, run_fast, samples_in
+from calibrations import assert_identical, assert_same, replay, run_fast
 from oracle import Knobs
 from tiny_models import add_up, clip_suite, gpt2_suite, residual_suite
 
-from fusion_bench_featcal import FeatCalSettings
-from fusion_bench_featcal.lab.rivals import AnchorOnlyAlgorithm
-from fusion_bench_featcal.lab.rivals.anchor_only import anchor_only
+from fusion_bench_featcal.lab.rivals import AnchorOnly, AnchorOnlyAlgorithm
 
 
 @pytest.mark.parametrize("make", [clip_suite, gpt2_suite, residual_suite])
 @pytest.mark.parametrize("rho", [0.0, 0.5, 2.0])
 def test_is_calibration_with_a_huge_lambda(make, rho: float) -> None:
     suite = make()
-    settings = FeatCalSettings(anchor_rho=rho, family=replay(suite))
+    method = AnchorOnly(anchor_rho=rho, family=replay(suite))
     limit = run_fast(suite, Knobs(eps=1e-8, lam=1e12, rho=rho), family=replay(suite))
-    assert_same(anchor_only(suite.merged, suite.base, settings), limit.model)
+    assert_same(method.anchored(suite.merged, suite.base), limit.model)
 
 
 @pytest.mark.parametrize(
@@ -33,9 +31,8 @@ def test_is_calibration_with_a_huge_lambda(make, rho: float) -> None:
 )
 def test_leaves_as_merged_what_calibration_leaves(parts) -> None:
     suite = clip_suite()
-    settings = FeatCalSettings(ridge_lambda=1e12, samples_per_task=samples_in(suite), **parts)
     limit = run_fast(suite, Knobs(eps=1e-8, lam=1e12), **parts)
-    found = anchor_only(suite.merged, suite.base, settings)
+    found = AnchorOnly(**parts).anchored(suite.merged, suite.base)
     assert_same(found, limit.model)
     merged = dict(suite.merged.named_parameters())
     for name, value in found.named_parameters():
@@ -46,22 +43,22 @@ def test_leaves_as_merged_what_calibration_leaves(parts) -> None:
 def test_rho_one_is_the_merged_model_and_it_is_not_changed() -> None:
     suite = residual_suite()
     before = copy.deepcopy(suite.merged)
-    settings = FeatCalSettings(anchor_rho=1.0, family=replay(suite))
-    assert_identical(anchor_only(suite.merged, suite.base, settings), suite.merged)
-    anchor_only(suite.merged, suite.base, settings.replace(anchor_rho=3.0))
+    same, far = (AnchorOnly(anchor_rho=rho, family=replay(suite)) for rho in (1.0, 3.0))
+    assert_identical(same.anchored(suite.merged, suite.base), suite.merged)
+    far.anchored(suite.merged, suite.base)
     assert_identical(suite.merged, before)
 
 
 def test_over_task_arithmetic_it_is_task_arithmetic_at_another_scale() -> None:
     suite = clip_suite()
     merged, twice = (add_up(suite.base, suite.experts, scale) for scale in (0.3, 0.6))
-    found = anchor_only(merged, suite.base, FeatCalSettings(anchor_rho=2.0))
+    found = AnchorOnly(anchor_rho=2.0).anchored(merged, suite.base)
     for name, value in found.named_parameters():
         wanted = twice if "encoder.layers" in name else merged
         torch.testing.assert_close(value, wanted.get_parameter(name))
 
 
-def test_algorithm_is_the_function_over_the_upstream_merger() -> None:
+def test_algorithm_is_the_method_over_the_upstream_merger() -> None:
     from fusion_bench_mergers import TASKS, FewSamplesPool
 
     base_method = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}
@@ -69,4 +66,4 @@ def test_algorithm_is_the_function_over_the_upstream_merger() -> None:
     found = AnchorOnlyAlgorithm(base_method=base_method, anchor_rho=2.0).run(pool)
     base, experts = pool.load_model("_pretrained_"), {t: pool.load_model(t) for t in TASKS}
     merged = add_up(base, experts, 0.3)
-    assert_same(found, anchor_only(merged, base, FeatCalSettings()), bound=1e-5)
+    assert_same(found, AnchorOnly().anchored(merged, base), bound=1e-5)

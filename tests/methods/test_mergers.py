@@ -1,7 +1,6 @@
 """RegMean, RegMean++ and LOT Merging: formulas, FusionBench's results, FeatCal's limits."""
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,17 +25,17 @@ from tiny_open_clip import converted
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
-from fusion_bench_featcal.lab.rivals import RegMeanAlgorithm, RegMeanPlusPlusAlgorithm
-from fusion_bench_featcal.lab.rivals.anchor_only import anchor_only
-from fusion_bench_featcal.lab.rivals.blockwise import (
-    LOT,
-    REGMEAN,
-    REGMEAN_PLUSPLUS,
-    merge_blockwise,
+from fusion_bench_featcal.lab.rivals import (
+    AnchorOnly,
+    Lot,
+    RegMean,
+    RegMeanAlgorithm,
+    RegMeanPlusPlus,
+    RegMeanPlusPlusAlgorithm,
 )
 
 MERGERS = pytest.mark.parametrize(
-    "merger", [REGMEAN, REGMEAN_PLUSPLUS, LOT], ids=["regmean", "regmean_plusplus", "lot"]
+    "merger", [RegMean, RegMeanPlusPlus, Lot], ids=["regmean", "regmean_plusplus", "lot"]
 )
 
 
@@ -44,9 +43,8 @@ PLAIN: dict[str, Any] = {"scale": 1.0, "cutoff": 0.0}
 
 
 def run(merger: Any, suite: Suite, *, family: Any = None, **options: Any) -> nn.Module:
-    settings = FeatCalSettings(samples_per_task=samples_in(suite), family=family or replay(suite))
-    models = suite.base, suite.experts, suite.inputs
-    return merge_blockwise(*models, settings, replace(merger, **options))
+    method = merger(samples_per_task=samples_in(suite), family=family or replay(suite), **options)
+    return method.merge_models(suite.base, suite.experts, suite.inputs)
 
 
 class Chain(nn.Module):
@@ -93,7 +91,7 @@ def module_inputs(model: nn.Module, batches: list, name: str) -> Tensor:
 @pytest.mark.parametrize("off_diagonal", [0.95, 0.3])
 def test_is_the_formula_on_features_of_the_whole_experts(off_diagonal: float) -> None:
     suite = clip_suite(sizes=(9, 5))
-    found, mean = run(REGMEAN, suite, off_diagonal=off_diagonal), mean_of(suite)
+    found, mean = run(RegMean, suite, off_diagonal=off_diagonal), mean_of(suite)
     for block in blocks_of(suite.base, "CLIPEncoderLayer"):
         for name in ("self_attn.k_proj", "self_attn.out_proj", "mlp.fc2"):
             left = right = torch.zeros((), dtype=torch.float64)
@@ -149,27 +147,27 @@ def test_equal_experts_give_that_expert(make) -> None:
     expert = next(iter(suite.experts.values()))
     alike = {task: expert for task in suite.experts}
     same = Suite(suite.merged, suite.base, alike, suite.inputs, suite.blocks)
-    assert_same(run(REGMEAN, same), expert)
+    assert_same(run(RegMean, same), expert)
 
 
 def test_values_of_the_base_do_not_matter() -> None:
     suite = residual_suite()
     other = Suite(suite.merged, suite.merged, suite.experts, suite.inputs, suite.blocks)
-    assert_identical(run(REGMEAN, suite), run(REGMEAN, other))
+    assert_identical(run(RegMean, suite), run(RegMean, other))
 
 
 def test_batches_and_order_of_tasks_do_not_matter() -> None:
     suite, once = clip_suite(sizes=(4, 3)), clip_suite(sizes=(7,))
-    assert_same(run(REGMEAN, suite), run(REGMEAN, once))
+    assert_same(run(RegMean, suite), run(RegMean, once))
     turned = Suite(
         suite.merged, suite.base, dict(reversed(suite.experts.items())), suite.inputs, suite.blocks
     )
-    assert_same(run(REGMEAN, suite), run(REGMEAN, turned))
+    assert_same(run(RegMean, suite), run(RegMean, turned))
 
 
 def test_unit_grams_change_the_weights_of_tasks_only() -> None:
     suite = residual_suite()
-    weighted, equal = run(REGMEAN, suite, task_weights="unit_gram"), run(REGMEAN, suite)
+    weighted, equal = run(RegMean, suite, task_weights="unit_gram"), run(RegMean, suite)
     assert distance(weighted, equal) > 1e-3
     assert torch.equal(weighted.get_parameter("embed.weight"), equal.get_parameter("embed.weight"))
 
@@ -203,12 +201,12 @@ def test_is_featcal_without_expert_features_and_anchor_where_inputs_are_the_bloc
         samples_per_task=40, family=replay(suite),
     )  # fmt: skip
     options = {"off_diagonal": 1.0, "task_weights": "unit_gram"}
-    ours = run(REGMEAN_PLUSPLUS, suite, **options)
+    ours = run(RegMeanPlusPlus, suite, **options)
     theirs = calibrate(
-        run(REGMEAN, suite), None, suite.experts, suite.inputs, settings, progress=False
+        run(RegMean, suite), None, suite.experts, suite.inputs, settings, progress=False
     )
     assert_same(ours, theirs.model)
-    assert distance(run(REGMEAN, suite, **options), theirs.model) > 1e-3
+    assert distance(run(RegMean, suite, **options), theirs.model) > 1e-3
 
 
 def test_first_block_is_regmean_with_averaged_embeddings() -> None:
@@ -218,14 +216,14 @@ def test_first_block_is_regmean_with_averaged_embeddings() -> None:
         expert.get_submodule("embed").load_state_dict(
             suite.base.get_submodule("embed").state_dict()
         )
-    plus, plain = run(REGMEAN_PLUSPLUS, suite), run(REGMEAN, suite)
+    plus, plain = run(RegMeanPlusPlus, suite), run(RegMean, suite)
     assert_same(plus.get_submodule("layers.0"), plain.get_submodule("layers.0"))
     assert distance(plus.get_submodule("layers.2"), plain.get_submodule("layers.2")) > 1e-3
 
 
 def test_is_regmean_without_shrinkage_where_all_inputs_are_seen() -> None:
     suite = chain_suite()
-    assert_same(run(LOT, suite, **PLAIN), run(REGMEAN, suite, off_diagonal=1.0), bound=1e-7)
+    assert_same(run(Lot, suite, **PLAIN), run(RegMean, suite, off_diagonal=1.0), bound=1e-7)
 
 
 def test_unseen_directions_stay_at_the_base() -> None:
@@ -234,7 +232,7 @@ def test_unseen_directions_stay_at_the_base() -> None:
     for batches in suite.inputs.values():
         for batch in batches:
             batch[:, 2:] = 0
-    found, mean = run(LOT, suite, **PLAIN), run(REGMEAN, suite, off_diagonal=1.0)
+    found, mean = run(Lot, suite, **PLAIN), run(RegMean, suite, off_diagonal=1.0)
     weight = "layers.0.0.weight"
     base = suite.base.get_parameter(weight).detach()
     torch.testing.assert_close(found.get_parameter(weight)[:, 2:], base[:, 2:])
@@ -246,7 +244,7 @@ def test_unseen_directions_stay_at_the_base() -> None:
 
 def test_gains_are_weighted_by_the_energy_of_their_channel() -> None:
     suite = residual_suite()
-    found = run(LOT, suite, **PLAIN)
+    found = run(Lot, suite, **PLAIN)
     name = "layers.0.norm"
     rows: dict[str, Tensor] = {}
     for task, expert in suite.experts.items():
@@ -272,7 +270,7 @@ def test_gains_are_weighted_by_the_energy_of_their_channel() -> None:
 def test_one_expert_is_reproduced_on_its_own_samples() -> None:
     suite = clip_suite(tasks=1)
     expert = suite.experts["task_0"]
-    found = run(LOT, suite, **PLAIN)
+    found = run(Lot, suite, **PLAIN)
     for batch in suite.inputs["task_0"]:
         torch.testing.assert_close(
             found(**batch).last_hidden_state, expert(**batch).last_hidden_state,
@@ -308,7 +306,7 @@ def test_steps_from_the_base_are_scaled_and_weak_directions_cut(cutoff: float, s
     for batches in suite.inputs.values():
         for batch in batches:  # two channels that hardly differ
             batch[:, 4] = batch[:, 3] + 0.01 * batch[:, 4]
-    found = run(LOT, suite, scale=1.5, cutoff=cutoff)
+    found = run(Lot, suite, scale=1.5, cutoff=cutoff)
     weight = "layers.0.0.weight"
     start = suite.base.get_parameter(weight).detach()
     right, gram = torch.zeros(5, 5).double(), torch.zeros(5, 5).double()
@@ -335,7 +333,7 @@ def test_steps_from_the_base_are_scaled_and_weak_directions_cut(cutoff: float, s
 
 def test_layers_outside_the_blocks_are_solved_where_it_is_asked_for() -> None:
     suite = clip_suite(sizes=(9, 5))
-    without, found = (run(LOT, suite, outside=value) for value in (False, True))
+    without, found = (run(Lot, suite, outside=value) for value in (False, True))
     [patches] = [n for n, m in suite.base.named_modules() if isinstance(m, nn.Conv2d)]
     changed = {f"{patches}.weight"}
     right = gram = torch.zeros((), dtype=torch.float64)
@@ -349,7 +347,7 @@ def test_layers_outside_the_blocks_are_solved_where_it_is_asked_for() -> None:
         gram = gram + x.T @ x / len(x)
         step = expert.get_submodule(patches).weight.detach().flatten(1) - start  # type: ignore[union-attr]
         right = right + step @ x.T @ x / len(x)
-    wanted = start + LOT.scale * right @ torch.linalg.pinv(gram, hermitian=True)
+    wanted = start + Lot().scale * right @ torch.linalg.pinv(gram, hermitian=True)
     torch.testing.assert_close(
         found.get_parameter(f"{patches}.weight").flatten(1), wanted, rtol=1e-5, atol=1e-7
     )
@@ -369,7 +367,7 @@ def test_layers_outside_the_blocks_are_solved_where_it_is_asked_for() -> None:
             own = z.square().mean(0)
             energy = energy + own
             right = right + own * (expert.get_parameter(f"{name}.weight") - layer.weight)
-        wanted = layer.weight + LOT.scale * right / energy
+        wanted = layer.weight + Lot().scale * right / energy
         torch.testing.assert_close(found.get_parameter(f"{name}.weight"), wanted.detach())
         changed.add(f"{name}.weight")
     assert len(changed) == 3
@@ -379,7 +377,7 @@ def test_layers_outside_the_blocks_are_solved_where_it_is_asked_for() -> None:
 
 def test_layers_outside_a_language_model_s_blocks_are_refused() -> None:
     with pytest.raises(CalibrationError, match=r"Set method\.outside=false"):
-        run(LOT, t5_suite(), family="auto", outside=True)
+        run(Lot, t5_suite(), family="auto", outside=True)
 
 
 @MERGERS
@@ -392,9 +390,8 @@ def test_fused_attention_merges_as_its_parts_would(merger: Any) -> None:
 
 def test_anchor_of_fused_attention_is_that_of_its_parts() -> None:
     plain, fused = two_arrangements()
-    settings = FeatCalSettings(anchor_rho=2.0)
-    found = anchor_only(fused.merged, fused.base, settings)
-    assert_same_towers(found, anchor_only(plain.merged, plain.base, settings))
+    found, wanted = (AnchorOnly().anchored(s.merged, s.base) for s in (fused, plain))
+    assert_same_towers(found, wanted)
 
 
 @MERGERS
@@ -404,7 +401,7 @@ def test_experts_that_agree_are_what_t5_merges_to(merger: Any) -> None:
     wanted = suite.experts["task_0"].state_dict()
     # float32 softmax and norms inside of T5; a direction that few rows reach stays as it is
     for name, value in run(merger, suite, family="auto").state_dict().items():
-        if merger is not LOT:
+        if merger is not Lot:
             torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
         assert bool(torch.isfinite(value).all())
 
@@ -412,6 +409,6 @@ def test_experts_that_agree_are_what_t5_merges_to(merger: Any) -> None:
 @pytest.mark.parametrize("scale", [1.0, 1.5])
 def test_tied_embeddings_move_once(scale: float) -> None:
     suite = t5_suite()
-    found = run(LOT, suite, family="auto", scale=scale).get_parameter("shared.weight")
+    found = run(Lot, suite, family="auto", scale=scale).get_parameter("shared.weight")
     start, mean = (model.get_parameter("shared.weight") for model in (suite.base, mean_of(suite)))
     torch.testing.assert_close(found, start + scale * (mean - start))

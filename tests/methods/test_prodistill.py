@@ -12,10 +12,9 @@ from tiny_models import clip_suite, residual_suite
 from torch import nn
 from torch.nn import functional
 
-from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import ChainFamily
 from fusion_bench_featcal.lab.rivals import ProDistill
-from fusion_bench_featcal.lab.rivals.prodistill import ProDistilling, merge_by_training
 from fusion_bench_featcal.lab.rivals.training import shuffled_batches, task_generator
 
 
@@ -31,7 +30,7 @@ def test_settings_out_of_range_are_refused(settings, message) -> None:
         ProDistill(**settings)
 
 
-def prodistill_by_hand(suite: Any, method: ProDistilling, settings: FeatCalSettings) -> nn.Module:
+def prodistill_by_hand(suite: Any, method: ProDistill) -> nn.Module:
     """Block by block, with Adam written out and models run whole."""
     tasks = list(suite.experts)
     start = dict(copy.deepcopy(suite.base).named_parameters())
@@ -69,7 +68,7 @@ def prodistill_by_hand(suite: Any, method: ProDistilling, settings: FeatCalSetti
         first = {n: torch.zeros_like(w) for n, w in weights.items()}
         second = {n: torch.zeros_like(w) for n, w in weights.items()}
         steps = method.epochs * -(-len(lessons) // method.batches_per_step)
-        generator = task_generator(settings.seed, block, "batches")
+        generator = task_generator(method.seed, block, "batches")
         drawn = shuffled_batches(len(lessons), method.batches_per_step, steps, generator)
         for count, positions in enumerate(drawn, start=1):
             leaves = {n: w.clone().requires_grad_() for n, w in weights.items()}
@@ -104,10 +103,9 @@ CHAIN = ChainFamily("chain", lambda _: [["layers.0", "layers.1", "layers.2"]])
 @pytest.mark.parametrize("family", [{"name": "replay", "blocks": ["layers.*"]}, CHAIN])
 def test_prodistill_trains_coefficients_block_by_block(family: Any) -> None:
     suite = residual_suite()
-    method = ProDistilling(epochs=3, batches_per_step=2)
-    settings = FeatCalSettings(family=family, calibrate_norm=False)
-    found = merge_by_training(suite.base, suite.experts, suite.inputs, settings, method)
-    known = prodistill_by_hand(suite, method, settings)
+    method = ProDistill(epochs=3, batches_per_step=2, family=family)
+    found = method.merge_models(suite.base, suite.experts, suite.inputs)
+    known = prodistill_by_hand(suite, method)
     for name, value in known.named_parameters():
         torch.testing.assert_close(found.get_parameter(name), value, rtol=1e-6, atol=1e-8)
 
@@ -115,10 +113,9 @@ def test_prodistill_trains_coefficients_block_by_block(family: Any) -> None:
 @torch.no_grad()
 def test_prodistill_comes_nearer_to_the_experts_than_its_start() -> None:
     suite = clip_suite()
-    settings = FeatCalSettings()
     models = [
-        merge_by_training(suite.base, suite.experts, suite.inputs, settings, method)
-        for method in (ProDistilling(learning_rate=1e-12, epochs=1), ProDistilling(epochs=60))
+        method.merge_models(suite.base, suite.experts, suite.inputs)
+        for method in (ProDistill(learning_rate=1e-12, epochs=1), ProDistill(epochs=60))
     ]
     far = [
         sum(
@@ -134,7 +131,6 @@ def test_prodistill_comes_nearer_to_the_experts_than_its_start() -> None:
 def test_prodistill_that_diverges_names_block_and_setting() -> None:
     suite = clip_suite()
     with pytest.raises(CalibrationError, match=r"layers\.0.*method\.learning_rate"):
-        merge_by_training(
-            suite.base, suite.experts, suite.inputs, FeatCalSettings(),
-            ProDistilling(learning_rate=1e300, epochs=5),
-        )  # fmt: skip
+        ProDistill(learning_rate=1e300, epochs=5).merge_models(
+            suite.base, suite.experts, suite.inputs
+        )

@@ -11,9 +11,8 @@ from lightning.fabric.loggers import CSVLogger
 from torch import nn
 
 from fusion_bench_featcal.fusionbench import run_results as results
-from fusion_bench_featcal.fusionbench.options import MergedBy
 from fusion_bench_featcal.lab.rivals.registry import Method
-from fusion_bench_featcal.lab.rivals.standalone import MergerAlgorithm, PostMergingAlgorithm
+from fusion_bench_featcal.lab.rivals.standalone import algorithm_of
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.curves import load_curves
 from fusion_bench_featcal.setting_fields import setting
@@ -22,15 +21,10 @@ DRAWN = {"left": {"samples": 3, "split": "train"}, "right": {"samples": 3, "spli
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Double(Method):
-    """Both a post-merging method and a merger."""
-
+class Doubling(Method):
     name = "doubled"
     factor: float = setting(2, "Factor of all parameters.")
     seed: int = setting(7, "Seed.", ge=0)
-
-    def check(self, inputs: Any) -> None:
-        pass
 
     def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
         for parameter in merged.parameters():
@@ -38,19 +32,16 @@ class Double(Method):
         merged.curves = {"left": [(0, 2.0), (20, 1.0)]}  # type: ignore[assignment]
         return merged
 
-    def merge(self, inputs: Any) -> nn.Module:
-        return self.post_merge(inputs.modelpool.load_model("left"), inputs)
-
     def samples(self, model: Any, tasks: Any) -> dict[str, Any]:
         return DRAWN
 
 
-class Improving(PostMergingAlgorithm):
-    setting_kinds = (Double, MergedBy)
+class DoublingMerger(Doubling):
+    def merge(self, inputs: Any) -> nn.Module:
+        return self.post_merge(inputs.modelpool.load_model("left"), inputs)
 
 
-class Merging(MergerAlgorithm):
-    setting_kinds = (Double,)
+Improving, Merging = algorithm_of(Doubling), algorithm_of(DoublingMerger)
 
 
 def algorithm(kind: type, folder: Path, *, is_run: bool = True, **keys: Any) -> Any:

@@ -31,7 +31,7 @@ from tricky_models import Remembering, net_suite
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.lab.rivals.blockwise import REGMEAN, merge_blockwise
+from fusion_bench_featcal.lab.rivals import RegMean
 from fusion_bench_featcal.streams.family_check import checked_family, reads_first_position
 from fusion_bench_featcal.streams.samples import take
 
@@ -137,10 +137,10 @@ def test_model_is_left_as_it_was():
 
 def test_regmean_falls_back_too(caplog: Any):
     suite = net_suite(Remembering())
-    settings = FeatCalSettings(samples_per_task=9)
-    found = merge_blockwise(suite.base, suite.experts, suite.inputs, settings, REGMEAN)
-    settings = settings.replace(family=replay(suite))
-    wanted = merge_blockwise(suite.base, suite.experts, suite.inputs, settings, REGMEAN)
+    found, wanted = (
+        RegMean(samples_per_task=9, **family).merge_models(suite.base, suite.experts, suite.inputs)
+        for family in ({}, {"family": replay(suite)})
+    )
     assert "method.family={name: replay" in caplog.text
     assert_identical(found, wanted)
 

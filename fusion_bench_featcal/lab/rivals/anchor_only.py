@@ -1,4 +1,4 @@
-"""FeatCal's anchor by itself: what calibration tends to as lambda grows, without any data."""
+"""FeatCal's anchor by itself: the limit of calibration for large lambda, without any data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,6 @@ from torch import nn
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.lab.rivals.interface import WithoutData
 from fusion_bench_featcal.lab.rivals.registry import Method, method
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.module_copies import copied_module
@@ -20,7 +19,7 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 
 @method("featcal_baselines/anchor_only", source="arXiv 2605.13030, Eq. 11")
-class AnchorOnly(Method, WithoutData):
+class AnchorOnly(Method):
     """FeatCal's anchor alone: base + rho (merged - base) in place of the calibrated weights.
 
     It uses no data. FeatCal tends to it for large ridge_lambda.
@@ -41,46 +40,35 @@ class AnchorOnly(Method, WithoutData):
         inputs.require_base("the anchor needs")
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
-        """Return a copy of the merged model with the anchors in place."""
+        """Return a copy of the merged model with the anchors."""
         base = inputs.base(self.calibration_settings)
         assert base is not None
-        return anchor_only(merged, base, self.calibration_settings)
+        return self.anchored(merged, base)
 
+    @torch.no_grad()
+    def anchored(self, merged: nn.Module, base: nn.Module | ExpertSource) -> nn.Module:
+        """Return a copy of a model with `base + rho (merged - base)` (Eq. 11).
 
-@torch.no_grad()
-def anchor_only(
-    merged: nn.Module, base: nn.Module | ExpertSource, settings: FeatCalSettings
-) -> nn.Module:
-    """`base + rho (merged - base)` on the modules that FeatCal would calibrate (Eq. 11).
+        The modules are those that FeatCal would calibrate. Over task arithmetic with scale s it is
+        task arithmetic with scale `rho s` on those modules.
 
-    It tells how much of FeatCal's gain is its anchor. Over task arithmetic with scale s it is task
-    arithmetic with scale `rho s` on those modules.
-
-    Args:
-        merged: The merged model. It is not changed.
-        base: The base model.
-        settings: `anchor_rho`, `calibrate_bias`, `calibrate_norm`, `modules` and `family`.
-
-    Returns:
-        A copy of the merged model with the anchors in place.
-
-    Raises:
-        CalibrationError: If the base does not fit, or modules cannot be calibrated.
-    """
-    family = resolve_family(settings.family, merged)
-    # What is shown may share tensors with the model.
-    model = copied_module(family.view.shown(merged))
-    stages, norms = family.stages(model), settings.calibrate_norm
-    modules = find_all_modules(model, stages, settings, calibrate_norm=norms)
-    source = family.view.source(source_of(base))
-    start = ExpertModel("_pretrained_", source, model, role="base model")
-    for site in (site for found in modules.values() for site in found.sites):
-        has_bias = settings.calibrate_bias or site.kind == "norm"
-        for name in site.names if has_bias else site.names[:1]:
-            parameter = model.get_parameter(name).data
-            wide = solve_dtype(parameter.device)
-            first, merged_one = start.tensor(name).to(wide), parameter.to(wide)
-            parameter.copy_(torch.lerp(first, merged_one, settings.anchor_rho))
-    advice = "Lower method.anchor_rho, or merge in a wider dtype"
-    refuse_not_finite(model, "the anchor", advice)
-    return family.view.restored(model)
+        Raises:
+            CalibrationError: If the base does not fit, or modules cannot be calibrated.
+        """
+        settings, family = self.calibration_settings, resolve_family(self.family, merged)
+        # The shown model may share tensors with the merged one.
+        model = copied_module(family.view.shown(merged))
+        stages, norms = family.stages(model), self.calibrate_norm
+        blocks = find_all_modules(model, stages, settings, calibrate_norm=norms).values()
+        source = family.view.source(source_of(base))
+        start = ExpertModel("_pretrained_", source, model, role="base model")
+        for site in (site for modules in blocks for site in modules.sites):
+            has_bias = self.calibrate_bias or site.kind == "norm"
+            for name in site.names if has_bias else site.names[:1]:
+                parameter = model.get_parameter(name).data
+                wide = solve_dtype(parameter.device)
+                first, merged_one = start.tensor(name).to(wide), parameter.to(wide)
+                parameter.copy_(torch.lerp(first, merged_one, self.anchor_rho))
+        advice = "Lower method.anchor_rho, or merge in a wider dtype"
+        refuse_not_finite(model, "the anchor", advice)
+        return family.view.restored(model)

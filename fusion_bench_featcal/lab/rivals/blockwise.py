@@ -1,4 +1,4 @@
-"""Merging block by block in the loop of calibration: RegMean, RegMean++, LOT and ProDistill."""
+"""Mergers that go through the experts block by block, in the loop of calibration."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,76 +11,115 @@ from torch.func import functional_call
 
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under, source_of
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.lab.rivals.outside import load_outside
+from fusion_bench_featcal.lab.rivals.registry import ModelSettings, SampleSettings
+from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.hooks import record
 from fusion_bench_featcal.modules.models import device_of
 from fusion_bench_featcal.problem import Autocast
-from fusion_bench_featcal.rules.lot import Lot
 from fusion_bench_featcal.rules.merging import MergingRule
-from fusion_bench_featcal.rules.regmean import RegMean
+from fusion_bench_featcal.setting_fields import same_as
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.runner import Runner
 from fusion_bench_featcal.streams.samples import check_inputs
 from fusion_bench_featcal.streams.streams import Streams
 
-# FusionBench's RegMean++ keeps the base's values behind the last block, ours the experts' mean.
-REGMEAN, REGMEAN_PLUSPLUS, LOT = RegMean(), RegMean(features="merged"), Lot()
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Merger(MergingRule, ModelSettings, SampleSettings):
+    """A merger of any model family on FeatCal's samples.
 
-@torch.no_grad()
-def merge_blockwise(
-    base: nn.Module,
-    experts: Mapping[str, nn.Module | ExpertSource],
-    batches: Mapping[str, Iterable[Any]],
-    settings: FeatCalSettings,
-    rule: MergingRule,
-    *,
-    device: torch.device | str | None = None,
-    autocast: Autocast | None = None,
-    streams_type: Callable[..., Streams] | None = None,
-) -> nn.Module:
-    """Merge experts block by block in forward order.
-
-    Args:
-        base: The base model, which gives structure, dtype and device. It is not changed.
-        experts: Each task's expert: a module, or a source of its weights.
-        batches: Each task's unlabeled model inputs, as `calibrate` takes them.
-        settings: `samples_per_task`, `modules`, `family` and `seed` are used.
-        rule: `REGMEAN`, `REGMEAN_PLUSPLUS`, `LOT`, or one of those with other settings.
-        device: Where to compute; None: where the base is.
-        autocast: Makes the context of forward passes. Statistics are never inside it.
-        streams_type: Makes the streams; None: `ExpertStreams`.
-
-    Returns:
-        The merged model.
-
-    Raises:
-        CalibrationError: If the run cannot go on, naming the place and the setting.
-        ValueError: If the family is unknown.
+    It is a rule of calibration. A subclass is a rule such as `rules.regmean.RegMean`, too.
     """
-    settings = settings.replace(batch_norm="merged", held_out=0, augment=None, log_drift=False)
-    check_inputs(base, experts, batches, settings)
-    home = device_of(base)
-    start = copied_module(base).to(device or home)
-    weights = {task: ExpertModel(task, source_of(e), start) for task, e in experts.items()}
-    load_means(start, weights, rule.start_scale(len(experts)))
-    if rule.outside:
-        load_outside(start, base, weights, batches, settings, rule)
-    behind_merged = rule.features == "merged"
-    sources: Mapping[str, Any] = experts
-    return calibrate(
-        start,
-        base,
-        sources,
-        batches,
-        settings.replace(rule=rule),
-        device=device,
-        autocast=autocast,
-        streams_type=streams_type or partial(ExpertStreams, behind_merged=behind_merged),
-    ).model.to(home)
+
+    modules: Sequence[str] | None = same_as(
+        FeatCalSettings,
+        "modules",
+        help="Patterns of the modules to solve: a name or its end, `*` for anything, `!` in front "
+        "to exclude. Null: all that the method solves.",
+        group="models",
+    )
+    stream_experts: bool | str = same_as(FeatCalSettings, "stream_experts")
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Refuse a pool without a base, without data, or with models of several kinds.
+
+        Raises:
+            CalibrationError: Naming what is missing.
+        """
+        inputs.require_base("is needed for its structure")
+        super().check(inputs)
+
+    def merge(self, inputs: MethodInputs) -> nn.Module:
+        """Merge a pool's experts.
+
+        Raises:
+            CalibrationError: If models or data are missing, or the merging cannot go on.
+        """
+        settings = self.calibration_settings
+        batches = inputs.batches(settings)
+        return self.merge_models(
+            load_pool_model(inputs.modelpool, BASE_MODEL),
+            inputs.experts(settings),
+            batches,
+            device=inputs.fabric.device,
+            autocast=inputs.fabric.autocast,
+        )
+
+    @torch.no_grad()
+    def merge_models(
+        self,
+        base: nn.Module,
+        experts: Mapping[str, nn.Module | ExpertSource],
+        batches: Mapping[str, Iterable[Any]],
+        *,
+        device: torch.device | str | None = None,
+        autocast: Autocast | None = None,
+    ) -> nn.Module:
+        """Merge experts block by block in forward order.
+
+        Args:
+            base: The base model, which gives structure, dtype and device. It is not changed.
+            experts: Each task's expert: a module, or a source of its weights.
+            batches: Each task's unlabeled model inputs, as `calibrate` takes them.
+            device: Device of the computation; None: the base's.
+            autocast: Makes the context of forward passes. Statistics are never inside it.
+
+        Returns:
+            The merged model.
+
+        Raises:
+            CalibrationError: If the run cannot go on, naming the block and the setting.
+            ValueError: If the family is unknown.
+        """
+        settings = self.calibration_settings.replace(log_drift=False, batch_norm="merged")
+        check_inputs(base, experts, batches, settings)
+        home = device_of(base)
+        start = copied_module(base).to(device or home)
+        weights = {task: ExpertModel(task, source_of(e), start) for task, e in experts.items()}
+        load_means(start, weights, self.start_scale(len(experts)))
+        if self.outside:
+            load_outside(start, base, weights, batches, settings, self)
+        result = calibrate(
+            start,
+            base,
+            experts,
+            batches,
+            settings.replace(rule=self),
+            device=device,
+            autocast=autocast,
+            streams_type=self.streams_type(base),
+        )
+        self.note_samples(result.log)
+        return result.model.to(home)
+
+    def streams_type(self, base: nn.Module) -> Callable[..., Streams]:
+        """Return what makes the streams of the samples."""
+        return partial(ExpertStreams, behind_merged=self.features == "merged")
 
 
 def load_means(model: nn.Module, experts: Mapping[str, ExpertModel], scale: float) -> None:
@@ -103,18 +142,18 @@ def load_means(model: nn.Module, experts: Mapping[str, ExpertModel], scale: floa
 
 @dataclass(frozen=True)
 class ExpertStreams(Streams):
-    """Streams in which sums are over what the modules of each expert's blocks receive.
+    """Streams in which sums are over the inputs of the modules of each expert's blocks.
 
     Attributes:
-        behind_merged: Whether an expert's block runs on the features of the merged blocks before
-            it; else on the expert's.
+        behind_merged: An expert's block runs on the features of the merged blocks before it; else
+            on the expert's.
     """
 
     behind_merged: bool = False
 
     @property
     def runs_experts(self) -> bool:
-        """Return True: their inputs are what is summed."""
+        """Return True: their inputs are summed."""
         return True
 
     def tensors_of(self, block: str) -> list[str]:
@@ -126,7 +165,7 @@ class ExpertStreams(Streams):
     def follow(
         self, task: str, batch: Batch, block: str, expert: nn.Module, groups: Iterable[Group]
     ) -> None:
-        """Run a batch through the expert's block and note what its modules receive."""
+        """Run a batch through the expert's block and note the inputs of its modules."""
         model, run = expert, partial(self.runner.step, expert, block, batch.exp)
         if self.behind_merged:
             tensors = {
@@ -142,13 +181,13 @@ class ExpertStreams(Streams):
     def inputs_of(
         self, task: str, batch: Batch, block: str, groups: Sequence[Group], *, watched: bool
     ) -> dict[str, list[Tensor]]:
-        """Return what the expert's modules received."""
+        """Return the inputs of the expert's modules."""
         return {group.name: batch.noted.pop(group.name) for group in groups}
 
     def advance(self, block: str) -> None:
         """Run all batches through a merged block, or the first one alone.
 
-        Where experts run on their features, the merged model's only serve to find the groups of
+        Where experts run on their own features, the merged model's serve only to find the groups of
         modules, for which one batch is enough.
         """
         if self.behind_merged:
@@ -159,7 +198,7 @@ class ExpertStreams(Streams):
 
 
 class BlockStep(nn.Module):
-    """One block of a model as a module of its own, whose parameters can be replaced in a call."""
+    """One block of a model as a module, whose parameters can be replaced in a call."""
 
     def __init__(self, runner: Runner, model: nn.Module, block: str) -> None:
         super().__init__()
@@ -172,6 +211,6 @@ class BlockStep(nn.Module):
 
     def run_with(self, tensors: Mapping[str, Tensor], call: Any) -> Tensor:
         """Run the block with other tensors, by their names in the model; its hidden output."""
-        own = self.model.state_dict()
-        replaced = {f"model.{name}": t.to(own[name].dtype) for name, t in tensors.items()}
+        stored = self.model.state_dict()
+        replaced = {f"model.{name}": t.to(stored[name].dtype) for name, t in tensors.items()}
         return functional_call(self, replaced, (call,))

@@ -1,21 +1,15 @@
 """Distillation of final features by gradients: a reference for corrections in closed form."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.lab.rivals.feature_correction import thinned
-from fusion_bench_featcal.lab.rivals.interface import WeightsOnly
-from fusion_bench_featcal.lab.rivals.lessons import (
-    Lesson,
-    expert_lessons,
-    mean_square,
-)
+from fusion_bench_featcal.lab.rivals.lessons import Lesson, expert_lessons, mean_square
 from fusion_bench_featcal.lab.rivals.registry import (
     ModelSettings,
     SampleSettings,
@@ -33,7 +27,7 @@ from fusion_bench_featcal.streams.samples import naming_task, take_samples
 
 
 @method("featcal_baselines/distillation", source="ours")
-class Distillation(ModelSettings, TextSettings, SampleSettings, WeightsOnly):
+class Distillation(ModelSettings, TextSettings, SampleSettings):
     """Distillation: a merged model's blocks are trained towards the experts' final features.
 
     The loss is the squared distance to the expert's final features relative to their squared norm,
@@ -50,15 +44,6 @@ class Distillation(ModelSettings, TextSettings, SampleSettings, WeightsOnly):
     )
     steps: int = setting(300, "Updates, each on one batch of every task.", ge=1)
 
-    def check(self, inputs: MethodInputs) -> None:
-        """Open the data; see that models fit.
-
-        Raises:
-            CalibrationError: If a task lacks data, or a model is of another kind than the others.
-        """
-        check_pool_settings(inputs.models, self.calibration_settings)
-        inputs.batches(self.calibration_settings)
-
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
         """Train the merged model's blocks, with one expert in memory at a time.
 
@@ -68,42 +53,38 @@ class Distillation(ModelSettings, TextSettings, SampleSettings, WeightsOnly):
         Raises:
             CalibrationError: If samples or features are unusable, or the training diverges.
         """
-        device = inputs.fabric.device
         wide = torch.promote_types(next(merged.parameters()).dtype, torch.float32)
-        student = copied(merged, device).to(wide)
-        batches = inputs.batches(self.calibration_settings)
-        lessons: dict[str, list[Lesson]] = {}
-        for task in inputs.modelpool.model_names:
-            with naming_task(task):
-                taken = list(take_samples(task, batches[task], self.calibration_settings, student))
-                expert = load_pool_model(inputs.modelpool, task).to(device, wide).eval()
-                given = [to_device(batch.inputs, device) for batch in taken]
-                lessons[task] = expert_lessons(student, expert, given, self.calibration_settings)
-                self.drawn[task] = sum(batch.samples for batch in taken)
-            del expert
-        stages = resolve_family(self.calibration_settings.family, student).stages(student)
+        student = copied(merged, inputs.fabric.device).to(wide)
+        lessons = self._lessons(student, inputs)
+        stages = resolve_family(self.family, student).stages(student)
         blocks = [block for stage in stages for block in stage]
         trained = names_under(dict(student.named_parameters()), blocks)
-        losses = self.train(student, trained, lessons)
+        losses = self._train(student, trained, lessons)
         for name in trained:
             merged.get_parameter(name).data.copy_(student.get_parameter(name))
         merged.curves = {task: thinned(values) for task, values in losses.items()}  # type: ignore[assignment]
         return merged
 
+    def _lessons(self, student: nn.Module, inputs: MethodInputs) -> dict[str, list[Lesson]]:
+        """Run every expert once over its samples."""
+        settings, like = self.calibration_settings, next(student.parameters())
+        batches, lessons = inputs.batches(settings), {}
+        for task in inputs.modelpool.model_names:
+            with naming_task(task):
+                taken = list(take_samples(task, batches[task], settings, student))
+                expert = load_pool_model(inputs.modelpool, task).to(like).eval()
+                given = [to_device(batch.inputs, like.device) for batch in taken]
+                lessons[task] = expert_lessons(student, expert, given, settings)
+            self.drawn[task] = sum(batch.samples for batch in taken)
+            del expert
+        return lessons
+
     @torch.inference_mode(False)  # tensors made in inference mode cannot be trained
     @torch.enable_grad()
-    def train(
+    def _train(
         self, model: nn.Module, trained: Sequence[str], lessons: Mapping[str, Sequence[Lesson]]
     ) -> dict[str, list[float]]:
-        """Train parameters of a model in place.
-
-        Args:
-            model: The model.
-            trained: Names of the parameters that are trained.
-            lessons: By task; their tensors are on the model's device.
-
-        Returns:
-            By task the loss of every update, from before it.
+        """Train parameters of a model in place; by task the loss of every update, from before it.
 
         Raises:
             CalibrationError: If the training diverges, naming the setting.
@@ -111,13 +92,18 @@ class Distillation(ModelSettings, TextSettings, SampleSettings, WeightsOnly):
         parameters = [model.get_parameter(name).requires_grad_() for name in trained]
         optimizer = torch.optim.Adam(parameters, lr=self.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.steps)
-        norms = {task: mean_square(found) for task, found in lessons.items()}
-        drawn = {task: self._shuffled(task, found) for task, found in lessons.items()}
+        norms = {task: mean_square(of_task) for task, of_task in lessons.items()}
+        drawn = {
+            task: shuffled_batches(
+                len(of_task), 1, self.steps, task_generator(self.seed, task, "batches")
+            )
+            for task, of_task in lessons.items()
+        }
         losses: dict[str, list[Tensor]] = {task: [] for task in lessons}
         for _ in progress_bar(range(self.steps), what="distilling: ", unit="step"):
             optimizer.zero_grad()
-            for task, remaining in drawn.items():  # one at a time: memory is one batch's
-                loss = _distance(model, next(remaining)) / norms[task]
+            for task, positions in drawn.items():  # one at a time: memory is one batch's
+                loss = _distance(model, lessons[task][int(next(positions))]) / norms[task]
                 (loss / len(drawn)).backward()
                 losses[task].append(loss.detach())
             optimizer.step()
@@ -131,14 +117,7 @@ class Distillation(ModelSettings, TextSettings, SampleSettings, WeightsOnly):
             )
         return {task: torch.stack(values).tolist() for task, values in losses.items()}
 
-    def _shuffled(self, task: str, lessons: Sequence[Lesson]) -> Iterator[Lesson]:
-        """Batches of one task in random order, anew in every pass."""
-        generator = task_generator(self.seed, task, "batches")
-        for number in shuffled_batches(len(lessons), 1, self.steps, generator):
-            yield lessons[int(number)]
-
 
 def _distance(model: nn.Module, lesson: Lesson) -> Tensor:
-    """Mean squared distance of a model's final features to the expert's, 0-dim."""
-    features = lesson.features(model)
-    return (features - lesson.target).square().mean()
+    """Return the mean squared distance of a model's final features to the expert's, 0-dim."""
+    return (lesson.features(model) - lesson.target).square().mean()

@@ -1,4 +1,4 @@
-"""Experts' final features on samples, which other models are compared with."""
+"""Experts' features on samples, which other models are compared with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from fusion_bench_featcal.streams.rows import CountedRows, rows_of
 
 @dataclass(frozen=True)
 class Lesson:
-    """One batch of a task, and what its expert makes of it.
+    """One batch of a task, and the features of its expert.
 
     Attributes:
-        inputs: The model's inputs.
-        rows: The positions whose final features count; None: all.
-        target: The expert's final features there, `[n, d]`.
+        inputs: Inputs of the model or of a block.
+        rows: The positions that count; None: all.
+        target: The expert's features there, `[n, d]`.
     """
 
     inputs: Any
@@ -29,7 +29,7 @@ class Lesson:
     target: Tensor
 
     def features(self, model: nn.Module) -> Tensor:
-        """A model's final features at these positions, `[n, d]`."""
+        """Return a model's final features at these positions, `[n, d]`."""
         return rows_of(final_features(model, self.inputs), self.rows)
 
 
@@ -71,5 +71,5 @@ def expert_lessons(
 
 
 def mean_square(lessons: Sequence[Lesson]) -> Tensor:
-    """Mean square of the expert's features, 0-dim."""
+    """Return the mean square of the expert's features, 0-dim."""
     return torch.cat([lesson.target for lesson in lessons]).square().mean()

@@ -1,7 +1,7 @@
-"""Least-squares means of the layers outside a model's blocks, from one pass of every expert."""
+"""Least-squares solutions for layers outside the blocks, from one pass of every expert."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.base import call_model
 from fusion_bench_featcal.modules.groups import Group, find_groups
-from fusion_bench_featcal.modules.hooks import record
+from fusion_bench_featcal.modules.hooks import Recorded, record
 from fusion_bench_featcal.modules.models import device_of, head_of
 from fusion_bench_featcal.modules.sites import site_of
 from fusion_bench_featcal.rules.rule import Rule
@@ -64,9 +64,9 @@ def load_outside(
         with expert.loaded(model.state_dict()) as module, exact_products():
             rows = {group: empty_rows(group, module, module, rule, dtype) for group in groups}
             for batch in samples[task]:
-                inputs = _inputs_of(module, groups, batch)
+                recorded = _recorded(module, [group.name for group in groups], batch)
                 for group, task_rows in rows.items():
-                    task_rows.add(batch, inputs[group.name])
+                    task_rows.add(batch, recorded.inputs[group.name])
             for group, task_rows in rows.items():
                 sums[group].add(task, task_rows.finished(), task_rows.expert)
     for group, group_sums in sums.items():
@@ -75,7 +75,7 @@ def load_outside(
 
 
 def _groups_outside(model: nn.Module, settings: FeatCalSettings, first: Batch) -> list[Group]:
-    """Return the layers with a weight of their own outside the blocks, as far as they run."""
+    """Return the layers outside the blocks that run and share their weight with no other."""
     family = resolve_family(settings.family, model)
     stages = family.stages(family.view.shown(model))
     blocks = tuple(f"{block}." for stage in stages for block in stage)
@@ -88,16 +88,14 @@ def _groups_outside(model: nn.Module, settings: FeatCalSettings, first: Batch) -
         and counts[id(module.weight)] == 1
         and (site := site_of(name, module)) is not None
     ]
-    inputs = to_device(first.inputs, device_of(model))
     model.eval()
-    recorded = record(model, [s.name for s in sites], partial(call_model, model, inputs))
+    recorded = _recorded(model, [site.name for site in sites], first)
     sites = [site for site in sites if site.name in recorded.inputs]
     return find_groups(model, "outside the blocks", sites, recorded, lambda _: None)
 
 
-def _inputs_of(
-    expert: nn.Module, groups: Sequence[Group], batch: Batch
-) -> Mapping[str, list[Tensor]]:
-    inputs = to_device(batch.inputs, device_of(expert))
-    names = [group.name for group in groups]
-    return record(expert, names, partial(call_model, expert, inputs)).inputs
+def _recorded(model: nn.Module, names: list[str], batch: Batch) -> Recorded:
+    """Run a model on a batch and record the inputs of some modules."""
+    return record(
+        model, names, partial(call_model, model, to_device(batch.inputs, device_of(model)))
+    )

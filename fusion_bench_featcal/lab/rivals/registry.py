@@ -1,14 +1,18 @@
-"""Registration of methods: each is one dataclass in a module of this folder."""
+"""Registration of methods: each is one frozen dataclass in a module of this folder."""
 
 import dataclasses
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transform
+
+from torch import nn
 
 from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
 from fusion_bench_featcal.setting_fields import (
     Settings,
@@ -19,6 +23,9 @@ from fusion_bench_featcal.setting_fields import (
     shared_part,
 )
 from fusion_bench_featcal.settings import FeatCalSettings
+
+if TYPE_CHECKING:
+    from fusion_bench_featcal.method_inputs import MethodInputs
 
 T = TypeVar("T", bound="type[Method]")
 _METHODS: dict[str, "type[Method]"] = {}
@@ -62,10 +69,10 @@ def all_methods() -> dict[str, "type[Method]"]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Method(Settings):
-    """A method, whose settings are fields.
+    """A method whose settings are fields.
 
-    One that improves a merged model has the members of `interface.PostMerging`. A merger has
-    `merge(inputs)`, which returns the merged model, `check(inputs)` and `samples(inputs, tasks)`.
+    A method with `post_merge(merged, inputs)` improves a merged model (`interface.PostMerging`).
+    One with `merge(inputs)` is a merger and starts from the pool's experts.
     """
 
     option: ClassVar[str]
@@ -97,6 +104,28 @@ class Method(Settings):
             for field in settings_of(type(self))
         }
 
+    def check(self, inputs: "MethodInputs") -> None:
+        """Refuse what cannot work before a model is loaded. By default nothing is refused."""
+
+    @cached_property
+    def drawn(self) -> dict[str, int]:
+        """Number of samples per task that made the last model."""
+        return {}
+
+    def note_samples(self, log: CalibrationLog) -> None:
+        """Store the numbers of samples that a calibration has used."""
+        self.drawn.clear()
+        self.drawn.update({record["task"]: record["samples"] for record in log.of_kind("task")})
+
+    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Task -> {"samples": number, "split": name} of the data that made the last model."""
+        split = self.calibration_settings.calibration_split
+        return {t: {"samples": self.drawn[t], "split": split} for t in tasks if t in self.drawn}
+
+    def added(self, model: nn.Module) -> dict[str, int]:
+        """Module -> parameters that the model has beside the merged one's. By default none."""
+        return {}
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleSettings(Method):
@@ -106,6 +135,17 @@ class SampleSettings(Method):
     batch_size: int = same_as(FeatCalSettings, "batch_size")
     seed: int = same_as(FeatCalSettings, "seed")
     calibration_split: str = same_as(FeatCalSettings, "calibration_split")
+
+    def check(self, inputs: "MethodInputs") -> None:
+        """Compare the models and open the data.
+
+        Raises:
+            CalibrationError: If a task lacks data, or a model is of another kind than the others.
+        """
+        from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
+
+        check_pool_settings(inputs.models, self.calibration_settings)
+        inputs.batches(self.calibration_settings)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
