@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from fusion_bench_featcal.lab.report.diagnosis import by_block, by_task, merger_of, repairs_of
-from fusion_bench_featcal.lab.report.lines import LINES_FILE, Line, read_lines
+from fusion_bench_featcal.results.long_table import LINES_FILE, Line, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"

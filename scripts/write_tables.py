@@ -22,8 +22,8 @@ import paper
 import reproduce
 from paper import RESULTS, ROOT, read, table
 
-from fusion_bench_featcal.lab.report.lines import LINES_FILE, read_lines
 from fusion_bench_featcal.results.items import half_of
+from fusion_bench_featcal.results.long_table import LINES_FILE, read_lines
 from fusion_bench_featcal.results.notes import DIAGNOSIS
 
 Row = dict[str, Any]
@@ -341,6 +341,8 @@ PARTS: dict[str, Callable[[], str]] = {
 
 def take(folder: Path) -> None:
     """Copy the results in the folder of a make target into docs/results."""
+    from fusion_bench_featcal.lab.report.diagnosis import diagnosis_of
+
     for source in sorted((folder / "tables").glob("*/report.json")):
         name, content = source.parent.name, json.loads(source.read_text(encoding="utf-8"))
         for run in sorted((folder / name).glob("task_arithmetic*/report.json"))[:1]:
@@ -358,6 +360,8 @@ def take(folder: Path) -> None:
             _draw(source.parent, f"{suite}-{name}")
     for source in sorted(folder.glob(f"*/{LINES_FILE}")):
         suite = source.parent.name
+        if not diagnosis_of(source.parent):
+            continue
         run = json.loads((source.parent / "report.json").read_text(encoding="utf-8"))
         _keep(run, "diagnosis", suite, "run.json")
         shutil.copyfile(source, RESULTS / "diagnosis" / suite / LINES_FILE)

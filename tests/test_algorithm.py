@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Comp
 
 def test_run_leaves_what_the_contract_lists(run) -> None:
     log_dir, _ = run
-    for name in ("report.json", "report.csv", "report.md", "items.npz", "config_resolved.yaml",
+    for name in ("report.json", "lines.csv", "report.md", "items.npz", "config_resolved.yaml",
                  "calibration_log.jsonl", "calibration_log.anchor.jsonl", "reads.json",
                  "reads.anchor.json", "program_report.json"):  # fmt: skip
         assert (log_dir / name).is_file(), name

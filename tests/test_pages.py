@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import write_tables
 
+from fusion_bench_featcal.results.long_table import write_lines
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -34,7 +36,9 @@ def test_results_of_the_make_targets_are_taken(
     leave(runs / "tables/grid/report.json", {"kind": "comparison", "rows": rows})
     leave(runs / "toy/samples/report.json", {"kind": "study", "points": []})
     leave(runs / "toy/report.json", {"kind": "run"})
-    (runs / "toy/lines.csv").write_text("row\n", encoding="utf-8")
+    (runs / "plain").mkdir()
+    write_lines(runs / "plain/lines.csv", [{"row": "featcal", "value": 1}])
+    write_lines(runs / "toy/lines.csv", [{"row": "featcal", "block": "0", "value": 1}])
     write_tables.take(runs)
     files = {file.relative_to(results).as_posix() for file in results.rglob("*.json")}
     assert files == {

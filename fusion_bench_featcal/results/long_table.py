@@ -1,14 +1,18 @@
-"""Results as one long table: suite, merger, row, task, seed, metric, value; and its measures."""
+"""The long table of results, `lines.csv`: one number per line, and the dimensions that it is of."""
 
+import csv
+import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, write_atomic
 
 BASE = "base"
 EXPERTS = "experts"
 FEATCAL = "featcal"
 AVERAGE = "average"
-NORMALISED = "normalised"
 UNAVAILABLE = "unavailable"
 COMPARISON_SEED = "comparison"
 """Key of a comparison's seed among the seeds of a run."""
@@ -17,26 +21,20 @@ GIVEN = "merged"
 LEAST_GAP = 0.01
 """Smallest merged-to-expert gap of a task of which a share is compared: one point."""
 
-ACCURACY, LOSS, CORRECT, GAIN, SHARE, COST = (
-    "accuracy", "loss", "correct", "gain", "recovered_gap", "cost.",
+ACCURACY, LOSS, NORMALISED, GAIN, SHARE, COST = (
+    "accuracy", "loss", "normalised", "gain", "recovered_gap", "cost.",
 )  # fmt: skip
+"""Metrics of every run. Behind `cost.` comes what was measured."""
 
+LINES_FILE = "lines.csv"
+VALUE = "value"
+DIMENSIONS = ("suite", "merger", "row", "task", "block", "class", "seed", "metric")
+"""Columns of every table beside `value`. A dimension that does not apply is empty."""
+
+Line = dict[str, Any]
+"""Dimension -> name, and `value` -> number. Labels of a study's point are further dimensions."""
 Row = Mapping[str, float]
 """Task (and `average`) -> accuracy."""
-
-
-class Entry(NamedTuple):
-    """One value of the table."""
-
-    suite: str  # model pool
-    merger: str | None  # upstream merger; None where the run had no merged model
-    row: str
-    task: str  # or `average` over tasks, or "" for what is about the model as a whole
-    seed: str  # the run's seeds, as JSON: they tell runs apart that are averaged
-    metric: str  # one of the constants above, `normalised`, or `cost.` and what was measured
-    value: Any  # a number, a text such as "unavailable", or flags per test item (`correct`)
-
-
 RowKey = tuple[str, str | None, str]
 """Suite, merger and row."""
 
@@ -44,46 +42,6 @@ RowKey = tuple[str, str | None, str]
 def file_suffix(row: str) -> str:
     """Ending of the names of a FeatCal row's own files: `.plus` of `featcal:plus`."""
     return row.removeprefix(FEATCAL).replace(":", ".")
-
-
-class LongTable:
-    """Entries of any number of runs, looked up by row, metric, task and seed.
-
-    A repeated run counts once: of entries that differ in nothing but their value, the first stays.
-    """
-
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        """Index the entries."""
-        self._values: dict[RowKey, dict[str, dict[str, dict[str, Any]]]] = {}
-        for suite, merger, row, task, seed, metric, value in entries:
-            metrics = self._values.setdefault((suite, merger, row), {})
-            metrics.setdefault(metric, {}).setdefault(task, {}).setdefault(seed, value)
-
-    def rows(self) -> list[RowKey]:
-        """Rows in order of appearance, those of one merger and suite together."""
-        groups = list(dict.fromkeys((suite, merger) for suite, merger, _ in self._values))
-        return sorted(self._values, key=lambda key: groups.index(key[:2]))
-
-    def seeds(self, key: RowKey) -> list[str]:
-        """Seeds of the runs that have a row."""
-        return list(self._values[key][ACCURACY][AVERAGE])
-
-    def values(self, key: RowKey, metric: str, seeds: Sequence[str]) -> dict[str, list[Any]]:
-        """Task -> one value a seed, for the tasks that have one for every seed."""
-        tasks = self._values.get(key, {}).get(metric, {})
-        return {
-            task: [values[seed] for seed in seeds]
-            for task, values in tasks.items()
-            if all(seed in values for seed in seeds)
-        }
-
-    def costs(self, key: RowKey, seeds: Sequence[str]) -> dict[str, list[Any]]:
-        """Return each cost's values, one a seed; "unavailable" where a run lacks it."""
-        return {
-            metric.removeprefix(COST): [tasks[""].get(seed, UNAVAILABLE) for seed in seeds]
-            for metric, tasks in self._values[key].items()
-            if metric.startswith(COST)
-        }
 
 
 def merged_by(merger: str | None) -> str:
@@ -96,52 +54,95 @@ def is_repair(row: str, merger: str | None) -> bool:
     return row not in (BASE, EXPERTS, merger)
 
 
-def samples_range(entries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Number of samples per task and their splits, such as `256` and `train`; nothing for none."""
-    drawn = list(entries)
-    if not drawn:
-        return []
-    counts = sorted({int(entry["samples"]) for entry in drawn})
-    splits = sorted({str(entry["split"]) for entry in drawn})
-    number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return [number, " and ".join(splits)]
+def write_lines(path: Path, lines: Iterable[Line], setting: str = LOG_DIR_SETTING) -> Path:
+    """Write lines as CSV, whole or not at all, and return the path.
 
+    Args:
+        path: The file.
+        lines: The lines. Labels become the first columns.
+        setting: The setting that chose the folder, for messages.
 
-def mean(row: Row) -> float:
-    """Mean over the tasks of a row (which must not hold the average itself)."""
-    return math.fsum(row.values()) / len(row)
-
-
-def recovered_share(value: float, merged: float, expert: float) -> float | None:
-    """Share of the gap between merged and expert that `value` closes; None if there is no gap."""
-    gap = expert - merged
-    return (value - merged) / gap if gap > 0 else None
-
-
-def worst_task(
-    row: Row, merged: Row | None, experts: Row | None
-) -> tuple[str, float | None] | None:
-    """Return the task with the smallest share of its merged-to-expert gap recovered, and the share.
-
-    Only tasks with a gap of at least `LEAST_GAP` count. Without any, or without experts, it is the
-    task with the smallest gain over the merged model, and None. Without merged model it is None.
+    Raises:
+        ReportError: A value is not finite, or the file cannot be written.
     """
-    tasks = [task for task in row if task != AVERAGE]
-    if merged is None or not tasks:
-        return None
-    gaps = {task: experts[task] - merged[task] for task in tasks} if experts is not None else {}
-    shares = {
-        task: (row[task] - merged[task]) / gap for task, gap in gaps.items() if gap >= LEAST_GAP
+    lines = list(lines)
+    labels = [key for key in dict.fromkeys(key for line in lines for key in line)
+              if key not in (*DIMENSIONS, VALUE)]  # fmt: skip
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*labels, *DIMENSIONS, VALUE], lineterminator="\n")
+    writer.writeheader()
+    for line in lines:
+        if not math.isfinite(line[VALUE]):
+            names = ", ".join(f"{key} {line[key]}" for key in DIMENSIONS[2:] if line.get(key))
+            raise ReportError(f"{path}: {line[VALUE]} is no value of {names}")
+        writer.writerow(line)
+    return write_atomic(path, text.getvalue(), setting)
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Read what `write_lines` wrote. Seeds and labels that look like numbers are numbers.
+
+    Raises:
+        ReportError: The file cannot be read, lacks a column, or has a value that is no number.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            heads = reader.fieldnames or ()
+            if missing := [name for name in (*DIMENSIONS, VALUE) if name not in heads]:
+                raise ReportError(f"{path}: its first line has no {', '.join(missing)}")
+            return [_checked(line, f"{path}, line {reader.line_num}") for line in reader]
+    except (OSError, ValueError, csv.Error) as error:
+        raise ReportError(f"cannot read {path}: {error}") from error
+
+
+def where(lines: Iterable[Line], **dimensions: Any) -> list[Line]:
+    """Select the lines with some names, such as `row="featcal", class_=""`."""
+    names = {column.rstrip("_"): name for column, name in dimensions.items()}
+    return [line for line in lines if all(line.get(c, "") == n for c, n in names.items())]
+
+
+def means(lines: Iterable[Line], *columns: str) -> dict[tuple[Any, ...], float]:
+    """Return the mean value of the lines with equal names in some columns, by these names.
+
+    Raises:
+        ReportError: Lines of one mean have several suites or metrics, or some of them are about
+            parts of what others are about: blocks, classes, or tasks beside their average.
+    """
+    groups: dict[tuple[Any, ...], list[Line]] = {}
+    for line in lines:
+        groups.setdefault(tuple(line.get(column, "") for column in columns), []).append(line)
+    for names, group in groups.items():
+        label = f"the mean of {', '.join(map(str, names))}".rstrip(" of")
+        for column in ("suite", "metric"):
+            if len(several := {line.get(column, "") for line in group}) > 1:
+                raise ReportError(f"{label} would mix the {column}s {', '.join(sorted(several))}")
+        for column in ("task", "block", "class"):
+            if len({line.get(column, "") in ("", AVERAGE) for line in group}) > 1:
+                raise ReportError(f"{label} would mix a {column} with what it is part of")
+    return {
+        names: math.fsum(line[VALUE] for line in group) / len(group)
+        for names, group in groups.items()
     }
-    if not shares:
-        return min(tasks, key=lambda task: row[task] - merged[task]), None
-    worst = min(shares, key=shares.__getitem__)
-    return worst, shares[worst]
 
 
-def normalised_average(row: Row, experts: Row | None) -> float | None:
-    """Mean over tasks of accuracy divided by the task's expert's; None without experts."""
-    tasks = [task for task in row if task != AVERAGE]
-    if experts is None or any(experts[task] <= 0 for task in tasks):
-        return None
-    return math.fsum(row[task] / experts[task] for task in tasks) / len(tasks)
+def _checked(line: dict[str, Any], label: str) -> Line:
+    if None in line or None in line.values():
+        raise ReportError(f"{label}: its columns are not those of the first line")
+    value = _number(line[VALUE])
+    if isinstance(value, str) or not math.isfinite(value):
+        raise ReportError(f"{label}: {line[VALUE]!r} is no number")
+    named = {key: text if key in _NAMES else _number(text) for key, text in line.items()}
+    return named | {VALUE: value}
+
+
+_NAMES = {*DIMENSIONS} - {"seed"}
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

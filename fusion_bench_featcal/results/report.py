@@ -10,8 +10,9 @@ from fusion_bench_featcal.json_files import plain, read_json
 
 from .find import FailedCell
 from .items import ITEMS_FILE, load_items, save_items
+from .long_table import LINES_FILE, write_lines
 from .notes import Note
-from .report_files import REPORT_FILE, csv_text, write_files
+from .report_files import REPORT_FILE, write_files
 from .run_rows import RunRows
 from .schema import KIND, check_run
 from .summary import Summary, summarise_reports
@@ -24,7 +25,7 @@ class Report(RunRows):
     def to_dict(self) -> dict[str, Any]:
         """Return what `report.json` holds."""
         stored = {item.name: getattr(self, item.name) for item in fields(self)}
-        del stored["items"]
+        del stored["items"], stored["more"]
         return {
             "kind": KIND,
             "schema": stored.pop("schema"),
@@ -37,7 +38,7 @@ class Report(RunRows):
         }
 
     def write(self, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
-        """Write `report.csv`, `report.md`, `items.npz` (if known) and, last, `report.json`.
+        """Write `lines.csv`, `report.md`, `items.npz` (if known) and, last, `report.json`.
 
         Each file is whole or absent, whatever happens. Returns the path of `report.json`.
         """
@@ -48,8 +49,8 @@ class Report(RunRows):
         else:
             # An earlier report's items would be taken for this one's.
             (directory / ITEMS_FILE).unlink(missing_ok=True)
-        table, page = csv_text(self.lines()), run_markdown(self)
-        return write_files(directory, content, table, page, setting)
+        write_lines(directory / LINES_FILE, self.lines(), setting)
+        return write_files(directory, content, run_markdown(self), setting)
 
     @classmethod
     def load(cls, directory: str | Path) -> "Report":
@@ -61,7 +62,7 @@ class Report(RunRows):
         path = Path(directory) / REPORT_FILE
         content = read_json(path)
         check_run(content, str(path))
-        names = [key.name for key in fields(cls) if key.name != "items" and key.name in content]
+        names = [key.name for key in fields(cls) if key.name in content]
         report = cls(**{name: content[name] for name in names})
         report.notes = [Note(**note) for note in content["notes"]]
         for name, flags in (load_items(Path(directory)) or {}).items():

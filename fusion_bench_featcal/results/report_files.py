@@ -1,8 +1,6 @@
-"""The files of a report: `report.json`, `report.csv` and `report.md`."""
+"""The files of a report: `report.json` and `report.md`."""
 
-import csv
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,9 @@ from fusion_bench_featcal.json_files import json_text
 REPORT_FILE = "report.json"
 
 
-def write_files(
-    directory: Path, content: Mapping[str, Any], table: str, page: str, setting: str
-) -> Path:
-    """Write `report.csv`, `report.md` and, last, `report.json`; return the last one's path."""
+def write_files(directory: Path, content: Mapping[str, Any], page: str, setting: str) -> Path:
+    """Write `report.md` and, last, `report.json`; return the last one's path."""
     text = json_text(content)
-    write_atomic(directory / "report.csv", table, setting)
     write_atomic(directory / "report.md", page, setting)
     return write_atomic(directory / REPORT_FILE, text, setting)
 
@@ -27,13 +22,3 @@ def addresses(runs: Iterable[str | Path], folder: Path) -> list[str]:
     paths = [Path(run).resolve() for run in runs]
     start = folder.resolve()
     return [str(path.relative_to(start) if path.is_relative_to(start) else path) for path in paths]
-
-
-def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return a head with the keys of all lines, and the lines, as CSV. Missing cells are empty."""
-    heads = dict.fromkeys(key for line in lines for key in line)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(heads), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,20 +14,18 @@ from .long_table import (
     ACCURACY,
     AVERAGE,
     COMPARISON_SEED,
-    CORRECT,
     COST,
+    DIMENSIONS,
     EXPERTS,
     GAIN,
     LOSS,
     NORMALISED,
     SHARE,
-    Entry,
+    VALUE,
+    Line,
     is_repair,
-    mean,
-    normalised_average,
-    recovered_share,
-    worst_task,
 )
+from .measures import mean, normalised_average, recovered_share, worst_task
 from .notes import LOSS as LOSS_NOTE
 from .notes import Note
 from .schema import SCHEMA, TOLERANCE, check_row
@@ -74,6 +72,8 @@ class RunRows:
     """Row -> task -> loss, and `average` where every task has one; without what has none."""
     items: Items = field(default_factory=dict, repr=False)
     """Row -> task -> bool `[items]`, kept in `items.npz` beside the report."""
+    more: list[Line] = field(default_factory=list, repr=False)
+    """Further lines of the long table, such as a diagnosis, kept in `lines.csv` alone."""
     schema: int = SCHEMA
 
     @property
@@ -176,33 +176,35 @@ class RunRows:
         """Return the run's seeds as one text: runs that are averaged differ in it."""
         return json.dumps(self.seeds, sort_keys=True)
 
-    def entries(self) -> Iterator[Entry]:
-        """Yield the long table of the run: everything that it measured or that follows from it."""
-        for name, row in self.rows.items():
-            place, seed = (self.suite, self.upstream, name), self.seeds_key
-            measured = {
-                ACCURACY: row,
-                LOSS: self.loss.get(name, {}),
-                NORMALISED: {AVERAGE: normalised_average(row, self.rows.get(EXPERTS))},
-                GAIN: {AVERAGE: self._merged and row[AVERAGE] - self._merged[AVERAGE]},
-                SHARE: {task: self.share(name, task) for task in row},
-                **{COST + what: {"": value} for what, value in self.cost.get(name, {}).items()},
-                CORRECT: self.items.get(name, {}),
-            }
-            for metric, values in measured.items():
-                for task, value in values.items():
-                    if value is not None:
-                        yield Entry(*place, task, seed, metric, value)
+    @property
+    def seed(self) -> Any:
+        """The comparison's seed or the rows' only one, else `seeds_key`; None if nothing draws."""
+        numbers = {self.seeds.get(COMPARISON_SEED)} - {None} or {*self.seeds.values()} - {None}
+        return self.seeds_key if len(numbers) > 1 else next(iter(numbers), None)
 
-    def lines(self) -> list[dict[str, Any]]:
-        """Return the long table of numbers: labels, then suite to value."""
-        seed = self.seeds.get(COMPARISON_SEED, self.seeds_key)
-        return [
-            {
-                **self.labels, "suite": entry.suite, "merger": entry.merger, "row": entry.row,
-                "task": entry.task, "seed": seed, "metric": entry.metric,
-                "value": f"{entry.value:.6g}",
-            }
-            for entry in self.entries()
-            if isinstance(entry.value, int | float)
-        ]  # fmt: skip
+    def lines(self) -> list[Line]:
+        """Return the long table of the run: everything that was measured or follows from it."""
+        seed = "" if self.seed is None else self.seed
+        of_run = {**self.labels, **dict.fromkeys(DIMENSIONS, "")}
+        of_run |= {"suite": self.suite, "merger": self.upstream or "", "seed": seed}
+        lines = [
+            {"row": row, "task": task, "metric": metric, VALUE: value}
+            for row in self.rows
+            for metric, values in self._metrics(row).items()
+            for task, value in values.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        ]
+        return [of_run | line for line in (*lines, *self.more)]
+
+    def _metrics(self, name: str) -> dict[str, Mapping[str, Any]]:
+        """Return metric -> task, `average` or nothing -> value of a row."""
+        row, merged = self.rows[name], self._merged
+        cost = self.cost.get(name, {})
+        return {
+            ACCURACY: row,
+            LOSS: self.loss.get(name, {}),
+            NORMALISED: {AVERAGE: normalised_average(row, self.rows.get(EXPERTS))},
+            GAIN: {AVERAGE: merged and row[AVERAGE] - merged[AVERAGE]},
+            SHARE: {task: self.share(name, task) for task in row},
+            **{COST + what: {"": value} for what, value in cost.items()},
+        }

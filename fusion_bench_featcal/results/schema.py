@@ -6,7 +6,8 @@ from typing import Any, get_args
 
 from fusion_bench_featcal.files import ReportError
 
-from .long_table import AVERAGE, mean
+from .long_table import AVERAGE
+from .measures import mean
 
 SCHEMA = 2
 KIND = "run"

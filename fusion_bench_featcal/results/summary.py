@@ -1,11 +1,10 @@
 """Several runs (seeds, upstream mergers, model pools) in one summary of the long table."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,23 +21,16 @@ from .items import (
     recovered_gap_interval,
 )
 from .long_table import (
-    ACCURACY,
     AVERAGE,
     BASE,
     COMPARISON_SEED,
-    CORRECT,
     EXPERTS,
-    LOSS,
     NORMALISED,
     UNAVAILABLE,
-    LongTable,
     RowKey,
     is_repair,
-    normalised_average,
-    recovered_share,
-    samples_range,
-    worst_task,
 )
+from .measures import normalised_average, recovered_share, samples_range, worst_task
 from .notes import RECORD, Note
 from .run_rows import RunRows
 
@@ -127,9 +119,7 @@ class Summary:
         return order + others
 
 
-class _Run(NamedTuple):
-    path: Path
-    report: RunRows
+_Run = tuple[Path, RunRows]
 
 
 def summarise_reports(
@@ -142,50 +132,43 @@ def summarise_reports(
         failed: Cells of comparisons without a result.
 
     Raises:
-        ReportError: Runs of one suite have other tasks or test sets, a row was made with other
-            settings, or two runs with the same seeds disagree. The message shows the difference.
+        ReportError: As `check_averages`.
     """
-    runs = [_Run(path, report) for path, report in reports.items()]
-    first: dict[str, _Run] = {}
-    for run in runs:
-        _check_test_sets(first.setdefault(run.report.suite, run), run)
-    table = LongTable(entry for run in runs for entry in run.report.entries())
+    check_averages(reports)
+    runs, rows = list(reports.items()), _by_row(reports.values())
     # For runs without experts: those of another merger.
-    experts = {key[0]: key for key in reversed(table.rows()) if key[2] == EXPERTS}
+    experts = {key[0]: _accuracy(EXPERTS, rows[key]) for key in rows if key[2] == EXPERTS}
     return Summary(
-        rows=[
-            _summary_row(table, key, _distinct(key, runs), experts.get(key[0]))
-            for key in table.rows()
-        ],
-        runs=[str(run.path) for run in runs],
+        rows=[_summary_row(key, of, experts.get(key[0])) for key, of in rows.items()],
+        runs=[str(path) for path in reports],
         notes=_notes(runs),
-        seeds=_each_once(run.report.seeds.get(COMPARISON_SEED) for run in runs),
+        seeds=_each_once(report.seeds.get(COMPARISON_SEED) for report in reports.values()),
         failed=list(failed),
-        scores=_scores(table),
+        scores=_scores(rows),
     )
 
 
-def _scores(table: LongTable) -> dict[RowKey, dict[Any, Scores]]:
+def _by_row(reports: Iterable[RunRows]) -> dict[RowKey, list[RunRows]]:
+    """Return the reports that have a row, a repeated run once; rows of a merger stand together."""
+    rows: dict[RowKey, dict[str, RunRows]] = {}
+    for report in reports:
+        for name in report.rows:
+            of_row = rows.setdefault((report.suite, report.upstream, name), {})
+            of_row.setdefault(report.seeds_key, report)
+    groups = list(dict.fromkeys(key[:2] for key in rows))
+    return {key: [*rows[key].values()] for key in sorted(rows, key=lambda k: groups.index(k[:2]))}
+
+
+def _scores(rows: Mapping[RowKey, Sequence[RunRows]]) -> dict[RowKey, dict[Any, Scores]]:
     """Flags by row, seed and task; references, which mergers share, once for each suite."""
     scores: dict[RowKey, dict[Any, Scores]] = {}
-    for key in table.rows():
-        seeds = table.seeds(key)
-        flags = table.values(key, CORRECT, seeds)
-        suite, _, name = key
-        place = (suite, None, name) if name in (BASE, EXPERTS) else key
-        complete = set(flags) == set(table.values(key, ACCURACY, seeds)) - {AVERAGE}
-        if flags and complete:
-            by_seed = scores.setdefault(place, {})
-            for run, seed in enumerate(map(_run_seed, seeds)):
-                by_seed.setdefault(seed, {task: arrays[run] for task, arrays in flags.items()})
+    for (suite, merger, name), reports in rows.items():
+        owner = None if name in (BASE, EXPERTS) else merger
+        if all(name in report.items for report in reports):
+            by_seed = scores.setdefault((suite, owner, name), {})
+            for report in reports:
+                by_seed.setdefault(report.seed, report.items[name])
     return scores
-
-
-def _run_seed(text: str) -> Any:
-    """Seed of all rows of a run: the comparison's or their only one, else `text`; None for none."""
-    seeds = json.loads(text)
-    numbers = {seeds.get(COMPARISON_SEED)} - {None} or {*seeds.values()} - {None}
-    return text if len(numbers) > 1 else next(iter(numbers), None)
 
 
 def _each_once(seeds: Iterable[int | None]) -> list[int]:
@@ -195,14 +178,33 @@ def _each_once(seeds: Iterable[int | None]) -> list[int]:
 # ---- what may be averaged
 
 
+def check_averages(reports: Mapping[Path, RunRows]) -> None:
+    """Refuse runs that must not be averaged.
+
+    Raises:
+        ReportError: Runs of one suite have other tasks or test sets, a row was made with other
+            settings, or two runs with the same seeds disagree. The message shows the difference.
+    """
+    suites: dict[str, _Run] = {}
+    rows: dict[RowKey, _Run] = {}
+    twins: dict[tuple[RowKey, str], _Run] = {}
+    for run in reports.items():
+        _, report = run
+        _check_test_sets(suites.setdefault(report.suite, run), run)
+        for name in report.rows:
+            key = (report.suite, report.upstream, name)
+            _check_settings(name, rows.setdefault(key, run), run)
+            _check_twin(name, twins.setdefault((key, report.seeds_key), run), run)
+
+
 def _check_test_sets(first: _Run, run: _Run) -> None:
-    suite, tasks, others = run.report.suite, first.report.tasks, run.report.tasks
+    suite, tasks, others = run[1].suite, first[1].tasks, run[1].tasks
     if set(tasks) != set(others):
         raise ReportError(
             f"runs of {suite} have different tasks: {_difference(first, tasks, run, others)}"
         )
-    for task, test_set in first.report.test_sets.items():
-        for key, value in run.report.test_sets.get(task, {}).items():
+    for task, test_set in first[1].test_sets.items():
+        for key, value in run[1].test_sets.get(task, {}).items():
             if test_set.get(key, value) != value:
                 raise ReportError(
                     f"runs of {suite} have different test sets for task '{task}', {key}: "
@@ -210,28 +212,18 @@ def _check_test_sets(first: _Run, run: _Run) -> None:
                 )
 
 
-def _distinct(key: RowKey, runs: Sequence[_Run]) -> list[RunRows]:
-    """Return the reports with a row, a repeated run once; check that they may be averaged."""
-    suite, merger, name = key
-    places = [run for run in runs if (run.report.suite, run.report.upstream) == (suite, merger)]
-    having = [run for run in places if name in run.report.rows]
-    distinct: dict[str, _Run] = {}
-    for run in having:
-        _check_settings(name, having[0], run)
-        twin = distinct.setdefault(run.report.seeds_key, run)
-        one, two = (each.report.rows[name] for each in (twin, run))
-        if one != two:
-            raise ReportError(
-                f"row '{name}' differs between two runs with the same seeds "
-                f"{run.report.seeds_key}: average "
-                f"{_difference(twin, one[AVERAGE], run, two[AVERAGE])}. "
-                "Give only one of them, or runs with different seeds."
-            )
-    return [run.report for run in distinct.values()]
+def _check_twin(name: str, twin: _Run, run: _Run) -> None:
+    one, two = (report.rows[name] for _, report in (twin, run))
+    if one != two:
+        raise ReportError(
+            f"row '{name}' differs between two runs with the same seeds {run[1].seeds_key}: "
+            f"average {_difference(twin, one[AVERAGE], run, two[AVERAGE])}. "
+            "Give only one of them, or runs with different seeds."
+        )
 
 
 def _check_settings(name: str, first: _Run, run: _Run) -> None:
-    one, two = (_without_seeds(each.report.settings.get(name, {})) for each in (first, run))
+    one, two = (_without_seeds(report.settings.get(name, {})) for _, report in (first, run))
     for key in sorted(set(one) | set(two)):
         if one.get(key) != two.get(key):
             raise ReportError(
@@ -253,19 +245,19 @@ def _without_seeds(settings: Mapping[str, Any], prefix: str = "") -> dict[str, A
 
 
 def _difference(first: _Run, one: Any, second: _Run, two: Any) -> str:
-    return f"{one} in {first.path}, {two} in {second.path}"
+    return f"{one} in {first[0]}, {two} in {second[0]}"
 
 
 def _notes(runs: Sequence[_Run]) -> list[Note]:
     """Notes of the runs, each with its mergers (and suites) where there are several."""
-    are_alike = len({run.report.suite for run in runs}) == 1
+    are_alike = len({report.suite for _, report in runs}) == 1
     having: dict[Note, dict[str, None]] = {}
     names = set()
-    for run in runs:
-        merger = run.report.upstream or "without merger"
-        name = merger if are_alike else f"{run.report.suite}, {merger}"
+    for _, report in runs:
+        merger = report.upstream or "without merger"
+        name = merger if are_alike else f"{report.suite}, {merger}"
         names.add(name)
-        for note in run.report.notes:
+        for note in report.notes:
             having.setdefault(replace(note, merger=""), {})[name] = None
     every = "" if len(names) == 1 else "all mergers" if are_alike else "all runs"
     notes = [
@@ -278,12 +270,12 @@ def _notes(runs: Sequence[_Run]) -> list[Note]:
 def _differing_records(runs: Sequence[_Run]) -> list[str]:
     """Return sentences on runs without flags per test item, and on versions that differ."""
     texts = []
-    without = [str(run.path) for run in runs if not run.report.items]
+    without = [str(path) for path, report in runs if not report.items]
     if without:
         where = f": {', '.join(without)}" if len(runs) > 1 else ""
         texts.append(f"no interval over items for rows without {ITEMS_FILE}{where}")
-    for package in dict.fromkeys(package for run in runs for package in run.report.versions):
-        numbers = sorted({run.report.versions.get(package, "not recorded") for run in runs})
+    for package in dict.fromkeys(package for _, report in runs for package in report.versions):
+        numbers = sorted({report.versions.get(package, "not recorded") for _, report in runs})
         if "/" in package and "not recorded" in numbers:  # of the hub, which earlier runs left out
             numbers.remove("not recorded")
         if len(numbers) > 1:
@@ -295,13 +287,12 @@ def _differing_records(runs: Sequence[_Run]) -> list[str]:
 
 
 def _summary_row(
-    table: LongTable, key: RowKey, reports: Sequence[RunRows], other_experts: RowKey | None
+    key: RowKey, reports: Sequence[RunRows], other_experts: Mapping[str, Sequence[float]] | None
 ) -> SummaryRow:
     suite, upstream, name = key
-    seeds = table.seeds(key)
-    accuracy = table.values(key, ACCURACY, seeds)
-    shares = _normalised(table, key, seeds, other_experts)
-    costs = table.costs(key, seeds)
+    accuracy = _accuracy(name, reports)
+    shares = _normalised(name, reports, other_experts)
+    costs = _costs(name, reports)
     numbers = {what: values for what, values in costs.items() if _are_numbers(values)}
     drawn = (entry for report in reports for entry in report.samples.get(name, {}).values())
     return SummaryRow(
@@ -311,11 +302,11 @@ def _summary_row(
         run_seeds=[report.seeds for report in reports],
         seeds=_each_once(report.seeds.get(name) for report in reports),
         accuracy=_means(accuracy),
-        deviation=_deviations(accuracy) if len(seeds) > 1 else None,
-        **_against_merger(table, key, seeds),
+        deviation=_deviations(accuracy) if len(reports) > 1 else None,
+        **_against_merger(name, reports),
         cost={what: _common_text(values) for what, values in costs.items()} | _means(numbers),
-        loss=_means(table.values(key, LOSS, seeds)),
-        normalised=fmean(shares) if len(shares) == len(seeds) else None,
+        loss=_means(_columns([report.loss.get(name, {}) for report in reports])),
+        normalised=fmean(shares) if len(shares) == len(reports) else None,
         spread={
             what: stdev(values)
             for what, values in {NORMALISED: shares, **numbers}.items()
@@ -323,6 +314,26 @@ def _summary_row(
         },
         samples=" ".join(samples_range(drawn)),
     )
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return one value per row for the keys that all rows have."""
+    return {key: [row[key] for row in rows] for key in rows[0] if all(key in row for row in rows)}
+
+
+def _accuracy(name: str | None, reports: Sequence[RunRows]) -> dict[str, list[float]]:
+    """Return task -> accuracy in every run; nothing where a run lacks the row."""
+    return _columns([report.rows.get(name or "", {}) for report in reports])
+
+
+def _costs(name: str, reports: Sequence[RunRows]) -> dict[str, list[Any]]:
+    """Return each cost's values, one per run; "unavailable" where a run lacks it."""
+    costs = [
+        {what: value for what, value in report.cost.get(name, {}).items() if value is not None}
+        for report in reports
+    ]
+    kinds = dict.fromkeys(what for cost in costs for what in cost)
+    return {what: [cost.get(what, UNAVAILABLE) for cost in costs] for what in kinds}
 
 
 def _means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -342,24 +353,19 @@ def _common_text(values: Sequence[Any]) -> str:
     return texts.pop() if len(texts) == 1 else UNAVAILABLE
 
 
-def _against_merger(table: LongTable, key: RowKey, seeds: Sequence[str]) -> dict[str, Any]:
+def _against_merger(name: str, reports: Sequence[RunRows]) -> dict[str, Any]:
     """Gain, recovered gap and worst task over the same runs, with their intervals."""
-    suite, upstream, name = key
-    keys = [(suite, upstream, row or "") for row in (name, upstream, EXPERTS)]
-    row, merged, experts = (_means(table.values(key, ACCURACY, seeds)) for key in keys)
-    flags, merged_flags, expert_flags = (
-        {task: np.stack(arrays) for task, arrays in table.values(key, CORRECT, seeds).items()}
-        for key in keys
-    )
-    of_row, of_merged, of_experts = (
-        table.values(key, ACCURACY, seeds).get(AVERAGE, []) for key in keys
-    )
+    upstream = reports[0].upstream
+    sides = [_accuracy(each, reports) for each in (name, upstream, EXPERTS)]
+    row, merged, experts = map(_means, sides)
+    of_row, of_merged, of_experts = (side.get(AVERAGE, []) for side in sides)
+    flags = [_flags(each, reports) for each in (name, upstream, EXPERTS)]
     gain = share = worst = gain_interval = share_interval = None
-    several = len(seeds) > 1
+    several = len(reports) > 1
     if merged:
         gain = row[AVERAGE] - merged[AVERAGE]
         gains = [one - other for one, other in zip(of_row, of_merged, strict=True)]
-        items = paired_difference(flags, merged_flags) if flags and merged_flags else None
+        items = paired_difference(flags[0], flags[1]) if all(flags[:2]) else None
         gain_interval = over_seeds(gain, gains, items) if items or several else None
         if is_repair(name, upstream):
             worst = worst_task(row, merged, experts or None)
@@ -367,9 +373,9 @@ def _against_merger(table: LongTable, key: RowKey, seeds: Sequence[str]) -> dict
         share = recovered_share(row[AVERAGE], merged[AVERAGE], experts[AVERAGE])
         by_seed = map(recovered_share, of_row, of_merged, of_experts)
         shares = [value for value in by_seed if value is not None]
-        known = flags and merged_flags and expert_flags
-        items = recovered_gap_interval(flags, merged_flags, expert_flags) if known else None
-        if share is not None and len(shares) == len(seeds) and (items or (several and not known)):
+        known = all(flags)
+        items = recovered_gap_interval(*flags) if known else None
+        if share is not None and len(shares) == len(reports) and (items or (several and not known)):
             share_interval = over_seeds(share, shares, items)
     return {
         "gain": gain,
@@ -381,14 +387,19 @@ def _against_merger(table: LongTable, key: RowKey, seeds: Sequence[str]) -> dict
     }
 
 
+def _flags(name: str | None, reports: Sequence[RunRows]) -> Scores:
+    """Return flags per test item, task -> `[seeds, items]`; nothing where a run lacks them."""
+    columns = _columns([report.items.get(name or "", {}) for report in reports])
+    return {task: np.stack(arrays) for task, arrays in columns.items()}
+
+
 def _normalised(
-    table: LongTable, key: RowKey, seeds: Sequence[str], other_experts: RowKey | None
+    name: str, reports: Sequence[RunRows], other: Mapping[str, Sequence[float]] | None
 ) -> list[float]:
     """Normalised average of each run, where it has one."""
-    other = other_experts and table.values(other_experts, ACCURACY, table.seeds(other_experts))
-    shares = []
-    for seed in seeds:
-        row = _means(table.values(key, ACCURACY, [seed]))
-        experts = _means(table.values((*key[:2], EXPERTS), ACCURACY, [seed]) or other or {})
-        shares.append(normalised_average(row, experts or None))
+    others = _means(other) if other else None
+    shares = (
+        normalised_average(report.rows[name], report.rows.get(EXPERTS) or others)
+        for report in reports
+    )
     return [share for share in shares if share is not None]

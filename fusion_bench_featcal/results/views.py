@@ -1,21 +1,24 @@
 """Tables of one or several runs on the terminal, as Markdown, CSV and JSON."""
 
-from collections.abc import Iterable, Sequence
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.files import LOG_DIR_SETTING, prepare_directory
+from fusion_bench_featcal.files import LOG_DIR_SETTING, prepare_directory, write_atomic
 from fusion_bench_featcal.json_files import plain
 from fusion_bench_featcal.plurals import counted
 
 from .columns import ACCURACY, COSTS, ONE_RUN, Column, csv_line, with_values
 from .find import FailedCell, refuse_run
 from .items import LEVEL
-from .long_table import BASE, EXPERTS, merged_by, samples_range
+from .long_table import BASE, EXPERTS, merged_by
+from .measures import samples_range
 from .notes import FAILED as FAILED_CELL
 from .notes import chosen
-from .report_files import addresses, csv_text, write_files
+from .report_files import addresses, write_files
 from .run_rows import RunRows
 from .schema import COMPARISON_KIND, SCHEMA
 from .summary import Summary, SummaryRow, summarise_reports
@@ -157,7 +160,18 @@ def write(summary: Summary, directory: str | Path, setting: str = LOG_DIR_SETTIN
         }
         for cell in summary.failed
     ]  # fmt: skip
-    return write_files(directory, content, csv_text(lines), _markdown(summary), setting)
+    write_atomic(directory / "report.csv", _csv_text(lines), setting)
+    return write_files(directory, content, _markdown(summary), setting)
+
+
+def _csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return a head with the keys of all lines, and the lines, as CSV. Missing cells are empty."""
+    heads = dict.fromkeys(key for line in lines for key in line)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(heads), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
 
 
 def _markdown(summary: Summary) -> str:

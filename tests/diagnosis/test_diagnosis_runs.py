@@ -19,7 +19,7 @@ from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.lab.diagnosis import DiagnosisAlgorithm, measure
 from fusion_bench_featcal.lab.report.diagnosis import by_block, rows_of
-from fusion_bench_featcal.lab.report.lines import LINES_FILE, Line, means, read_lines, where
+from fusion_bench_featcal.results.long_table import LINES_FILE, Line, means, read_lines, where
 from fusion_bench_featcal.suites import image
 
 MERGER = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}

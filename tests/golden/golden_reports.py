@@ -32,7 +32,7 @@ def file_structures(log_dir: Path) -> dict[str, Any]:
         records = [json.loads(line) for line in path.read_text().splitlines()]
         kinds = {str(record.get("kind")): structure(record) for record in records}
         found[path.name] = dict(sorted(kinds.items()))
-    for path in sorted(log_dir.glob("report.csv")):
+    for path in sorted(log_dir.glob("*.csv")):
         with path.open() as file:
             found[path.name] = next(csv.reader(file))
     return found

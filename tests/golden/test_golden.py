@@ -59,7 +59,7 @@ def test_every_case_is_kept() -> None:
 def test_structure_of_reports(evaluated_run: tuple[Path, Any]) -> None:
     found = file_structures(evaluated_run[0] / "log")
     kept = load("commands")["runs"]["featcal"]["structures"]
-    for name in ("report.json", "report.csv", "calibration_log.jsonl", "reads.json"):
+    for name in ("report.json", "lines.csv", "calibration_log.jsonl", "reads.json"):
         assert found[name] == kept[name], name
 
 

@@ -14,7 +14,7 @@ from fusion_bench_featcal.lab.report.diagnosis import (
     repairs_of,
     rows_of,
 )
-from fusion_bench_featcal.lab.report.lines import LINES_FILE, Line, write_lines
+from fusion_bench_featcal.results.long_table import LINES_FILE, Line, write_lines
 
 TASKS = {"toy_one": 0.1, "toy_two": 0.2}
 BLOCKS = {"layers.0.block": 1.0, "layers.1.block": 2.0}
@@ -132,4 +132,4 @@ def test_a_damaged_diagnosis_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     run = leave_run(tmp_path / "run")
     (run / LINES_FILE).write_text("row,value\n")
     assert main(["report", str(run)]) == 2
-    assert f"{run / LINES_FILE}: its first line is not" in capsys.readouterr().err
+    assert f"{run / LINES_FILE}: its first line has no suite" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """Report of one run: rows, files, the long table, and refusal of what does not fit."""
 
-import csv
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,9 @@ import torch
 from synthetic import LEVELS, make_report
 
 from fusion_bench_featcal.results import AVERAGE, Report, ReportError
-from fusion_bench_featcal.results.long_table import LongTable
+from fusion_bench_featcal.results.long_table import LINES_FILE, read_lines, where
 from fusion_bench_featcal.results.notes import Note
+from fusion_bench_featcal.results.summary import summarise_reports
 
 
 def content_of(folder: Path) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def test_written_report_loads_as_the_same_and_an_earlier_ones_items_are_gone(tmp
     for name, tasks in report.items.items():
         for task, flag in tasks.items():
             np.testing.assert_array_equal(loaded.items[name][task], flag)
-    names = {"items.npz", "report.csv", "report.json", "report.md"}
+    names = {"items.npz", "lines.csv", "report.json", "report.md"}
     assert {path.name for path in folder.iterdir()} == names
     make_report(items=False).write(folder)
     assert Report.load(folder).items == {}
@@ -65,15 +65,13 @@ def test_the_long_table_has_one_number_per_line(tmp_path: Path):
     report.add_row("new", {"cars": 0.123456, "dtd": 0.65432})
     report.labels = {"samples_per_task": 8}
     lines = report.lines()
-    featcal = {(e["metric"], e["task"]): e["value"] for e in lines if e["row"] == "featcal"}
-    tasks = ("cars", "dtd", "average")
-    assert [featcal["recovered_gap", task] for task in tasks] == ["0.5"] * 3
-    new = [e for e in lines if e["row"] == "new" and e["metric"] == "accuracy"]
-    assert [e["value"] for e in new] == ["0.123456", "0.65432", "0.388888"]
-    assert {e["samples_per_task"] for e in lines} == {8}
+    shares = where(lines, row="featcal", metric="recovered_gap")
+    assert [line["task"] for line in shares] == ["cars", "dtd", "average"]
+    assert [line["value"] for line in shares] == pytest.approx([0.5] * 3)
+    new = where(lines, row="new", metric="accuracy", samples_per_task=8, seed=42)
+    assert [line["value"] for line in new] == [0.123456, 0.65432, 0.388888]
     report.write(tmp_path)
-    stored = list(csv.DictReader((tmp_path / "report.csv").read_text().splitlines()))
-    assert stored == [{key: str(value or "") for key, value in e.items()} for e in lines]
+    assert read_lines(tmp_path / LINES_FILE) == lines
 
 
 def test_settings_may_be_a_dataclass_and_scalars_may_be_tensors(tmp_path: Path):
@@ -201,21 +199,19 @@ def test_items_of_another_run_are_refused(tmp_path: Path):
 # ---- the long table
 
 
-def test_every_number_of_a_report_is_an_entry(tmp_path: Path):
+def test_every_number_of_a_report_is_a_line(tmp_path: Path):
     made = make_report()
     made.add_row("new", {"cars": 0.5, "dtd": 0.25}, loss={"cars": 2.0}, cost={"note": "none"})
     made.write(tmp_path)
     report = Report.load(tmp_path)
-    entries = {(e.row, e.metric, e.task): e.value for e in report.entries()}
+    entries = {(e["row"], e["metric"], e["task"]): e["value"] for e in report.lines()}
     for name, row in report.rows.items():
         assert {task: entries[name, "accuracy", task] for task in row} == row
         share = report.to_dict()["recovered_gap_per_task"][name]
         share["average"] = report.recovered_gap[name]
         assert {task: entries[name, "recovered_gap", task] for task in row} == share
-        for task, flags in report.items.get(name, {}).items():
-            np.testing.assert_array_equal(entries[name, "correct", task], flags)
         for what, value in report.cost.get(name, {}).items():
-            assert entries[name, f"cost.{what}", ""] == value
+            assert entries.get((name, f"cost.{what}", ""), "none") == value
     assert entries["new", "loss", "cars"] == 2.0
     assert ("new", "loss", "average") not in entries
 
@@ -227,10 +223,10 @@ def test_rows_of_a_merger_stand_together_and_only_whole_series_are_averaged():
         make_report({"wudi": 0.7, "surgery": 0.8}, upstream="wudi", seed=2),
         make_report({"wudi": 0.5, "featcal": 0.6}, upstream="wudi", seed=1),  # repeated
     ]
-    table = LongTable(entry for run in runs for entry in run.entries())
-    assert [key[1:] for key in table.rows()] == [
-        ("wudi", "wudi"), ("wudi", "featcal"), ("wudi", "surgery"), ("ties", "ties"),
+    rows = summarise_reports({Path(f"{n}"): run for n, run in enumerate(runs)}).rows
+    assert [(row.upstream, row.name, len(row.run_seeds)) for row in rows] == [
+        ("wudi", "wudi", 2), ("wudi", "featcal", 1), ("wudi", "surgery", 1), ("ties", "ties", 1),
     ]  # fmt: skip
-    seeds = table.seeds(("toy", "wudi", "wudi"))
-    assert table.values(("toy", "wudi", "wudi"), "accuracy", seeds)["cars"] == [0.5, 0.7]
-    assert table.values(("toy", "wudi", "featcal"), "accuracy", seeds) == {}
+    assert rows[0].accuracy["cars"] == pytest.approx(0.6)
+    # A gain is of the runs that have the row.
+    assert [row.gain for row in rows] == pytest.approx([0, 0.1, 0.1, 0])

@@ -14,6 +14,7 @@ from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.lab.report.study import Study, average_of, curves_of
 from fusion_bench_featcal.lab.studies import StudyAlgorithm
 from fusion_bench_featcal.results import Report, ReportError
+from fusion_bench_featcal.results.long_table import DIMENSIONS
 
 SCALE = "method.post_merging_methods.scale.factor"
 KEYS: dict[str, Any] = {
@@ -39,9 +40,9 @@ def study(folder: Path, **keys: Any) -> Any:
 
 def test_every_point_is_in_the_table(tmp_path: Path) -> None:
     study(tmp_path).run(model_pool())
-    with (tmp_path / "report.csv").open() as file:
+    with (tmp_path / "lines.csv").open() as file:
         lines = list(csv.DictReader(file))
-    heads = ["factor", "suite", "merger", "row", "task", "seed", "metric", "value"]
+    heads = ["factor", *DIMENSIONS, "value"]
     assert [*lines[0]] == heads
     accuracies = [line for line in lines if line["metric"] == "accuracy"]
     keys = [tuple(line[head] for head in heads[:-1]) for line in accuracies]
@@ -93,11 +94,11 @@ def test_the_log_says_beforehand_how_much_there_is_to_run(
 
 def test_a_finished_study_runs_nothing_again(tmp_path: Path) -> None:
     study(tmp_path).run(model_pool())
-    before = (tmp_path / "report.csv").read_text()
+    before = (tmp_path / "lines.csv").read_text()
     again = study(tmp_path)
     again.run(model_pool())
     assert again._program.taskpool.evaluated == 0
-    assert (tmp_path / "report.csv").read_text() == before
+    assert (tmp_path / "lines.csv").read_text() == before
 
 
 def test_a_study_goes_on_with_new_points(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_the_verb_report_reads_the_folder_of_a_study(
     assert main(words) == 0
     assert "+ scale" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "drawn").iterdir()] == ["factors_task_arithmetic.svg"]
-    for name in ("report.md", "report.csv"):
+    for name in ("report.md", "lines.csv"):
         assert (out / name).read_text() == (folder / name).read_text()
     assert main(["report", str(out)]) == 0  # it names the runs
     assert main(["report", str(folder / "points" / "factor-small_seed-1")]) == 0

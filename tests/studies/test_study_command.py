@@ -22,7 +22,7 @@ def test_command_runs_two_points_and_shares_cells_with_compare(tmp_path: Path) -
     study = Study.load(tmp_path / "log")
     points = study.points
     assert [point.labels["samples_per_task"] for point in points] == [4, 8]
-    with (tmp_path / "log" / "report.csv").open() as file:
+    with (tmp_path / "log" / "lines.csv").open() as file:
         samples = {line["samples_per_task"] for line in csv.DictReader(file)}
     assert samples == {"4", "8"}
     kept = tmp_path / "outputs" / "comparison" / "clip-vit-mini_alphabets2"

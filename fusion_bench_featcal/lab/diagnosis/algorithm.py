@@ -20,11 +20,11 @@ from fusion_bench_featcal.lab.diagnosis.items import LEAST, TaskItems, open_item
 from fusion_bench_featcal.lab.diagnosis.measure import measure
 from fusion_bench_featcal.lab.diagnosis.metrics import accuracy_lines, expert_lines, row_lines
 from fusion_bench_featcal.lab.report.diagnosis import diagnosis_sentences
-from fusion_bench_featcal.lab.report.lines import LINES_FILE, Line, write_lines
 from fusion_bench_featcal.lab.rivals.projection import load_projection
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.modules.models import head_of
 from fusion_bench_featcal.results import BASE
+from fusion_bench_featcal.results.long_table import Line
 from fusion_bench_featcal.results.notes import DIAGNOSIS, Note
 from fusion_bench_featcal.setting_fields import Settings, is_text_list, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -80,19 +80,16 @@ class DiagnosedResults(RunResults):
         super().add_base_and_experts(references)
 
     def finish(self) -> nn.Module:
-        """Write the lines beside the run's report."""
+        """Add the lines to the run's long table, which is written with its report."""
         classes = getattr(self._taskpool, "item_classes", None) or {}
         self.lines += accuracy_lines(self.report, list(self._items), classes)
-        of_run = {"suite": self.report.suite, "merger": self.report.upstream}
-        self.lines = [of_run | line for line in self.lines]
-        if self._log_dir is not None:
-            write_lines(self._log_dir / LINES_FILE, self.lines)
+        self.report.more += self.lines
         return super().finish()
 
     def _show(self) -> None:
         """Print the run's table, and sentences on the diagnosis."""
         super()._show()
-        for sentence in diagnosis_sentences(self.lines):
+        for sentence in diagnosis_sentences(self.report.lines()):
             print(sentence)
 
     def _measure(self, row: str, model: nn.Module) -> None:

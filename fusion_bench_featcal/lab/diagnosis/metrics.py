@@ -9,8 +9,8 @@ from torch import Tensor
 from fusion_bench_featcal.lab.diagnosis.drift import COLUMNS, drift_metrics, explained_shares
 from fusion_bench_featcal.lab.diagnosis.items import are_shared
 from fusion_bench_featcal.lab.diagnosis.measure import Measures
-from fusion_bench_featcal.lab.report.lines import Line
 from fusion_bench_featcal.results import EXPERTS, Report
+from fusion_bench_featcal.results.long_table import Line
 
 _DIGITS = 6
 
@@ -52,16 +52,13 @@ def _share_lines(row: str, task: str, features: Tensor) -> Iterator[Line]:
 def accuracy_lines(
     report: Report, tasks: Sequence[str], classes: Mapping[str, Sequence[str]]
 ) -> Iterator[Line]:
-    """Yield accuracies of a report by task and, from its flags per test item, by class.
+    """Yield accuracies of a report by class, from its flags per test item.
 
     Args:
         report: The report.
         tasks: The tasks of the diagnosis.
         classes: Task -> class of each test item of the task pool, in the order of the flags.
     """
-    for row, values in report.rows.items():
-        for task, value in values.items():
-            yield _line(row, task, "accuracy", value)
     for task in tasks:
         names = classes.get(task, ())
         flags = {row: np.asarray(by_task[task]) for row, by_task in report.items.items()}

@@ -1,20 +1,40 @@
 """Tables, sentences and charts of a diagnosis: drift by block, final features, classes."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from fusion_bench_featcal.results.long_table import AVERAGE, BASE, is_repair
+from fusion_bench_featcal.results.long_table import (
+    AVERAGE,
+    BASE,
+    LINES_FILE,
+    Line,
+    is_repair,
+    means,
+    read_lines,
+    where,
+)
 from fusion_bench_featcal.results.tables import Grid, short_blocks, short_names, with_unit
 
 from . import charts
-from .lines import Line, means, where
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TERMS = {"drift": "drift", "mismatch": "local mismatch", "propagation": "upstream propagation"}
 _CLASSES = 3  # that gain most, and that lose most
+
+
+def diagnosis_of(run: Path) -> list[Line]:
+    """Return the long table of a run's folder if the run was diagnosed, else nothing.
+
+    Raises:
+        ReportError: The file is damaged.
+    """
+    path = run / LINES_FILE
+    lines = read_lines(path) if path.exists() else []
+    return lines if any(line["block"] for line in lines) else []
 
 
 def diagnosis_grids(lines: Sequence[Line]) -> dict[str, Grid]:

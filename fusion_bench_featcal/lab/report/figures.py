@@ -6,8 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from fusion_bench_featcal.lab.report.diagnosis import diagnosis_figures
-from fusion_bench_featcal.lab.report.lines import LINES_FILE, read_lines
+from fusion_bench_featcal.lab.report.diagnosis import diagnosis_figures, diagnosis_of
 from fusion_bench_featcal.results.curves import MOMENTS, calibration_logs, load_curves
 from fusion_bench_featcal.results.items import Interval, common_seeds, paired_difference, stacked
 from fusion_bench_featcal.results.long_table import AVERAGE, BASE, merged_by
@@ -148,10 +147,9 @@ def _diagnoses(labels: Mapping[Path, str]) -> "dict[str, Figure]":
     """Draw the diagnoses of runs."""
     figures = {}
     for run, label in labels.items():
-        if (run / LINES_FILE).exists():
-            ending = f"-{label.removesuffix(': ')}" if label else ""
-            drawn = diagnosis_figures(read_lines(run / LINES_FILE))
-            figures |= {f"{name}{ending}": figure for name, figure in drawn.items()}
+        ending = f"-{label.removesuffix(': ')}" if label else ""
+        drawn = diagnosis_figures(diagnosis_of(run))
+        figures |= {f"{name}{ending}": figure for name, figure in drawn.items()}
     return figures
 
 

@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from fusion_bench_featcal.files import ReportError, prepare_directory, write_atomic
-from fusion_bench_featcal.lab.report.diagnosis import diagnosis_grids, diagnosis_sentences
-from fusion_bench_featcal.lab.report.lines import LINES_FILE, Line, read_lines
+from fusion_bench_featcal.lab.report.diagnosis import (
+    diagnosis_grids,
+    diagnosis_of,
+    diagnosis_sentences,
+)
 from fusion_bench_featcal.results.columns import ACCURACY
 from fusion_bench_featcal.results.find import ResultFolders
-from fusion_bench_featcal.results.long_table import AVERAGE, FEATCAL, merged_by
+from fusion_bench_featcal.results.long_table import (
+    AVERAGE,
+    FEATCAL,
+    Line,
+    merged_by,
+)
 from fusion_bench_featcal.results.report import Report
 from fusion_bench_featcal.results.summary import Summary, SummaryRow
 from fusion_bench_featcal.results.tables import (
@@ -124,7 +132,7 @@ def page_of_runs(folders: ResultFolders, summary: Summary) -> Page:
     repairs = [row for row in summary.rows if row.is_repair]
     featcal = [row for row in repairs if row.name.startswith(FEATCAL)]
     reports = [Report.load(run) for run in summary.runs]
-    diagnosed = [run for run in map(Path, summary.runs) if (run / LINES_FILE).exists()]
+    diagnoses = {run: diagnosis_of(Path(run)) for run in summary.runs}
     return Page(
         ", ".join(dict.fromkeys(report.suite for report in reports)),
         [_card(row, summary) for row in (featcal or repairs)[:_MOST_CARDS]],
@@ -132,7 +140,7 @@ def page_of_runs(folders: ResultFolders, summary: Summary) -> Page:
             Section("Notes and warnings", lines=[*failures(summary.failed), *note_lines(summary)]),
             Section("Results", grids),
             Section("Figures", figures=figures_of(summary)),
-            *(_diagnosis(run, read_lines(run / LINES_FILE)) for run in diagnosed),
+            *(_diagnosis(Path(run), lines) for run, lines in diagnoses.items() if lines),
             *_origins(reports),
             Section("Meaning of the columns", lines=legend(summary), folded=True),
         ],

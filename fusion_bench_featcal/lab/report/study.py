@@ -12,10 +12,18 @@ from fusion_bench_featcal.json_files import plain, read_json
 from fusion_bench_featcal.results.columns import ACCURACY, COSTS
 from fusion_bench_featcal.results.find import FailedCell
 from fusion_bench_featcal.results.items import LEVEL, half_width
-from fusion_bench_featcal.results.long_table import AVERAGE, BASE, COMPARISON_SEED, EXPERTS, RowKey
+from fusion_bench_featcal.results.long_table import (
+    AVERAGE,
+    BASE,
+    COMPARISON_SEED,
+    EXPERTS,
+    LINES_FILE,
+    RowKey,
+    write_lines,
+)
 from fusion_bench_featcal.results.notes import BELOW, FAILED, chosen
 from fusion_bench_featcal.results.report import Report
-from fusion_bench_featcal.results.report_files import REPORT_FILE, addresses, csv_text, write_files
+from fusion_bench_featcal.results.report_files import REPORT_FILE, addresses, write_files
 from fusion_bench_featcal.results.schema import SCHEMA, STUDY, STUDY_KIND, check_types
 from fusion_bench_featcal.results.summary import Summary, SummaryRow, summarise_reports
 from fusion_bench_featcal.results.tables import (
@@ -101,7 +109,7 @@ class Study:
         return list(points.values())
 
     def write(self, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
-        """Write `report.md`, the long table `report.csv` and, last, `report.json`.
+        """Write the long table `lines.csv`, `report.md` and, last, `report.json`.
 
         Raises:
             ReportError: If the folder cannot be written, or there is no result.
@@ -120,13 +128,9 @@ class Study:
                 for summary, labels in zip(point.summaries, point.averaged, strict=True)
             ],
         }
-        return write_files(
-            folder,
-            {"kind": STUDY_KIND, "schema": SCHEMA, **content, **plain(about, "study")},
-            csv_text(lines),
-            self._markdown(),
-            setting,
-        )
+        write_lines(folder / LINES_FILE, lines, setting)
+        content = {"kind": STUDY_KIND, "schema": SCHEMA, **content, **plain(about, "study")}
+        return write_files(folder, content, self._markdown(), setting)
 
     @classmethod
     def load(cls, directory: str | Path) -> "Study":

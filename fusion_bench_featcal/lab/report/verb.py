@@ -82,13 +82,16 @@ def _write_views(
 
 def _report_diagnosis(run: Path) -> None:
     """Print the tables and sentences of a diagnosis, if there is one."""
-    from fusion_bench_featcal.lab.report.diagnosis import diagnosis_grids, diagnosis_sentences
-    from fusion_bench_featcal.lab.report.lines import LINES_FILE, read_lines
+    from fusion_bench_featcal.lab.report.diagnosis import (
+        diagnosis_grids,
+        diagnosis_of,
+        diagnosis_sentences,
+    )
     from fusion_bench_featcal.results.tables import console, print_page, titled
 
-    if not (run / LINES_FILE).exists():
+    lines = diagnosis_of(run)
+    if not lines:
         return
-    lines = read_lines(run / LINES_FILE)
     grids = {title: grid.fitting(console().width) for title, grid in diagnosis_grids(lines).items()}
     print()
     print_page(

@@ -1,0 +1,73 @@
+"""Results of runs, comparisons, studies and diagnoses from Python, as one long table."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.results.find import find
+from fusion_bench_featcal.results.long_table import LINES_FILE, VALUE, Line, read_lines
+from fusion_bench_featcal.results.report import Report
+from fusion_bench_featcal.results.summary import check_averages
+
+from .study import Study
+
+
+def load(folder: str | Path) -> Any:
+    """Return everything that was measured in or below a folder, one number per line.
+
+    Args:
+        folder: The folder of a run, a comparison, a study or a diagnosis, or one with some of them.
+
+    Returns:
+        A line per number with the dimensions suite, merger, row, task, block, class, seed and
+        metric, the labels of a study's point, and `value`: a pandas DataFrame, or a list of dicts
+        if pandas is not installed.
+
+    Raises:
+        ReportError: There are no results, a file is damaged, or runs must not be averaged: those
+            of one suite have other tasks or test sets, or a row was made with other settings.
+    """
+    lines = long_table(_reports(folder))
+    if find_spec("pandas") is None:
+        return lines
+    from pandas import DataFrame
+
+    return DataFrame(lines)
+
+
+def load_notes(folder: str | Path) -> list[dict[str, str]]:
+    """Return the notes of all runs in or below a folder: suite, kind, merger, row, task, text."""
+    notes = [
+        {"suite": report.suite, **asdict(note)}
+        for report in _reports(folder).values()
+        for note in report.notes
+    ]
+    return [note for number, note in enumerate(notes) if note not in notes[:number]]
+
+
+def long_table(reports: Mapping[Path, Report]) -> list[Line]:
+    """Return the lines of runs; of lines that differ in their value alone, the first.
+
+    Raises:
+        ReportError: Runs with equal labels must not be averaged, or a file is damaged.
+    """
+    points: dict[str, dict[Path, Report]] = {}
+    for run, report in reports.items():
+        points.setdefault(str(sorted(report.labels.items())), {})[run] = report
+    for point in points.values():
+        check_averages(point)
+    lines: dict[tuple[Any, ...], Line] = {}
+    for run, report in reports.items():
+        path = run / LINES_FILE
+        for line in read_lines(path) if path.exists() else report.lines():
+            key = tuple(item for item in line.items() if item[0] != VALUE)
+            lines.setdefault(key, line)
+    return list(lines.values())
+
+
+def _reports(folder: str | Path) -> dict[Path, Report]:
+    folders = find([folder])
+    runs = [*folders.runs, *(run for study in folders.studies for run in Study.load(study).runs)]
+    return {run: Report.load(run) for run in runs}

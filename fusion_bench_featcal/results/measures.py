@@ -1,0 +1,58 @@
+"""Measures of a row of accuracies against the merged model and the experts."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .long_table import AVERAGE, LEAST_GAP, Row
+
+
+def samples_range(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Number of samples per task and their splits, such as `256` and `train`; nothing for none."""
+    drawn = list(entries)
+    if not drawn:
+        return []
+    counts = sorted({int(entry["samples"]) for entry in drawn})
+    splits = sorted({str(entry["split"]) for entry in drawn})
+    number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return [number, " and ".join(splits)]
+
+
+def mean(row: Row) -> float:
+    """Mean over the tasks of a row (which must not hold the average itself)."""
+    return math.fsum(row.values()) / len(row)
+
+
+def recovered_share(value: float, merged: float, expert: float) -> float | None:
+    """Share of the gap between merged and expert that `value` closes; None if there is no gap."""
+    gap = expert - merged
+    return (value - merged) / gap if gap > 0 else None
+
+
+def worst_task(
+    row: Row, merged: Row | None, experts: Row | None
+) -> tuple[str, float | None] | None:
+    """Return the task with the smallest share of its merged-to-expert gap recovered, and the share.
+
+    Only tasks with a gap of at least `LEAST_GAP` count. Without any, or without experts, it is the
+    task with the smallest gain over the merged model, and None. Without merged model it is None.
+    """
+    tasks = [task for task in row if task != AVERAGE]
+    if merged is None or not tasks:
+        return None
+    gaps = {task: experts[task] - merged[task] for task in tasks} if experts is not None else {}
+    shares = {
+        task: (row[task] - merged[task]) / gap for task, gap in gaps.items() if gap >= LEAST_GAP
+    }
+    if not shares:
+        return min(tasks, key=lambda task: row[task] - merged[task]), None
+    worst = min(shares, key=shares.__getitem__)
+    return worst, shares[worst]
+
+
+def normalised_average(row: Row, experts: Row | None) -> float | None:
+    """Mean over tasks of accuracy divided by the task's expert's; None without experts."""
+    tasks = [task for task in row if task != AVERAGE]
+    if experts is None or any(experts[task] <= 0 for task in tasks):
+        return None
+    return math.fsum(row[task] / experts[task] for task in tasks) / len(tasks)
