@@ -47,7 +47,7 @@ def diagnosed(pool: Any, taskpool: Any = None, **options: Any) -> list[Line]:
     algorithm: Any = DiagnosisAlgorithm(**(FEW | options))
     algorithm._program = taskpool and FakeProgram(taskpool)
     algorithm.run(pool)
-    return algorithm._results.lines
+    return algorithm._results.report.lines()
 
 
 def test_rows_and_metrics_of_an_image_pool():

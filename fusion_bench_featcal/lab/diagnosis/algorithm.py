@@ -24,7 +24,6 @@ from fusion_bench_featcal.lab.rivals.projection import load_projection
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.modules.models import head_of
 from fusion_bench_featcal.results import BASE
-from fusion_bench_featcal.results.long_table import Line
 from fusion_bench_featcal.results.notes import DIAGNOSIS, Note
 from fusion_bench_featcal.setting_fields import Settings, is_text_list, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -48,20 +47,13 @@ class DiagnosisSettings(Settings):
 
 
 class DiagnosedResults(RunResults):
-    """A run's rows, each of which is measured before it is evaluated.
-
-    Attributes:
-        lines: Lines of the diagnosis.
-    """
-
-    lines: list[Line]
+    """A run's rows, each of which is measured before it is evaluated."""
 
     def start(
         self, inputs: MethodInputs, items: Mapping[str, TaskItems], settings: FeatCalSettings
     ) -> None:
         """Take the pools, the items of each task, and the settings that they are drawn with."""
         self._inputs, self._items, self._settings = inputs, items, settings
-        self.lines = []
 
     def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> None:
         """Measure a model that was not calibrated in this run, and evaluate it."""
@@ -80,10 +72,9 @@ class DiagnosedResults(RunResults):
         super().add_base_and_experts(references)
 
     def finish(self) -> nn.Module:
-        """Add the lines to the run's long table, which is written with its report."""
+        """Add accuracies by class to the run's long table, which is written with its report."""
         classes = getattr(self._taskpool, "item_classes", None) or {}
-        self.lines += accuracy_lines(self.report, list(self._items), classes)
-        self.report.more += self.lines
+        self.report.more += accuracy_lines(self.report, list(self._items), classes)
         return super().finish()
 
     def _show(self) -> None:
@@ -95,7 +86,7 @@ class DiagnosedResults(RunResults):
     def _measure(self, row: str, model: nn.Module) -> None:
         """Measure a row's model beside every expert, one expert in memory at a time."""
         log.info("diagnosing %s", row)
-        inputs, settings, is_first = self._inputs, self._settings, not self.lines
+        inputs, settings, is_first = self._inputs, self._settings, not self.report.more
         kind = getattr(getattr(model, "config", None), "model_type", None)
         projects = kind == "clip_vision_model" and head_of(model) is None
         options: dict[str, Any] = {"projection": self._projected} if projects else {}
@@ -112,9 +103,9 @@ class DiagnosedResults(RunResults):
                 autocast=inputs.fabric.autocast,
                 **options,
             )
-            self.lines += row_lines(row, task, found, items.classes)
+            self.report.more += row_lines(row, task, found, items.classes)
             if is_first:
-                self.lines += expert_lines(task, found, items.classes)
+                self.report.more += expert_lines(task, found, items.classes)
 
     def _projected(self, features: Tensor) -> Tensor:
         projection = self._projection
