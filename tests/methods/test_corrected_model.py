@@ -121,10 +121,10 @@ def test_unknown_task_lists_the_known_ones(models, task):
 def test_features_of_other_images_are_refused(models):
     model = make(models, "surgery", "none")
     features = torch.nn.functional.normalize(normal(0, 5, WIDTH), dim=-1)
-    with pytest.raises(CalibrationError, match=r"method\.normalize=none need features before"):
+    with pytest.raises(CalibrationError, match="that are not normalised need the images"):
         model.compute_surgery_features(features, TASKS[0])
     model(PIXELS)
-    with pytest.raises(CalibrationError, match="pass the images through this model just before"):
+    with pytest.raises(CalibrationError, match="pass them through this model just before"):
         model.compute_surgery_features(features, TASKS[0])
 
 
@@ -138,7 +138,9 @@ def test_tasks_that_cannot_be_told_apart_are_refused(models):
 def test_model_of_another_dtype_than_the_head_is_corrected(models):
     model = make(models, "surgery", "none")
     model.model.bfloat16()
-    model(PIXELS.bfloat16())
-    projected = model._projected
-    assert projected is not None
-    assert projected.dtype == torch.float32
+    projected = model.projection(model(PIXELS.bfloat16()).pooler_output.float())
+    unit = torch.nn.functional.normalize(projected, dim=-1)
+    corrected, _, _ = model.compute_surgery_features(unit, TASKS[0])
+    wanted = torch.nn.functional.normalize(model.correction(TASKS[0])(projected), dim=-1)
+    assert corrected.dtype == torch.float32
+    torch.testing.assert_close(corrected, wanted)

@@ -12,7 +12,7 @@ from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab.rivals.corrected_clip import CorrectedModel
 from fusion_bench_featcal.lab.rivals.corrected_language_model import CorrectedLanguageModel
 from fusion_bench_featcal.lab.rivals.corrected_model import AffineModule, SurgeryModule
-from fusion_bench_featcal.lab.rivals.final_states import FinalStates, target_rows
+from fusion_bench_featcal.lab.rivals.final_features import FinalStates, target_rows
 
 KINDS = pytest.mark.parametrize("kind", list(MAKERS))
 WIDTH = 8

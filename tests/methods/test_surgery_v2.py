@@ -1,6 +1,7 @@
 """SurgeryV2: corrections behind every block, their training, and the model that carries them."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,8 @@ from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.fusionbench.saving import save_model
 from fusion_bench_featcal.lab.rivals import SurgeryV2, SurgeryV2Algorithm
-from fusion_bench_featcal.lab.rivals.corrected_clip import (
-    LayerCorrectedModel,
-    clip_blocks,
-    corrected_blocks,
-)
+from fusion_bench_featcal.lab.rivals.corrected_clip import LayerCorrectedModel, clip_blocks
+from fusion_bench_featcal.lab.rivals.corrected_model import LayerSurgery, corrected_outputs
 from fusion_bench_featcal.lab.rivals.projection import load_projection
 from fusion_bench_featcal.lab.rivals.surgery_v2 import site_features
 
@@ -29,8 +27,17 @@ BLOCKS = [f"layers.{i}" for i in range(3)]
 QUICK = SurgeryV2(rank=6, steps=20, batch_size=20, learning_rate=1e-2)
 
 
-def same(output: Tensor) -> Tensor:
-    return output
+def run(model: nn.Module, inputs: Tensor) -> Tensor:
+    return model(inputs)
+
+
+def trained(method: SurgeryV2, merged, expert, inputs, task: str = "a") -> Any:
+    features = method.collect_sites(merged, expert, BLOCKS, run, inputs, task)
+    return method.fit_all({task: features})[task]
+
+
+def untrained(method: SurgeryV2, widths: list[int], task: str = "") -> Any:
+    return method.module(SimpleNamespace(widths=widths), task)
 
 
 def pair() -> tuple[nn.Module, nn.Module, list[Tensor]]:
@@ -44,23 +51,19 @@ def pair() -> tuple[nn.Module, nn.Module, list[Tensor]]:
 def total_drift(merged, expert, inputs, surgery=None) -> float:
     """The published loss over all inputs, written out."""
     x = torch.cat(inputs)
-    wanted = site_features(expert, BLOCKS, x, same)
-    corrections = [nn.Identity()] * 3 if surgery is None else surgery.blocks
-    with corrected_blocks(merged, BLOCKS, corrections) as means:
-        final = merged(x)
-    found = [*means, final if surgery is None else surgery.final(final)]
-    return sum(float((a - b).abs().mean()) for a, b in zip(found, wanted, strict=True))
+    sides = site_features(merged, BLOCKS, run, x, surgery), site_features(expert, BLOCKS, run, x)
+    return sum(float((a - b).abs().mean()) for a, b in zip(*sides, strict=True))
 
 
 def test_corrections_reach_the_blocks_that_follow_and_go_with_the_context() -> None:
     merged, _, inputs = pair()
-    surgery = QUICK.initial_modules([6, 6, 6, 2])
+    surgery = untrained(QUICK, [6, 6, 6, 2])
     surgery.blocks[0].up.data.fill_(0.3)  # type: ignore[union-attr]
     before = merged(inputs[0])
     hidden = merged.get_submodule("embed")(inputs[0])
     for block, part in zip(BLOCKS, surgery.blocks, strict=True):
         hidden = part(merged.get_submodule(block)(hidden))
-    with torch.no_grad(), corrected_blocks(merged, BLOCKS, surgery.blocks):
+    with torch.no_grad(), corrected_outputs(merged, BLOCKS, surgery.blocks):
         corrected = merged(inputs[0])
     torch.testing.assert_close(corrected, merged.get_submodule("head")(hidden))
     assert torch.equal(merged(inputs[0]), before)
@@ -69,12 +72,10 @@ def test_corrections_reach_the_blocks_that_follow_and_go_with_the_context() -> N
 
 def test_first_loss_is_the_published_one() -> None:
     merged, expert, inputs = pair()
-    losses: list[Tensor] = []
     method = SurgeryV2(steps=1, batch_size=60)
-    method.fit_blocks(merged, expert, BLOCKS, same, inputs, losses=losses)
-    assert [float(loss) for loss in losses] == [
-        pytest.approx(total_drift(merged, expert, inputs), rel=1e-5)
-    ]
+    trained(method, merged, expert, inputs)
+    wanted = pytest.approx(total_drift(merged, expert, inputs), rel=1e-5)
+    assert method.losses == {"a": [wanted]}
 
 
 def test_tokens_are_averaged_after_the_correction() -> None:
@@ -87,13 +88,12 @@ def test_tokens_are_averaged_after_the_correction() -> None:
             return self.block(x)[:, 0]
 
     x = normal(0, 2, 5, 3)
-    with corrected_blocks(Tokens(), ["block"], [nn.ReLU()]) as means:
+    with corrected_outputs(Tokens(), ["block"], [nn.ReLU()]) as means:
         Tokens()(x)
     assert not means  # another model's blocks are not touched
-    model = Tokens()
-    with corrected_blocks(model, ["block"], [nn.ReLU()]) as means:
-        final = model(x)
-    torch.testing.assert_close(means[0], x.relu().mean(1))
+    surgery = LayerSurgery([nn.ReLU()], nn.Identity())
+    mean, final = site_features(Tokens(), ["block"], run, x, surgery)
+    torch.testing.assert_close(mean, x.relu().mean(1))
     torch.testing.assert_close(final, x.relu()[:, 0])
 
 
@@ -105,7 +105,7 @@ def test_planted_drift_of_low_rank_is_removed() -> None:
     drifting: Any = merged.get_submodule("layers.1")
     drifting.register_forward_hook(lambda _, __, output: output + planted)
     method = SurgeryV2(rank=6, steps=100, batch_size=30, learning_rate=3e-2)
-    surgery = method.fit_blocks(merged, expert, BLOCKS, same, inputs)
+    surgery = trained(method, merged, expert, inputs)
     before = total_drift(merged, expert, inputs)
     assert total_drift(merged, expert, inputs, surgery) < 0.15 * before
 
@@ -113,9 +113,7 @@ def test_planted_drift_of_low_rank_is_removed() -> None:
 def test_training_leaves_both_models_and_repeats_itself() -> None:
     merged, expert, inputs = pair()
     kept = copy.deepcopy((merged, expert))
-    first, again, other = (
-        QUICK.fit_blocks(merged, expert, BLOCKS, same, inputs, task) for task in ("a", "a", "b")
-    )
+    first, again, other = (trained(QUICK, merged, expert, inputs, task) for task in ("a", "a", "b"))
     for name, value in first.state_dict().items():
         assert torch.equal(value, again.state_dict()[name])
         assert not torch.equal(value, other.state_dict()[name])
@@ -129,7 +127,7 @@ def test_training_leaves_both_models_and_repeats_itself() -> None:
 def test_no_input_is_refused() -> None:
     suite = residual_suite()
     with pytest.raises(CalibrationError, match="task 'greek' has no inputs"):
-        QUICK.fit_blocks(suite.merged, suite.base, BLOCKS, same, [], "greek")
+        trained(QUICK, suite.merged, suite.base, [], "greek")
 
 
 def corrected_model(folders) -> LayerCorrectedModel:
@@ -139,7 +137,7 @@ def corrected_model(folders) -> LayerCorrectedModel:
     corrections = {}
     for seed, task in enumerate(TASKS, start=1):
         method = SurgeryV2(rank=3, seed=seed)
-        corrections[task] = method.initial_modules([*widths, projection.out_features], task)
+        corrections[task] = untrained(method, [*widths, projection.out_features], task)
         for index, parameter in enumerate(corrections[task].parameters()):
             if parameter.shape[1] == 3:  # U
                 parameter.data.copy_(0.3 * normal(10 * seed + index, *parameter.shape))

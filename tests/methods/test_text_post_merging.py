@@ -22,7 +22,7 @@ from fusion_bench_featcal.lab.rivals import (
     SurgeryV2Algorithm,
 )
 from fusion_bench_featcal.lab.rivals.corrected_language_model import CorrectedLanguageModel
-from fusion_bench_featcal.lab.rivals.final_states import FinalStates
+from fusion_bench_featcal.lab.rivals.final_features import FinalStates
 from fusion_bench_featcal.pools import CausalLMPool
 from fusion_bench_featcal.tasks import TextTaskPool
 from fusion_bench_featcal.tasks.text_generation import greedy_answers
@@ -180,7 +180,7 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(pool, kind):
         SurgeryAlgorithm(base_method=base, normalize="pre").run(bad)
     with pytest.raises(CalibrationError, match=r"has no ln_f: .*method\.final_norm"):
         RidgeSurgeryAlgorithm(base_method=base, final_norm="ln_f").run(bad)
-    with pytest.raises(CalibrationError, match=r"SurgeryV2 corrects CLIP vision models"):
+    with pytest.raises(CalibrationError, match=r"surgery_v2 corrects CLIP vision models, and"):
         SurgeryV2Algorithm(base_method=base).run(bad)
     nothing = with_tests(copy.copy(bad), sentences)
     nothing._test_datasets = None

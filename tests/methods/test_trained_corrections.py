@@ -11,12 +11,14 @@ from torch.distributions import Normal, kl_divergence
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab.rivals import ProbSurgery, Surgery
 from fusion_bench_featcal.lab.rivals.corrected_model import SurgeryModule
-from fusion_bench_featcal.lab.rivals.feature_correction import CURVE_WINDOW, thinned
+from fusion_bench_featcal.lab.rivals.feature_correction import TaskFeatures
 from fusion_bench_featcal.lab.rivals.prob_surgery import kl_term, standard_normal_kl
 from fusion_bench_featcal.lab.rivals.training import (
+    CURVE_WINDOW,
     initial_surgery,
     shuffled_batches,
     task_generator,
+    thinned,
 )
 
 SHORT: dict[str, Any] = {"rank": 4, "steps": 20}
@@ -73,10 +75,15 @@ def test_trains_where_the_caller_wants_no_gradients(mode):
     assert torch.equal(module.up, known.up)
 
 
-def three_tasks(width=12) -> dict[str, tuple[Tensor, Tensor]]:
+def three_tasks(width=12) -> dict[str, TaskFeatures]:
     return {
-        task: planted_drift(samples=n, width=width) for task, n in (("a", 9), ("b", 20), ("c", 4))
+        task: TaskFeatures(*planted_drift(samples=n, width=width))
+        for task, n in (("a", 9), ("b", 20), ("c", 4))
     }
+
+
+def untrained(method: Any, features: Tensor, task: str = "") -> Any:
+    return method.module(TaskFeatures(features, features), task)
 
 
 def test_joint_steps_move_every_module_as_one_adam_over_all_does():
@@ -88,16 +95,16 @@ def test_joint_steps_move_every_module_as_one_adam_over_all_does():
         for task in features
     }
     batches = {
-        task: shuffled_batches(len(pair[0]), 8, 20, task_generator(method.seed, task, "batches"))
-        for task, pair in features.items()
+        task: shuffled_batches(len(f.merged), 8, 20, task_generator(method.seed, task, "batches"))
+        for task, f in features.items()
     }
     # Adam by hand: one count of steps for a weight, from its first gradient on.
     weights = [w for module in modules.values() for w in module.parameters()]
     state = {id(w): (0, torch.zeros_like(w), torch.zeros_like(w)) for w in weights}
     for _ in range(20):
-        for task, (merged, expert) in features.items():
-            rows = next(batches[task])
-            loss = (modules[task](merged[rows]) - expert[rows]).abs().mean()
+        for task, each in features.items():
+            merged, expert = each.at(next(batches[task]))
+            loss = (modules[task](merged) - expert).abs().mean()
             own = list(modules[task].parameters())
             gradients = dict(zip(map(id, own), torch.autograd.grad(loss, own), strict=True))
             for w in weights:
@@ -113,34 +120,35 @@ def test_joint_steps_move_every_module_as_one_adam_over_all_does():
                 state[id(w)] = count, first, second
                 step = first / (1 - 0.9**count) / ((second / (1 - 0.999**count)).sqrt() + 1e-8)
                 w.data -= method.learning_rate * step
-    found = method.fit_all(features)
-    alone = Surgery(**SHORT, batch_size=8, optimizer="per_task").fit_all(features)
+    found: dict[str, Any] = method.fit_all(features)
+    alone: dict[str, Any] = Surgery(**SHORT, batch_size=8, optimizer="per_task").fit_all(features)
     for task, module in modules.items():
         torch.testing.assert_close(found[task].up, module.up, rtol=1e-4, atol=1e-6)
         assert not torch.allclose(found[task].up, alone[task].up, rtol=1e-2)
-        assert torch.equal(alone[task].up, method.fit(*features[task], task).up)
+        assert torch.equal(
+            alone[task].up, method.fit(features[task].merged, features[task].expert, task).up
+        )
 
 
 def test_a_shared_module_is_trained_by_every_tasks_batches_in_turn():
     features = three_tasks()
     method = ProbSurgery(hidden=6, steps=4, batch_size=50, shared=True, kl_weight=0.0)
-    losses: dict[str, list[Tensor]] = {}
-    found = method.fit_all(features, losses)
+    found: dict[str, Any] = method.fit_all(features)
     assert len(set(map(id, found.values()))) == 1
-    module = method.initial_module(12, "shared")
+    module = untrained(method, features["a"].merged, "shared")
     optimizer = torch.optim.Adam(module.parameters(), lr=method.learning_rate)
     noise = {task: task_generator(method.seed, task, "noise") for task in features}
     batches = {
-        task: shuffled_batches(len(pair[0]), 50, 4, task_generator(method.seed, task, "batches"))
-        for task, pair in features.items()
+        task: shuffled_batches(len(f.merged), 50, 4, task_generator(method.seed, task, "batches"))
+        for task, f in features.items()
     }
     for step in range(4):
-        for task, (merged, expert) in features.items():
-            rows = next(batches[task])
-            mean, log_variance = module.distribution(merged[rows])
+        for task, each in features.items():
+            merged, expert = each.at(next(batches[task]))
+            mean, log_variance = module.distribution(merged)
             draw = torch.randn(mean.shape, generator=noise[task]) * (log_variance / 2).exp()
-            loss = (merged[rows] - mean - draw - expert[rows]).abs().mean()
-            torch.testing.assert_close(losses[task][step], loss.detach())
+            loss = (merged - mean - draw - expert).abs().mean()
+            assert method.losses[task][step] == pytest.approx(loss.item())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -157,7 +165,7 @@ def test_relative_width_is_in_proportion_to_the_features(features, wanted):
     merged, expert = normal(0, 3, features), normal(1, 3, features)
     module = Surgery(width="relative", steps=1).fit(merged, expert)
     assert module.down.shape == (wanted, features)
-    assert ProbSurgery(width="relative").initial_module(features).down.shape == (
+    assert untrained(ProbSurgery(width="relative"), merged).down.shape == (
         8 * wanted if features > 8 else 2,
         features,
     )
@@ -199,7 +207,7 @@ def test_kl_term_equals_torch_distributions():
 
 def test_before_training_the_mean_is_zero_and_the_variance_one():
     features = normal(0, 5, 24)
-    module = ProbSurgery().initial_module(24)
+    module = untrained(ProbSurgery(), features)
     mean, log_variance = module.distribution(features)
     assert not mean.any() and not log_variance.any()
     assert torch.equal(module.deployed()(features), features)
@@ -208,19 +216,18 @@ def test_before_training_the_mean_is_zero_and_the_variance_one():
 def test_a_step_follows_the_objective_written_with_torch_distributions():
     merged, expert = planted_drift(samples=8)
     method = ProbSurgery(hidden=6, steps=3, kl_weight=0.05, batch_size=5)
-    losses = []
-    method.fit(merged, expert, "a", losses)
-    module = method.initial_module(merged.shape[1], "a")
+    method.fit(merged, expert, "a")
+    module = untrained(method, merged, "a")
     optimizer = torch.optim.Adam(module.parameters(), lr=method.learning_rate)
     noise = task_generator(method.seed, "a", "noise")
     batches = shuffled_batches(len(merged), 5, 3, task_generator(method.seed, "a", "batches"))
-    for known, rows in zip(losses, batches, strict=True):
+    for known, rows in zip(method.losses["a"], batches, strict=True):
         mean, log_variance = module.distribution(merged[rows])
         drift = Normal(mean, (0.5 * log_variance).exp())
         draw = mean + drift.stddev * torch.randn(mean.shape, generator=noise)
         divergence = kl_divergence(drift, Normal(0.0, 1.0)).sum(dim=1).mean()
         loss = (merged[rows] - draw - expert[rows]).abs().mean() + 0.05 * divergence
-        torch.testing.assert_close(loss.detach(), known)
+        assert known == pytest.approx(loss.item())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -259,10 +266,10 @@ def test_a_point_before_training_and_one_for_every_window() -> None:
 
 def test_the_first_loss_is_the_untrained_module_s() -> None:
     merged, expert = normal(0, 6, 4), normal(1, 6, 4)
-    losses: list[torch.Tensor] = []
     # One batch holds all samples, and the untrained module corrects nothing.
     method = Surgery(rank=2, steps=45, batch_size=6, learning_rate=0.05)
-    method.fit(merged, expert, losses=losses)
+    method.fit(merged, expert, "a")
+    losses = method.losses["a"]
     assert len(losses) == 45
-    assert float(losses[0]) == pytest.approx(distance(merged, expert), rel=1e-5)
+    assert losses[0] == pytest.approx(distance(merged, expert), rel=1e-5)
     assert losses[-1] < 0.9 * losses[0]

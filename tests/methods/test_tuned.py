@@ -15,7 +15,7 @@ from transformers import CLIPModel, CLIPVisionModel
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.calibration_data import draw_samples
 from fusion_bench_featcal.lab.rivals import RegMean, RidgeSurgery, Tuned, TunedMergerAlgorithm
-from fusion_bench_featcal.lab.rivals.final_states import FinalStates
+from fusion_bench_featcal.lab.rivals.final_features import FinalStates
 from fusion_bench_featcal.lab.rivals.interface import Choice
 from fusion_bench_featcal.lab.rivals.tuned import HeldOut
 

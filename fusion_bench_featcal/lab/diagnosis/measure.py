@@ -169,9 +169,7 @@ def _compare(
         finals = [_final(model, inputs)]
     with _hooked(expert, counted, before=cross, after=split):
         finals.append(_final(expert, inputs))
-    rows = None
-    if head_of(model) is not None:
-        rows = final_rows(model, family, settings.replace(decoder_rows="auto"), inputs)
+    rows = None if head_of(model) is None else final_rows(model, family, inputs)
     mine, theirs = (rows_of(projection(side), rows) for side in finals)
     cosines = cosine_similarity(mine.double(), theirs.double(), dim=1)[:, None]
     means = [item_means(part, items, rows).cpu() for part in (cosines, mine, theirs)]

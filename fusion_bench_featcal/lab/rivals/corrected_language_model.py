@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from fusion_bench_featcal.lab.rivals.corrected_model import VARIANT, Corrected
-from fusion_bench_featcal.lab.rivals.final_states import hooked, no_final_norm
+from fusion_bench_featcal.lab.rivals.corrected_model import VARIANT, Corrected, corrected_outputs
+from fusion_bench_featcal.lab.rivals.final_features import norm_of
 from fusion_bench_featcal.saved_model import keep_untied
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -35,20 +35,14 @@ class CorrectedLanguageModel(Corrected):
     def __init__(
         self, model: nn.Module, final_norm: str, corrections: Mapping[str, nn.Module], **record: Any
     ) -> None:
-        """Put the parts together and freeze them.
-
-        Raises:
-            CalibrationError: If the model has no module of that name.
-        """
-        if final_norm not in dict(model.named_modules()):
-            raise no_final_norm(type(model).__name__, final_norm)
+        norm_of(model, final_norm)
         super().__init__(model, corrections, **record)
         self.final_norm = final_norm
         self._task: str | None = None
 
     @property
     def task(self) -> str | None:
-        """The task that inputs belong to; None: no task was set."""
+        """The inputs' task, which must have a correction; None: not set."""
         return self._task
 
     @task.setter
@@ -58,8 +52,8 @@ class CorrectedLanguageModel(Corrected):
         self._task = task
 
     @contextmanager
-    def for_task(self, task: str) -> Iterator["CorrectedLanguageModel"]:
-        """Context in which inputs belong to a task, which must have a correction."""
+    def for_task(self, task: str) -> Iterator[Self]:
+        """Context in which inputs belong to a task."""
         before, self.task = self.task, task
         try:
             yield self
@@ -67,12 +61,10 @@ class CorrectedLanguageModel(Corrected):
             self.task = before
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_THE_MODEL:
-            return getattr(self.model, name)
-        return super().__getattr__(name)
+        return getattr(self.model, name) if name in _OF_THE_MODEL else super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the merged model and correct its output; a CalibrationError if no task is set."""
+        """Run the merged model, corrected for the set task."""
         with self.correcting():
             return self.model(*args, **kwargs)
 
@@ -85,32 +77,33 @@ class CorrectedLanguageModel(Corrected):
         """Correct final states `[..., d]` of a task, in float32, in their own dtype again."""
         return self.correction(task)(states.float()).to(states.dtype)
 
-    def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
-        """Save the merged model and the corrections; `from_pretrained` reads them."""
-        super().save_pretrained(folder, **kwargs)
-        keep_untied(self.model, Path(folder))
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> "CorrectedLanguageModel":
-        """Load what `save_pretrained` saved; further arguments are the merged model's.
-
-        Raises:
-            CalibrationError: If the folder holds no corrected language model.
-        """
-        _, options = cls._saved(folder)
-        two_sided = AutoConfig.from_pretrained(folder, trust_remote_code=False).is_encoder_decoder
-        loader: Any = AutoModelForSeq2SeqLM if two_sided else AutoModelForCausalLM
-        model = loader.from_pretrained(folder, variant=VARIANT, trust_remote_code=False, **kwargs)
-        return cls(model, **options)
-
     @contextmanager
     def correcting(self) -> Iterator[None]:
-        """Context in which the merged model's last norm gives corrected states."""
+        """Context in which the merged model's last norm gives corrected states.
+
+        Raises:
+            CalibrationError: If no task is set.
+        """
         task = self._task
         if task is None:
             raise CalibrationError(
                 "no task is told, and surgery methods correct each task in its own way: use the "
                 f"model within `model.for_task(name)`; there are {', '.join(self.tasks)}"
             )
-        with hooked(self.model, self.final_norm, lambda _, args, out: self.correct(out, task)):
+        correction = [lambda states: self.correct(states, task)]
+        with corrected_outputs(self.model, [self.final_norm], correction):
             yield
+
+    def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
+        """Save the merged model and the corrections; `from_pretrained` reads them."""
+        super().save_pretrained(folder, **kwargs)
+        keep_untied(self.model, Path(folder))
+
+    @classmethod
+    def _loaded(
+        cls, folder: str | Path, tensors: Mapping[str, Tensor], **kwargs: Any
+    ) -> dict[str, Any]:
+        two_sided = AutoConfig.from_pretrained(folder, trust_remote_code=False).is_encoder_decoder
+        loader: Any = AutoModelForSeq2SeqLM if two_sided else AutoModelForCausalLM
+        options = {"variant": VARIANT, "trust_remote_code": False, **kwargs}
+        return {"model": loader.from_pretrained(folder, **options)}

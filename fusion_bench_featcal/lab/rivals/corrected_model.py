@@ -1,9 +1,10 @@
-"""A merged model together with its tasks' corrections: its parts, its folder on disk."""
+"""A merged model with a correction for each task: modules, hooks and the folder on disk."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors import SafetensorError
@@ -11,6 +12,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fusion_bench_featcal.families.base import hidden_output
 from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.json_files import json_text, plain, read_json
 from fusion_bench_featcal.settings import CalibrationError
@@ -18,9 +20,6 @@ from fusion_bench_featcal.settings import CalibrationError
 VARIANT = "uncorrected"
 """Weights of the merged model carry this in their file's name, so that the folder does not load as
 a plain model: that would silently leave the corrections out."""
-
-_WEIGHTS = "weights"  # key of the digest of the corrections' file in the description
-_SHARED = "shared"  # key: whether all tasks have one correction
 
 
 class SurgeryModule(nn.Module):
@@ -51,35 +50,32 @@ class AffineModule(nn.Module):
 
 
 class LayerSurgery(nn.Module):
-    """One task's corrections: one behind each block, for all tokens, and one of final features.
+    """One task's corrections: one behind each block, for all tokens, and one of final features."""
 
-    Attributes:
-        blocks: In forward order.
-        final: Of the final features.
-    """
-
-    def __init__(self, blocks: Iterable[SurgeryModule], final: SurgeryModule) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], final: nn.Module) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.final = final
 
 
 class Corrected(nn.Module):
-    """A frozen merged model with a correction for each task; it must be told the task.
+    """A frozen merged model with a correction for each task, whose name it must be given.
+
+    Names that differ only in dots and dashes raise a ValueError.
 
     Attributes:
         model: The merged model, not a copy.
         corrections: Each task's correction, under its task's key.
         tasks: The tasks' names.
-        samples: Task -> `{"samples": number, "split": name}` that its correction was fitted on.
-        curves: Task -> its training's curve, (step, loss); empty where nothing was trained.
+        samples: Task -> `{"samples": number, "split": name}` of its correction.
+        curves: Task -> its training's curve, (step, loss).
         seen: Task -> positions of the test items that its correction was fitted on, and the number
-            of all; empty after loading, and where none were.
+            of all. They are not saved.
     """
 
     is_surgery_model = True  # FusionBench's protocol
     stem: ClassVar[str]  # name of the files beside the merged model's
-    # What is saved beside the tensors: the constructor's arguments of these names.
+    # The constructor's arguments that are saved beside the tensors.
     described: ClassVar[tuple[str, ...]] = ("samples", "curves")
 
     def __init__(
@@ -90,16 +86,11 @@ class Corrected(nn.Module):
         samples: Mapping[str, Mapping[str, Any]] | None = None,
         curves: Mapping[str, Any] | None = None,
     ) -> None:
-        """Put the parts together and freeze them.
-
-        Raises:
-            ValueError: If two tasks differ only in dots and dashes.
-        """
         super().__init__()
         self.model: Any = model
         self.tasks = tuple(corrections)
         self.samples = {task: dict(used) for task, used in (samples or {}).items()}
-        self.curves = dict(curves or {})
+        self.curves = {t: [(*point,) for point in curve] for t, curve in (curves or {}).items()}
         self.seen: dict[str, tuple[list[int], int]] = {}
         modules = {_key(task): correction for task, correction in corrections.items()}
         if len(modules) < len(corrections):
@@ -108,7 +99,7 @@ class Corrected(nn.Module):
         self.requires_grad_(False).eval()
 
     def correction(self, task: str | None) -> Any:
-        """One task's correction.
+        """Return one task's correction.
 
         Raises:
             CalibrationError: If there is none.
@@ -121,7 +112,7 @@ class Corrected(nn.Module):
         return self.corrections[_key(task)]
 
     def added(self) -> dict[str, int]:
-        """Module -> parameters that deployment needs beyond the merged model's."""
+        """Return module -> parameters that deployment needs beyond the merged model's."""
         counts = {
             name: sum(parameter.numel() for parameter in module.parameters(recurse=False))
             for name, module in self.corrections.named_modules()
@@ -130,43 +121,40 @@ class Corrected(nn.Module):
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Save the merged model, by its own `save_pretrained`, and the corrections beside it."""
-        target = Path(folder)
-        self.model.save_pretrained(target, variant=VARIANT, **kwargs)
-        # The children are each module once, under the first task that has it.
-        parts: dict[str, Any] = {
-            "corrections": nn.ModuleDict(dict(self.corrections.named_children()))
-        }
-        if hasattr(self, "projection"):
-            parts["projection"] = self.projection
+        self.model.save_pretrained(folder, variant=VARIANT, **kwargs)
+        weights, description = self._files(folder)
+        # A module that tasks share is saved once, under the first of them.
         tensors = {
-            f"{name}.{key}": tensor.contiguous()
-            for name, part in parts.items()
-            for key, tensor in part.state_dict().items()
+            name: parameter.data.contiguous()
+            for name, parameter in self.named_parameters()
+            if not name.startswith("model.")
         }
-        weights = target / f"{self.stem}.safetensors"
         save_file(tensors, weights)
         content = {name: getattr(self, name) for name in ("tasks", *self.described)}
-        content[_SHARED] = len(parts["corrections"]) < len(self.tasks)
-        content[_WEIGHTS] = _digest(weights.read_bytes())
-        text = json_text(plain(content, f"{self.stem}.json"))
-        (target / f"{self.stem}.json").write_text(text, encoding="utf-8")
+        content["shared"] = len([*self.corrections.children()]) < len(self.tasks)
+        content["weights"] = hashlib.sha256(weights.read_bytes()).hexdigest()
+        description.write_text(json_text(plain(content, description.name)), encoding="utf-8")
 
     @classmethod
-    def _saved(cls, folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All tensors that lie beside a merged model, and the constructor's keyword arguments.
+    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Self:
+        """Load a model that `save_pretrained` saved.
+
+        Args:
+            folder: The folder.
+            **kwargs: Arguments of `from_pretrained` of the merged model's class.
 
         Raises:
             CalibrationError: If the folder holds no such model, or a file is damaged.
         """
-        weights, text = (Path(folder) / f"{cls.stem}.{kind}" for kind in ("safetensors", "json"))
+        weights, text = cls._files(folder)
         if not (weights.is_file() and text.is_file()):
             raise CalibrationError(
                 f"{folder} holds no corrected model: {weights.name} or {text.name} is missing"
             )
         try:
             description, content = read_json(text), weights.read_bytes()
-            digest = description.get(_WEIGHTS)  # which earlier versions did not write
-            if digest not in (None, _digest(content)):
+            # Earlier versions wrote no digest.
+            if description.get("weights") not in (None, hashlib.sha256(content).hexdigest()):
                 raise CalibrationError(
                     f"{weights} is damaged: its digest is another. Save it again"
                 )
@@ -176,18 +164,62 @@ class Corrected(nn.Module):
                 f"the corrected model in {folder} is damaged: {error}"
             ) from error
         options = {name: description.get(name) for name in cls.described}
-        curves = options["curves"] or {}  # not in folders of earlier versions
-        options["curves"] = {t: [tuple(point) for point in c] for t, c in curves.items()}
         tasks = description["tasks"]
-        if description.get(_SHARED):
+        if description.get("shared"):
             options["corrections"] = dict.fromkeys(tasks, _correction(tensors, tasks[0], weights))
         else:
             options["corrections"] = {task: _correction(tensors, task, weights) for task in tasks}
-        return tensors, options
+        return cls(**cls._loaded(folder, tensors, **kwargs), **options)
+
+    @classmethod
+    def _files(cls, folder: str | Path) -> tuple[Path, Path]:
+        return Path(folder) / f"{cls.stem}.safetensors", Path(folder) / f"{cls.stem}.json"
+
+    @classmethod
+    def _loaded(
+        cls, folder: str | Path, tensors: Mapping[str, Tensor], **kwargs: Any
+    ) -> dict[str, Any]:
+        """Load the merged model, and what else is saved with the corrections."""
+        raise NotImplementedError
+
+
+@contextmanager
+def corrected_outputs(
+    model: nn.Module, names: Iterable[str], corrections: Iterable[Callable[[Tensor], Tensor]]
+) -> Iterator[list[Tensor]]:
+    """Context in which modules of a model return corrected features.
+
+    Args:
+        model: The model.
+        names: Names of the modules.
+        corrections: The correction of each module's output, or of its first entry.
+
+    Yields:
+        A list to which every correction adds its features, averaged over tokens, `[batch, d]`.
+    """
+    means: list[Tensor] = []
+
+    def hook(correction: Callable[[Tensor], Tensor]) -> Any:
+        def correct(_: nn.Module, __: Any, output: Any) -> Any:
+            corrected = correction(hidden_output(output))
+            means.append(corrected.flatten(1, -2).mean(1) if corrected.ndim > 2 else corrected)
+            return corrected if isinstance(output, Tensor) else (corrected, *output[1:])
+
+        return correct
+
+    handles = [
+        model.get_submodule(name).register_forward_hook(hook(correction))
+        for name, correction in zip(names, corrections, strict=True)
+    ]
+    try:
+        yield means
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _correction(tensors: Mapping[str, Tensor], task: str, file: Path) -> nn.Module:
-    """A task's correction, of the kind that its tensors' names tell."""
+    """Rebuild a task's correction; the names of its tensors tell its kind."""
     modules: dict[str, dict[str, Tensor]] = {}
     prefix = f"corrections.{_key(task)}."
     for name, tensor in tensors.items():
@@ -195,20 +227,16 @@ def _correction(tensors: Mapping[str, Tensor], task: str, file: Path) -> nn.Modu
             module, _, leaf = name.removeprefix(prefix).rpartition(".")
             modules.setdefault(module, {})[leaf] = tensor
     try:
-        if "" not in modules:  # corrections behind blocks have modules of their own
-            final = SurgeryModule(**modules.pop("final"))
-            blocks = [SurgeryModule(**modules[f"blocks.{i}"]) for i in range(len(modules))]
-            return LayerSurgery(blocks, final)
-        kind = SurgeryModule if "down" in modules[""] else AffineModule
-        return kind(**modules[""])
+        if "" in modules:
+            kind = SurgeryModule if "down" in modules[""] else AffineModule
+            return kind(**modules[""])
+        final = SurgeryModule(**modules.pop("final"))
+        blocks = [SurgeryModule(**modules[f"blocks.{i}"]) for i in range(len(modules))]
+        return LayerSurgery(blocks, final)
     except (KeyError, TypeError) as error:
         raise CalibrationError(f"{file.name} has no whole correction for task {task!r}") from error
 
 
 def _key(task: str) -> str:
-    """A task's name as a module's: FusionBench replaces the same two characters."""
+    """Return a task's name as a module's: FusionBench replaces the same two characters."""
     return "task_" + task.replace("-", "_").replace(".", "_")
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

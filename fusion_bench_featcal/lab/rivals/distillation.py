@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
-from fusion_bench_featcal.lab.rivals.feature_correction import thinned
 from fusion_bench_featcal.lab.rivals.lessons import Lesson, expert_lessons, mean_square
 from fusion_bench_featcal.lab.rivals.registry import (
     ModelSettings,
@@ -16,7 +15,7 @@ from fusion_bench_featcal.lab.rivals.registry import (
     TextSettings,
     method,
 )
-from fusion_bench_featcal.lab.rivals.training import shuffled_batches, task_generator
+from fusion_bench_featcal.lab.rivals.training import shuffled_batches, task_generator, thinned
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.modules.models import copied
 from fusion_bench_featcal.progress import progress_bar

@@ -52,11 +52,11 @@ def expert_lessons(
         CalibrationError: If the final features of expert and model do not fit each other, are not
             finite, or the expert's are zero.
     """
-    family, answers = resolve_family(settings.family, model), settings.replace(decoder_rows="auto")
+    family = resolve_family(settings.family, model)
     lessons = []
     for inputs in batches:
         features = final_features(expert, inputs)
-        rows = final_rows(model, family, answers, inputs)
+        rows = final_rows(model, family, inputs)
         if rows is not None and features.shape[:-1] != rows.shape:
             rows = None  # pooled
         lessons.append(Lesson(inputs, rows, rows_of(features, rows)))

@@ -14,14 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fusion_bench_featcal.lab.rivals.corrected_model import SurgeryModule
+from fusion_bench_featcal.lab.rivals.feature_correction import TaskFeatures
 from fusion_bench_featcal.lab.rivals.registry import method
-from fusion_bench_featcal.lab.rivals.training import (
-    Loss,
-    TrainedCorrection,
-    Training,
-    initial_weight,
-    task_generator,
-)
+from fusion_bench_featcal.lab.rivals.surgery import Surgery
+from fusion_bench_featcal.lab.rivals.training import initial_weight, task_generator
 from fusion_bench_featcal.setting_fields import setting
 
 # Standard deviation of the noise in units of the features' root mean square, where the authors'
@@ -32,8 +28,15 @@ _RELATIVE_NOISE = 0.145
 _NOISE_PER_WEIGHT = 1.25
 
 
-@method("prob_surgery", source="ICML 2025")
-class ProbSurgery(TrainedCorrection):
+class KlTerm(NamedTuple):
+    """The regulariser's weight in the objective, and the noise's log variance before training."""
+
+    weight: float
+    log_variance: float
+
+
+@method("prob_surgery", source="ICML 2025", without=("rank",))
+class ProbSurgery(Surgery):
     """ProbSurgery: Surgery with a wider module, whose correction is random in training.
 
     It is sampled from a normal distribution. The method needs the task's name at inference. The
@@ -61,106 +64,75 @@ class ProbSurgery(TrainedCorrection):
                 "method.shared=true they have one module: set method.optimizer=joint"
             )
 
-    def fit_all(
-        self,
-        features: Mapping[str, tuple[Tensor, Tensor]],
-        losses: dict[str, list[Tensor]] | None = None,
-    ) -> dict[str, nn.Module]:
-        """Train all tasks' modules; the results have no variance, as the mean is subtracted."""
-        trained = super().fit_all(features, losses)
-        modules: set[Any] = set(trained.values())
-        deployed = {module: module.deployed() for module in modules}
+    def fit_all(self, features: Mapping[str, TaskFeatures]) -> dict[str, nn.Module]:
+        """Train all tasks' modules; the results subtract the mean of the distribution."""
+        trained: dict[str, Any] = super().fit_all(features)
+        deployed = {module: module.deployed() for module in set(trained.values())}
         return {task: deployed[module] for task, module in trained.items()}
 
-    def trainings(self, features: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Training]:
-        """By task, of one module where it is shared."""
+    def _modules(self, features: Mapping[str, TaskFeatures]) -> dict[str, Any]:
+        """Return each task's module before training, or the one of all tasks."""
         if not self.shared:
-            return super().trainings(features)
-        every = torch.cat([expert for _, expert in features.values()])
-        return self._of_one_module(features, kl_term(every, self.kl_weight), "shared")
+            return super()._modules(features)
+        merged, expert = zip(*((f.merged, f.expert) for f in features.values()), strict=True)
+        every = TaskFeatures(torch.cat(merged), torch.cat(expert))
+        return dict.fromkeys(features, self.module(every, "shared"))
 
-    def training(self, merged: Tensor, expert: Tensor, task: str) -> Training:
-        """The training of a task's own module."""
-        term = kl_term(expert, self.kl_weight)
-        return self._of_one_module({task: (merged, expert)}, term, task)[task]
-
-    def _of_one_module(
-        self, features: Mapping[str, tuple[Tensor, Tensor]], term: "KlTerm", owner: str
-    ) -> dict[str, Training]:
-        first = next(merged for merged, _ in features.values())
-        module = self.initial_module(first.shape[1], owner, term.log_variance).to(first.device)
-        return {
-            task: Training(module, self._loss(module, term, task), *pair)
-            for task, pair in features.items()
-        }
-
-    def _loss(self, module: "ProbSurgeryModule", term: "KlTerm", task: str) -> Loss:
-        """Mean absolute difference under one draw of noise, plus the KL term."""
-        noise = task_generator(self.seed, task, "noise")
-
-        def loss(before: Tensor, target: Tensor) -> Tensor:
-            mean, log_variance = module.distribution(before)
-            draw = torch.randn(mean.shape, generator=noise).to(mean)
-            corrected = before - (mean + (0.5 * log_variance).exp() * draw)
-            divergence = standard_normal_kl(mean, log_variance)
-            return functional.l1_loss(corrected, target) + term.weight * divergence
-
-        return loss
-
-    def initial_module(
-        self, width: int, task: str = "", log_variance: float = 0.0
-    ) -> "ProbSurgeryModule":
-        """A module before training: its mean is 0 everywhere, its log variance the given one."""
-        generator = task_generator(self.seed, task, "weights")
+    def module(self, features: TaskFeatures, name: str) -> "ProbSurgeryModule":
+        """Return a module before training, whose mean is 0 everywhere; `name` seeds it."""
+        width = features.expert.shape[1]
         hidden = self.scaled(self.hidden, width)
-        down = initial_weight(hidden, width, generator)
-        zeros = torch.zeros(width, hidden)
-        return ProbSurgeryModule(down, zeros, zeros.clone(), log_variance)
+        down = initial_weight(hidden, width, task_generator(self.seed, name, "weights"))
+        return ProbSurgeryModule(down, kl_term(features.expert, self.kl_weight))
 
-
-class KlTerm(NamedTuple):
-    """The regulariser's weight in the objective, and the noise's log variance before training."""
-
-    weight: float
-    log_variance: float
+    def _loss(
+        self, module: Any, features: TaskFeatures, positions: Tensor, noise: torch.Generator
+    ) -> Tensor:
+        """Return the mean absolute difference under one draw of noise, plus the KL term, 0-dim."""
+        before, target = features.at(positions)
+        mean, log_variance = module.distribution(before)
+        draw = torch.randn(mean.shape, generator=noise).to(mean)
+        corrected = before - (mean + (0.5 * log_variance).exp() * draw)
+        divergence = standard_normal_kl(mean, log_variance)
+        return functional.l1_loss(corrected, target) + module.term.weight * divergence
 
 
 class ProbSurgeryModule(nn.Module):
-    """One task's distribution of the correction: N(M a, exp(V a + offset)) with a = relu(P f).
+    """A task's distribution of the correction: N(M a, exp(V a + v)) with a = relu(P f).
 
     Attributes:
         down: P, `[hidden, d]`.
         mean: M, `[d, hidden]`.
         log_variance: V, `[d, hidden]`.
-        offset: Added to the log variance; 0 for the authors' module.
+        term: The regulariser's constants; v is its log variance, 0 for the authors' module.
     """
 
-    def __init__(self, down: Tensor, mean: Tensor, log_variance: Tensor, offset: float) -> None:
+    def __init__(self, down: Tensor, term: KlTerm) -> None:
         super().__init__()
         self.down = nn.Parameter(down)
-        self.mean = nn.Parameter(mean)
-        self.log_variance = nn.Parameter(log_variance)
-        self.offset = offset
+        self.mean = nn.Parameter(torch.zeros(down.T.shape))
+        self.log_variance = nn.Parameter(torch.zeros(down.T.shape))
+        self.term = term
 
     def distribution(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log variance of what is subtracted, `[..., d]` each, from `[..., d]`."""
+        """Return mean and log variance of the correction, `[..., d]` each, of `[..., d]`."""
         hidden = torch.relu(functional.linear(features, self.down))
-        log_variance = functional.linear(hidden, self.log_variance) + self.offset
+        log_variance = functional.linear(hidden, self.log_variance) + self.term.log_variance
         return functional.linear(hidden, self.mean), log_variance
 
     def deployed(self) -> SurgeryModule:
-        """The module without its variance: at inference the mean is subtracted."""
+        """Return the module without its variance: at inference the mean is subtracted."""
         return SurgeryModule(self.down.detach(), self.mean.detach()).requires_grad_(False).eval()
 
 
 def standard_normal_kl(mean: Tensor, log_variance: Tensor) -> Tensor:
-    """KL(N(mean, exp(log_variance)) || N(0, 1)) in nats, summed over d, averaged over samples."""
+    """Return KL(N(mean, exp(log_variance)) || N(0, 1)): summed over d, averaged over samples."""
     per_coordinate = 0.5 * (log_variance.exp() + mean.square() - 1 - log_variance)
     return per_coordinate.sum(dim=-1).mean()
 
 
 def kl_term(expert_features: Tensor, kl_weight: float | str) -> KlTerm:
-    """The regulariser's constants for features `[n, d]`.
+    """Return the regulariser's constants for features `[n, d]`.
 
     A number is the weight of the authors' module; `scaled` takes the weight at which the noise
     settles at 0.145 of the features' root mean square, and starts it there.

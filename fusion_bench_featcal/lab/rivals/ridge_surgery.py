@@ -1,21 +1,24 @@
 """Ridge surgery: the best affine correction of a task's features, in closed form.
 
-It asks how much of Surgery is its training: same features, same place, no steps.
+It shows how much of Surgery's gain needs training: the same features are corrected, in no steps.
 """
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusion_bench_featcal.lab.rivals.corrected_model import AffineModule
-from fusion_bench_featcal.lab.rivals.feature_correction import FeatureCorrection, check_features
+from fusion_bench_featcal.lab.rivals.feature_correction import FeatureCorrection, TaskFeatures
 from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.setting_fields import setting
 from fusion_bench_featcal.settings import CalibrationError
 
+log = logging.getLogger(__name__)
+
 GRID = tuple(10.0 ** (exponent / 2) for exponent in range(-8, 5))
-"""Values of `ridge_lambda` that `auto` tries: 1e-4 to 1e2, two a decade."""
+"""Values of `ridge_lambda` that `auto` tries: 1e-4 to 1e2, two per decade."""
 
 
 @method("ridge_surgery", source="ours")
@@ -48,80 +51,58 @@ class RidgeSurgery(FeatureCorrection):
                 f">= 2, got {self.samples_per_task}; or set method.ridge_lambda to a number"
             )
 
-    def fit(
-        self, merged: Tensor, expert: Tensor, task: str = "", losses: list[Tensor] | None = None
-    ) -> AffineModule:
-        """Fit one task's affine correction: ridge regression of the drift on the merged features.
+    def fit_all(self, features: Mapping[str, TaskFeatures]) -> dict[str, nn.Module]:
+        """Fit each task's affine correction: ridge regression of the drift on merged features.
 
         With x and e the features of the merged model and the expert it minimises
         `sum |(x - e) - (A x + b)|^2 + lambda n v |A|^2`, v the mean variance of x's coordinates; b
         is free. A large lambda leaves only the mean drift to be removed. It is solved in float64.
 
         Raises:
-            CalibrationError: If the features do not fit each other, do not vary, or `auto` has
-                fewer than two samples.
+            CalibrationError: If features do not vary, or `auto` has fewer than two samples.
         """
-        check_features(merged, expert, task)
-        features = merged.detach().double()
-        drift = features - expert.detach().double()
-        spectrum = _spectrum(features, drift, task)
+        return {task: self._solve(f.merged, f.expert, task) for task, f in features.items()}
+
+    def _solve(self, merged: Tensor, expert: Tensor, task: str) -> AffineModule:
+        features = merged.double()
+        drift = features - expert.double()
+        centred, centred_drift = features - features.mean(dim=0), drift - drift.mean(dim=0)
+        left, values, right = torch.linalg.svd(centred, full_matrices=False)
+        # Below rounding a direction holds no information: one sample, or repeated ones.
+        values = torch.where(values > values.max() * 1e-7, values, 0)
         strength = self.ridge_lambda
+        _check(features, values, task, leaves_out=isinstance(strength, str))
+        target = left.T @ centred_drift
+        power, scale = values.square(), centred.square().sum() / features.shape[1]
+
+        def share(strength: float) -> Tensor:
+            """Return the share of each direction that is fitted; 0 where there is no energy."""
+            return torch.nan_to_num(power / (power + strength * scale))
+
+        def left_out_error(strength: float) -> float:
+            """Sum squared residuals of each sample without it: 1 / (1 - leverage) times its own."""
+            residual = centred_drift - left * share(strength) @ target
+            leverage = 1 / len(left) + (left.square() * share(strength)).sum(dim=1)
+            return float((residual / (1 - leverage)[:, None]).square().sum())
+
         if isinstance(strength, str):
-            strength = _least_left_out(spectrum, task)
-        # Directions of energy zero have shrinkage 0/0 without a ridge: they are not fitted.
-        share = torch.nan_to_num(spectrum.shrinkage(strength))
-        inverse = torch.where(spectrum.values > 0, share / spectrum.values, 0)
-        matrix = (spectrum.right * inverse @ spectrum.target).T
+            strength = min(GRID, key=left_out_error)
+        inverse = torch.where(values > 0, share(strength) / values, 0)
+        matrix = (right.T * inverse @ target).T
         shift = drift.mean(dim=0) - matrix @ features.mean(dim=0)
+        log.info("%s: ridge surgery with lambda %g", task, strength)
         return AffineModule(matrix.to(merged.dtype), shift.to(merged.dtype)).eval()
 
 
-@dataclass(frozen=True)
-class _Spectrum:
-    """Centred features as `left diag(values) right'`, and the centred drift in `left`'s basis."""
-
-    left: Tensor
-    values: Tensor
-    right: Tensor
-    target: Tensor
-    drift: Tensor
-    scale: Tensor
-
-    def shrinkage(self, ridge_lambda: float) -> Tensor:
-        """Share of each direction that is fitted, `[directions]`."""
-        power = self.values.square()
-        return power / (power + ridge_lambda * self.scale)
-
-
-def _spectrum(features: Tensor, drift: Tensor, task: str) -> _Spectrum:
-    centred = features - features.mean(dim=0)
-    left, values, right = torch.linalg.svd(centred, full_matrices=False)
-    # Below rounding a direction holds no information: one sample, or repeated ones.
-    values = torch.where(values > values.max() * 1e-7, values, 0)
-    if len(features) > 1 and not bool(values.max() > 1e-12 * features.norm()):
+def _check(features: Tensor, values: Tensor, task: str, *, leaves_out: bool) -> None:
+    samples = len(features)
+    if samples > 1 and not bool(values.max() > 1e-12 * features.norm()):
         raise CalibrationError(
-            f"task {task!r}: the merged model's features do not vary over its {len(features)} "
-            "samples. Check its data set and the merged model"
+            f"task {task!r}: the merged model's features do not vary over its {samples} samples. "
+            "Check its data set and the merged model"
         )
-    centred_drift = drift - drift.mean(dim=0)
-    scale = centred.square().sum() / features.shape[1]
-    return _Spectrum(left, values, right.T, left.T @ centred_drift, centred_drift, scale)
-
-
-def _left_out_error(spectrum: _Spectrum, ridge_lambda: float) -> float:
-    """Without refitting: left out, a sample has 1 / (1 - its leverage) times its residual."""
-    share = torch.nan_to_num(spectrum.shrinkage(ridge_lambda))
-    residual = spectrum.drift - spectrum.left * share @ spectrum.target
-    leverage = 1 / len(spectrum.left) + (spectrum.left.square() * share).sum(dim=1)
-    return float((residual / (1 - leverage)[:, None]).square().sum())
-
-
-def _least_left_out(spectrum: _Spectrum, task: str) -> float:
-    """The grid's value with the least error on samples left out."""
-    samples = len(spectrum.left)
-    if samples < 2:
+    if samples < 2 and leaves_out:
         raise CalibrationError(
             f"task {task!r} has {samples} sample, and method.ridge_lambda=auto leaves one out: "
             "raise method.samples_per_task or set method.ridge_lambda to a number"
         )
-    return min(GRID, key=lambda value: _left_out_error(spectrum, value))

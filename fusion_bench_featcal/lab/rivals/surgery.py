@@ -1,20 +1,31 @@
 """Representation Surgery (arXiv 2402.02705): a small trained module per task corrects features."""
 
-from torch import Tensor
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
+from fusion_bench_featcal.fusionbench.processors import text_kind
+from fusion_bench_featcal.lab.rivals.feature_correction import FeatureCorrection, TaskFeatures
 from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.lab.rivals.training import (
-    TrainedCorrection,
-    Training,
     initial_surgery,
+    shuffled_batches,
     task_generator,
 )
+from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.setting_fields import setting
+from fusion_bench_featcal.settings import CalibrationError
+
+PUBLISHED_FEATURES = 512
+"""Width of the features for which the authors chose their modules' widths."""
 
 
 @method("surgery", source="Yang et al., ICML 2024, arXiv 2402.02705")
-class Surgery(TrainedCorrection):
+class Surgery(FeatureCorrection):
     """Representation Surgery: a small trained module per task corrects the final feature.
 
     It needs the task's name at inference. The defaults are the authors'. FusionBench's own, which
@@ -22,15 +33,127 @@ class Surgery(TrainedCorrection):
     """
 
     rank: int = setting(16, "Width of each task's module.", ge=1, group="module and fit")
+    learning_rate: float = setting(1e-3, "Adam's step size.", gt=0, group="module and fit")
+    steps: int = setting(1000, "Updates of each task's module.", ge=1)
+    optimizer: str = setting(
+        "joint",
+        "`joint`: one Adam for all tasks' modules, as the authors have it, so that a step of one "
+        "task moves the others on by their momentum; `per_task`: one for each.",
+        choices=("joint", "per_task"),
+    )
+    width: str = setting(
+        "absolute",
+        "`relative`: the width of a module is set for features of 512 (CLIP ViT-B), and scaled "
+        "with theirs.",
+        choices=("absolute", "relative"),
+    )
+    recompute: bool = setting(
+        False,
+        "Run merged model and experts in every update, as the authors' codes do. Changes costs and "
+        "rounding alone; images only.",
+    )
 
-    def training(self, merged: Tensor, expert: Tensor, task: str) -> Training:
-        """Train for the mean absolute difference of corrected and expert features."""
-        weights = task_generator(self.seed, task, "weights")
-        features = merged.shape[1]
-        module = initial_surgery(features, self.scaled(self.rank, features), weights)
-        module = module.to(merged.device)
+    def check(self, inputs: MethodInputs) -> None:
+        """Find the feature that is corrected and open the data."""
+        if self.recompute and text_kind(inputs.modelpool) is not None:
+            raise CalibrationError(
+                "method.recompute=true is for images: texts are padded to the length of their "
+                "batch. Set method.recompute=false"
+            )
+        super().check(inputs)
 
-        def loss(before: Tensor, target: Tensor) -> Tensor:
-            return functional.l1_loss(module(before), target)
+    def _collect(
+        self, merged: nn.Module, expert: nn.Module, site: Any, batches: Any, task: str
+    ) -> TaskFeatures:
+        """Run merged model and expert on a task's samples; with `recompute` in every update."""
+        if not self.recompute:
+            return super()._collect(merged, expert, site, batches, task)
+        batches = list(batches)
+        pixels = torch.cat([batch["pixel_values"] for batch in batches])
 
-        return Training(module, loss, merged, expert)
+        def again(positions: Tensor) -> tuple[Tensor, Tensor]:
+            batch = {"pixel_values": pixels[positions]}
+            return self.features(merged, site, batch), self.features(expert, site, batch)
+
+        return replace(super()._collect(merged, expert, site, batches, task), again=again)
+
+    def scaled(self, width: int, features: int) -> int:
+        """Return a module's width for so many features, at least 1."""
+        if self.width == "absolute":
+            return width
+        return max(1, round(width * features / PUBLISHED_FEATURES))
+
+    def _modules(self, features: Mapping[str, TaskFeatures]) -> dict[str, Any]:
+        """Return each task's module before training; tasks may share one."""
+        return {task: self.module(given, task) for task, given in features.items()}
+
+    def module(self, features: TaskFeatures, name: str) -> nn.Module:
+        """Return a module before training, which corrects nothing; `name` seeds it."""
+        generator = task_generator(self.seed, name, "weights")
+        width = features.expert.shape[1]
+        return initial_surgery(width, self.scaled(self.rank, width), generator)
+
+    def _loss(
+        self, module: Any, features: TaskFeatures, positions: Tensor, noise: torch.Generator
+    ) -> Tensor:
+        """Return the mean absolute difference of corrected and expert features, 0-dim.
+
+        Args:
+            module: The task's module.
+            features: The task's features; those of several sites have a difference each.
+            positions: The batch, as positions of samples.
+            noise: The task's generator for random numbers.
+        """
+        before, target = features.at(positions)
+        corrected = features.corrected(before, module)
+        targets = target.split([site.shape[1] for site in corrected], dim=1)
+        pairs = zip(corrected, targets, strict=True)
+        return torch.stack([functional.l1_loss(*pair) for pair in pairs]).sum()
+
+    def fit_all(self, features: Mapping[str, TaskFeatures]) -> dict[str, nn.Module]:
+        """Train all tasks' modules, by one Adam or by one for each task.
+
+        Raises:
+            CalibrationError: If the training diverges.
+        """
+        self.losses.clear()
+        if self.optimizer == "joint":
+            return self._train(features)
+        trained = [self._train({task: given}) for task, given in features.items()]
+        return {task: module for modules in trained for task, module in modules.items()}
+
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be trained
+    @torch.enable_grad()
+    def _train(self, features: Mapping[str, TaskFeatures]) -> dict[str, nn.Module]:
+        """Train by one Adam (no weight decay, no schedule), one update for each task in turn."""
+        modules = self._modules(features)
+        device = next(iter(features.values())).expert.device
+        parameters = nn.ModuleList(modules.values()).to(device).train().parameters()  # each once
+        optimizer = torch.optim.Adam(parameters, lr=self.learning_rate)
+        updates = {task: self._updates(task, modules[task], f) for task, f in features.items()}
+        losses: dict[str, list[Tensor]] = {task: [] for task in features}
+        for _ in range(self.steps):
+            for task, update in updates.items():
+                loss = next(update)
+                # Zeros in place of None: Adam then moves the other tasks' modules, too.
+                optimizer.zero_grad(set_to_none=False)
+                loss.backward()
+                optimizer.step()
+                losses[task].append(loss.detach())
+        for task, module in modules.items():
+            weights = module.eval().requires_grad_(False).parameters()
+            if not all(bool(torch.isfinite(weight).all()) for weight in weights):
+                raise CalibrationError(
+                    f"task {task!r}: training diverged, its weights are not finite. Lower "
+                    f"method.learning_rate (now {self.learning_rate})"
+                )
+            # Read at once: reading each would wait for the device.
+            self.losses[task] = torch.stack(losses[task]).tolist()
+        return modules
+
+    def _updates(self, task: str, module: nn.Module, features: TaskFeatures) -> Iterator[Tensor]:
+        """Yield the loss of each update, computed when it is asked for."""
+        batches, noise = (task_generator(self.seed, task, use) for use in ("batches", "noise"))
+        samples = len(features.merged)
+        for positions in shuffled_batches(samples, self.batch_size, self.steps, batches):
+            yield self._loss(module, features, positions, noise)

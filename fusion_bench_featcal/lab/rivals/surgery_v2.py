@@ -1,32 +1,46 @@
 """SurgeryV2 (arXiv 2410.14389): a small trained module per task behind every block."""
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
-from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.lab.rivals.corrected_clip import (
-    LayerCorrectedModel,
-    clip_blocks,
-    corrected_blocks,
-)
-from fusion_bench_featcal.lab.rivals.corrected_model import LayerSurgery
-from fusion_bench_featcal.lab.rivals.projection import ProjectedFeatures, project
+from fusion_bench_featcal.lab.rivals.corrected_clip import LayerCorrectedModel, clip_blocks
+from fusion_bench_featcal.lab.rivals.corrected_model import LayerSurgery, corrected_outputs
+from fusion_bench_featcal.lab.rivals.feature_correction import TaskFeatures
 from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.lab.rivals.surgery import Surgery
-from fusion_bench_featcal.lab.rivals.training import Training, initial_surgery, task_generator
-from fusion_bench_featcal.method_inputs import MethodInputs
+from fusion_bench_featcal.lab.rivals.training import initial_surgery, task_generator
 from fusion_bench_featcal.settings import CalibrationError
 
-log = logging.getLogger(__name__)
+FinalFeatures = Callable[[nn.Module, Tensor], Tensor]
+"""Computes a model's final features, `[batch, d]`, of its inputs."""
 
-FinalFeatures = Callable[[Any], Tensor]
-"""From what a model returns to its final features, `[batch, d]`."""
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SiteFeatures(TaskFeatures):
+    """Features behind every block, and the final ones.
+
+    `merged` are inputs: the merged model runs in every update, for each correction changes the
+    input of later blocks. `expert` are the expert's features, all sites side by side.
+
+    Attributes:
+        model: The merged model.
+        blocks: Names of the blocks, in forward order.
+        final: Computes final features.
+        widths: Widths of the features of all sites.
+    """
+
+    model: nn.Module
+    blocks: Sequence[str]
+    final: FinalFeatures
+    widths: Sequence[int]
+
+    def corrected(self, rows: Tensor, module: Any) -> list[Tensor]:
+        """Return the merged model's corrected features of inputs, a tensor for each site."""
+        return site_features(self.model, self.blocks, self.final, rows, module)
 
 
 @method(
@@ -45,147 +59,74 @@ class SurgeryV2(Surgery):
     at inference.
     """
 
-    def check(self, inputs: MethodInputs) -> None:
-        """Refuse what cannot work, before a model is loaded.
+    texts = False
 
-        Raises:
-            CalibrationError: If the models are no CLIP vision models, or a task lacks images.
-        """
-        if text_kind(inputs.modelpool) is not None:
-            kind = type(inputs.modelpool).__name__
-            raise CalibrationError(
-                f"SurgeryV2 corrects CLIP vision models, and {kind} holds language models: leave "
-                "it out, or use surgery, prob_surgery or ridge_surgery"
-            )
-        super().check(inputs)
+    def _collect(
+        self, merged: nn.Module, expert: nn.Module, site: Any, batches: Any, task: str
+    ) -> SiteFeatures:
 
-    def fit_blocks(
+        def final(model: nn.Module, pixels: Tensor) -> Tensor:
+            return site.features(model, {"pixel_values": pixels})
+
+        pixels = [batch["pixel_values"] for batch in batches]
+        return self.collect_sites(merged, expert, clip_blocks(merged), final, pixels, task)
+
+    @torch.no_grad()
+    def collect_sites(
         self,
         merged: nn.Module,
         expert: nn.Module,
         blocks: Sequence[str],
-        final_features: FinalFeatures,
+        final: FinalFeatures,
         batches: Iterable[Tensor],
         task: str = "",
-        losses: list[Tensor] | None = None,
-    ) -> LayerSurgery:
-        """Train one task's modules, all together: the sum over sites of mean absolute differences.
-
-        A block's site is compared by its token mean. The expert runs once: its features are kept.
-        The merged model runs in every update, for each correction changes what later blocks
-        receive.
-
-        Args:
-            merged: The merged model; it is frozen, not changed.
-            expert: The task's expert, on the same device.
-            blocks: Names of the blocks behind which there are modules, in forward order.
-            final_features: Gives a model's final features from what it returns.
-            batches: The task's inputs, `[batch, ...]` each.
-            task: The task's name, for seeds and messages.
-            losses: Filled with the loss of every update.
-
-        Returns:
-            The trained modules, frozen, on the merged model's device.
+    ) -> SiteFeatures:
+        """Run an expert on its inputs, `[batch, ...]` each, and freeze the merged model.
 
         Raises:
-            CalibrationError: If there is no input, or the training diverges.
+            CalibrationError: If there is no input.
         """
-        found: dict[str, list[Tensor]] = {}
-        sites = (blocks, final_features)
-        training = self.block_training(merged, expert, *sites, batches, task)
-        surgery: Any = self.train({task: training}, found)[task]
-        if losses is not None:
-            losses += found[task]
-        return surgery
-
-    def block_training(
-        self,
-        merged: nn.Module,
-        expert: nn.Module,
-        blocks: Sequence[str],
-        final_features: FinalFeatures,
-        batches: Iterable[Tensor],
-        task: str = "",
-    ) -> Training:
-        """Run the expert, and prepare the training of one task's modules; as `fit_blocks`."""
-        device = next(merged.parameters()).device
+        device = next(merged.requires_grad_(False).eval().parameters()).device
         inputs = [batch.to(device) for batch in batches]
         if not inputs:
             raise CalibrationError(f"task {task!r} has no inputs to train SurgeryV2 on")
-        merged.requires_grad_(False).eval()
-        with torch.no_grad():
-            sites = [
-                site_features(expert.eval(), blocks, batch, final_features) for batch in inputs
-            ]
-        targets = [torch.cat(column) for column in zip(*sites, strict=True)]
-        widths = [target.shape[1] for target in targets]
-        surgery = self.initial_modules(widths, task).to(device)
+        rows = [site_features(expert.eval(), blocks, final, batch) for batch in inputs]
+        return SiteFeatures(
+            merged=torch.cat(inputs),
+            expert=torch.cat([torch.cat(row, dim=1) for row in rows]),
+            model=merged,
+            blocks=blocks,
+            final=final,
+            widths=[site.shape[1] for site in rows[0]],
+        )
 
-        def loss(batch: Tensor, expert_features: Tensor) -> Tensor:
-            with corrected_blocks(merged, blocks, surgery.blocks) as means:
-                final = surgery.final(final_features(merged(batch)))
-            pairs = zip((*means, final), expert_features.split(widths, dim=1), strict=True)
-            return torch.stack([functional.l1_loss(*pair) for pair in pairs]).sum()
-
-        return Training(surgery, loss, torch.cat(inputs), torch.cat(targets, dim=1))
-
-    def initial_modules(self, widths: Sequence[int], task: str = "") -> LayerSurgery:
-        """Modules before training, which correct nothing: every U is zero.
-
-        Widths are those of each block's hidden features and, the last, of the final features.
-        """
-        generator = task_generator(self.seed, task, "weights")
+    def module(self, features: Any, name: str) -> LayerSurgery:
+        """Return modules before training, which correct nothing; `name` seeds them."""
+        generator = task_generator(self.seed, name, "weights")
         modules = [
-            initial_surgery(width, self.scaled(self.rank, width), generator) for width in widths
+            initial_surgery(w, self.scaled(self.rank, w), generator) for w in features.widths
         ]
         return LayerSurgery(modules[:-1], modules[-1])
 
-    def _corrections(
-        self,
-        merged: nn.Module,
-        site: ProjectedFeatures,
-        batches: Mapping[str, Any],
-        inputs: MethodInputs,
-        losses: dict[str, list[Tensor]],
-    ) -> dict[str, nn.Module]:
-        """Train all modules; the images of tasks that are trained together are in memory."""
-        blocks = clip_blocks(merged)
-
-        def final_features(output: Any) -> Tensor:
-            return project(output, merged, site.projection)
-
-        def training(task: str) -> Training:
-            pixels = [batch["pixel_values"] for batch in batches[task]]
-            expert = load_pool_model(inputs.modelpool, task).to(inputs.fabric.device)
-            return self.block_training(merged, expert, blocks, final_features, pixels, task)
-
-        corrections: dict[str, nn.Module] = {}
-        for group in self.together(inputs.modelpool.model_names):
-            log.info("training the modules of %s", ", ".join(group))
-            corrections |= self.train({task: training(task) for task in group}, losses)
-        return corrections
-
     def _corrected(
-        self,
-        merged: nn.Module,
-        site: ProjectedFeatures,
-        corrections: Mapping[str, nn.Module],
-        **record: Any,
+        self, merged: nn.Module, site: Any, corrections: Mapping[str, nn.Module], **record: Any
     ) -> LayerCorrectedModel:
         return LayerCorrectedModel(merged, site.projection, corrections, **record)
 
 
 def site_features(
-    model: nn.Module, blocks: Sequence[str], inputs: Tensor, final_features: FinalFeatures
+    model: nn.Module,
+    blocks: Sequence[str],
+    final: FinalFeatures,
+    inputs: Tensor,
+    surgery: Any = None,
 ) -> list[Tensor]:
-    """Features that corrections are compared by: each block's token mean, then the final ones.
+    """Return a model's token mean behind each block and its final features, `[batch, d]` each.
 
-    Args:
-        model: The model, uncorrected.
-        blocks: Names of its blocks, in forward order.
-        inputs: Its inputs, `[batch, ...]`.
-        final_features: Gives its final features from what it returns.
+    They are corrected by a `LayerSurgery` if one is given.
     """
-    with corrected_blocks(model, blocks, [nn.Identity() for _ in blocks]) as means:
-        final = final_features(model(inputs))
-    return [*means, final]
+    identity = nn.Identity()
+    surgery = surgery or LayerSurgery([identity] * len(blocks), identity)
+    with corrected_outputs(model, blocks, surgery.blocks) as means:
+        features = surgery.final(final(model, inputs))
+    return [*means, features]
