@@ -41,9 +41,9 @@ fusion_bench method=compare "modelpool=$pool" method.samples_per_task=64 \
   'method.upstreams=[task_arithmetic,svc,tsv_m,iso_c]' \
   'method.alone=[regmean_plusplus:tuned,lot:tuned,prodistill]' \
   "method.post_merging=[$field,featcal,featcal:tuned,featcal:plus]" "path.log_dir=$folder/field"
-# What each row costs: every cell in a process of its own.
+# What each row costs: every cell in its own process.
 costs=surgery:calibration,surgery:recompute,prob_surgery:calibration,prob_surgery:recompute,ridge_surgery
-fusion_bench method=compare "modelpool=$pool" method.process_per_cell=true \
+fusion_bench method=compare "modelpool=$pool" method.backend=loky \
   method.samples_per_task=64 'method.upstreams=[task_arithmetic]' 'method.alone=[lot]' \
   "method.post_merging=[$costs,distillation,featcal,featcal:plus,featcal+ridge_surgery]" \
   "method.results_dir=$folder/costs-cells" "path.log_dir=$folder/costs"

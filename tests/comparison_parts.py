@@ -1,5 +1,7 @@
 """A comparison small enough to run in milliseconds: one-layer models, a task pool, methods."""
 
+import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import torch
 from fusion_bench import BaseAlgorithm, BaseModelPool, BaseTaskPool
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_featcal.lab.compare import ComparisonAlgorithm
@@ -73,6 +76,28 @@ class FakeProgram:
         return instantiate(config, _recursive_=False)
 
 
+class ConfiguredProgram(FakeProgram):
+    """A program whose parts are named by its config."""
+
+    def __init__(self, method: Any, modelpool: Any, taskpool: Any, **more: Any) -> None:
+        super().__init__(self._instantiate_and_setup(taskpool))
+        self._modelpool, self._method = modelpool, method
+        target = f"comparison_parts.{type(self).__name__}"
+        parts = {"method": method, "modelpool": modelpool, "taskpool": taskpool}
+        self.config: Any = OmegaConf.create({"_target_": target, **parts, "_recursive_": False})
+
+    def _instantiate_and_setup(self, config: Any, compat_load_fn: str | None = None) -> Any:
+        made = super()._instantiate_and_setup(config, compat_load_fn)
+        if hasattr(made, "_program"):
+            made._program = self
+        return made
+
+    def run(self) -> None:
+        """Run as FusionBench's program does."""
+        pool = self._instantiate_and_setup(self._modelpool)
+        self._instantiate_and_setup(self._method).run(pool)
+
+
 class Scale:
     """Multiplies every weight."""
 
@@ -127,6 +152,36 @@ class Waiting(Scale):
         while not (self._folder / "go_on").exists():
             time.sleep(0.05)
         return merged
+
+
+class Deadly(Scale):
+    """Kills its process so many times."""
+
+    def __init__(self, folder: str, deaths: int) -> None:
+        super().__init__()
+        self._folder, self._deaths = Path(folder), deaths
+
+    def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
+        for death in range(self._deaths):
+            file = self._folder / f"death-{self._deaths}-{death}"
+            if not file.exists():
+                file.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return merged
+
+
+class Counting(Scale):
+    """Leaves a file for each time that it runs, slowly."""
+
+    def __init__(self, folder: str, factor: float) -> None:
+        super().__init__(factor)
+        self._folder = Path(folder)
+
+    def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
+        number = len(list(self._folder.glob(f"m{self.settings['factor']}-*.ran")))
+        (self._folder / f"m{self.settings['factor']}-{number}-{os.getpid()}.ran").touch()
+        time.sleep(0.5)
+        return super().post_merge(merged, inputs)
 
 
 class WithHead(Scale):

@@ -12,7 +12,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the clock of every cell is its own",
-        "comparison/inference.py",
+        "lab/compare/inference.py",
         "return [relative * reference for _, relative in times]",
         "return [seconds for seconds, _ in times]",
         "comparison/test_inference.py",

@@ -134,7 +134,7 @@ MUTATIONS = [
     ),
     Mutation(
         "files of items count by their names alone",
-        "comparison/data.py",
+        "lab/compare/data.py",
         "            digest.update(path.read_bytes())\n",
         "            pass\n",
         "comparison/test_fingerprint.py",
@@ -148,7 +148,7 @@ MUTATIONS = [
     ),
     Mutation(
         "draws of any seed have one fingerprint",
-        "comparison/data.py",
+        "lab/compare/data.py",
         '"test_tta" else split, number, seed)',
         '"test_tta" else split, number)',
         "comparison/test_fingerprint.py",

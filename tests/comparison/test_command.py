@@ -1,15 +1,11 @@
 """The literal command on the bundled suite."""
 
 import json
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cli_runs import fusion_bench
 
-from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.lab.compare import cell_process
 from fusion_bench_featcal.results import Report
 
 
@@ -74,7 +70,7 @@ def test_cells_in_processes_of_their_own_have_the_same_results(tmp_path: Path) -
         "+method.post_merging_methods.broken={_target_: broken.Broken}", "path.log_dir=log",
     ]  # fmt: skip
     apart = [*words, "method.post_merging=[broken,ridge_surgery]", "method.results_dir=apart"]
-    done = fusion_bench([*apart, "method.process_per_cell=true"], tmp_path, check=False)
+    done = fusion_bench([*apart, "method.jobs=2"], tmp_path, check=False)
     assert done.returncode != 0
     assert "1 of 3 cells failed" in done.stderr + done.stdout
     assert "no such luck" in done.stderr + done.stdout
@@ -86,67 +82,3 @@ def test_cells_in_processes_of_their_own_have_the_same_results(tmp_path: Path) -
     assert {row: set(cost) for row, cost in found.cost.items()} == {
         row: set(cost) for row, cost in wanted.cost.items()
     }
-
-
-@pytest.mark.parametrize(
-    ("merger", "cell", "alone", "words"),
-    [
-        ("ties", "surgery:tuned", False, ["['ties']", "[]", "['surgery:tuned']"]),
-        ("lot", "none", True, ["[]", "['lot']", "[]"]),
-    ],
-)
-def test_a_cells_process_gets_the_command_and_its_cell(
-    merger: str, cell: str, alone: bool, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands = []
-
-    class Process:
-        returncode = 3
-
-        def __init__(self, command: list[str], **options: Any) -> None:
-            commands.append(command)
-
-        def communicate(self) -> tuple[str, None]:
-            return "its last words\n", None
-
-    monkeypatch.setattr(cell_process.subprocess, "Popen", Process)
-    monkeypatch.setattr(cell_process.sys, "argv", ["fusion_bench", "method=compare", "a=1"])
-    said = cell_process.run_cell(merger, cell, alone=alone, results_dir=Path("cells"))
-    assert said == "its process ended with code 3: its last words"
-    chosen = dict(word.split("=", 1) for word in commands[0][3:])
-    assert chosen["a"] == "1" and chosen["method.process_per_cell"] == "false"
-    assert chosen["method.results_dir"] == f"'{Path.cwd()}/cells'"
-    keys = ["upstreams", "alone", "post_merging"]
-    assert [chosen[f"method.{key}"] for key in keys] == words
-
-
-def test_a_cells_process_is_asked_to_end_where_the_comparison_is_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls = []
-
-    class Process:
-        def __init__(self, command: list[str], **options: Any) -> None: ...
-
-        def communicate(self) -> None:
-            raise KeyboardInterrupt
-
-        def terminate(self) -> None:
-            calls.append("terminate")
-
-        def wait(self, seconds: float) -> None:
-            calls.append("wait")
-            raise subprocess.TimeoutExpired("cell", seconds)
-
-        def kill(self) -> None:
-            calls.append("kill")
-
-    monkeypatch.setattr(cell_process.subprocess, "Popen", Process)
-    with pytest.raises(KeyboardInterrupt):
-        cell_process.run_cell("ties", "none", alone=False, results_dir=Path("cells"))
-    assert calls == ["terminate", "wait", "kill"]
-
-
-def test_processes_need_a_command() -> None:
-    with pytest.raises(CalibrationError, match=r"method.process_per_cell=true starts the command"):
-        cell_process.check_command()

@@ -8,9 +8,8 @@ from fusion_bench.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.fusionbench.options import plain
-from fusion_bench_featcal.lab.studies.axes import make_axis
-from fusion_bench_featcal.lab.studies.axis import Option
-from fusion_bench_featcal.lab.studies.points import Design
+from fusion_bench_featcal.lab.compare.axes import Design, make_axis
+from fusion_bench_featcal.lab.compare.points import Option
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.tasks import corrupted
 

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from fusion_bench_featcal.lab.studies.points import Design, Point
-from fusion_bench_featcal.lab.studies.run import folder_name, pool_name
+from fusion_bench_featcal.lab.compare.axes import Design
+from fusion_bench_featcal.lab.compare.points import Point
 
 
 def config(**method: Any) -> DictConfig:
@@ -126,14 +125,14 @@ def test_points_have_folders_of_their_own() -> None:
     subsets = ["+".join(f"long_task_name_{n}" for n in range(14) if n != out) for out in range(14)]
     texts = [*subsets, "a/b", "a_b"]
     points = [Point(labels={"of": t}, changes={}, seed=s) for t in texts for s in (1, 2)]
-    assert len({folder_name(point) for point in points}) == len(points)
+    assert len({point.folder for point in points}) == len(points)
 
 
 def test_reports_of_other_pools_have_another_name() -> None:
     settings = Point(labels={"n": 8}, changes={"method.samples_per_task": 8}, seed=1)
-    assert pool_name("clip-vit-base-patch32_TA8", settings) == "clip-vit-base-patch32_TA8"
+    assert settings.pool_name("clip-vit-base-patch32_TA8") == "clip-vit-base-patch32_TA8"
     fewer = Point(labels={"tasks": 2, "subset": "a+b"}, changes={"modelpool.models": {}}, seed=1)
-    assert pool_name("clip", fewer) == "clip (tasks=2, subset=a+b)"
+    assert fewer.pool_name("clip") == "clip (tasks=2, subset=a+b)"
 
 
 def test_a_sample_of_subsets_is_the_same_each_time() -> None:
@@ -142,24 +141,6 @@ def test_a_sample_of_subsets_is_the_same_each_time() -> None:
     assert found == labels(design, subsets=3)
     assert [entry["tasks"] for entry in found] == [2, 2, 2, 3, 3, 3]
     assert len({entry["subset"] for entry in found}) == 6
-
-
-def test_a_cells_process_gets_the_points_words() -> None:
-    point, *_ = Design(axes={"samples_per_task": [8]}, seeds=[7]).points(config())
-    assert point.words == ["++method.samples_per_task=8", "++method.seed=7"]
-    texts = {"method.a": "/some path/b,c", "method.b": "!lm_head", "method.c": "1e5"}
-    words = Point(labels={}, changes=texts, seed=7).words
-    parsed = OverridesParser.create().parse_overrides(words)
-    assert {p.key_or_group: p.value() for p in parsed} == {**texts, "method.seed": 7}
-
-
-def test_words_that_no_command_can_have_are_refused() -> None:
-    point = Point(labels={}, changes={"method.post_merging_methods.featcal:plus.eps": 1}, seed=7)
-    with pytest.raises(ValueError, match="the words of the point seed=7: set it to false"):
-        point.check_words()
-    point, *_ = Design(axes={"tasks": [2]}, seeds=[7]).points(config())
-    with pytest.raises(ValueError, match=r"process_per_cell=true .* modelpool.models .*tasks=2"):
-        point.check_words()
 
 
 @pytest.mark.parametrize(
@@ -172,16 +153,16 @@ def test_words_that_no_command_can_have_are_refused() -> None:
         ({"axes": {"steps": [0]}}, r"method.steps must be an integer >= 1, got 0"),
         ({"axes": {"samples_per_task": 8}}, r"must be a list of values"),
         ({"axes": {"samples_per_task": []}}, r"must be a list of values"),
-        ({"axes": [8]}, r"method.axes must map names to values"),
+        ({"axes": [8]}, r"method.axes must be a mapping of names to values"),
         ({"axes": {"own": {"x": 3}}}, r"method.axes.own.x must map dotted keys"),
         ({"axes": {"tasks": [1]}}, r"method.axes.tasks must be integers >= 2, got 1"),
         ({"axes": {"tasks": [9]}}, r"method.axes.tasks=\[9\]: the pool has 4 tasks"),
         ({"axes": {"mix_alpha": [0]}, "pairs": [["mix_alpha", "rho"]]}, r"'rho' is no axis"),
-        ({"axes": {"mix_alpha": [0]}, "pairs": ["mix_alpha"]}, r"must list pairs of axes"),
+        ({"axes": {"mix_alpha": [0]}, "pairs": ["mix_alpha"]}, r"pairs must be a list of pairs"),
         ({"axes": {}, "seeds": []}, r"method.seeds must be a list of at least one"),
         ({"axes": {}, "seeds": 42}, r"method.seeds must be a list of at least one"),
-        ({"axes": {}, "seeds": [-1]}, r"method.seeds must be integers >= 0, got -1"),
-        ({"axes": {}, "design": "grid"}, r"method.design must be product or each, got 'grid'"),
+        ({"axes": {}, "seeds": [-1]}, r"method.seeds must be a list of at least one integer >= 0"),
+        ({"axes": {}, "design": "grid"}, r"method.design must be one of product, each, got 'grid'"),
         ({"axes": {"tasks": [2]}, "design": "each"}, r"the axis tasks has no present value"),
     ],
 )  # fmt: skip
@@ -199,8 +180,8 @@ def test_a_study_of_tasks_needs_two_experts() -> None:
 
 
 def test_numbers_of_subsets_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"method.subsets must be null \(all\) or an integer >= 1"):
-        Design(axes={"tasks": [2]}, seeds=[1]).points(config(subsets=0))
+    with pytest.raises(ValueError, match=r"method.subsets must be null or an integer >= 1"):
+        Design(subsets=0)
 
 
 def test_every_variant_of_the_ablation_is_feat_cal_plus_but_for_its_part() -> None:

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.lab.compare import StudyAlgorithm
 from fusion_bench_featcal.lab.report.study import Study, average_of, curves_of
-from fusion_bench_featcal.lab.studies import StudyAlgorithm
 from fusion_bench_featcal.results import Report, ReportError
 from fusion_bench_featcal.results.long_table import DIMENSIONS
 
@@ -82,14 +82,14 @@ def test_the_points_change_what_their_labels_say(tmp_path: Path) -> None:
 def test_the_log_says_beforehand_how_much_there_is_to_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", "fusion_bench_featcal.lab.studies.run"):
+    with caplog.at_level("INFO", "fusion_bench_featcal.lab.compare"):
         study(tmp_path).run(model_pool())
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("fusion_bench_featcal.lab")]
     # base, experts, the merger and its scaled model, at two points with two seeds each
-    own = [
-        r.getMessage() for r in caplog.records if r.name == "fusion_bench_featcal.lab.studies.run"
-    ]
-    assert own[0].startswith("factors: points: 2, seeds: 2, cells: 16; finished cells")
-    assert own[1].startswith("point ")
+    size = "factors: points: 2, seeds: 2, cells: 16; finished cells"
+    (first,) = (number for number, line in enumerate(said) if line.startswith(size))
+    # base, experts and the merger with each seed, before four scaled models
+    assert said[first + 1 :][0] == "cell 1 of 4: base"
 
 
 def test_a_finished_study_runs_nothing_again(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_damaged_study_is_refused(change: dict[str, Any], message: str, tmp_pa
         ({"post_merging": ["scal"]}, r"'scal' is unknown.*nearest: 'scale'"),
         ({"axes": {"f": {"x": {SCALE.replace("factor", "fctor"): 1}}}}, r"fctor.*at the point f=x"),
         ({"over": ["subst"]}, "method.over: 'subst' is no label of this study's points: factor"),
-        ({"process_per_cell": True}, "process_per_cell=true starts the command again"),
+        ({"backend_options": {"address": "x"}}, "backend_options needs method.backend=dask or ray"),
     ],
 )
 def test_bad_input_leaves_nothing_behind(keys: dict, message: str, tmp_path: Path) -> None:
@@ -241,8 +241,11 @@ def test_unknown_keys_are_refused_at_once() -> None:
     ("keys", "message"),
     [
         ({"over": "subset"}, "method.over must be a list of names, got 'subset'"),
-        ({"against": "featcal"}, r"method.against must map a row .* got 'featcal'"),
-        ({"against": {"featcal": "x"}}, "method.against.featcal must be a list of names, got 'x'"),
+        ({"against": "featcal"}, r"method.against must be a mapping of a row .* got 'featcal'"),
+        (
+            {"against": {"featcal": "x"}},
+            "must be a mapping .* got {'featcal': 'x'}",
+        ),
     ],
 )
 def test_keys_of_the_report_are_checked_before_anything_runs(keys: dict, message: str) -> None:
@@ -252,7 +255,7 @@ def test_keys_of_the_report_are_checked_before_anything_runs(keys: dict, message
 
 def test_tuples_are_lists_of_names() -> None:
     study = StudyAlgorithm(study="x", over=("subset",), against={"featcal": ("featcal:plus",)})
-    assert study.over == ["subset"]
+    assert list(study.design.over) == ["subset"]
 
 
 def test_a_study_needs_a_task_pool(tmp_path: Path) -> None:

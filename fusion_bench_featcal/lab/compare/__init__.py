@@ -1,7 +1,8 @@
-"""`method=compare`: every merger with every post-merging method, on equal terms."""
+"""`method=compare` and `method=study/<name>`: mergers and post-merging methods on equal terms."""
 
 from fusion_bench_featcal.lab.compare.algorithm import ComparisonAlgorithm
 from fusion_bench_featcal.lab.compare.entries import feature_correction as FeatureCorrection
+from fusion_bench_featcal.lab.compare.study import StudyAlgorithm
 from fusion_bench_featcal.lab.rivals.anchor_only import AnchorOnly
 from fusion_bench_featcal.lab.rivals.featcal import FeatCal
 from fusion_bench_featcal.lab.rivals.interface import Chain, PostMerging
@@ -15,4 +16,5 @@ __all__ = [
     "FeatCal",
     "FeatureCorrection",
     "PostMerging",
+    "StudyAlgorithm",
 ]

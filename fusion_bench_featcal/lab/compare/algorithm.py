@@ -1,7 +1,7 @@
 """`method=compare`: upstream mergers and post-merging methods side by side on one model pool."""
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,12 @@ import fusion_bench_featcal.compat  # noqa: F401
 # isort: split
 from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
+from fusion_bench.taskpool.dummy import DummyTaskPool
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.fusionbench.console import at_the_end
@@ -25,10 +31,13 @@ from fusion_bench_featcal.fusionbench.options import (
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import suite_name
-from fusion_bench_featcal.lab.compare.cell_process import check_command
-from fusion_bench_featcal.lab.compare.cells import GridRun
+from fusion_bench_featcal.lab.compare.cells import CellMaker
 from fusion_bench_featcal.lab.compare.grid import Grid, GridChoices, make_grid
+from fusion_bench_featcal.lab.compare.jobs import BACKENDS, Workers
+from fusion_bench_featcal.lab.compare.keys import CellKeys
+from fusion_bench_featcal.lab.compare.points import unresolved
 from fusion_bench_featcal.lab.compare.reports import check_places, write_reports
+from fusion_bench_featcal.lab.compare.runs import GridRun, run_grids
 from fusion_bench_featcal.lab.compare.store import ResultStore
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.plurals import counted
@@ -39,8 +48,6 @@ from fusion_bench_featcal.results.views import show
 from fusion_bench_featcal.setting_fields import Settings, same_as, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSettings(Settings):
@@ -50,11 +57,24 @@ class ComparisonSettings(Settings):
     samples_per_task: int = same_as(FeatCalSettings, "samples_per_task")
     calibration_split: str = same_as(FeatCalSettings, "calibration_split", group="")
     steps: int = setting(1000, "Updates of each task's modules in trained methods.", ge=1)
-    process_per_cell: bool = setting(
-        False,
-        "Run each cell in a process of its own, so that its costs are its own. Starting one takes "
-        "seconds.",
+    jobs: int = setting(
+        1,
+        "Cells that run at the same time on this machine. 1: in this process. More: each in a "
+        "process, which takes seconds to start.",
+        ge=1,
         group="how it runs",
+    )
+    backend: str | None = setting(
+        None,
+        "Workers of the cells. Null: this process, or loky with several jobs. loky: a process for "
+        "each cell, whose costs are then its own. dask, ray: a cluster.",
+        choices=BACKENDS,
+    )
+    backend_options: Mapping[str, Any] | None = setting(
+        None,
+        "Arguments of dask.distributed.Client or ray.init, such as {address: ...}.",
+        accepts="a mapping of names to values",
+        check=lambda value: isinstance(value, Mapping),
     )
     results_dir: str | None = setting(
         None,
@@ -79,23 +99,24 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
     what is missing is run.
     """
 
-    setting_kinds = (GridChoices, ComparisonSettings)
+    name = "compare"
+    setting_kinds: tuple[type, ...] = (GridChoices, ComparisonSettings)
     _config_mapping = BaseAlgorithm._config_mapping | {n: n for n in names_of(setting_kinds)}
 
     def __init__(self, **keys: Any) -> None:
         """Keep the choices, which are checked together with the model pool's in `run`.
 
         Args:
-            **keys: Fields of `GridChoices` and `ComparisonSettings`.
+            **keys: Fields of the dataclasses in `setting_kinds`.
 
         Raises:
             ValueError: If a key is unknown or a value is not accepted.
         """
         meta = take_fusion_bench_keys(keys)
-        self.choices, settings = read_settings(keys, self.setting_kinds, "compare")
-        self.seed, self.results_dir = settings.seed, settings.results_dir
-        self.process_per_cell = settings.process_per_cell
-        self.notes = dict(settings.notes or {})
+        *more, self.choices, self.settings = read_settings(
+            keys, self.setting_kinds, str(keys.get("study", self.name))
+        )
+        self.design = more[0] if more else None
         super().__init__(**meta)
 
     def on_run_start(self) -> None:
@@ -113,21 +134,25 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             CalibrationError: If the pools do not fit; or, when all is reported, if cells failed.
         """
         grid = self.grid(getattr(self._program, "_modelpool", {}))
-        inputs = shared_inputs(self, modelpool, getattr(self._program, "taskpool", None))
-        self.check_cells(grid, inputs)
-        suite = suite_name(modelpool)
-        store = ResultStore(self.results_dir or default_folder(suite))
-        log_dir = None if self.log_dir is None else Path(self.log_dir)
-        folder = log_dir or store.folder  # of the reports
+        workers, suite = self.workers(), suite_name(modelpool)
+        inputs = self.inputs(modelpool, getattr(self._program, "taskpool", None))
+        check_cells(grid, inputs)
+        config = program_config(self._program) if workers.are_apart else None
+        store = ResultStore(self.settings.results_dir or Path("outputs") / "comparison" / suite)
+        folder = self.report_folder(store)
         check_places(folder, grid)
-        run = self.grid_run(grid, inputs, store)
-        go_on = f"Interrupted. Finished cells are in {store.folder}. To continue, repeat"
-        with ending_cleanly(self._program, lambda: f"{go_on} the command"):
-            run.run()
+        with self.continuing(store):
+            run = self.grid_run(grid, CellKeys(inputs), store, config)
+            run_grids([run], workers)
         self._report(suite, run, folder)
 
+    def workers(self) -> Workers:
+        """Return the workers that the settings choose; raises as `Workers`."""
+        settings = self.settings
+        return Workers(settings.jobs, settings.backend, settings.backend_options)
+
     def grid(self, pool_config: Mapping[str, Any]) -> Grid:
-        """The grid, whose names and settings are checked.
+        """Return the grid, whose names and settings are checked.
 
         Args:
             pool_config: The model pool's config; its key `featcal` has presets and exceptions.
@@ -137,36 +162,62 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """
         return make_grid(self.choices, plain(pool_config.get("featcal")) or {})
 
-    def check_cells(self, grid: Grid, inputs: MethodInputs) -> None:
-        """Refuse what cannot work before a model is loaded; experts against the base at once.
+    def inputs(self, modelpool: BaseModelPool, taskpool: Any) -> MethodInputs:
+        """Return the inputs that all cells on a pair of pools share.
 
         Raises:
-            ValueError: If a setting does not fit the pools.
-            CalibrationError: If the pools do not fit.
+            CalibrationError: If there is no task pool, or the command asks for a model or for
+                several devices.
         """
-        check_pool_models(inputs.models, inputs.fabric)
-        for name, method in grid.cells.items():
-            try:
-                method.check(inputs)
-            except (CalibrationError, ValueError) as error:
-                place = f"method.post_merging_methods.{name}"
-                kind = CalibrationError if isinstance(error, CalibrationError) else ValueError
-                raise kind(f"{place}: {error}") from error
-        check_experts(inputs.models)
-        if self.process_per_cell:
-            check_command()
+        if taskpool is None:
+            raise CalibrationError(
+                f"{self.name} needs a task pool to evaluate on: the model pool brings none "
+                "(default_taskpool), or taskpool=dummy was asked for. Name one, for example "
+                "taskpool=CLIPVisionModelTaskPool/clip-vit-classification_TA8"
+            )
+        if getattr(self._program, "merged_model_save_path", None) is not None:
+            raise CalibrationError(
+                f"{self.name} returns no model to save: leave merged_model_save_path out, and run "
+                "the method that you choose by itself"
+            )
+        if self.fabric.world_size > 1:
+            raise CalibrationError(f"{self.name} runs on one device: set fabric.devices=1")
+        return MethodInputs(modelpool, taskpool, self.fabric)
+
+    def maker(self, grid: Grid, pools: Any, store: ResultStore, log_dir: Path | None) -> CellMaker:
+        """Return the maker of a grid's cells in a worker, on the pools that it has made."""
+        inputs = self.inputs(*pools)
+        return CellMaker(grid.cells, inputs, store, self.settings.seed, self._program, log_dir)
 
     def grid_run(
-        self, grid: Grid, inputs: MethodInputs, store: ResultStore, **options: Any
+        self, grid: Grid, keys: CellKeys, store: ResultStore, config: DictConfig | None
     ) -> GridRun:
-        """One pass over a grid with this comparison's seed; `options` are fields of `GridRun`."""
+        """Return one pass over a grid with this comparison's seed.
+
+        Args:
+            grid: The grid.
+            keys: Fingerprints on the pools.
+            store: Where cells are kept.
+            config: The program's config, with which workers make their pools; None: there are none.
+        """
         log_dir = None if self.log_dir is None else Path(self.log_dir)
-        apart = self.process_per_cell
-        return GridRun(grid, inputs, store, self.seed, self._program, log_dir, apart, **options)
+        content = None if config is None else {**plain(config), "print_config": False}
+        return GridRun(grid, keys, store, self.settings.seed, self._program, log_dir, content)
+
+    def report_folder(self, store: ResultStore) -> Path:
+        """Return the folder of the reports."""
+        return store.folder if self.log_dir is None else Path(self.log_dir)
+
+    @contextmanager
+    def continuing(self, store: ResultStore) -> Iterator[None]:
+        """Context in which an interruption ends with a line on how to continue."""
+        line = f"Interrupted. Finished cells are in {store.folder}. To continue, repeat the command"
+        with ending_cleanly(self._program, lambda: line):
+            yield
 
     def _report(self, suite: str, run: GridRun, folder: Path) -> None:
         """Write, log and print the reports; then fail if cells failed."""
-        summary = write_reports(folder, suite, run, self.notes)
+        summary = write_reports(folder, suite, run, self.settings.notes or {})
         if summary is not None:
             runs = [(Report.load(run), Path(run)) for run in summary.runs]
             log_results(self.fabric, runs)
@@ -176,42 +227,52 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 f"{cell.upstream or 'reference'}, {cell.name}: {cell.reason}" for cell in run.failed
             )
             raise CalibrationError(
-                f"{len(run.failed)} of {counted(len(run.grid), 'cell')} failed; the others are "
+                f"{len(run.failed)} of {counted(len(run.cells), 'cell')} failed; the others are "
                 f"finished and stay so when the command is repeated. {cells}"
             )
 
 
-def default_folder(suite: str) -> Path:
-    """Folder of finished cells where `method.results_dir` names none."""
-    return Path("outputs") / "comparison" / suite
-
-
-def shared_inputs(algorithm: Any, modelpool: BaseModelPool, taskpool: Any) -> MethodInputs:
-    """Inputs that all cells on a pair of pools share.
-
-    Args:
-        algorithm: The running method: `method=compare`, or one that runs comparisons.
-        modelpool: The pool with base, experts and data.
-        taskpool: The pool that evaluates.
+def check_cells(grid: Grid, inputs: MethodInputs) -> None:
+    """Refuse what cannot work before a model is loaded; experts against the base at once.
 
     Raises:
-        CalibrationError: If there is no task pool, or what the command asks for cannot be had.
+        ValueError: If a setting does not fit the pools.
+        CalibrationError: If the pools do not fit.
     """
-    name = getattr(algorithm, "name", "compare")
-    if taskpool is None:
+    check_pool_models(inputs.models, inputs.fabric)
+    for name, method in grid.cells.items():
+        try:
+            method.check(inputs)
+        except (CalibrationError, ValueError) as error:
+            kind = CalibrationError if isinstance(error, CalibrationError) else ValueError
+            raise kind(f"method.post_merging_methods.{name}: {error}") from error
+    check_experts(inputs.models)
+
+
+def program_config(program: Any) -> DictConfig:
+    """Return the program's config with its interpolations and the task pool that it evaluates on.
+
+    FusionBench resolves the config before it makes the program. The command's words are composed
+    again where there is a command.
+
+    Raises:
+        CalibrationError: If the program has no config.
+    """
+    if HydraConfig.initialized() and GlobalHydra.instance().is_initialized():
+        job = HydraConfig.get()
+        config = compose(job.job.config_name, list(job.overrides.task))
+    elif getattr(program, "config", None) is None:
         raise CalibrationError(
-            f"{name} needs a task pool to evaluate on: the model pool brings none "
-            "(default_taskpool), or taskpool=dummy was asked for. Name one, for example "
-            "taskpool=CLIPVisionModelTaskPool/clip-vit-classification_TA8"
+            "pools that were made in Python cannot be sent to other processes: set method.jobs=1 "
+            "and method.backend=null, or use the command fusion_bench"
         )
-    if getattr(algorithm._program, "merged_model_save_path", None) is not None:
-        raise CalibrationError(
-            f"{name} returns no model to save: leave merged_model_save_path out, and run "
-            "the method that you choose by itself"
-        )
-    if algorithm.fabric.world_size > 1:
-        raise CalibrationError(f"{name} runs on one device: set fabric.devices=1")
-    return MethodInputs(modelpool, taskpool, algorithm.fabric)
+    else:
+        config = OmegaConf.create(unresolved(program.config))
+    default = config.modelpool.get("default_taskpool")
+    named = OmegaConf.select(config, "taskpool._target_")
+    if default is not None and (named is None or get_class(named) is DummyTaskPool):
+        OmegaConf.update(config, "taskpool", OmegaConf.to_container(default), merge=False)
+    return config
 
 
 def _show(summary: Summary, folder: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING
 from fusion_bench_featcal.hub_files import commits
-from fusion_bench_featcal.lab.compare.cells import GridRun
 from fusion_bench_featcal.lab.compare.grid import NONE, Grid
 from fusion_bench_featcal.lab.compare.inference import on_one_clock
+from fusion_bench_featcal.lab.compare.runs import GridRun
 from fusion_bench_featcal.lab.compare.store import CellResult
 from fusion_bench_featcal.results import (
     BASE,
@@ -119,7 +119,7 @@ def inference_seconds(
 
 def _merger_report(suite: str, merger: str, run: GridRun, notes: Mapping[str, str]) -> Report:
     """The report of one upstream merger: references, the merger, and the cells on it."""
-    device = describe_device(run.inputs.fabric.device)
+    device = describe_device(run.keys.inputs.fabric.device)
     report = Report(suite=suite, upstream=merger, versions=versions() | commits(), device=device)
     seconds = inference_seconds(run.results)
     for (owner, cell), result in run.results.items():

@@ -158,6 +158,10 @@ class ResultStore:
             ) from error
         return model.requires_grad_(False), cost
 
+    def claim(self, name: str, key: str) -> Path:
+        """Path of the claims of a cell, for `claims.claimed`."""
+        return self._place("claims", name, key)
+
     def _place(self, kind: str, name: str, key: str) -> Path:
         return self.folder / kind / f"{re.sub(r'[^0-9A-Za-z_.+-]', '_', name)}-{key}"
 

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.data.corruptions import CORRUPTIONS, check_corruption
 from fusion_bench_featcal.fusionbench.options import plain
-from fusion_bench_featcal.lab.studies.axis import Axis, Changes, Option, unresolved
+from fusion_bench_featcal.lab.compare.points import Axis, Changes, Option, unresolved
 from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_keys
 
 CLEAN = "clean"

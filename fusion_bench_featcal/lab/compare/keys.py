@@ -1,0 +1,123 @@
+"""Fingerprints of the cells of a grid: a cell whose fingerprint is the same is not run again."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.lab.compare.data import DataDigests
+from fusion_bench_featcal.lab.compare.fingerprint import (
+    FileDigests,
+    describe_code,
+    describe_makers,
+    describe_pool,
+    describe_task_pool,
+    fingerprint,
+)
+from fusion_bench_featcal.lab.compare.grid import NONE, Grid, Merger
+from fusion_bench_featcal.method_inputs import MethodInputs
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a grid.
+
+    Attributes:
+        merger: The upstream merger; None for a reference.
+        name: Name of the reference or post-merging method; `none` for the merger by itself.
+        key: Fingerprint of all that the result depends on.
+        model_key: Fingerprint of the merged model.
+        merged_key: The key of the merger's own cell.
+    """
+
+    merger: Merger | None
+    name: str
+    key: str
+    model_key: str = ""
+    merged_key: str = ""
+
+    @property
+    def owner(self) -> str | None:
+        """Name of the merger; None for a reference."""
+        return None if self.merger is None else self.merger.name
+
+    @property
+    def title(self) -> str:
+        """Name in the log and in the store."""
+        return self.name if self.merger is None else f"{self.merger.name}--{self.name}"
+
+    @property
+    def is_over_merger(self) -> bool:
+        """True for a post-merging method, which needs the merger's own cell."""
+        return self.merger is not None and self.name != NONE
+
+
+class CellKeys:
+    """Fingerprints of cells on a pair of pools, whose files and data are digested once."""
+
+    def __init__(self, inputs: MethodInputs) -> None:
+        """Digest the pools' files and test items.
+
+        Args:
+            inputs: The pools and the device.
+
+        Raises:
+            CalibrationError: If the data of a task cannot be loaded.
+        """
+        self.inputs, self._files = inputs, FileDigests()
+        self._data = DataDigests(inputs.modelpool, inputs.taskpool)
+        self._conditions = {
+            "modelpool": describe_pool(inputs.modelpool, self._files),
+            "taskpool": describe_task_pool(inputs.taskpool, self._files),
+            **describe_machine(inputs.fabric),
+            "test_items": self._data.tested(),
+        }
+
+    def cells(self, grid: Grid, seed: int) -> list[Cell]:
+        """Return all cells of a grid, references first, each merger's own cell before its others.
+
+        Args:
+            grid: The grid.
+            seed: Seed of mergers and methods; references draw nothing.
+        """
+        made = [
+            Cell(None, name, fingerprint(self._conditions, None, {"reference": name}))
+            for name in grid.references
+        ]
+        methods = {NONE: NONE, **{name: self._method(grid, name) for name in grid.cells}}
+        for merger in grid.mergers:
+            config = plain(merger.config)
+            depends = {
+                "config": config,
+                "code": describe_code(config, self._files),
+                "data": self._data.drawn(config),
+            }
+            model = fingerprint(self._conditions, seed, depends)
+            keys = {
+                name: fingerprint(
+                    self._conditions, seed, {"merger": depends, "method": methods[name]}
+                )
+                for name in grid.cells_of(merger)
+            }
+            made += [Cell(merger, name, key, model, keys[NONE]) for name, key in keys.items()]
+        return made
+
+    def _method(self, grid: Grid, name: str) -> dict[str, Any]:
+        """Everything that a cell depends on but its merged model and the conditions."""
+        method, config = grid.cells[name], grid.configs[name]
+        kind = type(method)
+        return {
+            "class": f"{kind.__module__}.{kind.__qualname__}",
+            "settings": method.settings,  # with defaults
+            "config": config,  # with what the settings leave out
+            "code": describe_code([kind, config], self._files),
+            "data": self._data.drawn(config, method.settings),
+        }
+
+
+def describe_machine(fabric: Any) -> dict[str, Any]:
+    """Return versions of software, the kind of device and the precision."""
+    return {
+        "software": describe_makers(),
+        "device": fabric.device.type,
+        "precision": str(fabric.strategy.precision.precision),
+    }

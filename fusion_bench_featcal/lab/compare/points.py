@@ -1,0 +1,80 @@
+"""Points of a study: labels, and their changes of the program's config."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+POOLS = ("modelpool", "taskpool")
+_LONGEST = 150  # characters of a point's folder
+
+Changes = dict[str, Any]
+"""Dotted key of the program's config -> value."""
+
+
+class Option(NamedTuple):
+    """One value of an axis: the labels that it gives a point, and its changes."""
+
+    labels: dict[str, Any]
+    changes: Changes
+
+
+class Axis(NamedTuple):
+    """An axis; `centre` is the option at which other axes are varied, None where there is none."""
+
+    name: str
+    options: list[Option]
+    centre: Option | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One comparison of a study."""
+
+    labels: dict[str, Any]  # without the seed
+    changes: Changes
+    seed: int
+
+    def changed(self, config: DictConfig) -> DictConfig:
+        """Return a copy of the config with the point's changes.
+
+        Args:
+            config: With interpolations, which then resolve to the point's values.
+        """
+        copy = OmegaConf.create(unresolved(config))
+        for key, value in {**self.changes, "method.seed": self.seed}.items():
+            OmegaConf.update(copy, key, value, merge=False, force_add=True)
+        return copy
+
+    @property
+    def changes_pools(self) -> bool:
+        """True if the model pool or the task pool is another one than the study's."""
+        return any(key.split(".")[0] in POOLS for key in self.changes)
+
+    @property
+    def folder(self) -> str:
+        """Name of the point's folder."""
+        text = "_".join(f"{k}-{v}" for k, v in {**self.labels, "seed": self.seed}.items())
+        name = re.sub(r"[^\w.+-]", "_", text)
+        if name == text and len(name) <= _LONGEST:
+            return name
+        # Other labels must not have the same name.
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        return f"{name[:_LONGEST]}-{digest}"
+
+    def pool_name(self, suite: str) -> str:
+        """Name of the point's pools in reports: other pools must not share the suite's name."""
+        labels = ", ".join(f"{key}={value}" for key, value in self.labels.items())
+        return f"{suite} ({labels})" if self.changes_pools else suite
+
+    def __str__(self) -> str:
+        return ", ".join(f"{k}={v}" for k, v in {**self.labels, "seed": self.seed}.items())
+
+
+def unresolved(config: DictConfig) -> dict[str, Any]:
+    """Return a config as plain objects, with its interpolations."""
+    container = OmegaConf.to_container(config)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
