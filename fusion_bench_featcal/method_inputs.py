@@ -27,11 +27,13 @@ class MethodInputs:
         modelpool: The pool with base, experts and data.
         taskpool: The task pool that evaluates; None: there is none.
         fabric: Lightning Fabric: the device and the precision.
+        program: FusionBench's running program, which mergers need; None: there is none.
     """
 
     modelpool: BaseModelPool
     taskpool: Any
     fabric: Any
+    program: Any = None
 
     @cached_property
     def models(self) -> PoolModels:

@@ -113,10 +113,10 @@ def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str
         )
     bind_own_functions(merged)
     _refuse_not_finite(merged, modelpool, setting)
-    return _counting_in(torch.int64, merged).requires_grad_(False)
+    return counting_in(torch.int64, merged).requires_grad_(False)
 
 
-def _counting_in(dtype: torch.dtype, model: Any) -> Any:
+def counting_in(dtype: torch.dtype, model: Any) -> Any:
     """Give the counts of batches that a model's BatchNorms keep a dtype."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, _BatchNorm) and module.num_batches_tracked is not None:
@@ -133,7 +133,7 @@ def _pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:
     modelpool = local_pool(modelpool)
     pool = copy.copy(modelpool)
     load: Any = pool.load_model
-    pool.load_model = lambda *args, **options: _counting_in(torch.float32, load(*args, **options))
+    pool.load_model = lambda *args, **options: counting_in(torch.float32, load(*args, **options))
     if not modelpool.has_instance_models:
         return pool
     models: Any = {

@@ -17,7 +17,7 @@ from fusion_bench_featcal.calibration_data import draw_samples
 from fusion_bench_featcal.lab.rivals import RegMean, RidgeSurgery, Tuned, TunedMergerAlgorithm
 from fusion_bench_featcal.lab.rivals.final_features import FinalStates
 from fusion_bench_featcal.lab.rivals.interface import Choice
-from fusion_bench_featcal.lab.rivals.tuned import HeldOut
+from fusion_bench_featcal.lab.rivals.tuned import held_out_lessons, score
 
 OWN = "fusion_bench_featcal.lab.rivals."
 RIDGE: dict[str, Any] = {"_target_": f"{OWN}RidgeSurgery", "batch_size": 4, "ridge_lambda": 1e3}
@@ -106,8 +106,8 @@ def test_texts_are_scored_where_they_answer(kind, tmp_path, caplog) -> None:
                 wanted = site.features(pool.load_model(task), batch)
             cosines.append(torch.cosine_similarity(states, wanted, dim=-1))
         scores.append(float(torch.cat(cosines).mean()))
-    score = HeldOut(inputs_of(pool), draw, 15).score(found)
-    assert score == pytest.approx(sum(scores) / len(scores), rel=1e-5)
+    lessons = held_out_lessons(inputs_of(pool), draw, 15)
+    assert score(found, lessons) == pytest.approx(sum(scores) / len(scores), rel=1e-5)
 
 
 def test_mergers_are_chosen_by_their_own_features(models) -> None:

@@ -69,8 +69,15 @@ def test_task_pool_measures_what_the_builder_measured() -> None:
     assert off_by <= 2.01
 
 
-def test_fusion_benchs_mergers_take_batch_norms_counts() -> None:
-    config = composed(NAME, "method=task_arithmetic").method
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("method=task_arithmetic",),
+        ("method=featcal_baselines/regmean", "method.samples_per_task=8"),
+    ],
+)
+def test_mergers_take_batch_norms_counts(words: tuple[str, ...]) -> None:
+    config = composed(NAME, *words).method
     pool = pool_of(NAME)
     merged = run_merger(None, config, pool, "method.base_method")
     kinds = {name: value.dtype for name, value in merged.state_dict().items()}

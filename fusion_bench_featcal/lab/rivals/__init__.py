@@ -15,7 +15,7 @@ _EXPORTS = {
     "PostMerging": "interface",
     "SurgeryModule": "corrected_model",
     "Tuned": "tuned",
-    "TunedMergerAlgorithm": "tuned",
+    "TunedMerger": "tuned",
 }
 
 
@@ -23,11 +23,11 @@ def __getattr__(name: str) -> Any:
     """Return a public object, a registered method, or its FusionBench class `<name>Algorithm`."""
     if name in _EXPORTS:
         return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    if name.endswith("Algorithm"):
+        kind = __getattr__(name.removesuffix("Algorithm"))
+        return import_module(f"{__name__}.standalone").algorithm_of(kind)
     if name[:1].isupper():
-        registry = import_module(f"{__name__}.registry")
-        methods = {kind.__name__: kind for kind in registry.all_methods().values()}
-        if name in methods:
-            return methods[name]
-        if (kind := methods.get(name.removesuffix("Algorithm"))) is not None:
-            return import_module(f"{__name__}.standalone").algorithm_of(kind)
+        for kind in import_module(f"{__name__}.registry").all_methods().values():
+            if kind.__name__ == name:
+                return kind
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under, source_of
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
+from fusion_bench_featcal.fusionbench.program import counting_in
 from fusion_bench_featcal.lab.rivals.outside import load_outside
 from fusion_bench_featcal.lab.rivals.registry import ModelSettings, SampleSettings
 from fusion_bench_featcal.method_inputs import MethodInputs
@@ -62,8 +63,9 @@ class Merger(MergingRule, ModelSettings, SampleSettings):
         """
         settings = self.calibration_settings
         batches = inputs.batches(settings)
+        base = load_pool_model(inputs.modelpool, BASE_MODEL)
         return self.merge_models(
-            load_pool_model(inputs.modelpool, BASE_MODEL),
+            counting_in(torch.int64, base),  # as in the experts' files
             inputs.experts(settings),
             batches,
             device=inputs.fabric.device,
@@ -119,7 +121,7 @@ class Merger(MergingRule, ModelSettings, SampleSettings):
 
     def streams_type(self, base: nn.Module) -> Callable[..., Streams]:
         """Return what makes the streams of the samples."""
-        return partial(ExpertStreams, behind_merged=self.features == "merged")
+        return ExpertStreams
 
 
 def load_means(model: nn.Module, experts: Mapping[str, ExpertModel], scale: float) -> None:
@@ -140,16 +142,18 @@ def load_means(model: nn.Module, experts: Mapping[str, ExpertModel], scale: floa
             tensor.copy_(tensor + scale * (mean - tensor) if is_scaled else mean)
 
 
-@dataclass(frozen=True)
 class ExpertStreams(Streams):
     """Streams in which sums are over the inputs of the modules of each expert's blocks.
 
-    Attributes:
-        behind_merged: An expert's block runs on the features of the merged blocks before it; else
-            on the expert's.
+    With the rule's `features=merged` an expert's block runs on the features of the merged blocks
+    before it; else on the expert's.
     """
 
-    behind_merged: bool = False
+    @property
+    def behind_merged(self) -> bool:
+        """Return True if experts run on the features of the merged blocks."""
+        rule: Any = self.rule
+        return rule.features == "merged"
 
     @property
     def runs_experts(self) -> bool:

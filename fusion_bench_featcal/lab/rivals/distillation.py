@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.lab.rivals.lessons import Lesson, expert_lessons, mean_square
 from fusion_bench_featcal.lab.rivals.registry import (
     ModelSettings,
@@ -21,7 +20,6 @@ from fusion_bench_featcal.modules.models import copied
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.setting_fields import setting
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.streams.inputs import to_device
 from fusion_bench_featcal.streams.samples import naming_task, take_samples
 
 
@@ -66,16 +64,14 @@ class Distillation(ModelSettings, TextSettings, SampleSettings):
 
     def _lessons(self, student: nn.Module, inputs: MethodInputs) -> dict[str, list[Lesson]]:
         """Run every expert once over its samples."""
-        settings, like = self.calibration_settings, next(student.parameters())
-        batches, lessons = inputs.batches(settings), {}
+        settings, lessons = self.calibration_settings, {}
+        batches = inputs.batches(settings)
         for task in inputs.modelpool.model_names:
             with naming_task(task):
                 taken = list(take_samples(task, batches[task], settings, student))
-                expert = load_pool_model(inputs.modelpool, task).to(like).eval()
-                given = [to_device(batch.inputs, like.device) for batch in taken]
-                lessons[task] = expert_lessons(student, expert, given, settings)
+                given = [batch.inputs for batch in taken]
+                lessons[task] = expert_lessons(task, given, inputs, settings, student)
             self.drawn[task] = sum(batch.samples for batch in taken)
-            del expert
         return lessons
 
     @torch.inference_mode(False)  # tensors made in inference mode cannot be trained

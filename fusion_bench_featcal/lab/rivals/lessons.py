@@ -1,6 +1,6 @@
 """Experts' features on samples, which other models are compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.lab.rivals.feature_correction import check_features
 from fusion_bench_featcal.lab.rivals.final_features import final_features, final_rows
+from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.streams.inputs import to_device
 from fusion_bench_featcal.streams.rows import CountedRows, rows_of
 
 
@@ -35,15 +38,20 @@ class Lesson:
 
 @torch.no_grad()
 def expert_lessons(
-    model: nn.Module, expert: nn.Module, batches: Sequence[Any], settings: FeatCalSettings
+    task: str,
+    batches: Iterable[Any],
+    inputs: MethodInputs,
+    settings: FeatCalSettings,
+    student: nn.Module | None = None,
 ) -> list[Lesson]:
-    """Run one task's expert once over its batches.
+    """Load one task's expert and run it once over its batches.
 
     Args:
-        model: The model that is compared with the expert.
-        expert: The task's expert, on the model's device.
-        batches: Batches of the models' inputs, on that device.
+        task: The task.
+        batches: Batches of the models' inputs.
+        inputs: The pool and the device.
         settings: `family` is used.
+        student: Model of the lessons, whose dtype the expert gets; None: the expert.
 
     Returns:
         A lesson for each batch.
@@ -52,14 +60,16 @@ def expert_lessons(
         CalibrationError: If the final features of expert and model do not fit each other, are not
             finite, or the expert's are zero.
     """
-    family = resolve_family(settings.family, model)
-    lessons = []
-    for inputs in batches:
-        features = final_features(expert, inputs)
-        rows = final_rows(model, family, inputs)
+    expert = load_pool_model(inputs.modelpool, task).to(device := inputs.fabric.device).eval()
+    model = expert if student is None else student
+    expert = expert.to(next(model.parameters()).dtype)
+    family, lessons = resolve_family(settings.family, model), []
+    for batch in batches:
+        batch = to_device(batch, device)
+        features, rows = final_features(expert, batch), final_rows(model, family, batch)
         if rows is not None and features.shape[:-1] != rows.shape:
             rows = None  # pooled
-        lessons.append(Lesson(inputs, rows, rows_of(features, rows)))
+        lessons.append(Lesson(batch, rows, rows_of(features, rows)))
     check_features(lessons[0].features(model), lessons[0].target, "")
     norm = mean_square(lessons)
     if not bool(torch.isfinite(norm)) or not bool(norm > 0):

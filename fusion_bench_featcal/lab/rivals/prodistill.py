@@ -1,10 +1,9 @@
 """ProDistill (arXiv 2502.12706): coefficients of task vectors trained block by block by gradients.
 
 A reference line for methods in closed form: the same few unlabeled samples, the same order of
-blocks, but Adam in place of a solve. Every entry of every parameter of a block has a coefficient
-for each task, `W = W_0 + sum_i lambda_i * (W_i - W_0)`, all 0.3 at first. A block receives the
-features of the trained blocks before it, and is trained so that its output is near that of each
-sample's expert. Parameters outside the blocks keep the coefficient 0.3.
+blocks, but Adam in place of a solve. A parameter of a block is `W_0 + sum_i c_i * (W_i - W_0)`,
+with a coefficient for each entry. A block receives the features of the trained blocks before it,
+and its targets are the outputs of each sample's expert.
 """
 
 import logging
@@ -72,20 +71,14 @@ class ProDistill(Merger):
 
     def streams_type(self, base: nn.Module) -> Callable[..., Streams]:
         """Return what makes the streams that train blocks."""
-        return partial(TrainingStreams, base=base, method=self)
+        return partial(TrainingStreams, base=base)
 
 
 @dataclass(frozen=True)
 class TrainingStreams(Streams):
-    """Streams that train each block before its samples pass on.
+    """Streams that train each block before its samples pass on. Their rule is `ProDistill`."""
 
-    Attributes:
-        base: The base model.
-        method: The settings.
-    """
-
-    base: Any = None
-    method: Any = None
+    base: Any = None  # the base model
 
     @property
     def runs_experts(self) -> bool:
@@ -118,7 +111,7 @@ class TrainingStreams(Streams):
         Raises:
             CalibrationError: If the training diverges, naming the setting.
         """
-        method = self.method
+        method: Any = self.rule
         starts, vectors = self._task_vectors(block)
         coefficients = {
             name: torch.full_like(stacked, method.coefficient).requires_grad_()

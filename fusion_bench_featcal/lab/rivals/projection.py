@@ -1,4 +1,4 @@
-"""CLIP's projected features: what a zero-shot head compares with the text's."""
+"""CLIP's projected features, which a zero-shot head compares with the text's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,31 +16,23 @@ _PROJECTION = "visual_projection.weight"
 
 @dataclass(frozen=True)
 class ProjectedFeatures:
-    """The feature site of CLIP vision models: the pooled output, projected; a row an image.
-
-    Attributes:
-        projection: CLIP's visual projection, on the device.
-    """
+    """The corrected features of CLIP vision models: the pooled output, projected."""
 
     projection: nn.Linear
 
     def features(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Features `[batch, d]` for the zero-shot head, in the projection's dtype, not normalised.
-
-        Raises:
-            CalibrationError: If the model has no pooled output, or one of another width.
-        """
+        """Return features `[batch, d]` for the zero-shot head. Raises as `project`."""
         pixels = batch["pixel_values"].to(next(model.parameters()).dtype)
         return project(model(pixels), model, self.projection)
 
 
 def to_unit_norm(features: Tensor) -> Tensor:
-    """Features `[..., d]` divided by their Euclidean norm."""
+    """Return features `[..., d]` divided by their Euclidean norm."""
     return features / features.norm(dim=-1, keepdim=True)
 
 
 def project(output: Any, model: nn.Module, projection: nn.Module) -> Tensor:
-    """Features `[batch, d]` of a vision tower's output, in the projection's dtype.
+    """Return features `[batch, d]` of a vision tower's output, in the projection's dtype.
 
     Raises:
         CalibrationError: If there is no pooled output, or the projection takes another width.
@@ -63,10 +55,10 @@ def project(output: Any, model: nn.Module, projection: nn.Module) -> Tensor:
 
 
 def check_projection(models: PoolModels, clip_model: str | None) -> None:
-    """Find the projection of `load_projection` before any model is loaded, where files tell.
+    """Look for the projection of `load_projection` before any model is loaded.
 
     Raises:
-        CalibrationError: If there is none.
+        CalibrationError: If the base's files have none.
     """
     if clip_model is None:
         location, files = _base_location(models), models[BASE_MODEL].files
@@ -75,7 +67,7 @@ def check_projection(models: PoolModels, clip_model: str | None) -> None:
 
 
 def load_projection(models: PoolModels, clip_model: str | None) -> nn.Linear:
-    """CLIP's visual projection, which turns pooled outputs into features: a frozen float32 copy.
+    """Load CLIP's visual projection of pooled outputs: a frozen float32 copy.
 
     Args:
         models: The pool's; its base model's checkpoint is the default.
@@ -96,14 +88,11 @@ def load_projection(models: PoolModels, clip_model: str | None) -> nn.Linear:
     model, info = loaded
     if _PROJECTION in info["missing_keys"]:
         raise _no_projection(location)
-    weight = model.visual_projection.weight
-    projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    projection.weight = nn.Parameter(weight.detach().float().clone(), requires_grad=False)
-    return projection
+    return model.visual_projection.float().requires_grad_(False)
 
 
 def _base_location(models: PoolModels) -> str:
-    """Folder or hub id of the base model's checkpoint."""
+    """Return the folder or hub id of the base model's checkpoint."""
     location = None if models.base is None else models.base.location
     if location is None:
         raise CalibrationError(

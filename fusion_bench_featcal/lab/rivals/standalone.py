@@ -79,7 +79,8 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 merged.
         """
         method, program = self.method, self._program
-        inputs = MethodInputs(modelpool, getattr(program, "taskpool", None), self.fabric)
+        taskpool = getattr(program, "taskpool", None)
+        inputs = MethodInputs(modelpool, taskpool, self.fabric, program)
         check_pool_models(inputs.models, self.fabric)
         method.check(inputs)
         if hasattr(method, "merge"):
