@@ -22,7 +22,7 @@ import paper
 import reproduce
 from paper import RESULTS, ROOT, read, table
 
-from fusion_bench_featcal.results.items import half_of
+from fusion_bench_featcal.results.intervals import Interval, interval_of_mean
 from fusion_bench_featcal.results.long_table import LINES_FILE, read_lines
 from fusion_bench_featcal.results.notes import DIAGNOSIS
 
@@ -60,7 +60,8 @@ def prepared(row: Row) -> Row:
     """Add a row's head in tables, and half of the interval of its average."""
     half = row.get("half_width") or None  # of a study
     if row.get("deviation"):
-        half = half_of(row["deviation"]["average"], row["runs"])
+        average, deviation = row["accuracy"]["average"], row["deviation"]["average"]
+        half = interval_of_mean(average, deviation, row["runs"]).half
     is_merger = row["name"] in (*REFERENCES, row["upstream"])
     head = row["name"] if is_merger else f"+ {row['name']}"
     return row | {"half": half, "head": head, "is_merger": is_merger}
@@ -90,8 +91,8 @@ def gain(row: Row, key: str = "gain_interval") -> str:
     limits = row[key]
     if row["is_merger"] or limits is None:
         return "-"
-    values = (100 * limits[key] for key in ("estimate", "low", "high"))
-    return "{:+z.1f} [{:+z.1f}, {:+z.1f}]".format(*values)
+    interval = Interval(*(limits[key] for key in ("estimate", "low", "high")))
+    return f"{100 * interval.estimate:+z.1f} {interval.limits()}"
 
 
 def short(task: str) -> str:

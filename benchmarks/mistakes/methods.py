@@ -26,7 +26,7 @@ MUTATIONS = [
     ),
     Mutation(
         "intervals over draws and trainings are those of the normal distribution",
-        "results/items.py",
+        "results/intervals.py",
         "stats.t.ppf((1 + LEVEL) / 2, draws - 1)",
         "stats.norm.ppf((1 + LEVEL) / 2)",
         "results/test_differences.py",

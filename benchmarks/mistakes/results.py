@@ -26,7 +26,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tasks weigh by their items in intervals",
-        "results/items.py",
+        "results/intervals.py",
         "        observed = observed + counts @ values / items\n"
         "        resampled = resampled + np.concatenate(parts) / items\n",
         "        total = sum(map(len, columns.values())) / len(columns)\n"
@@ -50,37 +50,37 @@ MUTATIONS = [
     ),
     Mutation(
         "one-sided p-values of differences",
-        "results/items.py",
+        "lab/report/differences.py",
         "p = math.erfc(abs(value) / error / math.sqrt(2))",
         "p = math.erfc(abs(value) / error / math.sqrt(2)) / 2",
         "results/test_differences.py",
     ),
     Mutation(
         "all tasks resampled with one stream of random numbers",
-        "results/items.py",
+        "results/intervals.py",
         "np.random.default_rng([BOOTSTRAP_SEED, _number(task)])",
         "np.random.default_rng(BOOTSTRAP_SEED)",
         "results/test_items.py",
     ),
     Mutation(
         "intervals of 95 % leave out 5 % on each side",
-        "results/items.py",
+        "results/intervals.py",
         "[(1 - LEVEL) / 2, (1 + LEVEL) / 2]",
         "[1 - LEVEL, LEVEL]",
         "results/test_items.py",
     ),
     Mutation(
         "interval of the share of a gap that may not exist",
-        "results/items.py",
+        "results/intervals.py",
         "if estimate[1] <= 0 or resampled[:, 1].min() <= 0:",
         "if estimate[1] <= 0:",
         "results/test_items.py",
     ),
     Mutation(
         "intervals of gains leave out the seeds",
-        "results/items.py",
-        "estimate - math.hypot(low, half), estimate + math.hypot(high, half)",
-        "estimate - low, estimate + high",
+        "results/intervals.py",
+        "low, high = math.hypot(low, seeds.half), math.hypot(high, seeds.half)",
+        "",
         "results/test_items.py",
     ),
     Mutation(
@@ -163,8 +163,8 @@ MUTATIONS = [
     Mutation(
         "bars of accuracy are the limits of the gain",
         "lab/report/figures.py",
-        "100 * (value + interval.low - gain)",
-        "100 * interval.low",
+        "return gain.around(value) if gain",
+        "return gain if gain",
         "results/test_figures.py",
     ),
     Mutation(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fusion_bench_featcal.agreement import Agreement, sentence_on
 from fusion_bench_featcal.folders.tasks import Score
 from fusion_bench_featcal.plurals import counted
-from fusion_bench_featcal.results.items import Interval, student_interval
+from fusion_bench_featcal.results.intervals import ROWS, student_interval
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
@@ -54,14 +54,14 @@ class Verdict:
         }
         for task, before in merged.items():
             after = calibrated[task]
-            loss = student_interval((after.losses - before.losses).numpy())
+            loss = student_interval((after.losses - before.losses).numpy(), ROWS)
             texts, is_behind = [], loss.low > 0 or (task not in cosine and loss.estimate >= 0)
             if before.correct is not None and after.correct is not None:
                 flags = after.correct.double() - before.correct.double()
-                accuracy = student_interval(flags.numpy())
-                texts.append(f"accuracy {_shown(accuracy, 100, 1)} points")
+                accuracy = student_interval(flags.numpy(), ROWS)
+                texts.append(f"accuracy {accuracy.text('+z.1f')} points")
                 is_behind |= accuracy.high < 0
-            texts.append(f"loss {_shown(loss, 1, 3)}")
+            texts.append(f"loss {loss.text('+z.3f', 1)}")
             rows = counted(len(after.losses), "row")
             gains.append(f"gain of {task} on {rows}: {', '.join(texts)}")
             if is_behind and task not in behind:
@@ -74,11 +74,3 @@ class Verdict:
             f"{tasks} of {tasks} {ends} closer to the experts than the merged model is"
         ]
         return cls(gains, f"verdict: {sentence}", not behind)
-
-
-def _shown(difference: Interval, unit: float, digits: int) -> str:
-    low, mean, high = (
-        f"{unit * value:+z.{digits}f}"
-        for value in (difference.low, difference.estimate, difference.high)
-    )
-    return f"{mean} ({low} to {high})"

@@ -14,7 +14,7 @@ from .cost import (
     UNSEEN_GAIN,
     UNSEEN_TASKS,
 )
-from .items import LEVEL
+from .intervals import LEVEL
 from .long_table import AVERAGE, BASE, NORMALISED, UNAVAILABLE
 from .summary import SummaryRow
 from .tables import ABSENT, WORST, percent, with_unit, worst_cells
@@ -28,23 +28,14 @@ class Column(NamedTuple):
     meaning: str = ""  # sentence of the legend, where the head does not say it
 
 
-def _spread(
-    row: SummaryRow,
-    text: str,
-    deviation: float | None,
-    form: Callable[[float], str] = percent,
-) -> str:
-    """Return a mean over runs with half of its 95 % interval."""
-    half = row.half_width(deviation)
-    return text if half is None or text == ABSENT else f"{text} ± {form(half)}"
-
-
 def _average(row: SummaryRow) -> str:
-    return _spread(row, percent(row.accuracy[AVERAGE]), (row.deviation or {}).get(AVERAGE))
+    return row.average.text()
 
 
 def _normalised(row: SummaryRow) -> str:
-    return _spread(row, percent(row.normalised), row.spread.get(NORMALISED))
+    if row.normalised is None:
+        return ABSENT
+    return row.interval(row.normalised, row.spread.get(NORMALISED)).text()
 
 
 def _gain(row: SummaryRow) -> str:
@@ -54,7 +45,7 @@ def _gain(row: SummaryRow) -> str:
 
 def _gain_limits(row: SummaryRow) -> str:
     limits = row.gain_interval if row.is_repair else None
-    return f"[{100 * limits.low:+z.1f}, {100 * limits.high:+z.1f}]" if limits else ABSENT
+    return limits.limits() if limits else ABSENT
 
 
 def _recovered(row: SummaryRow) -> str:
@@ -65,7 +56,7 @@ def _recovered(row: SummaryRow) -> str:
 
 def _recovered_limits(row: SummaryRow) -> str:
     limits = row.recovered_gap_interval if row.is_repair else None
-    return f"[{100 * limits.low:.0f}, {100 * limits.high:.0f}]" if limits else ABSENT
+    return limits.limits(".0f") if limits else ABSENT
 
 
 def _with_limits(
@@ -90,7 +81,7 @@ def _unseen(row: SummaryRow) -> str:
     return ABSENT if tasks is None else "none left"
 
 
-def _cost(key: str, form: str = "{:.0f}", unit: float = 1) -> Callable[[SummaryRow], str]:
+def _cost(key: str, form: str = ".0f", unit: float = 1) -> Callable[[SummaryRow], str]:
     """Return a cell of a cost in a unit, with half of its 95 % interval where it is a time."""
 
     def cell(row: SummaryRow) -> str:
@@ -98,8 +89,7 @@ def _cost(key: str, form: str = "{:.0f}", unit: float = 1) -> Callable[[SummaryR
         if not isinstance(value, int | float):
             return str(value)
         deviation = row.spread.get(key) if "seconds" in key else None
-        scaled = None if deviation is None else deviation / unit
-        return _spread(row, form.format(value / unit), scaled, form.format)
+        return row.interval(value, deviation).text(form, 1 / unit)
 
     return cell
 
@@ -118,7 +108,8 @@ GAIN = Column(
 RECOVERED = Column(
     "recovered gap",
     _with_limits(_recovered, _recovered_limits),
-    "recovered gap: (row - merged) / (experts - merged), averages",
+    "recovered gap: (row - merged) / (experts - merged), averages, with an interval as for the "
+    "gain",
 )
 WORST_COLUMNS = [
     Column(
@@ -161,11 +152,11 @@ COSTS = [
     ),
     Column(
         "seconds",
-        _cost("seconds", "{:.2f}"),
+        _cost("seconds", ".2f"),
         "seconds: of merging for a merger, of the method for others, reading data included, "
         "evaluation not",
     ),
-    Column("with merger", _cost(TOTAL_SECONDS, "{:.2f}")),
+    Column("with merger", _cost(TOTAL_SECONDS, ".2f")),
     Column(
         "memory, MiB",
         _cost("peak_rss_bytes", unit=2**20),
@@ -174,12 +165,12 @@ COSTS = [
     Column("GPU memory, MiB", _cost("peak_accelerator_bytes", unit=2**20)),
     Column(
         "GPU energy, Wh",
-        _cost("gpu_energy_wh", "{:.3g}"),
+        _cost("gpu_energy_wh", ".3g"),
         "GPU energy: drawn by the GPUs in use, as a whole",
     ),
     Column(
         "ms / sample",
-        _cost(SECONDS_PER_SAMPLE, "{:.2f}", unit=1e-3),
+        _cost(SECONDS_PER_SAMPLE, ".2f", unit=1e-3),
         "ms / sample: inference in batches, from pixels to final features, or an answer of a "
         "fixed number of tokens",
     ),
@@ -193,7 +184,7 @@ ONE_RUN = [
     RECOVERED._replace(cell=_recovered),
     Column("gap interval", _recovered_limits),
     *WORST_COLUMNS,
-    Column("seconds", _cost("seconds", "{:.1f}")),
+    Column("seconds", _cost("seconds", ".1f")),
 ]
 
 

@@ -11,15 +11,15 @@ import numpy as np
 from fusion_bench_featcal.files import ReportError
 
 from .find import FailedCell
-from .items import (
-    ITEMS_FILE,
+from .intervals import (
     Interval,
     Scores,
-    half_of,
+    interval_of_mean,
     over_seeds,
     paired_difference,
     recovered_gap_interval,
 )
+from .items import ITEMS_FILE
 from .long_table import (
     AVERAGE,
     BASE,
@@ -72,9 +72,14 @@ class SummaryRow:
         """The worst task and the share of its gap recovered; None for references."""
         return (self.worst_task, self.worst_recovered_gap) if self.worst_task else None
 
-    def half_width(self, deviation: float | None) -> float | None:
-        """Half of the 95 % interval of a mean over the row's runs, from its deviation."""
-        return None if deviation is None else half_of(deviation, len(self.run_seeds))
+    @property
+    def average(self) -> Interval:
+        """Average accuracy over the row's runs, with its interval over seeds."""
+        return self.interval(self.accuracy[AVERAGE], (self.deviation or {}).get(AVERAGE))
+
+    def interval(self, mean: float, deviation: float | None) -> Interval:
+        """A mean over the row's runs with its interval, from its deviation."""
+        return interval_of_mean(mean, deviation, len(self.run_seeds))
 
     @property
     def is_reference(self) -> bool:

@@ -13,7 +13,7 @@ from fusion_bench_featcal.plurals import counted
 
 from .columns import ACCURACY, COSTS, ONE_RUN, Column, csv_line, with_values
 from .find import FailedCell, refuse_run
-from .items import LEVEL
+from .intervals import LEVEL
 from .long_table import BASE, EXPERTS, merged_by
 from .measures import samples_range
 from .notes import FAILED as FAILED_CELL

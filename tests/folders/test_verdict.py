@@ -31,10 +31,8 @@ def test_a_gain_has_its_interval_and_its_rows():
     flags[10:14] = 1
     half = 2.0930240544 * float(flags.std()) / 20**0.5  # Student's t of 19 degrees of freedom
     verdict = of(score(1.0, 10), score(0.75, 14))
-    low, high = 100 * (0.2 - half), 100 * (0.2 + half)
     assert verdict.gains == [
-        f"gain of one on 20 rows: accuracy +20.0 ({low:+.1f} to {high:+.1f}) "
-        "points, loss -0.250 (-0.250 to -0.250)"
+        f"gain of one on 20 rows: accuracy +20.0 ± {100 * half:.1f} points, loss -0.250 ± 0.000"
     ]
     assert verdict.is_good
     assert (
@@ -45,10 +43,10 @@ def test_a_gain_has_its_interval_and_its_rows():
 @pytest.mark.parametrize(
     ("merged", "calibrated", "agreement", "reason"),
     [
-        (score(1.0), score(1.0), NONE, "one (loss +0.000 (+0.000 to +0.000))"),
+        (score(1.0), score(1.0), NONE, "one (loss +0.000 ± 0.000)"),
         (score(1.0), score(0.5), close(0.8), "one (cosine of features 0.8000, merged 0.8000)"),
-        (score(1.0), score(1.5), close(0.9), "one (loss +0.500 (+0.500 to +0.500))"),
-        (score(1.0, 15), score(0.9, 5), close(0.9), "one (accuracy -50.0 ("),
+        (score(1.0), score(1.5), close(0.9), "one (loss +0.500 ± 0.000)"),
+        (score(1.0, 15), score(0.9, 5), close(0.9), "one (accuracy -50.0 ± 24.0 points"),
     ],
 )
 def test_a_task_that_is_behind(merged, calibrated, agreement, reason):

@@ -11,9 +11,10 @@ from matplotlib.colors import to_hex
 
 from fusion_bench_featcal.lab.report import charts
 from fusion_bench_featcal.results import ReportError
+from fusion_bench_featcal.results.intervals import ITEMS, SEEDS, Interval
 
 EVIL = "<script>alert('&')</script> --> $x$"
-KEY_FIGURES = {"cars": (60.0, 55.0, 66.0), "dtd": (40.0, None, None)}
+KEY_FIGURES = {"cars": Interval(60.0, 55.0, 66.0, ITEMS), "dtd": Interval.of(40.0)}
 
 
 def marked(axes: Any) -> dict[tuple[str, str], list[tuple[float, float]]]:
@@ -38,7 +39,7 @@ def look_of(name: str) -> tuple[str, str]:
 
 
 def test_dots_stand_on_their_category_with_their_interval():
-    rows = {"merged": {"cars": (50.0, None, None)}, "featcal": KEY_FIGURES}
+    rows = {"merged": {"cars": Interval.of(50.0)}, "featcal": KEY_FIGURES}
     figure = charts.dots({"ties": rows, "other": {"featcal": KEY_FIGURES}}, "accuracy, %")
     first, second = figure.axes
     assert [text.get_text() for text in first.get_yticklabels()] == ["cars", "dtd"]
@@ -55,14 +56,20 @@ def test_dots_stand_on_their_category_with_their_interval():
 
 
 def test_rows_that_are_categories_need_no_legend():
-    estimates = {"featcal": {"featcal": (1.0, None, None)}, "surgery": {"surgery": (2.0, 1.0, 3.0)}}
+    estimates = {
+        "featcal": {"featcal": Interval.of(1.0)},
+        "surgery": {"surgery": Interval(2, 1, 3, ITEMS)},
+    }
     assert charts.dots({"ties": estimates}, "gain").legends == []
     (legend,) = charts.dots({"ties": {"a": KEY_FIGURES, "b": KEY_FIGURES}}, "gain").legends
     assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
 
 
 def test_curves_have_bands_and_single_points_bars():
-    lines = {"featcal": [(8, 0.5, 0.4, 0.6), (99, 0.7, 0.6, 0.8)], "merged": [(8, 0.2, 0.1, 0.4)]}
+    lines = {
+        "featcal": {8: Interval(0.5, 0.4, 0.6, SEEDS), 99: Interval(0.7, 0.6, 0.8, SEEDS)},
+        "merged": {8: Interval(0.2, 0.1, 0.4, SEEDS)},
+    }
     figure = charts.curves({"": lines}, "samples", "accuracy")
     (axes,) = figure.axes
     assert marked(axes)[look_of("featcal")] == [(8, 0.5), (99, 0.7)]
@@ -77,7 +84,7 @@ def test_curves_have_bands_and_single_points_bars():
 
 
 def test_a_curve_that_reaches_zero_has_a_linear_axis():
-    line = {"featcal": [(0, 1.0, None, None), (5, 2.0, None, None)]}
+    line = {"featcal": {0: Interval.of(1.0), 5: Interval.of(2.0)}}
     (axes,) = charts.curves({"": line}, "ridge", "accuracy").axes
     assert axes.get_xscale() == "linear" and len(axes.collections) == 0
 
@@ -113,7 +120,8 @@ def test_a_row_has_one_look_and_no_other_row_has_it():
 
 
 def figure_of(name: str = "featcal"):
-    return charts.dots({name: {name: {name: (1.0, 0.5, 2.0)}, "b": {name: (2.0, 1, 3)}}}, name)
+    one, two = Interval(1, 0.5, 2, ITEMS), Interval(2, 1, 3, ITEMS)
+    return charts.dots({name: {name: {name: one}, "b": {name: two}}}, name)
 
 
 def test_names_are_text_and_nothing_else():

@@ -19,12 +19,12 @@ from fusion_bench_featcal.lab.report.differences import (
     WIN,
     Difference,
     against,
+    difference_grid,
     differences,
     holm,
     over_suites,
-    over_suites_grid,
 )
-from fusion_bench_featcal.results import Report, items
+from fusion_bench_featcal.results import Report, intervals
 from fusion_bench_featcal.results.long_table import RowKey
 from fusion_bench_featcal.results.report import summarise
 
@@ -152,7 +152,7 @@ def test_few_items_that_tell_rows_apart_prove_nothing(apart: int, p: float) -> N
 def test_drawing_in_parts_changes_nothing(monkeypatch) -> None:
     scores = once({key(str(seed)): flags(0.5 + 0.1 * seed, seed) for seed in range(4)})
     known = all_pairs(scores)
-    monkeypatch.setattr(items, "_MOST_DRAWN", 1000)
+    monkeypatch.setattr(intervals, "_MOST_DRAWN", 1000)
     assert all_pairs(scores) == known
 
 
@@ -197,7 +197,7 @@ def test_over_suites_the_interval_is_students() -> None:
         averages |= {(suite, "merger", "ours"): 0.7 + number / 10}
         averages[suite, "merger", "theirs"] = averages[suite, "merger", "ours"] - gain
     averages["suite 0", "merger", "once"] = 0.9
-    found = {each.row[1]: each for each in over_suites(averages, "ours")}
+    found = {each.row[2]: each for each in over_suites(averages, "ours")}
     assert set(found) == {"merger", "theirs"}
     theirs = found["theirs"]
     wanted: Any = stats.ttest_1samp([-gain for gain in gains], 0.0)
@@ -206,7 +206,7 @@ def test_over_suites_the_interval_is_students() -> None:
     assert (theirs.interval.low, theirs.interval.high) == pytest.approx((low, high))
     assert theirs.interval.estimate == pytest.approx(-0.035)
     assert theirs.adjusted >= theirs.p
-    grid = over_suites_grid(found.values(), "ours")
+    grid = difference_grid([*found.values()], "ours")
     assert dict(grid.lines)["merger/theirs"][3:] == ["-2.0", "-5.0", "-3.0", "-4.0"]
     with pytest.raises(ReportError, match="suite 1, suite 2, suite 3 has no row 'once'"):
         over_suites(averages, "once")

@@ -7,13 +7,16 @@ import pytest
 from numpy.typing import NDArray
 
 from fusion_bench_featcal.results import ReportError, load_items, save_items
-from fusion_bench_featcal.results.items import (
+from fusion_bench_featcal.results.intervals import (
+    ITEMS,
+    ITEMS_AND_SEEDS,
+    SEEDS,
     Interval,
     Scores,
-    half_width,
     over_seeds,
     paired_difference,
     recovered_gap_interval,
+    student_interval,
 )
 
 Flags = dict[str, NDArray[np.bool_]]
@@ -141,7 +144,7 @@ def test_order_of_items_and_tasks_plays_no_part():
 def test_tasks_count_equally_whatever_their_size():
     row: Scores = {"small": np.ones(10, bool), "large": np.zeros(1000, bool)}
     other: Scores = {"small": np.zeros(10, bool), "large": np.zeros(1000, bool)}
-    assert paired_difference(row, other) == Interval(0.5, 0.5, 0.5)
+    assert paired_difference(row, other) == Interval(0.5, 0.5, 0.5, ITEMS)
 
 
 def test_seeds_are_averaged_item_by_item():
@@ -162,7 +165,7 @@ def test_seeds_are_averaged_item_by_item():
 
 def test_recovered_gap_of_merged_and_experts_is_zero_and_one():
     experts, merged = two_rows(10)
-    assert recovered_gap_interval(merged, merged, experts) == Interval(0.0, 0.0, 0.0)
+    assert recovered_gap_interval(merged, merged, experts) == Interval(0.0, 0.0, 0.0, ITEMS)
     whole = recovered_gap_interval(experts, merged, experts)
     assert whole is not None
     assert (whole.estimate, whole.low, whole.high) == pytest.approx((1.0, 1.0, 1.0))
@@ -197,16 +200,30 @@ def test_rows_that_cannot_be_paired_are_refused():
 
 
 def test_half_widths_are_students() -> None:
-    assert half_width([0.5]) == 0
-    assert half_width([0.0, 2.0]) == pytest.approx(12.71, abs=1e-2)  # t = 12.71, s / sqrt(2) = 1
-    assert half_width([-1.0, 0.0, 1.0]) == pytest.approx(4.30 / 3**0.5, abs=1e-2)
+    assert student_interval([0.5], SEEDS) == Interval.of(0.5)
+    two, three = (student_interval(values, SEEDS) for values in ([0.0, 2.0], [-1.0, 0.0, 1.0]))
+    assert two.half == pytest.approx(12.71, abs=1e-2)  # t = 12.71, s / sqrt(2) = 1
+    assert (two.estimate, two.low) == pytest.approx((1, 1 - two.half))
+    assert three.half == pytest.approx(4.30 / 3**0.5, abs=1e-2)
 
 
 def test_an_interval_has_the_spread_of_items_and_of_seeds() -> None:
-    seeds = half_width([1.0, 3.0])
+    seeds = student_interval([1.0, 3.0], SEEDS).half
     alone = over_seeds(2.0, [1.0, 3.0], None)
     assert (alone.low, alone.high) == pytest.approx((2 - seeds, 2 + seeds))
-    both = over_seeds(2.0, [1.0, 3.0], Interval(2.0, -7.0, 5.0))
+    both = over_seeds(2.0, [1.0, 3.0], Interval(2.0, -7.0, 5.0, ITEMS))
+    assert (alone.over, both.over) == (SEEDS, ITEMS_AND_SEEDS)
     assert both.estimate == 2
     assert both.low == pytest.approx(2 - (9**2 + seeds**2) ** 0.5)
     assert both.high == pytest.approx(2 + (3**2 + seeds**2) ** 0.5)
+
+
+def test_an_interval_is_written_in_one_way() -> None:
+    interval = Interval(0.5, 0.4, 0.6, SEEDS)
+    assert (interval.text(), interval.limits()) == ("50.0 ± 10.0", "[+40.0, +60.0]")
+    assert interval.text(".2f", 1) == "0.50 ± 0.10"
+    assert Interval.of(0.5).text() == "50.0"
+    moved = interval.around(0.7)
+    assert (moved.estimate, moved.low, moved.high) == pytest.approx((0.7, 0.6, 0.8))
+    assert Interval(0.5, 0.4, 0.6, ITEMS).text("+z.1f") == "+50.0 ± 10.0"
+    assert interval.scaled(100).text(".0f", 1) == interval.text(".0f")

@@ -72,7 +72,8 @@ def test_the_points_change_what_their_labels_say(tmp_path: Path) -> None:
     assert (small.labels, large.labels) == ({"factor": "small"}, {"factor": "large"})
     names = ("task_arithmetic", "scale")
     averages = [
-        [average_of(point.rows(names[0], name))[0] for name in names] for point in (small, large)
+        [average_of(point.rows(names[0], name)).estimate for name in names]
+        for point in (small, large)
     ]
     assert averages[0][0] == averages[1][0] and averages[0][1] != averages[1][1]
     (row,) = large.rows("task_arithmetic", "scale")
@@ -131,7 +132,7 @@ def test_a_failing_cell_is_named_and_stops_no_other(tmp_path: Path) -> None:
 def test_one_seed_has_no_interval_over_seeds(tmp_path: Path) -> None:
     study(tmp_path, seeds=[1]).run(model_pool())
     for point in Study.load(tmp_path).points:
-        assert average_of(point.rows("task_arithmetic", "scale"))[1] is None
+        assert average_of(point.rows("task_arithmetic", "scale")).over == ""
     assert "±" not in (tmp_path / "report.md").read_text()
 
 
@@ -140,8 +141,13 @@ def test_labels_of_over_are_averaged(tmp_path: Path) -> None:
     (point,) = Study.load(tmp_path).points
     rows = point.rows("task_arithmetic", "scale")
     values = [row.accuracy["average"] for row in rows]
-    mean, half = average_of(rows)
-    assert half is not None and point.labels == {} and mean == pytest.approx(sum(values) / 2)
+    average = average_of(rows)
+    mean, half = average.estimate, average.half
+    assert (
+        average.over == "values of a label"
+        and point.labels == {}
+        and mean == pytest.approx(sum(values) / 2)
+    )
     # Student's t for two values: 12.706 times their distance over two.
     assert half == pytest.approx(12.706 * abs(values[0] - values[1]) / 2, rel=1e-3)
     assert f"{100 * mean:.1f} ± {100 * half:.1f}" in (tmp_path / "report.md").read_text()
@@ -174,9 +180,9 @@ def test_curves_go_along_numeric_axes(tmp_path: Path) -> None:
     study(tmp_path, axes={"steps": [3, 1]}).run(model_pool())
     points = Study.load(tmp_path).points
     curves = curves_of(points, "task_arithmetic")
-    assert [place for place, *_ in curves["steps"]["scale"]] == [1, 3]
+    assert [*curves["steps"]["scale"]] == [1, 3]
     (row,) = points[1].rows("task_arithmetic", "scale")
-    assert curves["steps"]["scale"][0][1] == pytest.approx(100 * row.accuracy["average"])
+    assert curves["steps"]["scale"][1].estimate == pytest.approx(100 * row.accuracy["average"])
     assert [*Study.load(tmp_path).figures()] == ["factors_task_arithmetic"]
 
 

@@ -2,18 +2,18 @@
 
 from collections.abc import Iterable, Mapping
 
-from fusion_bench_featcal.results.items import LEVEL, BySeed
+from fusion_bench_featcal.results.intervals import LEVEL
 from fusion_bench_featcal.results.long_table import AVERAGE, RowKey
 from fusion_bench_featcal.results.summary import Summary, SummaryRow
 from fusion_bench_featcal.results.tables import console, print_page, titled
 
 from .differences import (
+    BySeed,
     Difference,
     against,
     difference_grid,
     find_row,
     over_suites,
-    over_suites_grid,
     row_name,
 )
 
@@ -57,7 +57,7 @@ def _seed_lines(
 
 def _show_over_suites(summary: Summary, name: str) -> None:
     averages, suites = averages_of(summary.rows), summary.suites
-    grid = over_suites_grid(over_suites(averages, name), name)
+    grid = difference_grid(over_suites(averages, name), name)
     partly = {
         row_name(key): None
         for key in averages

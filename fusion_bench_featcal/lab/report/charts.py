@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusion_bench_featcal.files import ReportError, prepare_directory, write_atomic
+from fusion_bench_featcal.results.intervals import Interval
 from fusion_bench_featcal.results.tables import without_codes
 
 if TYPE_CHECKING:
@@ -29,10 +30,8 @@ MERGED = "merged"
 """Name of the merged model's row in charts with a panel for each merger."""
 BEFORE, AFTER = "before", "after"
 
-Estimate = tuple[float, float | None, float | None]
-"""A value and the ends of its interval, which are None where there is none."""
-CurvePoint = tuple[float, float, float | None, float | None]
-"""A horizontal position, a value, and the ends of its interval."""
+Curve = Mapping[Any, Interval]
+"""Horizontal position, a number -> value."""
 
 _ACROSS = 3  # panels side by side
 _FAR = 10  # ratio of the ends of an axis from which it is logarithmic
@@ -129,7 +128,7 @@ def _style() -> Iterator[None]:
 
 @_style()
 def dots(
-    panels: Mapping[str, Mapping[str, Mapping[str, Estimate]]],
+    panels: Mapping[str, Mapping[str, Mapping[str, Interval]]],
     label: str,
     *,
     title: str = "",
@@ -137,7 +136,7 @@ def dots(
     """Draw values with their intervals, a line for each category.
 
     Args:
-        panels: Panel -> row -> category -> estimate.
+        panels: Panel -> row -> category -> value with its interval.
         label: Label of the horizontal axis.
         title: Title of the figure.
     """
@@ -155,10 +154,11 @@ def dots(
         for height, category in enumerate(categories):
             for number, row in enumerate(present[name][category]):
                 shift = 0.7 * ((number + 0.5) / len(present[name][category]) - 0.5)
-                value, low, high = panel[row][category]
-                if low is not None and high is not None:
-                    axes.hlines(height + shift, low, high, colors=looks[row]["color"], lw=1.3)
-                axes.plot([value], [height + shift], linestyle="none", **looks[row])
+                value = panel[row][category]
+                if value.over:
+                    ends = (value.low, value.high)
+                    axes.hlines(height + shift, *ends, colors=looks[row]["color"], lw=1.3)
+                axes.plot([value.estimate], [height + shift], linestyle="none", **looks[row])
         axes.grid(visible=False, axis="y")
         axes.tick_params(axis="y", length=0)
         for edge in range(1, len(categories)):
@@ -172,7 +172,7 @@ def dots(
 
 @_style()
 def curves(
-    panels: Mapping[str, Mapping[str, Sequence[CurvePoint]]],
+    panels: Mapping[str, Mapping[str, Curve]],
     xlabel: str,
     ylabel: str,
     *,
@@ -184,7 +184,7 @@ def curves(
     A horizontal axis is logarithmic if its values are positive and reach far.
 
     Args:
-        panels: Panel -> row -> points in order.
+        panels: Panel -> row -> horizontal position -> value with its interval, in order.
         xlabel: Label of the horizontal axis.
         ylabel: Label of the vertical axis.
         title: Title of the figure.
@@ -194,10 +194,11 @@ def curves(
     figure, grid = _frame(list(panels), (2.6, 2.2), (xlabel, ylabel), title, sharex=sharex)
     for axes, panel in zip(grid, panels.values(), strict=True):
         for row, points in panel.items():
-            xs, values, lows, highs = zip(*points, strict=True)
-            axes.plot(xs, values, linewidth=1.5, **looks[row])
-            if None in lows or None in highs:
+            xs, values = list(points), list(points.values())
+            axes.plot(xs, [v.estimate for v in values], linewidth=1.5, **looks[row])
+            if not all(value.over for value in values):
                 continue
+            lows, highs = [v.low for v in values], [v.high for v in values]
             if len(points) == 1:
                 axes.vlines(xs, lows, highs, colors=looks[row]["color"], lw=1.3)
             else:
@@ -207,12 +208,12 @@ def curves(
     return figure
 
 
-def _scale(axes: "Axes", panels: Iterable[Mapping[str, Sequence[CurvePoint]]]) -> None:
+def _scale(axes: "Axes", panels: Iterable[Mapping[str, Curve]]) -> None:
     """Make the horizontal axis logarithmic if the panels' values reach far, with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     lines = [points for panel in panels for points in panel.values()]
-    xs = sorted({point[0] for points in lines for point in points})
+    xs = sorted({x for points in lines for x in points})
     if xs[0] <= 0 or xs[-1] < _FAR * xs[0]:
         return
     axes.set_xscale("log")

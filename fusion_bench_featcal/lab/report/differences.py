@@ -1,48 +1,63 @@
 """Differences between rows, each with its interval and a p-value corrected for their number."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fusion_bench_featcal.files import ReportError
-from fusion_bench_featcal.results.items import (
+from fusion_bench_featcal.results.intervals import (
     LEVEL,
-    Bootstrap,
-    BySeed,
+    SEEDS,
+    SUITES,
     Interval,
-    common_seeds,
-    stacked,
+    Scores,
+    bootstrap_interval,
+    item_differences,
+    item_scores,
+    macro_means,
+    over_seeds,
     student_interval,
-    student_p,
 )
 from fusion_bench_featcal.results.long_table import BASE, EXPERTS, RowKey
 from fusion_bench_featcal.results.tables import Grid
 
-WIN, TIE, LOSS = "+", "=", "-"
+WIN, TIE, LOSS = "above", "tie", "below"
+INTERVAL_COLUMNS = ("points", "95 % interval", "p (Holm)")
+_ROUNDING = 1e-12  # of averages
+_NORMAL = NormalDist().inv_cdf((1 + LEVEL) / 2)
+
+BySeed = Mapping[Any, Scores]
+"""Seed -> flags of that run, `[items]`; the seed is None for a run that draws nothing."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Average accuracy of one row minus another's, on the same test items.
+    """Average accuracy of one row minus another's.
 
     Attributes:
         row: The row that is compared.
         other: The row that it is compared with.
-        seeds: Seeds that both rows have; all values are of these.
-        interval: The difference with its interval over test items and, if several, seeds.
-        p: Two-sided p-value, as `Bootstrap.difference` gives it.
+        interval: The difference: on the same test items over the seeds that both rows have, or the
+            mean over suites that were trained independently.
+        p: Two-sided p-value: of `Bootstrap.difference`, or over suites of a t test.
         adjusted: By Holm's method, for all differences that are shown together.
+        seeds: Seeds that both rows have.
+        by_suite: Suite -> the difference, where it is over suites.
     """
 
     row: RowKey
     other: RowKey
-    seeds: tuple[Any, ...]
     interval: Interval
     p: float
-    adjusted: float
+    adjusted: float = math.nan
+    seeds: tuple[Any, ...] = ()
+    by_suite: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def outcome(self) -> str:
@@ -50,6 +65,86 @@ class Difference:
         if self.adjusted >= 1 - LEVEL:
             return TIE
         return WIN if self.interval.estimate > 0 else LOSS
+
+    @property
+    def cells(self) -> list[str]:
+        """Cells of `INTERVAL_COLUMNS`."""
+        value = f"{100 * self.interval.estimate:+z.1f}"
+        return [value, self.interval.limits(), f"{self.adjusted:.2g}"]
+
+
+class Bootstrap:
+    """Average accuracies of several rows, observed and in resamples of test items that they share.
+
+    Attributes:
+        observed: `[rows]`.
+        resampled: `[resamples, rows]`.
+    """
+
+    def __init__(self, rows: Sequence[Scores]) -> None:
+        """Resample.
+
+        Args:
+            rows: Rows of the same tasks and test items, each over seeds of its own.
+
+        Raises:
+            ReportError: If they are not.
+        """
+        for row in rows[1:]:
+            item_differences(rows[0], row)
+        self._columns = {
+            task: np.stack([item_scores(row[task]) for row in rows], axis=1) for task in rows[0]
+        }
+        self.observed, self.resampled = macro_means(self._columns)
+        self._by_seed = [
+            np.mean([np.atleast_2d(flags).mean(axis=1) for flags in row.values()], axis=0)
+            for row in rows
+        ]
+
+    def difference(self, first: int, second: int) -> tuple[Interval, float]:
+        """The first row minus the second, which has the same seeds, and the two-sided p-value.
+
+        The interval is that of `over_seeds`. The p-value is that of a normal distribution with the
+        interval's standard error: the share of resamples beyond zero has no value small enough for
+        a correction over many pairs. It is at least that of a t test over the seeds, and that of a
+        sign test in which every item that tells the rows apart favours one.
+        """
+        value = float(self.observed[first] - self.observed[second])
+        resampled = self.resampled[:, first] - self.resampled[:, second]
+        gains = self._by_seed[first] - self._by_seed[second]
+        half = student_interval(gains, SEEDS).half
+        error = math.hypot(float(resampled.std(ddof=1)), half / _NORMAL)
+        if error < _ROUNDING:
+            p = 1.0 if abs(value) < _ROUNDING else 0.0
+        else:
+            p = math.erfc(abs(value) / error / math.sqrt(2))
+        if len(gains) > 1:
+            p = max(p, _student_p(gains))
+        sides = ((task[:, first], task[:, second]) for task in self._columns.values())
+        apart = sum(int((abs(one - two) > _ROUNDING).sum()) for one, two in sides)
+        p = max(p, min(1.0, 2.0 ** (1 - apart)))
+        return over_seeds(value, gains, bootstrap_interval(value, resampled)), p
+
+
+def _student_p(values: Sequence[float] | NDArray[Any]) -> float:
+    """Two-sided p-value of a t test of the mean of several draws."""
+    from scipy import stats  # slow to import
+
+    mean, error = float(np.mean(values)), float(stats.sem(values))
+    ratio = abs(mean) / error if error > 0 else (np.inf if mean else 0.0)
+    return float(2 * stats.t.sf(ratio, len(values) - 1))
+
+
+def common_seeds(one: BySeed, other: BySeed) -> tuple[Any, ...]:
+    """Seeds of both rows; a run that draws nothing goes with every seed of the other."""
+    seeds = {*one} & {*other} or {*(other if None in one else one if None in other else ())}
+    return tuple(sorted(seeds, key=str))
+
+
+def stacked(row: BySeed, seeds: Sequence[Any]) -> Scores:
+    """Flags of a row, task -> `[seeds, items]`."""
+    runs = [row[seed if seed in row else None] for seed in seeds]
+    return {task: np.stack([run[task] for run in runs]) for task in runs[0]}
 
 
 def differences(scores: Mapping[RowKey, BySeed], pairs: Iterable[Any]) -> list[Difference]:
@@ -63,15 +158,18 @@ def differences(scores: Mapping[RowKey, BySeed], pairs: Iterable[Any]) -> list[D
     common = {pair: seeds for pair, seeds in common.items() if seeds}
     if not common:
         return []
-    sides = {(key, seeds): None for pair, seeds in common.items() for key in pair}
-    places = {side: place for place, side in enumerate(sides)}
-    bootstrap = Bootstrap([stacked(scores[key], seeds) for key, seeds in places])
-    tested = [
-        (a, b, seeds, *bootstrap.difference(places[a, seeds], places[b, seeds]))
-        for (a, b), seeds in common.items()
-    ]
-    adjusted = holm([p for *_, p in tested])
-    return [Difference(*entry, value) for entry, value in zip(tested, adjusted, strict=True)]
+    sides = list(dict.fromkeys((key, seeds) for pair, seeds in common.items() for key in pair))
+    bootstrap = Bootstrap([stacked(scores[key], seeds) for key, seeds in sides])
+    found = []
+    for (a, b), seeds in common.items():
+        interval, p = bootstrap.difference(sides.index((a, seeds)), sides.index((b, seeds)))
+        found.append(Difference(a, b, interval, p, seeds=seeds))
+    return _corrected(found)
+
+
+def _corrected(found: Sequence[Difference]) -> list[Difference]:
+    adjusted = holm([each.p for each in found])
+    return [replace(each, adjusted=p) for each, p in zip(found, adjusted, strict=True)]
 
 
 def holm(values: list[float]) -> list[float]:
@@ -97,6 +195,32 @@ def against(scores: Mapping[RowKey, BySeed], name: str) -> list[Difference]:
     return differences(scores, ((key, reference) for key in scores if key != reference))
 
 
+def over_suites(averages: Mapping[RowKey, float], name: str) -> list[Difference]:
+    """Compare every row that all suites have with one, over the suites.
+
+    Args:
+        averages: Each row's average accuracy; base and experts are left out.
+        name: The row, as `find_row` takes it.
+
+    Raises:
+        ReportError: If no row is called so, several are, or a suite lacks it.
+    """
+    suites = list(dict.fromkeys(key[0] for key in averages))
+    rows = list(dict.fromkeys(key[1:] for key in averages if key[2] not in (BASE, EXPERTS)))
+    reference = find_row([("", *row) for row in rows], name)[1:]
+    if lacking := [suite for suite in suites if (suite, *reference) not in averages]:
+        raise ReportError(f"--against: {', '.join(lacking)} has no row {name!r}")
+    found = []
+    for row in rows:
+        if row == reference or any((suite, *row) not in averages for suite in suites):
+            continue
+        values = {s: averages[(s, *row)] - averages[(s, *reference)] for s in suites}
+        interval = student_interval([*values.values()], SUITES)
+        p = _student_p([*values.values()])
+        found.append(Difference(("", *row), ("", *reference), interval, p, by_suite=values))
+    return _corrected(found)
+
+
 def find_row(keys: Iterable[RowKey], name: str) -> RowKey:
     """The row of a name: `merger/row`, or the row's alone where one merger has it.
 
@@ -114,98 +238,23 @@ def find_row(keys: Iterable[RowKey], name: str) -> RowKey:
     return found[0]
 
 
-@dataclass(frozen=True)
-class OverSuites:
-    """Average accuracy of one row minus another's, over suites that were trained independently.
-
-    Attributes:
-        row: Merger and name of the row that is compared.
-        by_suite: Suite -> the difference.
-        interval: Their mean with Student's interval: how it would vary over further trainings.
-        p: Two-sided p-value of a t test.
-        adjusted: By Holm's method, for all rows that are compared with the same one.
-    """
-
-    row: tuple[str | None, str]
-    by_suite: Mapping[str, float]
-    interval: Interval
-    p: float
-    adjusted: float
-
-
-def over_suites(averages: Mapping[RowKey, float], name: str) -> list[OverSuites]:
-    """Compare every row that all suites have with one, over the suites.
-
-    Args:
-        averages: Each row's average accuracy; base and experts are left out.
-        name: The row, as `find_row` takes it.
-
-    Raises:
-        ReportError: If no row is called so, several are, or a suite lacks it.
-    """
-    suites = list(dict.fromkeys(key[0] for key in averages))
-    rows = {key[1:]: None for key in averages if key[2] not in (BASE, EXPERTS)}
-    reference = find_row([("", *row) for row in rows], name)[1:]
-    if lacking := [suite for suite in suites if (suite, *reference) not in averages]:
-        raise ReportError(f"--against: {', '.join(lacking)} has no row {name!r}")
-    rows = [row for row in rows if all((suite, *row) in averages for suite in suites)]
-    tested = []
-    for row in (row for row in rows if row != reference):
-        found = {s: averages[(s, *row)] - averages[(s, *reference)] for s in suites}
-        values = np.array([*found.values()])
-        tested.append((row, found, student_interval(values), student_p(values)))
-    adjusted = holm([p for *_, p in tested])
-    return [
-        OverSuites(row, found, interval, p, value)
-        for (row, found, interval, p), value in zip(tested, adjusted, strict=True)
-    ]
-
-
-def over_suites_grid(found: Iterable[OverSuites], reference: str) -> Grid:
-    """A line for each row: the mean, its interval and p-value, and every suite's difference."""
-    found = list(found)
-    lines = [
-        (
-            row_name(("", *each.row)),
-            [
-                *interval_cells(each.interval, each.adjusted),
-                *(f"{100 * value:+z.1f}" for value in each.by_suite.values()),
-            ],
-        )
-        for each in found
-    ]
-    suites = list(found[0].by_suite) if found else []
-    return Grid(f"against {reference}", [*INTERVAL_COLUMNS, *suites], lines)
-
-
 def row_name(key: RowKey) -> str:
     """`merger/row`; a merger by itself and references have their own name."""
     _, upstream, row = key
     return row if upstream in (None, row) or row in (BASE, EXPERTS) else f"{upstream}/{row}"
 
 
-def difference_grid(found: Iterable[Difference], reference: str) -> Grid:
-    """A line for each difference from one row."""
+def difference_grid(found: Sequence[Difference], reference: str) -> Grid:
+    """A line for each difference from one row, with its outcome or the difference in each suite."""
+    suites = list(found[0].by_suite) if found else []
     lines = [
         (
             row_name(each.row),
             [
-                *interval_cells(each.interval, each.adjusted),
-                {WIN: "above", LOSS: "below", TIE: "tie"}[each.outcome],
+                *each.cells,
+                *([f"{100 * each.by_suite[suite]:+z.1f}" for suite in suites] or [each.outcome]),
             ],
         )
         for each in found
     ]
-    return Grid(f"against {reference}", [*INTERVAL_COLUMNS, ""], lines)
-
-
-INTERVAL_COLUMNS = ("points", "95 % interval", "p (Holm)")
-
-
-def interval_cells(interval: Interval, adjusted: float) -> list[str]:
-    """Return cells of `INTERVAL_COLUMNS`."""
-    return [
-        f"{100 * interval.estimate:+z.1f}",
-        f"{100 * interval.low:+z.1f} to {100 * interval.high:+z.1f}",
-        f"{adjusted:.2g}",
-    ]
+    return Grid(f"against {reference}", [*INTERVAL_COLUMNS, *(suites or [""])], lines)

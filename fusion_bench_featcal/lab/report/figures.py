@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from fusion_bench_featcal.lab.report.diagnosis import diagnosis_figures, diagnosis_of
 from fusion_bench_featcal.results.curves import MOMENTS, calibration_logs, load_curves
-from fusion_bench_featcal.results.items import Interval, common_seeds, paired_difference, stacked
+from fusion_bench_featcal.results.intervals import Interval, paired_difference
 from fusion_bench_featcal.results.long_table import AVERAGE, BASE, merged_by
 from fusion_bench_featcal.results.summary import Summary, SummaryRow
 from fusion_bench_featcal.results.tables import short_blocks, short_names
 
 from . import charts
+from .differences import common_seeds, stacked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,13 +42,13 @@ def _of_rows(suite: str, rows: Sequence[SummaryRow], summary: Summary) -> "dict[
         panel = merged_by(row.upstream)
         name = charts.MERGED if row.name == row.upstream else row.name
         keys = short_names(row.tasks) | {AVERAGE: AVERAGE}
-        estimates = {short: _accuracy(row, key, summary) for key, short in keys.items()}
+        estimates = {s: _accuracy(row, key, summary).scaled(100) for key, s in keys.items()}
         by_task.setdefault(panel, {})[name] = estimates
         averages.setdefault(panel, {})[name] = {name: estimates[AVERAGE]}
         seconds = row.cost.get("seconds")
         if row.is_repair and row.gain is not None and isinstance(seconds, int | float):
-            gain = _with_interval(row.gain, row.gain, row.gain_interval)
-            costs.setdefault(panel, {})[name] = [(seconds, *gain)]
+            gain = row.gain_interval or Interval.of(row.gain)
+            costs.setdefault(panel, {})[name] = {float(seconds): gain.scaled(100)}
     figures = {
         "accuracy": charts.dots(by_task, "accuracy, %", title=f"{suite}: accuracy by task; {_BARS}")
     }
@@ -66,30 +67,15 @@ def _of_rows(suite: str, rows: Sequence[SummaryRow], summary: Summary) -> "dict[
 _Panels = dict[str, dict[str, Any]]
 
 
-def _accuracy(row: SummaryRow, key: str, summary: Summary) -> charts.Estimate:
-    """Return the accuracy of a task or the average in per cent, with the interval of its gain."""
+def _accuracy(row: SummaryRow, key: str, summary: Summary) -> Interval:
+    """Return the accuracy of a task or the average, with the interval of its gain."""
     value = row.accuracy[key]
-    if not row.is_repair:
-        return 100 * value, None, None
-    if key == AVERAGE:
-        return _with_interval(value, row.gain or 0.0, row.gain_interval)
-    scores = (
-        summary.scores.get((row.suite, row.upstream, n)) for n in (row.name, row.upstream or "")
-    )
-    one, other = scores
-    seeds = common_seeds(one, other) if one and other else ()
-    if not (one and other and seeds):
-        return 100 * value, None, None
-    of_row, of_merged = stacked(one, seeds)[key], stacked(other, seeds)[key]
-    gain = paired_difference({key: of_row}, {key: of_merged})
-    return _with_interval(value, gain.estimate, gain)
-
-
-def _with_interval(value: float, gain: float, interval: Interval | None) -> charts.Estimate:
-    """Return a value in per cent with the ends of its gain's interval around it."""
-    if interval is None:
-        return 100 * value, None, None
-    return 100 * value, 100 * (value + interval.low - gain), 100 * (value + interval.high - gain)
+    gain = row.gain_interval if row.is_repair and key == AVERAGE else None
+    names = (row.name, row.upstream or "") if row.is_repair and key != AVERAGE else ()
+    sides = [summary.scores.get((row.suite, row.upstream, name), {}) for name in names]
+    if seeds := common_seeds(*sides) if sides else ():
+        gain = paired_difference(*({key: stacked(side, seeds)[key]} for side in sides))
+    return gain.around(value) if gain else Interval.of(value)
 
 
 def _drifts(labels: Mapping[Path, str]) -> "dict[str, Figure]":
@@ -132,9 +118,9 @@ def _trainings(labels: Mapping[Path, str]) -> "dict[str, Figure]":
         for method, tasks in load_curves(run).items():
             names = short_names([*tasks])
             losses[label + method] = {
-                names[task]: [
-                    (step, loss / (points[0][1] or 1.0), None, None) for step, loss in points
-                ]
+                names[task]: {
+                    step: Interval.of(loss / (points[0][1] or 1.0)) for step, loss in points
+                }
                 for task, points in tasks.items()
             }
     if not losses:

@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory
 from fusion_bench_featcal.json_files import plain, read_json
 from fusion_bench_featcal.results.columns import ACCURACY, COSTS
 from fusion_bench_featcal.results.find import FailedCell
-from fusion_bench_featcal.results.items import LEVEL, half_width
+from fusion_bench_featcal.results.intervals import LEVEL, VALUES, Interval, student_interval
 from fusion_bench_featcal.results.long_table import (
     AVERAGE,
     BASE,
@@ -31,14 +30,13 @@ from fusion_bench_featcal.results.tables import (
     Grid,
     console,
     page,
-    percent,
     print_page,
     titled,
 )
 from fusion_bench_featcal.results.views import explanations, failures, spread_meaning, task_grid
 
 from . import charts
-from .differences import INTERVAL_COLUMNS, Difference, differences, interval_cells
+from .differences import INTERVAL_COLUMNS, Difference, differences
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -232,7 +230,7 @@ class Study:
             rows.append(
                 {
                     **{key: getattr(row, key) for key in _STORED},
-                    "half_width": row.half_width((row.deviation or {}).get(AVERAGE)) or 0.0,
+                    "half_width": row.average.half,
                     "against": each.other[2] if each else row.upstream,
                     "difference": each.interval if each else row.gain_interval,
                     "cost": {key: n for key, n in row.cost.items() if isinstance(n, numbers)},
@@ -261,9 +259,7 @@ class Study:
                 continue
             chosen = [column.cell(row) for column in _ROW_COLUMNS]
             each = compared.get((suite, merger, row.name))
-            difference = [ABSENT] * len(INTERVAL_COLUMNS)
-            if each is not None:
-                difference = interval_cells(each.interval, each.adjusted)
+            difference = each.cells if each else [ABSENT] * len(INTERVAL_COLUMNS)
             other = others.get(row.name, ABSENT)
             lines.append((row.name, [*chosen, other, *difference]))
         heads = [column.head for column in _ROW_COLUMNS]
@@ -299,55 +295,50 @@ def label_text(labels: Mapping[str, Any]) -> str:
     )
 
 
-def average_of(rows: Sequence[SummaryRow]) -> tuple[float, float | None]:
-    """Return the mean accuracy and half of its 95 % interval.
+def average_of(rows: Sequence[SummaryRow]) -> Interval:
+    """Return the mean accuracy with its interval.
 
     Args:
         rows: A row at one point, for each value of the labels that are averaged over. With one
             the interval is over seeds, with several over these values.
     """
-    values = [row.accuracy[AVERAGE] for row in rows]
     if len(rows) > 1:
-        return fmean(values), half_width(values)
-    return values[0], rows[0].half_width((rows[0].deviation or {}).get(AVERAGE))
+        return student_interval([row.accuracy[AVERAGE] for row in rows], VALUES)
+    return rows[0].average
 
 
-def curves_of(
-    points: Sequence[Point], merger: str
-) -> dict[str, dict[str, list[charts.CurvePoint]]]:
+def curves_of(points: Sequence[Point], merger: str) -> dict[str, dict[str, dict[float, Interval]]]:
     """Return accuracy in per cent along each numeric axis, as `charts.curves` draws it.
 
     Labels of all other axes are those of the first point.
     """
-    curves: dict[str, dict[str, list[charts.CurvePoint]]] = {}
+    curves: dict[str, dict[str, dict[float, Interval]]] = {}
     for axis in points[0].labels:
         others = {key: value for key, value in points[0].labels.items() if key != axis}
         line = [point for point in points if others.items() <= point.labels.items()]
         if len(line) < 2 or not all(isinstance(p.labels[axis], int | float) for p in line):
             continue
         for point in sorted(line, key=lambda point: point.labels[axis]):
-            for name, (value, low, high) in _estimates(point, merger).items():
-                row = curves.setdefault(axis, {}).setdefault(name, [])
-                row.append((point.labels[axis], value, low, high))
+            for name, value in _estimates(point, merger).items():
+                curve = curves.setdefault(axis, {}).setdefault(name, {})
+                curve[point.labels[axis]] = value
     return curves
 
 
-def _dots_of(points: Sequence[Point], merger: str) -> dict[str, dict[str, charts.Estimate]]:
-    rows: dict[str, dict[str, charts.Estimate]] = {}
+def _dots_of(points: Sequence[Point], merger: str) -> dict[str, dict[str, Interval]]:
+    rows: dict[str, dict[str, Interval]] = {}
     for point in points:
         for name, estimate in _estimates(point, merger).items():
             rows.setdefault(name, {})[label_text(point.labels) or "all"] = estimate
     return rows
 
 
-def _estimates(point: Point, merger: str) -> dict[str, charts.Estimate]:
+def _estimates(point: Point, merger: str) -> dict[str, Interval]:
     """Return the accuracy of each row in per cent, with its interval; the merger is `merged`."""
-    estimates = {}
-    for name in names_of([point], merger):
-        value, half = average_of(point.rows(merger, name))
-        low, high = (None, None) if half is None else (100 * (value - half), 100 * (value + half))
-        estimates[charts.MERGED if name == merger else name] = (100 * value, low, high)
-    return estimates
+    return {
+        charts.MERGED if name == merger else name: average_of(point.rows(merger, name)).scaled(100)
+        for name in names_of([point], merger)
+    }
 
 
 def _points_grid(points: Sequence[Point], merger: str, column: str = "") -> Grid:
@@ -368,10 +359,8 @@ def _cell(rows: Sequence[SummaryRow], column: str) -> str:
         return ABSENT
     if column:
         return _CELLS[column](rows[0]) if len(rows) == 1 else ABSENT
-    average, half = average_of(rows)
     shares = [row.worst_recovered_gap for row in rows if row.worst_recovered_gap is not None]
-    spread = "" if half is None else f" ± {percent(half)}"
-    return percent(average) + spread + (f" ({100 * min(shares):.0f} %)" if shares else "")
+    return average_of(rows).text() + (f" ({100 * min(shares):.0f} %)" if shares else "")
 
 
 def _fewer_samples(points: Sequence[Point]) -> list[str]:
