@@ -5,14 +5,14 @@ from mistakes.entry import Mutation
 MUTATIONS = (
     Mutation(
         "local mismatch is the whole drift",
-        "diagnosis/drift.py",
+        "lab/diagnosis/drift.py",
         "propagation = crossed - expert, features - crossed",
         "propagation = features - expert, features - crossed",
         "diagnosis/test_split_drift.py",
     ),
     Mutation(
         "PCA is not of centred features",
-        "diagnosis/drift.py",
+        "lab/diagnosis/drift.py",
         "svdvals(features - features.mean(0))",
         "svdvals(features)",
         "diagnosis/test_split_drift.py",

@@ -1,4 +1,4 @@
-"""Post-merging methods and mergers: one object each, for FusionBench, the grid and users' own."""
+"""Post-merging methods and mergers: one class each, for FusionBench, comparisons and Python."""
 
 from importlib import import_module
 from typing import Any

@@ -43,8 +43,8 @@ def method(option: str, *, source: str, without: Sequence[str] = ()) -> Callable
     Its docstring is the description in YAML and in the documentation.
 
     Args:
-        option: Name on the command line, `method=<option>`. What follows the last `/` is its name
-            in reports.
+        option: Name on the command line, `method=<option>`. The part behind the last `/` is its
+            name in reports.
         source: The paper.
         without: Inherited settings that the method does not have; they keep their default.
     """

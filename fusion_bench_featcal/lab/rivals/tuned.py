@@ -160,7 +160,7 @@ def score(model: nn.Module, lessons: Mapping[str, Sequence[Lesson]]) -> float:
 
 
 def _cosines(model: nn.Module, task: str, lesson: Lesson) -> Tensor:
-    """Cosines `[n]` with the expert's features; a corrected model's are its corrected ones."""
+    """Return cosines `[n]` with the expert's features, of corrected features if there are such."""
     target = lesson.target
     if isinstance(model, CorrectedLanguageModel):
         with model.for_task(task), model.correcting():
@@ -212,7 +212,7 @@ class Tuned(Search):
         return self._methods[0].settings | draw | {"candidates": list(self.candidates)}
 
     def check(self, inputs: MethodInputs) -> None:
-        """Check the settings as given; candidates that do not fit the models are left out later."""
+        """Check the settings as given. Candidates that do not fit the models are left out later."""
         self._methods[0].check(inputs)
         inputs.batches(self.calibration_settings)
 
@@ -231,11 +231,11 @@ class Tuned(Search):
         return model
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The samples of the last call; of a method without any, those it was chosen on."""
+        """Return the last method's samples; without any, those that its settings were chosen on."""
         return super().samples(model, tasks) | self._methods[-1].samples(model, tasks)
 
     def added(self, model: nn.Module) -> dict[str, int]:
-        """Modules that the chosen settings add."""
+        """Return the modules that the last method added."""
         return self._methods[-1].added(model)
 
 
@@ -248,7 +248,7 @@ class TunedMerger(Search):
 
     @property
     def drawn_keys(self) -> set[str]:
-        """Settings of the draw that a merger of ours has. Others may use the words otherwise."""
+        """Settings of the draw that a merger of ours has. To others the names may mean more."""
         target = self.of.get("_target_")
         kind = None if target is None else import_target("method.of", target)
         return _DRAW & {*names_of(getattr(kind, "setting_kinds", ()))}
