@@ -124,7 +124,7 @@ def test_an_axis_goes_before_what_the_pool_sets() -> None:
 def test_points_have_folders_of_their_own() -> None:
     subsets = ["+".join(f"long_task_name_{n}" for n in range(14) if n != out) for out in range(14)]
     texts = [*subsets, "a/b", "a_b"]
-    points = [Point(labels={"of": t}, changes={}, seed=s) for t in texts for s in (1, 2)]
+    points = [Point(labels={"of": t}, seed=s) for t in texts for s in (1, 2)]
     assert len({point.folder for point in points}) == len(points)
 
 

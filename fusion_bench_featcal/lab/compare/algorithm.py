@@ -1,7 +1,8 @@
 """`method=compare`: upstream mergers and post-merging methods side by side on one model pool."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,22 +32,27 @@ from fusion_bench_featcal.fusionbench.options import (
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import suite_name
-from fusion_bench_featcal.lab.compare.cells import CellMaker
+from fusion_bench_featcal.lab.compare.cells import CellMaker, Failure
 from fusion_bench_featcal.lab.compare.grid import Grid, GridChoices, make_grid
 from fusion_bench_featcal.lab.compare.jobs import BACKENDS, Workers
 from fusion_bench_featcal.lab.compare.keys import CellKeys
-from fusion_bench_featcal.lab.compare.points import unresolved
+from fusion_bench_featcal.lab.compare.points import POOLS, Point, unresolved
 from fusion_bench_featcal.lab.compare.reports import check_places, write_reports
 from fusion_bench_featcal.lab.compare.runs import GridRun, run_grids
 from fusion_bench_featcal.lab.compare.store import ResultStore
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.find import FailedCell
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
-from fusion_bench_featcal.results.summary import Summary
-from fusion_bench_featcal.results.views import show
+from fusion_bench_featcal.results.report import summarise
+from fusion_bench_featcal.results.views import show, write
 from fusion_bench_featcal.setting_fields import Settings, same_as, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+log = logging.getLogger(__name__)
+
+STAYS = "the others are finished and stay so when the command is repeated"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +97,17 @@ class ComparisonSettings(Settings):
     )
 
 
+@dataclass(frozen=True)
+class PlannedPoint:
+    """A point whose settings and grid are checked."""
+
+    point: Point
+    settings: ComparisonSettings
+    grid: Grid
+    config: DictConfig | None = None  # the program's at this point; None: not needed
+    pools: str = ""  # equal for points on the same pools
+
+
 class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """Runs a grid of upstream mergers and post-merging methods, and compares the results.
 
@@ -113,43 +130,82 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             ValueError: If a key is unknown or a value is not accepted.
         """
         meta = take_fusion_bench_keys(keys)
-        *more, self.choices, self.settings = read_settings(
-            keys, self.setting_kinds, str(keys.get("study", self.name))
-        )
-        self.design = more[0] if more else None
+        self._read(read_settings(keys, self.setting_kinds, str(keys.get("study", self.name))))
         super().__init__(**meta)
+
+    def _read(self, settings: Sequence[Any]) -> None:
+        self.choices, self.settings = settings
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
         prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> None:  # type: ignore[override]
-        """Run the grid, report it, and return no model.
+        """Run all cells, report them, and return no model.
 
         Args:
             modelpool: The pool with base, experts and data.
 
         Raises:
-            ValueError: If the grid is empty or names something unknown; before anything is loaded.
+            ValueError: If a name or setting is unknown; before anything is loaded.
             CalibrationError: If the pools do not fit; or, when all is reported, if cells failed.
         """
-        grid = self.grid(getattr(self._program, "_modelpool", {}))
-        workers, suite = self.workers(), suite_name(modelpool)
-        inputs = self.inputs(modelpool, getattr(self._program, "taskpool", None))
-        check_cells(grid, inputs)
-        config = program_config(self._program) if workers.are_apart else None
-        store = ResultStore(self.settings.results_dir or Path("outputs") / "comparison" / suite)
-        folder = self.report_folder(store)
-        check_places(folder, grid)
-        with self.continuing(store):
-            run = self.grid_run(grid, CellKeys(inputs), store, config)
-            run_grids([run], workers)
-        self._report(suite, run, folder)
+        settings, suite = self.settings, suite_name(modelpool)
+        workers = Workers(settings.jobs, settings.backend, settings.backend_options)
+        planned = self.planned(workers.are_apart)
+        inputs: dict[str, MethodInputs] = {}
+        for each in planned:
+            if each.pools not in inputs:
+                inputs[each.pools] = self.inputs(*self._pools(each, modelpool))
+                check_cells(each.grid, inputs[each.pools])
+        store = ResultStore(settings.results_dir or Path("outputs") / "comparison" / suite)
+        folder = store.folder if self.log_dir is None else Path(self.log_dir)
+        check_places(folder, planned[0].grid)
+        go_on = f"Interrupted. Finished cells are in {store.folder}. To continue, repeat"
+        with ending_cleanly(self._program, lambda: f"{go_on} the command"):
+            runs, failed = self._begun(planned, inputs, store, workers.are_apart)
+            run_grids(runs, workers)
+        self.report(suite, runs, failed, folder)
 
-    def workers(self) -> Workers:
-        """Return the workers that the settings choose; raises as `Workers`."""
-        settings = self.settings
-        return Workers(settings.jobs, settings.backend, settings.backend_options)
+    def planned(self, are_apart: bool) -> list[PlannedPoint]:
+        """Return the points, all checked; nothing is loaded.
+
+        Args:
+            are_apart: True if cells run in other processes, which need the program's config.
+
+        Raises:
+            ValueError: If a name or setting is unknown.
+        """
+        grid = self.grid(getattr(self._program, "_modelpool", {}))
+        config = program_config(self._program) if are_apart else None
+        return [PlannedPoint(Point(seed=self.settings.seed), self.settings, grid, config)]
+
+    def report(
+        self, suite: str, runs: Sequence[GridRun], failed: list[FailedCell], folder: Path
+    ) -> None:
+        """Write, log and print the reports; then fail if cells failed.
+
+        Args:
+            suite: Name of the model pool.
+            runs: All points' cells.
+            failed: Points that failed as a whole.
+            folder: Where reports are written.
+        """
+        (run,) = runs
+        written = write_reports(folder, suite, run)
+        if written:
+            summary = summarise(written, run.failed)
+            write(summary, folder)
+            log_results(self.fabric, [(Report.load(run), Path(run)) for run in summary.runs])
+            lines = closing_lines_of_a_comparison(folder)
+            at_the_end(lambda: show_with(partial(show, summary), lines))
+        if run.failed:
+            cells = "; ".join(
+                f"{cell.upstream or 'reference'}, {cell.name}: {cell.reason}" for cell in run.failed
+            )
+            raise CalibrationError(
+                f"{len(run.failed)} of {counted(len(run.cells), 'cell')} failed; {STAYS}. {cells}"
+            )
 
     def grid(self, pool_config: Mapping[str, Any]) -> Grid:
         """Return the grid, whose names and settings are checked.
@@ -184,52 +240,44 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             raise CalibrationError(f"{self.name} runs on one device: set fabric.devices=1")
         return MethodInputs(modelpool, taskpool, self.fabric)
 
-    def maker(self, grid: Grid, pools: Any, store: ResultStore, log_dir: Path | None) -> CellMaker:
-        """Return the maker of a grid's cells in a worker, on the pools that it has made."""
-        inputs = self.inputs(*pools)
-        return CellMaker(grid.cells, inputs, store, self.settings.seed, self._program, log_dir)
+    def _pools(self, each: PlannedPoint, modelpool: BaseModelPool) -> list[Any]:
+        """Return a point's pools: the program's, or others that are made here."""
+        program: Any = self._program
+        if each.config is None or not each.point.changes_pools:
+            return [modelpool, getattr(program, "taskpool", None)]
+        configs = (OmegaConf.create(plain(each.config[pool])) for pool in POOLS)
+        return [program._instantiate_and_setup(config) for config in configs]
 
-    def grid_run(
-        self, grid: Grid, keys: CellKeys, store: ResultStore, config: DictConfig | None
-    ) -> GridRun:
-        """Return one pass over a grid with this comparison's seed.
-
-        Args:
-            grid: The grid.
-            keys: Fingerprints on the pools.
-            store: Where cells are kept.
-            config: The program's config, with which workers make their pools; None: there are none.
-        """
+    def _begun(
+        self,
+        planned: Sequence[PlannedPoint],
+        inputs: dict[str, MethodInputs],
+        store: ResultStore,
+        are_apart: bool,
+    ) -> tuple[list[GridRun], list[FailedCell]]:
+        """Return the points' cells with their fingerprints, and points that failed."""
         log_dir = None if self.log_dir is None else Path(self.log_dir)
-        content = None if config is None else {**plain(config), "print_config": False}
-        return GridRun(grid, keys, store, self.settings.seed, self._program, log_dir, content)
-
-    def report_folder(self, store: ResultStore) -> Path:
-        """Return the folder of the reports."""
-        return store.folder if self.log_dir is None else Path(self.log_dir)
-
-    @contextmanager
-    def continuing(self, store: ResultStore) -> Iterator[None]:
-        """Context in which an interruption ends with a line on how to continue."""
-        line = f"Interrupted. Finished cells are in {store.folder}. To continue, repeat the command"
-        with ending_cleanly(self._program, lambda: line):
-            yield
-
-    def _report(self, suite: str, run: GridRun, folder: Path) -> None:
-        """Write, log and print the reports; then fail if cells failed."""
-        summary = write_reports(folder, suite, run, self.settings.notes or {})
-        if summary is not None:
-            runs = [(Report.load(run), Path(run)) for run in summary.runs]
-            log_results(self.fabric, runs)
-            at_the_end(partial(_show, summary, folder))
-        if run.failed:
-            cells = "; ".join(
-                f"{cell.upstream or 'reference'}, {cell.name}: {cell.reason}" for cell in run.failed
-            )
-            raise CalibrationError(
-                f"{len(run.failed)} of {counted(len(run.cells), 'cell')} failed; the others are "
-                f"finished and stay so when the command is repeated. {cells}"
-            )
+        keys: dict[str, CellKeys] = {}
+        runs, failed = [], []
+        for each in planned:
+            shared, point, grid = inputs[each.pools], each.point, each.grid
+            maker = CellMaker(grid.cells, shared, store, point.seed, self._program, log_dir)
+            try:
+                check_cells(grid, shared)
+                if each.pools not in keys:
+                    keys[each.pools] = CellKeys(shared)
+                cells = keys[each.pools].cells(grid, point.seed)
+                notes = dict(each.settings.notes or {})
+                config = as_text(each.config) if are_apart else ""
+                runs.append(GridRun(point, grid, cells, maker, notes, config))
+            # Whatever one point's pools or methods raise, the other points are worth having.
+            except Exception as error:
+                if len(planned) == 1:
+                    raise
+                failure = Failure.of(error)
+                log.error("the point %s failed: %s\n%s", point, failure.reason, failure.trace)
+                failed.append(point.failed(None, "the point", failure.reason))
+        return runs, failed
 
 
 def check_cells(grid: Grid, inputs: MethodInputs) -> None:
@@ -275,7 +323,12 @@ def program_config(program: Any) -> DictConfig:
     return config
 
 
-def _show(summary: Summary, folder: Path) -> None:
-    show(summary)
-    for line in closing_lines_of_a_comparison(folder):
-        print(line)
+def as_text(config: DictConfig | None) -> str:
+    """Return a program's config as JSON, resolved, for other processes."""
+    return "" if config is None else json.dumps({**plain(config), "print_config": False})
+
+
+def show_with(show: Callable[[], object], lines: Sequence[str]) -> None:
+    """Show results, and the last lines of a run."""
+    show()
+    print("\n".join(lines))

@@ -35,47 +35,33 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @dataclass(frozen=True)
 class Job:
-    """A cell, with all that a process needs to make it.
-
-    Attributes:
-        cell: The cell.
-        config: JSON of the program's resolved config.
-        store: Folder of finished results.
-        log_dir: Folder for the reports that FusionBench's task pools leave.
-        machine: Software, device and precision that the fingerprint stands for.
-        run: Name of the driver's run.
-        threads: Threads of torch, whose number changes the last bits of results.
-        folder: Working directory, to which paths are relative.
-        paths: Folders of Python modules.
-    """
+    """A cell, with all that a process needs to make it."""
 
     cell: Cell
-    config: str
-    store: Path
-    log_dir: Path | None
-    machine: Mapping[str, Any]
-    run: str
-    threads: int
-    folder: str
-    paths: Sequence[str]
+    config: str  # JSON of the program's resolved config
+    run: str  # name of the driver's run
+    folders: tuple[Path, Path | None]  # of finished results, and of FusionBench's reports
+    machine: Mapping[str, Any]  # that the fingerprint stands for
+    threads: int  # of torch, whose number changes the last bits of results
+    directory: str  # to which paths are relative
+    modules: Sequence[str]  # where Python finds modules
 
     @classmethod
     def of(cls, cell: Cell, maker: CellMaker, config: str, run: str) -> "Job":
-        """Make the job of a cell that a maker of this process would make."""
+        """Return the job of a cell that `maker` would make in this process."""
+        folders = maker.store.folder.resolve(), maker.log_dir and maker.log_dir.resolve()
         machine = describe_machine(maker.inputs.fabric)
         here = torch.get_num_threads(), os.getcwd(), tuple(sys.path)
-        store = maker.store.folder.resolve()
-        log_dir = None if maker.log_dir is None else maker.log_dir.resolve()
-        return cls(cell, config, store, log_dir, machine, run, *here)
+        return cls(cell, config, run, folders, machine, *here)
 
     def work(self) -> Outcome:
         """Make the cell in this process, which is a worker's."""
         with _ONE_AT_A_TIME:
             try:
-                os.chdir(self.folder)
-                sys.path += [path for path in self.paths if path not in sys.path]
+                os.chdir(self.directory)
+                sys.path += [path for path in self.modules if path not in sys.path]
                 torch.set_num_threads(self.threads)
-                maker = _maker(self.config, self.store, self.log_dir)
+                maker = _maker(self.config, *self.folders)
                 machine = describe_machine(maker.inputs.fabric)
                 if machine != self.machine:
                     raise CalibrationError(
@@ -99,7 +85,9 @@ def _maker(config: str, store: Path, log_dir: Path | None) -> CellMaker:
         for pool in ("modelpool", "taskpool")
     ]
     method = program._instantiate_and_setup(content.method)
-    return method.maker(method.grid(content.modelpool), pools, ResultStore(store), log_dir)
+    grid, inputs = method.grid(content.modelpool), method.inputs(*pools)
+    seed = method.settings.seed
+    return CellMaker(grid.cells, inputs, ResultStore(store), seed, program, log_dir)
 
 
 class Workers:

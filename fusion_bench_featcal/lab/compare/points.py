@@ -2,10 +2,13 @@
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
+
+from fusion_bench_featcal.lab.report.study import label_text
+from fusion_bench_featcal.results.find import FailedCell
 
 POOLS = ("modelpool", "taskpool")
 _LONGEST = 150  # characters of a point's folder
@@ -33,9 +36,9 @@ class Axis(NamedTuple):
 class Point:
     """One comparison of a study."""
 
-    labels: dict[str, Any]  # without the seed
-    changes: Changes
     seed: int
+    labels: dict[str, Any] = field(default_factory=dict)  # without the seed
+    changes: Changes = field(default_factory=dict)
 
     def changed(self, config: DictConfig) -> DictConfig:
         """Return a copy of the config with the point's changes.
@@ -68,6 +71,11 @@ class Point:
         """Name of the point's pools in reports: other pools must not share the suite's name."""
         labels = ", ".join(f"{key}={value}" for key, value in self.labels.items())
         return f"{suite} ({labels})" if self.changes_pools else suite
+
+    def failed(self, merger: str | None, name: str, reason: str) -> FailedCell:
+        """Return the entry of a failed cell."""
+        text = label_text(self.labels)
+        return FailedCell(upstream=merger, name=name, reason=reason, seed=self.seed, point=text)
 
     def __str__(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in {**self.labels, "seed": self.seed}.items())

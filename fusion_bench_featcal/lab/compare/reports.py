@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING
 from fusion_bench_featcal.hub_files import commits
@@ -25,63 +24,30 @@ from fusion_bench_featcal.results.find import refuse_run
 from fusion_bench_featcal.results.long_table import COMPARISON_SEED
 from fusion_bench_featcal.results.notes import FAILED, NOTE, Note
 from fusion_bench_featcal.results.remarks import tasks_below_merged
-from fusion_bench_featcal.results.report import summarise
-from fusion_bench_featcal.results.summary import Summary
-from fusion_bench_featcal.results.views import write
 
 
-def write_reports(
-    folder: Path, suite: str, run: GridRun, notes: Mapping[str, str]
-) -> Summary | None:
-    """Write each upstream merger's report to a folder of its name, and the comparison.
-
-    Args:
-        folder: The folder of the comparison.
-        suite: Name of the model pool.
-        run: The grid with its finished and failed cells.
-        notes: Name of a merger or cell -> what a reader must know about it.
-
-    Returns:
-        The comparison; None if no merger gave any result.
-
-    Raises:
-        ReportError: If something cannot be written.
-    """
-    written = write_merger_reports(folder, suite, run, notes)
-    if not written:
-        return None
-    summary = summarise(written, run.failed)
-    write(summary, folder)
-    return summary
-
-
-def write_merger_reports(
-    folder: Path,
-    suite: str,
-    run: GridRun,
-    notes: Mapping[str, str],
-    labels: Mapping[str, Any] | None = None,
-) -> list[Path]:
+def write_reports(folder: Path, suite: str, run: GridRun) -> list[Path]:
     """Write each upstream merger's report to a folder of its name.
 
     Args:
         folder: Folder of these folders.
         suite: Name of the model pool.
         run: The grid with its finished and failed cells.
-        notes: Name of a merger or cell -> a sentence about it.
-        labels: Labels of the point of a study.
 
     Returns:
         The folders of the mergers that gave a result.
+
+    Raises:
+        ReportError: If something cannot be written.
     """
     written = []
     for merger in (merger.name for merger in run.grid.mergers):
-        report, place = _merger_report(suite, merger, run, notes), folder / merger
+        report, place = _merger_report(run.point.pool_name(suite), merger, run), folder / merger
         if set(report.rows) <= {BASE, EXPERTS}:
             # One of an earlier run would be taken for this one's.
             shutil.rmtree(place, ignore_errors=True)
             continue
-        report.labels = dict(labels or {})
+        report.labels = dict(run.point.labels)
         report.write(place)
         owned = {cell: result for (owner, cell), result in run.results.items() if owner == merger}
         write_curves(place, {cell: result.curves for cell, result in owned.items()})
@@ -117,9 +83,9 @@ def inference_seconds(
     return dict(zip(timed, on_one_clock([*timed.values()]), strict=True)) if timed else {}
 
 
-def _merger_report(suite: str, merger: str, run: GridRun, notes: Mapping[str, str]) -> Report:
+def _merger_report(suite: str, merger: str, run: GridRun) -> Report:
     """The report of one upstream merger: references, the merger, and the cells on it."""
-    device = describe_device(run.keys.inputs.fabric.device)
+    device, notes = describe_device(run.maker.inputs.fabric.device), run.notes
     report = Report(suite=suite, upstream=merger, versions=versions() | commits(), device=device)
     seconds = inference_seconds(run.results)
     for (owner, cell), result in run.results.items():
@@ -141,7 +107,7 @@ def _merger_report(suite: str, merger: str, run: GridRun, notes: Mapping[str, st
             report.seeds[name] = result.seed
         texts = [*([notes[name]] if name in notes else []), *result.notes]
         report.note(*(Note(NOTE, text, name) for text in texts))
-    report.seeds[COMPARISON_SEED] = run.seed
+    report.seeds[COMPARISON_SEED] = run.point.seed
     report.note(*tasks_below_merged(report))
     failed = (cell for cell in run.failed if cell.upstream == merger)
     report.note(*(Note(FAILED, cell.reason, cell.name) for cell in failed))
