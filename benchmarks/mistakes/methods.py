@@ -19,7 +19,7 @@ MUTATIONS = [
     ),
     Mutation(
         "features that are computed again are of other samples",
-        "lab/rivals/feature_correction.py",
+        "lab/rivals/training.py",
         "return self.again(positions)",
         "return self.again(positions.flip(0) * 0)",
         "methods/test_post_merging.py",
@@ -83,8 +83,8 @@ MUTATIONS = [
     Mutation(
         "Surgery trained on squared errors",
         "lab/rivals/surgery.py",
-        "torch.stack([functional.l1_loss(*pair)",
-        "torch.stack([functional.mse_loss(*pair)",
+        "torch.stack([*map(functional.l1_loss,",
+        "torch.stack([*map(functional.mse_loss,",
         "methods/test_surgery_agreement.py methods/test_trained_corrections.py",
     ),
     Mutation(

@@ -1,6 +1,7 @@
 """SurgeryV2: corrections behind every block, their training, and the model that carries them."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,9 +32,7 @@ def run(model: nn.Module, inputs: Tensor) -> Tensor:
     return model(inputs)
 
 
-def trained(method: SurgeryV2, merged, expert, inputs, task: str = "a") -> Any:
-    features = method.collect_sites(merged, expert, BLOCKS, run, inputs, task)
-    return method.fit_all({task: features})[task]
+SITES = partial(site_features, BLOCKS, run)
 
 
 def untrained(method: SurgeryV2, widths: list[int], task: str = "") -> Any:
@@ -51,7 +50,7 @@ def pair() -> tuple[nn.Module, nn.Module, list[Tensor]]:
 def total_drift(merged, expert, inputs, surgery=None) -> float:
     """The published loss over all inputs, written out."""
     x = torch.cat(inputs)
-    sides = site_features(merged, BLOCKS, run, x, surgery), site_features(expert, BLOCKS, run, x)
+    sides = SITES(merged, x, surgery), SITES(expert, x)
     return sum(float((a - b).abs().mean()) for a, b in zip(*sides, strict=True))
 
 
@@ -73,7 +72,7 @@ def test_corrections_reach_the_blocks_that_follow_and_go_with_the_context() -> N
 def test_first_loss_is_the_published_one() -> None:
     merged, expert, inputs = pair()
     method = SurgeryV2(steps=1, batch_size=60)
-    trained(method, merged, expert, inputs)
+    method.fit_blocks(merged, expert, BLOCKS, run, inputs, "a")
     wanted = pytest.approx(total_drift(merged, expert, inputs), rel=1e-5)
     assert method.losses == {"a": [wanted]}
 
@@ -92,7 +91,7 @@ def test_tokens_are_averaged_after_the_correction() -> None:
         Tokens()(x)
     assert not means  # another model's blocks are not touched
     surgery = LayerSurgery([nn.ReLU()], nn.Identity())
-    mean, final = site_features(Tokens(), ["block"], run, x, surgery)
+    mean, final = site_features(["block"], run, Tokens(), x, surgery)
     torch.testing.assert_close(mean, x.relu().mean(1))
     torch.testing.assert_close(final, x.relu()[:, 0])
 
@@ -105,7 +104,7 @@ def test_planted_drift_of_low_rank_is_removed() -> None:
     drifting: Any = merged.get_submodule("layers.1")
     drifting.register_forward_hook(lambda _, __, output: output + planted)
     method = SurgeryV2(rank=6, steps=100, batch_size=30, learning_rate=3e-2)
-    surgery = trained(method, merged, expert, inputs)
+    surgery = method.fit_blocks(merged, expert, BLOCKS, run, inputs, "a")
     before = total_drift(merged, expert, inputs)
     assert total_drift(merged, expert, inputs, surgery) < 0.15 * before
 
@@ -113,7 +112,9 @@ def test_planted_drift_of_low_rank_is_removed() -> None:
 def test_training_leaves_both_models_and_repeats_itself() -> None:
     merged, expert, inputs = pair()
     kept = copy.deepcopy((merged, expert))
-    first, again, other = (trained(QUICK, merged, expert, inputs, task) for task in ("a", "a", "b"))
+    first, again, other = (
+        QUICK.fit_blocks(merged, expert, BLOCKS, run, inputs, task) for task in ("a", "a", "b")
+    )
     for name, value in first.state_dict().items():
         assert torch.equal(value, again.state_dict()[name])
         assert not torch.equal(value, other.state_dict()[name])
@@ -127,7 +128,7 @@ def test_training_leaves_both_models_and_repeats_itself() -> None:
 def test_no_input_is_refused() -> None:
     suite = residual_suite()
     with pytest.raises(CalibrationError, match="task 'greek' has no inputs"):
-        trained(QUICK, suite.merged, suite.base, [], "greek")
+        QUICK.fit_blocks(suite.merged, suite.base, BLOCKS, run, [], "greek")
 
 
 def corrected_model(folders) -> LayerCorrectedModel:

@@ -11,10 +11,10 @@ from torch.distributions import Normal, kl_divergence
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab.rivals import ProbSurgery, Surgery
 from fusion_bench_featcal.lab.rivals.corrected_model import SurgeryModule
-from fusion_bench_featcal.lab.rivals.feature_correction import TaskFeatures
 from fusion_bench_featcal.lab.rivals.prob_surgery import kl_term, standard_normal_kl
 from fusion_bench_featcal.lab.rivals.training import (
     CURVE_WINDOW,
+    TaskFeatures,
     initial_surgery,
     shuffled_batches,
     task_generator,

@@ -1,7 +1,6 @@
 """Merged CLIP vision models with corrections, as FusionBench evaluates them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -103,9 +102,7 @@ class CorrectedModel(Corrected):
         return self.correction(task)(to_unit_norm(features) if unit else features)
 
     @classmethod
-    def _loaded(
-        cls, folder: str | Path, tensors: Mapping[str, Tensor], **kwargs: Any
-    ) -> dict[str, Any]:
+    def _loaded(cls, folder: Any, tensors: Any, **kwargs: Any) -> dict[str, Any]:
         weight = tensors["projection.weight"]
         projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
         projection.weight = nn.Parameter(weight)

@@ -100,9 +100,7 @@ class CorrectedLanguageModel(Corrected):
         keep_untied(self.model, Path(folder))
 
     @classmethod
-    def _loaded(
-        cls, folder: str | Path, tensors: Mapping[str, Tensor], **kwargs: Any
-    ) -> dict[str, Any]:
+    def _loaded(cls, folder: Any, tensors: Any, **kwargs: Any) -> dict[str, Any]:
         two_sided = AutoConfig.from_pretrained(folder, trust_remote_code=False).is_encoder_decoder
         loader: Any = AutoModelForSeq2SeqLM if two_sided else AutoModelForCausalLM
         options = {"variant": VARIANT, "trust_remote_code": False, **kwargs}

@@ -125,9 +125,10 @@ class Corrected(nn.Module):
         weights, description = self._files(folder)
         # A module that tasks share is saved once, under the first of them.
         tensors = {
-            name: parameter.data.contiguous()
-            for name, parameter in self.named_parameters()
-            if not name.startswith("model.")
+            f"{part}.{name}": parameter.data.contiguous()
+            for part, module in self.named_children()
+            if part != "model"
+            for name, parameter in module.named_parameters()
         }
         save_file(tensors, weights)
         content = {name: getattr(self, name) for name in ("tasks", *self.described)}
@@ -176,9 +177,7 @@ class Corrected(nn.Module):
         return Path(folder) / f"{cls.stem}.safetensors", Path(folder) / f"{cls.stem}.json"
 
     @classmethod
-    def _loaded(
-        cls, folder: str | Path, tensors: Mapping[str, Tensor], **kwargs: Any
-    ) -> dict[str, Any]:
+    def _loaded(cls, folder: Any, tensors: Any, **kwargs: Any) -> dict[str, Any]:
         """Load the merged model, and what else is saved with the corrections."""
         raise NotImplementedError
 

@@ -1,6 +1,6 @@
 """Correction of a merged model's final features, task by task, from each task's expert."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,36 +21,11 @@ from fusion_bench_featcal.lab.rivals.projection import (
     to_unit_norm,
 )
 from fusion_bench_featcal.lab.rivals.registry import Method
-from fusion_bench_featcal.lab.rivals.training import thinned
+from fusion_bench_featcal.lab.rivals.training import TaskFeatures, check_features, thinned
 from fusion_bench_featcal.method_inputs import MethodInputs
-from fusion_bench_featcal.setting_fields import same_as, setting
+from fusion_bench_featcal.setting_fields import same_as, setting, yaml_word
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-
-
-@dataclass(frozen=True, eq=False)
-class TaskFeatures:
-    """One task's data for its correction.
-
-    Attributes:
-        merged: Features of the merged model, `[n, d]`.
-        expert: Features of the task's expert on the same samples, `[n, d]`.
-        again: Computes both again for positions of samples; None: they are kept.
-    """
-
-    merged: Tensor
-    expert: Tensor
-    again: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both at positions of samples."""
-        if self.again is not None:
-            return self.again(positions)
-        positions = positions.to(self.merged.device)
-        return self.merged[positions], self.expert[positions]
-
-    def corrected(self, rows: Tensor, module: nn.Module) -> list[Tensor]:
-        """Return corrected features of rows of `merged`, a tensor for each site."""
-        return [module(rows)]
+from fusion_bench_featcal.streams.samples import naming_task
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,11 +133,13 @@ class FeatureCorrection(Method):
             check_projection(inputs.models, self.clip_model)
         else:
             find_final_norm(inputs.models, self.final_norm)
-            if self.normalize != "none":
-                raise CalibrationError(
-                    f"method.normalize={self.normalize} is for CLIP: the head of a language model "
-                    "reads features as they are. Set method.normalize=none"
-                )
+            # The head reads states as they are, and texts are padded to the length of their batch.
+            for name, needed in (("normalize", "none"), ("recompute", False)):
+                if (value := getattr(self, name, needed)) != needed:
+                    raise CalibrationError(
+                        f"method.{name}={yaml_word(value)} is for CLIP vision models: set "
+                        f"method.{name}={yaml_word(needed)}"
+                    )
         self.batches(inputs)
 
     def batches(self, inputs: MethodInputs) -> dict[str, Any]:
@@ -195,8 +172,8 @@ class FeatureCorrection(Method):
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> Corrected:
         """Correct a merged model, which the result holds.
 
-        Merged model and experts are frozen and the samples few: every sample passes through both
-        once, with one expert in memory at a time, and the corrections are fitted to the features.
+        Every sample passes through merged model and expert once, with one expert in memory at a
+        time, and the corrections are fitted to the features.
 
         Raises:
             CalibrationError: If there is no feature to correct, a task lacks data, or a training
@@ -205,9 +182,8 @@ class FeatureCorrection(Method):
         pool, device = inputs.modelpool, inputs.fabric.device
         batches, merged = self.batches(inputs), merged.to(device).eval()
         if text_kind(pool) is None:
-            site: Any = ProjectedFeatures(
-                load_projection(inputs.models, self.clip_model).to(device)
-            )
+            projection = load_projection(inputs.models, self.clip_model)
+            site: Any = ProjectedFeatures(projection.to(device))
         else:
             site = FinalStates(find_final_norm(inputs.models, self.final_norm))
         features = {}
@@ -230,29 +206,17 @@ class FeatureCorrection(Method):
     def _collect(
         self, merged: nn.Module, expert: nn.Module, site: Any, batches: Any, task: str
     ) -> TaskFeatures:
-        """Run merged model and expert on a task's samples.
-
-        Args:
-            merged: The merged model.
-            expert: The task's expert.
-            site: The feature that is corrected: its `features(model, batch)` are `[n, d]`.
-            batches: Batches of the models' inputs.
-            task: The task's name, for messages.
-
-        Raises:
-            CalibrationError: If there are no features, or they do not fit each other.
-        """
-        try:
-            rows = [[self.features(m, site, batch) for m in (merged, expert)] for batch in batches]
-        except CalibrationError as error:
-            raise CalibrationError(f"task {task!r}: {error}") from error
-        before, target = (torch.cat(side) for side in zip(*rows, strict=True))
-        if not len(before):
-            raise CalibrationError(
-                f"task {task!r}: no position predicts a target token, so there is nothing to "
-                "correct: its targets are empty. Give the rows targets, or set "
-                "method.calibration_targets=generated"
-            )
+        """Run both models on a task's batches; `site.features(model, batch)` are `[n, d]`."""
+        models = merged, expert
+        with naming_task(task):
+            rows = [[self.features(model, site, batch) for model in models] for batch in batches]
+            before, target = (torch.cat(side) for side in zip(*rows, strict=True))
+            if not len(before):
+                raise CalibrationError(
+                    "no position predicts a target token, so there is nothing to correct: its "
+                    "targets are empty. Give the rows targets, or set "
+                    "method.calibration_targets=generated"
+                )
         check_features(before, target, task)
         return TaskFeatures(before, target)
 
@@ -286,23 +250,3 @@ class FeatureCorrection(Method):
                 f"{self.name} must be the last of the methods that are applied in order"
             )
         return model
-
-
-def check_features(merged: Tensor, expert: Tensor, task: str) -> None:
-    """Check the two sides of a task's correction, `[n, d]` each.
-
-    Raises:
-        CalibrationError: If they differ in shape, are no matrices, are empty or not finite.
-    """
-    shapes = tuple(merged.shape), tuple(expert.shape)
-    if shapes[0] != shapes[1] or len(shapes[0]) != 2 or 0 in shapes[0]:
-        raise CalibrationError(
-            f"task {task!r}: merged and expert features must be [samples, width] of the same "
-            f"samples, got {shapes[0]} and {shapes[1]}"
-        )
-    for owner, features in (("merged model", merged), ("expert", expert)):
-        if not bool(torch.isfinite(features).all()):
-            raise CalibrationError(
-                f"task {task!r}: the {owner}'s features are not finite. Look for NaN or infinite "
-                "values in its weights"
-            )

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
-from fusion_bench_featcal.lab.rivals.feature_correction import check_features
 from fusion_bench_featcal.lab.rivals.final_features import final_features, final_rows
+from fusion_bench_featcal.lab.rivals.training import check_features
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.inputs import to_device

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fusion_bench_featcal.lab.rivals.corrected_model import SurgeryModule
-from fusion_bench_featcal.lab.rivals.feature_correction import TaskFeatures
 from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.lab.rivals.surgery import Surgery
-from fusion_bench_featcal.lab.rivals.training import initial_weight, task_generator
+from fusion_bench_featcal.lab.rivals.training import TaskFeatures, initial_weight, task_generator
 from fusion_bench_featcal.setting_fields import setting
 
 # Standard deviation of the noise in units of the features' root mean square, where the authors'
@@ -98,7 +97,7 @@ class ProbSurgery(Surgery):
 
 
 class ProbSurgeryModule(nn.Module):
-    """A task's distribution of the correction: N(M a, exp(V a + v)) with a = relu(P f).
+    """A task's distribution of the correction: N(M relu(P f), exp(V relu(P f) + v)).
 
     Attributes:
         down: P, `[hidden, d]`.
@@ -109,10 +108,9 @@ class ProbSurgeryModule(nn.Module):
 
     def __init__(self, down: Tensor, term: KlTerm) -> None:
         super().__init__()
-        self.down = nn.Parameter(down)
+        self.down, self.term = nn.Parameter(down), term
         self.mean = nn.Parameter(torch.zeros(down.T.shape))
         self.log_variance = nn.Parameter(torch.zeros(down.T.shape))
-        self.term = term
 
     def distribution(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and log variance of the correction, `[..., d]` each, of `[..., d]`."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.lab.rivals.corrected_model import AffineModule
-from fusion_bench_featcal.lab.rivals.feature_correction import FeatureCorrection, TaskFeatures
+from fusion_bench_featcal.lab.rivals.feature_correction import FeatureCorrection
 from fusion_bench_featcal.lab.rivals.registry import method
+from fusion_bench_featcal.lab.rivals.training import TaskFeatures
 from fusion_bench_featcal.setting_fields import setting
 from fusion_bench_featcal.settings import CalibrationError
 

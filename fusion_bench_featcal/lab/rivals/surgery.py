@@ -8,15 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.lab.rivals.feature_correction import FeatureCorrection, TaskFeatures
+from fusion_bench_featcal.lab.rivals.feature_correction import FeatureCorrection
 from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.lab.rivals.training import (
+    TaskFeatures,
     initial_surgery,
     shuffled_batches,
     task_generator,
 )
-from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.setting_fields import setting
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -52,15 +51,6 @@ class Surgery(FeatureCorrection):
         "Run merged model and experts in every update, as the authors' codes do. Changes costs and "
         "rounding alone; images only.",
     )
-
-    def check(self, inputs: MethodInputs) -> None:
-        """Find the feature that is corrected and open the data."""
-        if self.recompute and text_kind(inputs.modelpool) is not None:
-            raise CalibrationError(
-                "method.recompute=true is for images: texts are padded to the length of their "
-                "batch. Set method.recompute=false"
-            )
-        super().check(inputs)
 
     def _collect(
         self, merged: nn.Module, expert: nn.Module, site: Any, batches: Any, task: str
@@ -107,8 +97,7 @@ class Surgery(FeatureCorrection):
         before, target = features.at(positions)
         corrected = features.corrected(before, module)
         targets = target.split([site.shape[1] for site in corrected], dim=1)
-        pairs = zip(corrected, targets, strict=True)
-        return torch.stack([functional.l1_loss(*pair) for pair in pairs]).sum()
+        return torch.stack([*map(functional.l1_loss, corrected, targets)]).sum()
 
     def fit_all(self, features: Mapping[str, TaskFeatures]) -> dict[str, nn.Module]:
         """Train all tasks' modules, by one Adam or by one for each task.

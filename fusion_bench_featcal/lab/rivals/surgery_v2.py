@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,14 +10,13 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.lab.rivals.corrected_clip import LayerCorrectedModel, clip_blocks
 from fusion_bench_featcal.lab.rivals.corrected_model import LayerSurgery, corrected_outputs
-from fusion_bench_featcal.lab.rivals.feature_correction import TaskFeatures
 from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.lab.rivals.surgery import Surgery
-from fusion_bench_featcal.lab.rivals.training import initial_surgery, task_generator
+from fusion_bench_featcal.lab.rivals.training import TaskFeatures, initial_surgery, task_generator
 from fusion_bench_featcal.settings import CalibrationError
 
-FinalFeatures = Callable[[nn.Module, Tensor], Tensor]
-"""Computes a model's final features, `[batch, d]`, of its inputs."""
+Sites = Callable[..., list[Tensor]]
+"""Computes features at all sites, of a model, its inputs and corrections: see `site_features`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -28,19 +28,17 @@ class SiteFeatures(TaskFeatures):
 
     Attributes:
         model: The merged model.
-        blocks: Names of the blocks, in forward order.
-        final: Computes final features.
-        widths: Widths of the features of all sites.
+        sites: Computes a model's features at all sites.
+        widths: The widths of these features.
     """
 
     model: nn.Module
-    blocks: Sequence[str]
-    final: FinalFeatures
+    sites: Sites
     widths: Sequence[int]
 
-    def corrected(self, rows: Tensor, module: Any) -> list[Tensor]:
+    def corrected(self, rows: Tensor, module: nn.Module) -> list[Tensor]:
         """Return the merged model's corrected features of inputs, a tensor for each site."""
-        return site_features(self.model, self.blocks, self.final, rows, module)
+        return self.sites(self.model, rows, module)
 
 
 @method(
@@ -64,41 +62,40 @@ class SurgeryV2(Surgery):
     def _collect(
         self, merged: nn.Module, expert: nn.Module, site: Any, batches: Any, task: str
     ) -> SiteFeatures:
-
         def final(model: nn.Module, pixels: Tensor) -> Tensor:
             return site.features(model, {"pixel_values": pixels})
 
+        sites = partial(site_features, clip_blocks(merged), final)
         pixels = [batch["pixel_values"] for batch in batches]
-        return self.collect_sites(merged, expert, clip_blocks(merged), final, pixels, task)
+        return _expert_features(merged, expert, sites, pixels, task)
 
-    @torch.no_grad()
-    def collect_sites(
+    def fit_blocks(
         self,
         merged: nn.Module,
         expert: nn.Module,
         blocks: Sequence[str],
-        final: FinalFeatures,
+        final: Callable[[nn.Module, Tensor], Tensor],
         batches: Iterable[Tensor],
         task: str = "",
-    ) -> SiteFeatures:
-        """Run an expert on its inputs, `[batch, ...]` each, and freeze the merged model.
+    ) -> Any:
+        """Train one task's modules alone.
+
+        Args:
+            merged: The merged model; it is frozen, not changed.
+            expert: The task's expert, on the same device.
+            blocks: Names of the blocks behind which there are modules, in forward order.
+            final: Computes a model's final features of inputs.
+            batches: The task's inputs, `[batch, ...]` each.
+            task: The task's name, for seeds and messages.
+
+        Returns:
+            The trained modules, a `LayerSurgery`.
 
         Raises:
-            CalibrationError: If there is no input.
+            CalibrationError: If there is no input, or the training diverges.
         """
-        device = next(merged.requires_grad_(False).eval().parameters()).device
-        inputs = [batch.to(device) for batch in batches]
-        if not inputs:
-            raise CalibrationError(f"task {task!r} has no inputs to train SurgeryV2 on")
-        rows = [site_features(expert.eval(), blocks, final, batch) for batch in inputs]
-        return SiteFeatures(
-            merged=torch.cat(inputs),
-            expert=torch.cat([torch.cat(row, dim=1) for row in rows]),
-            model=merged,
-            blocks=blocks,
-            final=final,
-            widths=[site.shape[1] for site in rows[0]],
-        )
+        sites = partial(site_features, blocks, final)
+        return self.fit_all({task: _expert_features(merged, expert, sites, batches, task)})[task]
 
     def module(self, features: Any, name: str) -> LayerSurgery:
         """Return modules before training, which correct nothing; `name` seeds them."""
@@ -114,16 +111,38 @@ class SurgeryV2(Surgery):
         return LayerCorrectedModel(merged, site.projection, corrections, **record)
 
 
+@torch.no_grad()
+def _expert_features(
+    merged: nn.Module, expert: nn.Module, sites: Sites, batches: Iterable[Tensor], task: str
+) -> SiteFeatures:
+    """Run an expert on inputs, and freeze the merged model."""
+    device = next(merged.requires_grad_(False).eval().parameters()).device
+    inputs = [batch.to(device) for batch in batches]
+    if not inputs:
+        raise CalibrationError(f"task {task!r} has no inputs to train SurgeryV2 on")
+    rows = [sites(expert.eval(), batch) for batch in inputs]
+    targets = torch.cat([torch.cat(row, dim=1) for row in rows])
+    widths = [site.shape[1] for site in rows[0]]
+    return SiteFeatures(
+        merged=torch.cat(inputs), expert=targets, model=merged, sites=sites, widths=widths
+    )
+
+
 def site_features(
-    model: nn.Module,
     blocks: Sequence[str],
-    final: FinalFeatures,
+    final: Callable[[nn.Module, Tensor], Tensor],
+    model: nn.Module,
     inputs: Tensor,
     surgery: Any = None,
 ) -> list[Tensor]:
     """Return a model's token mean behind each block and its final features, `[batch, d]` each.
 
-    They are corrected by a `LayerSurgery` if one is given.
+    Args:
+        blocks: Names of the blocks, in forward order.
+        final: Computes a model's final features of inputs.
+        model: The model.
+        inputs: Its inputs, `[batch, ...]`.
+        surgery: A `LayerSurgery` that corrects the features; None: no correction.
     """
     identity = nn.Identity()
     surgery = surgery or LayerSurgery([identity] * len(blocks), identity)

@@ -1,16 +1,64 @@
-"""Small modules before training, their random numbers and batches, and the curve of a loss."""
+"""Data of a correction, small modules before training, random numbers, and curves of a loss."""
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusion_bench_featcal.lab.rivals.corrected_model import SurgeryModule
+from fusion_bench_featcal.settings import CalibrationError
 
 CURVE_WINDOW = 20
 """Updates whose mean loss is one point of a curve."""
+
+
+@dataclass(frozen=True, eq=False)
+class TaskFeatures:
+    """One task's data for its correction.
+
+    Attributes:
+        merged: Features of the merged model, `[n, d]`.
+        expert: Features of the task's expert on the same samples, `[n, d]`.
+        again: Computes both again for positions of samples; None: they are kept.
+    """
+
+    merged: Tensor
+    expert: Tensor
+    again: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both at positions of samples."""
+        if self.again is not None:
+            return self.again(positions)
+        positions = positions.to(self.merged.device)
+        return self.merged[positions], self.expert[positions]
+
+    def corrected(self, rows: Tensor, module: nn.Module) -> list[Tensor]:
+        """Return corrected features of rows of `merged`, a tensor for each site."""
+        return [module(rows)]
+
+
+def check_features(merged: Tensor, expert: Tensor, task: str) -> None:
+    """Check the two sides of a task's correction, `[n, d]` each.
+
+    Raises:
+        CalibrationError: If they differ in shape, are no matrices, are empty or not finite.
+    """
+    shapes = tuple(merged.shape), tuple(expert.shape)
+    if shapes[0] != shapes[1] or len(shapes[0]) != 2 or 0 in shapes[0]:
+        raise CalibrationError(
+            f"task {task!r}: merged and expert features must be [samples, width] of the same "
+            f"samples, got {shapes[0]} and {shapes[1]}"
+        )
+    for owner, features in (("merged model", merged), ("expert", expert)):
+        if not bool(torch.isfinite(features).all()):
+            raise CalibrationError(
+                f"task {task!r}: the {owner}'s features are not finite. Look for NaN or infinite "
+                "values in its weights"
+            )
 
 
 def thinned(losses: Sequence[float]) -> list[tuple[int, float]]:
