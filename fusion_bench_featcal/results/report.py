@@ -8,14 +8,13 @@ from typing import Any
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory
 from fusion_bench_featcal.json_files import plain, read_json
 
-from .find import FailedCell
 from .items import ITEMS_FILE, load_items, save_items
 from .long_table import LINES_FILE, write_lines
 from .notes import Note
 from .report_files import REPORT_FILE, write_files
 from .run_rows import RunRows
 from .schema import KIND, check_run
-from .summary import Summary, summarise_reports
+from .summary import FailedCell, Summary, summarise_reports
 from .views import run_markdown, show_run
 
 
@@ -88,7 +87,7 @@ def summarise(directories: Iterable[str | Path], failed: Sequence[FailedCell] = 
     """Load runs and average what belongs together.
 
     Args:
-        directories: Folders of runs, as `find.find` returns them.
+        directories: Folders of runs, as `lab.report.find` finds them.
         failed: Cells of comparisons without a result.
 
     Raises:

@@ -1,16 +1,13 @@
 """Several runs (seeds, upstream mergers, model pools) in one summary of the long table."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
 
-from fusion_bench_featcal.files import ReportError
-
-from .find import FailedCell
 from .intervals import (
     Interval,
     Scores,
@@ -19,7 +16,6 @@ from .intervals import (
     paired_difference,
     recovered_gap_interval,
 )
-from .items import ITEMS_FILE
 from .long_table import (
     AVERAGE,
     BASE,
@@ -31,10 +27,9 @@ from .long_table import (
     is_repair,
 )
 from .measures import normalised_average, recovered_share, samples_range, worst_task
-from .notes import RECORD, Note
+from .notes import Note
 from .run_rows import RunRows
-
-_SEED_SETTING = "seed"
+from .runs import check_averages, notes_of_runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +88,17 @@ class SummaryRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FailedCell:
+    """A cell of a comparison that gave no result."""
+
+    upstream: str | None  # merger; None for a reference
+    name: str  # of the cell; `none` if the merger itself failed
+    reason: str
+    seed: int | None = None  # of the comparison; None where it is not known
+    point: str = ""  # of a study, in words
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """Rows by suite, upstream merger and name, and what a reader must know about them."""
 
@@ -124,9 +130,6 @@ class Summary:
         return order + others
 
 
-_Run = tuple[Path, RunRows]
-
-
 def summarise_reports(
     reports: Mapping[Path, RunRows], failed: Sequence[FailedCell] = ()
 ) -> Summary:
@@ -140,13 +143,13 @@ def summarise_reports(
         ReportError: As `check_averages`.
     """
     check_averages(reports)
-    runs, rows = list(reports.items()), _by_row(reports.values())
+    rows = _by_row(reports.values())
     # For runs without experts: those of another merger.
     experts = {key[0]: _accuracy(EXPERTS, rows[key]) for key in rows if key[2] == EXPERTS}
     return Summary(
         rows=[_summary_row(key, of, experts.get(key[0])) for key, of in rows.items()],
         runs=[str(path) for path in reports],
-        notes=_notes(runs),
+        notes=notes_of_runs(reports),
         seeds=_each_once(report.seeds.get(COMPARISON_SEED) for report in reports.values()),
         failed=list(failed),
         scores=_scores(rows),
@@ -178,114 +181,6 @@ def _scores(rows: Mapping[RowKey, Sequence[RunRows]]) -> dict[RowKey, dict[Any, 
 
 def _each_once(seeds: Iterable[int | None]) -> list[int]:
     return [seed for seed in dict.fromkeys(seeds) if seed is not None]
-
-
-# ---- what may be averaged
-
-
-def check_averages(reports: Mapping[Path, RunRows]) -> None:
-    """Refuse runs that must not be averaged.
-
-    Raises:
-        ReportError: Runs of one suite have other tasks or test sets, a row was made with other
-            settings, or two runs with the same seeds disagree. The message shows the difference.
-    """
-    suites: dict[str, _Run] = {}
-    rows: dict[RowKey, _Run] = {}
-    twins: dict[tuple[RowKey, str], _Run] = {}
-    for run in reports.items():
-        _, report = run
-        _check_test_sets(suites.setdefault(report.suite, run), run)
-        for name in report.rows:
-            key = (report.suite, report.upstream, name)
-            _check_settings(name, rows.setdefault(key, run), run)
-            _check_twin(name, twins.setdefault((key, report.seeds_key), run), run)
-
-
-def _check_test_sets(first: _Run, run: _Run) -> None:
-    suite, tasks, others = run[1].suite, first[1].tasks, run[1].tasks
-    if set(tasks) != set(others):
-        raise ReportError(
-            f"runs of {suite} have different tasks: {_difference(first, tasks, run, others)}"
-        )
-    for task, test_set in first[1].test_sets.items():
-        for key, value in run[1].test_sets.get(task, {}).items():
-            if test_set.get(key, value) != value:
-                raise ReportError(
-                    f"runs of {suite} have different test sets for task '{task}', {key}: "
-                    f"{_difference(first, test_set[key], run, value)}"
-                )
-
-
-def _check_twin(name: str, twin: _Run, run: _Run) -> None:
-    one, two = (report.rows[name] for _, report in (twin, run))
-    if one != two:
-        raise ReportError(
-            f"row '{name}' differs between two runs with the same seeds {run[1].seeds_key}: "
-            f"average {_difference(twin, one[AVERAGE], run, two[AVERAGE])}. "
-            "Give only one of them, or runs with different seeds."
-        )
-
-
-def _check_settings(name: str, first: _Run, run: _Run) -> None:
-    one, two = (_without_seeds(report.settings.get(name, {})) for _, report in (first, run))
-    for key in sorted(set(one) | set(two)):
-        if one.get(key) != two.get(key):
-            raise ReportError(
-                f"row '{name}' was made with different {key}: "
-                f"{_difference(first, one.get(key), run, two.get(key))}. "
-                "Only the seed may differ between runs that are averaged."
-            )
-
-
-def _without_seeds(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted name, without seeds: methods that are applied in order nest theirs."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= _without_seeds(value, f"{prefix}{key}.")
-        elif key != _SEED_SETTING:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def _difference(first: _Run, one: Any, second: _Run, two: Any) -> str:
-    return f"{one} in {first[0]}, {two} in {second[0]}"
-
-
-def _notes(runs: Sequence[_Run]) -> list[Note]:
-    """Notes of the runs, each with its mergers (and suites) where there are several."""
-    are_alike = len({report.suite for _, report in runs}) == 1
-    having: dict[Note, dict[str, None]] = {}
-    names = set()
-    for _, report in runs:
-        merger = report.upstream or "without merger"
-        name = merger if are_alike else f"{report.suite}, {merger}"
-        names.add(name)
-        for note in report.notes:
-            having.setdefault(replace(note, merger=""), {})[name] = None
-    every = "" if len(names) == 1 else "all mergers" if are_alike else "all runs"
-    notes = [
-        replace(note, merger="; ".join(named) if len(named) < len(names) else every)
-        for note, named in having.items()
-    ]
-    return notes + [Note(RECORD, text) for text in _differing_records(runs)]
-
-
-def _differing_records(runs: Sequence[_Run]) -> list[str]:
-    """Return sentences on runs without flags per test item, and on versions that differ."""
-    texts = []
-    without = [str(path) for path, report in runs if not report.items]
-    if without:
-        where = f": {', '.join(without)}" if len(runs) > 1 else ""
-        texts.append(f"no interval over items for rows without {ITEMS_FILE}{where}")
-    for package in dict.fromkeys(package for _, report in runs for package in report.versions):
-        numbers = sorted({report.versions.get(package, "not recorded") for _, report in runs})
-        if "/" in package and "not recorded" in numbers:  # of the hub, which earlier runs left out
-            numbers.remove("not recorded")
-        if len(numbers) > 1:
-            texts.append(f"runs used different versions of {package}: {', '.join(numbers)}")
-    return texts
 
 
 # ---- one row

@@ -30,8 +30,8 @@ from comparison_parts import (
 from lightning.fabric.loggers import CSVLogger
 
 from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.lab.report.find import find
 from fusion_bench_featcal.results import Report, ReportError
-from fusion_bench_featcal.results.find import find
 from fusion_bench_featcal.settings import CalibrationError
 
 DOUBLE = {"double": method(Scale)}

@@ -9,11 +9,11 @@ from synthetic import LEVELS, leave_run, leave_seeds, make_report
 from fusion_bench_featcal import lab
 from fusion_bench_featcal.lab.report import load as loading
 from fusion_bench_featcal.lab.report.study import Study
+from fusion_bench_featcal.lab.report.views import write
 from fusion_bench_featcal.results import ReportError
 from fusion_bench_featcal.results.long_table import DIMENSIONS, where
 from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.report import summarise
-from fusion_bench_featcal.results.views import write
 
 RUNS = Path(__file__).parents[1] / "golden" / "data" / "runs"
 

@@ -15,12 +15,13 @@ from test_diagnosis import made
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.lab.report.diagnosis import diagnosis_grids, diagnosis_sentences
+from fusion_bench_featcal.lab.report.find import find
 from fusion_bench_featcal.lab.report.page import page_of_runs, page_of_study, page_text
 from fusion_bench_featcal.lab.report.study import Study
-from fusion_bench_featcal.results.find import FailedCell, find
+from fusion_bench_featcal.lab.report.views import suite_grids
 from fusion_bench_featcal.results.long_table import LINES_FILE, write_lines
 from fusion_bench_featcal.results.report import summarise
-from fusion_bench_featcal.results.views import suite_grids
+from fusion_bench_featcal.results.summary import FailedCell
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "runs"
 EVIL = "<script>alert('&')</script>{{ 7 * 7 }}"

@@ -13,12 +13,12 @@ import pytest
 
 from fusion_bench_featcal import json_files
 from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.lab.report.find import find
+from fusion_bench_featcal.lab.report.views import write
 from fusion_bench_featcal.results import Report, ReportError, items, load_items, save_items
 from fusion_bench_featcal.results.curves import drift_records, load_curves, write_curves
-from fusion_bench_featcal.results.find import find
 from fusion_bench_featcal.results.notes import NOTE, Note
 from fusion_bench_featcal.results.report import summarise
-from fusion_bench_featcal.results.views import write
 
 CURVES = {"surgery": {"cars": [(0, 1.5), (20, 0.25)], "dtd": [(0, 2.0), (20, 1.0)]}}
 LOG = {"task": "cars", "block": "layers.0", "drift_before": 2.0, "drift_after": 1.0}

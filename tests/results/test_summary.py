@@ -9,12 +9,12 @@ import pytest
 from synthetic import leave_run, leave_seeds, make_report, row_of
 
 from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.lab.report.find import find
+from fusion_bench_featcal.lab.report.views import write
 from fusion_bench_featcal.results import AVERAGE, ReportError
-from fusion_bench_featcal.results.find import find
 from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.report import summarise
 from fusion_bench_featcal.results.summary import Summary
-from fusion_bench_featcal.results.views import write
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from synthetic import leave_seeds, make_report, row_of
 
+from fusion_bench_featcal.lab.report.columns import ACCURACY
+from fusion_bench_featcal.lab.report.find import find
+from fusion_bench_featcal.lab.report.views import show, write
 from fusion_bench_featcal.nearest_names import REPORT_COLUMNS
 from fusion_bench_featcal.results import Report, ReportError
-from fusion_bench_featcal.results.columns import ACCURACY
-from fusion_bench_featcal.results.find import FailedCell, find
 from fusion_bench_featcal.results.report import summarise
-from fusion_bench_featcal.results.summary import Summary
+from fusion_bench_featcal.results.summary import FailedCell, Summary
 from fusion_bench_featcal.results.tables import TEXT_WIDTH
-from fusion_bench_featcal.results.views import show, write
 
 
 def page_of(summary: Summary) -> str:

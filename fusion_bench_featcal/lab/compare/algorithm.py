@@ -40,13 +40,13 @@ from fusion_bench_featcal.lab.compare.points import POOLS, Point, unresolved
 from fusion_bench_featcal.lab.compare.reports import check_places, write_reports
 from fusion_bench_featcal.lab.compare.runs import GridRun, run_grids
 from fusion_bench_featcal.lab.compare.store import ResultStore
+from fusion_bench_featcal.lab.report.views import show, write
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.find import FailedCell
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
 from fusion_bench_featcal.results.report import summarise
-from fusion_bench_featcal.results.views import show, write
+from fusion_bench_featcal.results.summary import FailedCell
 from fusion_bench_featcal.setting_fields import Settings, same_as, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.lab.report.study import label_text
-from fusion_bench_featcal.results.find import FailedCell
+from fusion_bench_featcal.results.summary import FailedCell
 
 POOLS = ("modelpool", "taskpool")
 _LONGEST = 150  # characters of a point's folder

@@ -10,6 +10,7 @@ from fusion_bench_featcal.lab.compare.grid import NONE, Grid
 from fusion_bench_featcal.lab.compare.inference import on_one_clock
 from fusion_bench_featcal.lab.compare.runs import GridRun
 from fusion_bench_featcal.lab.compare.store import CellResult
+from fusion_bench_featcal.lab.report.find import refuse_run
 from fusion_bench_featcal.results import (
     BASE,
     EXPERTS,
@@ -20,7 +21,6 @@ from fusion_bench_featcal.results import (
 )
 from fusion_bench_featcal.results.cost import RELATIVE_SECONDS, SECONDS_PER_SAMPLE
 from fusion_bench_featcal.results.curves import write_curves
-from fusion_bench_featcal.results.find import refuse_run
 from fusion_bench_featcal.results.long_table import COMPARISON_SEED
 from fusion_bench_featcal.results.notes import FAILED, NOTE, Note
 from fusion_bench_featcal.results.remarks import tasks_below_merged

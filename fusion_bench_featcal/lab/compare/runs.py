@@ -11,7 +11,7 @@ from fusion_bench_featcal.lab.compare.jobs import Job, Workers
 from fusion_bench_featcal.lab.compare.keys import Cell
 from fusion_bench_featcal.lab.compare.points import Point
 from fusion_bench_featcal.lab.compare.store import CellResult
-from fusion_bench_featcal.results.find import FailedCell
+from fusion_bench_featcal.results.summary import FailedCell
 
 log = logging.getLogger(__name__)
 

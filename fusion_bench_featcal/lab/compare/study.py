@@ -22,10 +22,10 @@ from fusion_bench_featcal.lab.compare.points import POOLS, Point
 from fusion_bench_featcal.lab.compare.reports import write_reports
 from fusion_bench_featcal.lab.compare.runs import GridRun
 from fusion_bench_featcal.lab.report.study import Study
+from fusion_bench_featcal.lab.report.views import failures
 from fusion_bench_featcal.plurals import counted
-from fusion_bench_featcal.results.find import FailedCell
 from fusion_bench_featcal.results.remarks import next_lines
-from fusion_bench_featcal.results.views import failures
+from fusion_bench_featcal.results.summary import FailedCell
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)

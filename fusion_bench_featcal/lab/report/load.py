@@ -6,10 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.results.find import find
+from fusion_bench_featcal.lab.report.find import find
 from fusion_bench_featcal.results.long_table import LINES_FILE, VALUE, Line, read_lines
 from fusion_bench_featcal.results.report import Report
-from fusion_bench_featcal.results.summary import check_averages
+from fusion_bench_featcal.results.runs import check_averages
 
 from .study import Study
 

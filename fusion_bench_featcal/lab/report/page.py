@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from fusion_bench_featcal.files import ReportError, prepare_directory, write_atomic
+from fusion_bench_featcal.lab.report.columns import ACCURACY
 from fusion_bench_featcal.lab.report.diagnosis import (
     diagnosis_grids,
     diagnosis_of,
     diagnosis_sentences,
 )
-from fusion_bench_featcal.results.columns import ACCURACY
-from fusion_bench_featcal.results.find import ResultFolders
+from fusion_bench_featcal.lab.report.find import ResultFolders
+from fusion_bench_featcal.lab.report.views import failures, legend, losses_of, suite_grids
 from fusion_bench_featcal.results.long_table import (
     AVERAGE,
     FEATCAL,
@@ -32,7 +33,7 @@ from fusion_bench_featcal.results.tables import (
     short_names,
     without_codes,
 )
-from fusion_bench_featcal.results.views import failures, legend, losses_of, note_lines, suite_grids
+from fusion_bench_featcal.results.views import note_lines
 
 from .charts import svg
 from .figures import figures_of

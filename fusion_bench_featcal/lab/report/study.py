@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory
 from fusion_bench_featcal.json_files import plain, read_json
-from fusion_bench_featcal.results.columns import ACCURACY, COSTS
-from fusion_bench_featcal.results.find import FailedCell
+from fusion_bench_featcal.lab.report.columns import ACCURACY, COSTS
+from fusion_bench_featcal.lab.report.views import failures, task_grid
 from fusion_bench_featcal.results.intervals import LEVEL, VALUES, Interval, student_interval
 from fusion_bench_featcal.results.long_table import (
     AVERAGE,
@@ -24,7 +24,7 @@ from fusion_bench_featcal.results.notes import BELOW, FAILED, chosen
 from fusion_bench_featcal.results.report import Report
 from fusion_bench_featcal.results.report_files import REPORT_FILE, addresses, write_files
 from fusion_bench_featcal.results.schema import SCHEMA, STUDY, STUDY_KIND, check_types
-from fusion_bench_featcal.results.summary import Summary, SummaryRow, summarise_reports
+from fusion_bench_featcal.results.summary import FailedCell, Summary, SummaryRow, summarise_reports
 from fusion_bench_featcal.results.tables import (
     ABSENT,
     Grid,
@@ -33,7 +33,7 @@ from fusion_bench_featcal.results.tables import (
     print_page,
     titled,
 )
-from fusion_bench_featcal.results.views import explanations, failures, spread_meaning, task_grid
+from fusion_bench_featcal.results.views import explanations, spread_meaning
 
 from . import charts
 from .differences import INTERVAL_COLUMNS, Difference, differences

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from fusion_bench_featcal.lab.report.find import ResultFolders
     from fusion_bench_featcal.lab.report.page import Page
-    from fusion_bench_featcal.results.find import ResultFolders
 
 
 def report(options: argparse.Namespace) -> None:
     """Print (and with --out write) the tables of runs, comparisons and studies from their files."""
+    from fusion_bench_featcal.lab.report.find import find
     from fusion_bench_featcal.lab.report.page import check_target
-    from fusion_bench_featcal.results.find import find
 
     if options.html:
         check_target(Path(options.html))
@@ -41,10 +41,11 @@ def _report_study(folder: Path, options: argparse.Namespace) -> None:
 
 
 def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
+    from fusion_bench_featcal.lab.report import views
     from fusion_bench_featcal.lab.report.against import show_against
     from fusion_bench_featcal.lab.report.figures import figures_of
     from fusion_bench_featcal.lab.report.page import page_of_runs
-    from fusion_bench_featcal.results import Report, ReportError, views
+    from fusion_bench_featcal.results import Report, ReportError
     from fusion_bench_featcal.results.report import summarise
 
     if not folders.runs:
@@ -56,7 +57,7 @@ def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
     # Write first: a reader who sees the table can rely on the files.
     written = views.write(summary, options.out, "--out") if options.out else None
     if len(folders.runs) == 1:
-        views.show_run(Report.load(folders.runs[0]))
+        Report.load(folders.runs[0]).show()
         _report_diagnosis(folders.runs[0])
     else:
         views.show(summary)

@@ -7,20 +7,9 @@ from typing import Any
 
 from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.json_files import read_json
-
-from .report_files import REPORT_FILE
-from .schema import COMPARISON_KIND, KIND, STUDY_KIND, check_comparison
-
-
-@dataclass(frozen=True, kw_only=True)
-class FailedCell:
-    """A cell of a comparison that gave no result."""
-
-    upstream: str | None  # merger; None for a reference
-    name: str  # of the cell; `none` if the merger itself failed
-    reason: str
-    seed: int | None = None  # of the comparison; None where it is not known
-    point: str = ""  # of a study, in words
+from fusion_bench_featcal.results.report_files import REPORT_FILE
+from fusion_bench_featcal.results.schema import COMPARISON_KIND, KIND, STUDY_KIND, check_comparison
+from fusion_bench_featcal.results.summary import FailedCell
 
 
 @dataclass
