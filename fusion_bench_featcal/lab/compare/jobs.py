@@ -132,7 +132,7 @@ class Workers:
         """Run a job in a process that ends with it, so that its costs are its own."""
         log.info("cell %s", job.cell.title)
         for _ in range(_TRIES):
-            pool = ProcessPoolExecutor(max_workers=1)
+            pool = ProcessPoolExecutor(max_workers=1, initializer=_silence)
             self._alive.add(pool)
             try:
                 return pool.submit(job.work).result()
@@ -150,6 +150,13 @@ class Workers:
         finally:
             for pool in list(self._alive):
                 pool.shutdown(kill_workers=True)
+
+
+def _silence() -> None:
+    """Discard this process's output: several cells would write across one another."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
 
 
 def _parallel(work: Callable[[Job], Outcome], jobs: Sequence[Job]) -> list[Outcome]:
