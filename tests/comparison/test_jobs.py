@@ -107,7 +107,7 @@ def test_several_drivers_do_no_cell_twice(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", _DRIVER, str(tmp_path)], env=paths)
         for _ in range(3)
     ]
-    assert [driver.wait(120) for driver in drivers] == [0, 0, 0]
+    assert [driver.wait(600) for driver in drivers] == [0, 0, 0]
     assert sorted(path.name[:2] for path in tmp_path.glob("*.ran")) == [
         "m2",
         "m3",
