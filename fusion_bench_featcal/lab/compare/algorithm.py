@@ -1,6 +1,5 @@
 """`method=compare`: upstream mergers and post-merging methods side by side on one model pool."""
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,6 @@ import fusion_bench_featcal.compat  # noqa: F401
 # isort: split
 from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
-from fusion_bench.taskpool.dummy import DummyTaskPool
-from hydra import compose
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.ending import ending_cleanly
@@ -36,7 +30,7 @@ from fusion_bench_featcal.lab.compare.cells import CellMaker, Failure
 from fusion_bench_featcal.lab.compare.grid import Grid, GridChoices, make_grid
 from fusion_bench_featcal.lab.compare.jobs import BACKENDS, Workers
 from fusion_bench_featcal.lab.compare.keys import CellKeys
-from fusion_bench_featcal.lab.compare.points import POOLS, Point, unresolved
+from fusion_bench_featcal.lab.compare.points import POOLS, Point, as_text, program_config
 from fusion_bench_featcal.lab.compare.reports import check_places, write_reports
 from fusion_bench_featcal.lab.compare.runs import GridRun, run_grids
 from fusion_bench_featcal.lab.compare.store import ResultStore
@@ -295,37 +289,6 @@ def check_cells(grid: Grid, inputs: MethodInputs) -> None:
             kind = CalibrationError if isinstance(error, CalibrationError) else ValueError
             raise kind(f"method.post_merging_methods.{name}: {error}") from error
     check_experts(inputs.models)
-
-
-def program_config(program: Any) -> DictConfig:
-    """Return the program's config with its interpolations and the task pool that it evaluates on.
-
-    FusionBench resolves the config before it makes the program. The command's words are composed
-    again where there is a command.
-
-    Raises:
-        CalibrationError: If the program has no config.
-    """
-    if HydraConfig.initialized() and GlobalHydra.instance().is_initialized():
-        job = HydraConfig.get()
-        config = compose(job.job.config_name, list(job.overrides.task))
-    elif getattr(program, "config", None) is None:
-        raise CalibrationError(
-            "pools that were made in Python cannot be sent to other processes: set method.jobs=1 "
-            "and method.backend=null, or use the command fusion_bench"
-        )
-    else:
-        config = OmegaConf.create(unresolved(program.config))
-    default = config.modelpool.get("default_taskpool")
-    named = OmegaConf.select(config, "taskpool._target_")
-    if default is not None and (named is None or get_class(named) is DummyTaskPool):
-        OmegaConf.update(config, "taskpool", OmegaConf.to_container(default), merge=False)
-    return config
-
-
-def as_text(config: DictConfig | None) -> str:
-    """Return a program's config as JSON, resolved, for other processes."""
-    return "" if config is None else json.dumps({**plain(config), "print_config": False})
 
 
 def show_with(show: Callable[[], object], lines: Sequence[str]) -> None:

@@ -1,12 +1,19 @@
 """Points of a study: labels, and their changes of the program's config."""
 
 import hashlib
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from fusion_bench.taskpool.dummy import DummyTaskPool
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
+from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.lab.report.study import label_text
 from fusion_bench_featcal.results.summary import FailedCell
 
@@ -86,3 +93,34 @@ def unresolved(config: DictConfig) -> dict[str, Any]:
     container = OmegaConf.to_container(config)
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
+
+
+def program_config(program: Any) -> DictConfig:
+    """Return the program's config with its interpolations and the task pool that it evaluates on.
+
+    FusionBench resolves the config before it makes the program. The command's words are composed
+    again where there is a command.
+
+    Raises:
+        CalibrationError: If the program has no config.
+    """
+    if HydraConfig.initialized() and GlobalHydra.instance().is_initialized():
+        job = HydraConfig.get()
+        config = compose(job.job.config_name, list(job.overrides.task))
+    elif getattr(program, "config", None) is None:
+        raise CalibrationError(
+            "pools that were made in Python cannot be sent to other processes: set method.jobs=1 "
+            "and method.backend=null, or use the command fusion_bench"
+        )
+    else:
+        config = OmegaConf.create(unresolved(program.config))
+    default = config.modelpool.get("default_taskpool")
+    named = OmegaConf.select(config, "taskpool._target_")
+    if default is not None and (named is None or get_class(named) is DummyTaskPool):
+        OmegaConf.update(config, "taskpool", OmegaConf.to_container(default), merge=False)
+    return config
+
+
+def as_text(config: DictConfig | None) -> str:
+    """Return a program's config as JSON, resolved, for other processes."""
+    return "" if config is None else json.dumps({**plain(config), "print_config": False})

@@ -14,11 +14,10 @@ from fusion_bench_featcal.lab.compare.algorithm import (
     STAYS,
     ComparisonAlgorithm,
     PlannedPoint,
-    program_config,
     show_with,
 )
 from fusion_bench_featcal.lab.compare.axes import Design
-from fusion_bench_featcal.lab.compare.points import POOLS, Point
+from fusion_bench_featcal.lab.compare.points import POOLS, Point, program_config
 from fusion_bench_featcal.lab.compare.reports import write_reports
 from fusion_bench_featcal.lab.compare.runs import GridRun
 from fusion_bench_featcal.lab.report.study import Study
