@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.lab.report.study import label_text
 from fusion_bench_featcal.results.summary import FailedCell
+from fusion_bench_featcal.settings import CalibrationError
 
 POOLS = ("modelpool", "taskpool")
 _LONGEST = 150  # characters of a point's folder
