@@ -172,6 +172,12 @@ def test_settings_data_and_versions_tell_where_rows_come_from(tmp_path: Path):
     assert "torch" in [line[0] for line in page.table("versions")]
 
 
+def test_long_cells_wrap(tmp_path: Path):
+    paths = ", ".join(f"blocks.{number}.projection" for number in range(9))
+    page = Reader(page_from(leave_run(tmp_path / "run", settings={"modules": paths})))
+    assert [e["text"] for e in page.elements if e.get("class") == "long"] == [paths]
+
+
 def test_failed_cells_and_notes_come_first(tmp_path: Path):
     run = leave_run(tmp_path / "run", notes=["drift is high"])
     failed = [FailedCell(upstream="task_arithmetic", name="surgery", reason="out of memory")]
