@@ -83,6 +83,25 @@ def test_curves_have_bands_and_single_points_bars():
     assert figure.get_supylabel() == "accuracy"
 
 
+def test_a_point_without_interval_leaves_the_band_of_the_others():
+    line = {1: Interval(0.5, 0.4, 0.6, SEEDS), 2: Interval(0.7, 0.6, 0.8, SEEDS)}
+    (axes,) = charts.curves({"": {"featcal": line | {3: Interval.of(0.9)}}}, "n", "accuracy").axes
+    collections: Any = axes.collections
+    (band,) = collections
+    corners = {tuple(map(float, point)) for point in band.get_paths()[0].vertices}
+    assert corners == {(1.0, 0.4), (1.0, 0.6), (2.0, 0.6), (2.0, 0.8)}
+
+
+def test_long_names_leave_room_for_their_panel():
+    name = "corruption = gaussian_noise, severity = 3"
+    value = Interval(1, 0, 2, ITEMS)
+    figure = charts.dots({"": {"featcal": {name: value}}}, "average accuracy, %")
+    charts.svg(figure)  # lays it out
+    (axes,) = figure.axes
+    label, panel = axes.xaxis.label.get_window_extent(), axes.get_window_extent()
+    assert panel.width / figure.dpi > 2 and label.x1 < figure.bbox.x1
+
+
 def test_a_curve_that_reaches_zero_has_a_linear_axis():
     line = {"featcal": {0: Interval.of(1.0), 5: Interval.of(2.0)}}
     (axes,) = charts.curves({"": line}, "ridge", "accuracy").axes

@@ -89,6 +89,13 @@ def test_accuracy_has_every_row_but_the_base_with_the_interval_of_its_gain(tmp_p
     assert all(low < 75 < high for low, high in bars)
 
 
+def test_titles_explain_bars_only_where_there_are_some(tmp_path: Path):
+    for name, items in (("with", True), ("without", False)):
+        figures = figures_of(summary_of(leave_run(tmp_path / name, items=items)))
+        for figure in figures.values():
+            assert ("bars: 95 % interval" in figure.get_suptitle().replace("\n", " ")) == items
+
+
 def test_several_mergers_stand_side_by_side(tmp_path: Path):
     runs = []
     for merger, level in (("task_arithmetic", 0.6), ("ties", 0.5)):

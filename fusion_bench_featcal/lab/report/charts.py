@@ -149,7 +149,7 @@ def dots(
     most = max(len(names) for lines in present.values() for names in lines.values())
     size = (2.5, 0.5 + (0.18 + 0.07 * most) * len(categories))
     looks = marks(rows)
-    figure, grid = _frame(list(panels), size, (label, ""), title)
+    figure, grid = _frame(list(panels), size, (label, ""), title, lines=categories)
     for axes, (name, panel) in zip(grid, panels.items(), strict=True):
         for height, category in enumerate(categories):
             for number, row in enumerate(present[name][category]):
@@ -179,7 +179,7 @@ def curves(
     title: str = "",
     sharex: bool = True,
 ) -> "Figure":
-    """Draw lines with their intervals as bands. A row with one point is a mark with a bar.
+    """Draw lines with their intervals as bands, and one interval alone as a bar.
 
     A horizontal axis is logarithmic if its values are positive and reach far.
 
@@ -196,13 +196,13 @@ def curves(
         for row, points in panel.items():
             xs, values = list(points), list(points.values())
             axes.plot(xs, [v.estimate for v in values], linewidth=1.5, **looks[row])
-            if not all(value.over for value in values):
-                continue
-            lows, highs = [v.low for v in values], [v.high for v in values]
-            if len(points) == 1:
-                axes.vlines(xs, lows, highs, colors=looks[row]["color"], lw=1.3)
-            else:
-                axes.fill_between(xs, lows, highs, color=looks[row]["color"], alpha=0.18, lw=0)
+            known = {x: value for x, value in points.items() if value.over}
+            lows, highs = [v.low for v in known.values()], [v.high for v in known.values()]
+            if len(known) == 1:
+                axes.vlines(list(known), lows, highs, colors=looks[row]["color"], lw=1.3)
+            elif known:
+                colour = looks[row]["color"]
+                axes.fill_between(list(known), lows, highs, color=colour, alpha=0.18, lw=0)
         _scale(axes, panels.values() if sharex else [panel])
     _legend(figure, looks, "-")
     return figure
@@ -287,7 +287,7 @@ def heat(
         low = -high
     colours = "PuOr_r" if low < 0 else "cividis"
     size = (0.6 + 0.42 * len(columns), 0.5 + 0.26 * len(rows))
-    figure, grid = _frame(list(panels), size, (label, ""), title, across=1)
+    figure, grid = _frame(list(panels), size, (label, ""), title, across=1, lines=rows)
     for axes, table in zip(grid, tables, strict=True):
         axes.grid(visible=False)
         mesh = axes.pcolormesh(np.ma.masked_invalid(table), cmap=colours, vmin=low, vmax=high)
@@ -318,18 +318,23 @@ def _frame(
     *,
     across: int = _ACROSS,
     sharex: bool = True,
+    lines: Sequence[str] = (),
 ) -> "tuple[Figure, list[Axes]]":
-    """Make a figure of panels of a size in inches, with common labels of the axes."""
+    """Make a figure of panels of a size in inches, with common labels of the axes.
+
+    `lines` are names beside the first panel, for which there is room.
+    """
     from matplotlib.figure import Figure
 
     if not titles:
         raise ReportError("there is nothing to draw")
     across = min(across, len(titles))
     down = math.ceil(len(titles) / across)
-    width = 1.1 + size[0] * across
+    margin = 0.3 + max(map(len, lines), default=0) / _LETTERS_PER_INCH
+    width = max(1.1, margin) + size[0] * across
     heading = textwrap.fill(title, int(_LETTERS_PER_INCH * width))
-    lines = heading.count("\n") + 1 if heading else 0
-    figure = Figure(figsize=(width, 0.4 + 0.2 * lines + size[1] * down))
+    height = 0.4 + 0.2 * len(heading.splitlines()) + size[1] * down
+    figure = Figure(figsize=(width, height))
     figure.suptitle(heading, x=0.01, ha="left", fontsize=10)
     figure.supylabel(labels[1], fontsize=9)
     grid = list(figure.subplots(down, across, squeeze=False, sharex=sharex, sharey=True).flat)

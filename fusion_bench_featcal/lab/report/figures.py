@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _POINTS = "gain over the merged model, points"
-_BARS = "bars: 95 % interval of the gain over the merged model"
+_BARS = "95 % interval of the gain over the merged model"
 
 
 def figures_of(summary: Summary) -> "dict[str, Figure]":
@@ -50,21 +50,29 @@ def _of_rows(suite: str, rows: Sequence[SummaryRow], summary: Summary) -> "dict[
             gain = row.gain_interval or Interval.of(row.gain)
             costs.setdefault(panel, {})[name] = {float(seconds): gain.scaled(100)}
     figures = {
-        "accuracy": charts.dots(by_task, "accuracy, %", title=f"{suite}: accuracy by task; {_BARS}")
+        "accuracy": charts.dots(
+            by_task, "accuracy, %", title=f"{suite}: accuracy by task{_bars(by_task, _BARS)}"
+        )
     }
     if len(averages) > 1:
         figures["comparison"] = charts.dots(
-            averages, "accuracy, %", title=f"{suite}: average accuracy; {_BARS}"
+            averages, "accuracy, %", title=f"{suite}: average accuracy{_bars(averages, _BARS)}"
         )
     if costs:
         figures["cost"] = charts.curves(
             costs, "seconds, without evaluation", _POINTS,
-            title=f"{suite}: gain against time; bars: 95 % interval",
+            title=f"{suite}: gain against time{_bars(costs, '95 % interval')}",
         )  # fmt: skip
     return figures
 
 
 _Panels = dict[str, dict[str, Any]]
+
+
+def _bars(panels: _Panels, meaning: str) -> str:
+    """Return the end of a title that explains bars, if there are any."""
+    values = (value for rows in panels.values() for row in rows.values() for value in row.values())
+    return f"; bars: {meaning}" if any(value.over for value in values) else ""
 
 
 def _accuracy(row: SummaryRow, key: str, summary: Summary) -> Interval:
