@@ -168,12 +168,18 @@ def test_rows_of_one_point_are_compared_with_the_row_that_they_change(tmp_path: 
     difference = 100 * (half.accuracy["average"] - whole.accuracy["average"])
     assert cells["against"] == "whole" and cells["points"] == f"{difference:+.1f}"
     assert dict(zip(grid.columns, dict(grid.lines)["whole"], strict=True))["points"] == "-"
+    meanings = [line.partition(":")[0] for line in Study.load(tmp_path).sentences()]
+    assert "points" in meanings and not {"normalised", "recovered gap"} & {*meanings}
+    (figure,) = Study.load(tmp_path).figures().values()
+    names = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert {"merged", "whole", "half"} <= {*names}
 
 
 def test_columns_have_tables_by_point(tmp_path: Path) -> None:
     study(tmp_path, columns=["seconds"]).run(model_pool())
     titles = [title for title, _ in Study.load(tmp_path).grids()]
     assert titles[1:] == ["seconds, over task_arithmetic"]
+    assert sum(line.startswith("seconds: ") for line in Study.load(tmp_path).sentences()) == 1
 
 
 def test_curves_go_along_numeric_axes(tmp_path: Path) -> None:

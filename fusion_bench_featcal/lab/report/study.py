@@ -10,6 +10,7 @@ from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_dir
 from fusion_bench_featcal.json_files import plain, read_json
 from fusion_bench_featcal.lab.report.columns import ACCURACY, COSTS
 from fusion_bench_featcal.lab.report.views import failures, task_grid
+from fusion_bench_featcal.results.columns import with_values
 from fusion_bench_featcal.results.intervals import LEVEL, VALUES, Interval, student_interval
 from fusion_bench_featcal.results.long_table import (
     AVERAGE,
@@ -33,7 +34,7 @@ from fusion_bench_featcal.results.tables import (
     print_page,
     titled,
 )
-from fusion_bench_featcal.results.views import explanations, spread_meaning
+from fusion_bench_featcal.results.views import meanings, note_lines, spread_meaning
 
 from . import charts
 from .differences import INTERVAL_COLUMNS, Difference, differences
@@ -192,20 +193,28 @@ class Study:
         summaries = [summary for point in points for summary in point.summaries]
         if len(summaries) == 1:
             summary = replace(summaries[0], failed=self.failed)
-            lines = explanations(summary, ACCURACY)
-            return [*failures(self.failed), *lines, *_fewer_samples(points)]
+            return [
+                *failures(self.failed),
+                *meanings(summary, _ROW_COLUMNS),
+                *[_DIFFERENCE_MEANING] * bool(self.against),
+                *_fewer_samples(points),
+                *(f"note: {note}" for note in note_lines(summary)),
+            ]
+        rows = [row for each in summaries for row in each.rows]
+        shown = with_values([c for c in (*ACCURACY, *COSTS) if c.head in self.columns], rows)
         meaning = "accuracy in per cent"
         if over:
             meaning += f", mean over {over}, ± half of the {100 * LEVEL:.0f} % interval over "
             meaning += f"{over} (Student's t, as if these did not overlap)"
         else:
-            meaning += spread_meaning([row for each in summaries for row in each.rows])
+            meaning += spread_meaning(rows)
         # Each point's report names the tasks that end below the merged model.
         kinds = (BELOW, FAILED) if self.failed else (BELOW,)
         notes = chosen(dict.fromkeys(note for each in summaries for note in each.notes), *kinds)
         return [
             *failures(self.failed),
             meaning,
+            *(column.meaning for column in shown if column.meaning),
             *_fewer_samples(points),
             *(f"note: {note.sentence_of_several}" for note in notes),
         ]
@@ -272,6 +281,10 @@ _STORED = (
 )  # fmt: skip
 _ROW_HEADS = (AVERAGE, "gain over merger", "worst task", "its gap")
 _ROW_COLUMNS = [column for column in ACCURACY if column.head in _ROW_HEADS]
+_DIFFERENCE_MEANING = (
+    "points: average accuracy minus that of the row in the column against, with an interval as for "
+    "the gain and p-values with Holm's correction over these rows"
+)
 _CELLS = {column.head: column.cell for column in (*ACCURACY, *COSTS)}
 
 
@@ -329,7 +342,7 @@ def _dots_of(points: Sequence[Point], merger: str) -> dict[str, dict[str, Interv
     rows: dict[str, dict[str, Interval]] = {}
     for point in points:
         for name, estimate in _estimates(point, merger).items():
-            rows.setdefault(name, {})[label_text(point.labels) or "all"] = estimate
+            rows.setdefault(name, {})[label_text(point.labels) or name] = estimate
     return rows
 
 
