@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .long_table import AVERAGE, Row
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.table import Table
     from rich.text import Text
 
@@ -96,7 +96,6 @@ class Grid:
             padding=(0, 1, 0, 0),
             pad_edge=False,
             show_edge=False,
-            title_justify="left",
         )
         # Numbers are never cut: where even one column is too wide, the heads of lines are folded.
         table.add_column(_text(self.corner), overflow="fold")
@@ -109,12 +108,15 @@ class Grid:
         return table
 
 
-def titled(title: str, grids: Iterable[Grid]) -> "list[Table]":
+def titled(title: str, grids: Iterable[Grid]) -> "list[Group]":
     """Render grids for the terminal; the first has the title, the others continue it."""
-    tables = [grid.rich() for grid in grids]
-    for number, table in enumerate(tables):
-        table.title = _text(title + (" (continued)" if number else ""))
-    return tables
+    from rich.console import Group
+
+    # A title of the table itself would be broken at the width of the table.
+    return [
+        Group(_text(title + " (continued)" * bool(number), "table.title"), grid.rich())
+        for number, grid in enumerate(grids)
+    ]
 
 
 def console() -> "Console":
@@ -125,7 +127,7 @@ def console() -> "Console":
     return terminal if terminal.is_terminal else Console(width=TEXT_WIDTH)
 
 
-def print_page(tables: Iterable["Table"], lines: Iterable[str]) -> None:
+def print_page(tables: Iterable["Group"], lines: Iterable[str]) -> None:
     """Print tables, and sentences as they are: no markup, no colours."""
     terminal = console()
     for number, table in enumerate(tables):
@@ -254,7 +256,9 @@ def _broken(name: str) -> str:
     """Break a long head at `_`, `-`, `:`, `+` or blanks into lines of about nine letters."""
     lines = [""]
     for word in re.findall(r"[^-_:+ ]*[-_:+ ]|[^-_:+ ]+$", name):
-        if word.strip() and lines[-1] and len(lines[-1]) + len(word.rstrip()) > _LONGEST_WORD:
+        # A sign such as `+` or `=` stays with the word after it.
+        has_word = len(lines[-1].strip()) > 1
+        if word.strip() and has_word and len(lines[-1]) + len(word.rstrip()) > _LONGEST_WORD:
             lines.append("")
         lines[-1] += word
     return "\n".join(line.rstrip() for line in lines)

@@ -9,7 +9,14 @@ from synthetic import LEVELS, SIX, make_report
 
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.summary import summarise_reports
-from fusion_bench_featcal.results.tables import TEXT_WIDTH, Grid, percent, short_names, titled
+from fusion_bench_featcal.results.tables import (
+    TEXT_WIDTH,
+    Grid,
+    _broken,
+    percent,
+    short_names,
+    titled,
+)
 from fusion_bench_featcal.results.views import run_grid, run_markdown
 
 TWENTY = tuple(f"some_data_set_{number}" for number in range(20))
@@ -41,6 +48,22 @@ def distinct_report(rows: Sequence[str], tasks: Sequence[str]) -> Report:
         level = {"base": 0.1, "experts": 0.9}.get(name, 0.3 + 0.03 * number)
         report.add_row(name, {task: level + 0.001 * at for at, task in enumerate(tasks)})
     return report
+
+
+def test_titles_are_as_wide_as_the_terminal():
+    title = "clip-vit-mini_TA6: accuracy per task"
+    console = Console(file=io.StringIO(), width=TEXT_WIDTH)
+    console.print(*titled(title, [Grid("", ["a"], [("b", ["1"])])] * 2))
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    lines = output.getvalue().splitlines()
+    assert [line for line in lines if "TA6" in line] == [title, f"{title} (continued)"]
+
+
+def test_a_sign_is_not_alone_in_a_line_of_a_head():
+    heads = ["+ featcal:plus", "severity = 3", "corruption = gaussian_noise, severity = 3"]
+    lines = [line.strip() for head in heads for line in _broken(head).splitlines()]
+    assert "featcal:" not in lines and not {"+", "="} & {*lines}
 
 
 @pytest.mark.parametrize("tasks", [REAL[:6], REAL[:8], REAL[:14], REAL])
