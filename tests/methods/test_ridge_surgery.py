@@ -82,7 +82,7 @@ def test_one_sample_is_shifted_and_auto_asks_for_two():
 
 def test_features_that_do_not_vary_are_refused():
     merged, expert = torch.ones(5, 4), normal(0, 5, 4)
-    with pytest.raises(CalibrationError, match=r"task 'a'.*do not vary over its 5 samples"):
+    with pytest.raises(CalibrationError, match=r"task 'a'.*do not vary over 5 samples"):
         fit(merged, expert, 0.1)
 
 

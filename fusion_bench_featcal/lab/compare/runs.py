@@ -11,6 +11,7 @@ from fusion_bench_featcal.lab.compare.jobs import Job, Workers
 from fusion_bench_featcal.lab.compare.keys import Cell
 from fusion_bench_featcal.lab.compare.points import Point
 from fusion_bench_featcal.lab.compare.store import CellResult
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results.summary import FailedCell
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,8 @@ def run_grids(runs: Sequence[GridRun], workers: Workers) -> None:
                     for run, cell in pending.pop(name):
                         run.outcomes[cell.title] = outcome
             if pending:
-                log.info("waiting for %d cells that other processes run", len(pending))
+                cells = counted(len(pending), "cell")
+                log.info("waiting for %s that other processes run", cells)
                 time.sleep(BUSY_SECONDS)
 
 

@@ -103,5 +103,5 @@ class CorrectedLanguageModel(Corrected):
     def _loaded(cls, folder: Any, tensors: Any, **kwargs: Any) -> dict[str, Any]:
         two_sided = AutoConfig.from_pretrained(folder, trust_remote_code=False).is_encoder_decoder
         loader: Any = AutoModelForSeq2SeqLM if two_sided else AutoModelForCausalLM
-        options = {"variant": VARIANT, "trust_remote_code": False, **kwargs}
-        return {"model": loader.from_pretrained(folder, **options)}
+        options = {"variant": VARIANT, **kwargs}
+        return {"model": loader.from_pretrained(folder, trust_remote_code=False, **options)}

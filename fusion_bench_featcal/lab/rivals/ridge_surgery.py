@@ -13,6 +13,7 @@ from fusion_bench_featcal.lab.rivals.corrected_model import AffineModule
 from fusion_bench_featcal.lab.rivals.feature_correction import FeatureCorrection
 from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.lab.rivals.training import TaskFeatures
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.setting_fields import setting
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -99,8 +100,8 @@ def _check(features: Tensor, values: Tensor, task: str, *, leaves_out: bool) -> 
     samples = len(features)
     if samples > 1 and not bool(values.max() > 1e-12 * features.norm()):
         raise CalibrationError(
-            f"task {task!r}: the merged model's features do not vary over its {samples} samples. "
-            "Check its data set and the merged model"
+            f"task {task!r}: the merged model's features do not vary over "
+            f"{counted(samples, 'sample')}. Check its data set and the merged model"
         )
     if samples < 2 and leaves_out:
         raise CalibrationError(
