@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +15,22 @@ from fusion_bench_featcal.core.kernels import using_kernel
 from fusion_bench_featcal.core.products import summing_in
 from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.memory import naming_memory
+from fusion_bench_featcal.memory import divided, naming_memory
 from fusion_bench_featcal.modules.groups import Group, find_groups
-from fusion_bench_featcal.modules.models import Modes, device_of, load_updates, relative_change
+from fusion_bench_featcal.modules.models import (
+    Modes,
+    device_of,
+    load_updates,
+    relative_change,
+    tensors_under,
+    without_ties,
+)
 from fusion_bench_featcal.problem import (
     Autocast,
     CalibrationResult,
     Problem,
     Request,
-    check_weights,
+    check_merged,
     prepare,
 )
 from fusion_bench_featcal.processes import Processes, announcing
@@ -31,7 +39,7 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.samples import check_inputs, naming_module
 from fusion_bench_featcal.streams.streams import Streams
-from fusion_bench_featcal.streams.task_rows import TaskRows, empty_rows, empty_sums
+from fusion_bench_featcal.streams.task_rows import TaskRows, empty_rows, empty_sums, sums_of
 from fusion_bench_featcal.team import Figures
 
 
@@ -41,7 +49,8 @@ def calibrate_blocks(problem: Problem) -> None:
         problem.progress.at(stage[0])
         problem.streams.begin(index)
         if index == 0 and problem.rule.weighs_trust and problem.base is not None:
-            problem = trusting(problem, stage[0])
+            with problem.streams.loaded(stage[0]):
+                problem = trusting(problem, stage[0])
         for block in stage:
             calibrate_block(problem, block)
 
@@ -49,18 +58,38 @@ def calibrate_blocks(problem: Problem) -> None:
 def calibrate_block(problem: Problem, block: str) -> None:
     """Calibrate one block, unless an earlier run has, and bring all samples behind it."""
     problem.progress.at(block)
-    start, finished = time.perf_counter(), problem.output.read(block, problem.model)
+    with problem.streams.loaded(block):
+        calibrate_loaded(problem, block)
+
+
+def calibrate_loaded(problem: Problem, block: str) -> None:
+    """Calibrate a block whose merged tensors are in memory, and keep what has changed."""
+    start, finished = time.perf_counter(), problem.output.read(block, problem.working)
     groups, figures = [] if finished else groups_of(problem, block), Figures()
+    merged = tensors_under(problem.model, block)
     for number, turn in enumerate(problem.rule.turns(groups) or [[]]):
-        sums = collect(problem, block, turn, groups if number == 0 else None)
-        sums = problem.team.add_up(sums)
-        new, of_modules = problem.team.spread(*solve(problem, block, sums))
-        figures |= of_modules
+        new = dict[str, Tensor]()
+        for index, part in enumerate(parts_of(problem, turn)):
+            sums = collect(problem, block, part, None if number or index else groups)
+            sums = problem.team.add_up(sums)
+            solved, of_modules = problem.team.spread(*solve(problem, block, sums))
+            new |= solved
+            figures |= of_modules
         load_updates(problem.model, block, {**finished, **new}, problem.rule.remedy)
     problem.progress.at(f"{block} · update")
     problem.streams.advance(block)
     note(problem, block, figures, time.perf_counter() - start)
-    problem.output.write(block, problem.model, problem.log)
+    current = tensors_under(problem.model, block)
+    changed = {name: t.detach() for name, t in current.items() if t is not merged[name]}
+    problem.working.finish(problem.output.write(block, problem.working, changed, problem.log))
+
+
+def parts_of(problem: Problem, turn: Sequence[Group]) -> list[Sequence[Group]]:
+    """Divide a turn into groups whose sums are in memory at once."""
+    hollow, device = problem.structure, problem.streams.runner.device
+    sizes = [sums_of(group, hollow, problem.rule, problem.dtype) for group in turn]
+    parts = problem.team.of_first(lambda: divided(sizes, problem.sums_at_once, device))
+    return [turn[part] for part in parts]
 
 
 def trusting(problem: Problem, block: str) -> Problem:
@@ -199,6 +228,7 @@ def calibrate(
     autocast: Autocast | None = None,
     progress: bool = True,
     processes: Processes | None = None,
+    merged_weights: ExpertSource | None = None,
     streams_type: Callable[..., Streams] = Streams,
     hashed: bool = False,
 ) -> CalibrationResult:
@@ -221,11 +251,15 @@ def calibrate(
         processes: The processes that work on this calibration together, each on a device of its
             own. All call this with the same arguments. Each asks only for experts and samples of
             tasks that it works on. None: this process alone.
+        merged_weights: Weights of the merged model, of which `merged` is then the structure, on the
+            meta device but for buffers that no checkpoint stores. They are read block by block, and
+            the calibrated model is written to `checkpoint_dir`, never whole in memory.
         streams_type: Makes the streams: `Streams`, or a subclass that runs batches otherwise.
         hashed: Whether the count of reads has digests of all tensors that were read.
 
     Returns:
-        The calibrated model, the log and a count of reads, the same in every process.
+        The calibrated model (with `merged_weights` its structure), the log and a count of reads,
+        the same in every process.
 
     Raises:
         CalibrationError: If the calibration cannot go on, naming the place and the setting.
@@ -241,13 +275,16 @@ def calibrate(
         if family is not None:
             settings = settings.replace(family=family)
         check_inputs(base, experts, batches, settings)
+        if merged_weights is not None and settings.checkpoint_dir is None:
+            raise ValueError("merged_weights needs checkpoint_dir, where the calibrated model goes")
         request = Request(
             merged,
             base,
             experts,
             batches,
             settings,
-            device=torch.device(device or device_of(merged)),
+            merged_weights=merged_weights,
+            device=torch.device(device or ("cpu" if merged_weights else device_of(merged))),
             autocast=autocast or nullcontext,
             progress=progress,
             processes=processes,
@@ -266,39 +303,43 @@ def calibrate_once(request: Request) -> CalibrationResult:
     device, processes = request.device, request.processes
     with naming_memory(device, lambda: processes.doing):
         problem = prepare(request)
-        modes = Modes.of(problem.merged)
         with (
             torch.autocast(device.type, enabled=False),
             convolving_as_multiplying(),
             using_kernel(problem.kernel),
             problem.progress.bar,
         ):
-            check_weights(problem, "the merged model", "Check method.base_method")
+            if request.merged_weights is None:
+                check_merged(problem)
             problem.output.start(problem, request.settings)
             if problem.output.is_complete:
                 restore(problem)
             else:
                 calibrate_blocks(problem)
-            check_weights(problem, "the calibrated model", problem.rule.remedy)
-        modes.restore(problem.model)
         return result_of(problem, request)
 
 
 def restore(problem: Problem) -> None:
     """Take over all blocks from a run that has finished them."""
     for block in problem.modules:
-        updates = problem.output.read(block, problem.model)
-        load_updates(problem.model, block, updates, problem.rule.remedy)
-        problem.output.write(block, problem.model, problem.log)
+        problem.output.read(block, problem.working)  # refuses a damaged file
+        problem.working.finish(problem.output.write(block, problem.working, {}, problem.log))
 
 
 def result_of(problem: Problem, request: Request) -> CalibrationResult:
     """Return the calibrated model as the merged one was, with the log and the count of reads."""
-    model = problem.streams.runner.family.view.restored(problem.model).to(device_of(request.merged))
-    problem.output.finish(model, problem.log)
+    model = request.merged
+    if request.merged_weights is None:
+        model = problem.working.assembled(device_of(model))
+        Modes.of(problem.merged).restore(model)
+        model = problem.streams.runner.family.view.restored(model)
+        problem.output.finish(without_ties(model), problem.log)
+    else:
+        problem.output.finish(problem.working.tensors, problem.log)
     sites = {block: [site.name for site in m.sites] for block, m in problem.modules.items()}
-    budget, merged = request.settings.expert_read_budget, problem.merged.state_dict()
+    budget, merged = request.settings.expert_read_budget, problem.working.merged
     reads = problem.weights.manifest(budget, sites, merged, problem.team.gather)
     for record in problem.log.of_kind("task"):
         record["expert_bytes"] = reads["experts"].get(record["task"], {}).get(record["block"], 0)
-    return CalibrationResult(model, problem.log, reads)
+    folder = request.settings.checkpoint_dir
+    return CalibrationResult(model, problem.log, reads, Path(folder) if folder else None)

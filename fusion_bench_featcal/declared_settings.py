@@ -217,6 +217,13 @@ class DeclaredSettings:
         "ridge_lambda below 0.01, else float32; tf32 and bfloat16 are faster on a GPU.",
         choices=("auto", "float32", "float64", "tf32", "bfloat16"),
     )
+    sums_at_once: str = setting(
+        "auto",
+        "Modules of a block whose sums are in memory at once, which changes memory and time alone: "
+        "those of the `block`, or of one `input`, with a further pass through the block for each. "
+        "`auto`: the block's, if they take less than a quarter of the free memory.",
+        choices=("auto", "block", "input"),
+    )
     activations: str = setting(
         "auto",
         "Storage of samples' features between blocks, which changes memory alone. `auto`: the "

@@ -192,15 +192,20 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
+def link_or_copy(file: str | Path, copy: str | Path) -> None:
+    """Make a second name for a file, or a copy where the file system has no links."""
+    try:
+        os.link(file, copy, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(file, copy)
+
+
 def _link_others(source: Path, destination: Path, dropped: Sequence[str]) -> None:
     """Add the files of one folder that another one lacks, as links: an open log file stays."""
 
     def link(file: str, copy: str) -> None:
         if not os.path.lexists(copy):
-            try:
-                os.link(file, copy, follow_symlinks=False)
-            except OSError:  # the file system has no links
-                shutil.copy2(file, copy)
+            link_or_copy(file, copy)
 
     def ignored(folder: str, names: list[str]) -> list[str]:
         is_top = Path(folder) == source

@@ -1,7 +1,7 @@
 """Free memory, and errors of running out of it."""
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,6 +32,22 @@ def free_bytes(device: torch.device) -> int | None:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     return None
+
+
+def divided(sizes: Sequence[int], at_once: str, device: torch.device) -> list[slice]:
+    """Divide a turn's groups into those whose sums are in memory at once.
+
+    Args:
+        sizes: Bytes of each group's sums.
+        at_once: The setting `sums_at_once`.
+        device: Device of the sums.
+    """
+    if at_once == "auto":
+        free = free_bytes(device)
+        at_once = "block" if free is None or 4 * sum(sizes) < free else "input"
+    if at_once == "block" or not sizes:
+        return [slice(None)]
+    return [slice(index, index + 1) for index in range(len(sizes))]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

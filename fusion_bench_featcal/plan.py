@@ -17,13 +17,14 @@ from fusion_bench_featcal.plan_shapes import CPU, Request, Shapes, size_of
 from fusion_bench_featcal.plurals import bytes_text, counted
 
 LABELS = {
-    "model": "calibrated copy of the model",
+    "model": "calibrated model",
+    "outside": "embeddings of the model and of an expert",
     "loaded": "models loaded whole",
     "features": "features of all samples",
     "batch": "one batch in a block",
     "sums": "sums of a block",
     "solve": "systems of its widest module",
-    "block": "an expert's block, anchors, new parameters",
+    "block": "a block of the model and of an expert, anchors, new parameters",
 }
 """Titles of the parts of a calibration's memory."""
 
@@ -65,14 +66,19 @@ def plan_of(request: Request) -> Plan:
     """
     shapes, settings, device = Shapes.of(request), request.settings, request.device
     size, on_cpu = shapes.size, device.type == "cpu"
-    parts = {"model": size, "loaded": request.whole * size, **shapes.memory()}
+    kept = size * (not request.streamed)  # the calibrated model, where it is not written away
+    parts = {"model": kept, "loaded": request.whole * size, **shapes.memory()}
+    parts["outside"] = shapes.outside * (1 + shapes.runs_experts)
     resident = psutil.Process().memory_info().rss
     at_host = settings.activations == "host" and not on_cpu
     storage = "host" if at_host else "disk" if settings.activations == "disk" else "device"
-    busy = size + parts["block"] + parts["sums"] + max(parts["batch"], parts["solve"])
-    busy += parts["features"] * (storage == "device")
-    host = resident + (1 + request.whole - request.loaded) * size + parts["features"] * at_host
-    host += busy if on_cpu else parts["block"]
+    together = parts.pop("together")
+    busy = parts["block"] + max(parts["batch"], parts["solve"])
+    busy += together if storage == "device" else parts["sums"]
+    busy = max(busy, parts["outside"])
+    whole = (not request.streamed) + request.whole - request.loaded
+    host = resident + kept + whole * size + parts["features"] * at_host
+    host += busy if on_cpu else max(parts["block"], parts["outside"])
     blocks = size_of(p for b in shapes.modules for p in shapes.model.get_submodule(b).parameters())
     disk = parts["features"] * (storage == "disk") + blocks * bool(settings.checkpoint_dir)
     read, base_read = shapes.reads()

@@ -11,13 +11,18 @@ from torch import Tensor, nn
 from fusion_bench_featcal.experts.reads import grants
 from fusion_bench_featcal.families import Family, resolve_family
 from fusion_bench_featcal.feature_shapes import LENGTH, Features, features_of, takes_images
+from fusion_bench_featcal.memory import divided
 from fusion_bench_featcal.modules.groups import CROSS, Group, groups_by_name
-from fusion_bench_featcal.modules.models import names_in_order, tensors_of_block
+from fusion_bench_featcal.modules.models import (
+    names_in_order,
+    tensors_before_stage,
+    tensors_of_block,
+)
 from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules
 from fusion_bench_featcal.rules import Rule, rule_of
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.samples import number_held_out, number_of_copies
-from fusion_bench_featcal.streams.task_rows import empty_rows, empty_sums
+from fusion_bench_featcal.streams.task_rows import sums_of
 
 CPU = torch.device("cpu")
 SYSTEMS = 2
@@ -36,6 +41,7 @@ class Request:
     samples: Sequence[int] = ()  # per task; empty: `samples_per_task`
     whole: int = 0  # experts and bases that are loaded whole
     loaded: int = 0  # models already in this process's memory, with the merged one
+    streamed: bool = False  # the merged model is read block by block, and the result written so
     itemsize: int | None = None  # bytes per number in the models' files; None: as in the model
     fetches: int = 0  # models that must be fetched from the hub
     device: torch.device = CPU
@@ -114,8 +120,18 @@ class Shapes:
         read = grants(settings.expert_read_budget, experts).bytes or 0
         return read, sum(sizes[name] for name in anchors) * self.rule.reads_base
 
+    @property
+    def outside(self) -> int:
+        """Return the bytes of the tensors before the first block."""
+        names = tensors_before_stage(self.model, self.family, self.stages, 0)
+        tensors = self.model.state_dict(keep_vars=True)
+        return size_of(tensors[name] for name in names)
+
     def memory(self) -> dict[str, int]:
-        """Return the bytes of each part of the memory, at the block where it is largest."""
+        """Return the bytes of each part of the memory, at the block where it is largest.
+
+        `together` are features and sums in the turn in which both take most.
+        """
         request = self.request
         lengths = request.length, request.target_length
         received = features_of(self.family, self.model, self.stages, *lengths)
@@ -130,21 +146,30 @@ class Shapes:
         solved, held, batches = self._dealt()
         sides = 1 + self.runs_experts
         waiting = sides * features.numbers(solved + held, batches) + features.numbers(held, 0)
-        for group in (group for turn in turns[1:] for group in turn if not is_encoded(group)):
-            noted = sum(group.outputs) if group.has_few_outputs else inputs_of(group)
-            waiting += solved * features.positions * noted
+        noted = [0] * len(turns)  # numbers that wait for later turns, by turn
+        for index, turn in enumerate(turns[1:], start=1):
+            for group in (group for group in turn if not is_encoded(group)):
+                numbers = sum(group.outputs) if group.has_few_outputs else inputs_of(group)
+                noted[index] += solved * features.positions * numbers
         inputs = [inputs_of(group) for group in groups]
         rows = features.positions * min(settings.batch_size, max(self.samples))
         dtype = rule.dtype(request.tasks, request.device)
+        at_once = settings.sums_at_once, request.device
+        by_turn = []  # features that wait, and sums
+        for index, turn in enumerate(turns):
+            sizes = [sums_of(group, self.model, rule, dtype) for group in turn]
+            sums = max(sum(sizes[part]) for part in divided(sizes, *at_once))
+            by_turn.append((self.itemsize * (waiting + sum(noted[max(index, 1) :])), sums))
         widest = max((group.inputs for group in groups if group.kind == "linear"), default=0)
         needed = tensors_of_block(self.model, self.family, block)
         tensors = self.model.state_dict(keep_vars=True)
         read = size_of(tensors[name] for name in needed)
         new = [self.model.get_parameter(n) for group in groups for n in group.parameters]
         return {
-            "features": self.itemsize * waiting,
+            "features": max(stored for stored, _ in by_turn),
             "batch": self.itemsize * rows * (sides * sum(inputs) + 2 * max(inputs, default=0)),
-            "sums": max(sum(sums_of(g, self.model, rule, dtype) for g in turn) for turn in turns),
+            "sums": max(sums for _, sums in by_turn),
+            "together": max(map(sum, by_turn)),
             "solve": SYSTEMS * 8 * widest**2,
             "block": read + 2 * dtype.itemsize * sum(parameter.numel() for parameter in new),
         }
@@ -174,13 +199,6 @@ class Shapes:
             batches += math.ceil((samples - apart) / settings.batch_size) * copies + (apart > 0)
         solved, held, batches = (math.ceil(n * self.request.share) for n in (solved, held, batches))
         return solved, held, batches
-
-
-def sums_of(group: Group, model: nn.Module, rule: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of a group's sums over tasks and over the rows of one task."""
-    rows = empty_rows(group, model, model, rule, dtype)
-    sums = empty_sums(group, model, None, rule, dtype)
-    return size_of([*sums.tensors(), *rows.tensors()])
 
 
 def is_encoded(group: Group) -> bool:

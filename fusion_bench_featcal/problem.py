@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,17 +18,17 @@ from fusion_bench_featcal.core.kernels import (
 )
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.experts.reads import Weights, open_weights
+from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.modules.models import (
-    copied,
     gives_images,
     names_in_order,
     refuse_not_finite,
     tensors_of_head,
 )
 from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules
-from fusion_bench_featcal.output import NoOutput, open_output
+from fusion_bench_featcal.output import InMemory, open_output
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.processes import Processes, check_agreement
 from fusion_bench_featcal.progress import Progress
@@ -61,11 +62,21 @@ class Request:
     batches: Mapping[str, Iterable[Any]]
     settings: FeatCalSettings
     device: torch.device
+    merged_weights: ExpertSource | None = None
     autocast: Autocast = nullcontext
     progress: bool = True
     processes: Processes = field(default_factory=Processes)
     streams_type: Callable[..., Streams] = Streams
     hashed: bool = False
+
+    @property
+    def runnable(self) -> nn.Module:
+        """Return the merged model, whose tensors are loaded as they are needed if it has none."""
+        if self.merged_weights is None:
+            return self.merged
+        from fusion_bench_featcal.experts.offloaded import offloaded
+
+        return offloaded(self.merged, self.merged_weights, self.device)
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class Problem:
 
     Attributes:
         merged: The merged model as its family shows it.
-        model: A copy of it, of which blocks that have been passed are calibrated.
+        working: The calibrated model, of which one block at a time is in memory.
         weights: Weights of the base and of the experts of this process's tasks.
         modules: The modules of each block.
         rule: How blocks are calibrated.
@@ -83,24 +94,36 @@ class Problem:
         output: Holds finished blocks.
         dtype: Least precise dtype of sums over rows.
         precision: How their products are formed, as `sums_precision`.
+        sums_at_once: The setting.
         kernel: What multiplies float32 matrices on the CPU.
         log: Records of every block.
         progress: Shows and names the work in hand.
     """
 
     merged: nn.Module
-    model: nn.Module
+    working: WorkingModel
     weights: Weights
     modules: Mapping[str, BlockModules]
     rule: Rule
     streams: Streams
     team: Team
-    output: NoOutput
+    output: InMemory
     dtype: torch.dtype
     precision: str
+    sums_at_once: str
     kernel: str
     log: CalibrationLog
     progress: Progress
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the calibrated model, whose tensors are those that are in memory."""
+        return self.working.module
+
+    @property
+    def structure(self) -> nn.Module:
+        """Return the model without tensors, while no expert is in memory."""
+        return next(iter(self.experts.values())).module
 
     @property
     def base(self) -> ExpertModel | None:
@@ -118,14 +141,17 @@ class CalibrationResult:
     """A calibrated model and its history.
 
     Attributes:
-        model: The calibrated model: class, dtype and device of the merged one.
+        model: The calibrated model: class, dtype and device of the merged one. With
+            `merged_weights` its structure alone.
         log: Records of every block.
         reads: Count of what was read, see docs/read_budget.md.
+        folder: The output folder with the calibrated model; None: there is none.
     """
 
     model: nn.Module
     log: CalibrationLog
     reads: dict[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
 
 
 def prepare(request: Request) -> Problem:
@@ -141,7 +167,7 @@ def prepare(request: Request) -> Problem:
         samples[task] = take(task, request.batches[task], settings, request.merged, team.cut)
     kernel = agreed_kernel(team.gather(choose_kernel(settings.linear_kernel, device)))
     runner = runner_of(request, rule, samples, team, kernel)
-    processes.doing = "the copy of the merged model"
+    processes.doing = "the models"
     return problem_of(request, rule, samples, team, output, runner, kernel)
 
 
@@ -153,8 +179,9 @@ def runner_of(
     family = checked_family(
         resolve_family(settings.family, merged),
         settings.family,
-        merged,
+        request.runnable,
         samples,
+        device=request.device if request.merged_weights is not None else None,
         needs_closing=rule.reads_closing_rows or settings.held_out != 0,
         of_first=team.of_first,
     )
@@ -168,7 +195,7 @@ def problem_of(
     rule: Rule,
     samples: Mapping[str, list[Batch]],
     team: Team,
-    output: NoOutput,
+    output: InMemory,
     runner: Runner,
     kernel: str,
 ) -> Problem:
@@ -178,10 +205,12 @@ def problem_of(
     merged = family.view.shown(request.merged)
     modules = find_all_modules(merged, stages, settings, calibrate_norm=rule.calibrate_norm)
     warn_of_routed(modules)
-    model = copied(merged, device)
+    shown = request.merged_weights and family.view.source(request.merged_weights)
+    working = WorkingModel(merged, shown, device=device)
+    model = working.module
     weights = open_weights(
         merged,
-        model,
+        working,
         request.base if rule.reads_base else None,
         request.experts,
         settings.ignore_config,
@@ -195,25 +224,27 @@ def problem_of(
     runs_experts = rule.runs_experts or drift is not None
     order = names_in_order(model, family, stages, modules, runs_experts=runs_experts)
     budget = settings.expert_read_budget
-    weights = weights.limited(budget, order, merged.state_dict(), team.gather)
-    aside = merged_aside(merged, runner, modules) if settings.held_out != 0 else None
+    weights = weights.limited(budget, order, working.merged, team.gather)
+    aside = None
+    if settings.held_out != 0 and needs_merged_aside(runner, modules):
+        aside = WorkingModel(merged, shown, device=device)
     streams = request.streams_type(
         samples,
         runner,
-        model,
+        working,
         weights.experts,
         rule,
         drift=drift,
         waits_in=place_of(settings, device),
         last_rows=last_rows_of(settings, rule, family),
-        merged=aside,
+        aside=aside,
     )
     steps = sum(map(len, stages)) * len(samples)
     log = CalibrationLog(family=family.name)
     log.add("engine", {"linear_kernel": kernel, "processor": processor()})
     return Problem(
         merged=merged,
-        model=model,
+        working=working,
         weights=weights,
         modules=modules,
         rule=rule,
@@ -222,6 +253,7 @@ def problem_of(
         output=output,
         dtype=sums_dtype(rule, settings.sums_precision, len(request.experts), device),
         precision=settings.sums_precision,
+        sums_at_once=settings.sums_at_once,
         kernel=kernel,
         log=log,
         progress=Progress(request.processes, steps, show=request.progress),
@@ -238,7 +270,7 @@ def check_alike(request: Request, rule: Rule) -> None:
         from fusion_bench_featcal.output.fingerprint import glimpse
 
         settings, tasks = request.settings.of_the_model().as_dict(), tuple(request.experts)
-        weights = glimpse(source_of(request.merged))
+        weights = glimpse(request.merged_weights or source_of(request.merged))
         facts = {"settings": (rule, settings), "tasks": tasks, "weights": weights}
         check_agreement(request.processes, **facts)
 
@@ -252,21 +284,21 @@ def warn_of_routed(modules: Mapping[str, BlockModules]) -> None:
         )
 
 
-def check_weights(problem: Problem, label: str, advice: str) -> None:
-    """Refuse NaN and infinity in the model, naming the base or expert that brought them."""
+def check_merged(problem: Problem) -> None:
+    """Refuse NaN and infinity in the merged model, naming the base or expert that brought them."""
     models = [*([problem.base] if problem.base else []), *problem.experts.values()]
 
     def reader(source: ExpertModel) -> Callable[[str], object]:
         return lambda name: source.stored(name) if name in source.keys else None
 
-    refuse_not_finite(problem.model, label, advice, map(reader, models))
+    refuse_not_finite(
+        problem.merged, "the merged model", "Check method.base_method", map(reader, models)
+    )
 
 
-def merged_aside(
-    merged: nn.Module, runner: Runner, modules: Mapping[str, BlockModules]
-) -> nn.Module | None:
-    """Return a copy of the merged model, if held-out samples need blocks that have changed."""
+def needs_merged_aside(runner: Runner, modules: Mapping[str, BlockModules]) -> bool:
+    """Return whether held-out samples need merged blocks that have been calibrated."""
     family = runner.family
     several = len(runner.stages) > 1 and not family.hands_on
     statistics = any(site.kind == "batch_norm" for m in modules.values() for site in m.sites)
-    return copied(merged, runner.device) if family.whole_model or several or statistics else None
+    return family.whole_model or several or statistics

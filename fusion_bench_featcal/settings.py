@@ -11,7 +11,7 @@ from fusion_bench_featcal.setting_fields import problems_of
 
 SETTINGS_OF_THE_RUN = (
     "activations", "activations_dir", "checkpoint_dir", "decode_workers", "ignore_config",
-    "resume", "stream_experts",
+    "resume", "stream_experts", "sums_at_once",
 )  # fmt: skip
 """Settings of storage and reading, which do not change the calibrated model."""
 

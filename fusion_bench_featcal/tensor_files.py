@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,11 +22,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     Raises:
         OSError: It cannot be written. The old file stays.
     """
-    # Safetensors refuses tensors that share memory, such as tied weights.
-    copies = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
+    copies, stored = dict[str, Tensor](), set[int]()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        # Safetensors refuses tensors that share memory, such as tied weights.
+        copies[name] = tensor.clone() if storage in stored else tensor
+        stored.add(storage)
     with new_file(path) as partial:
         try:
             save_file(copies, partial, {"format": "pt"})  # transformers requires the format

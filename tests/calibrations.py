@@ -19,7 +19,7 @@ from fusion_bench_featcal.settings import OF_THE_PAPER
 EXACT = 1e-9  # float64, relative to each parameter's norm
 PAPER = Knobs(eps=1e-8)
 PLUS: dict[str, Any] = {"rule": "plus", "calibrate_norm": False}
-OPTIONS = {"hashed", "autocast", "device", "processes", "progress"}
+OPTIONS = {"hashed", "autocast", "device", "merged_weights", "processes", "progress"}
 
 
 def samples_in(suite: Suite) -> int:

@@ -146,10 +146,11 @@ def _die_at(moment: str, count: int) -> None:
         if turn:
             _die()
 
-    def written(self: OutputFolder, block: str, *rest: Any) -> None:
-        write(self, block, *rest)
+    def written(self: OutputFolder, block: str, *rest: Any) -> Any:
+        tensors = write(self, block, *rest)
         if block not in self._finished and is_turn():
             _die()
+        return tensors
 
     if moment == WRITING:
         os.fsync = fsync

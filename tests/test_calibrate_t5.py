@@ -70,8 +70,8 @@ def test_decoder_is_fed_by_the_calibrated_encoder_and_by_the_experts_own():
     suite, spy = t5_suite(seed=5, tasks=1), Spy()
     model = run_fast(suite, family=spy).model
     wanted = []
-    for batch in map(without_labels, suite.inputs["task_0"]):
-        for side in (model, suite.experts["task_0"]):
+    for side in (model, suite.experts["task_0"]):
+        for batch in map(without_labels, suite.inputs["task_0"]):
             with torch.no_grad():
                 wanted.append(side.get_submodule("encoder")(**batch).last_hidden_state)
     assert len(spy.fed) == 4

@@ -78,14 +78,14 @@ def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     base = model(0, 0)
     save_file(base.state_dict(), tmp_path / "one.safetensors")
     read: list[int] = []
-    first_rows = SafetensorsExpert.first_rows
+    rows_of = SafetensorsExpert.rows
 
-    def counted(self: SafetensorsExpert, name: str, count: int) -> torch.Tensor:
-        rows = first_rows(self, name, count)
+    def counted(self: SafetensorsExpert, name: str, start: int, stop: int) -> torch.Tensor:
+        rows = rows_of(self, name, start, stop)
         read.append(rows.numel())
         return rows
 
-    monkeypatch.setattr(SafetensorsExpert, "first_rows", counted)
+    monkeypatch.setattr(SafetensorsExpert, "rows", counted)
     monkeypatch.delattr(SafetensorsExpert, "tensor")
     far_experts(
         {"one": ExpertModel("one", SafetensorsExpert(tmp_path / "one.safetensors"), base)}, base

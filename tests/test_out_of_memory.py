@@ -15,6 +15,7 @@ from tiny_models import clip_suite, residual_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.memory import is_out_of_memory
 
 ALLOCATOR = (
@@ -76,14 +77,14 @@ def test_before_any_sample_was_seen_all_settings_are_named():
         run_fast(replace(suite, inputs=inputs), samples_per_task=4)
 
 
-def test_model_that_does_not_fit_twice(monkeypatch: Any):
+def test_blocks_of_the_model_that_do_not_fit(monkeypatch: Any):
     suite = residual_suite()
 
     def no_room(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(nn.Module, "to", no_room)
-    with pytest.raises(CalibrationError, match=r"copy of the merged model.*stream_experts"):
+    monkeypatch.setattr(WorkingModel, "tensor", no_room)
+    with pytest.raises(CalibrationError, match=rf"at {suite.blocks[0]}: .*stream_experts"):
         run_fast(suite)
 
 

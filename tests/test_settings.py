@@ -48,6 +48,7 @@ DEFAULTS = {
     "log_drift": True,
     "linear_kernel": "auto",
     "sums_precision": "auto",
+    "sums_at_once": "auto",
     "activations": "auto",
     "activations_dir": None,
     "checkpoint_dir": None,

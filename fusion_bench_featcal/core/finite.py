@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_PART = 2**22
+"""Entries of a narrow tensor that are added up at once."""
+
 
 def all_finite(tensor: Tensor) -> bool:
     """Return whether no entry is NaN or infinite, in one pass.
@@ -30,8 +33,11 @@ def not_finite(tensor: Tensor) -> Tensor:
     A scalar on the tensor's device, at which the host need not look at once. It takes one pass and
     no memory of the tensor's size.
     """
-    narrow = tensor.is_floating_point() and tensor.dtype.itemsize < 4
-    total = tensor.sum(dtype=torch.float32) if narrow else tensor.sum()
+    if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
+        parts = tensor.flatten().split(_PART)  # torch makes a wide copy of each
+        total = torch.stack([part.sum(dtype=torch.float32) for part in parts]).sum()
+    else:
+        total = tensor.sum()
     return torch.isfinite(total).logical_not()
 
 

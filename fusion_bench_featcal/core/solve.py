@@ -24,6 +24,8 @@ PROBES = 16
 
 _POWER_VECTORS, _POWER_STEPS = 2, 4
 _STRIP = 512
+_ROWS = 2048
+"""Rows of `R` that are divided at once: the half-way result is of their size."""
 
 
 class UnsolvedError(ArithmeticError):
@@ -132,6 +134,11 @@ def divided(
     right: Float[Tensor, "*g m d"], lower: Float[Tensor, "*g d d"]
 ) -> Float[Tensor, "*g m d"]:
     """Return `R (L L')^-1`. `torch.cholesky_solve` would copy the factor each time."""
+    if right.shape[-2] > _ROWS:
+        result = torch.empty_like(right)
+        for part, rows in zip(result.split(_ROWS, -2), right.split(_ROWS, -2), strict=True):
+            part.copy_(divided(rows, lower))
+        return result
     half = torch.linalg.solve_triangular(lower.mT, right, upper=True, left=False)
     return torch.linalg.solve_triangular(lower, half, upper=False, left=False)
 

@@ -1,6 +1,11 @@
 """Sources of weights, and experts of which one block at a time is in memory."""
 
-from fusion_bench_featcal.experts.expert_model import ExpertModel, hollow_copy, names_under
+from fusion_bench_featcal.experts.expert_model import (
+    ExpertModel,
+    hollow_copy,
+    names_under,
+    put_tensor,
+)
 from fusion_bench_featcal.experts.source import (
     ExpertSource,
     InMemoryExpert,
@@ -17,5 +22,6 @@ __all__ = [
     "hollow_copy",
     "known_bytes",
     "names_under",
+    "put_tensor",
     "source_of",
 ]

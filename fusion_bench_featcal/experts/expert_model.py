@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import is_sound
 from fusion_bench_featcal.digests import digest_tensor
-from fusion_bench_featcal.experts.source import ExpertSource, first_rows, known_bytes
+from fusion_bench_featcal.experts.source import ExpertSource, known_bytes, rows_of
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -41,6 +41,7 @@ class ExpertModel:
         like: nn.Module,
         *,
         role: str = "expert",
+        device: torch.device | None = None,
         spared: Container[str] = (),
         hashed: bool = False,
     ) -> None:
@@ -49,8 +50,9 @@ class ExpertModel:
         Args:
             name: Its name in the model pool (for an expert, the task's), for messages.
             source: Its weights.
-            like: The merged model, whose structure, dtypes and device the expert takes.
+            like: The merged model, whose structure and dtypes the expert takes.
             role: What messages call it.
+            device: Device of the tensors that are loaded; None: that of the merged model's.
             spared: Names of the merged model's tensors that are not needed: the expert may lack
                 them or have others.
             hashed: Whether to digest what is read.
@@ -68,8 +70,8 @@ class ExpertModel:
         self.keys = pair_names(name, role, self.source, stored, aliases(like), spared)
         parameters = {id(parameter) for parameter in like.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
-        self._like = {name: (tensor.dtype, tensor.device) for name, tensor in stored.items()}
-        self.module = hollow_copy(like)
+        self._like = {name: (t.dtype, device or t.device) for name, t in stored.items()}
+        self.module = hollow_copy(like, device)
 
     def stored(self, name: str) -> Tensor:
         """Return one tensor under the merged model's name, as it is stored.
@@ -107,9 +109,13 @@ class ExpertModel:
         if self._hashed:
             self.digests[key] = digest_tensor(tensor)
 
-    def first_rows(self, name: str, count: int) -> Tensor:
-        """Return the first rows of one tensor on the CPU, read alone where the source can."""
-        return first_rows(self.source, self.keys[name], count)
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the merged model's dtype of one tensor."""
+        return self._like[name][0]
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return some rows of one tensor on the CPU, read alone where the source can."""
+        return rows_of(self.source, self.keys[name], start, stop)
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor under the merged model's name, in its dtype and on its device.
@@ -142,23 +148,17 @@ class ExpertModel:
         Yields:
             The module. Its other parameters stay on the meta device.
         """
-        replaced: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        replaced: list[tuple[str, Tensor]] = []
         read: dict[str, Tensor] = {}  # tied names share one stored tensor
         try:
             for name in names:
-                owner, _, leaf = name.rpartition(".")
-                module = self.module.get_submodule(owner)
-                is_parameter = leaf in module._parameters
-                slot: dict[str, Any] = module._parameters if is_parameter else module._buffers
-                replaced.append((slot, leaf, slot[leaf]))
                 if self.keys[name] not in read:
                     read[self.keys[name]] = self.tensor(name)
-                tensor = read[self.keys[name]]
-                slot[leaf] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+                replaced.append((name, put_tensor(self.module, name, read[self.keys[name]])))
             yield self.module
         finally:
-            for slot, leaf, empty in reversed(replaced):  # T5's embedding is in several slots
-                slot[leaf] = empty
+            for name, empty in reversed(replaced):
+                put_tensor(self.module, name, empty)
 
 
 def fitted_to(names: Iterable[str], source: ExpertSource) -> ExpertSource:
@@ -195,18 +195,40 @@ def names_under(names: Iterable[str], modules: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(prefixes)]
 
 
-def hollow_copy(model: nn.Module) -> nn.Module:
+def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Put a tensor in the place of a model's parameter or buffer, and return the one before it."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    is_parameter = leaf in module._parameters
+    slots: dict[str, Any] = module._parameters if is_parameter else module._buffers
+    before = slots[leaf]
+    if is_parameter and not isinstance(tensor, nn.Parameter):
+        tensor = nn.Parameter(tensor, requires_grad=False)
+    slots[leaf] = tensor
+    return before
+
+
+def hollow_copy(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """Return the model's structure with parameters and persistent buffers on the meta device.
 
     Buffers that no checkpoint stores (position ids, rotary frequencies) are copied: they belong to
     the structure. No weight is copied even for a moment: deepcopy takes its stand-in instead.
+
+    Args:
+        model: The model.
+        device: Device of the buffers that are copied; None: where they are.
     """
     stand_ins: dict[int, Tensor] = {}
     for tensor in model.state_dict(keep_vars=True).values():
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         stand_ins[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
-    return copied_module(model, stand_ins).eval()
+    hollow = copied_module(model, stand_ins).eval()
+    for module in hollow.modules() if device is not None else ():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+    return hollow
 
 
 def aliases(model: nn.Module) -> dict[str, list[str]]:

@@ -79,10 +79,7 @@ def task_vectors(
     return {
         name: torch.cat(
             [torch.zeros(0)]
-            + [
-                (model.first_rows(key, _ROWS).float() - rows).flatten()
-                for key, rows in base.items()
-            ]
+            + [(model.rows(key, 0, _ROWS).float() - rows).flatten() for key, rows in base.items()]
         )
         for name, model in models.items()
     }
@@ -92,7 +89,7 @@ def base_sample(base: nn.Module | ExpertModel) -> dict[str, Tensor]:
     """Return the first rows of a few of the base's matrices, float32 on the CPU."""
     if isinstance(base, ExpertModel):
         names = _sampled(base.module.state_dict())
-        return {name: base.first_rows(name, _ROWS).float() for name in names}
+        return {name: base.rows(name, 0, _ROWS).float() for name in names}
     tensors = base.state_dict()
     return {name: tensors[name][:_ROWS].to("cpu").float() for name in _sampled(tensors)}
 

@@ -5,7 +5,7 @@ import re
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.experts.source import ExpertSource, SourceView, first_rows
+from fusion_bench_featcal.experts.source import ExpertSource, SourceView, rows_of
 
 _MODULES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _MATRIX = re.compile(
@@ -64,11 +64,11 @@ class JoinedExperts(SourceView):
             return self._source.tensor(self._renamed.get(name, name))
         return self._joined(self._stored[name])
 
-    def first_rows(self, name: str, count: int) -> Tensor:
-        """Read the first rows of one tensor: of joined ones the first experts."""
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read some rows of one tensor: of joined ones some experts."""
         if name not in self._stored:
-            return first_rows(self._source, self._renamed.get(name, name), count)
-        return self._joined(self._stored[name][:count])
+            return rows_of(self._source, self._renamed.get(name, name), start, stop)
+        return self._joined(self._stored[name][start:stop])
 
     def _joined(self, experts: list[list[str]]) -> Tensor:
         read = self._source.tensor

@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion_bench_featcal.experts.expert_model import first_rows
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.experts.source import ExpertSource, SourceView
+from fusion_bench_featcal.experts.source import ExpertSource, SourceView, rows_of
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.untrusted import read_json
 
@@ -99,24 +98,26 @@ class LoraExpert(SourceView):
             return self._weights.tensor(self._copies[name])
         return self._changed(super().tensor(name), name)
 
-    def first_rows(self, name: str, count: int) -> Tensor:
-        """Return the first rows of one tensor."""
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return some rows of one tensor."""
         change = self._changes.get(name)
         if name in self._copies or (change is not None and change.is_transposed):
-            return self.tensor(name)[:count]  # DoRA's norms need all rows there
-        return self._changed(first_rows(self._source, name, count), name)
+            return self.tensor(name)[start:stop]  # DoRA's norms need all rows there
+        return self._changed(rows_of(self._source, name, start, stop), name, start)
 
-    def _changed(self, rows: Tensor, name: str) -> Tensor:
-        """Add the adapter's share to the first rows of a tensor."""
+    def _changed(self, rows: Tensor, name: str, start: int = 0) -> Tensor:
+        """Add the adapter's share to rows of a tensor, from number `start` on."""
         change = self._changes.get(name)
         if change is None:
             return rows
         down = self._weights.tensor(change.down).float().flatten(1)
         up = self._weights.tensor(change.up).float().flatten(1)
         weight = (rows.T if change.is_transposed else rows).float().flatten(1)
-        weight = weight + (up[: len(weight)] @ down) * change.scale
+        weight = weight + (up[start : start + len(weight)] @ down) * change.scale
         if change.magnitude is not None:
-            magnitude = self._weights.tensor(change.magnitude).float().flatten()[: len(weight)]
+            magnitude = (
+                self._weights.tensor(change.magnitude).float().flatten()[start:][: len(weight)]
+            )
             weight = weight * (magnitude / weight.norm(dim=1)).unsqueeze(1)
         weight = weight.T if change.is_transposed else weight
         return weight.reshape(rows.shape).to(rows.dtype)

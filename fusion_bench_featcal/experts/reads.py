@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.experts.expert_model import ExpertModel
 from fusion_bench_featcal.experts.model_config import check_same_function, config_of
-from fusion_bench_featcal.experts.source import ExpertSource, source_of
+from fusion_bench_featcal.experts.source import ExpertSource, Tensors, source_of
+from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.json_files import digest_json
 from fusion_bench_featcal.read_budgets import budget_in_bytes
 from fusion_bench_featcal.settings import CalibrationError
@@ -67,7 +68,7 @@ class Weights:
         self,
         budget: float | str | None,
         order: Sequence[str],
-        merged: Mapping[str, Tensor],
+        merged: Tensors,
         gather: Gather,
     ) -> "Weights":
         """Spend a budget on the experts' tensors by their position, on all experts alike.
@@ -95,7 +96,8 @@ class Weights:
         everything = {task: of_task for part in gathered for task, of_task in part.items()}
         grant = grants(budget, {task: everything[task] for task in self.tasks})
         for task, expert in self.experts.items():
-            expert.stand_ins = {expert.keys[n]: merged[n] for n in grant.omitted.get(task, ())}
+            keys = {expert.keys[n]: merged.names[n] for n in grant.omitted.get(task, ())}
+            expert.stand_ins = Tensors(merged.read, keys)
         return replace(self, grant=grant)
 
     def manifest(
@@ -161,7 +163,7 @@ class Weights:
 
 def open_weights(
     merged: nn.Module,
-    model: nn.Module,
+    working: WorkingModel,
     base: nn.Module | ExpertSource | None,
     experts: Mapping[str, nn.Module | ExpertSource],
     ignored: Sequence[str],
@@ -175,7 +177,7 @@ def open_weights(
 
     Args:
         merged: The merged model, with its config.
-        model: The calibrated model, whose dtypes and device the experts take.
+        working: The calibrated model, whose dtypes and device the experts take.
         base: The base model; None: nothing is read of it.
         experts: Experts by task.
         ignored: Keys of configs in which they may differ (`ignore_config`).
@@ -193,7 +195,9 @@ def open_weights(
             source = view.source(source_of(model_or_source))
         except CalibrationError as error:
             raise CalibrationError(f"{role} {name!r}: {error}") from error
-        expert = ExpertModel(name, source, model, role=role, spared=spared, hashed=hashed)
+        on = working.device
+        options: Any = {"role": role, "device": on, "spared": spared, "hashed": hashed}
+        expert = ExpertModel(name, source, working.module, **options)
         configs = config_of(model_or_source), config_of(merged)
         check_same_function(name, *configs, ignored, role=role)
         return expert

@@ -74,6 +74,15 @@ class SafetensorsExpert:
         """
         return read_config(self._folder)
 
+    @property
+    def files(self) -> list[Path]:
+        """The files, in the order of their names."""
+        return sorted(set(self._files.values()))
+
+    def names_in(self, file: Path) -> list[str]:
+        """Return the names of the tensors in one of the files."""
+        return [name for name, of_tensor in self._files.items() if of_tensor == file]
+
     def names(self) -> set[str]:
         """Return the names of all tensors."""
         return set(self._files)
@@ -106,11 +115,11 @@ class SafetensorsExpert:
             raise CalibrationError(f"{self._files[name]} has changed since the start of the run")
         return tensor
 
-    def first_rows(self, name: str, count: int) -> Tensor:
-        """Read the first `count` rows of one tensor. Raises as `tensor`."""
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read some rows of one tensor, a scalar whole. Raises as `tensor`."""
         with self._opened(name) as handle:
             rows = handle.get_slice(name)
-            return rows[:count] if self._shapes[name] else handle.get_tensor(name)
+            return rows[start:stop] if self._shapes[name] else handle.get_tensor(name)
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[Any]:

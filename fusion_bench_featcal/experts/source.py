@@ -1,5 +1,6 @@
 """Sources of weights: a model in memory, and views of other sources."""
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from fusion_bench_featcal.settings import CalibrationError
 class ExpertSource(Protocol):
     """A readable set of named tensors: one model's weights.
 
-    A source may have `first_rows(name, count)`, which reads no more than these rows, and `config`,
+    A source may have `rows(name, start, stop)`, which reads no more than these rows, and `config`,
     the model's transformers config or the content of its config.json, which is compared with the
     merged model's.
     """
@@ -90,6 +91,28 @@ class SourceView:
         return self._source.tensor(name)
 
 
+class Tensors(Mapping[str, Tensor]):
+    """Tensors that are read each time they are looked up."""
+
+    def __init__(self, read: Callable[[str], Tensor], names: Mapping[str, str]) -> None:
+        """Refer to the tensors.
+
+        Args:
+            read: Returns a tensor.
+            names: Name -> name by which it is read.
+        """
+        self.read, self.names = read, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(self.names[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
 def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
     """Return a model's weights as a source: a module's own, or the source itself.
 
@@ -121,7 +144,7 @@ def known_bytes(source: ExpertSource, name: str) -> int:
         ) from error
 
 
-def first_rows(source: Any, name: str, count: int) -> Tensor:
-    """Return the first rows of a source's tensor on the CPU, read alone where the source can."""
-    read = getattr(source, "first_rows", None)
-    return (source.tensor(name)[:count] if read is None else read(name, count)).to("cpu")
+def rows_of(source: Any, name: str, start: int, stop: int) -> Tensor:
+    """Return some rows of a source's tensor on the CPU, read alone where the source can."""
+    read = getattr(source, "rows", None)
+    return (source.tensor(name)[start:stop] if read is None else read(name, start, stop)).to("cpu")

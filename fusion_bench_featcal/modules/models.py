@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import all_finite, is_sound, not_finite, read_back
-from fusion_bench_featcal.experts import names_under
+from fusion_bench_featcal.experts import names_under, put_tensor
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.modules.sites import BlockModules
@@ -94,8 +94,9 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's parameters."""
-    return next(model.parameters()).device
+    """Return the device of a model's parameters, or on which it loads them while it runs."""
+    device: Any = next(model.parameters()).device
+    return model.device if device.type == "meta" else device  # type: ignore[return-value]
 
 
 def refuse_not_finite(
@@ -158,13 +159,13 @@ class Modes:
 
 
 def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor], advice: str) -> None:
-    """Write new parameters and statistics of a block, all or none, in the model's own dtype.
+    """Replace parameters and statistics of a block, all or none, in the model's own dtype.
 
     Raises:
         CalibrationError: If a value does not fit the dtype.
     """
     tensors = model.state_dict()
-    new = {name: value.to(tensors[name].dtype) for name, value in updates.items()}
+    new = {name: value.to(tensors[name]) for name, value in updates.items()}
     signs = read_back([not_finite(value) for value in new.values()])
     for (name, value), sign in zip(new.items(), signs, strict=True):
         if sign and not all_finite(value):
@@ -173,7 +174,20 @@ def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor], ad
                 "merge in a wider dtype"
             )
     for name, value in new.items():
-        tensors[name].copy_(value)
+        put_tensor(model, name, value)
+
+
+def tensors_under(model: nn.Module, block: str) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a block themselves, by name."""
+    tensors = model.state_dict(keep_vars=True)
+    return {name: tensors[name] for name in names_under(tensors, [block])}
+
+
+def without_ties(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's tensors by name, tied ones once."""
+    stored = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(stored.items())}
+    return {name: stored[name].detach() for name in reversed(first.values())}
 
 
 def relative_change(before: Tensor, after: Tensor) -> dict[str, float]:

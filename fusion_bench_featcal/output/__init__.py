@@ -6,13 +6,13 @@ Its code is imported only where `checkpoint_dir` is set.
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.output.no_output import NoOutput
+from fusion_bench_featcal.output.in_memory import InMemory
 from fusion_bench_featcal.settings import FeatCalSettings
 
-__all__ = ["NoOutput", "check_output", "open_output"]
+__all__ = ["InMemory", "check_output", "open_output"]
 
 
-def open_output(settings: FeatCalSettings, processes: Any) -> NoOutput:
+def open_output(settings: FeatCalSettings, processes: Any) -> InMemory:
     """Open the output folder that settings name.
 
     Args:
@@ -23,7 +23,7 @@ def open_output(settings: FeatCalSettings, processes: Any) -> NoOutput:
         CalibrationError: If it cannot be used.
     """
     if settings.checkpoint_dir is None:
-        return NoOutput()
+        return InMemory()
     from fusion_bench_featcal.output.folder import OutputFolder
 
     folder = Path(settings.checkpoint_dir)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from fusion_bench_featcal.core.float32_products import products_in_force
 from fusion_bench_featcal.digests import (
@@ -17,7 +18,8 @@ from fusion_bench_featcal.digests import (
     without_addresses,
 )
 from fusion_bench_featcal.experts.reads import BASE
-from fusion_bench_featcal.experts.source import ExpertSource, first_rows
+from fusion_bench_featcal.experts.source import ExpertSource, rows_of
+from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.json_files import digest_json
 from fusion_bench_featcal.processes import Processes
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
@@ -59,8 +61,6 @@ def describe_run(
         processes: The processes, whose samples and weights count, too.
     """
     merged, runner = problem.merged, problem.streams.runner
-    tensors = dict(merged.named_buffers()) | merged.state_dict()
-    digests = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
     models = {
         f"{'base' if name == BASE else 'expert'} {name} (modelpool.models.{name})": model.source
         for name, model in problem.weights.models.items()
@@ -71,7 +71,7 @@ def describe_run(
         on = torch.is_autocast_enabled(device.type)
         autocast = str(torch.get_autocast_dtype(device.type)) if on else None
     weights = {name: glimpse(source) for name, source in models.items()}
-    weights = {"the merged model": digest_json(digests), **weights}
+    weights = {"the merged model": describe_merged(problem.working, merged), **weights}
     samples = _joined(processes.gather(describe_samples(problem.streams.tasks)))
     return {
         "settings": describe_settings(settings),
@@ -94,6 +94,14 @@ def describe_run(
     }
 
 
+def describe_merged(working: WorkingModel, merged: nn.Module) -> str:
+    """Return a digest of the merged model: of all values if it is in memory, else a glimpse."""
+    if not working.is_in_memory:
+        return glimpse(working.source)
+    tensors = dict(merged.named_buffers()) | merged.state_dict()
+    return digest_json({name: digest_tensor(tensor) for name, tensor in tensors.items()})
+
+
 def _joined(gathered: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """Join digests of all processes. Several have digests of what they share or divide."""
     joined: dict[str, list[str]] = {}
@@ -108,7 +116,7 @@ def glimpse(source: ExpertSource) -> str:
     digest = hashlib.sha256()
     for name in sorted(source.names()):
         shape = source.shape(name)
-        rows = digest_tensor(first_rows(source, name, 1) if shape else source.tensor(name))
+        rows = digest_tensor(rows_of(source, name, 0, 1) if shape else source.tensor(name))
         digest.update(f"{name} {shape} {rows}\n".encode())
     return digest.hexdigest()[:32]
 

@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.experts.source import Tensors
+from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.files import (
     ReportError,
     free_space,
@@ -26,7 +28,7 @@ from fusion_bench_featcal.files import (
 )
 from fusion_bench_featcal.json_files import digest_json, read_json, sealed_json
 from fusion_bench_featcal.output.fingerprint import describe_run, differences
-from fusion_bench_featcal.output.no_output import NoOutput
+from fusion_bench_featcal.output.in_memory import InMemory
 from fusion_bench_featcal.plurals import bytes_text
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tensor_files import read_tensors, write_tensors
@@ -34,10 +36,12 @@ from fusion_bench_featcal.tensor_files import read_tensors, write_tensors
 log = logging.getLogger(__name__)
 
 FORMAT = 3
-MANIFEST, REST, INDEX = "blocks.json", "rest.safetensors", "model.safetensors.index.json"
+MANIFEST, REST, INDEX = "blocks.json", "rest", "model.safetensors.index.json"
+PIECE = 2**28
+"""Bytes of tensors outside the blocks from which on they are written to a file of their own."""
 
 
-class OutputFolder(NoOutput):
+class OutputFolder(InMemory):
     """Finished blocks of one calibration, whole or absent.
 
     A block's entry in the manifest is written after its file. Blocks that follow one whose file is
@@ -122,28 +126,30 @@ class OutputFolder(NoOutput):
             finished = {block: listed[block] for block in self._finished}
             if not self._content or finished != listed:
                 self._write_manifest({"format": FORMAT, "run": run, "blocks": finished})
-            for prefix in (".block-", f".{MANIFEST}.", f".{REST}.", f".{INDEX}."):
+            for prefix in (".block-", f".{MANIFEST}.", f".{REST}-", f".{INDEX}."):
                 remove_orphans(self.folder, prefix)
 
-    def read(self, block: str, model: nn.Module) -> dict[str, Tensor]:
-        """Return the tensors of a finished block that are not the model's; none of another block.
+    def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
+        """Return the tensors of a block that an earlier run has finished; none of another block.
 
         Raises:
             CalibrationError: If its file is damaged.
         """
         if block not in self._finished:
             return {}
-        path, unfinished = self.folder / self._files[block], model.state_dict()
+        path = self.folder / self._files[block]
         remedy = f"{path} to calibrate its block and later ones anew, or the whole folder"
         with _naming_damage(path, remedy):
             tensors = read_tensors(path, self._content["blocks"][block]["digest"])
-        new = {name: tensor.to(unfinished[name].device) for name, tensor in tensors.items()}
-        return {name: tensor for name, tensor in new.items() if not tensor.equal(unfinished[name])}
+        return {name: tensors[key] for name, key in self._names(block, model).items()}
 
-    def write(self, block: str, model: nn.Module, run_log: Any) -> None:
-        """Write a calibrated block, and what was logged since the last one.
+    def write(
+        self, block: str, model: WorkingModel, changed: Mapping[str, Tensor], run_log: Any
+    ) -> Mapping[str, Tensor]:
+        """Write a calibrated block and what was logged since the last one; return its tensors.
 
-        What was logged for a block of an earlier run is replaced by what was logged then.
+        They are read from its file when they are looked up. What was logged for a block of an
+        earlier run is replaced by what was logged then.
 
         Raises:
             CalibrationError: If it cannot be written, or another run writes to the folder.
@@ -152,19 +158,26 @@ class OutputFolder(NoOutput):
             run_log.records[self._logged :] = self._content["blocks"][block]["records"]
             self._seconds = time.perf_counter() - self._began
         elif self._processes.rank == 0:
-            tensors = model.state_dict()
-            inside = {name: tensors[name] for name in names_under(tensors, [block])}
+            tensors = model.module.state_dict()
+            inside = {key: tensors[name] for name, key in self._names(block, model).items()}
             digest = self._write(self._files[block], inside)
             entry = {"digest": digest, "records": run_log.plain_records(self._logged)}
             blocks = {**self._content["blocks"], block: entry}
             self._write_manifest({**self._content, "blocks": blocks})
         self._logged = len(run_log.records)
+        self._processes.gather(None)  # the others read what the first one has written
+        source = SafetensorsExpert(self.folder / self._files[block])
+        return Tensors(source.tensor, self._names(block, model))
 
-    def finish(self, model: nn.Module, run_log: Any) -> None:
+    def _names(self, block: str, model: WorkingModel) -> dict[str, str]:
+        """Return the names of a block's tensors, and those that they have in files."""
+        return {name: model.keys[name] for name in names_under(model.keys, [block])}
+
+    def finish(self, tensors: Mapping[str, Tensor], run_log: Any) -> None:
         """Write the remaining tensors and the index, with which the folder is the model.
 
         Args:
-            model: The calibrated model.
+            tensors: Those of the calibrated model, tied ones once.
             run_log: The log, which is to say how many blocks an earlier run has finished.
 
         Raises:
@@ -175,18 +188,31 @@ class OutputFolder(NoOutput):
             run_log.add("resumed", record)
         if self._processes.rank > 0:
             return
-        stored = model.state_dict(keep_vars=True)
-        first = {id(tensor): name for name, tensor in reversed(stored.items())}
-        tensors = {name: stored[name].detach() for name in reversed(first.values())}  # ties once
-        files = dict.fromkeys(tensors, REST)
+        size, files = 0, dict[str, str]()
         for file in self._files.values():
-            inside = SafetensorsExpert(self.folder / file).names()
-            files |= {name: file for name in tensors if name in inside}
-        self._write(REST, {n: tensor for n, tensor in tensors.items() if files[n] == REST})
-        size = sum(tensor.nbytes for tensor in tensors.values())
+            shard = SafetensorsExpert(self.folder / file)
+            inside = [name for name in shard.names() if name in tensors]
+            size += sum(map(shard.nbytes, inside))
+            files |= dict.fromkeys(inside, file)
+        size += self._write_rest(tensors, files)
         index = {"metadata": {"total_size": size}, "weight_map": files}
         with _naming_room(self.folder / INDEX, size):
             write_whole(self.folder / INDEX, json.dumps(index, indent=2).encode())
+
+    def _write_rest(self, tensors: Mapping[str, Tensor], files: dict[str, str]) -> int:
+        """Write the tensors that are in no file, add them to `files`, and return their bytes."""
+        piece, size, total = dict[str, Tensor](), 0, 0
+        rest = [name for name in tensors if name not in files]
+        for number, name in enumerate(rest):
+            piece[name] = tensors[name].to("cpu")
+            size += piece[name].nbytes
+            if size > PIECE or name == rest[-1]:
+                file = f"{REST}-{number:04d}.safetensors"
+                self._write(file, piece)
+                files |= dict.fromkeys(piece, file)
+                total += size
+                piece, size = {}, 0  # let go before the next one is read
+        return total
 
     def _write(self, file: str, tensors: Mapping[str, Tensor]) -> str:
         path = self.folder / file

@@ -105,8 +105,8 @@ class PaperSums:
         """Add a task's means, weighted by `1 / |G_i|` (Eq. 14)."""
         factor = self.weights_of(rows) / rows.count[0]
         self._inputs.merge(rows.without_features(), factor)
-        cross = self._targets.add(rows, expert, factor)
-        return {"norm": rows.gram_norms().mean(), "cross": cross.sum()}
+        total = self._targets.add(rows, expert, factor)
+        return {"norm": rows.gram_norms().mean(), "cross": total}
 
     def weights_of(self, rows: Moments) -> Tensor:
         """Return a task's weight `1 / |G_i|` by map, `[g]` (Eq. 14)."""
@@ -116,7 +116,7 @@ class PaperSums:
         """Solve for the step from the anchor (Eq. 17); the bias follows from the means."""
         rule, targets, inputs = self._rule, self._targets, self._inputs
         cross, _ = targets.complete(inputs.gram[0], inputs.x[0])
-        right = cross[0] - rule.eps * targets.anchor.weight
+        right = cross[0].sub_(targets.anchor.weight, alpha=rule.eps)
         rounding = max(rounding_of(self._dtype), torch.finfo(right.dtype).eps)
         ridge = rule.ridge_lambda + rule.eps
         solution = solve_ridge(inputs.gram[0], right, ridge, rounding=rounding)

@@ -103,11 +103,11 @@ class PlusSums:
             gamma = self._rule.gammas.get(task, self._rule.gamma)
             self._remember(rows, whole, expert.weight, expert.weight - self._base.weight, gamma)
         factor = weight / whole.count[0]
-        cross = self._targets.add(whole, expert, factor)
+        total = self._targets.add(whole, expert, factor)
         biases = (factor[:, None] * step.bias)[..., None]
         self._targets.cross[0].addcmul_(biases, whole.x[0][:, None, :])
         self._folds.merge(self._probed(rows, expert, step), factor)
-        return {"norm": whole.gram_norms().mean(), "cross": cross.sum()}
+        return {"norm": whole.gram_norms().mean(), "cross": total}
 
     def _remember(
         self, rows: Moments, whole: Moments, weight: Tensor, tau: Tensor, gamma: float

@@ -10,6 +10,9 @@ from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.rule import Linear
 
+_STRIP = 2048
+"""Outputs of which further matrices are in memory at once."""
+
 
 class StepTargets:
     """Sums of `u = (W_i - W_a) x + b_i - b_a + alpha W_i (x_exp - x)`, the target of a sample.
@@ -34,34 +37,36 @@ class StepTargets:
         self._drift: Tensor | None = None
 
     def add(self, rows: Moments, expert: Linear, factor: Tensor) -> Tensor:
-        """Add a task's targets, weighted by map, and return its `sum u x'` unweighted.
+        """Add a task's targets, weighted by map, and return the sum of all entries, unweighted.
 
         Args:
             rows: Sums over its rows, in one fold.
             expert: The expert's parameters.
             factor: Weight of a row, `[g]`.
         """
-        step = expert.minus(self.anchor)
+        alpha, count, x = self._alpha, rows.count[0][:, None], rows.x[0]
         if self._adds_anchor:
-            cross, y = rows.cross[0], rows.y[0]
-        else:
-            cross, y = self._from_inputs(rows, expert, step, factor)
-        y = y + step.bias * rows.count[0][:, None]
-        self.cross[0].addcmul_(cross, factor[:, None, None])
-        self.y[0].addcmul_(y, factor[:, None])
-        return cross
-
-    def _from_inputs(
-        self, rows: Moments, expert: Linear, step: Linear, factor: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return `sum u x'` and `sum u` without biases, from sums over inputs and their drift."""
-        alpha, gram, x = self._alpha, rows.gram[0], rows.x[0]
-        if not alpha:
-            return multiply(step.weight, gram, symmetric=True), _times(step.weight, x)
-        part = rows.cross[0] * (alpha * factor[:, None, None])
-        self._drift = part if self._drift is None else self._drift.add_(part)
-        cross = multiply(step.weight, torch.add(gram, rows.cross[0], alpha=alpha))
-        return cross, _times(step.weight, x) + alpha * _times(expert.weight, rows.y[0])
+            y = rows.y[0] + (expert.bias - self.anchor.bias) * count
+            self.y[0].addcmul_(y, factor[:, None])
+            self.cross[0].addcmul_(rows.cross[0], factor[:, None, None])
+            return rows.cross[0].sum()
+        gram = rows.gram[0]
+        if alpha:
+            part = rows.cross[0] * (alpha * factor[:, None, None])
+            self._drift = part if self._drift is None else self._drift.add_(part)
+            gram = torch.add(gram, rows.cross[0], alpha=alpha)
+        total = gram.new_zeros(())
+        # Strips of outputs: matrices of all would be the largest of a run.
+        for part in strips(self.y.shape[-1]):
+            weight = expert.weight[:, part] - self.anchor.weight[:, part]
+            cross, y = multiply(weight, gram, symmetric=not alpha), _times(weight, x)
+            if alpha:
+                y = y + alpha * _times(expert.weight[:, part], rows.y[0])
+            y = y + (expert.bias - self.anchor.bias)[:, part] * count
+            self.cross[0][:, part].addcmul_(cross, factor[:, None, None])
+            self.y[0][:, part].addcmul_(y, factor[:, None])
+            total += cross.sum()
+        return total
 
     def tensors(self) -> list[Tensor]:
         """Return both sums, to which those of other processes may be added in place."""
@@ -90,11 +95,19 @@ class StepTargets:
             count: Weighted number of rows and the pull towards the anchor's bias, `[g]`.
         """
         wide = solve_dtype(step.device)
-        anchor = self.anchor.to(wide)
-        weight = (anchor.weight + step.to(wide)).to(self._dtype).to(wide)
-        change = _times(weight - anchor.weight, x.to(wide))
+        weight = torch.empty_like(step, dtype=self._dtype)
+        change = torch.empty_like(self.y[0], dtype=wide)
+        for part in strips(step.shape[1]):
+            anchor = self.anchor.weight[:, part].to(wide)
+            weight[:, part] = anchor + step[:, part].to(wide)
+            change[:, part] = _times(weight[:, part].to(wide) - anchor, x.to(wide))
         shift = (self.y[0].to(wide) - change) / count.to(wide)[:, None]
-        return Linear(weight, anchor.bias + shift)
+        return Linear(weight, self.anchor.bias.to(wide) + shift)
+
+
+def strips(outputs: int) -> list[slice]:
+    """Divide outputs into parts whose matrices are in memory at once."""
+    return [slice(start, start + _STRIP) for start in range(0, outputs, _STRIP)]
 
 
 def _times(weight: Tensor, x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ def checked_family(
     model: nn.Module,
     samples: Mapping[str, list[Any]],
     *,
+    device: torch.device | None = None,
     needs_closing: bool = False,
     of_first: Callable[[Callable[[], Any]], Any] = lambda find: find(),
 ) -> Family:
@@ -41,6 +42,7 @@ def checked_family(
         model: The model, with weights.
         samples: Batches of each task of this process. The first one of the first task runs, in
             the first process.
+        device: Device on which the model runs; None: that of its parameters.
         needs_closing: Whether the positions that the model reads behind its last block are needed.
         of_first: Returns in all processes what a function returns in the first one.
 
@@ -58,7 +60,7 @@ def checked_family(
         few = part_of(first.inputs, first.samples, slice(_SAMPLES))
         if isinstance(few, Mapping):  # labels are for the head
             few = {name: value for name, value in few.items() if name != "labels"}
-        return to_device(few, device_of(model))
+        return to_device(few, device or device_of(model))
 
     model.eval()
     try:

@@ -1,6 +1,7 @@
 """All tasks' batches on their way through the calibrated model and through their experts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import ExpertModel
+from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.hooks import Recorded, record
 from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_of_block
@@ -32,25 +34,49 @@ class Streams:
     Attributes:
         tasks: The batches of each task.
         runner: Runs blocks of models.
-        model: The calibrated model.
+        working: The calibrated model, of which one block at a time is in memory.
         experts: The expert of each task.
         rule: How blocks are calibrated.
         drift: Compares features with the experts'; None: nothing does.
         waits_in: Where features wait: on the device, on the host or on disk.
         last_rows: Positions that count in modules of the last block; None: those of earlier ones.
-        merged: The merged model for held-out samples, where running one of its blocks or going to a
+        aside: The merged model for held-out samples, where running one of its blocks or going to a
             stage takes blocks that have been calibrated. None: the calibrated model does.
     """
 
     tasks: Mapping[str, list[Batch]]
     runner: Runner
-    model: nn.Module
+    working: WorkingModel
     experts: Mapping[str, ExpertModel]
     rule: Rule
     drift: DriftLog | None = None
     waits_in: Here = field(default_factory=Here)
     last_rows: LastRows | None = None
-    merged: nn.Module | None = None
+    aside: WorkingModel | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the calibrated model, whose tensors are those that are in memory."""
+        return self.working.module
+
+    @property
+    def merged(self) -> nn.Module:
+        """Return the model that gives held-out samples the merged model's features."""
+        return self.model if self.aside is None else self.aside.module
+
+    @contextmanager
+    def loaded(self, block: str) -> Iterator[None]:
+        """Context in which a block of the calibrated model is in memory, as merged at first."""
+        with self._in_memory(tensors_of_block(self.model, self.runner.family, block)):
+            yield
+
+    @contextmanager
+    def _in_memory(self, names: Sequence[str]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for model in (self.working, self.aside):
+                if model is not None:
+                    stack.enter_context(model.loaded(names))
+            yield
 
     @property
     def runs_experts(self) -> bool:
@@ -61,30 +87,35 @@ class Streams:
         """Bring all batches to the first block of a stage; earlier stages have been calibrated."""
         runner = self.runner
         names = tensors_before_stage(self.model, runner.family, runner.stages, index)
-        for task, batches in self.tasks.items():
-            with (
-                self.experts[task].loaded(names if self.runs_experts else []) as expert,
-                naming_task(task),
-            ):
-                for number, batch in enumerate(self.waits_in.visits(batches)):
-                    self._begin(task, number, batch, expert, index)
+        with self._in_memory(names):
+            for task, batches in self.tasks.items():
+                with naming_task(task):
+                    for number, batch in enumerate(self.waits_in.visits(batches)):
+                        self._begin(task, number, batch, index)
+        for task, batches in self.tasks.items() if self.runs_experts else ():
+            with self.experts[task].loaded(names) as expert, naming_task(task):
+                for batch in self.waits_in.visits(batches):
+                    inputs = to_device(batch.inputs, runner.device)
+                    batch.exp = runner.begin(expert, inputs, index, batch.exp)
+        if index == len(runner.stages) - 1:
+            for batch in (batch for batches in self.tasks.values() for batch in batches):
+                batch.inputs = None
 
-    def _begin(self, task: str, number: int, batch: Batch, expert: nn.Module, index: int) -> None:
-        runner, model = self.runner, self.merged or self.model
+    def _begin(self, task: str, number: int, batch: Batch, index: int) -> None:
+        runner = self.runner
         inputs = to_device(batch.inputs, runner.device)
         batch.rows = runner.rows(inputs, index, self.rule.folds)
         if index == 0 and batch.rows.valid is None:  # padding may hold anything
             check_finite_inputs(inputs, task, number)
         batch.cal = runner.begin(self.model, inputs, index, batch.cal)
-        if self.runs_experts:
-            batch.exp = runner.begin(expert, inputs, index, batch.exp)
         if self.drift is not None:
-            batch.rows = replace(batch.rows, compared=runner.compared(model, index, batch))
+            compared = runner.compared(self.merged, index, batch)
+            batch.rows = replace(batch.rows, compared=compared)
         if batch.is_held_out:
-            merged = runner.begin(model, inputs, index, batch.merged) if index else batch.cal
+            merged = batch.cal
+            if index:
+                merged = runner.begin(self.merged, inputs, index, batch.merged)
             batch.merged = merged
-        if index == len(runner.stages) - 1:
-            batch.inputs = None
 
     def tensors_of(self, block: str) -> list[str]:
         """Return the names of an expert's tensors that running a block needs."""
@@ -155,8 +186,7 @@ class Streams:
         step = partial(self.runner.step, expert, block, batch.exp)
         if batch.is_held_out:
             hidden, batch.exp = step()
-            model = self.merged or self.model
-            of_merged, batch.merged = self.runner.step(model, block, batch.merged)
+            of_merged, batch.merged = self.runner.step(self.merged, block, batch.merged)
             if self.drift is not None:
                 self.drift.add(MERGED, task, batch, of_merged, hidden)
         else:

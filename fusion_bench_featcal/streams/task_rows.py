@@ -238,6 +238,20 @@ def empty_sums(
     return rule.sums(group, merged, None if base is None else group.linear(base, dtype))
 
 
+def sums_of(group: Group, model: nn.Module, rule: Rule, dtype: torch.dtype) -> int:
+    """Return the bytes of a group's sums over tasks and over the rows of one task.
+
+    Args:
+        group: The modules.
+        model: A model that has them, on the meta device.
+        rule: How they are calibrated.
+        dtype: Least precise dtype of the sums.
+    """
+    rows = empty_rows(group, model, model, rule, dtype)
+    sums = empty_sums(group, model, model.get_parameter, rule, dtype)
+    return sum({id(t): t.nbytes for t in [*sums.tensors(), *rows.tensors()]}.values())
+
+
 def folded_rows(
     batch: Batch,
     group: Group,

@@ -15,6 +15,7 @@ from fusion_bench_featcal.data.text_samples import (
     pad_rows,
     pad_samples,
 )
+from fusion_bench_featcal.modules.models import device_of
 
 GREEDY: Mapping[str, Any] = {
     "do_sample": False,
@@ -33,7 +34,7 @@ def greedy_answers(
     model: Any, prompts: Sequence[list[int]], encoder: TextEncoder, most: int
 ) -> list[list[int]]:
     """Answer prompts by greedy search, in token ids up to and including an end token."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     ids, mask = padded_left(prompts, encoder.pad_id)
     with torch.no_grad():
         written = model.eval().generate(
@@ -78,7 +79,7 @@ def target_loss(
     model: Any, encoder: TextEncoder, samples: Sequence[Sample], *, batch_size: int
 ) -> float:
     """Return the mean over samples of a target's mean cross-entropy per token, in nats."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     total = 0.0
     for rows in _by_length([len(sample.ids) for sample in samples], batch_size):
         batch = pad_samples([samples[row] for row in rows], encoder)

@@ -52,12 +52,12 @@ def interrupt(suite: Suite, folder: Path, blocks: int, monkeypatch: Any, **more:
     """Run until some blocks are written."""
     write, written = OutputFolder.write, []
 
-    def count(self: OutputFolder, block: str, *rest: Any) -> None:
+    def count(self: OutputFolder, block: str, *rest: Any) -> Any:
         if block not in self._finished:
             if len(written) == blocks:
                 raise Interrupted
             written.append(block)
-        write(self, block, *rest)
+        return write(self, block, *rest)
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
         patch.setattr(OutputFolder, "write", count)
@@ -240,11 +240,11 @@ def test_two_runs_at_once_in_one_folder_are_refused(resume: bool, tmp_path: Path
         interrupt(suite, tmp_path, 0, monkeypatch)
     read = OutputFolder.read
 
-    def meanwhile(self: OutputFolder, block: str, model: nn.Module) -> Any:
+    def meanwhile(self: OutputFolder, *rest: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(OutputFolder, "read", read)
             run(suite, tmp_path, resume=True)
-        return read(self, block, model)
+        return read(self, *rest)
 
     monkeypatch.setattr(OutputFolder, "read", meanwhile)
     with pytest.raises(CalibrationError, match=r"another run has begun to use method\.checkpoint"):

@@ -21,6 +21,7 @@ from fusion_bench_featcal.lab.rivals.lessons import Lesson
 from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.lab.rivals.training import shuffled_batches, task_generator
 from fusion_bench_featcal.modules.groups import Group
+from fusion_bench_featcal.modules.models import load_updates
 from fusion_bench_featcal.rules.rule import GroupSums, Linear
 from fusion_bench_featcal.setting_fields import same_as, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -98,9 +99,7 @@ class TrainingStreams(Streams):
         for batch in (batch for task in self.tasks for batch in self.visits(task)):
             (expert,), counted = batch.noted[block], batch.rows.counted
             lessons.append(Lesson(batch.cal, counted, rows_of(expert, counted)))
-        tensors = self.model.state_dict()
-        for name, value in self._trained(block, lessons).items():
-            tensors[name].copy_(value)
+        load_updates(self.model, block, self._trained(block, lessons), self.rule.remedy)
         super().advance(block)
 
     @torch.inference_mode(False)  # tensors made in inference mode cannot be trained

@@ -1,0 +1,70 @@
+"""A merged model that is merged when it is read: task arithmetic, or an average of experts."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.core.finite import all_finite
+from fusion_bench_featcal.experts.expert_model import ExpertModel
+from fusion_bench_featcal.experts.source import SourceView
+
+ENTRIES = 2**22
+"""Most numbers of a tensor that are merged at once, in float32."""
+
+
+class MergedOnRead(SourceView):
+    """Weights of a merger, computed when a tensor is read.
+
+    Task arithmetic is `W_base + scale sum_i (W_i - W_base)`, an average `mean_i W_i`. Sums are in
+    float32, and no more than some rows of each model are in memory at once.
+    """
+
+    def __init__(
+        self,
+        like: ExpertModel,
+        base: ExpertModel,
+        experts: Sequence[ExpertModel],
+        scale: float | None,
+    ) -> None:
+        """Refer to the models.
+
+        Args:
+            like: The model whose names, shapes and dtypes the merged one has. Tensors that hold no
+                real numbers are its own.
+            base: The base.
+            experts: The experts.
+            scale: Scale of the sum of the experts' steps; None: the experts' average.
+        """
+        super().__init__(like.source)
+        self._like, self._base, self._experts, self._scale = like, base, experts, scale
+        self._names = {key: name for name, key in reversed(like.keys.items())}
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one merged tensor."""
+        of_model = self._names.get(name)
+        if of_model is None or not self._like.dtype(of_model).is_floating_point:
+            return super().tensor(name)
+        merged = torch.empty(self.shape(name), dtype=self._like.dtype(of_model))
+        rows = merged.reshape(-1) if merged.ndim == 0 else merged
+        step = max(1, ENTRIES // max(1, math.prod(rows.shape[1:])))
+        for start in range(0, len(rows), step):
+            self._merge(of_model, start, rows[start : start + step])
+        if not all_finite(merged):
+            for model in (self._base, *self._experts):
+                model.stored(of_model)  # raises if the values are this model's
+        return merged
+
+    def _merge(self, name: str, start: int, out: Tensor) -> None:
+        """Merge some rows of a tensor into `out`."""
+
+        def read(model: ExpertModel) -> Tensor:
+            rows = model.rows(name, start, start + len(out))
+            return rows.to(out.dtype).float().reshape(out.shape)
+
+        if self._scale is None:
+            out.copy_(torch.stack([read(expert) for expert in self._experts]).mean(dim=0))
+            return
+        base = read(self._base)
+        out.copy_(base + self._scale * sum(read(expert) - base for expert in self._experts))

@@ -1,0 +1,41 @@
+"""Models that run without being in memory: each module loads its tensors when it is called."""
+
+import torch
+from torch import nn
+
+from fusion_bench_featcal.experts.expert_model import ExpertModel
+from fusion_bench_featcal.experts.source import ExpertSource, Tensors
+
+
+def offloaded(structure: nn.Module, source: ExpertSource, device: torch.device) -> nn.Module:
+    """Return a model that reads its weights while it runs, by accelerate's hooks.
+
+    Args:
+        structure: The model's structure, on the meta device but for buffers that no checkpoint has.
+        source: Its weights.
+        device: Device on which it runs.
+
+    Raises:
+        CalibrationError: If the source lacks a tensor or has one of another shape.
+    """
+    from accelerate.hooks import attach_align_device_hook
+
+    model = ExpertModel("offloaded", source, structure, role="model", device=device)
+    tensors = Tensors(model.tensor, {name: name for name in model.keys})
+    attach_align_device_hook(
+        model.module, device, offload=True, weights_map=tensors, offload_buffers=True
+    )
+    # transformers puts inputs where a model says it is, which its empty tensors do not tell.
+    kind = type(model.module)
+    model.module.__class__ = type(kind.__name__, (kind,), {"device": device})
+    return model.module
+
+
+@torch.no_grad()
+def fill(model: nn.Module, source: ExpertSource) -> None:
+    """Give a model in memory a source's values, in its dtypes. Raises as `offloaded`."""
+    weights, filled = ExpertModel("filled", source, model, role="model"), set[int]()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in filled:  # a tied matrix is read once
+            filled.add(id(tensor))
+            tensor.copy_(weights.tensor(name))

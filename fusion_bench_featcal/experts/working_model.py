@@ -1,0 +1,85 @@
+"""The calibrated model on its way, of which one block at a time is in memory."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.experts.expert_model import ExpertModel, hollow_copy, put_tensor
+from fusion_bench_featcal.experts.source import ExpertSource, InMemoryExpert, Tensors
+
+
+class WorkingModel(ExpertModel):
+    """The calibrated model: a structure into which the tensors of one block at a time are loaded.
+
+    Tensors of finished blocks are the calibrated ones, all others the merged model's. A tensor
+    that is loaded may be the merged model's itself: it is replaced and never written to.
+
+    Attributes:
+        merged: The merged model's tensors.
+        device: Device of the tensors that are loaded.
+        home: Device of the merged model.
+        is_in_memory: Whether the merged model is in memory.
+    """
+
+    def __init__(
+        self,
+        structure: nn.Module,
+        source: ExpertSource | None = None,
+        *,
+        device: torch.device,
+    ) -> None:
+        """Start without finished blocks.
+
+        Args:
+            structure: The merged model; with `source` it may be on the meta device.
+            source: The merged model's weights; None: those of `structure`.
+            device: Device of the tensors that are loaded.
+
+        Raises:
+            CalibrationError: If the source lacks a tensor or has one of another shape.
+        """
+        self.is_in_memory, self.device = source is None, device
+        self.home = next(structure.parameters()).device
+        source = InMemoryExpert(structure) if source is None else source
+        super().__init__("merged", source, structure, role="model", device=device)
+        self._label, self._setting = "the merged model", "method.base_method"
+        self._finished: dict[str, tuple[Mapping[str, Tensor], str]] = {}
+        self.merged = Tensors(self.source.tensor, self.keys)
+
+    def stored(self, name: str) -> Tensor:
+        """Return one tensor as it is stored. Raises as `ExpertModel.stored`."""
+        key = self.keys[name]
+        if key in self._finished:
+            tensors, of_block = self._finished[key]
+            return tensors[of_block]
+        # A model in memory has been checked as a whole.
+        return self.source.tensor(key) if self.is_in_memory else super().stored(name)
+
+    def finish(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the tensors of a finished block in place of the merged model's."""
+        self._finished |= {self.keys[name]: (tensors, name) for name in tensors}
+
+    def assembled(self, device: torch.device) -> nn.Module:
+        """Return the calibrated model with all tensors, which it shares with no other model.
+
+        Args:
+            device: Device of the tensors.
+        """
+        model, copies = hollow_copy(self.module, device), dict[str, Tensor]()
+        parameters = dict[str, nn.Parameter]()  # a tied one stays one
+        for name, key in self.keys.items():
+            if key not in copies:
+                dtype, _ = self._like[name]
+                is_new = type(self._finished.get(key, (None,))[0]) is dict
+                copies[key] = self.stored(name).to(device, dtype, copy=not is_new)
+            tensor = copies[key]
+            if name in self._parameters:
+                tensor = parameters.setdefault(key, nn.Parameter(tensor, requires_grad=False))
+            put_tensor(model, name, tensor)
+        return model
+
+    @property
+    def tensors(self) -> Tensors:
+        """Return its tensors by the names of the merged model's weights, tied ones once."""
+        return Tensors(self.stored, {key: name for name, key in reversed(self.keys.items())})

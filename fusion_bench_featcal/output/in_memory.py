@@ -1,0 +1,45 @@
+"""Finished blocks in memory, where there is no output folder."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fusion_bench_featcal.experts.working_model import WorkingModel
+from fusion_bench_featcal.settings import FeatCalSettings
+
+
+class InMemory:
+    """Finished blocks of a run without `checkpoint_dir`, from which no run goes on.
+
+    Attributes:
+        is_complete: Whether an earlier run has finished all blocks.
+    """
+
+    is_complete = False
+
+    def compare(self, run: Mapping[str, Any]) -> None:
+        """Do nothing: there is nothing to compare with."""
+
+    def start(self, problem: Any, settings: FeatCalSettings) -> None:
+        """Do nothing."""
+
+    def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
+        """Return nothing: no earlier run has finished the block."""
+        return {}
+
+    def write(
+        self, block: str, model: WorkingModel, changed: Mapping[str, Tensor], run_log: Any
+    ) -> Mapping[str, Tensor]:
+        """Return the tensors of a calibrated block, which wait where the merged model is.
+
+        Args:
+            block: The block.
+            model: The calibrated model, which has the block in memory.
+            changed: The block's tensors that are not the merged model's.
+            run_log: The log.
+        """
+        return {name: tensor.to(model.home) for name, tensor in changed.items()}
+
+    def finish(self, tensors: Mapping[str, Tensor], run_log: Any) -> None:
+        """Do nothing."""
