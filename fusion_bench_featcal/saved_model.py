@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 from safetensors import SafetensorError
-from torch import nn
 
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.files import free_space, replacing, sha256_file
@@ -23,7 +22,6 @@ from fusion_bench_featcal.results import AVERAGE, Report, versions
 from fusion_bench_featcal.results.provenance import PROVENANCE
 from fusion_bench_featcal.results.tables import page
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tensor_files import stored_bytes
 
 CARD = "README.md"
 CARD_MARK = "<!-- Written by fusion_bench_featcal. Remove this line to keep your changes. -->"
@@ -44,13 +42,13 @@ class CardFacts:
 
 @contextmanager
 def writing_model(
-    target: Path, model: nn.Module, *, option: str, advice: str, dropped: Sequence[str] = ()
+    target: Path, needed: int, *, option: str, advice: str, dropped: Sequence[str] = ()
 ) -> Iterator[Path]:
     """Yield a new path for a model, which replaces `target` when the block ends without error.
 
     Args:
         target: The model's folder (or file); it may exist.
-        model: The model, for its size.
+        needed: Bytes of the model.
         option: The option with the target's value, for the message.
         advice: Sentences for the message on what to do about a full disk.
         dropped: Patterns of an older model's files in `target`. All others are kept.
@@ -58,7 +56,6 @@ def writing_model(
     Raises:
         CalibrationError: If the model cannot be written. The target is unchanged then.
     """
-    needed = stored_bytes(model.state_dict().values())
     try:
         if needed > free_space(target.parent):
             raise OSError("the disk has too little room")

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from fusion_bench_featcal.agreement import Agreement, outcome_of
+from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.folders.expert_checks import weak_experts
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.options import in_words_of_the_command
@@ -60,30 +60,35 @@ class Evaluation:
         self._scores: dict[str, Mapping[str, Score]] = {}
         self._numbers: dict[str, Mapping[str, float]] = {}
 
-    def add_references(self, model: nn.Module) -> None:
-        """Add each expert on its task, and the merged model."""
+    @property
+    def needs_models(self) -> bool:
+        """Return whether models are run, or their heads are kept."""
+        return bool(self._tests or self._scorers or self._models.has_heads)
+
+    def add_references(self, merged: ExpertSource) -> None:
+        """Add each expert on its task, and the merged model, whose body has some weights."""
         models, scores = self._models, {}
         if self._tests:
             tasks = counted(len(self._tests), "task")
             print(f"evaluating the experts and the merged model on {tasks}")
         for task in self._tasks if models.has_heads else self._tests:
-            expert = models.load_expert(task).to(models.request.device)
+            expert = models.load_expert(task)
             if task in self._tests:
                 scores[task] = self._tests[task].score(expert)
             if models.has_heads:
-                self.heads[task] = models.with_body(expert, models.body(model))
+                self.heads[task] = expert
         self._check_experts(scores)
         self._add_row(EXPERTS, scores)
-        self.add(str(self.report.upstream), model)
+        self.add(str(self.report.upstream), merged)
 
     def _check_experts(self, scores: Mapping[str, Score]) -> None:
         """Refuse experts that cannot do what they were trained for."""
         models, on_base = self._models, {}
         base, request = models.base, models.request
-        is_alike = base and base.calibrated_class is models.home.calibrated_class
+        is_alike = scores and base and base.calibrated_class is models.home.calibrated_class
         if base and is_alike and not models.has_heads:
             print("evaluating the base on all tasks")
-            model = base.load().to(request.device)
+            model = models.load_base()
             on_base = {task: self._tests[task].score(model) for task in scores}
         weak = weak_experts(scores, on_base)
         if not weak:
@@ -96,9 +101,13 @@ class Evaluation:
             )
         self.report.note(Note(NOTE, line))
 
-    def add(self, name: str, model: nn.Module) -> None:
-        """Evaluate a model, and add its row."""
+    def add(self, name: str, body: ExpertSource) -> None:
+        """Evaluate the model whose body has some weights, and add its row."""
         models, scores = self._models, {}
+        if not self.needs_models:
+            self._scores[name], self._numbers[name] = {}, {}
+            return
+        model = models.load(body)
         for task, tests in self._tests.items():
             whole = model
             if models.has_heads:

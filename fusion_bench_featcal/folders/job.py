@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
 from fusion_bench_featcal.error_block import first_line
+from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.folders.adapter import Adapter, check_base
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
@@ -71,15 +72,16 @@ class Job:
         notes += [*request.notes, *models.notes]
         return cls(models, settings, processor, tasks, notes)
 
-    def calibrate(self, model: nn.Module) -> CalibrationResult:
-        """Calibrate the part that experts share."""
+    def calibrate(self) -> CalibrationResult:
+        """Calibrate the part that experts share, block by block into the folder of blocks."""
         return calibrate(
-            self.models.body(model),
+            self.models.empty_body,
             self.models.base_source,
             self.models.sources,
             {name: task.batches for name, task in self.tasks.items()},
             self.settings.replace(strict=False),  # the verdict decides
             device=self.models.request.device,
+            merged_weights=self.models.merged_source,
             hashed=True,
         )
 
@@ -125,21 +127,21 @@ def _check_image_options(request: Request, models: Models) -> None:
 
 
 def _run(job: Job, scorers: Mapping[str, Scorer]) -> Path:
-    """Load, evaluate, calibrate, evaluate again, and save."""
+    """Evaluate, calibrate, evaluate again, and save."""
     models, request = job.models, job.models.request
-    model = models.load().to(request.device)
     evaluation = Evaluation(models, job.settings, job.processor, job.tasks, scorers, job.notes)
-    evaluation.add_references(model)
+    evaluation.add_references(models.merged_source)
     with measure() as cost:
         print(f"calibrating; finished blocks are kept in {request.checkpoints}")
-        result = job.calibrate(model)
-    calibrated = models.with_body(model, result.model)
+        result = job.calibrate()
+    assert result.folder is not None
+    calibrated = SafetensorsExpert(result.folder)
     evaluation.add(FEATCAL, calibrated)
     adapter = _make_adapter(models, calibrated, evaluation)
     verdict = evaluation.conclude(result, cost.as_dict())
     is_strict = request.strict or request.settings.strict
     if verdict.is_good or not is_strict:
-        _save(job, calibrated, result, evaluation, adapter)
+        _save(job, result, evaluation, adapter)
     shutil.rmtree(request.checkpoints, ignore_errors=True)
     show_scores(evaluation.report, evaluation.new_notes)
     if is_strict and not verdict.is_good:
@@ -150,21 +152,22 @@ def _run(job: Job, scorers: Mapping[str, Scorer]) -> Path:
     return request.folder
 
 
-def _make_adapter(models: Models, calibrated: nn.Module, evaluation: Evaluation) -> Adapter | None:
+def _make_adapter(
+    models: Models, calibrated: ExpertSource, evaluation: Evaluation
+) -> Adapter | None:
     """Make the adapter that was asked for, and evaluate the base with it."""
     rank, base = models.request.as_lora, models.base
     if rank is None or base is None:
         return None
     model = base.load().to(models.request.device)
-    adapter = Adapter.of(model, calibrated, rank)
+    adapter = Adapter.of(model, models.load(calibrated), rank)
     evaluation.report.note(Note(NOTE, adapter.note()))
-    evaluation.add(f"{FEATCAL}:lora {rank}", model)
+    evaluation.add(f"{FEATCAL}:lora {rank}", InMemoryExpert(models.body(model)))
     return adapter
 
 
 def _save(
     job: Job,
-    model: nn.Module,
     result: CalibrationResult,
     evaluation: Evaluation,
     adapter: Adapter | None,
@@ -177,7 +180,7 @@ def _save(
     settings = job.settings.of_the_model().as_dict()
     facts = CardFacts(FEATCAL, merger, settings, counts, result.reads)
     report, heads = evaluation.report, evaluation.heads
-    save(job.models, model.cpu(), job.processor, facts, report, result.log, heads, adapter)
+    save(job.models, result, job.processor, facts, report, heads, adapter)
 
 
 def open_tasks(models: Models, processor: Any, max_length: int | None) -> dict[str, Task]:

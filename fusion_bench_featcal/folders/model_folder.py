@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from fusion_bench_featcal.error_block import first_line
@@ -14,6 +15,7 @@ from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.hub_files import fetch
+from fusion_bench_featcal.memory import free_bytes
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -23,6 +25,7 @@ TEXT_CLASSIFIER: Kind = "text classifier"
 IMAGE_CLASSIFIER: Kind = "image classifier"
 LANGUAGE_MODELS = ("causal", "seq2seq")
 CLASSIFIERS = (TEXT_CLASSIFIER, IMAGE_CLASSIFIER)
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
 
 
@@ -92,21 +95,51 @@ class ModelFolder:
 
         return CLIPVisionModel if self.architecture.__name__ in _CLIP else self.architecture
 
+    def fits(self, device: torch.device) -> bool:
+        """Return whether the model takes less than half of a device's free memory."""
+        free = free_bytes(device)
+        return free is None or 2 * self.size < free
+
     @cached_property
     def empty(self) -> nn.Module:
-        """The model without weights, on the meta device."""
+        """The model without weights: on the meta device but for buffers that no checkpoint has."""
         from transformers import AutoConfig
 
         try:
             config: Any = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
-            dtype = getattr(config, "dtype", None)
+            dtype = self._dtype(config)
             if self.calibrated_class is not self.architecture:
                 config = getattr(config, "vision_config", config)
-            with torch.device("meta"):
-                model = self.calibrated_class(config)
-            return model.to(dtype if isinstance(dtype, torch.dtype) else torch.float32).eval()
+            return empty_model(self.calibrated_class, config, dtype)
         except Exception as error:  # whatever the class raises of its config's values
             raise ValueError(f"{self.option}: config.json: {first_line(error)}") from error
+
+    @cached_property
+    def whole(self) -> nn.Module:
+        """The model of its config's class without weights, of a CLIP both towers."""
+        from transformers import AutoConfig
+
+        if self.calibrated_class is self.architecture:
+            return self.empty
+        config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+        return empty_model(self.architecture, config, self._dtype(config))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the model."""
+        return sum({id(t): t.nbytes for t in self.whole.parameters()}.values())
+
+    def _dtype(self, config: Any) -> torch.dtype:
+        """Return the dtype in which transformers loads the model with `dtype="auto"`."""
+        dtype = getattr(config, "dtype", None)
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        try:
+            stored = SafetensorsExpert(self.folder)
+        except FileNotFoundError:
+            return torch.float32
+        dtypes = (_DTYPES.get(stored.stored_dtype(name)) for name in sorted(stored.names()))
+        return next((dtype for dtype in dtypes if dtype is not None), torch.float32)
 
     def load(self, kind: Any = None, spare: Mapping[str, Tensor] | None = None) -> nn.Module:
         """Load the model on the CPU, in the dtype of its files.
@@ -167,6 +200,19 @@ class ModelFolder:
         except CalibrationError:  # transformers gives tensors other names than the files have
             return InMemoryExpert(self.load())
         return stored
+
+
+def empty_model(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return a model of transformers with its parameters on the meta device."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # as `from_pretrained` does: tables of positions stay float32
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = kind(config)
+    finally:
+        torch.set_default_dtype(default)
+    model.tie_weights()  # undone while parameters went to the meta device
+    return model.eval().requires_grad_(False)
 
 
 def body_of(model: nn.Module, kind: Kind) -> nn.Module:

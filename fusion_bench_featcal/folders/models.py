@@ -13,10 +13,17 @@ from fusion_bench_featcal.data.tokenizers import differing_tokens
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.far_experts import base_sample, experts_alike, task_vectors
+from fusion_bench_featcal.experts.merging import MergedOnRead
 from fusion_bench_featcal.experts.model_config import check_same_function, read_config
+from fusion_bench_featcal.experts.offloaded import fill, offloaded
 from fusion_bench_featcal.experts.vocabulary import CommonRows
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.folders.model_folder import CLASSIFIERS, ModelFolder, body_of
+from fusion_bench_featcal.folders.model_folder import (
+    CLASSIFIERS,
+    LANGUAGE_MODELS,
+    ModelFolder,
+    body_of,
+)
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.modules.sites import find_all_modules
@@ -136,33 +143,45 @@ class Models:
         body = self.empty_body
         return {task: ExpertModel(task, source, body) for task, source in self.sources.items()}
 
-    def load(self) -> nn.Module:
-        """Load the merged model, or merge base and experts tensor by tensor."""
-        model = self.home.load()
-        if self.merged is None:
-            self._merge(self.body(model))
-        return model
-
-    @torch.no_grad()
-    def _merge(self, body: nn.Module) -> None:
+    @cached_property
+    def merged_source(self) -> ExpertSource:
+        """Weights of the merged model's body; without MERGED they are merged when they are read."""
+        source = self._source(self.home)
+        if self.merged is not None:
+            return source
         assert self.base_source is not None
-        experts = [ExpertModel(task, source, body) for task, source in self.sources.items()]
+        body, (name, scale) = self.empty_body, self.request.merger
+        like = ExpertModel(self.home.name, source, body, role="model")
         base = ExpertModel("base", self.base_source, body, role="model")
-        merged: set[int] = set()
-        for name, own in body.state_dict(keep_vars=True).items():
-            if id(own) not in merged and own.is_floating_point():
-                merged.add(id(own))  # a tied matrix is merged once
-                tensors = [expert.tensor(name).float() for expert in experts]
-                own.copy_(self._merged(base.tensor(name).float(), tensors))
+        experts = list(self._runnable.values())
+        return MergedOnRead(like, base, experts, None if name == "simple_average" else scale)
 
-    def _merged(self, base: Tensor, experts: list[Tensor]) -> Tensor:
-        if self.request.merger[0] == "simple_average":
-            return torch.stack(experts).mean(dim=0)
-        return base + self.request.merger[1] * sum(expert - base for expert in experts)
+    def load(self, body: ExpertSource) -> nn.Module:
+        """Return the merged model with a body of some weights, on the device.
+
+        A language model that does not fit into memory reads its weights while it runs.
+        """
+        device = torch.device(self.request.device)
+        if self.home.kind in LANGUAGE_MODELS and not self.home.fits(device):
+            return offloaded(self.empty_body, body, device)
+        model = self.home.load()
+        fill(self.body(model), body)
+        return model.to(device)
+
+    def load_base(self) -> nn.Module:
+        """Return the base on the device, as `load` does."""
+        assert self.base is not None and self.base_source is not None
+        device = torch.device(self.request.device)
+        if self.home.kind in LANGUAGE_MODELS and not self.home.fits(device):
+            return offloaded(self.empty_body, self.base_source, device)
+        return self.base.load().to(device)
 
     def load_expert(self, task: str) -> nn.Module:
-        """Load an expert whole."""
-        return self.experts[task].loaded_with(self.base)
+        """Return an expert on the device, as `load` does."""
+        expert, device = self.experts[task], torch.device(self.request.device)
+        if self.home.kind in LANGUAGE_MODELS and not self.home.fits(device):
+            return offloaded(self.empty_body, self.sources[task], device)
+        return expert.loaded_with(self.base).to(device)
 
     @property
     def notes(self) -> list[str]:

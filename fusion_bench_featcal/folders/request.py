@@ -36,6 +36,9 @@ _ELSEWHERE = {
 }
 
 
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
 def _is_size(value: Any) -> bool:
     return isinstance(value, str) and bool(re.fullmatch(r"\d+(KB|MB|GB|TB)", value))
 
@@ -119,7 +122,7 @@ class Request:
         False, "do not refuse experts that are no better than guessing on their own rows"
     )
     shard_size: str | None = setting(
-        None, "largest file of weights, such as 2GB (default: that of transformers)",
+        None, "a larger model is saved as one file for each block (default: 5GB)",
         accepts="a size such as 500MB or 2GB", check=_is_size, metavar="SIZE",
     )  # fmt: skip
     plan: bool = setting(
@@ -154,6 +157,12 @@ class Request:
     def checkpoints(self) -> Path:
         """The folder for finished blocks."""
         return Path(f"{self.folder}.blocks")
+
+    @property
+    def largest_file(self) -> int:
+        """Most bytes of a model that is saved as one file."""
+        number, unit = re.fullmatch(r"(\d+)(.B)", self.shard_size or "5GB").groups()  # type: ignore[union-attr]
+        return int(number) * _UNITS[unit]
 
     @property
     def models(self) -> dict[str, str]:

@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_featcal.ending import NOTHING_SAVED
+from fusion_bench_featcal.experts.expert_model import aliases, pair_names
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.files import link_or_copy, write_whole
 from fusion_bench_featcal.folders.adapter import ADAPTER, Adapter
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.options import RECIPE
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.log import CalibrationLog
+from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.saved_model import CardFacts, card_text, complete_folder, writing_model
+from fusion_bench_featcal.tensor_files import write_tensors
 
 REPORT = "featcal"
 """Folder of the report inside the model's."""
@@ -25,11 +29,10 @@ HEADS = "heads"
 
 def save(
     models: Models,
-    model: nn.Module,
+    result: CalibrationResult,
     processor: Any,
     facts: CardFacts,
     report: Report,
-    log: CalibrationLog,
     heads: Mapping[str, nn.Module],
     adapter: Adapter | None,
 ) -> None:
@@ -37,15 +40,14 @@ def save(
 
     Args:
         models: The models that it was made from.
-        model: The calibrated model.
+        result: The calibration, whose folder has the calibrated part of the model.
         processor: Tokenizer or image processor.
         facts: Its origin.
         report: The report, for the model card and `featcal/`.
-        log: The log of the calibration, for `featcal/`.
         heads: Task -> its expert's classifier, whose head is saved.
         adapter: The model as an adapter over the base, saved beside it.
     """
-    request, whole = models.request, _whole(models, model)
+    request, whole = models.request, models.home.whole
     advice = (
         "Make room and repeat the command with --resume: the finished blocks are in "
         f"{request.checkpoints}"
@@ -55,16 +57,68 @@ def save(
         about = f"{request.folder / HEADS}/NAME (that of the model itself: {models.home.name}'s)"
         print(f"heads: {about}")
         card += f"\n## Heads\n\nEach task has a head of its own in `{HEADS}/NAME`.\n"
-    option = f"--out {request.folder}"
-    with writing_model(request.folder, whole, option=option, advice=advice) as new:
-        _write_model(whole, heads, new, request.shard_size)
+    option, needed = f"--out {request.folder}", models.home.size
+    with writing_model(request.folder, needed, option=option, advice=advice) as new:
+        new.mkdir()
+        write_weights(models, result, new)
+        _write_heads(heads, new)
         if adapter is not None and models.base is not None:
             adapter.write(new / ADAPTER, models.base.kind, request.base)
         _write_processor(models, processor, new)
         complete_folder(new, whole, None, facts, card)
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")
         report.write(new / REPORT, "--out")
-        log.write(new / REPORT / "calibration_log.jsonl")
+        result.log.write(new / REPORT / "calibration_log.jsonl")
+
+
+def write_weights(models: Models, result: CalibrationResult, folder: Path) -> None:
+    """Write config and weights: one file up to the shard size, else one for each block."""
+    assert result.folder is not None
+    home, calibrated = models.home, SafetensorsExpert(result.folder)
+    stored = home.source(models.base)
+    if not isinstance(stored, SafetensorsExpert):  # transformers has other names in files
+        models.load(calibrated).save_pretrained(folder)  # type: ignore[operator]
+        return
+    for name in ("config.json", "generation_config.json"):
+        if (home.folder / name).is_file():
+            shutil.copyfile(home.folder / name, folder / name)
+    whole = home.whole.state_dict()
+    keys = pair_names(home.name, "model", stored, whole, aliases(home.whole)).values()
+    others = {key: stored.tensor(key) for key in keys if key not in calibrated.names()}
+    write_shards(folder, calibrated, others, models.request.largest_file)
+
+
+def write_shards(
+    folder: Path, blocks: SafetensorsExpert, others: Mapping[str, Tensor], limit: int
+) -> None:
+    """Write a model that lies in the files of its blocks as transformers loads it.
+
+    Args:
+        folder: A folder without weights.
+        blocks: Files of blocks. Above the limit they become shards as they are.
+        others: The model's tensors that are not in them.
+        limit: Most bytes of a model in one file.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    names = blocks.names()
+    size = sum(map(blocks.nbytes, names)) + sum(tensor.nbytes for tensor in others.values())
+    if size <= limit:
+        tensors = {name: blocks.tensor(name) for name in names}
+        write_tensors(folder / "model.safetensors", {**tensors, **others})
+        return
+    files = blocks.files + ([None] if others else [])
+    weights = {}
+    for number, file in enumerate(files, start=1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        if file is None:
+            write_tensors(folder / name, others)
+        else:
+            link_or_copy(file, folder / name)
+        weights |= dict.fromkeys(others if file is None else blocks.names_in(file), name)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weights.items()))}
+    write_whole(folder / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
 
 
 def is_saved(request: Request) -> bool:
@@ -88,10 +142,7 @@ def how_to_go_on(request: Request) -> str:
     )
 
 
-def _write_model(
-    whole: Any, heads: Mapping[str, Any], folder: Path, shard_size: str | None
-) -> None:
-    whole.save_pretrained(folder, **({"max_shard_size": shard_size} if shard_size else {}))
+def _write_heads(heads: Mapping[str, Any], folder: Path) -> None:
     for task, classifier in heads.items():
         head = folder / HEADS / task
         head.mkdir(parents=True)
@@ -115,16 +166,3 @@ def _write_processor(models: Models, processor: Any, folder: Path) -> None:
     for file in set(folder.iterdir()) - others:
         if (source / file.name).is_file() and not (is_new_template and file.suffix == ".jinja"):
             shutil.copyfile(source / file.name, file)
-
-
-def _whole(models: Models, model: nn.Module) -> nn.Module:
-    """The model that is saved: of a CLIP the whole one, where there is one, with the new tower."""
-    home = models.home
-    if home.kind != "clip" or home.architecture is type(model):
-        return model
-    whole = home.load(home.architecture)
-    tower = {name.removeprefix("vision_model."): t for name, t in model.state_dict().items()}
-    for name, tensor in whole.state_dict().items():
-        if name.startswith("vision_model."):
-            tensor.copy_(tower[name.removeprefix("vision_model.")])
-    return whole

@@ -36,6 +36,7 @@ def show_start(
         length=max(1, *(task.length for task in tasks.values())),
         samples=[task.samples for task in tasks.values()],
         device=torch.device(request.device),
+        streamed=True,
     )
     try:
         plan = plan_of(planned)

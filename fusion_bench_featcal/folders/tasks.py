@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.modules.models import device_of
 from fusion_bench_featcal.plurals import counted
 
 HELD_BACK = 5
@@ -164,11 +165,12 @@ class LabelTests:
     @torch.no_grad()
     def score(self, model: nn.Module) -> Score:
         """Score a model."""
-        first, rows = next(model.parameters()), []
+        device, rows = device_of(model), []
         for batch in self.batches:
-            moved = {name: tensor.to(first.device) for name, tensor in batch.items()}
+            moved = {name: tensor.to(device) for name, tensor in batch.items()}
             if "pixel_values" in moved:
-                moved["pixel_values"] = moved["pixel_values"].to(first.dtype)
+                dtype = next(model.parameters()).dtype
+                moved["pixel_values"] = moved["pixel_values"].to(dtype)
             rows.append(self.logits(model, moved).cpu())
         logits = torch.cat(rows)
         losses = F.cross_entropy(logits.float(), self.labels, reduction="none").double()

@@ -26,6 +26,7 @@ from fusion_bench_featcal.folders.tasks import (
     open_parts,
     sentence,
 )
+from fusion_bench_featcal.modules.models import device_of
 from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_keys
 
 LONG = 16
@@ -159,7 +160,7 @@ class LanguageTests:
     @torch.no_grad()
     def score(self, model: nn.Module) -> Score:
         """Score a model by its loss a token, mean over texts, and by accuracy."""
-        device = next(model.parameters()).device
+        device = device_of(model)
         losses, tokens, exact = [], [0, 0], []
         choices, kind = 0, "text"
         for batch in self.batches.checked(model):

@@ -180,7 +180,8 @@ def save_model(
     if options.get("model_dtype") is not None:  # FusionBench's pools convert the model in place
         model = copy.deepcopy(model)
     option = f"{SAVE_PATH}={target}"
-    with writing_model(target, model, option=option, advice=_ADVICE, dropped=MODEL_FILES) as new:
+    needed = stored_bytes(model.state_dict().values())
+    with writing_model(target, needed, option=option, advice=_ADVICE, dropped=MODEL_FILES) as new:
         if text_kind(modelpool) == "seq2seq":
             model.save_pretrained(str(new), **options)
         else:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,10 +37,11 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from fusion_bench_featcal import FeatCalSettings, calibrate
+from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.data.text_samples import TextEncoder, pad_samples
+from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites.image import load_processor
 
@@ -69,6 +71,24 @@ def moved(calibrated: Any, merged: Any) -> set[str]:
     """Names of parameters that differ."""
     others = parameters(merged)
     return {n for n, v in parameters(calibrated).items() if not torch.equal(v, others[n])}
+
+
+@pytest.mark.parametrize("merged", ["merged", None], ids=["merged", "merged on read"])
+def test_a_model_that_does_not_fit_is_evaluated_from_its_files(tmp_path, monkeypatch, merged):
+    llama_folders(tmp_path)
+    how = [] if merged else ["--merge", "task_arithmetic:0.4"]
+    named = words(tmp_path, "--shard-size", "2KB", *how, merged=merged)
+    assert main(named) == 0
+    report = report_of(tmp_path)
+    shutil.move(tmp_path / "out", tmp_path / "other")
+    wanted = SafetensorsExpert(tmp_path / "other")
+    monkeypatch.setattr(ModelFolder, "fits", lambda self, device: False)
+    monkeypatch.setattr(ModelFolder, "load", None)  # no model is in memory
+    assert main(named) == 0
+    found = SafetensorsExpert(tmp_path / "out")
+    assert found.names() == wanted.names()
+    assert all(torch.equal(found.tensor(name), wanted.tensor(name)) for name in wanted.names())
+    assert (report_of(tmp_path).rows, report_of(tmp_path).loss) == (report.rows, report.loss)
 
 
 def test_a_language_model_as_calibrated_in_python(tmp_path, capsys):

@@ -40,7 +40,7 @@ def test_a_full_disk_is_one_message_and_resume_goes_on(
     before = {path.name for path in tmp_path.iterdir()}
     size = (tmp_path / "merged" / "model.safetensors").stat().st_size - 1
     with monkeypatch.context() as patch:  # finished blocks and their log have room
-        patch.setattr(saving, "_write_model", largest_file(size)(saving._write_model))
+        patch.setattr(saving, "write_weights", largest_file(size)(saving.write_weights))
         assert main(paper) == 2
     *_, line = capsys.readouterr().err.splitlines()  # transformers 5 shows the shards it writes
     assert line.startswith("featcal: error: ")
