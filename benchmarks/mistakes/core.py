@@ -92,8 +92,8 @@ MUTATIONS = [
     Mutation(
         "bias is fitted to the expert's mean whatever alpha",
         "rules/step.py",
-        "+ alpha * _times(expert.weight, rows.y[0])",
-        "+ _times(expert.weight, rows.y[0])",
+        "+ alpha * _times(expert.weight[:, part], rows.y[0])",
+        "+ _times(expert.weight[:, part], rows.y[0])",
         LOOP,
     ),
     Mutation(
@@ -113,8 +113,8 @@ MUTATIONS = [
     Mutation(
         "bias from the weight before it was rounded",
         "rules/step.py",
-        "(anchor.weight + step.to(wide)).to(self._dtype).to(wide)",
-        "anchor.weight + step.to(wide)",
+        "_times(weight[:, part].to(wide) - anchor, x.to(wide))",
+        "_times(step[:, part].to(wide), x.to(wide))",
         LOOP,
     ),
     Mutation(
