@@ -18,7 +18,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
@@ -117,19 +116,13 @@ def command(folder: Path, size: str, experts: int, options: argparse.Namespace) 
 
 def measured(words: list[str]) -> tuple[float, float]:
     """Run `featcal calibrate`; its peak resident set in bytes, and its seconds."""
-    start, peak = time.perf_counter(), 0.0
+    start = time.perf_counter()
     program = "from fusion_bench_featcal.cli import main; raise SystemExit(main())"
     process = subprocess.Popen([sys.executable, "-c", program, "calibrate", *words])
-    watched = psutil.Process(process.pid)
-    while process.poll() is None:
-        try:
-            peak = max(peak, watched.memory_info().rss)
-        except psutil.NoSuchProcess:
-            break
-        time.sleep(0.05)
-    if process.wait():
-        raise SystemExit(process.returncode)
-    return peak, time.perf_counter() - start
+    _, status, used = os.wait4(process.pid, 0)
+    if code := os.waitstatus_to_exitcode(status):
+        raise SystemExit(code)
+    return used.ru_maxrss * 1024, time.perf_counter() - start
 
 
 def main() -> None:

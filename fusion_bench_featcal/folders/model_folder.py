@@ -110,7 +110,9 @@ class ModelFolder:
             dtype = self._dtype(config)
             if self.calibrated_class is not self.architecture:
                 config = getattr(config, "vision_config", config)
-            return empty_model(self.calibrated_class, config, dtype)
+            model = empty_model(self.calibrated_class, config, dtype)
+            self._untie(model)
+            return model
         except Exception as error:  # whatever the class raises of its config's values
             raise ValueError(f"{self.option}: config.json: {first_line(error)}") from error
 
@@ -128,6 +130,23 @@ class ModelFolder:
     def size(self) -> int:
         """Bytes of the model."""
         return sum({id(t): t.nbytes for t in self.whole.parameters()}.values())
+
+    def _untie(self, model: Any) -> None:
+        """Give a language model a head of its own if its files have one, as transformers 5 does."""
+        import transformers
+
+        find: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head = find()
+        if head is None or int(transformers.__version__.split(".")[0]) < 5:
+            return
+        name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+        try:
+            stored = SafetensorsExpert(self.folder)
+        except FileNotFoundError:
+            return
+        tied = [each for each in (name, *aliases(model)[name]) if each in stored.names()]
+        if name in tied and not torch.equal(stored.tensor(name), stored.tensor(tied[-1])):
+            head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
 
     def _dtype(self, config: Any) -> torch.dtype:
         """Return the dtype in which transformers loads the model with `dtype="auto"`."""
