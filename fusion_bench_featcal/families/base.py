@@ -162,10 +162,18 @@ class _Stopped(Exception):
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
-    """Context in which a hook may end a forward pass by raising `stop_forward()`."""
-    with suppress(_Stopped):
-        yield
+def stoppable(*hooks: Any) -> Iterator[None]:
+    """Context in which a hook may end a forward pass by raising `stop_forward()`.
+
+    Args:
+        *hooks: Handles of hooks, which are removed behind the pass.
+    """
+    try:
+        with suppress(_Stopped):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def stop_forward() -> Exception:
@@ -267,12 +275,9 @@ def capture_call(model: nn.Module, inputs: Any, block: str) -> BlockCall:
         captured.append(BlockCall(hidden, args[1:], rest))
         raise stop_forward()
 
-    handle = model.get_submodule(block).register_forward_pre_hook(capture, with_kwargs=True)
-    try:
-        with stoppable():
-            call_model(model, inputs)
-    finally:
-        handle.remove()
+    hook = model.get_submodule(block).register_forward_pre_hook(capture, with_kwargs=True)
+    with stoppable(hook):
+        call_model(model, inputs)
     return captured[0]
 
 

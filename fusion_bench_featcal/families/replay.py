@@ -118,12 +118,8 @@ class ReplayFamily(Family):
             for name in blocks
         ]
         handles.append(model.get_submodule(block).register_forward_hook(finish))
-        try:
-            with stoppable():
-                call_model(model, call)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with stoppable(*handles):
+            call_model(model, call)
         if called != expected or not output:
             raise CalibrationError(
                 f"method.family.blocks: up to {block} the model runs {called}, but the blocks "

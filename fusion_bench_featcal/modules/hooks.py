@@ -67,12 +67,8 @@ def record(
         model.get_submodule(name).register_forward_hook(partial(note_output, name))
         for name in outputs
     ]
-    try:
-        with stoppable():
-            recorded.result = run()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with stoppable(*hooks):
+        recorded.result = run()
     for name, x, version in versions:
         if x._version != version:
             raise CalibrationError(

@@ -153,12 +153,8 @@ def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[Ten
         return hook
 
     handles = [model.get_submodule(name).register_forward_hook(note(name)) for name in blocks]
-    try:
-        with stoppable():
-            call_model(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with stoppable(*handles):
+        call_model(model, inputs)
     if [name for name, _ in outputs] != blocks:
         raise CalibrationError(
             f"{type(model).__name__} runs the blocks {[name for name, _ in outputs]}, but has "

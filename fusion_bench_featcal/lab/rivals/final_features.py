@@ -152,12 +152,8 @@ def _run_until(model: nn.Module, module: nn.Module, inputs: Any, *, behind: bool
         raise stop_forward()
 
     register: Any = module.register_forward_hook if behind else module.register_forward_pre_hook
-    handle = register(stop)
-    try:
-        with stoppable():
-            call_model(model, inputs)
-    finally:
-        handle.remove()
+    with stoppable(register(stop)):
+        call_model(model, inputs)
     return captured[0]
 
 
