@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from fusion_bench_featcal.agreement import Agreement, outcome_of
 from fusion_bench_featcal.experts import ExpertSource
@@ -102,12 +103,15 @@ class Evaluation:
         self.report.note(Note(NOTE, line))
 
     def add(self, name: str, body: ExpertSource) -> None:
-        """Evaluate the model whose body has some weights, and add its row."""
-        models, scores = self._models, {}
-        if not self.needs_models:
+        """Evaluate the merged model with a body of some weights, and add its row."""
+        if self.needs_models:
+            self.add_model(name, self._models.load(body))
+        else:
             self._scores[name], self._numbers[name] = {}, {}
-            return
-        model = models.load(body)
+
+    def add_model(self, name: str, model: nn.Module) -> None:
+        """Evaluate a model, and add its row."""
+        models, scores = self._models, {}
         for task, tests in self._tests.items():
             whole = model
             if models.has_heads:

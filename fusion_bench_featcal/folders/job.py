@@ -13,7 +13,7 @@ import torch
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
 from fusion_bench_featcal.error_block import first_line
-from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
+from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.folders.adapter import Adapter, check_base
 from fusion_bench_featcal.folders.evaluation import Evaluation
@@ -162,7 +162,7 @@ def _make_adapter(
     model = base.load().to(models.request.device)
     adapter = Adapter.of(model, models.load(calibrated), rank)
     evaluation.report.note(Note(NOTE, adapter.note()))
-    evaluation.add(f"{FEATCAL}:lora {rank}", InMemoryExpert(models.body(model)))
+    evaluation.add_model(f"{FEATCAL}:lora {rank}", model)
     return adapter
 
 

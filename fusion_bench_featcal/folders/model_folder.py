@@ -103,28 +103,35 @@ class ModelFolder:
     @cached_property
     def empty(self) -> nn.Module:
         """The model without weights: on the meta device but for buffers that no checkpoint has."""
+        model = self._empty(self.calibrated_class)
+        self._untie(model)
+        return model
+
+    @cached_property
+    def whole(self) -> nn.Module:
+        """The model of its config's class without weights, of a CLIP both towers."""
+        is_whole = self.calibrated_class is self.architecture
+        return self.empty if is_whole else self._empty(self.architecture)
+
+    def _empty(self, kind: Any) -> nn.Module:
+        """Return a model of a class without weights."""
         from transformers import AutoConfig
 
         try:
             config: Any = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
             dtype = self._dtype(config)
-            if self.calibrated_class is not self.architecture:
+            if kind is not self.architecture:
                 config = getattr(config, "vision_config", config)
-            model = empty_model(self.calibrated_class, config, dtype)
-            self._untie(model)
-            return model
+            return empty_model(kind, config, dtype)
+        except CalibrationError as error:  # of a file of weights
+            raise ValueError(f"{self.option}: {error}") from error
         except Exception as error:  # whatever the class raises of its config's values
             raise ValueError(f"{self.option}: config.json: {first_line(error)}") from error
 
     @cached_property
-    def whole(self) -> nn.Module:
-        """The model of its config's class without weights, of a CLIP both towers."""
-        from transformers import AutoConfig
-
-        if self.calibrated_class is self.architecture:
-            return self.empty
-        config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
-        return empty_model(self.architecture, config, self._dtype(config))
+    def _files(self) -> SafetensorsExpert:
+        """Its files of weights, whose headers are read once. Raises as `SafetensorsExpert`."""
+        return SafetensorsExpert(self.folder)
 
     @property
     def size(self) -> int:
@@ -141,7 +148,7 @@ class ModelFolder:
             return
         name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
         try:
-            stored = SafetensorsExpert(self.folder)
+            stored = self._files
         except FileNotFoundError:
             return
         tied = [each for each in (name, *aliases(model)[name]) if each in stored.names()]
@@ -154,7 +161,7 @@ class ModelFolder:
         if isinstance(dtype, torch.dtype):
             return dtype
         try:
-            stored = SafetensorsExpert(self.folder)
+            stored = self._files
         except FileNotFoundError:
             return torch.float32
         dtypes = (_DTYPES.get(stored.stored_dtype(name)) for name in sorted(stored.names()))
@@ -207,8 +214,8 @@ class ModelFolder:
             raise ValueError(f"{self.option} is a LoRA adapter, which needs --base")
         try:
             if base is not None and self.is_adapter:
-                return LoraExpert(SafetensorsExpert(base.folder), self.folder)
-            stored = SafetensorsExpert(self.folder)
+                return LoraExpert(base._files, self.folder)
+            stored = self._files
         except FileNotFoundError as error:
             raise ValueError(
                 f"{self.option}: {error}; only safetensors are read: load the model in "

@@ -1,6 +1,7 @@
 """All models of one `featcal calibrate`, compared with each other before any is loaded."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -157,31 +158,32 @@ class Models:
         return MergedOnRead(like, base, experts, None if name == "simple_average" else scale)
 
     def load(self, body: ExpertSource) -> nn.Module:
-        """Return the merged model with a body of some weights, on the device.
+        """Return the merged model with a body of some weights, on the device."""
 
-        A language model that does not fit into memory reads its weights while it runs.
-        """
-        device = torch.device(self.request.device)
-        if self.home.kind in LANGUAGE_MODELS and not self.home.fits(device):
-            return offloaded(self.empty_body, body, device)
-        model = self.home.load()
-        fill(self.body(model), body)
-        return model.to(device)
+        def load() -> nn.Module:
+            model = self.home.load()
+            if self.merged is None or body is not self.merged_source:  # else it has them
+                fill(self.body(model), body)
+            return model
+
+        return self._on_device(body, load)
 
     def load_base(self) -> nn.Module:
         """Return the base on the device, as `load` does."""
         assert self.base is not None and self.base_source is not None
-        device = torch.device(self.request.device)
-        if self.home.kind in LANGUAGE_MODELS and not self.home.fits(device):
-            return offloaded(self.empty_body, self.base_source, device)
-        return self.base.load().to(device)
+        return self._on_device(self.base_source, self.base.load)
 
     def load_expert(self, task: str) -> nn.Module:
         """Return an expert on the device, as `load` does."""
-        expert, device = self.experts[task], torch.device(self.request.device)
+        expert = self.experts[task]
+        return self._on_device(self.sources[task], lambda: expert.loaded_with(self.base))
+
+    def _on_device(self, body: ExpertSource, load: Callable[[], nn.Module]) -> nn.Module:
+        """Return a model in memory, or a language model too large for it that reads its weights."""
+        device = torch.device(self.request.device)
         if self.home.kind in LANGUAGE_MODELS and not self.home.fits(device):
-            return offloaded(self.empty_body, self.sources[task], device)
-        return expert.loaded_with(self.base).to(device)
+            return offloaded(self.empty_body, body, device)
+        return load().to(device)
 
     @property
     def notes(self) -> list[str]:
