@@ -1,5 +1,6 @@
 """Safetensors files that are written whole or not at all, and read by their digest."""
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -8,7 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fusion_bench_featcal.digests import digest_file
-from fusion_bench_featcal.files import ReportError, new_file
+from fusion_bench_featcal.files import ReportError, new_file, write_whole
+
+INDEX = "model.safetensors.index.json"
 
 
 def stored_bytes(tensors: Iterable[Tensor]) -> int:
@@ -35,6 +38,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         except SafetensorError as error:
             raise OSError(str(error)) from error
         return digest_file(partial)
+
+
+def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
+    """Write the index of a model in several safetensors files, whole or not at all.
+
+    Args:
+        folder: The folder of the files.
+        files: Tensor -> name of its file.
+        size: Bytes of all tensors.
+
+    Raises:
+        OSError: It cannot be written. The old file stays.
+    """
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    write_whole(folder / INDEX, json.dumps(index, indent=2).encode())
 
 
 def read_tensors(path: Path, digest: str) -> dict[str, Tensor]:

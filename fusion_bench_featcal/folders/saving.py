@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.ending import NOTHING_SAVED
 from fusion_bench_featcal.experts.expert_model import aliases, pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.files import link_or_copy, write_whole
+from fusion_bench_featcal.files import link_or_copy
 from fusion_bench_featcal.folders.adapter import ADAPTER, Adapter
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.options import RECIPE
@@ -20,7 +20,7 @@ from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.saved_model import CardFacts, card_text, complete_folder, writing_model
-from fusion_bench_featcal.tensor_files import write_tensors
+from fusion_bench_featcal.tensor_files import write_index, write_tensors
 
 REPORT = "featcal"
 """Folder of the report inside the model's."""
@@ -117,8 +117,7 @@ def write_shards(
         else:
             link_or_copy(file, folder / name)
         weights |= dict.fromkeys(others if file is None else blocks.names_in(file), name)
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weights.items()))}
-    write_whole(folder / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+    write_index(folder, dict(sorted(weights.items())), size)
 
 
 def is_saved(request: Request) -> bool:

@@ -31,12 +31,12 @@ from fusion_bench_featcal.output.fingerprint import describe_run, differences
 from fusion_bench_featcal.output.in_memory import InMemory
 from fusion_bench_featcal.plurals import bytes_text
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.tensor_files import read_tensors, write_tensors
+from fusion_bench_featcal.tensor_files import INDEX, read_tensors, write_index, write_tensors
 
 log = logging.getLogger(__name__)
 
 FORMAT = 3
-MANIFEST, REST, INDEX = "blocks.json", "rest", "model.safetensors.index.json"
+MANIFEST, REST = "blocks.json", "rest"
 PIECE = 2**28
 """Bytes of tensors outside the blocks from which on they are written to a file of their own."""
 
@@ -195,9 +195,8 @@ class OutputFolder(InMemory):
             size += sum(map(shard.nbytes, inside))
             files |= dict.fromkeys(inside, file)
         size += self._write_rest(tensors, files)
-        index = {"metadata": {"total_size": size}, "weight_map": files}
         with _naming_room(self.folder / INDEX, size):
-            write_whole(self.folder / INDEX, json.dumps(index, indent=2).encode())
+            write_index(self.folder, files, size)
 
     def _write_rest(self, tensors: Mapping[str, Tensor], files: dict[str, str]) -> int:
         """Write the tensors that are in no file, add them to `files`, and return their bytes."""
