@@ -257,8 +257,9 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             shared, point, grid = inputs[each.pools], each.point, each.grid
             maker = CellMaker(grid.cells, shared, store, point.seed, self._program, log_dir)
             try:
-                check_cells(grid, shared)
-                if each.pools not in keys:
+                if each.pools in keys:
+                    check_cells(grid, shared)
+                else:  # the first point on these pools, which `run` has checked
                     keys[each.pools] = CellKeys(shared)
                 cells = keys[each.pools].cells(grid, point.seed)
                 notes = dict(each.settings.notes or {})
