@@ -205,8 +205,8 @@ def problem_of(
     merged = family.view.shown(request.merged)
     modules = find_all_modules(merged, stages, settings, calibrate_norm=rule.calibrate_norm)
     warn_of_routed(modules)
-    shown = request.merged_weights and family.view.source(request.merged_weights)
-    working = WorkingModel(merged, shown, device=device)
+    source = request.merged_weights and family.view.source(request.merged_weights)
+    working = WorkingModel(merged, source, device=device)
     model = working.module
     weights = open_weights(
         merged,
@@ -227,7 +227,7 @@ def problem_of(
     weights = weights.limited(budget, order, working.merged, team.gather)
     aside = None
     if settings.held_out != 0 and needs_merged_aside(runner, modules):
-        aside = WorkingModel(merged, shown, device=device)
+        aside = WorkingModel(merged, source, device=device)
     streams = request.streams_type(
         samples,
         runner,

@@ -70,9 +70,9 @@ class WorkingModel(ExpertModel):
         parameters = dict[str, nn.Parameter]()  # a tied one stays one
         for name, key in self.keys.items():
             if key not in copies:
-                dtype, _ = self._like[name]
-                is_new = type(self._finished.get(key, (None,))[0]) is dict
-                copies[key] = self.stored(name).to(device, dtype, copy=not is_new)
+                # Tensors of finished blocks in memory are no other model's: they need no copy.
+                shared = isinstance(self._finished.get(key, (self.merged,))[0], Tensors)
+                copies[key] = self.stored(name).to(device, self.dtype(name), copy=shared)
             tensor = copies[key]
             if name in self._parameters:
                 tensor = parameters.setdefault(key, nn.Parameter(tensor, requires_grad=False))

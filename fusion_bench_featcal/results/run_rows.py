@@ -67,7 +67,7 @@ class RunRows:
     versions: dict[str, str] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
-    """What a reader must know, for example "calibrated on the test split"."""
+    """Notes for the reader, for example "calibrated on the test split"."""
     loss: dict[str, dict[str, float]] = field(default_factory=dict)
     """Row -> task -> loss, and `average` where every task has one; without what has none."""
     items: Items = field(default_factory=dict, repr=False)

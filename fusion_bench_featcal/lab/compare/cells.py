@@ -60,8 +60,8 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
         """Return the failure that an exception is."""
-        known = isinstance(error, CalibrationError)
-        trace = "" if known else "".join(traceback.format_exception(error))
+        is_expected = isinstance(error, CalibrationError)
+        trace = "" if is_expected else "".join(traceback.format_exception(error))
         return cls(str(error).strip() or type(error).__name__, trace)
 
 
@@ -178,8 +178,8 @@ class CellMaker:
         result.samples = method.samples(model, list(result.accuracy))
         result.cost |= _choice(model)
         seen = getattr(model, "seen", {})
-        own = f"{merger.name}--{NONE}"
-        merged_result = self.store.result(own, cell.merged_key) if seen else None
+        title = f"{merger.name}--{NONE}"
+        merged_result = self.store.result(title, cell.merged_key) if seen else None
         if merged_result is not None:
             result.cost |= unseen_accuracy(seen, result, merged_result)
         result.curves = as_curves(getattr(model, "curves", {}), "the model's curves")

@@ -79,7 +79,7 @@ class CellKeys:
             grid: The grid.
             seed: Seed of mergers and methods; references draw nothing.
         """
-        made = [
+        cells = [
             Cell(None, name, fingerprint(self._conditions, None, {"reference": name}))
             for name in grid.references
         ]
@@ -98,8 +98,8 @@ class CellKeys:
                 )
                 for name in grid.cells_of(merger)
             }
-            made += [Cell(merger, name, key, model, keys[NONE]) for name, key in keys.items()]
-        return made
+            cells += [Cell(merger, name, key, model, keys[NONE]) for name, key in keys.items()]
+        return cells
 
     def _method(self, grid: Grid, name: str) -> dict[str, Any]:
         """Everything that a cell depends on but its merged model and the conditions."""

@@ -91,9 +91,9 @@ def _outcomes(cells: Sequence[tuple[GridRun, Cell]], workers: Workers) -> Iterab
     finished = [run.maker.store.result(cell.title, cell.key) for run, cell in cells]
     missing = [each for each, result in zip(cells, finished, strict=True) if result is None]
     jobs = [Job.of(cell, run.maker, run.config, workers.run) for run, cell in missing]
-    made = iter(workers.outcomes(jobs))
+    outcomes = iter(workers.outcomes(jobs))
     for (_, cell), result in zip(cells, finished, strict=True):
-        yield _logged(cell, next(made)) if result is None else result
+        yield _logged(cell, next(outcomes)) if result is None else result
 
 
 def _logged(cell: Cell, outcome: Outcome) -> Outcome:

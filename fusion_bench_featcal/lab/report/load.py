@@ -39,12 +39,9 @@ def load(folder: str | Path) -> Any:
 
 def load_notes(folder: str | Path) -> list[dict[str, str]]:
     """Return the notes of all runs in or below a folder: suite, kind, merger, row, task, text."""
-    notes = [
-        {"suite": report.suite, **asdict(note)}
-        for report in _reports(folder).values()
-        for note in report.notes
-    ]
-    return [note for number, note in enumerate(notes) if note not in notes[:number]]
+    reports = _reports(folder).values()
+    notes = dict.fromkeys((report.suite, note) for report in reports for note in report.notes)
+    return [{"suite": suite, **asdict(note)} for suite, note in notes]
 
 
 def long_table(reports: Mapping[Path, Report]) -> list[Line]:
