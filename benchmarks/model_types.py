@@ -2,10 +2,10 @@
 
     python benchmarks/model_types.py
 
-Each row of tests/model_types.py is a tiny model with random weights (two blocks of width 8 or 16),
-of which a base, two experts and their merger are made in float64. The calibration with `auto` is
-compared with one inside the model's own forward pass (`replay`) and with the oracle
-(tests/oracle.py), which imports nothing of the package. The calibrated model is saved with
+Each row of tests/kit/model_types.py is a tiny model with random weights (two blocks of width 8 or
+16), of which a base, two experts and their merger are made in float64. The calibration with `auto`
+is compared with one inside the model's own forward pass (`replay`) and with the oracle
+(tests/kit/oracle.py), which imports nothing of the package. The calibrated model is saved with
 `save_pretrained` and loaded again. Exits with 1 where a row differs.
 """
 
@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "kit"))
 
 import torch
 import transformers

@@ -2,7 +2,7 @@
 
     python benchmarks/small_lambda.py [--ridge-lambda 1e-5] [--seeds 3]
 
-The oracle (tests/oracle.py) imports nothing of the package. In float64 it gives the right
+The oracle (tests/kit/oracle.py) imports nothing of the package. In float64 it gives the right
 parameters; with float32 models, and everything after their features in float64, it gives the best
 that float32 features allow. The package may be at most 4 times as far off. An error is the largest
 over parameters of |found - right| / |right|, in the worst of the seeds.
@@ -14,7 +14,7 @@ import logging
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "kit"))
 
 from small_lambda import ALLOWED, CASES, SMALL
 

@@ -6,4 +6,4 @@ from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.append(str(Path(__file__).parents[1] / "tests"))  # tiny models and the runs of both
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "kit"))  # shared helpers
