@@ -4,16 +4,21 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from calibrations import assert_identical
+import torch
+from calibrations import assert_identical, run_fast
 from killing import finished_blocks
+from process_group import in_processes
+from safetensors.torch import save_model
 from test_processes import Change, assert_one_model, records, run, together
 from tiny_models import Suite, clip_suite, t5_suite
 
-from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal import CalibrationError, SafetensorsExpert
+from fusion_bench_featcal.experts import hollow_copy
 from fusion_bench_featcal.json_files import read_json
 from fusion_bench_featcal.output.folder import OutputFolder
 from fusion_bench_featcal.processes import LostProcessError, Processes
@@ -49,7 +54,7 @@ def killed(suite: Suite, folder: Path, size: int, *, rank: int, after: int) -> l
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "size", "rank", "after"),
-    [(clip_suite, 4, 0, 1), (t5_suite, 2, 1, 2)],
+    [(clip_suite, 5, 0, 1), (t5_suite, 2, 1, 2), (t5_suite, 5, 3, 1)],
 )
 def test_resumed_run_ends_with_the_same_bits(
     make: Callable[[], Suite], size: int, rank: int, after: int, tmp_path: Path
@@ -141,3 +146,22 @@ def test_block_that_cannot_be_written_ends_all(tmp_path: Path):
     for error in kept(clip_suite(), tmp_path, 2, full_disk):
         with pytest.raises(CalibrationError, match="No space left on device"):
             raise error
+
+
+def test_model_in_files_is_calibrated_by_several_processes_as_one_in_memory(tmp_path: Path):
+    suite = clip_suite()
+    wanted = in_processes(2, lambda processes: run_fast(suite, processes=processes))[0].model
+    save_model(suite.merged, str(tmp_path / "merged.safetensors"))
+    structure = replace(suite, merged=hollow_copy(suite.merged))
+    weights, out = SafetensorsExpert(tmp_path / "merged.safetensors"), tmp_path / "out"
+
+    def streamed(processes: Processes) -> Any:
+        more = {"merged_weights": weights, "checkpoint_dir": str(out)}
+        return run_fast(structure, processes=processes, **more)
+
+    for result in in_processes(2, streamed):
+        assert all(parameter.is_meta for parameter in result.model.parameters())
+    found = SafetensorsExpert(out)
+    assert found.names() == dict(wanted.named_parameters()).keys()
+    for name, tensor in wanted.named_parameters():
+        assert torch.equal(found.tensor(name), tensor), name
