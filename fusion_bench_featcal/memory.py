@@ -16,7 +16,8 @@ _PHRASES = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAIL
 
 ADVICE = (
     "What lowers it: method.activations=disk (or host, beside a GPU), a lower method.batch_size or "
-    "method.samples_per_task, method.modules without the widest modules, method.stream_experts=true"
+    "method.samples_per_task, method.sums_at_once=input, method.modules without the widest "
+    "modules, method.stream_experts=true"
 )
 
 

@@ -125,8 +125,8 @@ class ExpertModel:
         """
         dtype, device = self._like[name]
         tensor = copied_to(self.stored(name), device, dtype)
-        # A memory-mapped tensor may start anywhere, and matrix products round differently by
-        # alignment: an expert must give the same result from a file and from memory.
+        # Part of a tensor may start anywhere, and matrix products round differently by alignment:
+        # an expert must give the same result from a file and from memory.
         aligned = tensor.device.type != "cpu" or tensor.data_ptr() % _ALIGNMENT == 0
         return tensor if aligned else tensor.clone()
 

@@ -1,13 +1,14 @@
 """Weights of a model that lie in safetensors files."""
 
-import math
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from safetensors import SafetensorError, safe_open
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from fusion_bench_featcal.experts.model_config import read_config
@@ -17,10 +18,30 @@ from fusion_bench_featcal.untrusted import read_json
 # Complex, or codes that need a scale. Bytes without a sign are a mask in old checkpoints of GPT-2.
 _UNUSABLE_DTYPES = ("C", "F4", "F6_", "F8", "I8")
 _UNUSABLE_WEIGHTS = ("U8",)
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Location of one tensor: its file, first byte, size, shape, and dtype as the header has it."""
+
+    file: Path
+    start: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
 
 
 class SafetensorsExpert:
-    """Weights read from safetensors files, tensor by tensor (memory-mapped, sharded or not)."""
+    """Weights read from safetensors files, tensor by tensor (sharded or not).
+
+    Tensors are read and not memory-mapped: a mapped file that another program cuts short kills the
+    process, and pages of a map that is kept stay resident.
+    """
 
     def __init__(self, path: str | Path) -> None:
         """Open a checkpoint.
@@ -35,18 +56,14 @@ class SafetensorsExpert:
                 dtype that holds no real numbers.
         """
         self._folder = Path(path) if Path(path).is_dir() else Path(path).parent
-        self._files: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._dtypes: dict[str, str] = {}
+        self._stored: dict[str, _Stored] = {}
+        self._states: dict[Path, tuple[int, int]] = {}
         for file in safetensors_files(Path(path)):
             try:
-                file.open("rb").close()  # safe_open takes any failure for a missing file
-                with safe_open(file, framework="pt") as handle:
-                    for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
-                        self._files[name] = file
-                        header = handle.get_slice(name)
-                        self._shapes[name] = tuple(header.get_shape())
-                        self._dtypes[name] = str(header.get_dtype())
+                with file.open("rb") as stream:  # safe_open takes any failure for a missing file
+                    self._states[file] = _state(stream)
+                    with safe_open(file, framework="pt"):  # checks the header
+                        self._stored |= _header(file, stream)
             except OSError as error:
                 raise CalibrationError(f"{file} cannot be read: {error.strerror}") from error
             except Exception as error:  # safetensors raises its own class, not a built-in one
@@ -56,12 +73,12 @@ class SafetensorsExpert:
         self._refuse_unusable_dtypes()
 
     def _refuse_unusable_dtypes(self) -> None:
-        for name, dtype in self._dtypes.items():
-            unusable = dtype.startswith(_UNUSABLE_DTYPES)
-            if unusable or (name.endswith(".weight") and dtype in _UNUSABLE_WEIGHTS):
+        for name, stored in self._stored.items():
+            unusable = stored.dtype.startswith(_UNUSABLE_DTYPES)
+            if unusable or (name.endswith(".weight") and stored.dtype in _UNUSABLE_WEIGHTS):
                 raise CalibrationError(
-                    f"tensor {name!r} of {self._files[name]} is stored as {dtype}, which cannot be "
-                    "calibrated: load the model in the library that made it, and save it in "
+                    f"tensor {name!r} of {stored.file} is stored as {stored.dtype}, which cannot "
+                    "be calibrated: load the model in the library that made it, and save it in "
                     "bfloat16, float16 or float32"
                 )
 
@@ -77,60 +94,78 @@ class SafetensorsExpert:
     @property
     def files(self) -> list[Path]:
         """The files, in the order of their names."""
-        return sorted(set(self._files.values()))
+        return sorted({stored.file for stored in self._stored.values()})
 
     def names_in(self, file: Path) -> list[str]:
         """Return the names of the tensors in one of the files."""
-        return [name for name, of_tensor in self._files.items() if of_tensor == file]
+        return [name for name, stored in self._stored.items() if stored.file == file]
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
-        return set(self._files)
+        return set(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one tensor, from the file's header."""
-        return self._shapes[name]
+        return self._stored[name].shape
 
     def stored_dtype(self, name: str) -> str:
         """Return the dtype of one tensor as the file's header has it: `F32`, `BF16`."""
-        return self._dtypes[name]
+        return self._stored[name].dtype
 
     def nbytes(self, name: str) -> int:
         """Return the size of one tensor in the file, from its header."""
-        bits = re.search(r"\d+", self._dtypes[name])  # BOOL has none and takes a byte
-        return math.prod(self._shapes[name]) * int(bits[0] if bits else 8) // 8
+        return self._stored[name].nbytes
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor.
 
-        The file is opened anew: pages that were read stay resident as long as their mapping, so one
-        that is kept would grow to the whole expert, block by block.
-
         Raises:
             CalibrationError: If the file is gone, or another than it was.
         """
-        with self._opened(name) as handle:
-            tensor = handle.get_tensor(name)
-        if tuple(tensor.shape) != self._shapes[name]:
-            raise CalibrationError(f"{self._files[name]} has changed since the start of the run")
-        return tensor
+        return self._read(name, 0, None)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read some rows of one tensor, a scalar whole. Raises as `tensor`."""
-        with self._opened(name) as handle:
-            rows = handle.get_slice(name)
-            return rows[start:stop] if self._shapes[name] else handle.get_tensor(name)
+        return self._read(name, start, stop)
 
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[Any]:
-        file = self._files[name]
+    def _read(self, name: str, start: int, stop: int | None) -> Tensor:
+        stored = self._stored[name]
+        length, *row = stored.shape or (1,)
+        start, stop, _ = slice(start, stop).indices(length)
+        rows, row_bytes = max(0, stop - start), stored.nbytes // max(1, length)
+        content = torch.empty(rows * row_bytes, dtype=torch.uint8)
         try:
-            with safe_open(file, framework="pt") as handle:
-                yield handle
-        except (OSError, SafetensorError) as error:
+            with stored.file.open("rb") as stream:
+                is_same = _state(stream) == self._states[stored.file]
+                stream.seek(stored.start + start * row_bytes)
+                is_same &= stream.readinto(content.numpy().data) == len(content)
+        except OSError as error:
             raise CalibrationError(
-                f"{file} could be read at the start of the run and no longer can: {error}"
+                f"{stored.file} could be read at the start of the run and no longer can: "
+                f"{error.strerror or error}"
             ) from error
+        if not is_same:
+            raise CalibrationError(f"{stored.file} has changed since the start of the run")
+        return content.view(_DTYPES[stored.dtype]).reshape((rows, *row) if stored.shape else ())
+
+
+def _state(stream: BinaryIO) -> tuple[int, int]:
+    """Return size and time of the last change of an open file."""
+    status = os.fstat(stream.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def _header(file: Path, stream: BinaryIO) -> dict[str, _Stored]:
+    """Return the tensors of a file whose header has been checked, by name."""
+    size = int.from_bytes(stream.read(8), "little")
+    header = json.loads(stream.read(size))
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        place = 8 + size + begin, end - begin
+        tensors[name] = _Stored(file, *place, tuple(entry["shape"]), entry["dtype"])
+    return tensors
 
 
 def safetensors_files(path: Path) -> list[Path]:

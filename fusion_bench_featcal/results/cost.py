@@ -118,10 +118,15 @@ class _Sampler:
     def stop(self) -> None:
         self._done.set()
         self._thread.join()
-        self._read()
+        self._sample()
 
     def _loop(self) -> None:
         while not self._done.wait(self._seconds):
+            self._sample()
+
+    def _sample(self) -> None:
+        # Where memory is short, the error to see is that of the work which is measured.
+        with contextlib.suppress(MemoryError, OSError):
             self._read()
 
 
