@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical, assert_same, run_fast
+from calibrations import PLUS, assert_identical, assert_same, run_fast
+from model_types import suite_named
 from oracle import Knobs
 from safetensors.torch import save_file
+from tiny_convs import Batched, Net, images, with_statistics
 from tiny_models import (
     Suite,
+    batched,
     clip_model,
     clip_suite,
     decoder_suite,
@@ -22,7 +25,24 @@ from tiny_models import (
     t5_suite,
 )
 from torch import Tensor, nn
-from tricky_models import idle, plain, stack_suite, tied
+from tricky_models import (
+    Backwards,
+    Masked,
+    Remembering,
+    biased,
+    by_size,
+    fused_attention,
+    idle,
+    in_place_residual,
+    mixture,
+    net_suite,
+    plain,
+    same_tensor_changed,
+    shares_sometimes,
+    stack_suite,
+    tied,
+    transposed_convolution,
+)
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert
 
@@ -85,17 +105,6 @@ class Pooled(nn.Module):
         return x + self.only(x.mean(dim=1))[:, None]
 
 
-class Masked(nn.Module):
-    """One block that works row by row, or as it is told."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([block])
-
-    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.layers[0](x)
-
-
 def pooled_suite() -> Suite:
     batch = {"x": normal(0, 2, 5, 4), "attention_mask": torch.ones(2, 5)}
     return replayed(Masked(Pooled()), {"task": [batch]}, ["layers.0"], seed=0)
@@ -120,6 +129,43 @@ def without_labels(suite: Suite, *, keep: bool = False) -> None:
                 batch["decoder_input_ids"] = labels.clamp(min=0)
 
 
+def rebatched(block: Any, sizes: dict[str, tuple[int, ...]]) -> Suite:
+    """Seven samples of each task, cut into batches of those sizes."""
+    suite = stack_suite(block, sizes=(7,), seed=2)
+    for task, parts in sizes.items():
+        suite.inputs[task] = batched(torch.cat(suite.inputs[task]), parts)
+    return suite
+
+
+def filter_suite(mask: str | None) -> Suite:
+    """A convolution beside a mask."""
+    inputs = {"task_0": [{"x": normal(1, 4, 3, 7), "attention_mask": torch.ones(4, 3)}]}
+    inputs["task_0"][0]["attention_mask"][:, 2] = 0
+    suite = replayed(Masked(nn.Conv1d(3, 3, 3, padding=1)), inputs, ["layers.0"], 9)
+    suite.family["mask"] = mask
+    return suite
+
+
+class Twice(Batched):
+    """A BatchNorm that runs twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.norm(self.conv(x)))
+
+
+def normed_twice() -> Suite:
+    net = Net([Twice()], nn.Identity())
+    return with_statistics(replayed(net, images(seed=9), ["layers.0"], 9))
+
+
+def set_part(model: Any, name: str, part: nn.Module) -> None:
+    model.set_submodule(name, part.double())
+
+
+def far_tokens(suite: Suite) -> None:
+    suite.inputs["task_0"][0]["input_ids"][0, 0] = 99
+
+
 Row = tuple[Callable[[], Suite], Callable[[Suite], Any], dict[str, Any], str]
 
 
@@ -129,6 +175,12 @@ def same(_: Suite) -> None:
 
 ONE_BATCH = r"task task_1: batches are one (Tensor \[4, 3\]|dict|str), .*\[batch\]"
 DEAD = r"task task_2, block layers\.0, module layers\.0\.only.*zero.*task_2"
+SHARED = r"task {}, block .*first.*method\.modules=\['!"
+OVERWRITES = r"module .*first: .*overwrites its input.*method\.modules=\['!"
+UNFIT = r"block layers\.0: module layers\.0\.{} .*{}.*{}.*method\.modules"
+SPARE = r"block layers\.0: module layers\.0\.spare .*method\.modules"
+CONVOLVES = r"layers\.0 is a convolution.*method\.modules"
+RELATIVE = r"receives a table of relative positions.*modules=\['!.*attention\.self"
 NO_MATCH = r"method\.modules.*(fc3|q_prj).*matches no module"
 DEMO: dict[str, Any] = {"knobs": Knobs(demo_last_block=True)}
 UNSOLVED: dict[str, Any] = {"knobs": Knobs(lam=0.0)}
@@ -206,12 +258,60 @@ ROWS: list[Row] = [
     (clip_suite, same, {"modules": ["!*"]}, r"method\.modules leaves no module"),
     (lambda: stack_suite(tied), same, {},
      r"layers\.0\.(first|second)\.weight.*one parameter.*method\.modules"),
-    (lambda: stack_suite(idle), same, {},
-     r"block layers\.0: module layers\.0\.spare ran 0 times.*method\.modules"),
+    *((lambda: stack_suite(idle), same, more, SPARE) for more in ({}, PLUS)),
+    (lambda: rebatched(by_size, {"task_1": (2, 2, 2, 1)}), same, PLUS,
+     r"layers\.0\.second.*method\.modules=\['!layers\.0\.second'\]"),
+    *((lambda sizes=sizes: rebatched(shares_sometimes, sizes), same, more,
+       SHARED.format(next(iter(sizes))))
+      for sizes in ({"task_1": (2, 5)}, {"task_0": (5, 2)}, {"task_1": (2, 2, 2, 1)})
+      for more in ({}, PLUS)),
+    *((lambda block=block: stack_suite(block), same, {}, OVERWRITES)
+      for block in (in_place_residual, same_tensor_changed)),
+    *((lambda block=block: stack_suite(block), same, {}, UNFIT.format(*names))
+      for block, *names in ((fused_attention, "attention", "MultiheadAttention", "in_proj_weight"),
+                            (mixture, "experts", "ParameterDict", "stacked"),
+                            (transposed_convolution, "filter", "ConvTranspose2d", "weight"))),
+    (lambda: filter_suite(None), same, {"knobs": Knobs(demo_last_block=True, norm=False)},
+     CONVOLVES),
+    *((lambda: filter_suite("attention_mask"), same, more, CONVOLVES) for more in ({}, PLUS)),
+    (normed_twice, same, {},
+     r"layers\.0\.norm runs 2 times.*method\.modules=\['!layers\.0\.norm"),
+    *((lambda name=name: suite_named(name), same, PLUS, RELATIVE)
+      for name in ("deberta", "deberta-v2")),
+    (lambda: net_suite(Remembering()), same, {"family": "stack"},
+     r"family=stack: the blocks of Remembering .* Set method\.family=\{name: replay"),
+    (lambda: net_suite(Backwards()), same, {}, r"Backwards runs the blocks \['layers\.2', .*once"),
+    (lambda: suite_named("gpt2"), far_tokens, {}, r"task_0.*(99|outside a table)"),
+    (lambda: suite_named("bert"),
+     lambda s: set_part(s.experts["task_0"], "bert.encoder.layer.0.output.dense", nn.Linear(12, 9)),
+     {}, r"layer\.0\.output\.dense\.weight' has shape \(9"),
+    (lambda: suite_named("bert"),
+     lambda s: set_part(s.experts["task_0"], "bert.embeddings.word_embeddings",
+                        nn.Embedding(31, 8)),
+     {}, r"word_embeddings\.weight' has shape \(31, 8\)"),
+    (lambda: suite_named("whisper"), lambda s: s.inputs["task_0"][0].pop("labels"), {},
+     r"task task_0: an encoder-decoder model needs labels"),
+    (lambda: suite_named("qwen2_vl"), same, {"samples_per_task": 3},
+     r"32 patches, image_grid_thw 16.*samples_per_task"),
+    # FeatCal+, held-out samples and copies
+    (lambda: stack_suite(biased, tasks=3).to(torch.float32),
+     lambda s: s.experts["task_1"].get_parameter("layers.0.only.weight").data.mul_(1e38), PLUS,
+     r"task task_1, block layers\.\d, module layers\.\d\.only:.*overflow.*fabric\.precision.*"
+     r"modelpool\.models\.task_1"),
+    *((residual_suite, lambda s: s.inputs["task_1"][1][0].fill_(NAN), more,
+       r"task task_1: calibration batch 1, input 0, has NaN.*modelpool\.train_datasets\.task_1")
+      for more in ({}, PLUS)),
+    *((clip_suite, same, {"held_out": held},
+       rf"task task_0: method.held_out={held} leaves none of its 7 samples") for held in (7, 300)),
+    (clip_suite, same, {"task_weights": {"travel": 2.0}, **PLUS},
+     r"task_weights names tasks \['travel'\].*no expert"),
+    (decoder_suite, same, {"augment": "jitter", **PLUS},
+     r"^task task_0: method\.augment=jitter needs images .*Set method\.augment to null"),
 ]
 # fmt: on
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
 @pytest.mark.parametrize(("make", "change", "more", "message"), ROWS)
 def test_refusals_name_place_and_setting(
     make: Callable[[], Suite], change: Callable[[Suite], Any], more: dict[str, Any], message: str
@@ -244,6 +344,18 @@ def test_expert_tensor_missing(tmp_path: Path):
     suite.experts["task_1"] = SafetensorsExpert(tmp_path / "x.safetensors")  # type: ignore
     with refused(rf"expert 'task_1' has no tensor '{gone}'.*modelpool\.models\.task_1"):
         run_fast(suite)
+
+
+@pytest.mark.parametrize(
+    ("block", "excluded"),
+    [(fused_attention, ["!attention", "!attention.*"]), (mixture, ["!experts"]),
+     (transposed_convolution, ["!filter"])],
+)  # fmt: skip
+def test_refused_modules_that_are_excluded_stay_as_merged(block: Any, excluded: list[str]):
+    suite = stack_suite(block)
+    found = run_fast(suite, modules=excluded).model
+    for name, value in suite.merged.named_parameters():
+        assert torch.equal(found.get_parameter(name), value) != (".only." in name)
 
 
 def test_fewer_samples_than_asked_are_all_taken(caplog):
@@ -310,7 +422,7 @@ def test_direction_no_sample_shows_is_not_solved_silently(seed: int, dtype: torc
         with torch.no_grad():
             for parameter in (embed.weight, embed.bias):
                 parameter -= torch.einsum("i,j,j...->i...", direction, direction, parameter)
-    with refused(r"layers\.0.*method\.ridge_lambda"):
+    with refused(r"layers\.0.*singular.*method\.ridge_lambda \(now 0"):
         run_fast(suite.to(dtype), **UNSOLVED)
 
 

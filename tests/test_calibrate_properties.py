@@ -1,12 +1,17 @@
-"""What every calibration must satisfy, whatever the model: `calibrate` from the outside."""
+"""Properties of every calibration: a table of models, rules, and variations of a run."""
 
 import copy
+import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import variations as vary
 from calibrations import (
     EXACT,
     PAPER,
@@ -14,71 +19,284 @@ from calibrations import (
     assert_identical,
     assert_same,
     distance,
-    replay,
     run_fast,
+    samples_in,
     settings_of,
 )
 from oracle import Knobs
-from tiny_models import Suite, clip_suite, decoder_suite, gpt2_suite, residual_suite, t5_suite
+from tiny_convs import batched_suite, net_suite
+from tiny_models import (
+    ROUNDING,
+    Suite,
+    clip_suite,
+    decoder_suite,
+    gpt2_suite,
+    normal,
+    replayed,
+    residual_suite,
+    t5_suite,
+)
 from tiny_open_clip import tower_suite
 from torch import Tensor, nn
+from tricky_models import Masked, biased, gainful, stack_suite
 
-from fusion_bench_featcal import CalibrationError, calibrate
-from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal import CalibrationError, CalibrationResult, Plus, calibrate
+
+SUITES: dict[str, Callable[[], Suite]] = {
+    "clip": clip_suite,
+    "open_clip": tower_suite,
+    "t5": partial(t5_suite, depths=(1, 1)),
+    "llama": decoder_suite,
+    "gpt2": gpt2_suite,
+    "residual": residual_suite,
+    "convolutions": net_suite,
+    "batch norm": batched_suite,
+}
+LONG = 20 * ROUNDING
+"""Language models round in float32, and every solve passes it on."""
+BOUNDS = {"t5": LONG, "llama": LONG}
+RULES: dict[str, dict[str, Any]] = {"paper": {}, "plus": PLUS}
+rules = pytest.mark.parametrize("rule", RULES)
+suites = pytest.mark.parametrize("name", SUITES)
 
 
-def tensors_of(suite: Suite) -> list[Tensor]:
-    """All tensors of a suite's models and inputs."""
-    models = (suite.merged, suite.base, *suite.experts.values())
-    tensors = [tensor for model in models for tensor in model.state_dict().values()]
-    batches = [batch for task in suite.inputs.values() for batch in task]
-    return tensors + [value for batch in batches for value in batch.values()]
+@cache
+def reference(name: str, rule: str) -> CalibrationResult:
+    return run_fast(SUITES[name](), **RULES[rule])
 
 
-@pytest.mark.parametrize("make", [clip_suite, gpt2_suite])
-def test_inputs_base_experts_and_merged_are_untouched(make: Callable[[], Suite]):
-    suite = make()
-    before = [tensor.clone() for tensor in tensors_of(suite)]
-    gradients = [p.requires_grad for p in suite.merged.parameters()]
-    model = run_fast(suite).model
-    assert all(map(torch.equal, tensors_of(suite), before))
-    assert distance(model, suite.merged) > 1e-3
-    assert [p.requires_grad for p in model.parameters()] == gradients
+Varied = tuple[Suite, dict[str, Any]]
+# A variation, the suites that have it (all), and whether every bit stays.
+VARIATIONS: dict[str, tuple[Callable[[str, Suite, Path], Varied], tuple[str, ...], bool]] = {
+    "tasks backwards": (lambda _, s, f: (vary.backwards(s), {}), (), False),
+    "samples alone": (lambda _, s, f: (vary.alone(s), {}), (), False),
+    "padding": (lambda _, s, f: (vary.longer(s), {}), ("t5", "llama", "gpt2"), False),
+    "experts in files": (lambda _, s, f: (vary.in_files(s, f), {}), (), True),
+    "wrapped models": (lambda _, s, f: (vary.all_wrapped(s), {}), ("clip", "residual"), True),
+    "training mode": (lambda _, s, f: (s, s.merged.train() and {}), (), True),
+    "features on disk": (
+        lambda _, s, f: (s, {"activations": "disk", "activations_dir": f}), (), True
+    ),
+    "no log of drift": (lambda _, s, f: (s, {"log_drift": False}), (), True),
+    "held-out samples": (
+        lambda _, s, f: (vary.more_samples(s, 2), {
+            "held_out": 2, "samples_per_task": samples_in(s) + 2}), ("clip", "t5", "llama",
+            "residual", "batch norm"), True),
+    "another family": (
+        lambda n, s, f: (s, {"family": vary.other_family(n, s)}),
+        ("clip", "t5", "llama", "gpt2", "residual"), False,
+    ),
+}  # fmt: skip
+CELLS = [(v, n) for v, (_, names, _) in VARIATIONS.items() for n in names or SUITES]
+
+
+@rules
+@pytest.mark.parametrize(("variation", "name"), CELLS)
+def test_variations_change_nothing(variation: str, name: str, rule: str, tmp_path: Path):
+    vary_suite, _, identical = VARIATIONS[variation]
+    suite, more = vary_suite(name, SUITES[name](), tmp_path)
+    if (variation, name, rule) == ("another family", "clip", "plus"):
+        # `replay` does not know which rows of the last block are read
+        more["modules"] = [f"!{suite.blocks[-1]}.*"]
+        wanted = run_fast(SUITES[name](), modules=more["modules"], **PLUS)
+    else:
+        wanted = reference(name, rule)
+    found = run_fast(suite, **RULES[rule] | more)
+    if identical:
+        assert_identical(found.model, wanted.model)
+    else:
+        assert_same(found.model, wanted.model, BOUNDS.get(name, EXACT))
+    if variation == "features on disk":
+        assert not list(tmp_path.iterdir())
+        tasks = [[{k: v for k, v in r.items() if k != "seconds"} for r in log.of_kind("task")]
+                 for log in (found.log, wanted.log)]  # fmt: skip
+        assert tasks[0] == tasks[1]
+
+
+@pytest.mark.parametrize("name", ["clip", "residual"])
+def test_to_plus_all_tasks_twice_are_all_tasks_once(name: str):
+    suite, wanted = vary.twice(SUITES[name]()), reference(name, "plus").model
+    assert_same(run_fast(suite, **PLUS).model, wanted)
+    del suite.experts["task_1 again"], suite.inputs["task_1 again"]  # but a single one weighs
+    assert distance(run_fast(suite, **PLUS).model, wanted) > 1e-3
+
+
+@rules
+@suites
+def test_inputs_and_models_are_untouched_and_nothing_is_shared(name: str, rule: str):
+    suite = SUITES[name]()
+    suite.merged.get_parameter(next(n for n, _ in suite.merged.named_parameters())).requires_grad_(
+        False
+    )
+    before = [tensor.clone() for tensor in vary.tensors_of(suite)]
+    model = run_fast(suite, **RULES[rule]).model
+    assert all(map(torch.equal, vary.tensors_of(suite), before))
+    assert type(model) is type(suite.merged) and distance(model, suite.merged) > 1e-3
+    flags = [[p.requires_grad for p in m.parameters()] for m in (model, suite.merged)]
+    assert flags[0] == flags[1]
     for each in (model, suite.merged, suite.base, *suite.experts.values()):
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in each.modules())
     shared = {p.data_ptr() for p in suite.merged.parameters()}
     assert not shared & {p.data_ptr() for p in model.parameters()}
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_train_mode_is_kept_but_does_not_matter(training: bool):
-    suite = residual_suite()
-    wanted = run_fast(suite).model
-    dropping = replace(suite, merged=copy.deepcopy(suite.merged).train(training))
-    found = run_fast(dropping).model
-    assert found.training is training
-    assert_identical(found, wanted)
-
-
-def test_replay_family_equals_the_clip_family():
-    suite = clip_suite(seed=2, depth=3)
-    assert_same(run_fast(suite, family=replay(suite)).model, run_fast(suite).model)
-
-
 NO_OP = [Knobs(), Knobs(alpha=1.0, lam=1e-3, rho=-1.0), Knobs(alpha=0.0, lam=3.0, rho=0.5)]
 
 
-@pytest.mark.parametrize("knobs", NO_OP, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_one_expert_that_is_merged_and_base_moves_nothing(knobs: Knobs, dtype: torch.dtype):
-    suite = clip_suite(tasks=1, seed=3).to(dtype)
-    same = replace(suite, merged=suite.base, experts={"task_0": suite.base})
-    # float32: the first block moves by an ulp, and lambda = 1e-3 lets the next one answer to that
-    bound = EXACT if dtype is torch.float64 else 2e-5
-    assert_same(run_fast(same, knobs).model, suite.base, bound)
-    # the default eps moves weights by at most its share of eps + lambda
-    shifted = run_fast(same, replace(knobs, eps=1e-4)).model
-    assert distance(shifted, suite.base) <= 1e-4 / (1e-4 + knobs.lam) + bound
+@suites
+@pytest.mark.parametrize("knobs", [*NO_OP, None], ids=str)
+def test_nothing_moves_where_experts_and_base_are_the_merged_model(name: str, knobs: Any):
+    suite = SUITES[name]()
+    still: Any = replace(
+        suite, base=suite.merged, experts=dict.fromkeys(suite.experts, suite.merged)
+    )
+    more: dict[str, Any] = {"batch_norm": "merged"} | (PLUS if knobs is None else {})
+    found = run_fast(still, knobs or PAPER, **more).model
+    assert_same(found, suite.merged, 1e-7)
+    if knobs and name == "clip":  # the default eps moves weights by its share of eps + lambda
+        shifted = run_fast(still, replace(knobs, eps=1e-4)).model
+        assert distance(shifted, suite.merged) <= 1e-4 / (1e-4 + knobs.lam) + EXACT
+
+
+CLIP_LINEAR = {*(f"self_attn.{n}_proj" for n in ("q", "k", "v", "out")), "mlp.fc1", "mlp.fc2"}
+NORMS = {"layer_norm1", "layer_norm2"}
+LLAMA = {f"self_attn.{n}_proj" for n in "qkvo"} | {f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+T5 = {f"layer.{i}.DenseReluDense.{n}" for i in (1, 2) for n in ("wi_0", "wi_1", "wo")}
+T5 |= {f"layer.{part}.{n}" for part in ("0.SelfAttention", "1.EncDecAttention") for n in "qkvo"}
+FEW = {"modules": ["mlp.*", "q_proj", "!fc2"]}
+MOVED = [
+    ("clip", "paper", {}, CLIP_LINEAR | NORMS, CLIP_LINEAR | NORMS),
+    ("clip", "paper", {"calibrate_bias": False}, CLIP_LINEAR | NORMS, NORMS),
+    ("clip", "paper", {"calibrate_norm": False}, CLIP_LINEAR, CLIP_LINEAR),
+    ("clip", "paper", {"modules": ["!mlp.fc1"]}, (CLIP_LINEAR | NORMS) - {"mlp.fc1"}, None),
+    ("clip", "plus", {}, CLIP_LINEAR, CLIP_LINEAR),
+    ("clip", "plus", {"calibrate_bias": False}, CLIP_LINEAR, set()),
+    ("clip", "plus", FEW, {"self_attn.q_proj", "mlp.fc1"}, None),
+    ("llama", "paper", {}, LLAMA, set()),
+    ("llama", "plus", {}, LLAMA, set()),
+    ("t5", "paper", {}, T5, set()),
+    ("t5", "plus", {}, T5, set()),
+]  # fmt: skip
+
+
+def moved(suite: Suite, **settings: Any) -> set[str]:
+    found, merged = run_fast(suite, **settings).model, suite.merged.named_parameters()
+    return {name for name, value in merged if not torch.equal(found.get_parameter(name), value)}
+
+
+@pytest.mark.parametrize(("name", "rule", "settings", "weights", "biases"), MOVED)
+def test_chosen_parameters_of_the_blocks_move_and_nothing_else(
+    name: str, rule: str, settings: dict[str, Any], weights: set[str], biases: set[str] | None
+):
+    suite = SUITES[name]()
+    ends: dict[str, set[str]] = {"weight": set(), "bias": set()}
+    for full in moved(suite, **RULES[rule] | settings):
+        (block,) = (b for b in suite.blocks if full.startswith(f"{b}."))
+        module, _, leaf = full.removeprefix(f"{block}.").rpartition(".")
+        ends[leaf].add(module)
+    assert ends == {"weight": weights, "bias": weights if biases is None else biases}
+
+
+@rules
+@suites
+def test_a_block_that_is_left_out_stays(name: str, rule: str):
+    suite = SUITES[name]()
+    first, *others = suite.blocks
+    result = run_fast(suite, modules=[f"!{first}.*"], **RULES[rule])
+    kept = result.model.get_submodule(first).state_dict()
+    for key, value in suite.merged.get_submodule(first).state_dict().items():
+        assert torch.equal(kept[key], value)
+    assert all(
+        distance(result.model.get_submodule(b), suite.merged.get_submodule(b)) > 1e-4
+        for b in others
+    )
+
+
+def test_norms_without_shift_and_embeddings_stay_and_are_logged():
+    suite = stack_suite(gainful)
+    result = run_fast(suite)
+    for name in ("layers.0.norm.weight", "layers.0.place.weight"):
+        assert torch.equal(result.model.get_parameter(name), suite.merged.get_parameter(name))
+    assert {"layers.0.norm", "layers.0.place"} <= set(result.log.of_kind("block")[0]["left"])
+
+
+@pytest.mark.parametrize("untied", [True, False])
+def test_tied_parameters_stay_tied(untied: bool):
+    for suite in (decoder_suite(tied=not untied), t5_suite(depths=(1, 1), untied=untied)):
+        model: Any = run_fast(suite).model
+        head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        assert (head.data_ptr() == table.data_ptr()) is not untied
+
+
+@rules
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["clip", "t5", "gpt2", "convolutions"])
+def test_dtypes_are_kept_and_models_are_finite(name: str, rule: str, dtype: torch.dtype):
+    suite = SUITES[name]().to(dtype)
+    found = run_fast(suite, **RULES[rule]).model
+    assert {p.dtype for p in found.parameters()} == {dtype}
+    assert all(bool(torch.isfinite(p).all()) for p in found.parameters())
+    assert distance(found, suite.merged) > 1e-3
+    if dtype is torch.float32:
+        assert_same(found, reference(name, rule).model, 1e-3)
+
+
+def test_experts_of_another_dtype_are_read_in_the_merged_dtype():
+    suite = clip_suite(seed=8).to(torch.float32)
+    narrow = suite.to(torch.bfloat16)
+    mixed = replace(suite, experts=narrow.experts)
+    widened = replace(suite, experts=narrow.to(torch.float32).experts)
+    assert_identical(run_fast(mixed).model, run_fast(widened).model)
+
+
+@rules
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.enable_grad, torch.inference_mode,
+     partial(torch.autocast, "cpu", torch.bfloat16)],
+)  # fmt: skip
+def test_a_callers_context_does_not_matter(mode: Any, rule: str):
+    suite = clip_suite(seed=16, tasks=2).to(torch.float32)
+    wanted = run_fast(suite, **RULES[rule]).model
+    with mode():
+        found = run_fast(suite, **RULES[rule]).model
+    assert_identical(found, wanted)
+
+
+@rules
+def test_autocast_wraps_every_pass_and_statistics_stay_wide(rule: str):
+    suite, inside, entered = clip_suite(tasks=2).to(torch.float32), list[bool](), list[bool]()
+    for model in (suite.merged, *suite.experts.values()):
+        for block in suite.blocks:
+            model.get_submodule(block).register_forward_pre_hook(
+                lambda *_: inside.append(torch.is_autocast_enabled("cpu"))
+            )
+
+    @contextmanager
+    def autocast() -> Iterator[None]:
+        entered.append(True)
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+
+    found = run_fast(suite, autocast=autocast, **RULES[rule]).model
+    assert entered and all(inside) and len(inside) >= 3 * 4 * len(suite.blocks)
+    assert {p.dtype for p in found.parameters()} == {torch.float32}
+    assert EXACT < distance(found, run_fast(suite, **RULES[rule]).model) < 0.1
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_training_mode_is_given_back(training: bool):
+    suite = clip_suite()
+    suite.merged.train(training).get_submodule(suite.blocks[0]).eval()
+    found = run_fast(suite).model
+    spoilt = suite.inputs | {"task_0": [{"pixel_values": torch.full((7, 3, 8, 8), torch.nan)}]}
+    modes = [module.training for module in suite.merged.modules()]
+    assert [module.training for module in found.modules()] == modes
+    with pytest.raises(CalibrationError, match="NaN"):
+        run_fast(replace(suite, inputs=spoilt))
+    assert [module.training for module in suite.merged.modules()] == modes
+    assert all(parameter.requires_grad for parameter in suite.merged.parameters())
 
 
 @pytest.mark.parametrize("rho", [2.0, 1.0, -0.5])
@@ -92,74 +310,76 @@ def test_infinite_ridge_gives_the_anchor(rho: float):
         torch.testing.assert_close(value, wanted, rtol=0, atol=1e-8)
 
 
-def test_order_of_tasks_does_not_matter():
-    suite = clip_suite(seed=5)
-    backwards = replace(suite, experts=dict(reversed(suite.experts.items())))
-    assert_same(run_fast(backwards).model, run_fast(suite).model)
-    backwards.inputs = dict(reversed(suite.inputs.items()))
-    assert_same(run_fast(backwards).model, run_fast(suite).model)
-
-
-@pytest.mark.parametrize("sizes", [(7,), (1,) * 7], ids=str)
-def test_batch_size_does_not_matter(sizes: tuple[int, ...]):
-    wanted = run_fast(clip_suite(seed=6, sizes=(4, 3))).model
-    assert_same(run_fast(clip_suite(seed=6, sizes=sizes)).model, wanted)
-
-
 def test_samples_in_another_order_or_twice_do_not_matter():
     suite = residual_suite(seed=6)
     wanted = run_fast(suite).model
-    turned = {task: [b.flip(0) for b in reversed(bs)] for task, bs in suite.inputs.items()}
-    assert_same(run_fast(replace(suite, inputs=turned)).model, wanted)
-    doubled = {task: [*bs, *bs] for task, bs in suite.inputs.items()}
-    assert_same(run_fast(replace(suite, inputs=doubled)).model, wanted)
+    turned = vary.changed(suite, lambda batches: [b.flip(0) for b in reversed(batches)])
+    assert_same(run_fast(turned).model, wanted)
+    doubled = vary.changed(suite, lambda batches: [*batches, *batches])
+    assert_same(run_fast(doubled).model, wanted)
 
 
-class WeighsFirstTwice:
-    """A family under which every position of a batch's first sample weighs 2."""
-
-    def __init__(self, family: Any) -> None:
-        self._family = family
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._family, name)
-
-    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor:
-        weights = torch.ones(len(inputs["pixel_values"]), 5)
-        weights[0] = 2
-        return weights
+TASKS = [f"task_{index}" for index in range(3)]
+# Else the number of samples has a part in how much rows out of weights count.
+FIXED: dict[str, dict[str, Any]] = {
+    "paper": {}, "plus": PLUS | {"rule": Plus(gammas=dict.fromkeys(TASKS, 2.0))}
+}  # fmt: skip
 
 
-def test_sample_of_weight_two_is_a_sample_given_twice():
-    suite = clip_suite(seed=9)
-    doubled = {
-        task: [{"pixel_values": b["pixel_values"][[0, *range(len(b["pixel_values"]))]]} for b in bs]
-        for task, bs in suite.inputs.items()
-    }
-    wanted = run_fast(replace(suite, inputs=doubled)).model
-    weighing = WeighsFirstTwice(resolve_family("clip", suite.merged))
-    assert_same(run_fast(suite, family=weighing).model, wanted)
-    assert distance(run_fast(suite).model, wanted) > 1e-4
+def test_samples_twice_in_their_folds_do_not_matter_to_plus():
+    suite, fixed = stack_suite(biased, sizes=(4, 4)), FIXED["plus"]
+    doubled = vary.changed(suite, lambda batches: [*batches, *batches])
+    assert_same(run_fast(doubled, **fixed).model, run_fast(suite, **fixed).model)
+    turned = vary.changed(suite, lambda batches: [torch.cat(batches).roll(4, 0)])
+    assert_same(run_fast(turned, **PLUS).model, run_fast(suite, **PLUS).model)
 
 
-def test_padding_changes_nothing():
-    suite = gpt2_suite(padded=6, seed=7)
-    wanted = run_fast(suite).model
-    assert_same(run_fast(gpt2_suite(padded=11, seed=7)).model, wanted)
-    scribbled = copy.deepcopy(suite)
-    for batches in scribbled.inputs.values():
-        for batch in batches:
-            batch["input_ids"][batch["attention_mask"] == 0] = 17
-    assert_same(run_fast(scribbled).model, wanted)
-    for batches in scribbled.inputs.values():
-        for batch in batches:
-            del batch["attention_mask"]
-    assert distance(run_fast(scribbled).model, wanted) > 1e-3
+def weighing(weights: list[float], order: list[int]) -> Suite:
+    """A block that works row by row, on samples of three positions with weights."""
+    inputs: dict[str, list] = {}
+    for index in range(2):
+        mask = torch.tensor(weights)[:, None].expand(-1, 3)
+        inputs[f"task_{index}"] = [{"x": normal(index, 4, 3, 4)[order], "attention_mask": mask}]
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4))
+    suite = replayed(Masked(block), inputs, ["layers.0"], seed=1)
+    suite.family["mask"] = "attention_mask"
+    return suite
+
+
+@rules
+def test_a_sample_of_weight_two_is_a_sample_given_twice(rule: str):
+    def run(*given: Any) -> nn.Module:
+        return run_fast(weighing(*given), **FIXED[rule]).model
+
+    wanted = run([1.0] * 5, [0, 1, 2, 3, 0])  # in the same fold
+    for weights in ([2.0, 1, 1, 1], [1.0, 0.5, 0.5, 0.5]):
+        assert_same(run(weights, [0, 1, 2, 3]), wanted)
+    assert distance(run([1.0] * 4, [0, 1, 2, 3]), wanted) > 1e-3
+
+
+def test_outputs_do_not_weigh_by_their_size():
+    suite, name = stack_suite(biased, tasks=2, sizes=(5, 4), seed=2), "layers.1.only"
+    loud = copy.deepcopy(suite)
+    with torch.no_grad():
+        for leaf in ("weight", "bias"):  # ten times as far, and ten times as much
+            for model in (loud.merged, loud.base, *loud.experts.values()):
+                model.get_parameter(f"{name}.{leaf}").mul_(10)
+    found, wanted = (run_fast(s, **PLUS).model.get_parameter(f"{name}.weight")
+                     for s in (loud, suite))  # fmt: skip
+    torch.testing.assert_close(found, 10 * wanted, rtol=1e-8, atol=1e-10)
+
+
+def test_labels_that_are_no_inputs_have_no_part():
+    suite = decoder_suite(depth=1, seed=1)
+    turned = vary.changed(suite, lambda bs: [{**b, "labels": b["labels"].flip(1)} for b in bs])
+    assert_identical(run_fast(turned, **PLUS).model, run_fast(suite, **PLUS).model)
+    rows: dict[str, Any] = {**PLUS, "decoder_rows": "targets"}
+    assert distance(run_fast(suite, **rows).model, run_fast(suite, **PLUS).model) > 1e-4
 
 
 def test_only_the_samples_asked_for_are_drawn():
-    suite = clip_suite(seed=11, sizes=(2, 2, 2, 2))
-    drawn: list[str] = []
+    suite, drawn = clip_suite(seed=11, sizes=(2, 2, 2, 2)), list[str]()
 
     def stream(task: str) -> Iterator[Any]:
         for batch in suite.inputs[task]:
@@ -169,69 +389,31 @@ def test_only_the_samples_asked_for_are_drawn():
     streams: Any = {task: stream(task) for task in suite.inputs}
     found = run_fast(replace(suite, inputs=streams), samples_per_task=3)
     assert {task: drawn.count(task) for task in drawn} == dict.fromkeys(suite.inputs, 2)
-    short: dict[str, list] = {
-        task: [{"pixel_values": torch.cat([b["pixel_values"] for b in batches])[:3]}]
-        for task, batches in suite.inputs.items()
-    }
-    assert_same(found.model, run_fast(replace(suite, inputs=short)).model)
-    assert {r["samples"] for r in found.log.records if r["kind"] == "task"} == {3}
+    short = vary.parted(suite, 5)[0]
+    assert_same(found.model, run_fast(short).model)
+    assert {r["samples"] for r in found.log.of_kind("task")} == {3}
 
 
-@pytest.mark.parametrize(
-    ("make", "alpha"),
-    [(clip_suite, 0), (gpt2_suite, 1), (t5_suite, 1), (tower_suite, 1), (decoder_suite, 1)],
-)
-def test_passes_that_end_early_without_the_drift_log_change_no_bit(
-    make: Callable[[], Suite], alpha: float
-):
-    suite = make().to(torch.float32)
-    knobs = replace(PAPER, norm=make in (clip_suite, gpt2_suite, tower_suite), alpha=alpha)
-    logged, silent = (run_fast(suite, knobs, log_drift=log) for log in (True, False))
-    assert_identical(silent.model, logged.model)
-    assert all("drift_after" not in record for record in silent.log.of_kind("task"))
-
-
-def test_passes_whose_output_nobody_needs_end_with_the_last_input():
-    suite, counts, ended = clip_suite(sizes=(1,) * 7), [], []
+def test_without_experts_features_no_pass_runs_behind_the_last_input():
+    suite, counts, ended = clip_suite(sizes=(1,) * 7), list[int](), list[int]()
     last = suite.merged.get_submodule(f"{suite.blocks[-1]}.mlp.fc2")
     last.register_forward_hook(lambda *_: ended.append(1))
     for log_drift in (True, False):
-        run_fast(suite, log_drift=log_drift)
+        run_fast(suite, replace(PAPER, alpha=0.0), log_drift=log_drift)
         counts.append(len(ended) - sum(counts))
     # the first batch of a task tells which input is the last
     assert counts[0] - counts[1] >= 6 * len(suite.experts)
 
 
-def test_a_failed_run_gives_the_modes_back():
-    suite = clip_suite()
-    merged = copy.deepcopy(suite.merged).train()
-    spoilt = suite.inputs | {"task_0": [{"pixel_values": torch.full((7, 3, 8, 8), torch.nan)}]}
-    with pytest.raises(CalibrationError, match="NaN"):
-        run_fast(replace(suite, merged=merged, inputs=spoilt))
-    assert merged.training
-    assert all(parameter.requires_grad for parameter in merged.parameters())
-
-
-def test_calibration_lowers_the_final_drift():
-    suite = clip_suite(seed=18, depth=3, sizes=(32,))
-    records = run_fast(suite, Knobs(alpha=0.3, lam=0.05, rho=1.0)).log.of_kind("task")
-    names = ("relative_drift_after", "relative_drift_before")
-    for block in suite.blocks:
-        found = [[r[name] for name in names] for r in records if r["block"] == block]
-        if block == suite.blocks[-1]:  # of the class token alone, of which a task may lose a little
-            found = [[sum(side) for side in zip(*found, strict=True)]]
-        assert all(after < before for after, before in found)
-
-
-def class_tokens(model: nn.Module, batches: list[Any]) -> torch.Tensor:
+def class_tokens(model: nn.Module, batches: list[Any]) -> Tensor:
     with torch.no_grad():
         return torch.cat([model(**batch).last_hidden_state[:, 0] for batch in batches])
 
 
-@pytest.mark.parametrize("settings", [{}, PLUS], ids=["paper", "plus"])
-def test_drift_behind_the_last_block_is_that_of_tokens_that_are_read(settings: dict[str, Any]):
+@rules
+def test_drift_behind_the_last_block_is_that_of_tokens_that_are_read(rule: str):
     suite = clip_suite(seed=3)
-    result = run_fast(suite, **settings)
+    result = run_fast(suite, **RULES[rule])
     for record in result.log.of_kind("task")[-len(suite.experts) :]:
         batches = suite.inputs[record["task"]]
         expert = class_tokens(suite.experts[record["task"]], batches)
@@ -240,10 +422,41 @@ def test_drift_behind_the_last_block_is_that_of_tokens_that_are_read(settings: d
         assert record["relative_drift_after"] == pytest.approx(wanted, rel=1e-6)
 
 
-def test_settings_name_their_family():
-    suite = residual_suite(seed=19)
+def test_calibration_lowers_the_drift_of_every_block():
+    suite = clip_suite(seed=18, depth=3, sizes=(32,))
+    records = run_fast(suite, Knobs(alpha=0.3, lam=0.05, rho=1.0)).log.of_kind("task")
+    for block in suite.blocks:
+        found = [r for r in records if r["block"] == block]
+        sides = [[r[f"relative_drift_{when}"] for r in found] for when in ("after", "before")]
+        if block == suite.blocks[-1]:  # of the class token alone, of which a task may lose a little
+            sides = [[sum(side)] for side in sides]
+        assert all(after < before for after, before in zip(*sides, strict=True))
+
+
+def test_log_is_complete_and_writes_one_object_a_line(tmp_path: Path):
+    suite, log = SUITES["clip"](), reference("clip", "paper").log
+    log.write(tmp_path / "log.jsonl")
+    lines = (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == log.records
+    assert [p.name for p in tmp_path.iterdir()] == ["log.jsonl"]
+    visits = {(r["block"], r["task"]): r for r in log.of_kind("task")}
+    assert set(visits) == {(b, t) for b in suite.blocks for t in suite.experts}
+    for record in visits.values():
+        read = 1 if record["block"] == suite.blocks[-1] else 5  # of the last one the class token
+        assert (record["samples"], record["rows"]) == (7, 7 * read)
+    solves = log.of_kind("module")
+    assert len(solves) == 6 * len(suite.blocks)
+    for record in solves:
+        assert record["module"].startswith(record["block"])
+        assert 0 <= record["residual"] < 1e-9
+        assert 1 <= record["condition"] <= (len(suite.experts) + 0.05) / 0.05
+    records = run_fast(gpt2_suite(padded=9)).log.of_kind("task")  # padding is no row
+    assert {r["rows"] for r in records} == {2 + 5 + 3 + 4 + 1 + 5 + 2}
+
+
+def test_settings_may_name_the_family():
+    suite = residual_suite()
     settings = settings_of(PAPER, suite, family=suite.family)
-    found = calibrate(
-        suite.merged, suite.base, suite.experts, suite.inputs, settings, progress=False
-    )
-    assert_identical(found.model, run_fast(suite).model)
+    given = suite.merged, suite.base, suite.experts, suite.inputs
+    assert_identical(calibrate(*given, settings, progress=False).model,
+                     reference("residual", "paper").model)  # fmt: skip

@@ -1,8 +1,7 @@
 """Held-out samples: the others alone make the model, and these measure it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +11,14 @@ from oracle import record
 from tiny_models import Suite, clip_suite, decoder_suite, gpt2_suite, residual_suite, t5_suite
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
+from tricky_models import biased, stack_suite
+from variations import parted
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.samples import hold_out, number_held_out
+from fusion_bench_featcal.streams.samples import hold_out
 
-EITHER: list[dict[str, Any]] = [{}, PLUS]
+rules = pytest.mark.parametrize("more", [{}, PLUS], ids=["paper", "plus"])
 SUITES: dict[str, Callable[[], Suite]] = {
     "clip": lambda: clip_suite(tasks=2, sizes=(4, 3, 2)),
     "llama": lambda: decoder_suite("llama", seed=1),
@@ -27,151 +28,77 @@ SUITES: dict[str, Callable[[], Suite]] = {
 }
 
 
-def cut(inputs: Any, samples: slice) -> Any:
-    if isinstance(inputs, Mapping):
-        return {name: value[samples] for name, value in inputs.items()}
-    return inputs[samples]
+def final_rows(suite: Suite, model: nn.Module, name: str, batches: Sequence[Any]) -> Tensor:
+    """Features behind the last block at the positions that matter, as known by hand."""
+    last, rows = suite.blocks[-1], []
+    for inputs, features in zip(batches, record(model, batches, [], [last])[1][last], strict=True):
+        if name == "clip":
+            rows.append(features[:, 0])
+        elif name == "llama":
+            rows.append(features[:, :-1][inputs["labels"][:, 1:] >= 0])
+        elif name == "t5":
+            rows.append(features[inputs["labels"] >= 0])
+        else:
+            rows.append(features.flatten(0, -2))
+    return torch.cat(rows).double()
 
 
-def size_of(inputs: Any) -> int:
-    return len(next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs)
-
-
-def parted(suite: Suite, held: int) -> tuple[dict[str, list], dict[str, list]]:
-    """The batches without the last samples, and batches of these."""
-    used: dict[str, list] = {}
-    last: dict[str, list] = {}
-    for task, batches in suite.inputs.items():
-        left = sum(map(size_of, batches)) - held
-        used[task], last[task] = [], []
-        for batch in batches:
-            count = min(left, size_of(batch))
-            left -= count
-            if count:
-                used[task].append(cut(batch, slice(count)))
-            if count < size_of(batch):
-                last[task].append(cut(batch, slice(count, None)))
-    return used, last
-
-
-@pytest.mark.parametrize("more", EITHER, ids=["paper", "plus"])
+@rules
 @pytest.mark.parametrize("name", SUITES)
-def test_the_model_is_that_of_the_other_samples(name: str, more: dict[str, Any]):
+def test_others_make_the_model_and_agreement_is_that_of_whole_models(name: str, more: Any):
     suite = SUITES[name]()
-    used, _ = parted(suite, 3)
-    wanted = run_fast(replace(suite, inputs=used), samples_per_task=9, **more).model
-    found = run_fast(suite, held_out=3, samples_per_task=samples_in(suite), **more)
-    assert_identical(found.model, wanted)
-
-
-def rows_compared(name: str, inputs: Any, features: Tensor) -> Tensor:
-    """Features at the positions that matter, as known by hand."""
-    if name == "clip":
-        return features[:, 0]
-    if name == "llama":
-        counted = inputs["labels"][:, 1:] >= 0
-        return features[:, :-1][counted]
-    if name == "t5":
-        return features[inputs["labels"] >= 0]
-    return features.flatten(0, -2)
-
-
-def final(suite: Suite, model: nn.Module, name: str, batches: Sequence[Any]) -> Tensor:
-    _, blocks = record(model, batches, [], suite.blocks[-1:])
-    parts = [
-        rows_compared(name, inputs, features)
-        for inputs, features in zip(batches, blocks[suite.blocks[-1]], strict=True)
-    ]
-    return torch.cat(parts).double()
-
-
-@pytest.mark.parametrize("more", EITHER, ids=["paper", "plus"])
-@pytest.mark.parametrize("name", SUITES)
-def test_agreement_is_that_of_whole_models(name: str, more: dict[str, Any]):
-    suite = SUITES[name]()
-    _, last = parted(suite, 3)
+    used, last = parted(suite, 3)
     rows: dict[str, Any] = {"decoder_rows": "targets"} if name == "llama" else {}
-    result = run_fast(suite, held_out=3, **more, **rows)
+    result = run_fast(suite, held_out=3, samples_per_task=samples_in(suite), **more, **rows)
+    assert_identical(result.model, run_fast(used, samples_per_task=9, **more, **rows).model)
     for task, expert in suite.experts.items():
-        batches = cast(last, torch.float64)[task]
-        theirs = final(suite, expert, name, batches)
+        batches = cast(last.inputs, torch.float64)[task]
+        theirs = final_rows(suite, expert, name, batches)
         logged = [r for r in result.log.of_kind("task") if r["task"] == task][-1]
         assert logged["held_out"] == 3
         for model, end in ((suite.merged, "_merged"), (result.model, "")):
-            ours = final(suite, model, name, batches)
-            cosine = cosine_similarity(ours, theirs).mean()
-            drift = (ours - theirs).norm() / theirs.norm()
-            close = pytest.approx(float(cosine), rel=0, abs=1e-6)
-            assert logged[f"held_out_cosine{end}"] == close
-            assert logged[f"held_out_drift{end}"] == pytest.approx(float(drift), rel=1e-4)
+            ours = final_rows(suite, model, name, batches)
+            cosine = float(cosine_similarity(ours, theirs).mean())
+            drift = float((ours - theirs).norm() / theirs.norm())
+            assert logged[f"held_out_cosine{end}"] == pytest.approx(cosine, rel=0, abs=1e-6)
+            assert logged[f"held_out_drift{end}"] == pytest.approx(drift, rel=1e-4)
 
 
-def test_every_block_tells_the_drift_of_both_models():
-    suite = clip_suite(depth=3, tasks=2, sizes=(6, 4))
-    for more in EITHER:
-        tasks = run_fast(suite, held_out=2, **more).log.of_kind("task")
-        assert len(tasks) == 6
-        merged = [record["held_out_drift_merged"] for record in tasks]
-        assert all(drift > 0 for drift in merged) and merged[0] < merged[-1]
-        assert {record["samples"] for record in tasks} == {10}
+@rules
+def test_every_block_tells_the_drift_of_both_models(more: dict[str, Any]):
+    tasks = run_fast(clip_suite(depth=3, tasks=2, sizes=(6, 4)), held_out=2, **more).log
+    merged = [record["held_out_drift_merged"] for record in tasks.of_kind("task")]
+    assert len(merged) == 6 and all(drift > 0 for drift in merged) and merged[0] < merged[-1]
+    assert {record["samples"] for record in tasks.of_kind("task")} == {10}
+    without = run_fast(clip_suite(tasks=2), **more).log.of_kind("task")
+    assert not any("held_out" in key for record in without for key in record)
 
 
-def test_nothing_is_logged_without_them():
-    tasks = run_fast(clip_suite(tasks=2)).log.of_kind("task")
-    assert not any("held_out" in key for record in tasks for key in record)
-
-
-@pytest.mark.slow
-def test_features_on_disk_measure_the_same(tmp_path: Path):
-    suite = t5_suite(seed=1)
-    results = [
-        run_fast(suite, held_out=3, activations=place, activations_dir=tmp_path, **PLUS)
-        for place in ("device", "disk")
-    ]
-    assert_identical(results[1].model, results[0].model)
-    assert results[1].log.of_kind("task") == results[0].log.of_kind("task")
-
-
-def batches_of(sizes: Sequence[int]) -> Iterator[Batch]:
-    start = 0
-    for size in sizes:
-        yield Batch(torch.arange(start, start + size), size, start)
-        start += size
-
-
-@pytest.mark.parametrize("sizes", [(16, 16, 8), (40,), (1,) * 40, (39, 1)])
-@pytest.mark.parametrize("held", [0, 1, 5, 17, 39])
-def test_the_last_samples_are_held_out(sizes: Sequence[int], held: int):
-    dealt = list(hold_out(batches_of(sizes), 40 - held))
-    used = [batch for batch in dealt if not batch.is_held_out]
-    assert all(batch.is_held_out for batch in dealt[len(used) :])
+@pytest.mark.parametrize("sizes", [(16, 16, 8), (40,), (39, 1)])
+@pytest.mark.parametrize("held", [0, 5, 17, 39])
+def test_parts_of_batches_know_their_first_sample(sizes: Sequence[int], held: int):
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    batches = [Batch(torch.arange(s, s + n), n, s) for s, n in zip(starts, sizes, strict=True)]
+    dealt = list(hold_out(batches, 40 - held))
     assert torch.cat([batch.inputs for batch in dealt]).tolist() == list(range(40))
-    assert sum(batch.samples for batch in used) == 40 - held
+    assert sum(batch.samples for batch in dealt if not batch.is_held_out) == 40 - held
     for batch in dealt:
         assert (len(batch.inputs), int(batch.inputs[0])) == (batch.samples, batch.start)
 
 
 @pytest.mark.parametrize(
-    ("samples", "held"), [(1, 0), (15, 0), (16, 2), (64, 8), (255, 31), (256, 32), (9999, 32)]
+    ("samples", "held"), [(1, 0), (15, 0), (16, 2), (64, 8), (255, 31), (256, 32), (999, 32)]
 )
 def test_auto_holds_out_one_of_eight(samples: int, held: int):
-    assert number_held_out(samples, "auto") == held
-
-
-@pytest.mark.parametrize("held", [7, 300])
-def test_holding_out_all_samples_is_refused(held: int):
-    with pytest.raises(
-        CalibrationError, match=rf"task task_0: method.held_out={held} leaves none of its 7 samples"
-    ):
-        run_fast(clip_suite(tasks=2), held_out=held)
+    tasks = run_fast(stack_suite(biased, sizes=(samples,)), held_out="auto").log.of_kind("task")
+    assert {record.get("held_out", 0) for record in tasks} == {held}
 
 
 def test_copies_are_made_of_the_others_only():
     suite = clip_suite(tasks=2, sizes=(8,))
     (first, *_) = run_fast(suite, held_out=2, augment="jitter", **PLUS).log.of_kind("task")
-    positions = 1 + (8 // 4) ** 2
     assert (first["samples"], first["held_out"]) == (6 + 2, 2)
-    assert first["rows"] == 6 * 8 * positions
+    assert first["rows"] == 6 * 8 * (1 + (8 // 4) ** 2)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +115,14 @@ def test_settings_that_need_held_out_samples_say_so(more: dict[str, Any], messag
 
 
 def test_a_stack_without_padding_needs_no_labels():
-    suite = gpt2_suite(seed=1)
-    result = run_fast(suite, held_out=2, **PLUS)
+    result = run_fast(gpt2_suite(seed=1), held_out=2, **PLUS)
     assert all(r["held_out_cosine"] > 0 for r in result.log.of_kind("task"))
+
+
+def test_strict_refuses_a_model_that_is_no_closer_to_an_expert():
+    suite = stack_suite(biased, tasks=1, sizes=(20, 17), seed=3)
+    strict: dict[str, Any] = {**PLUS, "held_out": 5, "strict": True}
+    assert_identical(run_fast(suite, **strict).model, run_fast(suite, held_out=5, **PLUS).model)
+    already = replace(suite, experts=dict.fromkeys(suite.experts, suite.merged))
+    with pytest.raises(CalibrationError, match=r"no closer to .*: task_0 \(cosine .*strict"):
+        run_fast(already, **strict)

@@ -5,20 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import clip_suite, residual_suite
 from torch import nn
+from variations import wrapped
 
-from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
-from fusion_bench_featcal.experts.expert_model import hollow_copy
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.experts import hollow_copy
 from fusion_bench_featcal.module_copies import bind_own_functions, copied_module
-
-
-def wrapped(model: Any) -> Any:
-    """Give a model what FusionBench's loaders of classifiers give theirs."""
-    original_forward = model.forward
-    model.forward = lambda *args, **kwargs: original_forward(*args, **kwargs)
-    model.original_forward = original_forward
-    return model
 
 
 def doubled(model: nn.Module) -> nn.Module:
@@ -79,24 +71,3 @@ def test_functions_of_the_model_itself_and_of_nothing_stay() -> None:
 def test_empty_copy_runs_what_is_loaded_into_it() -> None:
     hollow = hollow_copy(wrapped(nn.Linear(3, 2)))
     assert hollow(X.to("meta")).device.type == "meta"
-
-
-@pytest.mark.parametrize("suite_of", [clip_suite, residual_suite])
-def test_calibration_of_wrapped_models_is_that_of_plain_ones(suite_of: Any) -> None:
-    plain, given = suite_of(seed=2), suite_of(seed=2)
-    experts = {name: wrapped(expert) for name, expert in given.experts.items()}
-    settings = FeatCalSettings(samples_per_task=7)
-    family = plain.family
-    expected = calibrate(
-        plain.merged, plain.base, plain.experts, plain.inputs, settings, family, progress=False
-    ).model
-    model = calibrate(
-        wrapped(given.merged), wrapped(given.base), experts, given.inputs, settings, family,
-        progress=False,
-    ).model  # fmt: skip
-    for name, value in expected.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-    inputs = next(iter(plain.inputs.values()))[0]
-    outputs = [m(**inputs) if isinstance(inputs, dict) else m(inputs) for m in (model, expected)]
-    first, second = (getattr(o, "pooler_output", o) for o in outputs)
-    assert torch.equal(first, second)

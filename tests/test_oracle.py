@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ORACLE = Path(__file__).with_name("oracle.py")
+KIT = Path(__file__).with_name("kit")
 
 # runs the oracle on a small network in an interpreter where the package cannot be imported
 RUN = """
@@ -31,7 +31,7 @@ print("independent")
 
 
 def test_oracle_runs_where_the_package_cannot_be_imported():
-    script = RUN.replace("FOLDER", repr(str(ORACLE.parent)))
+    script = RUN.replace("FOLDER", repr(str(KIT)))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["independent"]

@@ -1,17 +1,12 @@
 """Below lambda 0.01 the package is as exact as its float32 features allow."""
 
 import logging
-from typing import Any
 
 import pytest
 import torch
 from calibrations import run_fast
 from small_lambda import ALLOWED, CASES, SMALL
 from tiny_models import clip_suite
-
-from fusion_bench_featcal.core.solve import SINGLE_RIDGE
-from fusion_bench_featcal.rules.paper import Paper
-from fusion_bench_featcal.streams.checks import sums_dtype
 
 # One family of each arrangement; test-newest runs all of them.
 EACH_TIME = ("clip, 1 image a task", "open_clip", "t5", "llama", "gpt2 (replay)")
@@ -32,23 +27,6 @@ def test_float32_sums_would_not_do():
     assert errors.package > 20 * ALLOWED * errors.at_best
 
 
-def dtype(tasks: int = 6, device: str = "cpu", precision: str = "auto", **fields) -> torch.dtype:
-    rule: Any = Paper(**fields)
-    return sums_dtype(rule, precision, tasks, torch.device(device))
-
-
-def test_dtypes_follow_lambda_the_number_of_tasks_and_the_setting():
-    narrow, wide = torch.float32, torch.float64
-    assert dtype() == narrow
-    assert dtype(ridge_lambda=SINGLE_RIDGE) == narrow
-    assert dtype(ridge_lambda=0.0099) == wide
-    assert dtype(ridge_lambda=0.05, tasks=500) == wide  # 500 unit Gram matrices
-    assert dtype(precision="float64") == wide
-    assert dtype(precision="bfloat16") == narrow
-    assert dtype(precision="float32", ridge_lambda=1e-5) == narrow
-    assert dtype(ridge_lambda=1e-5, device="mps") == narrow
-
-
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
 def test_sums_too_coarse_for_lambda_are_warned_of(precision: str, caplog: pytest.LogCaptureFixture):
     suite = clip_suite(seed=1).to(torch.float32)
@@ -58,14 +36,6 @@ def test_sums_too_coarse_for_lambda_are_warned_of(precision: str, caplog: pytest
         run_fast(suite, SMALL, sums_precision=precision)
     assert caplog.text.count("too coarse") == 1
     assert f"method.sums_precision={precision} is too coarse for method.ridge_" in caplog.text
-
-
-def test_a_device_without_float64_is_warned_of(caplog: pytest.LogCaptureFixture):
-    dtype(ridge_lambda=1e-5)
-    dtype(ridge_lambda=1e-5, precision="float64")
-    assert not caplog.text
-    dtype(ridge_lambda=1e-5, device="mps")
-    assert "mps, which has no float64, is too coarse" in caplog.text
 
 
 def test_rank_deficient_systems_are_solved_where_float64_can():

@@ -2,7 +2,7 @@
 
 from mistakes.entry import Mutation
 
-LOOP = "test_loop.py"
+PAPER = "test_calibrate_oracle.py::test_paper_equals_the_oracle"
 
 MUTATIONS = [
     Mutation(
@@ -10,21 +10,21 @@ MUTATIONS = [
         "rules/step.py",
         "return Linear(base.weight + rho * step.weight, base.bias + rho * step.bias)",
         "return Linear(base.weight - rho * step.weight, base.bias - rho * step.bias)",
-        LOOP,
+        PAPER,
     ),
     Mutation(
         "rho counts from the merged model to the base",
         "rules/step.py",
         "return Linear(base.weight + rho * step.weight, base.bias + rho * step.bias)",
         "return Linear(merged.weight - rho * step.weight, merged.bias - rho * step.bias)",
-        LOOP,
+        PAPER,
     ),
     Mutation(
         "lambda left out of a LayerNorm's shift",
         "rules/norms.py",
         "square, tasks = square + pull, tasks + pull",
         "square = square + pull",
-        LOOP,
+        PAPER,
     ),
     Mutation(
         "LayerNorm's determinant may be 0",
@@ -38,14 +38,14 @@ MUTATIONS = [
         "rules/paper.py",
         "ridge = rule.ridge_lambda + rule.eps",
         "ridge = rule.eps",
-        LOOP,
+        PAPER,
     ),
     Mutation(
         "eps left out of the system",
         "rules/paper.py",
         "ridge = rule.ridge_lambda + rule.eps",
         "ridge = rule.ridge_lambda",
-        LOOP,
+        PAPER,
     ),
     Mutation(
         "residual may be 10,000 times as large",
@@ -66,70 +66,70 @@ MUTATIONS = [
         "core/solve.py",
         "if ridge < most_noise and least_margin < 0:",
         "if ridge < 0 and least_margin < 0:",
-        LOOP,
+        "test_calibrate_errors.py",
     ),
     Mutation(
         "condition number squared in the smallest eigenvalue",
         "core/solve.py",
         "return norms[0] * norms[1]",
         "return norms[0] * norms[1] ** 2",
-        "test_calibrate_surroundings.py",
+        "test_calibrate_properties.py::test_log_is_complete_and_writes_one_object_a_line",
     ),
     Mutation(
         "alpha weighs the calibrated features in the cross moment",
         "rules/step.py",
         "torch.add(gram, rows.cross[0], alpha=alpha)",
         "torch.add(gram, rows.cross[0], alpha=1 - alpha)",
-        LOOP,
+        PAPER,
     ),
     Mutation(
         "target made of the calibrated features alone",
         "streams/task_rows.py",
         "torch.lerp(x, noted, self._alpha)",
         "x",
-        LOOP,
+        PAPER,
     ),
     Mutation(
         "bias is fitted to the expert's mean whatever alpha",
         "rules/step.py",
         "+ alpha * _times(expert.weight[:, part], rows.y[0])",
         "+ _times(expert.weight[:, part], rows.y[0])",
-        LOOP,
+        PAPER,
     ),
     Mutation(
         "few outputs: the bias keeps the anchor's part",
         "rules/step.py",
         "self.y[0].sub_(_times(self.anchor.weight, x))",
         "pass",
-        LOOP,
+        PAPER,
     ),
     Mutation(
         "the anchor's part of the target is left out",
         "rules/step.py",
         "self.cross[0].add_(multiply(self.anchor.weight, self._drift))",
         "self.cross[0].add_(0 * multiply(self.anchor.weight, self._drift))",
-        LOOP,
+        PAPER,
     ),
     Mutation(
         "bias from the weight before it was rounded",
         "rules/step.py",
         "_times(weight[:, part].to(wide) - anchor, x.to(wide))",
         "_times(step[:, part].to(wide), x.to(wide))",
-        LOOP,
+        "test_calibrate_oracle.py::test_biases_make_up_for_the_rounding_of_weights",
     ),
     Mutation(
         "tasks weigh the same whatever their norm",
         "core/moments.py",
         "return 1 / norms.clamp_min(LEAST_SHARE * norms.mean()).clamp_min(eps)",
         "return torch.ones_like(norms)",
-        LOOP,
+        PAPER,
     ),
     Mutation(
         "task weight from the summed gram, not from its mean",
         "core/moments.py",
         ".to(self.gram.dtype) / self.count.sum(0)",
         ".to(self.gram.dtype) / self.count.sum(0).clamp(1, 1)",
-        LOOP,
+        PAPER,
     ),
     Mutation(
         "rows at the end of a large batch are dropped",
@@ -143,7 +143,7 @@ MUTATIONS = [
         "core/moments.py",
         "            x = x * weights.sqrt()[:, None]\n",
         "            x = x * weights[:, None]\n",
-        "test_calibrate_properties.py streams/test_streams.py",
+        "test_calibrate_properties.py::test_a_sample_of_weight_two_is_a_sample_given_twice",
     ),
     Mutation(
         "float32 solves at any lambda",
@@ -164,6 +164,6 @@ MUTATIONS = [
         "core/moments.py",
         "total.addcmul_(part.to(total.dtype), factor)",
         "total.copy_(part.to(total.dtype) * factor)",
-        LOOP,
+        PAPER,
     ),
 ]

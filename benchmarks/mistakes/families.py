@@ -2,6 +2,8 @@
 
 from mistakes.entry import Mutation
 
+PAPER = "test_calibrate_oracle.py::test_paper_equals_the_oracle"
+
 MUTATIONS = [
     Mutation(
         "gate and up of experts swapped where they are joined",
@@ -29,42 +31,42 @@ MUTATIONS = [
         "families/t5.py",
         'return model.get_submodule("encoder.final_layer_norm")(call.hidden.clone())',
         "return call.hidden.clone()",
-        "test_calibrate_t5.py",
+        PAPER,
     ),
     Mutation(
         "position bias handed on without the mask",
         "families/t5.py",
         'kwargs["position_bias"] = bias + kwargs["attention_mask"] if call.adds_mask else bias',
         'kwargs["position_bias"] = bias',
-        "test_calibrate_t5.py",
+        PAPER,
     ),
     Mutation(
         "decoder_rows=targets ignored beside a mask",
         "families/t5.py",
         'return targets if mask is None or decoder_rows == "targets" else mask',
         "return targets if mask is None else mask",
-        "test_calibrate_t5.py",
+        PAPER,
     ),
     Mutation(
         "blocks in reverse order",
         "families/clip.py",
         "    return [blocks]\n",
         "    return [blocks[::-1]]\n",
-        "test_calibrate_oracle.py",
+        PAPER,
     ),
     Mutation(
         "rows of targets off by one in decoders",
         "families/rows.py",
         "predicts[:, :-1] = labelled[:, 1:]",
         "predicts[:] = labelled",
-        "test_calibrate_decoders.py",
+        PAPER,
     ),
     Mutation(
         "every decoder block gets the first one's mask",
         "families/stack.py",
         "for key, value in call.kwargs[block].items()}",
         "for key, value in next(iter(call.kwargs.values())).items()}",
-        "families/test_families.py test_calibrate_decoders.py",
+        PAPER,
     ),
     Mutation(
         "two towers of one size taken for one stack",
@@ -106,7 +108,7 @@ MUTATIONS = [
         "modules/sites.py",
         '"norm": calibrate_norm,',
         '"norm": True,',
-        "test_calibrate_oracle.py",
+        PAPER,
     ),
     Mutation(
         "rank left out of a LoRA expert's scale",

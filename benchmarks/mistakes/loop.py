@@ -2,11 +2,11 @@
 
 from mistakes.entry import Mutation
 
-LOOP = "test_loop.py"
+PAPER = "test_calibrate_oracle.py::test_paper_equals_the_oracle"
 FOLDER = "output/test_output_folder.py"
 HELD = "test_held_out.py"
 PROCESSES = "test_processes.py"
-SURROUNDINGS = "test_calibrate_surroundings.py"
+PROPERTIES = "test_calibrate_properties.py::test_"
 
 MUTATIONS = [
     Mutation(
@@ -14,14 +14,14 @@ MUTATIONS = [
         "modules/sites.py",
         "selected = is_selected(name, settings.modules) and name not in routers",
         "selected = is_selected(name, settings.modules)",
-        "test_calibrate_mixtures.py streams/test_streams.py",
+        "test_calibrate_kinds.py",
     ),
     Mutation(
         "experts of a mixture calibrated",
         "modules/sites.py",
         "site = site_of(name, module) if selected and mixture is None else None",
         "site = site_of(name, module) if selected else None",
-        "streams/test_streams.py test_calibrate_mixtures.py",
+        "test_calibrate_kinds.py",
     ),
     Mutation(
         "tasks with dead inputs accepted",
@@ -42,105 +42,105 @@ MUTATIONS = [
         "modules/groups.py",
         "return layer_norm(x, x.shape[-1:], eps=module.eps)",
         "return layer_norm(x, x.shape[-1:], eps=1e-5)",
-        "test_calibrate_oracle.py",
+        PAPER,
     ),
     Mutation(
         "modules of one input shape share a statistic",
         "modules/groups.py",
         "key = tuple(map(id, inputs)), id(mask_of(name))",
         "key = tuple(x.shape for x in inputs), id(mask_of(name))",
-        LOOP,
+        PAPER,
     ),
     Mutation(
         "inputs that are shared otherwise later are accepted",
         "streams/streams.py",
         "if any(other != received[0] for other in received[1:]):",
         "if any(len(other) != len(received[0]) for other in received[1:]):",
-        "streams/test_streams.py",
+        "test_calibrate_errors.py",
     ),
     Mutation(
         "token weights of the last block in every block",
         "calibration.py",
         "if streams.last_rows is not None and streams.is_last(block):",
         "if streams.last_rows is not None:",
-        "streams/test_streams.py",
+        PAPER,
     ),
     Mutation(
         "features do not advance behind an updated block",
         "streams/streams.py",
         "hidden, batch.cal = self.runner.step(self.model, block, batch.cal)",
         "hidden, _ = self.runner.step(self.model, block, batch.cal)",
-        LOOP,
+        PAPER,
     ),
     Mutation(
         "blocks run without autocast",
         "streams/runner.py",
         "        with self.autocast():\n            return self.family.step",
         "        if block:\n            return self.family.step",
-        SURROUNDINGS,
+        PROPERTIES + "autocast_wraps_every_pass_and_statistics_stay_wide",
     ),
     Mutation(
         "first inputs made without autocast",
         "streams/runner.py",
         "        with self.autocast():\n            return self.family.begin",
         "        if True:\n            return self.family.begin",
-        SURROUNDINGS,
+        PROPERTIES + "autocast_wraps_every_pass_and_statistics_stay_wide",
     ),
     Mutation(
         "caller's autocast reaches the statistics",
         "calibration.py",
         "torch.autocast(device.type, enabled=False),",
         "nullcontext(),",
-        SURROUNDINGS,
+        PROPERTIES + "a_callers_context_does_not_matter",
     ),
     Mutation(
         "masks of padding ignored",
         "streams/runner.py",
         "valid = divided(self.family.row_weights(inputs, stage, self.decoder_rows))",
         "valid = divided(None)",
-        LOOP,
+        PAPER,
     ),
     Mutation(
         "padding of the encoder counts in cross-attention",
         "streams/runner.py",
         "other = {end: divided(mask) for end, mask in of_others.items()}",
         "other = dict.fromkeys(of_others)",
-        "test_calibrate_t5.py",
+        PAPER,
     ),
     Mutation(
         "masks weigh 1 whatever they say",
         "streams/rows.py",
         "None if bool((weights == 1).all()) else weights,",
         "None,",
-        "test_calibrate_properties.py",
+        PROPERTIES + "a_sample_of_weight_two_is_a_sample_given_twice",
     ),
     Mutation(
         "expert's cross-attention fed by the calibrated encoder",
         "streams/streams.py",
         "batch.exp = runner.begin(expert, inputs, index, batch.exp)",
         "batch.exp = runner.begin(expert, inputs, index, batch.cal)",
-        "test_calibrate_t5.py",
+        PAPER,
     ),
     Mutation(
         "last batch dropped where it is cut",
         "streams/samples.py",
         "inputs, size = part_of(inputs, size, slice(limit - taken)), limit - taken\n",
         "return\n",
-        "test_calibrate_properties.py",
+        PROPERTIES + "only_the_samples_asked_for_are_drawn",
     ),
     Mutation(
         "outputs of modules that share an input are swapped",
         "streams/streams.py",
         "            batch.noted[group.name] = [torch.cat(call, -1) for call in calls]\n",
         "            batch.noted[group.name] = [torch.cat(call[::-1], -1) for call in calls]\n",
-        LOOP,
+        "test_calibrate_oracle.py::test_plus_equals_the_oracle",
     ),
     Mutation(
         "drift relative to squares",
         "streams/drift.py",
         "relative = (squares / expert) ** 0.5 if expert > 0 else None",
         "relative = squares / expert if expert > 0 else None",
-        "test_calibrate_oracle.py",
+        PAPER,
     ),
     Mutation(
         "samples do not pass through restored blocks",
@@ -270,7 +270,7 @@ MUTATIONS = [
         "experts/working_model.py",
         "        if key in self._finished:\n",
         "        if key in ():\n",
-        "test_streamed.py test_calibrate_t5.py",
+        PAPER,
     ),
     Mutation(
         "updates written into the merged model",

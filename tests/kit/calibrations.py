@@ -14,11 +14,11 @@ from fusion_bench_featcal import (
     InMemoryExpert,
     calibrate,
 )
-from fusion_bench_featcal.settings import OF_THE_PAPER
 
 EXACT = 1e-9  # float64, relative to each parameter's norm
 PAPER = Knobs(eps=1e-8)
 PLUS: dict[str, Any] = {"rule": "plus", "calibrate_norm": False}
+OF_THE_RULE = ("ridge_lambda", "mix_alpha", "anchor_rho", "eps", "calibrate_bias", "calibrate_norm")
 OPTIONS = {"hashed", "autocast", "device", "merged_weights", "processes", "progress"}
 
 
@@ -41,13 +41,16 @@ def settings_of(knobs: Knobs, suite: Suite, **more: Any) -> FeatCalSettings:
         "modules": [f"!{end}" for end in suite.left] or None,
         "samples_per_task": more.get("samples_per_task") or samples_in(suite),
     }
+    if not isinstance(more.get("rule", ""), str):  # an object has numbers of its own
+        values = {name: values[name] for name in values if name not in OF_THE_RULE}
+        more = {name: more[name] for name in more if name not in OF_THE_RULE}
     return FeatCalSettings(**(values | more))
 
 
 def with_rule(settings: FeatCalSettings, rule: Any) -> FeatCalSettings:
     """Settings with a rule that has numbers of its own."""
-    names = (*OF_THE_PAPER, "calibrate_bias", "calibrate_norm")
-    return settings.replace(**{name: getattr(FeatCalSettings, name) for name in names}, rule=rule)
+    defaults = {name: getattr(FeatCalSettings, name) for name in OF_THE_RULE}
+    return settings.replace(**defaults, rule=rule)
 
 
 def cast(inputs: Mapping[str, list], dtype: torch.dtype) -> dict[str, list]:

@@ -350,3 +350,10 @@ CONVOLUTIONAL = tuple(
 )
 ROWS: tuple[Row, ...] = (*OTHERS, *DECODERS, *MIXTURES, *ENCODERS, *VISION, *CONVOLUTIONAL)
 """Every row of the table. Add one for a further type of model here."""
+
+
+def suite_named(name: str) -> Suite:
+    """Suite of a row that every release has."""
+    suite = next(row for row in ROWS if row.name == name).suite()
+    assert suite is not None
+    return suite

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tiny_models import Suite, batched, normal, suite_of
+from tiny_models import Suite, batched, normal, replayed, suite_of
 from torch import Tensor, nn
 from transformers import (
     ConvNextConfig,
@@ -75,8 +75,45 @@ def net_suite(*, seed: int = 1, depth: int = 2, **shape: Any) -> Suite:
     torch.manual_seed(seed)
     net = Net([Unit() for _ in range(depth)], nn.Conv2d(3, 4, 1))
     blocks = [f"layers.{n}" for n in range(depth)]
-    family = {"name": "replay", "blocks": blocks}
-    return suite_of(net, images(seed=seed, **shape), blocks, seed, family)
+    return replayed(net, images(seed=seed, **shape), blocks, seed)
+
+
+class Vectors(nn.Module):
+    """A convolution of one dimension, and a BatchNorm of vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 3, 3, stride=2, padding=1)
+        self.only = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.only(self.conv(x).mean(2)))
+
+
+def vector_suite() -> Suite:
+    inputs: dict[str, list] = {
+        f"task_{i}": batched((i + 1) * normal(i, 9, 3, 7), (5, 4)) for i in range(2)
+    }
+    torch.manual_seed(8)
+    return with_statistics(replayed(nn.Sequential(Vectors()), inputs, ["0"], 8))
+
+
+class Batched(nn.Module):
+    """Convolution and BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.norm(self.conv(x)))
+
+
+def batched_suite() -> Suite:
+    torch.manual_seed(7)
+    net = Net([Batched() for _ in range(2)], nn.Identity())
+    return with_statistics(replayed(net, images(seed=7), ["layers.0", "layers.1"], 7))
 
 
 def resnet(kind: str = "basic") -> nn.Module:

@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     CLIPVisionConfig,
     CLIPVisionModel,
@@ -297,6 +298,24 @@ def decoder_suite(
     return suite_of(model, inputs, [f"model.layers.{index}" for index in range(depth)], seed)
 
 
+def parallel_suite(make: str, *, seed: int) -> Suite:
+    """Decoders with parallel branches and without a family of their own."""
+    torch.manual_seed(seed)
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 12}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(make, **shape, **ends)).eval()
+    inputs: dict[str, list] = {
+        f"task_{index}": [
+            without_labels(sentences(part, max(part) + 1, seed=seed + 10 * index + i))
+            for i, part in enumerate([[5, 2, 4], [3, 6, 4 + index]])
+        ]
+        for index in range(2)
+    }
+    inner = "gpt_neox" if make == "gpt_neox" else "model"
+    return replayed(model, inputs, [f"{inner}.layers.{index}" for index in range(2)], seed)
+
+
 ROUNDING = 2e-6
 """Norms, rotary angles and eager attention's softmax of language models are computed in float32
 whatever the model's dtype: two orders of the same float64 sums agree no better than this."""
@@ -457,3 +476,25 @@ def t5_suite(*, tasks: int = 2, seed: int = 0, **shape: Any) -> Suite:
         first = t5_batch([3, 6, 5], [4, 1, 3], start, pad=(1, 0))
         inputs[f"task_{index}"] = [first, t5_batch([5, 2, 4, 4], [2, 3, 1, 2], start + 1)]
     return suite_of(model, inputs, blocks_of(model, "T5Block"), seed)
+
+
+def with_partial_labels(suite: Suite) -> Suite:
+    """A T5 suite whose decoder reads more positions than have labels."""
+    for batches in suite.inputs.values():
+        for batch in batches:
+            ids = batch["labels"].clamp(min=0)
+            batch |= {"decoder_input_ids": ids, "decoder_attention_mask": (ids > 0).long()}
+            batch["labels"][batch["decoder_attention_mask"].sum(dim=1) > 1, 0] = NO_TARGET
+    return suite
+
+
+def masked_language_suite() -> Suite:
+    """BERT with its head of masked language models."""
+    config = AutoConfig.for_model(
+        "bert", hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8,
+        vocab_size=VOCABULARY,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForMaskedLM.from_config(config).eval()
+    inputs: dict[str, list] = {"a": [sentences([3, 6], 7)], "b": [sentences([5, 4], 6, seed=1)]}
+    return suite_of(model, inputs, [f"bert.encoder.layer.{n}" for n in range(2)], 1)

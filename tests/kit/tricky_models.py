@@ -90,6 +90,13 @@ def chain(block: Any, hidden: Tensor) -> Tensor:
     return hidden + block.second(block.first(hidden).tanh())
 
 
+@two_maps
+def by_size(block: Any, hidden: Tensor) -> Tensor:
+    """Runs one of its maps for large batches only."""
+    hidden = hidden + block.first(hidden).tanh()
+    return hidden + block.second(hidden.cos()).tanh() if len(hidden) > 2 else hidden
+
+
 def tied() -> nn.Module:
     """Two maps that are one parameter."""
     block: Any = chain()
@@ -196,6 +203,17 @@ def stack_suite(
     return replayed(Stack(make_block), inputs, ["layers.0", "layers.1"], seed)
 
 
+class Masked(nn.Module):
+    """One block, and a mask that it does not look at."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block])
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
 class Remembering(ResidualNet):
     """Later blocks receive what the first one gave."""
 
@@ -211,6 +229,36 @@ class Remembering(ResidualNet):
         hidden = first = self.layers[0](self.embed(x))
         for layer in list(self.layers)[1:]:
             hidden = layer(hidden, first)
+        return self.head(hidden)
+
+
+class Sharing(ResidualNet):
+    """Blocks hand a mapping around, into which each writes what the next one reads."""
+
+    class Block(ResidualBlock):
+        def forward(self, hidden: Tensor, shared: Any = None) -> Tensor:
+            before = shared.get("before", 0)
+            shared["before"] = super().forward(hidden)
+            return shared["before"] + 0.1 * before
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block(6, 9) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, shared = self.embed(x), {}
+        for layer in self.layers:
+            hidden = layer(hidden, shared)
+        return self.head(hidden)
+
+
+class Backwards(ResidualNet):
+    """Blocks run from the last to the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in reversed(self.layers):
+            hidden = layer(hidden)
         return self.head(hidden)
 
 
