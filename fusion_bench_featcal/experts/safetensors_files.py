@@ -131,7 +131,7 @@ class SafetensorsExpert:
     def _read(self, name: str, start: int, stop: int | None) -> Tensor:
         stored = self._stored[name]
         length, *row = stored.shape or (1,)
-        start, stop, _ = slice(start, stop).indices(length)
+        start, stop, _ = slice(start, stop).indices(length) if stored.shape else (0, 1, 1)
         rows, row_bytes = max(0, stop - start), stored.nbytes // max(1, length)
         content = torch.empty(rows * row_bytes, dtype=torch.uint8)
         try:

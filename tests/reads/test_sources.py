@@ -75,6 +75,18 @@ def test_files_give_what_load_file_gives(tmp_path: Path):
         assert (source.shape(name), source.nbytes(name)) == (tuple(tensor.shape), tensor.nbytes)
 
 
+def test_every_shape_and_dtype_is_read(tmp_path: Path):
+    tensors = {"scalar": torch.tensor(3.5), "none": torch.empty(0, 4), "thin": torch.empty(3, 0)}
+    for number, dtype in enumerate((torch.bool, torch.uint8, torch.int64, torch.bfloat16)):
+        tensors[f"{number}"] = torch.arange(12).reshape(3, 2, 2).to(dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = SafetensorsExpert(tmp_path)
+    for name, wanted in tensors.items():
+        rows = wanted[1:9] if wanted.ndim else wanted
+        for found, of_name in ((source.tensor(name), wanted), (source.rows(name, 1, 9), rows)):
+            assert found.dtype == of_name.dtype and torch.equal(found, of_name)
+
+
 @pytest.mark.parametrize("changes", [{}, {"use_rslora": True}])
 def test_lora_reads_the_merged_expert_whole_or_by_rows(changes: Any, tmp_path: Path):
     adapter = write_adapter(tmp_path / "a", t5_model().float(), 1, **changes)
