@@ -237,7 +237,9 @@ comparison(folder, post_merging_methods=methods).run(model_pool())
 def test_killed_comparison_resumes(tmp_path: Path) -> None:
     """Killed without warning in a cell; what was finished is not touched, the rest is made."""
     tests = Path(__file__).resolve().parents[1]
-    paths = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [str(tests / "kit"), str(tests.parent), os.environ.get("PYTHONPATH", "")]
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", _KILLED, str(tmp_path)],
         env=os.environ | {"PYTHONPATH": paths},

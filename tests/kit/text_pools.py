@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from fusion_bench.modelpool import Seq2SeqLMPool
 from omegaconf import OmegaConf
 from tiny_texts import TASKS, llama_model, sentences, t5_model, with_data, word_tokenizer, write
+from torch import Tensor
 
 from fusion_bench_featcal.pools import CausalLMPool
 
@@ -39,3 +41,23 @@ def with_tests(pool: Any, tests: Any) -> Any:
     pool._test_datasets = {task: {} for task in TASKS}
     pool.load_test_dataset = tests
     return pool
+
+
+def text_batch(kind: str, *, extra: int = 0, left: bool = False) -> dict[str, Tensor]:
+    """Three texts of unequal length, with as much padding more as asked, before them if `left`."""
+    prompts, targets = [[5, 6, 7, 8], [9, 4], [10, 11, 12]], [[13, 1], [14, 15, 1], [16, 1]]
+    ids, labels = prompts, targets
+    if kind == "causal":
+        ids = [p + t for p, t in zip(prompts, targets, strict=True)]
+        labels = [[-100] * len(p) + t for p, t in zip(prompts, targets, strict=True)]
+
+    def padded(rows: list[list[int]], fill: int, before: bool) -> Tensor:
+        width = max(map(len, rows)) + extra
+        filled = [[fill] * (width - len(row)) for row in rows]
+        return torch.tensor([f + r if before else r + f for r, f in zip(rows, filled, strict=True)])
+
+    return {
+        "input_ids": padded(ids, 0, left),
+        "attention_mask": padded([[1] * len(row) for row in ids], 0, left),
+        "labels": padded(labels, -100, left and kind == "causal"),
+    }

@@ -1,167 +1,144 @@
 """Settings chosen on held-out samples: which samples, by what score, and what the model says."""
 
-import copy
-from dataclasses import replace
+import re
 from typing import Any
 
 import pytest
 import torch
 from text_pools import NORMS, text_pool
-from tiny_pools import TASKS, inputs_of, tiny_pool
+from tiny_pools import TASKS, assert_equal, inputs_of, pixels_of, projection_of, tiny_pool, tower
 from tiny_texts import sentences, with_data
 from torch import Tensor
-from transformers import CLIPModel, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.calibration_data import draw_samples
 from fusion_bench_featcal.lab.rivals import RegMean, RidgeSurgery, Tuned, TunedMergerAlgorithm
-from fusion_bench_featcal.lab.rivals.final_features import FinalStates
-from fusion_bench_featcal.lab.rivals.interface import Choice
-from fusion_bench_featcal.lab.rivals.tuned import held_out_lessons, score
 
 OWN = "fusion_bench_featcal.lab.rivals."
 RIDGE: dict[str, Any] = {"_target_": f"{OWN}RidgeSurgery", "batch_size": 4, "ridge_lambda": 1e3}
-STRENGTHS = [{"ridge_lambda": 1.0}, {"ridge_lambda": 1e-2}]
 DRAW: dict[str, Any] = {"samples_per_task": 20}
+HELD_OUT = slice(15, None)
 
 
 def tuned(**changes: Any) -> Tuned:
     of = RIDGE | DRAW | changes.pop("of", {})
-    return Tuned(**{"of": of, "candidates": STRENGTHS, **DRAW, **changes})
+    candidates = [{"ridge_lambda": 1.0}, {"ridge_lambda": 1e-2}]
+    return Tuned(**{"of": of, "candidates": candidates, **DRAW, **changes})
 
 
-def pixels_of(pool: Any, task: str, indices: list[int]) -> Tensor:
-    rows, processor = pool.load_train_dataset(task), pool.load_processor()
-    images = [rows[index]["image"] for index in indices]
-    return processor(images=images, return_tensors="pt")["pixel_values"]
+def chosen(models: Any, method: Tuned, train: int = 30) -> Any:
+    return method.post_merge(tower(models, "_merged_"), inputs_of(tiny_pool(models, train=train)))
+
+
+def cosine(sides: Any) -> float:
+    return float(torch.cosine_similarity(*sides, dim=-1).mean())
 
 
 @torch.no_grad()
-def score_by_hand(models: Any, pool: Any, model: Any, indices: dict[str, list[int]]) -> float:
-    """Mean over tasks of the mean cosine of projected features, written out."""
-    projection = CLIPModel.from_pretrained(models["_pretrained_"]).visual_projection
-    scores = []
-    for task in TASKS:
-        pixels = pixels_of(pool, task, indices[task])
-        expert: Any = CLIPVisionModel.from_pretrained(models[task])
-        target = projection(expert(pixels).pooler_output)
-        found = model.features(task, pixels)
-        cosines = (found * target).sum(1) / found.norm(dim=1) / target.norm(dim=1)
-        scores.append(float(cosines.mean()))
+def scores_by_hand(models: Any, pool: Any, model: Any) -> float:
+    """Mean over tasks of the mean cosine of (corrected, projected) features on held-out samples."""
+    scores, projection = [], projection_of(models)
+    for task, drawn in inputs_of(pool).batches(FeatCalSettings(**DRAW)).items():
+        rows = pool.load_train_dataset(task)
+        pixels = pixels_of(models, [rows[index] for index in drawn.indices[HELD_OUT]])
+        target = tower(models, task)(pixels).pooler_output
+        if hasattr(model, "corrections"):
+            scores.append(cosine((model.features(task, pixels), projection(target))))
+        else:
+            scores.append(cosine((model(pixels).pooler_output, target)))
     return sum(scores) / len(scores)
 
 
 def test_the_best_on_a_held_out_quarter_is_fitted_on_all(models) -> None:
-    pool = tiny_pool(models, train=30)
-    merged = CLIPVisionModel.from_pretrained(models["_merged_"])
-    found: Any = tuned().post_merge(copy.deepcopy(merged), inputs_of(pool))
-    held = {task: draw_samples(30, task, FeatCalSettings(**DRAW))[15:] for task in TASKS}
-    scores = {}
+    pool, scores = tiny_pool(models, train=30), {}
     for strength in (1e3, 1.0, 1e-2):
         method = RidgeSurgery(ridge_lambda=strength, samples_per_task=15, batch_size=4)
-        model = method.post_merge(copy.deepcopy(merged), inputs_of(pool))
-        scores[strength] = score_by_hand(models, pool, model, held)
+        model = method.post_merge(tower(models, "_merged_"), inputs_of(pool))
+        scores[strength] = scores_by_hand(models, pool, model)
     best = max(scores, key=lambda strength: scores[strength])
     assert best != 1e3 and len(set(scores.values())) == 3
-    assert found.choice == Choice(3, f"ridge_lambda={best}")
+    found = chosen(models, tuned())
+    assert (found.choice.tried, found.choice.chosen) == (3, f"ridge_lambda={best}")
     whole = RidgeSurgery(ridge_lambda=best, samples_per_task=20, batch_size=4)
-    known: Any = whole.post_merge(merged, inputs_of(pool))
-    for name, value in known.corrections.state_dict().items():
-        assert torch.equal(found.corrections.state_dict()[name], value)
+    assert_equal(found, whole.post_merge(tower(models, "_merged_"), inputs_of(pool)))
     assert found.samples["one"] == {"samples": 20, "split": "train"}
+
+
+def test_mergers_are_chosen_by_their_own_features(models) -> None:
+    pool = tiny_pool({name: models[name] for name in ("_pretrained_", *TASKS)}, train=30)
+    candidates = [{"off_diagonal": 0.0}, {"off_diagonal": 1.0}]
+    # its own draw is all of the samples, of which some would be held out and fitted, too
+    of = {"_target_": f"{OWN}RegMeanAlgorithm", "batch_size": 4}
+    found: Any = TunedMergerAlgorithm(of=of, candidates=candidates, **DRAW).run(pool)
+    scores = {}
+    for kept in (0.95, 0.0, 1.0):
+        merger = RegMean(off_diagonal=kept, samples_per_task=15, batch_size=4)
+        scores[kept] = scores_by_hand(models, pool, merger.merge(inputs_of(pool)))
+    best = max(scores, key=lambda kept: scores[kept])
+    change = "as given" if best == 0.95 else f"off_diagonal={best}"
+    assert (found.choice.tried, found.choice.chosen) == (3, change)
+    whole = RegMean(off_diagonal=best, samples_per_task=20, batch_size=4)
+    assert_equal(found, whole.merge(inputs_of(pool)))
 
 
 def test_settings_stay_as_given_where_samples_are_few(models, caplog) -> None:
     caplog.set_level("INFO")
-    pool = tiny_pool(models, train=15)
-    merged = CLIPVisionModel.from_pretrained(models["_merged_"])
     method = tuned()
-    found: Any = method.post_merge(copy.deepcopy(merged), inputs_of(pool))
-    assert found.choice == Choice(1, "as given")
+    found = chosen(models, method, train=15)
+    assert (found.choice.tried, found.choice.chosen) == (1, "as given")
     assert "15 samples per task: too few" in caplog.text
-    known: Any = RidgeSurgery(ridge_lambda=1e3, samples_per_task=20, batch_size=4)
-    known = known.post_merge(merged, inputs_of(pool))
-    assert torch.equal(found.corrections["task_one"].matrix, known.corrections["task_one"].matrix)
+    known = RidgeSurgery(ridge_lambda=1e3, samples_per_task=20, batch_size=4)
+    model: Any = known.post_merge(tower(models, "_merged_"), inputs_of(tiny_pool(models, train=15)))
+    assert_equal(found, model)
     assert method.added(found) == found.added()
-    assert method.samples(found, TASKS) == known.samples
+    assert method.samples(found, TASKS) == model.samples
+
+
+def features(model: Any, kind: str, batch: dict[str, Tensor]) -> Tensor:
+    """States behind the last norm that predict a target token."""
+    seen: list[Tensor] = []
+    norm = model.get_submodule(NORMS[kind])
+    handle = norm.register_forward_hook(lambda _, __, output: seen.append(output))
+    with torch.no_grad():
+        model(**batch)
+    handle.remove()
+    rows = batch["labels"][:, kind == "causal" :] >= 0
+    return seen[0][:, : rows.shape[1]][rows]
 
 
 @pytest.mark.parametrize("kind", list(NORMS))
 def test_texts_are_scored_where_they_answer(kind, tmp_path, caplog) -> None:
     caplog.set_level("INFO")
     pool = with_data(text_pool(kind, tmp_path), lambda task: sentences(task, 30))
-    of = RIDGE | DRAW | {"stream": "calibration"}
+    of = RIDGE | DRAW | {"stream": "calibration", "batch_size": 5}
     candidates = [{"normalize": "pre"}, {"ridge_lambda": 1.0}]
     method = Tuned(of=of, candidates=candidates, **DRAW)
     found: Any = method.post_merge(pool.load_model("_pretrained_"), inputs_of(pool))
-    assert found.choice == Choice(2, "ridge_lambda=1.0")
+    assert (found.choice.tried, found.choice.chosen) == (2, "ridge_lambda=1.0")
     assert "{'normalize': 'pre'} is left out" in caplog.text
-    draw = FeatCalSettings(**DRAW)
+    few = RidgeSurgery(ridge_lambda=1.0, samples_per_task=15, batch_size=5)
+    model: Any = few.post_merge(pool.load_model("_pretrained_"), inputs_of(pool))
     scores = []
-    for task, drawn in inputs_of(pool).batches(draw).items():
-        site, cosines = FinalStates(NORMS[kind]), []
-        for batch in replace(drawn, indices=drawn.indices[15:]):
-            with torch.no_grad():
-                states = found.correct(site.features(found.model, batch), task)
-                wanted = site.features(pool.load_model(task), batch)
-            cosines.append(torch.cosine_similarity(states, wanted, dim=-1))
-        scores.append(float(torch.cat(cosines).mean()))
-    lessons = held_out_lessons(inputs_of(pool), draw, 15)
-    assert score(found, lessons) == pytest.approx(sum(scores) / len(scores), rel=1e-5)
-
-
-def test_mergers_are_chosen_by_their_own_features(models) -> None:
-    pool = tiny_pool({name: models[name] for name in ("_pretrained_", *TASKS)}, train=30)
-    of = {"_target_": f"{OWN}RegMeanAlgorithm", "batch_size": 4, **DRAW}
-    candidates = [{"off_diagonal": 0.0}, {"off_diagonal": 1.0}]
-    algorithm = TunedMergerAlgorithm(of=of, candidates=candidates, **DRAW)
-    found: Any = algorithm.run(pool)
-    held = {task: draw_samples(30, task, FeatCalSettings(**DRAW))[15:] for task in TASKS}
-    scores = {}
-    for kept in (0.95, 0.0, 1.0):
-        merger = RegMean(off_diagonal=kept, samples_per_task=15, batch_size=4)
-        model: Any = merger.merge(inputs_of(pool))
-        cosines = []
-        for task in TASKS:
-            pixels = pixels_of(pool, task, held[task])
-            expert: Any = CLIPVisionModel.from_pretrained(models[task])
-            with torch.no_grad():
-                sides = [m(pixels).pooler_output for m in (model, expert)]
-            cosines.append(float(torch.cosine_similarity(*sides).mean()))
-        scores[kept] = sum(cosines) / 2
-    best = max(scores, key=lambda kept: scores[kept])
-    chosen = "as given" if best == 0.95 else f"off_diagonal={best}"
-    assert found.choice == Choice(3, chosen)
-    known = RegMean(off_diagonal=best, samples_per_task=20, batch_size=4).merge(inputs_of(pool))
-    for name, value in known.state_dict().items():
-        assert torch.equal(found.state_dict()[name], value)
+    for task, drawn in inputs_of(pool).batches(FeatCalSettings(**DRAW, batch_size=5)).items():
+        expert, sides = pool.load_model(task).eval(), []
+        for batch in list(drawn)[3:]:  # batches of 5: the last is held out
+            states = features(model.model, kind, batch)
+            sides.append((model.correct(states, task), features(expert, kind, batch)))
+        scores.append(cosine(map(torch.cat, zip(*sides, strict=True))))
+    told = re.findall(r"'ridge_lambda': 1.0}: cosine (\S+) on held-out", caplog.text)
+    assert float(told[0]) == pytest.approx(sum(scores) / 2, abs=1e-4)
 
 
 def test_the_draw_is_the_same_whatever_the_method_says(models) -> None:
     """Else held-out samples would be fitted."""
-    pool = tiny_pool(models, train=30)
-    merged = CLIPVisionModel.from_pretrained(models["_merged_"])
-    of = {"seed": 7, "samples_per_task": 29}
-    found: Any = tuned(of=of).post_merge(copy.deepcopy(merged), inputs_of(pool))
-    known: Any = tuned().post_merge(copy.deepcopy(merged), inputs_of(pool))
-    matrices = [model.corrections["task_one"].matrix for model in (found, known)]
-    assert torch.equal(*matrices) and found.choice == known.choice
-    of = {"_target_": f"{OWN}RegMeanAlgorithm", "batch_size": 4}  # its own draw is all of them
-    candidates = [{"off_diagonal": 0.0}, {"off_diagonal": 1.0}]
-    bare, same = (
-        TunedMergerAlgorithm(of=config, candidates=candidates, **DRAW).run(
-            tiny_pool({name: models[name] for name in ("_pretrained_", *TASKS)}, train=30)
-        )
-        for config in (of, of | DRAW)
-    )
-    for name, value in same.state_dict().items():
-        assert torch.equal(bare.state_dict()[name], value)
+    found = chosen(models, tuned(of={"seed": 7, "samples_per_task": 29}))
+    known = chosen(models, tuned())
+    assert_equal(found, known)
+    assert found.choice == known.choice
 
 
-def test_what_a_data_free_method_was_chosen_on_is_told(models) -> None:
-    pool = tiny_pool(models, train=30)
+def test_data_that_a_data_free_method_was_chosen_on_are_told(models) -> None:
     method = Tuned(of={"_target_": f"{OWN}AnchorOnly"}, candidates=[{"anchor_rho": 1.5}], **DRAW)
-    found = method.post_merge(CLIPVisionModel.from_pretrained(models["_merged_"]), inputs_of(pool))
+    found = chosen(models, method)
     assert method.samples(found, TASKS)["one"] == {"samples": 20, "split": "train"}
     assert method.added(found) == {}
 
@@ -185,6 +162,5 @@ def test_what_cannot_be_searched_is_refused(changes, message) -> None:
 
 
 def test_the_settings_as_given_must_fit(models) -> None:
-    method = tuned(of={"clip_model": None})
     with pytest.raises(CalibrationError, match="no data"):
-        method.check(inputs_of(tiny_pool(models, train=0)))
+        tuned().check(inputs_of(tiny_pool(models, train=0)))

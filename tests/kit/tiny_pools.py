@@ -1,19 +1,24 @@
 """Pools of a few CLIP towers of a few thousand parameters, with pictures of noise."""
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fusion_bench_featcal.compat  # noqa: F401
 
 # isort: split
 import lightning
+import pytest
+import torch
 from fusion_bench.modelpool import CLIPVisionModelPool
 from tiny_images import picture, write_clip
-from transformers import CLIPProcessor
+from torch import Tensor, nn
+from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
-from fusion_bench_featcal.method_inputs import MethodInputs
+from fusion_bench_featcal.lab.compare import CellInputs
 
 TASKS = ("one", "two-b.c")
 
@@ -43,7 +48,7 @@ def tiny_pool(models: Mapping[str, Any], *, train: int = 12, test: int = 10) -> 
     }
     pool: Any = CLIPVisionModelPool(
         models=dict(models),  # type: ignore[arg-type]
-        processor=str(models["_pretrained_"]),  # type: ignore[arg-type]
+        processor=str(models.get("_pretrained_", models["one"])),  # type: ignore[arg-type]
         train_datasets=data["train"],
         test_datasets=data["test"],
     )
@@ -56,8 +61,46 @@ def tiny_processor(models: Mapping[str, str]) -> CLIPProcessor:
     return CLIPProcessor.from_pretrained(models["_pretrained_"])
 
 
-def inputs_of(pool: Any) -> MethodInputs:
-    return MethodInputs(pool, taskpool=None, fabric=cpu_fabric())
+def inputs_of(pool: Any) -> CellInputs:
+    return CellInputs(pool, taskpool=None, fabric=cpu_fabric())
+
+
+def tower(models: Mapping[str, str], name: str) -> Any:
+    return CLIPVisionModel.from_pretrained(models[name]).eval()
+
+
+def projection_of(models: Mapping[str, str], name: str = "_pretrained_") -> Any:
+    return CLIPModel.from_pretrained(models[name]).visual_projection.requires_grad_(False)
+
+
+def pixels_of(models: Mapping[str, str], items: list[dict[str, Any]]) -> Tensor:
+    processor: Any = tiny_processor(models)
+    return processor(images=[i["image"] for i in items], return_tensors="pt")["pixel_values"]
+
+
+def refusing(pool: Any) -> Any:
+    """The pool without its models: a test fails that loads one."""
+    pool = copy.copy(pool)
+    pool.load_model = lambda *_, **__: pytest.fail("a model was loaded")
+    return pool
+
+
+def in_memory(suite: Any) -> Any:
+    """Inputs of a method for a suite's models and samples."""
+    pool = SimpleNamespace(
+        _models={},
+        model_names=list(suite.experts),
+        load_model=lambda task: copy.deepcopy(suite.experts[task]),
+    )
+    fabric = SimpleNamespace(device=torch.device("cpu"))
+    return SimpleNamespace(modelpool=pool, fabric=fabric, batches=lambda _: suite.inputs)
+
+
+def assert_equal(found: nn.Module, wanted: nn.Module, equal: bool = True) -> None:
+    """Equal to the bit in every tensor; or not all of them are."""
+    states = found.state_dict(), wanted.state_dict()
+    assert list(states[0]) == list(states[1])
+    assert all(torch.equal(value, states[1][n]) for n, value in states[0].items()) == equal
 
 
 def cpu_fabric() -> lightning.Fabric:

@@ -1,0 +1,162 @@
+"""Rivals of FeatCal: one row each, and slow versions of how corrections are trained."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tiny_models import normal
+from torch import Tensor
+
+from fusion_bench_featcal.lab import rivals
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One method of the matrix.
+
+    Attributes:
+        kind: Name of its class in `fusion_bench_featcal.lab.rivals`.
+        few: Settings that make it short.
+        nothing: Settings with which it changes nothing; None: there are none.
+        start: Model that it gives then: `merged`, or the base with so much of every task vector.
+        texts: Takes language models of the families t5 and llama.
+    """
+
+    kind: str
+    few: Mapping[str, Any] = field(default_factory=dict)
+    nothing: Mapping[str, Any] | None = None
+    start: str | float = "merged"
+    texts: bool = True
+
+    @property
+    def corrects(self) -> bool:
+        return "Surgery" in self.kind
+
+    def method(self, **settings: Any) -> Any:
+        return getattr(rivals, self.kind)(**{**self.few, **settings})
+
+    def run(self, inputs: Any, merged: Any, **settings: Any) -> tuple[Any, Any]:
+        """The method, and its model of a pool: a merger makes it, others improve `merged`."""
+        method = self.method(**settings)
+        return method, method.merge(inputs) if self.merges else method.post_merge(merged, inputs)
+
+    @property
+    def merges(self) -> bool:
+        return hasattr(getattr(rivals, self.kind), "merge")
+
+
+DRAW: dict[str, Any] = {"samples_per_task": 8, "batch_size": 4}
+TRAINED = DRAW | {"steps": 5}
+STILL = {"learning_rate": 1e-30}
+OURS = DRAW | {"stream": "calibration"}
+RIVALS = {
+    rival.kind: rival
+    for rival in (
+        Rival("AnchorOnly", {"anchor_rho": 2.0}, {"anchor_rho": 1.0}),
+        Rival("FeatCal", DRAW, {"ridge_lambda": 1e12, "anchor_rho": 1.0}),
+        Rival("Distillation", TRAINED, STILL),
+        Rival("ProDistill", DRAW | {"epochs": 3}, STILL, start=0.3),
+        Rival("RegMean", DRAW),
+        Rival("RegMeanPlusPlus", DRAW),
+        Rival("Lot", DRAW, {"scale": 1e-12}, start=0.0),
+        Rival("RidgeSurgery", DRAW),
+        Rival("Surgery", TRAINED | OURS, STILL),
+        Rival("ProbSurgery", TRAINED | OURS | {"hidden": 5}, STILL),
+        Rival("SurgeryV2", TRAINED | OURS | {"rank": 2}, STILL, texts=False),
+    )
+}
+
+
+def planted_drift(samples: int = 256, width: int = 24, rank: int = 2) -> tuple[Tensor, Tensor]:
+    """Merged and expert features that differ by `U relu(D f)` of a low rank, what Surgery can say.
+
+    The last `samples` rows are for testing: twice as many are returned.
+    """
+    merged = normal(0, 2 * samples, width).float()
+    down, up = normal(1, rank, width).float() / width**0.5, normal(2, width, rank).float()
+    return merged, merged - torch.relu(merged @ down.T) @ up.T
+
+
+def distance(left: Tensor, right: Tensor) -> float:
+    return (left - right).abs().mean().item()
+
+
+def generator(seed: int, task: str, purpose: str) -> torch.Generator:
+    """The random numbers of a task, as they are documented: from its name, the seed and the use."""
+    digest = hashlib.sha256(f"{seed}:{task}:{purpose}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def batches_of(samples: int, method: Any, task: str) -> list[Tensor]:
+    """Positions of every update: shuffled anew in each pass."""
+    numbers, found = generator(method.seed, task, "batches"), []
+    while len(found) < method.steps:
+        found += torch.randperm(samples, generator=numbers).split(method.batch_size)
+    return found[: method.steps]
+
+
+class Adam:
+    """Adam written out: one count of steps for a weight, from its first gradient on."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.state = rate, {}
+
+    def step(self, weights: list[Tensor], gradients: Mapping[int, Tensor]) -> None:
+        """Weights without a gradient move on by their momentum."""
+        for place, w in enumerate(weights):
+            count, first, second = self.state.get(place, (0, 0 * w, 0 * w))
+            if count or place in gradients:
+                g = gradients.get(place, torch.zeros_like(w))
+                first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g**2
+                self.state[place] = count + 1, first, second
+                size = (second / (1 - 0.999 ** (count + 1))).sqrt() + 1e-8
+                w.data -= self.rate * first / (1 - 0.9 ** (count + 1)) / size
+
+
+def trained_by_hand(features: Mapping[str, tuple[Tensor, Tensor]], method: Any) -> dict[str, Any]:
+    """Surgery's and ProbSurgery's modules, `task -> (down, up)`, and the losses of every update.
+
+    Args:
+        features: Task -> features of merged model and expert on its samples, `[n, d]` each.
+        method: Its settings.
+    """
+    random, shared = method.name == "prob_surgery", getattr(method, "shared", False)
+    width = next(iter(features.values()))[0].shape[1]
+    hidden = method.hidden if random else method.rank
+    modules: dict[str, list[Tensor]] = {}
+    for name in ["shared"] if shared else features:
+        numbers, bound = generator(method.seed, name, "weights"), width**-0.5
+        down = torch.empty(hidden, width).uniform_(-bound, bound, generator=numbers)
+        zeros = [torch.zeros(width, hidden) for _ in range(1 + random)]
+        modules[name] = [w.requires_grad_() for w in (down, *zeros)]
+    positions = {t: batches_of(len(m), method, t) for t, (m, _) in features.items()}
+    noise = {task: generator(method.seed, task, "noise") for task in features}
+    losses: dict[str, list[float]] = {task: [] for task in features}
+    joint = method.optimizer == "joint"
+    optimizers = dict.fromkeys(features, Adam(method.learning_rate))
+    if not joint:
+        optimizers = {task: Adam(method.learning_rate) for task in features}
+    for step in range(method.steps):
+        for task, (merged, expert) in features.items():
+            own = modules["shared" if shared else task]
+            x, target = merged[positions[task][step]], expert[positions[task][step]]
+            inner = torch.relu(x @ own[0].T)
+            drift, divergence = inner @ own[1].T, torch.zeros(())
+            if random:
+                mean, log_variance = drift, inner @ own[2].T
+                draw = torch.randn(mean.shape, generator=noise[task])
+                drift = mean + (log_variance / 2).exp() * draw
+                spread = torch.distributions.Normal(mean, (log_variance / 2).exp())
+                plain = torch.distributions.Normal(0.0, 1.0)
+                divergence = torch.distributions.kl_divergence(spread, plain).sum(1).mean()
+                divergence = method.kl_weight * divergence
+            loss = (x - drift - target).abs().mean() + divergence
+            losses[task].append(loss.item())
+            gradients = torch.autograd.grad(loss, own)
+            every = [w for m in modules.values() for w in m] if joint else own
+            places = [next(n for n, w in enumerate(every) if w is one) for one in own]
+            optimizers[task].step(every, dict(zip(places, gradients, strict=True)))
+    found = {t: [w.detach() for w in modules["shared" if shared else t]][:2] for t in features}
+    return {"modules": found, "losses": losses}

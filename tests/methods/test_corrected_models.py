@@ -1,0 +1,211 @@
+"""Models with corrections: FusionBench's protocol, language models, and folders."""
+
+import json
+from typing import Any
+
+import fusion_bench_featcal.compat  # noqa: F401
+
+# isort: split
+import pytest
+import torch
+from fusion_bench.models.hf_clip import HFCLIPClassifier
+from fusion_bench.taskpool import CLIPVisionModelTaskPool
+from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
+from rivals import OURS, TRAINED, Rival
+from text_pools import MAKERS, NORMS, text_batch
+from tiny_models import normal
+from tiny_pools import (
+    TASKS,
+    cpu_fabric,
+    inputs_of,
+    pictures,
+    projection_of,
+    tiny_pool,
+    tiny_processor,
+    tower,
+)
+from torch import Tensor, nn
+from transformers import CLIPModel
+
+from fusion_bench_featcal.lab.rivals import (
+    AffineModule,
+    CorrectedLanguageModel,
+    CorrectedModel,
+    SurgeryModule,
+)
+from fusion_bench_featcal.tasks import ClipTaskPool
+
+PIXELS = normal(0, 5, 3, 28, 28).float()
+KINDS = pytest.mark.parametrize("kind", list(MAKERS))
+WIDTH = 8
+
+
+def module(kind: str, seed: int, width: int = 12) -> Any:
+    if kind == "surgery":
+        return SurgeryModule(normal(seed, 3, width).float(), normal(seed + 9, width, 3).float())
+    return AffineModule(normal(seed, width, width).float() / 9, normal(seed + 9, width).float())
+
+
+def written_out(kind: str, seed: int, x: Tensor) -> Tensor:
+    part = module(kind, seed, x.shape[-1])
+    if kind == "surgery":
+        return torch.stack([f - part.up @ (part.down @ f).clamp(min=0) for f in x]).detach()
+    return torch.stack([f - part.matrix @ f - part.shift for f in x]).detach()
+
+
+@torch.no_grad()
+def classified(models: Any, model: Any, task: str) -> Tensor:
+    """Image embeddings of FusionBench's classifier with this tower."""
+    clip_model: Any = CLIPModel.from_pretrained(models["_pretrained_"])
+    clip_model.vision_model = model
+    classifier = HFCLIPClassifier(clip_model, tiny_processor(models))
+    classifier.set_classification_task(["circle", "square"])
+    options = {"task_name": task, "return_image_embeds": True, "return_dict": True}
+    return classifier(PIXELS, **options)["image_embeds"]
+
+
+@pytest.mark.parametrize("kind", ["surgery", "ridge"])
+@pytest.mark.parametrize("normalize", ["none", "pre"])
+def test_the_classifier_gets_the_tasks_corrected_features(kind, normalize, models) -> None:
+    merged, projection = tower(models, "_merged_"), projection_of(models)
+    parts = {task: module(kind, seed) for seed, task in enumerate(TASKS)}
+    model = CorrectedModel(merged, projection, parts, normalize=normalize)
+    features = projection(merged(PIXELS).pooler_output).detach()
+    unit = nn.functional.normalize(features, dim=-1)
+    for seed, task in enumerate(TASKS):
+        wanted = written_out(kind, seed, unit if normalize == "pre" else features)
+        torch.testing.assert_close(model.features(task, PIXELS), wanted)
+        if normalize == "none":
+            wanted = nn.functional.normalize(wanted, dim=-1)
+        torch.testing.assert_close(classified(models, model, task), wanted)
+
+        def unit_features(tower: Any) -> Tensor:
+            return nn.functional.normalize(projection(tower(PIXELS).pooler_output), dim=-1)
+
+        corrected, given, removed = model.compute_surgery_features(unit_features, task)
+        torch.testing.assert_close(corrected, wanted)
+        torch.testing.assert_close(given - removed, wanted)
+
+
+def test_a_model_of_another_dtype_than_the_head_is_corrected(models) -> None:
+    parts = {task: module("surgery", 0) for task in TASKS}
+    model = CorrectedModel(tower(models, "_merged_").bfloat16(), projection_of(models), parts)
+    features = model.projection(model(PIXELS.bfloat16()).pooler_output.float())
+    corrected, _, _ = model.compute_surgery_features(
+        nn.functional.normalize(features, dim=-1), TASKS[0]
+    )
+    wanted = nn.functional.normalize(written_out("surgery", 0, features), dim=-1)
+    assert corrected.dtype == torch.float32
+    torch.testing.assert_close(corrected, wanted)
+
+
+@pytest.mark.parametrize("kind", ["Surgery", "SurgeryV2"])
+def test_both_task_pools_evaluate_by_task_name(kind, models, monkeypatch) -> None:
+    names = ["circle", "square", "star"]
+    entry = {"classnames": names, "templates": [lambda name: f"a photo of a {name} ."]}
+    table = CLIPTemplateFactory._dataset_mapping | dict.fromkeys(TASKS, entry)
+    monkeypatch.setattr(CLIPTemplateFactory, "_dataset_mapping", table)
+    few = Rival(kind, TRAINED | OURS | {"learning_rate": 0.05})
+    model = few.run(inputs_of(tiny_pool(models)), tower(models, "_merged_"))[1]
+    test_sets: Any = {task: pictures(task, "test", 10) for task in TASKS}
+    options: Any = {"processor": tiny_processor(models), "dataloader_kwargs": {"batch_size": 4}}
+    clip_model = CLIPModel.from_pretrained(models["_pretrained_"])
+    theirs = CLIPVisionModelTaskPool(test_sets, clip_model=clip_model, **options)
+    ours = ClipTaskPool(test_sets, base_model=models["_pretrained_"], **options)
+    reports = []
+    for pool in (theirs, ours):
+        pool._fabric_instance = cpu_fabric()
+        reports.append(pool.evaluate(model))
+    plain = ours.evaluate(model.model)
+    for task in TASKS:
+        assert reports[0][task]["accuracy"] == pytest.approx(reports[1][task]["accuracy"])
+        assert reports[1][task]["loss"] != plain[task]["loss"]
+
+
+def test_a_module_that_tasks_share_is_saved_once_and_folders_may_lack_curves(
+    models, tmp_path
+) -> None:
+    few = Rival("ProbSurgery", TRAINED | OURS | {"hidden": 5, "shared": True})
+    model = few.run(inputs_of(tiny_pool(models)), tower(models, "_merged_"))[1]
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "feature_corrections.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "curves": None}))
+    loaded = CorrectedModel.from_pretrained(tmp_path)
+    assert loaded.added() == model.added() and loaded.curves == {}
+    for task in TASKS:
+        assert torch.equal(loaded.features(task, PIXELS), model.features(task, PIXELS))
+
+
+def model_of(kind: str) -> Any:
+    return MAKERS[kind](0).float().eval()
+
+
+@torch.no_grad()
+def states_of(model: Any, kind: str, batch: dict[str, Tensor]) -> Tensor:
+    """States behind the last norm, by a hook."""
+    seen: list[Tensor] = []
+    norm = model.get_submodule(NORMS[kind])
+    handle = norm.register_forward_hook(lambda _, __, output: seen.append(output))
+    model(**batch)
+    handle.remove()
+    return seen[0]
+
+
+@KINDS
+def test_scores_are_the_heads_of_corrected_states(kind) -> None:
+    model, batch = model_of(kind), text_batch(kind)
+    parts = {"one": module("surgery", 1, WIDTH)}
+    corrected = CorrectedLanguageModel(model, NORMS[kind], parts)
+    states = states_of(model, kind, batch)
+    wanted = written_out("surgery", 1, states.flatten(0, 1)).view_as(states)
+    with torch.no_grad(), corrected.for_task("one"):
+        found, head = corrected(**batch).logits, model.get_output_embeddings()
+        torch.testing.assert_close(found, head(wanted))
+        assert torch.equal(model(**batch).logits, model_of(kind)(**batch).logits)
+
+
+def written(model: Any, kind: str, **options: Any) -> Tensor:
+    batch = text_batch(kind, left=True)
+    words = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    new = model.generate(**words, max_new_tokens=5, do_sample=False, pad_token_id=0, **options)
+    return new[:, 1 if kind == "seq2seq" else batch["input_ids"].shape[1] :]
+
+
+@KINDS
+def test_a_correction_acts_at_every_decoded_position_of_its_task_alone(kind) -> None:
+    """Behind it the head prefers one token, whatever it is given."""
+    model = model_of(kind)
+    head = model.get_output_embeddings().weight.detach()
+    parts = {
+        n: AffineModule(torch.eye(WIDTH), -100 * head[t].clone())
+        for n, t in zip("ab", (9, 17), strict=True)
+    }
+    corrected = CorrectedLanguageModel(model, NORMS[kind], parts)
+    best = [int((head @ head[token]).argmax()) for token in (9, 17)]
+    assert best[0] != best[1]
+    for task, token in zip("ab", best, strict=True):
+        with corrected.for_task(task):
+            assert (written(corrected, kind, min_new_tokens=5) == token).all()
+    assert torch.equal(written(corrected.model, kind), written(model_of(kind), kind))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@KINDS
+def test_ties_and_settings_of_generation_survive_saving(kind, tied, tmp_path) -> None:
+    base = model_of(kind)
+    base.config.tie_word_embeddings = tied
+    if tied:
+        base.get_output_embeddings().weight = base.get_input_embeddings().weight
+    base.generation_config.repetition_penalty = 1.5
+    parts = {"one": module("surgery", 1, WIDTH), "two": module("ridge", 2, WIDTH)}
+    told: Any = {"samples": {"one": {"samples": 6, "split": "test"}}, "curves": {"one": [(0, 1.5)]}}
+    model = CorrectedLanguageModel(base, NORMS[kind], parts, **told)
+    model.save_pretrained(tmp_path)
+    loaded = CorrectedLanguageModel.from_pretrained(tmp_path)
+    assert (loaded.tasks, loaded.samples, loaded.curves) == (("one", "two"), *told.values())
+    head, embeddings = loaded.get_output_embeddings(), loaded.get_input_embeddings()
+    assert (head.weight is embeddings.weight) == tied
+    assert loaded.generation_config.repetition_penalty == 1.5
+    for task in ("one", "two"):
+        with model.for_task(task), loaded.for_task(task):
+            assert torch.equal(written(loaded, kind), written(model, kind))

@@ -1,0 +1,354 @@
+"""Surgery, ProbSurgery, SurgeryV2 and ridge surgery beside slow versions and closed forms."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from rivals import OURS, TRAINED, Rival, batches_of, distance, planted_drift, trained_by_hand
+from text_pools import NORMS, text_pool, text_tokenizer, with_tests
+from tiny_models import ResidualNet, normal, scatter
+from tiny_pools import (
+    TASKS,
+    assert_equal,
+    inputs_of,
+    pictures,
+    projection_of,
+    tiny_pool,
+    tower,
+)
+from tiny_texts import sentences, with_data
+from torch import Tensor, nn
+
+from fusion_bench_featcal.lab.rivals import ProbSurgery, RidgeSurgery, Surgery, SurgeryV2
+from fusion_bench_featcal.tasks import TextTaskPool
+
+SHORT = TRAINED | OURS
+
+
+def made(models: Any, kind: str, pool: Any = None, **settings: Any) -> tuple[Any, Any]:
+    merged = tower(models, "_merged_")
+    return Rival(kind, SHORT).run(inputs_of(pool or tiny_pool(models)), merged, **settings)
+
+
+@torch.no_grad()
+def features_of(models: Any, method: Any, pool: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """Projected features of merged model and expert on the drawn samples."""
+    projection, found = projection_of(models), {}
+    for task, batches in method.batches(inputs_of(pool)).items():
+        pixels = torch.cat([batch["pixel_values"] for batch in batches])
+        sides = [tower(models, name)(pixels).pooler_output for name in ("_merged_", task)]
+        found[task] = tuple(map(projection, sides))
+    return found
+
+
+SURGERIES: list[tuple[str, dict[str, Any]]] = [
+    ("Surgery", {"rank": 3}),
+    ("Surgery", {"rank": 3, "optimizer": "per_task", "seed": 3}),
+    ("Surgery", {"rank": 3, "recompute": True}),
+    ("ProbSurgery", {"hidden": 5, "kl_weight": 0.05}),
+    ("ProbSurgery", {"hidden": 5, "kl_weight": 0.05, "recompute": True}),
+    ("ProbSurgery", {"hidden": 5, "kl_weight": 0.0, "shared": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), SURGERIES)
+def test_surgery_trains_as_written_out(kind, settings, models) -> None:
+    pool = tiny_pool(models)
+    settings = settings | {"learning_rate": 1e-2, "steps": 7, "batch_size": 3}
+    method, model = made(models, kind, pool, **settings)
+    known = trained_by_hand(features_of(models, method, pool), method)
+    for task, (down, up) in known["modules"].items():
+        module = model.correction(task)
+        torch.testing.assert_close(module.down, down, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(module.up, up, rtol=1e-3, atol=1e-5)
+        assert method.losses[task] == pytest.approx(known["losses"][task], rel=1e-4)
+        first, mean = method.losses[task][0], sum(method.losses[task]) / 7
+        assert model.curves[task] == [
+            (0, pytest.approx(first, rel=1e-5)),
+            (7, pytest.approx(mean, rel=1e-5)),
+        ]
+    shared = settings.get("shared", False)
+    assert (model.correction("one") is model.correction("two-b.c")) == shared
+    sizes = sum(map(torch.numel, known["modules"]["one"])) * (1 if shared else 2)
+    assert sum(model.added().values()) == sizes
+
+
+@pytest.mark.parametrize(
+    ("method", "left"),
+    [
+        (Surgery(rank=8, steps=300, learning_rate=2e-2), 0.1),
+        (ProbSurgery(hidden=32, steps=300, learning_rate=2e-2), 0.3),
+        (RidgeSurgery(), 0.8),
+    ],
+)
+def test_a_planted_drift_is_removed_even_where_gradients_are_off(method, left) -> None:
+    merged, expert = planted_drift()
+    with torch.inference_mode():
+        module = method.fit(merged[:256] * 1, expert[:256] * 1, "a")
+    assert not any(weight.requires_grad for weight in module.parameters())
+    merged, expert = merged[256:], expert[256:]
+    assert distance(module(merged), expert) < left * distance(merged, expert)
+
+
+@pytest.mark.parametrize(("features", "width"), [(512, 16), (64, 2), (1024, 32), (8, 1)])
+def test_relative_width_is_in_proportion_to_the_features(features, width) -> None:
+    sides = normal(0, 3, features).float(), normal(1, 3, features).float()
+    assert Surgery(width="relative", steps=1).fit(*sides).down.shape == (width, features)
+    wide = ProbSurgery(width="relative", steps=1).fit(*sides)
+    assert wide.down.shape == (8 * width if features > 8 else 2, features)
+
+
+def test_scaled_weight_of_prob_surgery_helps_at_norm_one_where_the_published_one_harms() -> None:
+    merged, expert = planted_drift(samples=128, width=512)
+    size = merged.norm(dim=1).mean()
+    merged, expert = merged / size, expert / size
+    before, after = distance(merged[128:], expert[128:]), {}
+    for weight in (1e-4, "scaled"):
+        module = ProbSurgery(hidden=32, kl_weight=weight, steps=200).fit(merged[:128], expert[:128])
+        after[weight] = distance(module(merged[128:]), expert[128:])
+    assert after["scaled"] < before < after[1e-4]
+
+
+def test_curves_have_a_point_every_twenty_updates(models) -> None:
+    method, model = made(models, "Surgery", steps=45)
+    losses = method.losses["one"]
+    means = [
+        sum(losses[start : start + 20]) / len(losses[start : start + 20]) for start in (0, 20, 40)
+    ]
+    points = [(0, losses[0]), *zip((20, 40, 45), means, strict=True)]
+    assert model.curves["one"] == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in points]
+
+
+def ridge(merged: Tensor, expert: Tensor, strength: Any) -> Any:
+    return RidgeSurgery(ridge_lambda=strength).fit(merged, expert, "a")
+
+
+def affine_drift(samples: int = 40, width: int = 6, noise: float = 1.0) -> tuple[Tensor, Tensor]:
+    merged = normal(0, samples, width) + 2
+    matrix = torch.eye(width).double() + 0.3 * normal(1, width, width)
+    expert = merged @ matrix.T + normal(2, width)
+    return merged, expert + noise * normal(5, samples, width)
+
+
+def test_ridge_surgery_solves_the_ridge_regression_of_the_drift() -> None:
+    merged, expert = affine_drift()
+    module, centred = ridge(merged, expert, 0.2), merged - merged.mean(0)
+    drift = merged - expert
+    scale = 0.2 * centred.square().sum() / 6 * torch.eye(6)
+    matrix = torch.linalg.solve(centred.T @ centred + scale, centred.T @ (drift - drift.mean(0))).T
+    torch.testing.assert_close(module.matrix, matrix)
+    torch.testing.assert_close(module.shift, drift.mean(0) - matrix @ merged.mean(0))
+    scaled = ridge(100 * merged, 100 * expert, 0.2)
+    torch.testing.assert_close(scaled(100 * merged), 100 * module(merged))
+    mean = ridge(merged, expert, 1e12)(merged)
+    torch.testing.assert_close(mean, merged - drift.mean(0))
+    assert ridge(merged.float(), expert.float(), 0.1).matrix.dtype == torch.float32
+
+
+def test_auto_takes_the_least_error_of_refits_without_each_sample() -> None:
+    merged, expert = affine_drift(samples=12)
+    grid = [10.0 ** (exponent / 2) for exponent in range(-8, 5)]
+    errors = dict.fromkeys(grid, 0.0)
+    variance = (merged - merged.mean(0)).square().mean()
+    for strength in grid:
+        for left_out in range(12):
+            kept = [row for row in range(12) if row != left_out]
+            part = merged[kept]
+            own = (part - part.mean(0)).square().mean()  # the strength is that of the full fit
+            module = ridge(part, expert[kept], strength * float(12 * variance / (11 * own)))
+            gap = module(merged[left_out]) - expert[left_out]
+            errors[strength] += float(gap.square().sum())
+    best = min(grid, key=lambda strength: errors[strength])
+    assert grid[0] < best < grid[-1]
+    assert_equal(ridge(merged, expert, "auto"), ridge(merged, expert, best))
+
+
+@pytest.mark.parametrize(("samples", "strength"), [(1, 0.1), (4, 0)])
+def test_few_samples_are_reproduced(samples, strength) -> None:
+    merged, expert = affine_drift(samples=samples, width=10)
+    torch.testing.assert_close(ridge(merged, expert, strength)(merged), expert)
+
+
+@torch.no_grad()
+def site_features(model: Any, x: Any, blocks: list[str], final: Any, parts: Any = None) -> list:
+    """Token means behind every block and final features, with corrections in the blocks."""
+    seen: list[Tensor] = []
+
+    def hook(part: Any) -> Any:
+        def change(_: Any, __: Any, output: Any) -> Any:
+            hidden = output if isinstance(output, Tensor) else output[0]
+            hidden = hidden if part is None else part(hidden)
+            seen.append(hidden.mean(1) if hidden.ndim == 3 else hidden)
+            return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+
+        return change
+
+    corrections = [None] * len(blocks) if parts is None else parts.blocks
+    pairs = zip(blocks, corrections, strict=True)
+    hooks = [model.get_submodule(name).register_forward_hook(hook(part)) for name, part in pairs]
+    features = final(model, x)
+    for handle in hooks:
+        handle.remove()
+    return [*seen, features if parts is None else parts.final(features)]
+
+
+def total_drift(merged: Any, expert: Any, *args: Any, parts: Any = None) -> float:
+    x, blocks, final = args
+    sides = site_features(merged, x, blocks, final, parts), site_features(expert, x, blocks, final)
+    return sum(float((a - b).abs().mean()) for a, b in zip(*sides, strict=True))
+
+
+def test_surgery_v2_trains_on_the_drift_behind_every_block_and_applies_it(models) -> None:
+    """The loss of an update is that with the modules of the updates before it."""
+    settings: dict[str, Any] = {"rank": 3, "batch_size": 8, "optimizer": "per_task"}
+    method, found = made(models, "SurgeryV2", steps=6, learning_rate=1e-2, **settings)
+    _, before = made(models, "SurgeryV2", steps=5, learning_rate=1e-2, **settings)
+    projection = projection_of(models)
+    merged = tower(models, "_merged_")
+    blocks = [n for n, m in merged.named_modules() if type(m).__name__ == "CLIPEncoderLayer"]
+
+    def final(model: Any, pixels: Tensor) -> Tensor:
+        return projection(model(pixels).pooler_output)
+
+    for task, batches in method.batches(inputs_of(tiny_pool(models))).items():
+        pixels = torch.cat([batch["pixel_values"] for batch in batches])
+        expert = tower(models, task)
+        for step, parts in ((0, None), (5, before.correction(task))):
+            wanted = total_drift(merged, expert, pixels, blocks, final, parts=parts)
+            assert method.losses[task][step] == pytest.approx(wanted, rel=1e-4)
+        wanted = site_features(merged, pixels, blocks, final, found.correction(task))[-1]
+        torch.testing.assert_close(found.features(task, pixels), wanted)
+        assert torch.equal(found(pixels).pooler_output, merged(pixels).pooler_output)
+        assert all(bool(weight.any()) for weight in found.correction(task).parameters())
+
+
+def test_surgery_v2_removes_a_shift_behind_one_block() -> None:
+    torch.manual_seed(0)
+    expert = scatter(ResidualNet(), 1, 0.3)
+    merged, planted = copy.deepcopy(expert), torch.linspace(-1, 1, 6)
+    merged.get_submodule("layers.1").register_forward_hook(
+        lambda _, __, out: out + planted  # type: ignore[operator]
+    )
+    inputs = [normal(i, 20, 4).float() for i in range(3)]
+    method = SurgeryV2(rank=6, steps=100, batch_size=30, learning_rate=3e-2)
+    args = [f"layers.{i}" for i in range(3)], lambda model, x: model(x)
+    parts = method.fit_blocks(merged, expert, *args, inputs, "a")
+    before = total_drift(merged, expert, torch.cat(inputs), *args)
+    assert total_drift(merged, expert, torch.cat(inputs), *args, parts=parts) < 0.15 * before
+
+
+@pytest.mark.parametrize(
+    ("stream", "split", "number"), [("calibration", "train", 12), ("test_tta", "test", 10)]
+)
+def test_streams_draw_of_their_split_and_say_so(stream, split, number, models, caplog) -> None:
+    few = Rival("RidgeSurgery", {"samples_per_task": 8, "stream": stream})
+    method, model = few.run(inputs_of(tiny_pool(models)), tower(models, "_merged_"))
+    assert model.samples == {task: {"samples": 8, "split": split} for task in TASKS}
+    drawn = {t: b.indices for t, b in method.batches(inputs_of(tiny_pool(models))).items()}
+    seen = {task: (indices, 10) for task, indices in drawn.items()}
+    assert model.seen == (seen if split == "test" else {})
+    pool = tiny_pool(models)
+    items = {task: pictures(task, split, number) for task in TASKS}
+    chosen = {task: [items[task][i] for i in indices] for task, indices in drawn.items()}
+    setattr(pool, f"load_{split}_dataset", chosen.__getitem__)
+    same = few.run(inputs_of(pool), tower(models, "_merged_"))[1]
+    torch.testing.assert_close(model.state_dict(), same.state_dict(), rtol=1e-3, atol=1e-4)
+    whole = few.run(inputs_of(tiny_pool(models)), tower(models, "_merged_"), samples_per_task=99)[1]
+    assert whole.samples["one"] == {"samples": number, "split": split}
+    assert f"task one has {number} samples, fewer than method.samples_per_task = 99" in caplog.text
+
+
+def test_projection_comes_from_the_model_that_is_named(models) -> None:
+    few = Rival("RidgeSurgery", {"samples_per_task": 8, "clip_model": models["one"]})
+    model = few.run(inputs_of(tiny_pool(models)), tower(models, "_merged_"))[1]
+    assert torch.equal(model.projection.weight, projection_of(models, "one").weight)
+
+
+TEXTS = {"samples_per_task": 12, "batch_size": 4, "generated_tokens": 4}
+
+
+@pytest.fixture(scope="module", params=list(NORMS))
+def texts(request, tmp_path_factory) -> tuple[str, Any]:
+    return request.param, text_pool(request.param, tmp_path_factory.mktemp(request.param))
+
+
+class Drifting(nn.Module):
+    """A norm whose output drifts in two directions."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.drift = norm, nn.Parameter(0.1 * normal(3, 8, 2) @ normal(4, 2, 8))
+
+    def forward(self, states: Tensor) -> Tensor:
+        normed = self.norm(states)
+        return normed + normed @ self.drift.float()
+
+
+@torch.no_grad()
+def test_a_planted_drift_of_a_language_model_is_removed(texts) -> None:
+    kind, pool = texts
+    expert = pool.load_model("one").eval()
+    merged = copy.deepcopy(expert)
+    merged.set_submodule(NORMS[kind], Drifting(merged.get_submodule(NORMS[kind])))
+    alone = copy.copy(pool)
+    alone._models = {n: m for n, m in pool._models.items() if n in ("_pretrained_", "one")}
+    few = Rival("RidgeSurgery", TEXTS | {"ridge_lambda": 1e-10})
+    method, model = few.run(inputs_of(alone), merged)
+    for batch in method.batches(inputs_of(alone))["one"]:
+        rows = batch["labels"][:, kind == "causal" :] >= 0
+        with model.for_task("one"):
+            found, drifted, target = (m(**batch).logits for m in (model, merged, expert))
+        found, drifted, target = (x[:, : rows.shape[1]][rows] for x in (found, drifted, target))
+        assert (found - target).abs().mean() < 0.01 * (drifted - target).abs().mean()
+
+
+def test_the_test_stream_learns_from_the_experts_answers_alone(texts) -> None:
+    """Other answers of the test split, or none at all, change nothing."""
+    kind, pool = texts
+    few = Rival("RidgeSurgery", TEXTS | {"stream": "test_tta"})
+    method, known = few.run(inputs_of(pool), pool.load_model("_pretrained_"))
+    stream, tokenizer = method.batches(inputs_of(pool))["two"], text_tokenizer(kind)
+    expert, answers = pool.load_model("two").eval(), []
+    for index in stream.indices:
+        ids = tokenizer(sentences("two")[index]["prompt"], return_tensors="pt")["input_ids"]
+        new = expert.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0]
+        answers.append(new[1 if kind == "seq2seq" else ids.shape[1] :].tolist())
+    assert [row[row >= 0].tolist() for batch in stream for row in batch["labels"]] == answers
+    for change in ({}, {"target": "t s r q"}):
+        rows = lambda task, c=change: [{"prompt": r["prompt"]} | c for r in sentences(task)]  # noqa: E731
+        other = with_tests(copy.copy(pool), rows)
+        assert_equal(few.run(inputs_of(other), pool.load_model("_pretrained_"))[1], known)
+
+
+def test_the_task_pool_tells_the_task(texts) -> None:
+    kind, pool = texts
+    model = Rival("RidgeSurgery", TEXTS).run(inputs_of(pool), pool.load_model("_pretrained_"))[1]
+    test_sets: Any = {task: sentences(task) for task in ("one", "two")}
+    taskpool = TextTaskPool(test_sets, tokenizer=text_tokenizer(kind), batch_size=5)
+    report, plain = taskpool.evaluate(model), taskpool.evaluate(model.model)
+    assert all(report[task]["loss"] != plain[task]["loss"] for task in test_sets)
+    assert model.task is None
+
+
+def test_language_models_of_other_families_name_their_norm(texts) -> None:
+    kind, pool = texts
+    pool = with_data(copy.copy(pool))
+    few = Rival("RidgeSurgery", TEXTS)
+    found = few.run(inputs_of(pool), pool.load_model("one"), final_norm=NORMS[kind])[1]
+    assert_equal(found, few.run(inputs_of(pool), pool.load_model("one"))[1])
+
+
+def test_batches_cover_every_pass() -> None:
+    """Each sample is in one update of a pass, and the next pass has another order."""
+    merged, expert = planted_drift(samples=5, width=6)
+    method = Surgery(rank=2, steps=10, batch_size=3, learning_rate=1e-30)
+    method.fit(merged, expert, "a")
+    gaps = (merged - expert).abs().mean(1)
+    assert method.losses["a"] == pytest.approx(
+        [float(gaps[rows].mean()) for rows in batches_of(10, method, "a")], rel=1e-5
+    )
+    assert sum(method.losses["a"][n] * size for n, size in enumerate((3, 3, 3, 1))) == (
+        pytest.approx(float(gaps.sum()), rel=1e-5)
+    )
+    assert method.losses["a"][:4] != method.losses["a"][4:8]

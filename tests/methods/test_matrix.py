@@ -1,0 +1,209 @@
+"""Properties of every rival, on images and on language models. A new rival is a row of `RIVALS`."""
+
+import copy
+import json
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rivals import RIVALS, Rival
+from tiny_models import add_up
+from tiny_pools import assert_equal, inputs_of, refusing, tiny_pool
+from torch import Tensor
+
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.lab import rivals
+
+CONFIGS = Path(__file__).parents[2] / "config" / "method"
+KINDS = pytest.mark.parametrize("rival", RIVALS.values(), ids=RIVALS)
+WITH_DATA = [rival for rival in RIVALS.values() if rival.kind != "AnchorOnly"]
+
+
+def at(*places: str) -> Any:
+    """The cases of every rival at these places."""
+    cases = [(rival, place) for rival in RIVALS.values() for place in places]
+    fitting = [case for case in cases if case[0].texts or case[1] == "clip"]
+    ids = [f"{rival.kind}-{place}" for rival, place in fitting]
+    return pytest.mark.parametrize(("rival", "place"), fitting, ids=ids)
+
+
+@pytest.fixture(scope="module")
+def methods(places) -> Any:
+    """The rival of a place, and its model there, made once."""
+
+    def make(kind: str, place: str) -> Any:
+        return RIVALS[kind].run(inputs_of(places[place].pool), places[place].merged())
+
+    return cache(make)
+
+
+@pytest.fixture(scope="module")
+def made(methods) -> Any:
+    return lambda kind, place: methods(kind, place)[1]
+
+
+def run(rival: Rival, place: SimpleNamespace, pool: Any = None, **settings: Any) -> Any:
+    return rival.run(inputs_of(pool or place.pool), place.merged(), **settings)[1]
+
+
+@torch.no_grad()
+def output(model: Any, batch: dict[str, Tensor], task: str | None = None) -> Tensor:
+    """Corrected features or scores of a task; without corrections those of the model."""
+    if hasattr(model, "for_task"):
+        with model.for_task(task):
+            return model(**batch).logits
+    if hasattr(model, "corrections"):
+        return model.features(task, **batch)
+    found = model(**batch)
+    return found.pooler_output if "pixel_values" in batch else found.logits
+
+
+def tasks_of(pool: Any) -> list[str]:
+    return list(pool.model_names)
+
+
+def test_every_method_with_a_config_is_a_row() -> None:
+    files = [*CONFIGS.glob("*surgery.yaml"), *(CONFIGS / "featcal_baselines").glob("*.yaml")]
+    named = {rival.method().name for rival in RIVALS.values()} - {"featcal"}
+    # the models of this matrix have no BatchNorm
+    assert {file.stem for file in files} - {"batch_norm_statistics"} == named
+
+
+@at("clip", "seq2seq", "causal")
+def test_tensors_are_finite_and_of_the_merged_models_shapes(rival, place, made, places) -> None:
+    model, merged = made(rival.kind, place), places[place].merged()
+    assert all(bool(torch.isfinite(value).all()) for value in model.state_dict().values())
+    if rival.corrects:
+        return assert_equal(model.model, merged)
+    shapes = [{n: (v.shape, v.dtype) for n, v in m.state_dict().items()} for m in (model, merged)]
+    assert shapes[0] == shapes[1]
+    assert type(model) is type(merged)
+
+
+@at("clip", "seq2seq")
+def test_a_run_repeats_itself_on_models_in_memory_and_leaves_them(
+    rival, place, made, places, models
+) -> None:
+    where = places[place]
+    loaded = {name: where.pool.load_model(name).eval() for name in where.pool._models}
+    kept, pool = copy.deepcopy(loaded), copy.copy(where.pool)
+    pool._models = loaded
+    options: Any = {}
+    if rival.corrects and place == "clip":
+        options["clip_model"] = models["_pretrained_"]
+    assert_equal(run(rival, where, pool, **options), made(rival.kind, place))
+    for name, model in loaded.items():
+        assert_equal(model, kept[name])
+
+
+@pytest.mark.parametrize("rival", WITH_DATA, ids=lambda rival: rival.kind)
+def test_another_seed_is_another_model(rival, made, places) -> None:
+    assert_equal(run(rival, places["clip"], seed=7), made(rival.kind, "clip"), equal=False)
+
+
+@at("clip", "causal")
+def test_without_strength_nothing_changes(rival, place, places) -> None:
+    if rival.nothing is None:
+        return
+    where = places[place]
+    model, wanted = run(rival, where, **rival.nothing), where.merged()
+    if rival.start != "merged":
+        base = where.pool.load_model("_pretrained_")
+        experts = {task: where.pool.load_model(task) for task in tasks_of(where.pool)}
+        wanted = add_up(base, experts, rival.start)
+    for task in tasks_of(where.pool):
+        found, known = output(model, where.batch, task), output(wanted.eval(), where.batch)
+        if rival.corrects and place == "clip":
+            known = model.projection(known)
+        torch.testing.assert_close(found, known, rtol=1e-5, atol=1e-5)
+
+
+@at("clip", "seq2seq", "causal")
+def test_saved_and_loaded_it_is_the_same(rival, place, made, places, tmp_path) -> None:
+    model, batch = made(rival.kind, place), places[place].batch
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    for task in tasks_of(places[place].pool):
+        assert torch.equal(output(loaded, batch, task), output(model, batch, task))
+    if rival.corrects:
+        for name in ("tasks", "samples", "curves"):
+            assert getattr(loaded, name) == getattr(model, name), name
+        assert loaded.added() == model.added()
+        with pytest.raises(OSError, match="no file named"):  # without its corrections
+            type(model.model).from_pretrained(tmp_path)
+
+
+@at("clip", "causal")
+def test_answers_are_not_read(rival, place, made, places) -> None:
+    """Labels of images; answers of texts where the experts' own are taken."""
+    pool, kept = copy.copy(places[place].pool), places[place].pool.load_train_dataset
+    settings: dict[str, Any] = {}
+    if place == "clip":
+        change: dict[str, Any] = {"label": 7}
+    elif "calibration_targets" in rival.method().settings:
+        change, settings = {"target": "t s"}, {"calibration_targets": "generated"}
+        settings["generated_tokens"] = 3
+    else:
+        return
+    pool.load_train_dataset = lambda task: [row | change for row in kept(task)]
+    pool.load_test_dataset = lambda task: pytest.fail("test data was read")
+    known = run(rival, places[place], **settings) if settings else made(rival.kind, place)
+    assert_equal(run(rival, places[place], pool, **settings), known)
+    if settings:
+        assert_equal(run(rival, places[place], pool), made(rival.kind, place), equal=False)
+
+
+@at("clip", "seq2seq", "causal")
+def test_says_what_it_used_and_added(rival, place, methods, places) -> None:
+    where, (method, model) = places[place], methods(rival.kind, place)
+    tasks = tasks_of(where.pool)
+    used = {"samples": 8, "split": "train"}
+    wanted = {} if rival.kind == "AnchorOnly" else dict.fromkeys(tasks, used)
+    assert method.samples(model, [*tasks, "another"]) == wanted
+    parts = getattr(model, "corrections", torch.nn.Module())
+    assert sum(method.added(model).values()) == sum(part.numel() for part in parts.parameters())
+    assert json.loads(json.dumps(method.settings)).items() >= dict(rival.few).items()
+    if "steps" in rival.few:
+        assert {task: curve[-1][0] for task, curve in model.curves.items()} == dict.fromkeys(
+            tasks, 5
+        )
+
+
+@pytest.mark.parametrize("place", ["clip", "causal"])
+@pytest.mark.parametrize("kind", ["RidgeSurgery", "Surgery", "ProbSurgery"])
+def test_corrections_bring_features_nearer_to_the_experts(kind, place, made, places) -> None:
+    where, model = places[place], made(kind, place)
+    task = tasks_of(where.pool)[0]
+    target = output(where.pool.load_model(task).eval(), where.batch)
+    before, after = output(model.model, where.batch), output(model, where.batch, task)
+    if place == "clip":
+        before, target = model.projection(before), model.projection(target)
+    assert (after - target).abs().mean() < (before - target).abs().mean()
+
+
+@KINDS
+def test_its_algorithm_gives_the_same(rival, made, models) -> None:
+    if rival.kind == "FeatCal":  # method=featcal has an algorithm of its own
+        return
+    algorithm = getattr(rivals, f"{rival.kind}Algorithm")(**rival.few)
+    names = [name for name in models if not (rival.merges and name == "_merged_")]
+    pool = tiny_pool({name: models[name] for name in names})
+    assert_equal(algorithm.run(pool), made(rival.kind, "clip"))
+
+
+@KINDS
+def test_the_nearest_setting_is_offered(rival) -> None:
+    key = list(rival.method().settings)[-1]
+    for name in (rival.kind, f"{rival.kind}Algorithm"):
+        with pytest.raises(ValueError, match=rf"method\.{key}x .*'{key}'"):
+            getattr(rivals, name)(**{f"{key}x": 1})
+
+
+@pytest.mark.parametrize("rival", WITH_DATA, ids=lambda rival: rival.kind)
+def test_lacking_data_is_refused_before_a_model_is_loaded(rival, models) -> None:
+    pool = refusing(tiny_pool(models, train=0))
+    with pytest.raises(CalibrationError, match=r"train_datasets\.one"):
+        rival.method().check(inputs_of(pool))

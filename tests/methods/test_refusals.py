@@ -1,0 +1,337 @@
+"""Messages for settings, pools, models and features that methods cannot work with."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rivals import OURS, RIVALS, TRAINED
+from text_pools import NORMS, text_batch, text_pool
+from tiny_models import clip_suite, decoder_suite, normal, t5_suite
+from tiny_pools import in_memory, inputs_of, projection_of, refusing, tiny_pool, tower
+from tiny_texts import TASKS, llama_model, sentences, t5_model, with_data, word_tokenizer, write
+from torch import nn
+from transformers import CLIPModel, CLIPVisionModel, GPT2Config, GPT2LMHeadModel
+
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.lab import rivals
+from fusion_bench_featcal.pools import CausalLMPool
+
+STEP = "must be a finite number > 0, got "
+SETTINGS: list[tuple[str, dict[str, Any], str]] = [
+    ("Surgery", {"rank": 0, "steps": 1.5}, r"rank must be an integer >= 1, got 0; method\.steps"),
+    ("Surgery", {"rank": True}, "rank must be an integer >= 1, got True"),
+    ("Surgery", {"learning_rate": float("inf")}, f"learning_rate {STEP}inf"),
+    ("Surgery", {"normalize": None}, "normalize must be one of none, pre, got None"),
+    ("Surgery", {"seed": -1}, "seed must be an integer >= 0, got -1"),
+    ("Surgery", {"stream": "train"}, "stream must be one of test_tta, calibration, got 'train'"),
+    ("Surgery", {"calibration_split": "test"}, "must be one of train, val, got 'test'"),
+    ("Surgery", {"calibration_targets": "answers"}, "must be one of labels, generated, got"),
+    ("Surgery", {"final_norm": 3}, "final_norm must be null or a name, got 3"),
+    ("ProbSurgery", {"hidden": "x"}, "hidden must be an integer >= 1, got 'x'"),
+    ("ProbSurgery", {"kl_weight": -1}, "kl_weight must be scaled or a finite number >= 0, got -1"),
+    ("ProbSurgery", {"kl_weight": "auto"}, "scaled or a finite number >= 0, got 'auto'"),
+    ("ProbSurgery", {"shared": True, "optimizer": "per_task"}, r"set method\.optimizer=joint"),
+    ("RidgeSurgery", {"ridge_lambda": -0.1}, r"auto or a finite number >= 0, got -0\.1"),
+    ("RidgeSurgery", {"samples_per_task": 1}, r"ridge_lambda=auto.*method\.samples_per_task"),
+    ("Distillation", {"learning_rate": 0}, f"learning_rate {STEP}0"),
+    ("Distillation", {"steps": 0}, "steps must be an integer >= 1, got 0"),
+    ("Distillation", {"batch_size": 0}, "batch_size"),
+    ("Distillation", {"ridge_lambda": 1}, r"method\.ridge_lambda is no setting of distillation"),
+    ("Distillation", {"family": "clipp"}, r"method\.family must be"),
+    ("ProDistill", {"epochs": 0}, r"method\.epochs must be"),
+    ("ProDistill", {"learning_rate": -1}, f"learning_rate {STEP}-1"),
+    ("RegMean", {"off_diagonal": 1.5}, r"off_diagonal must be .* >= 0 and at most 1, got 1\.5"),
+    ("RegMean", {"task_weights": "mine"}, "task_weights must be one of equal, unit_gram, got"),
+    ("RegMean", {"samples_per_task": 0}, "samples_per_task must be an integer >= 1, got 0"),
+    ("RegMean", {"ridge_lambda": 1.0}, r"method\.ridge_lambda is no setting"),
+    ("SurgeryAlgorithm", {"base_metod": 1}, "'base_method'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "keys", "message"), SETTINGS)
+def test_settings(kind: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        getattr(rivals, kind)(**keys)
+
+
+def tower_alone(models: Any, folder: Any) -> Any:
+    tower(models, "_pretrained_").save_pretrained(folder / "tower")
+    pool = tiny_pool(models | {"_pretrained_": str(folder / "tower")})
+    pool._processor = models["_pretrained_"]
+    return pool
+
+
+def in_ram(models: Any, *_: Any) -> Any:
+    pool = tiny_pool(models)
+    pool._models = {name: tower(models, name) for name in models}
+    return pool
+
+
+def gpt2(models: Any, folder: Any) -> Any:
+    config = GPT2Config(vocab_size=23, n_embd=8, n_layer=1, n_head=2, n_positions=32)
+    names = ("_pretrained_", *TASKS)
+    paths = {name: write(GPT2LMHeadModel(config), folder / name) for name in names}
+    return with_data(CausalLMPool(paths, tokenizer=word_tokenizer()))
+
+
+def no_tests(models: Any, folder: Any) -> Any:
+    pool = text_pool("causal", folder)
+    pool._test_datasets = None
+    return pool
+
+
+def without(names: str, **options: Any) -> Any:
+    return lambda models, _: tiny_pool({n: p for n, p in models.items() if n != names}, **options)
+
+
+def texts(kind: str) -> Any:
+    return lambda _, folder: text_pool(kind, folder)
+
+
+MEAN = {"base_method": {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}}
+POOLS: list[tuple[str, dict[str, Any], Any, str]] = [
+    ("Surgery", {}, without("", test=0), r"method\.stream=test_tta.*test_datasets\.one.*none"),
+    ("RidgeSurgery", {}, without("", train=0), r"method\.stream=calibration.*=train.*\.one"),
+    (
+        "Surgery",
+        {"stream": "calibration", "calibration_split": "val"},
+        without(""),
+        r"calibration_split=val.*modelpool\.val_datasets\.one",
+    ),
+    ("Surgery", {}, without("_merged_"), r"modelpool\.models\._merged_"),
+    ("RegMean", {}, without("_pretrained_"), r"modelpool\.models\._pretrained_"),
+    ("Surgery", {}, tower_alone, r"tower has no visual_projection\.weight.*clip_model"),
+    ("Surgery", MEAN | {"normalize": "pre"}, texts("causal"), "normalize=pre is for CLIP"),
+    ("Surgery", MEAN | {"recompute": True}, texts("seq2seq"), "recompute=true is for CLIP.*=false"),
+    ("RidgeSurgery", MEAN | {"final_norm": "ln_f"}, texts("causal"), r"has no ln_f: .*final_norm"),
+    ("RidgeSurgery", MEAN, gpt2, r"has no decoder\.final_layer_norm or model\.norm"),
+    ("SurgeryV2", MEAN, texts("seq2seq"), "surgery_v2 corrects CLIP vision models, and"),
+    ("Surgery", MEAN, no_tests, r"no data for method\.stream=test_tta"),
+]
+
+
+@pytest.mark.parametrize(("kind", "keys", "make", "message"), POOLS)
+def test_pools_before_a_model_is_loaded(kind, keys, make, message, models, tmp_path) -> None:
+    pool = make(models, tmp_path)
+    with pytest.raises(CalibrationError, match=message):
+        getattr(rivals, f"{kind}Algorithm")(**keys).run(refusing(pool))
+
+
+def narrow(models: Any, folder: Any) -> Any:
+    config = tower(models, "one").config
+    config.hidden_size, config.num_attention_heads = 8, 2
+    CLIPVisionModel(config).save_pretrained(folder / "narrow")
+    return tiny_pool(models | {"one": str(folder / "narrow")})
+
+
+def wrong_ids(_: Any, folder: Any) -> Any:
+    rows = [{"input_ids": [3, 4, 5], "labels": [-100, 5, 3]}] * 4
+    rows += [{"input_ids": [3, 9999, 4], "labels": [-100, 5, 3]}]
+    return with_data(text_pool("causal", folder), lambda _: rows)
+
+
+def no_targets(_: Any, folder: Any) -> Any:
+    def rows(task: str) -> list[dict[str, str]]:
+        return [{"prompt": row["prompt"]} for row in sentences(task)]
+
+    return with_data(text_pool("causal", folder), rows)
+
+
+RUNS: list[tuple[str, dict[str, Any], Any, str]] = [
+    ("RidgeSurgery", {}, in_ram, r"is no checkpoint.*method\.clip_model"),
+    ("Surgery", TRAINED | OURS, narrow, r"is 8 wide, .* takes 16: check modelpool\.models"),
+    (
+        "RidgeSurgery",
+        {"samples_per_task": 5, "batch_size": 2},
+        wrong_ids,
+        r"task 'one', .*item 4: input_ids has .* id 9999",
+    ),
+    ("RidgeSurgery", {}, no_targets, "task one: texts have no targets.*generated"),
+]
+
+
+@pytest.mark.parametrize(("kind", "keys", "make", "message"), RUNS)
+def test_models_and_data_while_it_runs(kind, keys, make, message, models, tmp_path) -> None:
+    pool = make(models, tmp_path)
+    merged = pool.load_model("one" if "_merged_" not in pool._models else "_merged_")
+    with pytest.raises(CalibrationError, match=message):
+        getattr(rivals, kind)(**keys).post_merge(merged, inputs_of(pool))
+
+
+def test_a_model_without_pooled_features(models) -> None:
+    text: Any = CLIPModel.from_pretrained(models["_pretrained_"])
+    text.forward = lambda pixels: SimpleNamespace(last_hidden_state=pixels)
+    with pytest.raises(CalibrationError, match="CLIPModel has no pooled output"):
+        RIVALS["Surgery"].run(inputs_of(tiny_pool(models)), text)
+
+
+def two(*shapes: tuple[int, ...]) -> list[Any]:
+    return [normal(n, *shape).float() for n, shape in enumerate(shapes)]
+
+
+FIT: list[tuple[str, dict[str, Any], list[Any], str]] = [
+    ("Surgery", {}, two((4, 6), (5, 6)), r"task 'a'.*\(4, 6\) and \(5, 6\)"),
+    ("Surgery", {}, two((4,), (4,)), r"must be \[samples, width\]"),
+    ("Surgery", {}, two((0, 6), (0, 6)), r"must be \[samples, width\]"),
+    ("Surgery", {}, [two((4, 6))[0] * torch.nan, *two((4, 6))], "merged model's features are not"),
+    ("Surgery", {}, [*two((4, 6)), two((4, 6))[0] / 0], "expert's features are not finite"),
+    (
+        "Surgery",
+        {"steps": 5, "learning_rate": 1e30},
+        two((20, 6), (20, 6)),
+        r"task 'a'.*method\.learning_rate \(now 1e\+30\)",
+    ),
+    ("RidgeSurgery", {}, two((1, 6), (1, 6)), r"task 'a' has 1 sample.*method\.samples_per_task"),
+    ("RidgeSurgery", {}, [torch.ones(5, 4), *two((5, 4))], "task 'a'.*do not vary over 5 samples"),
+]
+
+
+@pytest.mark.parametrize(("kind", "keys", "sides", "message"), FIT)
+def test_features(kind, keys, sides, message) -> None:
+    with pytest.raises(CalibrationError, match=message):
+        getattr(rivals, kind)(**keys).fit(*sides, "a")
+
+
+def silent(model: nn.Module) -> nn.Module:
+    """The model with final features of zero."""
+    model.register_forward_hook(
+        lambda _, __, output: output.__class__(pooler_output=0 * output.pooler_output)
+    )
+    return model
+
+
+def spoiled(model: nn.Module) -> nn.Module:
+    norms = [part for part in model.modules() if isinstance(part, nn.LayerNorm)]
+    for norm in norms:
+        norm.weight.data.fill_(torch.nan)
+    return model
+
+
+EXPERTS: list[tuple[Any, str]] = [
+    (silent, r"task task_0: the expert's final features .* of 0\."),
+    (
+        lambda _: clip_suite(width=6).base,
+        r"task task_0: .*same samples, got \(4, 12\) and \(4, 6\)",
+    ),
+    (spoiled, "task task_0: .*the expert's features are not finite"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), EXPERTS)
+def test_experts_of_distillation(change, message) -> None:
+    suite = clip_suite()
+    suite.experts["task_0"] = change(suite.experts["task_0"])
+    with pytest.raises(CalibrationError, match=message):
+        rivals.Distillation(samples_per_task=7).post_merge(suite.merged, in_memory(suite))
+
+
+def test_samples_and_steps_of_distillation() -> None:
+    suite = decoder_suite()
+    suite.inputs["task_1"][1]["input_ids"][2, 0] = 99
+    method = rivals.Distillation(samples_per_task=7)
+    with pytest.raises(CalibrationError, match=r"task task_1, sample 5: input_ids has .* id 99"):
+        method.post_merge(suite.merged, in_memory(suite))
+    suite = clip_suite()
+    with pytest.raises(CalibrationError, match=r"diverged.*method\.learning_rate \(now 1e\+300\)"):
+        method = rivals.Distillation(samples_per_task=7, steps=5, learning_rate=1e300)
+        method.post_merge(copy.deepcopy(suite.merged), in_memory(suite))
+    suite.inputs["task_2"] = []
+    with pytest.raises(CalibrationError, match="task task_2 has 0 calibration samples"):
+        method.post_merge(suite.merged, in_memory(suite))
+
+
+MERGERS: list[tuple[Any, Any, str]] = [
+    (rivals.Lot(outside=True), t5_suite, r"Set method\.outside=false"),
+    (
+        rivals.ProDistill(learning_rate=1e300, epochs=5),
+        clip_suite,
+        r"layers\.0.*method\.learning_rate",
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "make", "message"), MERGERS)
+def test_mergers(method, make, message) -> None:
+    suite = make()
+    with pytest.raises(CalibrationError, match=message):
+        method.merge_models(suite.base, suite.experts, suite.inputs)
+
+
+def test_batch_norm_statistics_of_models_without_batch_norm(models) -> None:
+    method = rivals.BatchNormStatistics()
+    with pytest.raises(CalibrationError, match="has no BatchNorm in its blocks"):
+        method.post_merge(tower(models, "_merged_"), inputs_of(tiny_pool(models)))
+
+
+def corrected(models: Any, kind: str = "CorrectedModel", **options: Any) -> Any:
+    model = tower(models, "_merged_")
+    part = rivals.SurgeryModule(normal(1, 3, 12).float(), normal(2, 12, 3).float())
+    parts = options.pop("parts", {"one": part, "two-b.c": part})
+    return getattr(rivals, kind)(model, projection_of(models), parts, **options)
+
+
+def unit(rows: int) -> torch.Tensor:
+    return nn.functional.normalize(normal(0, rows, 12).float(), dim=-1)
+
+
+def after_other_images(model: Any) -> None:
+    model(torch.rand(5, 3, 28, 28))
+    model.compute_surgery_features(unit(5), "one")
+
+
+PART = nn.Identity()
+USES: list[tuple[dict[str, Any], Any, str]] = [
+    (
+        {"normalize": "pre"},
+        lambda m: m.compute_surgery_features(unit(2), "three"),
+        r"no feature correction for task 'three'.*one, two-b\.c",
+    ),
+    (
+        {},
+        lambda m: m.features(None, torch.rand(1, 3, 28, 28)),
+        "no feature correction for task None",
+    ),
+    (
+        {},
+        lambda m: m.compute_surgery_features(unit(5), "one"),
+        "that are not normalised need the images",
+    ),
+    ({}, after_other_images, "pass them through this model just before"),
+    (
+        {"kind": "LayerCorrectedModel"},
+        lambda m: m.compute_surgery_features(unit(5), "one"),
+        "pass them through this model",
+    ),
+    ({"parts": {"a-b": PART, "a.b": PART}}, lambda m: m, r"'a-b'.*'a\.b'"),
+]
+
+
+@pytest.mark.parametrize(("options", "use", "message"), USES)
+def test_uses_of_a_corrected_model(options, use, message, models) -> None:
+    with pytest.raises((CalibrationError, ValueError), match=message):
+        use(corrected(models, **options))
+
+
+@pytest.mark.parametrize("kind", list(NORMS))
+def test_uses_of_a_corrected_language_model(kind) -> None:
+    made: Any = {"seq2seq": t5_model, "causal": llama_model}[kind](0).float()
+    with pytest.raises(CalibrationError, match=r"has no model\.nom: .*method\.final_norm"):
+        rivals.CorrectedLanguageModel(made, "model.nom", {})
+    model = rivals.CorrectedLanguageModel(made, NORMS[kind], {"one": nn.Identity()})
+    batch = text_batch(kind)
+    for use in (lambda: model(**batch), lambda: model.generate(batch["input_ids"])):
+        with pytest.raises(CalibrationError, match=r"no task is told.*for_task.*one"):
+            use()
+    with pytest.raises(CalibrationError, match=r"no feature correction for task 'three'.*one"):
+        model.task = "three"
+    with pytest.raises(ZeroDivisionError), model.for_task("one"):
+        raise ZeroDivisionError
+    assert model.task is None
+
+
+@pytest.mark.parametrize("kind", ["CorrectedModel", "LayerCorrectedModel"])
+def test_folders_that_hold_no_corrected_model(kind, models) -> None:
+    with pytest.raises(CalibrationError, match=r"holds no corrected model: .*_corrections"):
+        getattr(rivals, kind).from_pretrained(models["_merged_"])

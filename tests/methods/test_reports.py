@@ -1,0 +1,98 @@
+"""Methods run by themselves leave reports as FeatCal does, but not as parts of other methods."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+from cli_runs import fusion_bench
+from comparison_parts import MERGERS, FakeProgram, SignTaskPool, model_pool
+from lightning.fabric.loggers import CSVLogger
+from transformers import CLIPProcessor
+
+from fusion_bench_featcal.lab.rivals import AnchorOnlyAlgorithm, CorrectedModel
+from fusion_bench_featcal.results import Report
+
+BLOCKS = {"name": "replay", "blocks": ["0", "2"]}
+KEYS: Any = {"anchor_rho": -2.0, "family": BLOCKS, "base_method": MERGERS["simple_average"]}
+
+
+def anchor(folder: Path, *, is_run: bool = True, taskpool: Any = None) -> Any:
+    """A method with a program, which runs it or another one."""
+    made: Any = AnchorOnlyAlgorithm(**KEYS)
+    logger = CSVLogger(root_dir=folder, name="logs", version="")
+    made.fabric = lightning.Fabric(accelerator="cpu", devices=1, loggers=logger)
+    program: Any = FakeProgram(taskpool or SignTaskPool())
+    program.method = made if is_run else None
+    made._program = program
+    return made
+
+
+def test_the_improved_model_stands_beside_the_merged_one(tmp_path: Path) -> None:
+    method = anchor(tmp_path)
+    taskpool = method._program.taskpool
+    model = method.run(model_pool())
+    report = Report.load(tmp_path / "logs")
+    assert list(report.rows) == ["simple_average", "anchor_only"]
+    assert report.upstream == "simple_average"
+    assert report.settings["simple_average"] == MERGERS["simple_average"]
+    assert report.settings["anchor_only"]["anchor_rho"] == -2.0
+    assert isinstance(report.cost["anchor_only"]["seconds"], float)
+    assert any("ends below the merged model" in note.text for note in report.notes)
+    with (tmp_path / "logs" / "metrics.csv").open() as file:
+        assert [*csv.DictReader(file)]
+    assert taskpool.evaluated == 2
+    again = method._program.taskpool.evaluate(model)
+    assert again["left"]["accuracy"] == report.rows["anchor_only"]["left"]
+    assert taskpool.evaluated == 2  # the evaluation is given again, not made again
+
+
+def test_a_part_of_another_method_reports_nothing(tmp_path: Path) -> None:
+    method = anchor(tmp_path, is_run=False)
+    method.run(model_pool())
+    assert method._program.taskpool.evaluated == 0
+    assert not (tmp_path / "logs").exists()
+
+
+class Failing(SignTaskPool):
+    """Evaluates the merged model, then fails."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        if self.evaluated:
+            raise RuntimeError("the evaluation failed")
+        return super().evaluate(*args, **kwargs)
+
+
+def test_the_model_is_saved_before_it_is_evaluated(tmp_path: Path) -> None:
+    method, pool = anchor(tmp_path, taskpool=Failing()), model_pool()
+    method._program.merged_model_save_path = str(tmp_path / "saved")
+    pool.save_model = lambda model, path: Path(path).mkdir()  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="the evaluation failed"):
+        method.run(pool)
+    assert "- anchor_rho: `-2.0`" in (tmp_path / "saved" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_command_merges_corrects_evaluates_and_saves(tmp_path: Path) -> None:
+    fusion_bench(
+        [
+            "method=surgery",
+            "method@method.base_method=simple_average",
+            "modelpool=clip-vit-mini_alphabets2",
+            "method.steps=3",
+            "method.samples_per_task=8",
+            "merged_model_save_path=saved",
+            "report_save_path=runs/report.json",
+        ],
+        cwd=tmp_path,
+    )
+    report = json.loads((tmp_path / "runs" / "report.json").read_text())
+    assert {"mini_balinese", "mini_korean", "average"} <= report.keys()
+    loaded = CorrectedModel.from_pretrained(tmp_path / "saved")
+    assert loaded.samples["mini_korean"] == {"samples": 8, "split": "test"}
+    log = tmp_path.glob("**/training_curves.jsonl")
+    assert any("mini_korean" in file.read_text() for file in log)
+    processor: Any = CLIPProcessor.from_pretrained(tmp_path / "saved")  # its files' names vary
+    assert processor.image_processor.size["height"] == 28

@@ -1,0 +1,217 @@
+"""Distillation and ProDistill: what is trained, towards what, beside slow versions."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from calibrations import assert_identical, replay
+from rivals import Adam, generator
+from tiny_models import Suite, clip_suite, decoder_suite, gpt2_suite, residual_suite, t5_suite
+from tiny_open_clip import tower_suite
+from tiny_pools import in_memory
+from torch import Tensor, nn
+
+from fusion_bench_featcal.families import ChainFamily
+from fusion_bench_featcal.lab.rivals import Distillation, ProDistill
+
+SUITES: dict[str, Any] = {
+    "clip": clip_suite,
+    "open_clip": tower_suite,
+    "llama": decoder_suite,
+    "t5": t5_suite,
+    "gpt2": gpt2_suite,
+    "residual": residual_suite,
+}
+
+
+def distilled(suite: Suite, inputs: Any = None, **settings: Any) -> Any:
+    family = suite.family if isinstance(suite.family, str) else replay(suite)
+    options = {"steps": 60, "learning_rate": 3e-3, "samples_per_task": 7, "family": family}
+    method = Distillation(**(options | settings))
+    return method.post_merge(copy.deepcopy(suite.merged), inputs or in_memory(suite))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.slow] if name in ("llama", "gpt2") else [])
+        for name, make in SUITES.items()
+    ],
+)
+def test_loss_falls_and_only_blocks_change(make: Any) -> None:
+    suite = make()
+    found = distilled(suite)
+    assert all(curve[-1][1] < 0.7 * curve[0][1] for curve in found.curves.values())
+    blocks, changed = tuple(f"{block}." for block in suite.blocks), 0
+    for name, value in found.named_parameters():
+        before = suite.merged.get_parameter(name)
+        assert torch.equal(value, before) or name.startswith(blocks), name
+        assert value.requires_grad == before.requires_grad
+        changed += not torch.equal(value, before)
+    inside = sum(name.startswith(blocks) for name, _ in found.named_parameters())
+    assert changed > 0.8 * inside
+
+
+def distilled_by_hand(suite: Suite, steps: int, rate: float, seed: int) -> tuple[nn.Module, dict]:
+    """Adam with a falling rate on the mean over tasks of relative squared distances."""
+    model, tasks = copy.deepcopy(suite.merged).requires_grad_(False), list(suite.experts)
+    inside = tuple(f"{block}." for block in suite.blocks)
+    weights = [w.requires_grad_() for n, w in model.named_parameters() if n.startswith(inside)]
+
+    def features(net: nn.Module, batch: Any) -> Tensor:
+        return net(**batch).pooler_output
+
+    with torch.no_grad():
+        targets = {t: [features(suite.experts[t], b) for b in suite.inputs[t]] for t in tasks}
+    norms = {t: torch.cat(targets[t]).square().mean() for t in tasks}
+    orders: dict[str, list[int]] = {}
+    for task in tasks:
+        numbers = generator(seed, task, "batches")
+        passes = [torch.randperm(len(targets[task]), generator=numbers) for _ in range(steps)]
+        orders[task] = torch.cat(passes).tolist()
+    losses: dict[str, list[float]] = {task: [] for task in tasks}
+    adam = Adam(rate)
+    for step in range(steps):
+        total = torch.zeros((), dtype=torch.float64)
+        for task in tasks:
+            place = orders[task][step]
+            far = features(model, suite.inputs[task][place]) - targets[task][place]
+            loss = far.square().mean() / norms[task]
+            losses[task].append(loss.item())
+            total = total + loss / len(tasks)
+        gradients = torch.autograd.grad(total, weights, allow_unused=True)
+        adam.rate = rate * (1 - step / steps)
+        adam.step(weights, {n: g for n, g in enumerate(gradients) if g is not None})
+    return model, losses
+
+
+def test_distillation_trains_as_written_out() -> None:
+    """So the loss, its batches and their order, and the weight of tasks are the described ones."""
+    suite = clip_suite(sizes=(2, 2, 3))
+    found = distilled(suite, steps=5, seed=3)
+    known, losses = distilled_by_hand(suite, steps=5, rate=3e-3, seed=3)
+    for name, value in known.named_parameters():
+        torch.testing.assert_close(found.get_parameter(name), value, rtol=1e-5, atol=1e-7)
+    for task, curve in found.curves.items():
+        mean = sum(losses[task]) / 5
+        assert curve == [(0, pytest.approx(losses[task][0])), (5, pytest.approx(mean, rel=1e-5))]
+
+
+def test_positions_that_predict_nothing_have_no_part_in_the_loss() -> None:
+    suite = decoder_suite(extra=3)
+    known, padded, moved = distilled(suite, steps=3), copy.deepcopy(suite), copy.deepcopy(suite)
+    for batch in (batch for batches in padded.inputs.values() for batch in batches):
+        batch["input_ids"][batch["attention_mask"] == 0] = 7
+    assert_identical(distilled(padded, steps=3), known)
+    for batch in (batch for batches in moved.inputs.values() for batch in batches):
+        batch["labels"][batch["attention_mask"] > 0] = 5  # all positions predict something
+    assert distilled(moved, steps=3).curves != known.curves
+
+
+def test_each_expert_runs_once_over_its_samples() -> None:
+    suite = clip_suite(sizes=(4, 3))
+    runs, inputs = dict.fromkeys(suite.experts, 0), in_memory(suite)
+
+    def load(task: str) -> nn.Module:
+        expert = copy.deepcopy(suite.experts[task])
+        expert.register_forward_hook(lambda *_: runs.update({task: runs[task] + 1}))
+        return expert
+
+    inputs.modelpool.load_model = load
+    distilled(suite, inputs, steps=20)
+    assert runs == dict.fromkeys(runs, 2)
+
+
+def test_half_precision_is_trained_in_float32() -> None:
+    suite = clip_suite(sizes=(7,))
+    for batches in suite.inputs.values():
+        batches[0]["pixel_values"] = batches[0]["pixel_values"].float()
+    found = distilled(suite.to(torch.bfloat16), learning_rate=1e-4)  # steps bfloat16 would lose
+    exact = distilled(suite.to(torch.float32), steps=1)
+    assert all(value.dtype == torch.bfloat16 for value in found.parameters())
+    for task, curve in found.curves.items():
+        assert curve[-1][1] < 0.97 * curve[0][1]
+        assert curve[0][1] == pytest.approx(exact.curves[task][0][1], rel=0.1)
+
+
+def test_one_sample_is_enough() -> None:
+    found = distilled(clip_suite(sizes=(1,)), samples_per_task=1)
+    assert all(curve[-1][1] < curve[0][1] for curve in found.curves.values())
+
+
+def prodistill_by_hand(suite: Suite, method: ProDistill) -> nn.Module:
+    """Block by block, with models run whole."""
+    tasks = list(suite.experts)
+    start = {name: value.detach() for name, value in suite.base.named_parameters()}
+    experts = [dict(expert.named_parameters()) for expert in suite.experts.values()]
+    vectors = {n: torch.stack([e[n].detach() - v for e in experts]) for n, v in start.items()}
+    model = copy.deepcopy(suite.base).requires_grad_(False)
+
+    def block_io(net: nn.Module, batch: Any, block: str) -> tuple[Tensor, Tensor]:
+        seen: list[Any] = []
+        hook = net.get_submodule(block).register_forward_hook(
+            lambda _, args, out: seen.append((args[0].detach(), out.detach()))
+        )
+        net(batch)
+        hook.remove()
+        return seen[0]
+
+    def mixed(name: str, weights: Tensor) -> Tensor:
+        return start[name] + (weights * vectors[name]).sum(0)
+
+    for name, value in model.named_parameters():
+        value += mixed(name, torch.tensor(method.coefficient)) - value
+    for block in ("layers.0", "layers.1", "layers.2"):
+        lessons = [
+            (block_io(model, batch, block)[0], block_io(suite.experts[task], batch, block)[1])
+            for task in tasks
+            for batch in suite.inputs[task]
+        ]
+        names = [name for name in start if name.startswith(f"{block}.")]
+        weights = [(0 * vectors[n] + method.coefficient).requires_grad_() for n in names]
+        steps = -(-len(lessons) // method.batches_per_step)
+        numbers, adam = generator(method.seed, block, "batches"), Adam(method.learning_rate)
+        passes = [torch.randperm(len(lessons), generator=numbers) for _ in range(method.epochs)]
+        for rows in (r for one in passes for r in one.split(method.batches_per_step)[:steps]):
+            pairs = zip(names, weights, strict=True)
+            values = {n.removeprefix(f"{block}."): mixed(n, w) for n, w in pairs}
+            far = [
+                torch.func.functional_call(model.get_submodule(block), values, (lessons[i][0],))
+                - lessons[i][1]
+                for i in rows
+            ]
+            # The loss is the sum over the update's batches of squares, each added up.
+            gradients = torch.autograd.grad(torch.cat(far).square().sum(), weights)
+            adam.step(weights, dict(enumerate(gradients)))
+        for n, w in zip(names, weights, strict=True):
+            model.get_parameter(n).data = mixed(n, w.detach())
+    return model
+
+
+CHAIN = ChainFamily("chain", lambda _: [["layers.0", "layers.1", "layers.2"]])
+
+
+# Replay runs whole models, in which an expert cannot receive the trained model's features.
+@pytest.mark.parametrize("family", [{"name": "replay", "blocks": ["layers.*"]}, CHAIN])
+def test_prodistill_trains_coefficients_as_written_out(family: Any) -> None:
+    suite = residual_suite()
+    method = ProDistill(epochs=3, batches_per_step=2, family=family)
+    found = method.merge_models(suite.base, suite.experts, suite.inputs)
+    for name, value in prodistill_by_hand(suite, method).named_parameters():
+        torch.testing.assert_close(found.get_parameter(name), value, rtol=1e-6, atol=1e-8)
+
+
+@torch.no_grad()
+def test_prodistill_comes_nearer_to_the_experts_than_its_start() -> None:
+    suite, far = clip_suite(), []
+    for settings in ({"learning_rate": 1e-12, "epochs": 1}, {"epochs": 30}):
+        method = ProDistill(**settings)  # type: ignore[arg-type]
+        model = method.merge_models(suite.base, suite.experts, suite.inputs)
+        gaps = [
+            (model(**batch).pooler_output - expert(**batch).pooler_output).square().mean()
+            for task, expert in suite.experts.items()
+            for batch in suite.inputs[task]
+        ]
+        far.append(float(sum(gaps)))
+    assert far[1] < 0.8 * far[0]
