@@ -151,9 +151,10 @@ def task_rows(
     needed = [name for group in turn for name in group.parameters]
     for task in streams.tasks:
         problem.progress.at(f"{block} · {task}")
-        with problem.experts[task].loaded(
-            streams.tensors_of(block) if follows else needed
-        ) as expert:
+        names = streams.tensors_of(block) if follows else needed
+        with problem.experts[task].loaded(names) as expert:
+            if entering is not None:
+                problem.read_ahead(block, task, names)
             rows = {group: empty_rows(group, model, expert, rule, problem.dtype) for group in turn}
             for batch in streams.visits(task):
                 if follows:

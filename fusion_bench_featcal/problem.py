@@ -1,7 +1,7 @@
 """One calibration, prepared and checked: models, modules and samples."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,6 +134,24 @@ class Problem:
     def experts(self) -> Mapping[str, ExpertModel]:
         """Return the expert of each task of this process."""
         return self.weights.experts
+
+    def read_ahead(self, block: str, task: str, names: Sequence[str]) -> None:
+        """Begin to read the weights that come after a task's first visit to a block.
+
+        They are the tensors `names` of the next task's expert, and after the last task the next
+        block of the calibrated model, the base and the first expert.
+        """
+        streams, tasks, blocks = self.streams, list(self.streams.tasks), list(self.modules)
+        if task != tasks[-1]:
+            self.experts[tasks[tasks.index(task) + 1]].will_need(names)
+        elif block != blocks[-1]:
+            following = blocks[blocks.index(block) + 1]
+            solved = [name for site in self.modules[following].sites for name in site.names]
+            run = streams.tensors_of(following)
+            self.working.will_need(run)
+            if self.base is not None:
+                self.base.will_need(solved)
+            self.experts[tasks[0]].will_need(run if streams.runs_experts else solved)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 Deselected where there is no CUDA device.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from calibrations import assert_identical, distance, run_fast
+from test_streamed import calibrated, tensors_in_memory
 from tiny_models import Suite, clip_suite, decoder_suite, t5_suite
 
 from fusion_bench_featcal import CalibrationResult
@@ -77,3 +79,15 @@ def test_features_wait_anywhere_and_come_back_the_same(name: str):
     wanted = run(suite, GPU, activations="device").model
     for place in ("host", "disk", "auto"):
         assert_identical(run(suite, GPU, activations=place).model, wanted)
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_one_block_of_a_model_in_files_is_on_the_device(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    suite = SUITES[name]()
+    wanted = run(suite, torch.device("cpu")).model
+    with tensors_in_memory(monkeypatch) as outside:
+        found = calibrated(suite, tmp_path, device=GPU, activations="host")
+    assert outside == set()
+    assert distance(found, wanted) < BOUNDS[name]

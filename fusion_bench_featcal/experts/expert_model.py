@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import is_sound
 from fusion_bench_featcal.digests import digest_tensor
-from fusion_bench_featcal.experts.source import ExpertSource, known_bytes, rows_of
+from fusion_bench_featcal.experts.source import ExpertSource, known_bytes, read_ahead, rows_of
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -137,6 +137,12 @@ class ExpertModel:
             CalibrationError: If the source does not tell.
         """
         return known_bytes(self.source, self.keys[name])
+
+    def will_need(self, names: Iterable[str]) -> None:
+        """Let the source begin to read those of the named tensors that were not read before."""
+        keys = dict.fromkeys(self.keys[name] for name in names if name in self.keys)
+        unread = [k for k in keys if k not in self.sizes and k not in self.stand_ins]
+        read_ahead(self.source, unread)
 
     @contextmanager
     def loaded(self, names: Iterable[str]) -> Iterator[nn.Module]:

@@ -52,11 +52,10 @@ class JoinedExperts(SourceView):
         rows, columns = self._source.shape(experts[0][0])
         return len(experts), rows * len(experts[0]), columns
 
-    def nbytes(self, name: str) -> int:
-        """Return the number of bytes that reading one tensor takes."""
-        if name not in self._stored:
-            return super().nbytes(self._renamed.get(name, name))
-        return sum(super(JoinedExperts, self).nbytes(n) for row in self._stored[name] for n in row)
+    def parts(self, name: str) -> list[tuple[ExpertSource, str]]:
+        """Return the source with the names of the matrices of one tensor."""
+        rows = self._stored.get(name, [[self._renamed.get(name, name)]])
+        return [(self._source, part) for row in rows for part in row]
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor."""

@@ -1,7 +1,7 @@
 """A merged model that is merged when it is read: task arithmetic, or an average of experts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -55,6 +55,12 @@ class MergedOnRead(SourceView):
             for model in (self._base, *self._experts):
                 model.stored(of_model)  # raises if the values are this model's
         return merged
+
+    def will_need(self, names: Iterable[str]) -> None:
+        """Let all models that are merged read ahead some tensors."""
+        of_model = [self._names[name] for name in names if name in self._names]
+        for model in (*([] if self._scale is None else [self._base]), *self._experts):
+            model.will_need(of_model)
 
     def _merge(self, name: str, start: int, out: Tensor) -> None:
         """Merge some rows of a tensor into `out`."""

@@ -2,9 +2,11 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any, BinaryIO
 
 import torch
@@ -23,6 +25,9 @@ _DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "BOOL": torch.bool,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
+
+REQUEST = 2**17
+"""Most bytes of a request to read ahead. Linux cuts longer ones to a window that is seldom less."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,15 @@ class SafetensorsExpert:
         """Read some rows of one tensor, a scalar whole. Raises as `tensor`."""
         return self._read(name, start, stop)
 
+    def will_need(self, names: Iterable[str]) -> None:
+        """Have the system, if it takes such requests, read tensors into its page cache.
+
+        A thread makes the requests, since they wait while a slow disk is busy.
+        """
+        places = [self._stored[name] for name in names if name in self._stored]
+        if places and hasattr(os, "posix_fadvise"):
+            Thread(target=_request, args=(places,), name="read ahead", daemon=True).start()
+
     def _read(self, name: str, start: int, stop: int | None) -> Tensor:
         stored = self._stored[name]
         length, *row = stored.shape or (1,)
@@ -166,6 +180,17 @@ def _header(file: Path, stream: BinaryIO) -> dict[str, _Stored]:
         place = 8 + size + begin, end - begin
         tensors[name] = _Stored(file, *place, tuple(entry["shape"]), entry["dtype"])
     return tensors
+
+
+def _request(places: Sequence[_Stored]) -> None:
+    """Ask the system to read tensors ahead."""
+    with suppress(OSError):  # of a file that is gone: reading its tensor raises, with its name
+        for tensor in places:
+            end = tensor.start + tensor.nbytes
+            with tensor.file.open("rb") as stream:
+                for start in range(tensor.start, end, REQUEST):
+                    count = min(REQUEST, end - start)
+                    os.posix_fadvise(stream.fileno(), start, count, os.POSIX_FADV_WILLNEED)
 
 
 def safetensors_files(path: Path) -> list[Path]:

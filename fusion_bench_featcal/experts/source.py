@@ -1,6 +1,6 @@
 """Sources of weights: a model in memory, and views of other sources."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -11,9 +11,10 @@ from fusion_bench_featcal.settings import CalibrationError
 class ExpertSource(Protocol):
     """A readable set of named tensors: one model's weights.
 
-    A source may have `rows(name, start, stop)`, which reads no more than these rows, and `config`,
-    the model's transformers config or the content of its config.json, which is compared with the
-    merged model's.
+    A source may have `rows(name, start, stop)`, which reads no more than these rows,
+    `will_need(names)`, which begins to read tensors that are asked for soon and returns at once,
+    and `config`, the model's transformers config or the content of its config.json, which is
+    compared with the merged model's.
     """
 
     def names(self) -> set[str]:
@@ -84,11 +85,21 @@ class SourceView:
 
     def nbytes(self, name: str) -> int:
         """Return the number of bytes that reading one tensor takes."""
-        return known_bytes(self._source, name)
+        return sum(known_bytes(*part) for part in self.parts(name))
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor, as the view shows it."""
         return self._source.tensor(name)
+
+    def parts(self, name: str) -> list[tuple[ExpertSource, str]]:
+        """Return the sources and names of the tensors of which one is made."""
+        return [(self._source, name)]
+
+    def will_need(self, names: Iterable[str]) -> None:
+        """Let sources read ahead what some tensors are made of."""
+        parts = [part for name in names for part in self.parts(name)]
+        for source in {id(source): source for source, _ in parts}.values():
+            read_ahead(source, [name for other, name in parts if other is source])
 
 
 class Tensors(Mapping[str, Tensor]):
@@ -105,6 +116,9 @@ class Tensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read(self.names[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names  # a mapping would read it to tell
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -142,6 +156,12 @@ def known_bytes(source: ExpertSource, name: str) -> int:
             f"{error}: it would tell how many bytes a tensor takes, by which "
             "method.expert_read_budget plans what to read. Add it, or set that to null"
         ) from error
+
+
+def read_ahead(source: Any, names: Iterable[str]) -> None:
+    """Let a source begin to read tensors that are needed soon, if it can."""
+    if hasattr(source, "will_need"):
+        source.will_need(names)
 
 
 def rows_of(source: Any, name: str, start: int, stop: int) -> Tensor:

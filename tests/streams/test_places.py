@@ -1,7 +1,9 @@
 """Features that wait elsewhere come back as they were, and leave nothing behind."""
 
 import errno
-from dataclasses import dataclass
+import weakref
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,44 @@ def test_one_batch_and_the_next_are_on_the_device():
             if number:
                 assert isinstance(batches[number - 1].cal.hidden, Waiting)
     assert list(place.visits([])) == []
+
+
+class SlowStream:
+    """A stream whose copies are done when somebody waits for it. Before that they are NaN."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        self.copies.append((torch.full_like(tensor, torch.nan), tensor))
+        return self.copies[-1][0]
+
+    def wait_stream(self, other: "SlowStream") -> None:
+        while other.copies:
+            target, source = other.copies.pop(0)
+            target.copy_(source)
+
+
+def test_features_arrive_before_they_are_read(monkeypatch: pytest.MonkeyPatch):
+    device, copying, current = [], SlowStream(), SlowStream()
+
+    def arriving(data: Tensor, *_: Any, **__: Any) -> Tensor:
+        device.append(weakref.ref(copy := copying.copied(data)))
+        return copy
+
+    place, batches = Host(CPU), [batch_of(torch.full((3, 4), 1.0 * n)) for n in range(4)]
+    monkeypatch.setattr(place, "_stream", copying)
+    monkeypatch.setattr(place, "put", current.copied)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(Tensor, "to", arriving)
+    for visit in range(3):
+        for number, batch in enumerate(place.visits(batches)):
+            assert torch.equal(batch.cal.hidden, torch.full((3, 4), 1.0 * number + visit))
+            batch.cal = replace(batch.cal, hidden=batch.cal.hidden + 1)
+            here = sum(copy() is not None for copy in device)  # later two of each batch
+            assert here <= (4 if visit else 2)
 
 
 def test_an_error_in_a_visit_puts_features_away():

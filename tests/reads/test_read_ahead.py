@@ -1,0 +1,154 @@
+"""Weights are asked for once, before they are read. Asking changes no bit of the result."""
+
+import itertools
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from calibrations import PLUS, run_fast
+from safetensors.torch import load_file, save_file
+from test_experts_joined import Stored, stored
+from test_experts_lora import write_adapter
+from tiny_models import Suite, clip_suite, decoder_suite, t5_suite
+from tiny_texts import t5_model
+from torch import Tensor
+
+from fusion_bench_featcal import SafetensorsExpert, calibration
+from fusion_bench_featcal.experts import (
+    ExpertModel,
+    SourceView,
+    hollow_copy,
+    safetensors_files,
+    source_of,
+)
+from fusion_bench_featcal.experts.joined import JoinedExperts
+from fusion_bench_featcal.experts.lora import LoraExpert
+from fusion_bench_featcal.experts.merging import MergedOnRead
+
+Events = list[tuple[str, ...]]
+"""`asked` or `read` with model and tensor, or `solved` with a block."""
+
+SUITES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "clip": (clip_suite, {}),
+    "llama, plus": (decoder_suite, PLUS),
+    "t5": (t5_suite, {}),
+    "one input at a time": (clip_suite, {"sums_at_once": "input"}),
+    "budget": (clip_suite, {"expert_read_budget": "60%"}),
+}
+
+
+class Heard(SourceView):
+    """A source that notes which of its tensors are asked for and which are read."""
+
+    def __init__(self, source: Any, label: str, events: Events) -> None:
+        super().__init__(source_of(source))
+        self._label, self._events = label, events
+
+    def tensor(self, name: str) -> Tensor:
+        self._events.append(("read", self._label, name))
+        return super().tensor(name)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self.tensor(name)[start:stop]
+
+    def will_need(self, names: Any) -> None:
+        self._events.extend(("asked", self._label, name) for name in names)
+
+
+def heard(suite: Suite, folder: Path, patch: Any, **more: Any) -> tuple[dict[str, Tensor], Events]:
+    """The calibrated tensors, and the events from the first block on."""
+    events: Events = []
+    solve, calibrate_blocks = calibration.solve, calibration.calibrate_blocks
+
+    def noted(problem: Any, block: str, sums: Any) -> Any:
+        result = solve(problem, block, sums)
+        events.append(("solved", block))
+        return result
+
+    patch.setattr(calibration, "solve", noted)
+    patch.setattr(calibration, "calibrate_blocks", lambda p: events.clear() or calibrate_blocks(p))
+    experts: Any = {task: Heard(model, task, events) for task, model in suite.experts.items()}
+    base: Any = Heard(suite.base, "base", events)
+    hollow = replace(suite, merged=hollow_copy(suite.merged), base=base, experts=experts)
+    weights = Heard(suite.merged, "merged", events)
+    run_fast(hollow, merged_weights=weights, checkpoint_dir=folder, **more)
+    files = map(load_file, sorted(folder.glob("*.safetensors")))
+    return {name: tensor for file in files for name, tensor in file.items()}, events
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_weights_are_asked_for_before_the_block_ahead_of_theirs_is_solved(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    make, more = SUITES[name]
+    suite: Suite = make()
+    found, events = heard(suite, tmp_path / "ahead", monkeypatch, **more)
+    asked = [event for event in events if event[0] == "asked"]
+    assert len(asked) == len(set(asked))
+    assert {event[1:] for event in asked} <= {e[1:] for e in events if e[0] == "read"}
+    for before, block in itertools.pairwise(["", *suite.blocks]):
+        for event in {e for e in events if e[0] == "read" and e[2].startswith(f"{block}.")}:
+            at_once = event[1] in list(suite.experts)[1:]  # in the block itself, in the first alone
+            if before or (at_once and more is not PLUS):  # whose first experts tell trust
+                at = events.index(("asked", *event[1:]))
+                solved = events.index(("solved", block if at_once else before))
+                assert at < events.index(event) and at < solved
+    monkeypatch.setattr(Heard, "will_need", lambda *_: None)
+    wanted, _ = heard(suite, tmp_path / "not", monkeypatch, **more)
+    assert found.keys() == wanted.keys() and len(found)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def view_of(kind: str, events: Events, folder: Path) -> Any:
+    """A view of sources that are overheard."""
+    if kind == "joined":
+        return JoinedExperts(Heard(Stored(stored("qwen")), "base", events))
+    if kind == "lora":
+        model = t5_model().float()
+        view = LoraExpert(Heard(model, "base", events), write_adapter(folder, model, 1))
+        view._weights = Heard(view._weights, "adapter", events)  # type: ignore[assignment]
+        return view
+    suite = clip_suite()
+    heard_models = (Heard(model, name, events) for name, model in suite.experts.items())
+    experts = [ExpertModel("x", source, suite.base) for source in heard_models]
+    base = ExpertModel("base", Heard(suite.base, "base", events), suite.base)
+    return MergedOnRead(base, base, experts, 0.3 if kind == "arithmetic" else None)
+
+
+@pytest.mark.parametrize("kind", ["joined", "lora", "arithmetic", "average"])
+def test_views_ask_for_the_tensors_that_they_read(kind: str, tmp_path: Path):
+    events: Events = []
+    view = view_of(kind, events, tmp_path)
+    for name in sorted(view.names()):
+        events.clear()
+        view.will_need([name])
+        view.tensor(name)
+        asked, read = ({e[1:] for e in events if e[0] == word} for word in ("asked", "read"))
+        assert asked == read != set()
+
+
+def test_files_are_asked_for_the_bytes_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file, pieces = tmp_path / "x.safetensors", list[bytes]()
+    tensors = {"b": torch.randn(70_000), "a": torch.randn(3, 5).bfloat16(), "c": torch.ones(())}
+    save_file(tensors, file, {"format": "pt"})
+
+    def advise(descriptor: int, start: int, count: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED and count <= 2**17
+        pieces.append(os.pread(descriptor, count, start))
+
+    def at_once(target: Any, args: Any, **_: Any) -> Any:
+        return SimpleNamespace(start=lambda: target(*args))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(safetensors_files, "Thread", at_once)
+    source = SafetensorsExpert(file)
+    for name, tensor in tensors.items():
+        pieces.clear()
+        source.will_need([name, "of another model"])
+        assert b"".join(pieces) == tensor.view(-1).view(torch.uint8).numpy().tobytes()
+    file.unlink()
+    source.will_need(["a"])  # reading it raises
