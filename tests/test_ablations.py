@@ -10,9 +10,8 @@ from tiny_convs import net_suite, tower_suite
 from tiny_models import Suite, clip_suite
 from tricky_models import biased, plain, stack_suite
 
+from fusion_bench_featcal import Paper, Plus
 from fusion_bench_featcal.lab.ablations import AllAtOnce, EqualWeights
-from fusion_bench_featcal.rules.paper import Paper
-from fusion_bench_featcal.rules.plus import Plus
 
 GAMMAS = {"task_0": 2.0, "task_1": 3.0}
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab.compare.claims import EXPIRES_SECONDS, Busy, claimed
-from fusion_bench_featcal.settings import CalibrationError
 
 HERE = socket.gethostname()
 

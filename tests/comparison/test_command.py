@@ -49,36 +49,3 @@ def test_command_compares_and_leaves_reports(tmp_path: Path) -> None:
     kept = tmp_path / "outputs" / "comparison" / "clip-vit-mini_alphabets2"
     assert len(list(kept.glob("cells/*/result.json"))) == 5
     assert len(list(kept.glob("upstreams/*/model.safetensors"))) == 1
-
-
-BROKEN = """
-from fusion_bench_featcal.lab.rivals import AnchorOnly
-
-
-class Broken(AnchorOnly):
-    def post_merge(self, merged, inputs):
-        raise RuntimeError("no such luck")
-"""
-
-
-@pytest.mark.slow
-def test_cells_in_processes_of_their_own_have_the_same_results(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text(BROKEN)
-    words = [
-        "method=compare", "modelpool=clip-vit-mini_alphabets2", "method.samples_per_task=4",
-        "method.upstreams=[simple_average]", "method.alone=[]", "method.references=[]",
-        "+method.post_merging_methods.broken={_target_: broken.Broken}", "path.log_dir=log",
-    ]  # fmt: skip
-    apart = [*words, "method.post_merging=[broken,ridge_surgery]", "method.results_dir=apart"]
-    done = fusion_bench([*apart, "method.jobs=2"], tmp_path, check=False)
-    assert done.returncode != 0
-    assert "1 of 3 cells failed" in done.stderr + done.stdout
-    assert "no such luck" in done.stderr + done.stdout
-    found = Report.load(tmp_path / "log" / "simple_average")
-    together = [*words, "method.post_merging=[ridge_surgery]", "method.results_dir=together"]
-    fusion_bench(together, tmp_path)
-    wanted = Report.load(tmp_path / "log" / "simple_average")
-    assert found.rows == wanted.rows
-    assert {row: set(cost) for row, cost in found.cost.items()} == {
-        row: set(cost) for row, cost in wanted.cost.items()
-    }

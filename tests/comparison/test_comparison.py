@@ -29,10 +29,10 @@ from comparison_parts import (
 )
 from lightning.fabric.loggers import CSVLogger
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.lab.report.find import find
 from fusion_bench_featcal.results import Report, ReportError
-from fusion_bench_featcal.settings import CalibrationError
 
 DOUBLE = {"double": method(Scale)}
 ONE: dict[str, Any] = {"upstreams": ["task_arithmetic"]}

@@ -2,8 +2,6 @@
 
 import logging
 import os
-import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,14 @@ from fusion_bench import BaseModelPool, BaseTaskPool
 from omegaconf import OmegaConf
 from PIL import Image
 
+from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.calibration_data import draw_samples
 from fusion_bench_featcal.lab.compare.data import DataDigests, digest_rows
 from fusion_bench_featcal.lab.compare.fingerprint import (
     FileDigests,
-    describe_code,
     describe_pool,
     fingerprint,
 )
-from fusion_bench_featcal.settings import FeatCalSettings
 
 
 def test_order_of_keys_does_not_count_but_values_do() -> None:
@@ -35,23 +32,6 @@ def test_order_of_keys_does_not_count_but_values_do() -> None:
     assert fingerprint({"a": True, "b": [1, 2]}) != known
     interpolated = OmegaConf.create({"seed": 1, "cell": {"a": "${seed}", "b": [1, 2]}})
     assert fingerprint(interpolated.cell) == known
-
-
-def test_weights_in_memory_count() -> None:
-    model = linear(1)
-    known = fingerprint(model)
-    assert fingerprint(linear(1)) == known
-    assert fingerprint(linear(1).half()) != known
-    torch.nn.init.zeros_(model[0].bias)  # type: ignore[index]
-    assert fingerprint(model) != known
-
-
-def test_pool_in_memory_counts_with_its_weights() -> None:
-    known = fingerprint(describe_pool(model_pool(), FileDigests()))
-    assert fingerprint(describe_pool(model_pool(), FileDigests())) == known
-    pool: Any = model_pool()
-    torch.nn.init.zeros_(pool._models["right"][0].bias)
-    assert fingerprint(describe_pool(pool, FileDigests())) != known
 
 
 def test_changed_model_file_counts(tmp_path: Path) -> None:
@@ -183,53 +163,3 @@ def test_items_without_content_count_by_length_and_are_told(
     known = {"class": "list", "length": 2, "config": None}
     assert DataDigests(model_pool(), pool).tested() == {"left": known}
     assert "left counts in fingerprints by class, length and config: " in caplog.text
-
-
-def test_drawn_items_without_content_count_by_their_config() -> None:
-    config = {"_target_": "fusion_bench_featcal.lab.compare.FeatCal", "samples_per_task": 1}
-
-    def digests(size: int) -> dict[str, Any]:
-        data = {"left": {"_target_": "test_fingerprint.Objects", "size": size}}
-        models: Any = {"left": linear(1)}
-        pool = BaseModelPool(models, train_datasets=OmegaConf.create(data))
-        return DataDigests(pool, BaseTaskPool()).drawn(config)
-
-    assert digests(1) == digests(1) != digests(2)
-
-
-class Objects(list):
-    """Two items without content."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__([object(), object()])
-
-
-def test_results_that_draw_nothing_do_not_depend_on_the_pools_data() -> None:
-    models: Any = {"left": linear(1)}
-    pools = [
-        BaseModelPool(models, train_datasets=OmegaConf.create({"left": {"path": path}}))
-        for path in ("a", "b")
-    ]
-    known, other = (fingerprint(describe_pool(pool, FileDigests())) for pool in pools)
-    assert known == other
-
-
-def test_own_code_counts_by_source_and_packages_by_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "own_method", raising=False)
-    file = tmp_path / "own_method.py"
-    file.write_text("class Method:\n    pass\n")
-    config = {"steps": [{"_target_": "own_method.Method"}]}
-    known = describe_code(config, FileDigests())
-    assert list(known) == ["own_method"]
-    assert describe_code(config, FileDigests()) == known
-    file.write_text("class Method:\n    scale = 2\n")
-    assert describe_code(config, FileDigests()) != known
-    merger = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
-    versions = set(describe_code(merger, FileDigests()).values())
-    assert f"fusion-bench {version('fusion-bench')}" in versions
-    assert (
-        describe_code({"_target_": "fusion_bench_featcal.SafetensorsExpert"}, FileDigests()) == {}
-    )

@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 from test_text_comparison import composed
 from torch import nn
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab.compare import Chain, ComparisonAlgorithm, FeatCal
 from fusion_bench_featcal.lab.compare.grid import GridChoices, make_grid
 from fusion_bench_featcal.lab.rivals.interface import seed_of
-from fusion_bench_featcal.settings import CalibrationError
 
 WUDI = "fusion_bench.method.WUDIMerging"
 FEATCAL = {"_target_": "fusion_bench_featcal.lab.compare.FeatCal", "seed": 3}

@@ -16,8 +16,7 @@ from fusion_bench_featcal.lab.compare.inference import (
     Timed,
     on_one_clock,
 )
-from fusion_bench_featcal.lab.rivals.corrected_clip import CorrectedModel
-from fusion_bench_featcal.lab.rivals.corrected_model import SurgeryModule
+from fusion_bench_featcal.lab.rivals import CorrectedModel, SurgeryModule
 
 FABRIC = SimpleNamespace(device=torch.device("cpu"), autocast=nullcontext)
 

@@ -11,10 +11,10 @@ import torch
 from comparison_parts import linear
 from torch import nn
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.files import owner_mark, remove
 from fusion_bench_featcal.lab.compare.store import CellResult, ResultStore
 from fusion_bench_featcal.results import ReportError
-from fusion_bench_featcal.settings import CalibrationError
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.data.labels import encode_labels, label_index, match_names
-from fusion_bench_featcal.settings import CalibrationError
 
 TWELVE = sorted(str(number) for number in range(12))
 

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from tiny_images import SHAPES, picture, write_class_folders
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.data.pictures import to_rgb
-from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks import load_images
 
 

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from tiny_images import channels_first
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.calibration_images import TaskBatches
 from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.data.pictures import to_rgb
-from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks import load_images
 from fusion_bench_featcal.tasks.scoring import EvaluationItems
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_images import channels_first, picture
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.data.pictures import stack_pixels, to_pixels
-from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks.scoring import PixelCache
 
 
@@ -86,11 +86,4 @@ def test_a_pass_broken_off_is_not_kept():
     cache, loader = PixelCache(1), Loader()
     assert len(list(itertools.islice(cache.batches("a", loader), 1))) == 1
     assert len(list(cache.batches("a", loader))) == 2
-    assert loader.asked == 2
-
-
-def test_no_cache():
-    cache, loader = PixelCache(0), Loader()
-    for _ in range(2):
-        list(cache.batches("a", loader))
     assert loader.asked == 2

@@ -4,9 +4,9 @@ import pytest
 import torch
 from tiny_texts import word_tokenizer
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.data.text_formats import lacks_answer
 from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, TextKind, pad_samples
-from fusion_bench_featcal.settings import CalibrationError
 
 A, B, C, D, END, UNKNOWN = 3, 4, 5, 6, 1, 2
 CHAT = (

@@ -20,10 +20,10 @@ from tiny_models import (
 from tiny_open_clip import tower_suite as open_clip_suite
 from torch import Tensor, nn
 
+from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.lab.diagnosis.drift import COLUMNS as NAMES
 from fusion_bench_featcal.lab.diagnosis.measure import Measures, measure
-from fusion_bench_featcal.settings import FeatCalSettings
 
 EXACT = 1e-12
 COLUMNS = {name: place for place, name in enumerate(NAMES)}

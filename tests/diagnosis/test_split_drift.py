@@ -16,26 +16,6 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def columns(table: Tensor) -> dict[str, Tensor]:
-    return dict(zip(COLUMNS, table.T, strict=True))
-
-
-def test_terms_and_their_product_give_the_drift():
-    found = columns(split_drift(normal(0, 9, 5), normal(1, 9, 5), normal(2, 9, 5)))
-    squares = found["mismatch_sq"] + found["propagation_sq"] + 2 * found["product"]
-    assert (squares - found["drift_sq"]).abs().max() < 1e-12
-    assert (found["drift"] ** 2 - found["drift_sq"]).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize(("crossed", "term"), [(0, "propagation"), (1, "mismatch")])
-def test_a_term_vanishes_where_the_crossed_features_are_one_sides(crossed, term):
-    sides = normal(0, 9, 5), normal(1, 9, 5)
-    found = columns(split_drift(*sides, sides[crossed]))
-    other = "mismatch" if term == "propagation" else "propagation"
-    assert found[term].max() == 0
-    assert torch.equal(found[other], found["drift"])
-
-
 def test_half_precision_is_summed_in_float32():
     sides = [normal(seed, 9, 5) for seed in range(3)]
     half = [side.bfloat16() for side in sides]

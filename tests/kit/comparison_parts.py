@@ -13,8 +13,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab.compare import ComparisonAlgorithm
-from fusion_bench_featcal.settings import CalibrationError
 
 TASKS = ("left", "right")
 ITEMS = 20

@@ -27,10 +27,14 @@ from tiny_pools import (
 from torch import Tensor, nn
 from transformers import CLIPModel
 
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.lab.compare import FeatureCorrection
 from fusion_bench_featcal.lab.rivals import (
     AffineModule,
+    Chain,
     CorrectedLanguageModel,
     CorrectedModel,
+    FeatCal,
     SurgeryModule,
 )
 from fusion_bench_featcal.tasks import ClipTaskPool
@@ -134,6 +138,20 @@ def test_a_module_that_tasks_share_is_saved_once_and_folders_may_lack_curves(
     assert loaded.added() == model.added() and loaded.curves == {}
     for task in TASKS:
         assert torch.equal(loaded.features(task, PIXELS), model.features(task, PIXELS))
+
+
+def test_a_correction_may_follow_featcal_but_must_be_the_last(models) -> None:
+    ridge: Any = FeatureCorrection(method="ridge_surgery", samples_per_task=6)
+    chain, given = (
+        Chain({"featcal": FeatCal(samples_per_task=8), "ridge": ridge}),
+        tiny_pool(models),
+    )
+    chain.check(inputs_of(given))
+    model: Any = chain.post_merge(tower(models, "_merged_"), inputs_of(given))
+    assert chain.samples(model, TASKS) == dict.fromkeys(TASKS, {"samples": 8, "split": "train"})
+    assert len(chain.added(model)) == len(TASKS)
+    with pytest.raises(CalibrationError, match="ridge_surgery must be the last"):
+        ridge.added(nn.Identity())
 
 
 def model_of(kind: str) -> Any:

@@ -46,6 +46,7 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("RegMean", {"task_weights": "mine"}, "task_weights must be one of equal, unit_gram, got"),
     ("RegMean", {"samples_per_task": 0}, "samples_per_task must be an integer >= 1, got 0"),
     ("RegMean", {"ridge_lambda": 1.0}, r"method\.ridge_lambda is no setting"),
+    ("FeatCal", {"checkpoint_dir": "blocks"}, r"checkpoint_dir.*method\.results_dir"),
     ("SurgeryAlgorithm", {"base_metod": 1}, "'base_method'"),
 ]
 

@@ -265,11 +265,6 @@ def test_keys_of_the_report_are_checked_before_anything_runs(keys: dict, message
         StudyAlgorithm(study="x", **keys)
 
 
-def test_tuples_are_lists_of_names() -> None:
-    study = StudyAlgorithm(study="x", over=("subset",), against={"featcal": ("featcal:plus",)})
-    assert list(study.design.over) == ["subset"]
-
-
 def test_a_study_needs_a_task_pool(tmp_path: Path) -> None:
     without = study(tmp_path)
     without._program.taskpool = None

@@ -40,31 +40,10 @@ def test_command_runs_two_points_and_shares_cells_with_compare(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_command_merges_subsets_of_tasks_and_measures_cells_apart(tmp_path: Path) -> None:
-    words = [
-        "method=study/tasks", "modelpool=clip-vit-mini_TA6", "method.axes.tasks=[2]",
-        "method.subsets=1", "method.post_merging=[none]", "path.log_dir=log",
-    ]  # fmt: skip
+def test_the_study_of_costs_measures_cells_apart(tmp_path: Path) -> None:
+    words = ["method=study/cost", *WORDS[1:], "method.axes.samples_per_task=[4]"]
     fusion_bench(words, tmp_path)
-    (run,) = Study.load(tmp_path / "log").runs
-    report = Report.load(run)
-    tasks = set(report.labels["subset"].split("+"))
-    assert len(tasks) == 2
-    for row in report.rows.values():
-        assert set(row) == tasks | {"average"}
-    cost = ["method=study/cost", *WORDS[1:], "method.axes.samples_per_task=[4]"]
-    fusion_bench(cost, tmp_path)
     (point,) = Study.load(tmp_path / "log").points
     (row,) = point.rows("task_arithmetic", "ridge_surgery")
     assert row.cost["seconds"] > 0 and row.cost["peak_rss_bytes"] > 0
     assert row.samples == "4 train"
-
-
-@pytest.mark.slow
-def test_command_refuses_bad_points_in_one_line(tmp_path: Path) -> None:
-    words = [*WORDS, "method.axes.samples_per_task=[0]"]
-    done = fusion_bench(words, tmp_path, check=False)
-    assert done.returncode != 0
-    said = " ".join((done.stdout + done.stderr).split())
-    assert "method.axes.samples_per_task: method.samples_per_task must be an integer >= 1" in said
-    assert not (tmp_path / "outputs" / "comparison").exists()

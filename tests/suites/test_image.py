@@ -29,12 +29,6 @@ def test_items_are_rgb_pictures_in_the_tasks_colours(task):
     assert (pixels >= low).all() and (pixels <= high).all()
 
 
-def test_paint_runs_from_paper_to_ink():
-    task = image.ImageTask("any", paper=(0, 100, 50), ink=(255, 0, 50))
-    painted = task.paint(np.array([[0, 255, 51]], dtype=np.uint8))
-    assert painted.tolist() == [[[0, 100, 50], [255, 0, 50], [51, 80, 50]]]
-
-
 def test_unknown_names_are_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="no image task 'mnist'; there are mini_mnist"):
         image.load_split("mnist", "train")
@@ -56,10 +50,3 @@ def test_loading_makes_the_class_names_known_to_fusionbench(load, monkeypatch):
     for name in image.TASKS:
         classnames, templates = get_classnames_and_templates(name)
         assert [templates[0](word) for word in classnames] == image.load_arrays(name).prompts()
-
-
-def test_registering_leaves_what_others_registered(monkeypatch):
-    own = {"classnames": ["x"], "templates": [str]}
-    monkeypatch.setattr(CLIPTemplateFactory, "_dataset_mapping", {"mini_mnist": own})
-    image.register_class_names()
-    assert CLIPTemplateFactory._dataset_mapping["mini_mnist"] is own

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 from tiny_images import SHAPES, picture
 
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.tasks import load_images
 from fusion_bench_featcal.tasks.definition import TaskDefinition, load_task, parse_tasks
 

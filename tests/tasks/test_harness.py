@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tiny_texts import llama_model, word_tokenizer
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.fusionbench.evaluation import evaluate
-from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks.harness import LMEvalTaskPool
 
 RESULTS = {"gsm8k": {"exact_match,none": 0.25, "alias": "gsm8k"}, "ifeval": {"acc,none": 0.5}}

@@ -31,23 +31,11 @@ def test_registered_names_are_what_fusion_bench_finds_and_known_ones_are_those_o
     assert known is not None and known[0] == DIGITS
 
 
-def test_same_names_as_fusion_bench_keep_its_prompts():
-    before = get_classnames_and_templates("mnist")
-    register_names("mnist", DIGITS, None)
-    register_names("mnist", DIGITS, [PromptTemplate('a photo of the number: "{}".')])
-    assert get_classnames_and_templates("mnist") == before
-
-
 @pytest.mark.parametrize("classnames", [["zero", *DIGITS[1:]], DIGITS[:9], [*DIGITS, "ten"]])
 def test_other_names_than_fusion_benchs_are_refused(classnames):
     with pytest.raises(ValueError, match=r"tasks\.mnist\.classnames: .*'my_mnist'"):
         register_names("mnist", classnames, None)
     assert get_classnames_and_templates("mnist")[0] == DIGITS
-
-
-def test_other_prompts_than_fusion_benchs_are_refused():
-    with pytest.raises(ValueError, match=r"tasks\.mnist\.templates: .*'my_mnist'"):
-        register_names("mnist", DIGITS, [PromptTemplate("digit {}")])
 
 
 def test_own_names_may_change_with_a_warning(caplog):
@@ -119,18 +107,3 @@ def test_heads_with_a_damaged_note_are_made_anew(make_pool, shapes, damage):
     make_pool(tasks=tasks)
     assert not note.parent.exists()
     assert torch.equal(StoredHeads().head("shapes", pool.processor, pool.clip_model), first)
-
-
-@pytest.mark.parametrize("part", ["output.pkl", "metadata.json"])
-def test_stored_heads_with_damaged_or_missing_parts(make_pool, shapes, part):
-    pool = make_pool(tasks={"shapes": {"data": str(shapes)}})
-    pool.setup()
-    first = StoredHeads().head("shapes", pool.processor, pool.clip_model)
-    (file,) = cache_utils.DEFAULT_CACHE_DIR.rglob(part)
-    file.write_bytes(file.read_bytes()[:20])
-    assert make_pool(tasks={"shapes": {"data": str(shapes)}})
-    assert torch.equal(StoredHeads().head("shapes", pool.processor, pool.clip_model), first)
-
-
-def test_no_cache_folder_is_no_problem(tmp_path):
-    assert forget_stored_heads(["shapes"], tmp_path / "nowhere") == 0

@@ -126,19 +126,3 @@ def test_an_expert_is_tested_on_the_classes_it_was_trained_on(workplace, tmp_pat
     with pytest.raises(SystemExit, match="test: no training images of b; expected a folder"):
         script["train"](tmp_path / "train", tmp_path / "expert", tmp_path / "test")
     assert not (tmp_path / "expert").exists()
-
-
-@pytest.mark.slow
-def test_misspelt_key_in_another_config_folder_stops_the_run(workplace, tmp_path):
-    pool = yaml.safe_load(example())
-    task = pool["default_taskpool"]["tasks"]["my_alphabet"]
-    task["template"] = task.pop("templates")
-    (tmp_path / "elsewhere/modelpool").mkdir(parents=True)
-    (tmp_path / "elsewhere/modelpool/misspelt.yaml").write_text(yaml.safe_dump(pool))
-    (tmp_path / "my_alphabet").symlink_to(workplace / "my_alphabet")
-    arguments = ["--config-dir", "elsewhere", "method=featcal", "modelpool=misspelt"]
-    done = fusion_bench(tmp_path, *arguments, "path.log_dir=run")
-    assert done.returncode != 0
-    message = "taskpool.tasks.my_alphabet: unknown key 'template' (nearest: 'templates')"
-    assert message in done.stderr
-    assert not list((tmp_path / "run").glob("report*"))

@@ -10,9 +10,9 @@ from datasets import Dataset
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.data.text_samples import TextEncoder, TextKind
 from fusion_bench_featcal.fusionbench.evaluation import evaluate
-from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.suites import load_text_split, text
 from fusion_bench_featcal.tasks import TextTaskPool
 from fusion_bench_featcal.tasks.text_generation import answer_texts, target_loss
