@@ -148,7 +148,7 @@ def test_a_correction_may_follow_featcal_but_must_be_the_last(models) -> None:
     )
     chain.check(inputs_of(given))
     model: Any = chain.post_merge(tower(models, "_merged_"), inputs_of(given))
-    assert chain.samples(model, TASKS) == dict.fromkeys(TASKS, {"samples": 8, "split": "train"})
+    assert chain.samples(model, TASKS) == {task: {"samples": 8, "split": "train"} for task in TASKS}
     assert len(chain.added(model)) == len(TASKS)
     with pytest.raises(CalibrationError, match="ridge_surgery must be the last"):
         ridge.added(nn.Identity())
