@@ -171,6 +171,7 @@ _OPTIONS = (
     (r"modelpool\.(tokenizer|processor)", "--tokenizer"),
     (r"method\.resume=true", "--resume"),
     (r"method\.checkpoint_dir", "--out"),
+    (r"Check method\.base_method", "Check MERGED or --merge"),
     (r"(?<!@)\bmethod\.base_method", "--merge"),
     (r"method=featcal/plus", "--preset plus"),
     (r"\bset method\.(\w+)", r"give --set \1"),

@@ -131,7 +131,10 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "expert cut short": (cut_short("two"), r"expert 'two': .*two/model\.safetensors has changed"),
     "expert replaced": (replaced, r"expert 'two': .*two/model\.safetensors has changed"),
     "merged gone": (gone("merged"), r"merged model: .*merged/model\.safetensors could be read"),
-    "merged cut short": (cut_short("merged"), r"merged/model\.safetensors has changed"),
+    "merged cut short": (
+        cut_short("merged"),
+        r"merged/model\.safetensors has changed.* Check MERGED or --merge",
+    ),
     "folder hangs": (hanging, r"ended before it was done: finished blocks .*--resume"),
 }
 
