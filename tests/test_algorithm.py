@@ -14,7 +14,7 @@ import torch
 from cli_runs import fusion_bench
 from transformers import CLIPProcessor, CLIPVisionModel
 
-from fusion_bench_featcal import FeatCalSettings, calibrate
+from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.json_files import read_lines
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image
@@ -110,17 +110,6 @@ def test_table_and_what_to_do_next_come_last(run) -> None:
     assert max(len(line) for line in table if str(log_dir) not in line) <= 80
 
 
-def test_log_has_every_block_and_task(run) -> None:
-    lines = (run[0] / "calibration_log.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    tasks = [r for r in records if r["kind"] == "task"]
-    assert len(tasks) == 4 * 2
-    assert all(r["samples"] == SAMPLES and r["rows"] in (17 * SAMPLES, SAMPLES) for r in tasks)
-    assert all(r["drift_before"] > 0 and r["drift_after"] > 0 for r in tasks)
-    modules = [r for r in records if r["kind"] == "module"]
-    assert len(modules) == 4 * 6 and all(r["residual"] < 1e-6 for r in modules)
-
-
 def test_saved_model_loads_with_plain_transformers_and_gives_the_reported_accuracy(run) -> None:
     log_dir, _ = run
     model = CLIPVisionModel.from_pretrained(log_dir / "calibrated").eval()
@@ -157,28 +146,6 @@ def test_manifest_of_reads(run) -> None:
     assert 0.45 * half["plan"]["full"] < read <= half["plan"]["limit"]
     assert report.cost["featcal:anchor"]["expert_bytes"] == read
     assert report.settings["featcal:anchor"]["expert_read_budget"] == "50%"
-
-
-def test_huge_lambda_is_task_arithmetic_at_twice_the_scale(run) -> None:
-    """The anchor of task arithmetic at 0.3 with rho 2 is task arithmetic at 0.6."""
-    base = CLIPVisionModel.from_pretrained(image.path())
-    towers = [CLIPVisionModel.from_pretrained(image.path(task)) for task in image.TA6]
-    states = [dict(tower.named_parameters()) for tower in towers]
-    merged = CLIPVisionModel.from_pretrained(image.path())
-    with torch.no_grad():
-        for name, parameter in merged.named_parameters():
-            parameter += 0.3 * sum(state[name] - parameter for state in states)
-    pixels = torch.zeros(4, 3, 28, 28)
-    result = calibrate(
-        merged, base, dict(zip(image.TA6, towers, strict=True)),
-        {task: [pixels + index] for index, task in enumerate(image.TA6)},
-        FeatCalSettings(ridge_lambda=1e8, samples_per_task=4), progress=False,
-    )  # fmt: skip
-    anchors = dict(base.named_parameters())
-    for name, parameter in result.model.named_parameters():
-        if "encoder.layers" in name and "proj" in name and name.endswith("weight"):
-            step = sum(state[name] - anchors[name] for state in states)
-            torch.testing.assert_close(parameter, anchors[name] + 0.6 * step, atol=1e-5, rtol=1e-4)
 
 
 def test_failed_run_exits_nonzero_and_leaves_nothing_half_written(tmp_path: Path) -> None:

@@ -8,23 +8,16 @@ import pytest
 import torch
 from fusion_bench import BaseModelPool
 from fusion_bench.modelpool import CLIPVisionModelPool
+from image_pools import AVERAGE, suite_pool
 from tiny_models import clip_suite
 from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench.options import checked_choices, method_name
-from fusion_bench_featcal.fusionbench.pool_checks import check_experts
-from fusion_bench_featcal.fusionbench.pool_models import PoolModels
-from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.lab.rivals import FeatCal
-from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.method_inputs import MethodInputs
-from fusion_bench_featcal.problem import CalibrationResult
-from fusion_bench_featcal.results import Cost
 from fusion_bench_featcal.suites import image
-
-AVERAGE = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
 
 
 def pool_of(models: dict[str, Any]) -> BaseModelPool:
@@ -79,11 +72,6 @@ def test_keys_are_checked_before_anything_is_loaded(keys: dict[str, Any], messag
         FeatCalAlgorithm(**keys)
 
 
-def test_suite_with_a_misspelt_key_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"modelpool\.featcal.*compare_wiht"):
-        checked_choices(FeatCalSettings(), None, None, {"compare_wiht": []})
-
-
 PAPER = {"presets": {"paper_flan_t5": {"ridge_lambda": 1e-5, "mix_alpha": 0.6}}}
 
 
@@ -111,19 +99,6 @@ def test_folder_without_weights_is_named(tmp_path: Path) -> None:
         CalibrationError, match=r"empty.*no weights in .*modelpool\.models\._pretrained_"
     ):
         FeatCalAlgorithm(base_method=AVERAGE).run(pool)
-
-
-def suite_pool(**changes: Any) -> Any:
-    """Two of the bundled suite's tasks, as FusionBench's own pool, without any YAML."""
-    tasks = ["mini_greek", "mini_latin"]
-    options = {
-        "models": {"_pretrained_": image.path(), **{task: image.path(task) for task in tasks}},
-        "train_datasets": {task: image.load_split(task, "train") for task in tasks},
-        "processor": {"_target_": "fusion_bench_featcal.suites.image.load_processor"},
-    }
-    pool: Any = CLIPVisionModelPool(**(options | changes))
-    pool.load_train_dataset = lambda task: options["train_datasets"][task]
-    return pool
 
 
 def test_pools_merged_model_is_calibrated_and_keeps_dtype_and_class() -> None:
@@ -225,34 +200,3 @@ def test_processor_that_cannot_be_found_offline_is_named() -> None:
 )
 def test_upstream_row_is_named_after_the_merger(config: dict[str, str], name: str) -> None:
     assert method_name(config) == name
-
-
-def test_an_expert_far_from_the_base_is_named(tmp_path: Path) -> None:
-    base = CLIPVisionModel.from_pretrained(image.path())
-    expert = CLIPVisionModel.from_pretrained(image.path("mini_mnist"))
-    start = dict(base.named_parameters())
-    with torch.no_grad():
-        for name, parameter in expert.named_parameters():
-            parameter.copy_(start[name] + 20 * (parameter - start[name]))
-    expert.save_pretrained(tmp_path / "far")
-    pool = suite_pool()
-    pool._models["mini_mnist"] = str(tmp_path / "far")
-    (note,) = check_experts(PoolModels(pool))
-    assert note.startswith("expert mini_mnist lies ")
-
-
-def test_a_task_that_keeps_a_high_drift_is_named_and_noted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    log = CalibrationLog()
-    log.add("task", {"block": "0", "task": "far", "samples": 8, "relative_drift_after": 0.95})
-    log.add("task", {"block": "0", "task": "near", "samples": 8, "relative_drift_after": 0.3})
-    fabric = SimpleNamespace(device="cpu")
-    method = SimpleNamespace(_program=None, log_dir=str(tmp_path), fabric=fabric)
-    results = RunResults(method, memory_pool(), upstream="merged", row="featcal")
-    calibrated = CalibrationResult(torch.nn.Identity(), log)
-    results.add_calibrated("featcal", calibrated, FeatCalSettings(), Cost(), None)
-    (note,) = results.report.notes
-    assert (note.kind, note.row, note.task) == ("drift", "featcal", "far")
-    assert note.text.startswith("far keeps a relative drift of 0.95")
-    assert note.text not in caplog.text  # the last lines of the run have it

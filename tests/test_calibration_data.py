@@ -8,8 +8,8 @@ from omegaconf import DictConfig, OmegaConf
 from tiny_images import channels_first, picture, write_class_folders
 from transformers import CLIPImageProcessor
 
+from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.calibration_data import calibration_batches, draw_samples, samples_used
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tasks import load_images
 
 
@@ -85,13 +85,6 @@ def test_transformers_processor_on_a_folder_through_fusion_benchs_pool(tmp_path)
     pictures = [items[index]["image"] for index in order]
     expected = processor(images=pictures, return_tensors="pt")["pixel_values"]
     assert torch.equal(batch["pixel_values"], expected)
-
-
-def test_pool_whose_images_are_paths(tmp_path):
-    picture(5).save(tmp_path / "one.png")
-    pool = Pool(a=[{"image": str(tmp_path / "one.png")}])
-    (batch,) = calibration_batches(pool, ["a"], settings(samples_per_task=1), channels_first)["a"]
-    assert torch.equal(batch["pixel_values"][0], channels_first(picture(5)))
 
 
 def test_fewer_samples_than_asked_for_are_all_taken_with_one_warning(caplog):

@@ -9,9 +9,9 @@ from fusion_bench.modelpool import CausalLMPool, Seq2SeqLMPool
 from omegaconf import OmegaConf
 from tiny_texts import TASKS, llama_model, sentences, t5_model, with_data, word_tokenizer, write
 
+from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.calibration_data import calibration_batches, draw_samples
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 SETTINGS = FeatCalSettings(samples_per_task=6, batch_size=4)
 T5 = {"_target_": "transformers.AutoModelForSeq2SeqLM.from_pretrained"}

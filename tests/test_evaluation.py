@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_featcal.core import kernels
 from fusion_bench_featcal.fusionbench.evaluation import evaluate
-from fusion_bench_featcal.fusionbench.run_results import RunResults
 
 needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
 
@@ -57,21 +55,6 @@ def test_evaluation_heeds_the_setting(
 
 
 @needs_onednn
-def test_other_dtypes_and_devices_keep_torchs_own(onednn_calls: list[Any]) -> None:
-    class DoublePool(LinearTaskPool):
-        def evaluate(self, model: Any) -> dict[str, dict[str, float]]:
-            model(torch.ones(2, 7, dtype=torch.float64))
-            return {"cars": {"accuracy": 1.0}}
-
-    class OtherDevicePool(LinearTaskPool):
-        fabric = type("Fabric", (), {"device": torch.device("meta")})()
-
-    evaluate(DoublePool(), nn.Linear(7, 4).double(), name="one")  # type: ignore[arg-type]
-    evaluate(OtherDevicePool(), nn.Linear(7, 4), name="one")  # type: ignore[arg-type]
-    assert onednn_calls == []
-
-
-@needs_onednn
 def test_a_task_pool_that_trains_while_it_evaluates_gets_gradients(onednn_calls: list[Any]) -> None:
     class TrainingPool(LinearTaskPool):
         def evaluate(self, model: Any) -> dict[str, dict[str, float]]:
@@ -81,20 +64,6 @@ def test_a_task_pool_that_trains_while_it_evaluates_gets_gradients(onednn_calls:
     model = nn.Linear(7, 4)
     evaluate(TrainingPool(), model, name="one")  # type: ignore[arg-type]
     torch.testing.assert_close(model.weight.grad, torch.full((4, 7), 2.0))
-
-
-@needs_onednn
-def test_results_of_a_run_evaluate_with_its_setting(onednn_calls: list[Any]) -> None:
-    for kernel, calls in (("torch", 0), ("onednn", 1)):
-        pool: Any = LinearTaskPool()
-        fabric = SimpleNamespace(device="cpu")
-        method = SimpleNamespace(
-            _program=SimpleNamespace(taskpool=pool), log_dir=None, fabric=fabric
-        )
-        names = {"upstream": "merged", "row": "featcal", "linear_kernel": kernel}
-        run = RunResults(method, BaseModelPool({}), **names)
-        run.add_reference("merged", nn.Linear(7, 4))
-        assert len(onednn_calls) == calls
 
 
 def test_accuracies_and_losses_come_out_of_an_evaluation():

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from fusion_bench_featcal import SafetensorsExpert
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
 from fusion_bench_featcal.experts.far_experts import far_experts
-from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 
 
 def model(distance: float, seed: int) -> nn.Module:
@@ -72,22 +72,3 @@ def test_equal_experts_are_named() -> None:
     assert far_experts(experts, base) == [
         "experts one and two are the same on a sample of weights: check their paths"
     ]
-
-
-def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = model(0, 0)
-    save_file(base.state_dict(), tmp_path / "one.safetensors")
-    read: list[int] = []
-    rows_of = SafetensorsExpert.rows
-
-    def counted(self: SafetensorsExpert, name: str, start: int, stop: int) -> torch.Tensor:
-        rows = rows_of(self, name, start, stop)
-        read.append(rows.numel())
-        return rows
-
-    monkeypatch.setattr(SafetensorsExpert, "rows", counted)
-    monkeypatch.delattr(SafetensorsExpert, "tensor")
-    far_experts(
-        {"one": ExpertModel("one", SafetensorsExpert(tmp_path / "one.safetensors"), base)}, base
-    )
-    assert sum(read) == 8 * 64  # eight matrices of 8 x 8, without the embedding

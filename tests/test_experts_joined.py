@@ -56,10 +56,3 @@ def test_matrices_are_joined_as_the_model_has_them(kind: str):
     for name in source.names():
         assert source.shape(name) == tuple(source.tensor(name).shape)
         assert source.nbytes(name) == source.tensor(name).nbytes
-
-
-def test_sources_that_fit_stay_as_they_are():
-    source = Stored(stored("qwen"))
-    assert fitted_to(source.names(), source) is source
-    fused = Stored({name: torch.zeros(3, 2, 2) for name in FUSED})
-    assert fitted_to(FUSED, fused) is fused

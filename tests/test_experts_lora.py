@@ -1,97 +1,22 @@
 """LoRA experts, made whole tensor by tensor, against experts merged by hand."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapters import PLAIN, merged_by_hand, write_adapter
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from tiny_texts import t5_model, with_data, word_tokenizer, write
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts import InMemoryExpert
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel
-from fusion_bench_featcal.settings import CalibrationError
-
-PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", "init_lora_weights": True}
-ADAPTED = ("SelfAttention.q", "EncDecAttention.v", "DenseReluDense.wo")
-
-
-def write_adapter(folder: Path, base: nn.Module, seed: int, **changes: Any) -> Path:
-    """An adapter of rank 2 for some of a T5's linear modules."""
-    folder.mkdir(exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, module in base.named_modules():
-        if name.endswith(ADAPTED) and isinstance(module, nn.Linear):
-            start = f"base_model.model.{name}.lora_"
-            down, up = (module.in_features, module.out_features)
-            if changes.get("fan_in_fan_out"):
-                down, up = up, down
-            tensors[f"{start}A.weight"] = torch.randn(2, down, generator=generator)
-            tensors[f"{start}B.weight"] = 0.1 * torch.randn(up, 2, generator=generator)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(PLAIN | changes))
-    return folder
-
-
-def merged_by_hand(base: nn.Module, adapter: Path, scale: float) -> nn.Module:
-    from safetensors.torch import load_file
-
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    with torch.no_grad():
-        for name, module in base.named_modules():
-            up = tensors.get(f"base_model.model.{name}.lora_B.weight")
-            if up is not None:
-                down = tensors[f"base_model.model.{name}.lora_A.weight"]
-                module.weight += scale * (up @ down)  # type: ignore[operator]
-    return base
-
-
-@pytest.mark.parametrize(
-    ("changes", "scale"),
-    [({}, 3.0), ({"use_rslora": True}, 6 / 2**0.5), ({"alpha_pattern": {r".*\w*.*.*": 2}}, 1.0)],
-)
-def test_lora_expert_is_the_merged_expert(changes, scale, tmp_path):
-    base = t5_model().float()
-    adapter = write_adapter(tmp_path / "a", base, 1, **changes)
-    source = LoraExpert(InMemoryExpert(t5_model().float()), adapter)
-    merged = merged_by_hand(base, adapter, scale).state_dict()
-    assert source.names() == set(merged)
-    changed, plain = 0, t5_model().float().state_dict()
-    for name, tensor in merged.items():
-        torch.testing.assert_close(source.tensor(name), tensor, rtol=1e-6, atol=1e-7)
-        assert source.shape(name) == tuple(tensor.shape)
-        changed += not torch.equal(tensor, plain[name])
-    assert changed == 2 + 2 + 2 + 4  # q of both sides, v, wo of both sides
-
-
-def test_sum_is_rounded_once_to_the_bases_type(tmp_path):
-    base = t5_model().bfloat16()
-    adapter = write_adapter(tmp_path / "a", base, 1)
-    name = "encoder.block.0.layer.0.SelfAttention.q.weight"
-    exact = merged_by_hand(t5_model().bfloat16().float(), adapter, 3.0).state_dict()[name]
-    found = LoraExpert(InMemoryExpert(base), adapter).tensor(name)
-    assert torch.equal(found, exact.bfloat16())
-
-
-def test_weights_stored_input_first(tmp_path):
-    base = nn.Module()
-    base.c_attn = nn.Module()
-    base.c_attn.weight = nn.Parameter(torch.randn(3, 5))
-    down, up = torch.randn(2, 3), torch.randn(5, 2)
-    start = "base_model.model.c_attn.lora_"
-    save_file(
-        {f"{start}A.weight": down, f"{start}B.weight": up}, tmp_path / "adapter_model.safetensors"
-    )
-    (tmp_path / "adapter_config.json").write_text(json.dumps(PLAIN | {"fan_in_fan_out": True}))
-    found = LoraExpert(InMemoryExpert(base), tmp_path).tensor("c_attn.weight")
-    torch.testing.assert_close(found, base.c_attn.weight + 3 * (up @ down).T)
 
 
 class Mixed(nn.Module):

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from image_pools import AVERAGE, suite_pool
 from omegaconf import OmegaConf
 from PIL import Image
-from test_algorithm_pools import AVERAGE, suite_pool
 from tiny_texts import TASKS, llama_model, sentences, with_data, word_tokenizer, write
 from transformers import (
     AutoImageProcessor,

@@ -26,15 +26,14 @@ from tiny_models import scatter
 from tiny_texts import TASKS, llama_model, t5_model, with_data, word_tokenizer, write
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
+from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels, load_pool_model
 from fusion_bench_featcal.fusionbench.program import take_default_taskpool
-from fusion_bench_featcal.lab.compare import ComparisonAlgorithm
 from fusion_bench_featcal.lab.rivals import RegMeanAlgorithm, RidgeSurgeryAlgorithm
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 MERGER = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
 NAMES = ("_pretrained_", *TASKS)
@@ -125,17 +124,6 @@ def test_precision_without_effect_is_refused(algorithm, precision, tmp_path):
         algorithm.run(pool)
 
 
-def test_compare_refuses_a_precision_without_effect(tmp_path):
-    algorithm: Any = ComparisonAlgorithm(upstream_mergers={"simple_average": MERGER}, references=[])
-    algorithm.fabric = fabric("bf16-true")
-    algorithm._program = SimpleNamespace(
-        taskpool=SimpleNamespace(), _modelpool={}, merged_model_save_path=None
-    )
-    pool = clip_pool(towers(tmp_path))
-    with nothing_is_loaded(pool), pytest.raises(CalibrationError, match="precision=bf16-true"):
-        algorithm.run(pool)
-
-
 @pytest.mark.parametrize("precision", ["bf16-mixed", None])
 def test_precisions_of_forward_passes_are_kept(precision, tmp_path):
     check_pool_models(PoolModels(clip_pool(towers(tmp_path))), fabric(precision))
@@ -212,23 +200,6 @@ def test_damaged_file_is_named_with_its_model(number, tmp_path):
     assert "existing folder" not in message
 
 
-def test_damaged_base_is_named_too(tmp_path):
-    models = towers(tmp_path)
-    cut(4)(Path(models["_pretrained_"]))
-    assert "modelpool.models._pretrained_" in refusal(clip_pool(models))
-
-
-def test_integers_in_place_of_weights_are_refused_when_read(tmp_path):
-    models = towers(tmp_path)
-    stored_as(torch.int32)(Path(models["two"]))
-    source = PoolModel(clip_pool(models), "two").files
-    assert source is not None
-    like = tower()
-    name = next(key for key in like.state_dict() if key.endswith(FC1))
-    with pytest.raises(CalibrationError, match=r"'two': tensor .*torch\.int32.*models\.two"):
-        ExpertModel("two", source, like).tensor(name)
-
-
 @contextmanager
 def as_nobody() -> Iterator[None]:
     """Without the right to read everything."""
@@ -288,11 +259,6 @@ def test_model_that_is_not_there_is_told_before_the_words_of_the_hub(place, tmp_
     assert message.startswith(f"modelpool.models.two={place}: there is no such file or folder here")
     assert "Correct it" in message and "\n" not in message and "Could not resolve" not in message
     assert message == refusal(pool)
-
-
-def test_model_of_another_platform_is_left_to_the_pool(tmp_path):
-    model = PoolModel(clip_pool(towers(tmp_path) | {"two": "modelscope://who/what"}), "two")
-    assert (model.folders, model.files) == ([], None)
 
 
 def test_loader_that_fails_in_its_own_way_is_named():

@@ -11,7 +11,6 @@ from test_pool_checks import (
     NAMES,
     change_config,
     clip_pool,
-    nothing_is_loaded,
     refusal,
     tower,
     towers,
@@ -26,11 +25,9 @@ from transformers import (
     ViTModel,
 )
 
-from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
-from fusion_bench_featcal.lab.rivals import RegMeanAlgorithm
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
 def test_expert_with_another_function_is_refused_by_its_config(tmp_path):
@@ -48,14 +45,6 @@ def test_merged_model_with_another_function_is_refused(tmp_path):
     models = towers(tmp_path)
     merged = write(tower(7, layer_norm_eps=0.2), tmp_path / "merged")
     assert "model '_merged_' is another" in refusal(clip_pool(models | {"_merged_": merged}))
-
-
-def test_regmean_refuses_an_expert_with_another_function(tmp_path):
-    models = towers(tmp_path)
-    change_config(models["two"], num_attention_heads=4)
-    pool = clip_pool(models)
-    with nothing_is_loaded(pool), pytest.raises(CalibrationError, match="num_attention_heads=4"):
-        RegMeanAlgorithm().run(pool)
 
 
 def gpt2() -> Any:
@@ -114,10 +103,6 @@ def test_unknown_model_in_memory_is_refused_with_the_repeated_blocks_to_try():
     expected = r"auto does not know Net .*blocks: \[one\.\*\]\} or .*blocks: \[other\.\*\]\}"
     with pytest.raises(ValueError, match=expected):
         check_pool_settings(PoolModels(pool), FeatCalSettings())
-
-
-def test_a_familys_name_may_stand_in_a_mapping():
-    assert resolve_family({"name": "llama"}, nn.Module()).name == "llama"
 
 
 def test_family_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_path):

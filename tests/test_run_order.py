@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from fusion_bench.programs import FabricModelFusionProgram
+from image_pools import AVERAGE, suite_pool
 from omegaconf import OmegaConf
-from test_algorithm_pools import AVERAGE, suite_pool
 from transformers import CLIPImageProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import algorithm

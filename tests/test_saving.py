@@ -11,7 +11,6 @@ import pytest
 import torch
 from fusion_bench import BaseModelPool
 from process_group import in_forks
-from safetensors import SafetensorError
 from torch import nn
 from transformers import CLIPVisionModel
 
@@ -122,17 +121,6 @@ def test_full_disk_names_path_and_room_and_leaves_the_old_model(error, tmp_path,
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
 
-def test_full_disk_is_recognised_as_safetensors_tells_it(tmp_path, monkeypatch) -> None:
-    def full(self: Any, path: str, **_: Any) -> None:
-        os.makedirs(path)
-        raise SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
-
-    monkeypatch.setattr(Tiny, "save_pretrained", full)
-    with pytest.raises(CalibrationError, match=r"cannot be saved to .*saved: .*No space"):
-        save(1, tmp_path / "saved")
-    assert not list(tmp_path.iterdir())
-
-
 def test_too_little_room_is_noticed_before_writing(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(10, 10, 100))
     with pytest.raises(CalibrationError, match=r"too little room.*0 KiB are free"):
@@ -140,14 +128,6 @@ def test_too_little_room_is_noticed_before_writing(tmp_path, monkeypatch) -> Non
     program = program_with(tmp_path / "saved")
     with pytest.raises(CalibrationError, match=r"merged_model_save_path.*base's size takes 4 KiB"):
         check_save_target(program, pool())
-
-
-def test_processes_do_not_share_a_temporary_folder(tmp_path: Path) -> None:
-    def names(_: int) -> str:
-        return temporary_neighbour(tmp_path / "saved").name
-
-    first, second = in_forks(2, names)
-    assert first != second and owner_mark().rsplit("-", 1)[0] in first
 
 
 def test_only_what_dead_processes_of_this_host_left_is_removed(tmp_path: Path) -> None:
@@ -198,13 +178,6 @@ def test_place_is_refused(path: str, message: str, tmp_path: Path, monkeypatch) 
         check_save_target(program_with(path), models)
     assert "merged_model_save_path" in str(seen.value)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_log_directory_in_the_path_is_replaced(tmp_path: Path) -> None:
-    program = program_with("{log_dir}/a/model")
-    program.log_dir = str(tmp_path / "log")
-    check_save_target(program, pool())
-    assert (tmp_path / "log" / "a").is_dir() and not list((tmp_path / "log" / "a").iterdir())
 
 
 def test_pool_that_saves_a_file_may_replace_one(tmp_path: Path) -> None:

@@ -1,56 +1,28 @@
 """Pools of language models: unequal vocabularies, mixed experts, mergers, and what is saved."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fusion_bench.modelpool import CausalLMPool as FusionBenchPool
-from fusion_bench.modelpool import Seq2SeqLMPool
 from fusion_bench.utils import instantiate
 from fusion_bench.utils.hydra_utils import get_default_config_path
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from tiny_texts import TASKS, WORDS, llama_model, t5_model, with_data, word_tokenizer, write
+from text_pools import causal_pool, llamas, t5_pool
+from tiny_texts import word_tokenizer, write
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench.pool_models import PoolModel
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.fusionbench.saving import save_model
 from fusion_bench_featcal.pools import CausalLMPool
-from fusion_bench_featcal.settings import CalibrationError
 
 ARITHMETIC = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}
 RUN: dict[str, Any] = {"samples_per_task": 6, "calibrate_norm": False, "ridge_lambda": 1e-2}
-LOAD_T5 = "transformers.AutoModelForSeq2SeqLM.from_pretrained"
-
-
-def llamas(folder: Path, rows: dict[str, int]) -> dict[str, str]:
-    """A base and two experts; experts may have more rows of embeddings than there are words."""
-    names = ("_pretrained_", *TASKS)
-    return {
-        name: write(llama_model(n, rows.get(name, len(WORDS))).float(), folder / name.strip("_"))
-        for n, name in enumerate(names)
-    }
-
-
-def causal_pool(models: dict[str, str], kind: Any = CausalLMPool, **options: Any) -> Any:
-    tokenizer = word_tokenizer()
-    return with_data(kind(OmegaConf.create(models), tokenizer=tokenizer, **options))
-
-
-def t5_pool(folder: Path) -> Any:
-    models = {
-        name: {
-            "_target_": LOAD_T5,
-            "pretrained_model_name_or_path": write(t5_model(n).float(), folder / name.strip("_")),
-        }
-        for n, name in enumerate(("_pretrained_", *TASKS))
-    }
-    return with_data(Seq2SeqLMPool(OmegaConf.create(models), tokenizer=word_tokenizer(ends=True)))
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -88,17 +60,6 @@ def test_common_rows_give_what_models_of_one_size_give(stream, tmp_path):
     assert found.config.vocab_size == 23  # type: ignore[union-attr]
 
 
-def test_common_rows_reach_streamed_experts_too(tmp_path):
-    pool = causal_pool(llamas(tmp_path, {"one": 25, "two": 30}), vocabulary="common_rows")
-    source: Any = PoolModel(pool, "two").source(stream_experts=True)
-    whole = AutoModelForCausalLM.from_pretrained(pool._models["two"]).state_dict()
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        assert source.shape(name) == (23, 8)
-        assert torch.equal(source.tensor(name), whole[name][:23])
-    down = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(source.tensor(down), whole[down])
-
-
 def test_tokens_beyond_the_common_rows_are_refused(tmp_path):
     pool = causal_pool(llamas(tmp_path, {"one": 20}), vocabulary="common_rows")
     with pytest.raises(CalibrationError, match=r"tokens up to 22, but .* only 20 embedding rows"):
@@ -110,14 +71,6 @@ def test_unknown_choice_of_vocabulary():
         CausalLMPool({}, tokenizer=None, vocabulary="largest")
     with pytest.raises(ValueError, match="enable_lazy_loading=false"):
         CausalLMPool({}, tokenizer=None, vocabulary="common_rows", enable_lazy_loading=True)
-
-
-def test_expert_of_another_architecture_is_named(tmp_path):
-    models = llamas(tmp_path, {})
-    file = Path(models["two"]) / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "mistral"}))
-    with pytest.raises(CalibrationError, match=r"'two' is a 'mistral' model, the base a 'llama'"):
-        FeatCalAlgorithm(base_method=ARITHMETIC, **RUN).run(causal_pool(models))
 
 
 MERGERS = {
@@ -161,14 +114,6 @@ def test_saved_t5_has_its_tokenizer_and_loads_as_it_was(tmp_path):
     torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits)
 
 
-def test_config_of_another_release_is_corrected_when_saved(tmp_path):
-    pool, model = t5_pool(tmp_path), t5_model().float()
-    model.config.tie_word_embeddings = True  # type: ignore[union-attr]  # as transformers 5 has it
-    save_model(pool, model, tmp_path / "saved")
-    config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert config["tie_word_embeddings"] is False
-
-
 def test_tied_models_stay_tied_when_saved(tmp_path):
     models = llamas(tmp_path, {})
     config = AutoModelForCausalLM.from_pretrained(models["one"]).config
@@ -187,15 +132,6 @@ def test_generated_targets_calibrate(kind, tmp_path):
     model = FeatCalAlgorithm(base_method=ARITHMETIC, **options).run(pool)
     other = FeatCalAlgorithm(base_method=ARITHMETIC, **RUN).run(pool)
     assert not same(model, other)
-
-
-def test_experts_bring_the_pools_own_entry_for_lora(tmp_path):
-    entry = {"_target_": "fusion_bench.modelpool.causal_lm.load_peft_causal_lm"}
-    pool = causal_pool({"one": {**entry, "base_model_path": "x", "peft_model_path": "y"}})  # type: ignore[dict-item]
-    with pytest.raises(CalibrationError, match="no safetensors files to stream"):
-        PoolModel(pool, "one").source(
-            stream_experts=True
-        )  # it is not merged when loaded: PEFT's model
 
 
 def test_instantiated_from_yaml_as_from_python(tmp_path):

@@ -1,7 +1,6 @@
 """Running a model of a family block by block is the model's own forward pass."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -10,7 +9,6 @@ import pytest
 import torch
 from tiny_models import (
     MAKES,
-    NO_TARGET,
     REPLAY,
     VISION_LANGUAGE_REPLAY,
     WHISPER_REPLAY,
@@ -30,15 +28,12 @@ from torch import Tensor, nn
 from transformers import (
     CLIPConfig,
     CLIPModel,
-    CLIPVisionConfig,
-    CLIPVisionModelWithProjection,
     T5EncoderModel,
 )
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import (
     CLIP,
-    OPEN_CLIP,
     T5,
     VISION_LANGUAGE,
     WHISPER,
@@ -47,7 +42,7 @@ from fusion_bench_featcal.families import (
     resolve_family,
     stages_of,
 )
-from fusion_bench_featcal.families.llama import LLAMA, MODEL_TYPES
+from fusion_bench_featcal.families.llama import LLAMA
 
 DECODER = ["model.layers.0", "model.layers.1"]
 SENTENCES: dict[str, Any] = t5_batch([3, 7, 5], [4, 1, 3], seed=0, pad=(1, 1))
@@ -152,30 +147,6 @@ def test_stepping_leaves_its_inputs_and_the_model_alone(case: str):
     assert asked.get("use_cache", True)  # the caller's inputs are its own
 
 
-def test_every_decoder_is_tried_here():
-    assert set(MODEL_TYPES) == set(MAKES)
-
-
-@pytest.mark.parametrize("make", ["qwen2", "qwen3", "gemma2"])
-def test_blocks_with_a_sliding_window_get_their_own_mask(make: str):
-    call = LLAMA.begin(decoder_model(make), sentences([6, 4], 6), DECODER[0])
-    first, second = (call.kwargs[block]["attention_mask"] for block in DECODER)
-    assert first.shape == second.shape and not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_position_bias_of_the_first_block_is_handed_on(stage: int):
-    model = t5(depths=(3, 3))
-    blocks = T5.stages(model)[stage]
-    with torch.no_grad():
-        _, second = T5.step(model, blocks[0], T5.begin(model, SENTENCES, blocks[0]))
-        hidden, third = T5.step(model, blocks[1], second)
-        assert second.bias is not None and third.bias is second.bias
-        assert second.bias.shape == (1, 2, *hidden.shape[1:2] * 2)  # none for each sample
-        without, _ = T5.step(model, blocks[1], replace(second, bias=second.bias * 0))
-    assert (hidden - without).abs().max() > 1e-3
-
-
 def test_forward_that_a_library_replaced_is_back_afterwards():
     model: Any = decoder_model()
     block, ran = model.model.layers[0], []
@@ -195,67 +166,6 @@ def test_bare_decoder_and_plain_tensors_give_the_same():
     for again in (stepped(LLAMA, bare, inputs), stepped(LLAMA, model, inputs["input_ids"])):
         for ours, theirs in zip(again, wanted, strict=True):
             torch.testing.assert_close(ours, theirs)
-
-
-def test_tower_with_a_projection_is_a_clip():
-    config = CLIPVisionConfig(**SMALL, image_size=8, patch_size=4, projection_dim=8)
-    assert len(CLIP.stages(CLIPVisionModelWithProjection(config))[0]) == 1
-
-
-def test_images_count_at_every_position():
-    for family in (CLIP, OPEN_CLIP):
-        assert family.row_weights(IMAGES, 0, "all") is None
-        assert family.other_rows(IMAGES, 0) == {}
-
-
-@pytest.mark.parametrize("rows", ["all", "targets"])
-def test_t5_counts_its_mask_and_its_labels(rows: Any):
-    mask = SENTENCES["attention_mask"]
-    targets = SENTENCES["labels"] != -100
-    assert T5.row_weights(SENTENCES, 0, rows) is mask
-    counted = T5.row_weights(SENTENCES, 1, rows)
-    assert counted is not None and torch.equal(counted > 0, targets)
-    fed = T5.other_rows(SENTENCES, 1)
-    assert T5.other_rows(SENTENCES, 0) == {}
-    assert fed == dict.fromkeys(["EncDecAttention.k", "EncDecAttention.v"], mask)
-    given: Any = SENTENCES | dict.fromkeys(
-        ["decoder_input_ids", "decoder_attention_mask"], torch.ones(3, 5, dtype=torch.long)
-    )
-    counted = T5.row_weights(given, 1, rows)
-    wanted = targets if rows == "targets" else given["decoder_attention_mask"]
-    assert counted is not None and torch.equal(counted > 0, wanted > 0)
-    del given["labels"], given["decoder_attention_mask"]
-    if rows == "all":
-        assert T5.row_weights(given, 1, rows) is None
-
-
-def test_decoders_count_their_mask_or_what_predicts_a_label():
-    skip = NO_TARGET
-    inputs = {
-        "input_ids": torch.ones(4, 5, dtype=torch.long),
-        "attention_mask": torch.tensor(
-            [[1, 1, 1, 1, 0], [0, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
-        ),
-        "labels": torch.tensor(
-            [
-                [skip, skip, 7, 8, skip],  # padded on the right
-                [skip, skip, skip, 7, 8],  # padded on the left
-                [skip, skip, 6, 7, 8],  # no prompt: nothing predicts the first word
-                [9, skip, skip, skip, 0],  # token 0 is a target like any other
-            ]
-        ),
-    }
-    wanted = torch.tensor([[0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 0]])
-    replay = resolve_family({"name": "replay", "blocks": ["h.*"]}, nn.Module())
-    for family in (LLAMA, replay):
-        assert family.row_weights(inputs, 0, "all") is inputs["attention_mask"]
-        found = family.row_weights(inputs, 0, "targets")
-        assert found is not None and torch.equal(found.long(), wanted)
-        assert family.row_weights(inputs["input_ids"], 0, "all") is None
-    without = {name: inputs[name] for name in ("input_ids", "labels")}
-    assert LLAMA.row_weights(without, 0, "all") is None
-    found = LLAMA.row_weights(without, 0, "targets")
-    assert found is not None and found[2].tolist() == [0, 1, 1, 1, 0]
 
 
 SMALL: dict[str, Any] = {

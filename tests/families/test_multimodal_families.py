@@ -14,7 +14,6 @@ from tiny_models import (
     vision_language_batch,
     vision_language_model,
     whisper_batch,
-    whisper_model,
 )
 
 from fusion_bench_featcal import CalibrationError
@@ -46,16 +45,6 @@ def test_parts_of_families_are_looked_for():
             family.stages(clip_model())
 
 
-def test_decoder_of_text_needs_labels():
-    suite = suite_of("whisper")
-    for batches in suite.inputs.values():
-        del batches[0]["labels"]
-    with pytest.raises(
-        CalibrationError, match=r"task task_0: an encoder-decoder model needs labels"
-    ):
-        run_fast(suite)
-
-
 def test_positions_of_whisper_that_count():
     batch = whisper_batch([4, 1], seed=0) | {"attention_mask": torch.ones(2, 12)}
     assert WHISPER.row_weights(batch, 0, "all") is None
@@ -63,20 +52,6 @@ def test_positions_of_whisper_that_count():
     assert rows is not None and rows.tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
     assert WHISPER.other_rows(batch, 0) == {}
     assert set(WHISPER.other_rows(batch, 1).values()) == {None}
-
-
-def test_encoder_is_not_run_again_for_the_decoder():
-    model, batch = whisper_model().double(), whisper_batch([2, 3], seed=1)
-    first, second = (stage[0] for stage in WHISPER.stages(model))
-    call = WHISPER.begin(model, batch, first)
-    for block in WHISPER.stages(model)[0]:
-        _, call = WHISPER.step(model, block, call)
-    whole = WHISPER.begin(model, batch, second)
-    model.get_submodule(first).forward = None  # type: ignore[assignment]
-    handed = WHISPER.begin(model, batch, second, WHISPER.ending(model, call))
-    assert torch.equal(handed.hidden, whole.hidden)
-    wanted = whole.kwargs["encoder_hidden_states"]
-    assert torch.equal(handed.kwargs["encoder_hidden_states"], wanted)
 
 
 def test_images_are_needed_and_batches_of_several_are_not_cut():

@@ -14,9 +14,8 @@ from tiny_models import Suite, clip_suite, normal
 from tiny_open_clip import ImageEncoder, Tower, TwoTowers, converted, tower_suite
 from torch import nn
 
-from fusion_bench_featcal import CalibrationError, InMemoryExpert, SafetensorsExpert
+from fusion_bench_featcal import CalibrationError, SafetensorsExpert
 from fusion_bench_featcal.families import OPEN_CLIP, resolve_family
-from fusion_bench_featcal.families.unfused import UnfusedAttention
 
 BLOCKS = ["transformer.resblocks.0", "transformer.resblocks.1"]
 VIEW = OPEN_CLIP.view
@@ -35,27 +34,6 @@ def twins(seed: int, *, batch_first: bool = True) -> tuple[Suite, Suite]:
     return ours, theirs
 
 
-@pytest.mark.parametrize("masked", [None, "bool", "float"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_unfused_attention_is_the_same_function(masked: str | None, bias: bool):
-    fused = nn.MultiheadAttention(12, 3, bias=bias, batch_first=True).double()
-    nn.init.normal_(fused.in_proj_weight)
-    if bias:
-        nn.init.normal_(fused.in_proj_bias)
-        nn.init.normal_(fused.out_proj.bias)
-    query, key, value = normal(0, 2, 5, 12), normal(1, 2, 4, 12), normal(2, 2, 4, 12)
-    hidden = torch.zeros(5, 4, dtype=torch.bool)
-    hidden[:, 2] = True
-    mask = {None: None, "bool": hidden, "float": hidden * -1e9}[masked]
-    wanted = fused(query, key, value, need_weights=False, attn_mask=mask)[0]
-    unfused = UnfusedAttention(copy.deepcopy(fused))
-    found = unfused(query, key, value, need_weights=False, attn_mask=mask)[0]
-    torch.testing.assert_close(found, wanted)
-    again = unfused.fused_again()
-    assert_identical(again, fused)
-    assert list(again.state_dict()) == list(fused.state_dict())
-
-
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("quick", [True, False])
 def test_shown_model_is_the_same_function(quick: bool, batch_first: bool):
@@ -69,27 +47,6 @@ def test_shown_model_is_the_same_function(quick: bool, batch_first: bool):
     assert torch.equal(restored(pixels), model(pixels))
     assert str(restored) == str(model)
     assert list(restored.state_dict()) == list(model.state_dict())
-
-
-def test_showing_copies_no_weights_and_leaves_the_model_alone():
-    model = tower_suite(seed=2).merged
-    before = copy.deepcopy(model)
-    shown = VIEW.shown(model)
-    assert str(model) == str(before)
-    fused = model.get_parameter("transformer.resblocks.0.attn.in_proj_weight")
-    part = shown.get_parameter("transformer.resblocks.0.attn.k_proj.weight")
-    assert part.data_ptr() == fused[12:].data_ptr()
-    kept = shown.get_parameter("conv1.weight")
-    assert kept is model.get_parameter("conv1.weight")
-
-
-def test_source_offers_slices_of_what_is_stored():
-    model = tower_suite(seed=3).base
-    source = VIEW.source(InMemoryExpert(model))
-    for name, tensor in VIEW.shown(model).state_dict().items():
-        assert name in source.names()
-        assert source.shape(name) == tuple(tensor.shape)
-        assert torch.equal(source.tensor(name), tensor)
 
 
 @pytest.mark.parametrize("prefix", ["", "visual."])
@@ -159,31 +116,6 @@ def test_wrappers_calibrate_as_the_tower_alone_and_the_text_tower_stays():
         inner = prefix.removesuffix("visual") + "transformer"
         assert_identical(found.get_submodule(inner), text)
         assert str(found) == str(outer.merged)
-
-
-def test_modes_and_gradient_flags_are_the_merged_models():
-    suite = tower_suite(seed=9)
-    suite.merged.train().get_submodule("transformer.resblocks.0").eval()
-    suite.merged.get_parameter("transformer.resblocks.1.attn.in_proj_bias").requires_grad_(False)
-    suite.merged.get_parameter("proj").requires_grad_(False)
-    found = run_fast(suite).model
-    for ours, theirs in zip(found.modules(), suite.merged.modules(), strict=True):
-        assert ours.training is theirs.training, type(ours).__name__
-    flags = {name: p.requires_grad for name, p in suite.merged.named_parameters()}
-    assert {name: p.requires_grad for name, p in found.named_parameters()} == flags
-
-
-def test_query_key_and_value_are_solved_apart_and_biases_too():
-    suite = tower_suite(seed=10)
-    found = run_fast(suite).model
-    for leaf in ("in_proj_weight", "in_proj_bias"):
-        ours = found.get_parameter(f"{BLOCKS[0]}.attn.{leaf}").chunk(3)
-        theirs = suite.merged.get_parameter(f"{BLOCKS[0]}.attn.{leaf}").chunk(3)
-        for part, (new, old) in enumerate(zip(ours, theirs, strict=True)):
-            assert (new - old).norm() > 1e-3 * old.norm(), part
-    modules = {r["module"] for r in run_fast(suite).log.records if r["kind"] == "module"}
-    names = ["attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj", "mlp.c_fc", "mlp.c_proj"]
-    assert modules == {f"{block}.{name}" for block in BLOCKS for name in names}
 
 
 class Odd(nn.MultiheadAttention):

@@ -8,7 +8,7 @@ import torch
 from model_types import ROWS, Row
 from omegaconf import OmegaConf
 from test_families import assert_untouched, stepped
-from tiny_models import ResidualNet, decoder_model, normal, sentences, t5_model, without_labels
+from tiny_models import sentences, t5_model, without_labels
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.families import STACK, StackFamily, check_family, resolve_family
+from fusion_bench_featcal.families import STACK, check_family, resolve_family
 from fusion_bench_featcal.families.structure import find_stack, suggested_families
 
 
@@ -106,26 +106,6 @@ def test_blocks_run_one_by_one_are_those_of_the_models_own_pass(name: str):
     assert_untouched(model)
 
 
-def test_no_cache_reaches_a_block():
-    for name in ("gpt2", "gpt_neox", "falcon"):
-        model, inputs = made(name)
-        call: Any = STACK.begin(model, inputs | {"use_cache": True}, STACK.stages(model)[0][0])
-        for block in STACK.stages(model)[0]:
-            arguments = [*call.args[block], *call.kwargs[block].values()]
-            assert not any("Cache" in type(value).__name__ for value in arguments)
-            assert not call.kwargs[block].get("use_cache")
-
-
-def test_plain_modules_are_a_stack():
-    model, x = ResidualNet(depth=3).double().eval(), normal(0, 5, 4)
-    family = resolve_family("auto", model)
-    assert family.stages(model) == [["layers.0", "layers.1", "layers.2"]]
-    hidden = model.embed(x)
-    for layer, found in zip(model.layers, stepped(family, model, x), strict=True):
-        hidden = layer(hidden)
-        assert torch.equal(found, hidden)
-
-
 def test_labels_of_encoders_choose_no_positions():
     config = AutoConfig.for_model(
         "bert", hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8,
@@ -139,14 +119,6 @@ def test_labels_of_encoders_choose_no_positions():
     for model in (made("gpt2")[0], AutoModel.from_config(config)):
         counted = resolve_family("auto", model).row_weights(inputs, 0, "targets")
         assert counted is not None and not torch.equal(counted, inputs["attention_mask"])
-
-
-def test_passes_end_early_only_in_blocks_without_a_choice_of_modules():
-    def net(**parts: nn.Module) -> nn.Module:
-        return Net(layers=nn.ModuleList(Net(one=nn.Linear(3, 3), **parts) for _ in range(2)))
-
-    assert StackFamily().fitted(net()).same_calls
-    assert not StackFamily().fitted(net(experts=stack(2))).same_calls
 
 
 def test_features_without_padding_do_not_fit_their_mask():
@@ -163,17 +135,3 @@ def test_features_without_padding_do_not_fit_their_mask():
 
     with pytest.raises(CalibrationError, match=r"layers\.0 of Unpads.*\(8, 4\).*\(2, 6\).*sdpa"):
         STACK.begin(Unpads(), without_labels(sentences([3, 5], 6)), "layers.0")
-
-
-def test_blocks_that_are_left_out_are_refused():
-    class Skips(ResidualNet):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers[2](self.layers[0](self.embed(x)))
-
-    with pytest.raises(CalibrationError, match=r"Skips runs the blocks \['layers\.0', 'layers\.2'"):
-        STACK.begin(Skips(), normal(0, 5, 4).float(), "layers.0")
-
-
-def test_known_types_need_no_comparison():
-    assert not resolve_family("auto", decoder_model("llama")).compared
-    assert resolve_family("auto", made("gpt2")[0]).compared

@@ -16,10 +16,10 @@ from test_calibrate_command import words
 
 import fusion_bench_featcal
 import fusion_bench_featcal.algorithm  # as every run through FusionBench does
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels, load_pool_model
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
-from fusion_bench_featcal.settings import CalibrationError
 
 IGNORES = int(transformers.__version__.partition(".")[0]) >= 5
 """Code beside a processor or T5's tokenizer is ignored, where transformers 4 refuses to load it."""

@@ -13,7 +13,7 @@ from hub_mirror import Mirror
 from safetensors.torch import load_file
 from transformers import T5Config, T5ForConditionalGeneration
 
-from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal import SafetensorsExpert
 from fusion_bench_featcal.hub_files import needed_files
 
 DRIVER = """

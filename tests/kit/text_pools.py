@@ -6,11 +6,21 @@ from typing import Any
 import torch
 from fusion_bench.modelpool import Seq2SeqLMPool
 from omegaconf import OmegaConf
-from tiny_texts import TASKS, llama_model, sentences, t5_model, with_data, word_tokenizer, write
+from tiny_texts import (
+    TASKS,
+    WORDS,
+    llama_model,
+    sentences,
+    t5_model,
+    with_data,
+    word_tokenizer,
+    write,
+)
 from torch import Tensor
 
 from fusion_bench_featcal.pools import CausalLMPool
 
+LOAD_T5 = "transformers.AutoModelForSeq2SeqLM.from_pretrained"
 MAKERS: dict[str, Any] = {"seq2seq": t5_model, "causal": llama_model}
 NORMS = {"seq2seq": "decoder.final_layer_norm", "causal": "model.norm"}
 
@@ -61,3 +71,28 @@ def text_batch(kind: str, *, extra: int = 0, left: bool = False) -> dict[str, Te
         "attention_mask": padded([[1] * len(row) for row in ids], 0, left),
         "labels": padded(labels, -100, left and kind == "causal"),
     }
+
+
+def llamas(folder: Path, rows: dict[str, int]) -> dict[str, str]:
+    """A base and two experts; experts may have more rows of embeddings than there are words."""
+    names = ("_pretrained_", *TASKS)
+    return {
+        name: write(llama_model(n, rows.get(name, len(WORDS))).float(), folder / name.strip("_"))
+        for n, name in enumerate(names)
+    }
+
+
+def causal_pool(models: dict[str, str], kind: Any = CausalLMPool, **options: Any) -> Any:
+    tokenizer = word_tokenizer()
+    return with_data(kind(OmegaConf.create(models), tokenizer=tokenizer, **options))
+
+
+def t5_pool(folder: Path) -> Any:
+    models = {
+        name: {
+            "_target_": LOAD_T5,
+            "pretrained_model_name_or_path": write(t5_model(n).float(), folder / name.strip("_")),
+        }
+        for n, name in enumerate(("_pretrained_", *TASKS))
+    }
+    return with_data(Seq2SeqLMPool(OmegaConf.create(models), tokenizer=word_tokenizer(ends=True)))

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_algorithm_pools import suite_pool
-from test_fused_merge import ARITHMETIC, AVERAGE
+from image_pools import ARITHMETIC, AVERAGE, suite_pool
 from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import write_adapter
 from calibrations import assert_identical
 from fusion_bench import BaseModelPool
 from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
+from image_pools import ARITHMETIC, AVERAGE, suite_pool
 from safetensors.torch import save_file
-from test_algorithm_pools import suite_pool
-from test_experts_lora import write_adapter
-from test_text_pools import causal_pool, llamas, t5_pool
+from text_pools import causal_pool, llamas, t5_pool
 from tiny_models import Suite, clip_suite, gpt2_suite, residual_suite, t5_suite
 from tiny_open_clip import tower_suite
 from tiny_texts import TASKS, t5_model
@@ -27,9 +27,6 @@ from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average, fill
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.suites import image
-
-AVERAGE = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
-ARITHMETIC = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}
 
 
 def counting_suite() -> Suite:

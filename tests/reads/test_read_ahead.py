@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import write_adapter
 from calibrations import PLUS, run_fast
 from safetensors.torch import load_file, save_file
 from test_experts_joined import Stored, stored
-from test_experts_lora import write_adapter
 from tiny_models import Suite, clip_suite, decoder_suite, t5_suite
 from tiny_texts import t5_model
 from torch import Tensor

@@ -6,53 +6,29 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical, settings_of, with_rule
-from oracle import Knobs
+from adapters import merged_by_hand, write_adapter
+from calibrations import Bare, assert_identical, run_fast
 from safetensors.torch import load_file, save_file
-from test_experts_lora import merged_by_hand, write_adapter
 from tiny_models import Suite, clip_suite, gpt2_suite, t5_model, t5_suite
 from tiny_open_clip import tower_suite
 from torch import nn
+from variations import stored
 
-from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal import CalibrationError, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.experts import InMemoryExpert
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.reads import BASE, OUTSIDE
-from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.json_files import json_text
 from fusion_bench_featcal.output.fingerprint import glimpse
-from fusion_bench_featcal.rules.paper import Paper
-from fusion_bench_featcal.rules.plus import Plus
 
 
 def small_clip() -> Suite:
     return clip_suite(tasks=2, sizes=(2,))
 
 
-def run(suite: Suite, rule: Any = None, *, hashed: bool = False, **more: Any) -> Any:
-    settings = settings_of(Knobs(), suite, family=suite.family, **more)
-    rule = Paper() if rule is None else rule
-    return calibrate(
-        suite.merged, suite.base, suite.experts, suite.inputs, with_rule(settings, rule),
-        hashed=hashed,
-    )  # fmt: skip
-
-
-def stored(model: nn.Module, folder: Path) -> SafetensorsExpert:
-    """A model's weights in two shards with an index, tied ones once, as transformers has them."""
-    folder.mkdir(parents=True)
-    first = {id(t): n for n, t in reversed(model.state_dict(keep_vars=True).items())}
-    tensors = {name: model.state_dict()[name].clone().contiguous() for name in first.values()}
-    names = sorted(tensors)
-    index = {}
-    for number, part in enumerate((names[::2], names[1::2])):
-        save_file({name: tensors[name] for name in part}, folder / f"{number}.safetensors")
-        index |= dict.fromkeys(part, f"{number}.safetensors")
-    text = str({"weight_map": index}).replace("'", '"')
-    (folder / "model.safetensors.index.json").write_text(text)
-    return SafetensorsExpert(folder)
+def run(suite: Suite, rule: Any = None, **more: Any) -> Any:
+    return run_fast(suite, rule=Paper() if rule is None else rule, **more)
 
 
 def test_what_is_neither_a_module_nor_a_source_is_named():
@@ -200,11 +176,6 @@ def test_a_larger_budget_reads_more_of_the_same_and_first_blocks_come_first():
 
 
 def test_source_that_tells_no_sizes_is_counted_and_takes_no_budget():
-    class Bare:
-        def __init__(self, module: nn.Module) -> None:
-            inner = InMemoryExpert(module)
-            self.names, self.shape, self.tensor = inner.names, inner.shape, inner.tensor
-
     suite = small_clip()
     wanted = run(suite)
     suite.experts = {task: Bare(expert) for task, expert in suite.experts.items()}  # type: ignore

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from calibrations import run_fast
+from image_pools import suite_pool
 from safetensors.torch import load_file, save_file
-from test_algorithm_pools import suite_pool
 from tiny_models import clip_suite
 
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import EXACT, PLUS, assert_identical, assert_same, run_fast
-from test_algorithm_pools import suite_pool
+from calibrations import PLUS, assert_identical, assert_same, run_fast
 from tiny_models import ROUNDING, clip_suite, decoder_suite, normal
 from torch import Tensor
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, Plus
-from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.streams.augmentation import Jitter, images_of, number_of_copies
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.samples import with_copies
@@ -45,13 +43,6 @@ def copies_of(task: str = "a", inputs: Any = IMAGES, start: int = 0, **more: Any
     assert {(copy.samples, copy.start) for copy in copies} <= {(0, start)}
     assert list(with_copies(task, replace(batch, is_held_out=True), count, settings))[1:] == []
     return [copy.inputs for copy in copies]
-
-
-def test_without_limits_images_are_themselves():
-    still = Jitter(0, 0, 0)
-    for shape in ((2, 3, 8, 8), (1, 1, 5, 9), (3, 2, 12, 4)):
-        images = normal(1, *shape).float()
-        torch.testing.assert_close(still(images, random()), images, rtol=0, atol=1e-5)
 
 
 def test_images_change_a_little_and_each_in_its_own_way():
@@ -113,33 +104,6 @@ def test_shifts_are_shares_of_the_sides_and_sizes_change_alike(
     assert place_of(smaller) == pytest.approx((6 / 1.25, 10 / 1.25), abs=0.1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_kinds_of_inputs_and_dtypes_are_kept(dtype: torch.dtype):
-    images, labels = IMAGES.to(dtype), torch.arange(3)
-    (changed, *_) = copies_of(inputs=images)
-    table = {"labels": labels, "pixel_values": images, "name": "x"}
-    (mapped, *_), (paired, *_) = copies_of(inputs=table), copies_of(inputs=(images, labels))
-    assert list(mapped) == list(table) and isinstance(paired, tuple) and len(paired) == 2
-    assert mapped["labels"] is paired[1] is labels and mapped["name"] == "x"
-    for found in (changed, mapped["pixel_values"], paired[0]):
-        assert found.dtype == dtype and found.shape == images.shape
-        assert torch.equal(found, changed) and not torch.equal(found, images)
-    assert torch.equal(images, IMAGES.to(dtype)) and table["pixel_values"] is images
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        IMAGES[0], IMAGES.long(), {"input_ids": torch.ones(3, 4)}, {}, ("text", IMAGES),
-        {"pixel_values": IMAGES[0]}, "text", None,
-    ],
-)  # fmt: skip
-def test_what_is_no_batch_of_images(inputs: Any):
-    assert images_of(inputs) is None
-    with pytest.raises(CalibrationError, match=r"^method\.augment=jitter needs images \[batch,"):
-        Jitter()(inputs, random())
-
-
 def test_copies_depend_on_seed_task_place_and_number_alone():
     wanted = copies_of()
     assert len(wanted) == 3
@@ -172,12 +136,6 @@ def test_a_setting_that_no_task_reaches_changes_no_copies(samples_per_task: int)
     assert first["rows"] == 8 * 5 * (1 + 7)
 
 
-def test_none_and_auto_on_what_are_no_images_make_no_copies():
-    assert copies_of(augment=None) == []
-    assert copies_of(inputs={"input_ids": torch.ones(3, 4)}, augment="auto") == []
-    assert all(map(torch.equal, copies_of(augment="auto"), copies_of(augment="jitter")))
-
-
 class Noise:
     """Adds random numbers, as many at once as there are."""
 
@@ -199,15 +157,6 @@ def test_copies_do_not_depend_on_the_samples_in_one_batch_with_them(augment: Any
         found.append(torch.cat([part["pixel_values"] for copy in copies for part in copy]))
     assert all(torch.allclose(other, found[0], rtol=0, atol=1e-5) for other in found)
     assert not any(torch.equal(images, copy) for copy in found[0].split(8))
-
-
-def test_calibration_with_copies_does_not_depend_on_batches():
-    suites = [clip_suite(tasks=1, sizes=sizes) for sizes in ((4, 4), (1,) * 8, (8,))]
-    results = [run_fast(suite, **PLUS, augment="jitter") for suite in suites]
-    for result in results[1:]:
-        assert_same(result.model, results[0].model, EXACT)
-        rows = [r.log.of_kind("task")[0]["rows"] for r in (result, results[0])]
-        assert rows[0] == rows[1]
 
 
 class Cropped:
@@ -265,14 +214,6 @@ def test_a_callable_of_ones_own():
 def test_targets_that_cannot_be_made_or_called(target: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         copies_of(augment=target)
-
-
-def test_targets_are_made_before_any_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
-    pool = suite_pool()
-    monkeypatch.setattr(pool, "load_model", lambda *_: pytest.fail("a model is loaded"))
-    merger = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
-    with pytest.raises(ValueError, match=r"^method\.augment: no\.such\.thing: "):
-        FeatCalAlgorithm(base_method=merger, augment={"_target_": "no.such.thing"}).run(pool)
 
 
 def run(make: Callable[..., Any], **more: Any) -> Any:
