@@ -4,15 +4,14 @@ As a script it runs jobs of `fusion_bench` one after another, each in a fork of 
 imported FusionBench, and prints the exit codes: `python golden_commands.py FOLDER`.
 """
 
-import contextlib
-import io
 import json
 import os
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+
+from reports import featcal
 
 POOL = "modelpool=clip-vit-mini_alphabets2"
 FEW = "method.samples_per_task=8"
@@ -74,22 +73,10 @@ SLOW_VERBS: dict[str, list[str]] = {
 }
 
 
-def featcal(*words: str) -> tuple[int, str]:
-    """Exit code and screen of the command `featcal`, in this process."""
-    (command,) = entry_points(group="console_scripts", name="featcal")
-    screen = io.StringIO()
-    with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(screen):
-        try:
-            code: Any = command.load()(list(words))
-        except SystemExit as end:
-            code = end.code
-    return int(code or 0), screen.getvalue()
-
-
 def verb_codes(verbs: dict[str, list[str]], **places: Any) -> dict[str, int]:
     """Exit codes of `featcal` with words in which places are put."""
     return {
-        name: featcal(*(word.format(**places) for word in words))[0]
+        name: featcal(*(word.format(**places) for word in words)).code
         for name, words in verbs.items()
     }
 
@@ -97,6 +84,7 @@ def verb_codes(verbs: dict[str, list[str]], **places: Any) -> dict[str, int]:
 def run_jobs(folder: Path) -> dict[str, int]:
     """Exit codes of all JOBS, whose log directories are below `folder`, under their names."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, __file__, str(folder)],
         cwd=folder,

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench.constants.paths import DEFAULT_CONFIG_PATH
-from golden_commands import featcal
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_object
 from omegaconf import OmegaConf
+from reports import featcal
 
 import fusion_bench_featcal
 from fusion_bench_featcal import FeatCalSettings, calibrate
@@ -124,9 +124,9 @@ def unresolved(paths: list[str]) -> list[str]:
 
 def _help(*verb: str) -> str:
     os.environ["COLUMNS"] = "200"  # argparse wraps to the terminal's width
-    code, text = featcal(*verb, "--help")
-    assert code == 0, text
-    return text
+    done = featcal(*verb, "--help")
+    assert done.code == 0, done.err
+    return done.out
 
 
 def _verbs(*parents: str) -> dict[str, Any]:

@@ -1,44 +1,118 @@
-"""Text that `featcal report` prints and writes of the runs in data/runs.
+"""Text that `featcal report` prints and writes.
 
-These are a run of `method=featcal` and two of `method=compare` with the seeds 42 and 43, on the
-bundled pool clip-vit-mini_alphabets2 with 8 samples per task.
+data/runs has a run of `method=featcal` and two of `method=compare` with the seeds 42 and 43, on the
+bundled pool clip-vit-mini_alphabets2 with 8 samples per task; other folders have known numbers.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from golden_commands import featcal
+from pages import Page
+from reports import GOLDEN, LEVELS, featcal, leave_lines, leave_run, leave_study, patch
 
-RUNS = Path(__file__).parent / "data" / "runs"
-PRINTED: dict[tuple[str, int], list[str]] = {
-    ("run", 80): ["report", "run"],
-    ("comparison", 80): ["report", "compare42"],
-    ("two seeds", 200): ["report", "compare42", "compare43"],
-    ("against", 80): ["report", "compare42", "compare43", "--against", "task_arithmetic/featcal"],
+# Story -> words of `report`; it is printed in both widths, and its files and its page are read.
+STORIES = {
+    "run": ["run"],
+    "comparison": ["compare42"],
+    "two seeds": ["compare42", "compare43"],
+    "mergers": ["mergers"],
+    "losses": ["losses"],
+    "many": ["many"],
+    "diagnosis": ["diagnosis"],
+    "study": ["study"],
 }
-WRITTEN = {"run": ["run"], "comparison": ["compare42", "compare43"]}
+AGAINST = {
+    "against": ["compare42", "compare43", "--against", "task_arithmetic/featcal"],
+    "against over suites": ["suites", "--against", "featcal"],
+}
+TWENTY = [f"oxford_flowers{number}" for number in range(20)]
+NOTES = [
+    {"kind": "below", "text": "dtd ends below the merged model: featcal -1.0", "task": "dtd"},
+    {"kind": "note", "text": "tuned by hand", "row": "ties:small"},
+    {"kind": "note", "text": "slow [bold]disk[/bold]", "row": "featcal"},
+]
 _CODES = re.compile(r"\x1b\[[\d;]*m")
 
 
+def leave_stories(folder: Path) -> None:
+    """Write the runs of all stories."""
+    for run in GOLDEN.iterdir():
+        (folder / run.name).symlink_to(run)
+    for merger, note in (("ties", NOTES[0]), ("ties:small", NOTES[1])):
+        levels = {"base": 0.3, "experts": 0.9, "ties": 0.5, "ties:small": 0.6, "featcal": 0.7}
+        levels.pop("ties" if merger != "ties" else "ties:small")
+        run = folder / "mergers" / merger.replace(":", "-")
+        leave_run(run, levels, upstream=merger, notes=[note, NOTES[2]])
+    assert featcal("report", folder / "mergers", "--out", folder / "mergers").code == 0
+    failed = [{"upstream": "ties", "name": "surgery", "reason": "the features are not finite"},
+              {"upstream": "wudi", "name": "none", "reason": "out of memory"}]  # fmt: skip
+    patch(folder / "mergers", failed=failed)
+    for seed in (1, 2):
+        loss = {
+            "task_arithmetic": {"cars": 2.0, "dtd": 1.0, "average": 1.5},
+            "featcal": {"cars": float(seed), "dtd": 4.0, "average": 2.0 + seed / 2},
+        }
+        versions = {"torch": f"2.{seed}", "org/model": "aa"}
+        leave_run(folder / "losses" / str(seed), seed=seed, loss=loss, versions=versions)
+    many = LEVELS | {f"featcal:preset_{number}": 0.6 + number / 50 for number in range(9)}
+    leave_run(folder / "many", many, TWENTY, settings={"modules": "blocks.1.projection, " * 9})
+    leave_lines(leave_run(folder / "diagnosis"), diagnosis_lines())
+    leave_study(folder / "study")
+    for number in range(3):
+        levels = LEVELS | {"featcal": 0.75 + number / 100} | ({} if number else {"once": 0.7})
+        leave_run(folder / "suites" / str(number), levels, suite=f"suite {number}")
+
+
+def diagnosis_lines() -> Iterator[dict[str, Any]]:
+    """A diagnosis in which rows have known drift and known distances to the expert."""
+    key = {"suite": "toy", "merger": "task_arithmetic"}
+    sizes = {"featcal": 0.1, "featcal:plus": 0.05, "task_arithmetic": 0.2, "base": 0.3}
+    for task, far in (("toy_one", 0.1), ("toy_two", 0.2)):
+        for row, size in sizes.items():
+            one = key | {"row": row, "task": task}
+            for block in (1, 2):
+                where = one | {"block": f"layers.{block - 1}.block"}
+                yield where | {"metric": "relative", "value": size * block}
+                for metric in ("share", "drift", "mismatch", "propagation"):
+                    yield where | {"metric": metric, "value": 0.5}
+            yield one | {"metric": "final_cosine", "value": 1 - size - far}
+            for number in range(10):
+                in_class = one | {"class": f"c{number}"}
+                yield in_class | {"metric": "final_cosine", "value": 1 - size * number * (1 + far)}
+                level = 0.5 - size * (number - 4) / 4 * (1 + far)
+                yield in_class | {"metric": "accuracy", "value": level}
+        for number in range(10):
+            counted = key | {"task": task, "class": f"c{number}"}
+            yield counted | {"metric": "items", "value": number}
+            yield counted | {"metric": "test_items", "value": 10 + number}
+
+
 def views(folder: Path) -> dict[str, list[str]]:
-    """Lines of every table on a terminal, and of the Markdown and CSV files."""
+    """Lines of every table on a terminal, of the Markdown and CSV files and of pages."""
     content: dict[str, list[str]] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(RUNS)
-        patch.setenv("FORCE_COLOR", "1")  # for rich this is a terminal
-        for (name, width), words in PRINTED.items():
-            patch.setenv("COLUMNS", str(width))
-            content[f"{name}, {width} columns"] = _lines(*words)
-        for name, runs in WRITTEN.items():
-            out = folder / name
-            _lines("report", *runs, "--out", str(out))
-            for kind in ("md", "csv"):
-                content[f"{name}.{kind}"] = (out / f"report.{kind}").read_text().splitlines()
+    leave_stories(folder)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        patched.setenv("FORCE_COLOR", "1")  # for rich this is a terminal
+        for name, words in (STORIES | AGAINST).items():
+            for width in (80, 200):
+                patched.setenv("COLUMNS", str(width))
+                content[f"{name}, {width} columns"] = _lines(*words)
+        for name, words in STORIES.items():
+            out, page = Path("written", name), Path(f"{name}.html")
+            _lines(*words, "--out", str(out), "--html", str(page))
+            for file in sorted({*out.glob("*.md"), *out.glob("*.csv")}):
+                content[f"{name}: {file.name}"] = file.read_text().splitlines()
+            content[f"{name}: page"] = Page(page.read_text()).lines()
+        for run in ("losses/1", "many"):
+            content[f"{run}: its report.md"] = Path(run, "report.md").read_text().splitlines()
     return content
 
 
 def _lines(*words: str) -> list[str]:
-    code, screen = featcal(*words)
-    assert code == 0, screen
-    return [line.rstrip() for line in _CODES.sub("", screen).splitlines()]
+    done = featcal("report", *words)
+    assert done.code == 0, done.err
+    return [line.rstrip() for line in _CODES.sub("", done.out).splitlines()]

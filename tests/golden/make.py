@@ -17,6 +17,7 @@ from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.append(str(Path(__file__).parents[1] / "kit"))
 
 import golden_commands
 import golden_methods
@@ -80,7 +81,7 @@ def load(group: str) -> Any:
 
 def text_of(content: Any) -> str:
     """JSON in which lists of plain values stand in one line, where they have no brackets."""
-    plain = re.compile(r"\[\s+((?:[^][{}]+,\s+)*[^][{}]+?)\s+\]")
+    plain = re.compile(r"\[\s+([^][{}]+?)\s+\]")
     joined = plain.sub(lambda m: f"[{' '.join(m[1].split())}]", json.dumps(content, indent=1))
     if json.loads(joined) != content:
         joined = json.dumps(content, indent=1, ensure_ascii=False)

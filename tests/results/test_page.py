@@ -1,299 +1,144 @@
-"""The page of `featcal report --html`: its content, escaping, and its script in a browser."""
+"""The page of `featcal report --html`: no number missing, escaping, and its script in a browser."""
 
 import json
 import re
 import shutil
 import subprocess
+import sys
 from html import escape
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import LEVELS, leave_run, leave_seeds, make_report
-from test_diagnosis import made
+from pages import Page
+from reports import GOLDEN, LEVELS, error_of, featcal, leave_run
 
-from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.lab.report.diagnosis import diagnosis_grids, diagnosis_sentences
-from fusion_bench_featcal.lab.report.find import find
-from fusion_bench_featcal.lab.report.page import page_of_runs, page_of_study, page_text
-from fusion_bench_featcal.lab.report.study import Study
-from fusion_bench_featcal.lab.report.views import suite_grids
-from fusion_bench_featcal.results.long_table import LINES_FILE, write_lines
-from fusion_bench_featcal.results.report import summarise
-from fusion_bench_featcal.results.summary import FailedCell
+from fusion_bench_featcal.results import Report
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "runs"
 EVIL = "<script>alert('&')</script>{{ 7 * 7 }}"
-VOID = {"meta", "input"}
 
 
-class Reader(HTMLParser):
-    """Elements of a page with their text; elements that are not closed are refused."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.elements: list[dict[str, Any]] = []
-        self._open: list[dict[str, Any]] = []
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        element = {"tag": tag, "text": "", **dict(attrs)}
-        self.elements.append(element)
-        if tag not in VOID:
-            self._open.append(element)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop()["tag"] == tag
-
-    def handle_data(self, data: str) -> None:
-        for element in self._open:
-            element["text"] += data
-
-    def texts(self, *tags: str) -> list[str]:
-        return [" ".join(e["text"].split()) for e in self.elements if e["tag"] in tags]
-
-    def table(self, caption: str) -> list[list[str]]:
-        """Cells by line of the table with a caption."""
-        number = [e["aria-label"] for e in self.elements if e.get("role") == "region"].index(
-            caption
-        )
-        table = [e for e in self.elements if e["tag"] == "table"][number]
-        later = self.elements[self.elements.index(table) + 1 :]
-        lines: list[list[str]] = []
-        for element in later:
-            if element["tag"] == "tr":
-                lines.append([])
-            elif element["tag"] in ("th", "td"):
-                lines[-1].append(element["text"])
-            elif element["tag"] not in ("thead", "tbody"):
-                break
-        return lines
+def page_of(*runs: Path, folder: Path) -> str:
+    """Text of a page that is written into a folder."""
+    tables = featcal("report", *runs)
+    file = folder / "new" / "page.html"
+    done = featcal("report", "--html", file, *runs)
+    assert (done.code, done.out) == (0, f"{tables.out}written: {file}\n"), done.err
+    return file.read_text(encoding="utf-8")
 
 
-def page_from(*runs: Path, failed: list[FailedCell] | None = None) -> str:
-    folders = find(runs)
-    page = page_of_runs(folders, summarise(folders.runs, failed or folders.failed))
-    return page_text(page, runs[0].parent.resolve())
-
-
-def leave_study(folder: Path) -> Path:
-    """A study of two numbers of samples, with two seeds each."""
-    runs = []
-    for samples in (8, 64):
-        for seed in (1, 2):
-            levels = {"experts": 0.9, "ties": 0.5, "featcal": 0.6 + samples / 1000 + seed / 100}
-            report = make_report(levels, upstream="ties", seed=seed)
-            report.labels = {"samples_per_task": samples}
-            report.write(folder / "points" / f"{samples}-{seed}")
-            runs.append(folder / "points" / f"{samples}-{seed}")
-    Study(name="samples", suite="toy", runs=runs).write(folder)
-    return folder
-
-
-# ---- content
-
-
-def test_a_page_has_the_tables_of_the_terminal():
-    folders = find([GOLDEN / "compare42", GOLDEN / "compare43"])
-    summary = summarise(folders.runs, folders.failed)
-    page = Reader(page_text(page_of_runs(folders, summary), GOLDEN))
-    (suite,), marked = summary.suites, []
-    for title, grid in suite_grids(summary, suite).items():
-        head, *lines = page.table(f"{suite}: {title}")
-        marked += [cells[place] for number, (_, cells) in enumerate(grid.lines)
-                   for place in range(len(cells)) if (number, place) in grid.best]  # fmt: skip
-        assert head == [grid.corner, *grid.columns]
-        assert [cells for _, *cells in lines] == [list(cells) for _, cells in grid.lines]
-    assert marked and [e["text"] for e in page.elements if e.get("class") == "best"] == marked
+@pytest.fixture(scope="module")
+def evil(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A page on which whatever users name is hostile."""
+    folder = tmp_path_factory.mktemp("evil")
+    levels = {"base": 0.3, "experts": 0.9, EVIL: 0.5, f"featcal:{EVIL}": 0.7, "featcal": 0.6}
+    names = {"suite": EVIL, "upstream": EVIL, "settings": {EVIL: EVIL}, "versions": {EVIL: EVIL}}
+    notes = [{"text": f"{EVIL}\x1b[31m\u202e"}]
+    run = leave_run(folder / "a run #1", levels, (EVIL, "b"), notes=notes, **names)
+    (run / f"{EVIL.replace('/', '')}.txt").write_text("")
+    return page_of(run, folder=folder)
 
 
 @pytest.mark.parametrize("runs", [["compare42", "compare43"], ["compare42"]])
-def test_a_page_has_every_number_that_report_prints(
-    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    words = [str(GOLDEN / run) for run in runs]
-    assert main(["report", *words, "--html", str(tmp_path / "page.html")]) == 0
-    printed = capsys.readouterr().out.split("\naccuracy in per cent")[0]
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+def test_a_page_has_every_number_that_report_prints(runs: list[str], tmp_path: Path):
+    folders = [GOLDEN / run for run in runs]
+    page = page_of(*folders, folder=tmp_path)
+    printed = featcal("report", *folders).out.split("\naccuracy in per cent")[0]
     numbers = set(re.findall(r"[-+]?\d+\.\d+", printed))
-    assert len(numbers) > 50
-    assert numbers <= set(re.findall(r"[-+]?\d+\.\d+", page))
+    assert len(numbers) > 50 and numbers <= set(re.findall(r"[-+]?\d+\.\d+", page))
+    best = [e["text"] for e in Page(page).elements if e.get("class") == "best"]
+    assert best and all(re.fullmatch(r"[\d.]+( ± [\d.]+)?", text) for text in best)
 
 
-def test_rows_keep_their_merger_when_a_reader_sorts_them():
-    page = Reader(page_from(GOLDEN / "compare42"))
-    heads = [line[0] for line in page.table("clip-vit-mini_alphabets2: accuracy")]
-    assert {"simple_average + featcal", "task_arithmetic + featcal"} <= set(heads)
-
-
-def test_cards_show_gains_of_featcal_and_losses(tmp_path: Path):
-    report = make_report({**LEVELS, "surgery": 0.8}, items=False)
-    report.loss = {name: {"cars": 2.0, "average": x} for name, x in
-                   {"task_arithmetic": 2.5, "featcal": 1.25}.items()}  # fmt: skip
-    report.write(tmp_path / "run")
-    page = Reader(page_from(tmp_path / "run"))
-    (card,) = page.texts("article")
-    assert card == (
-        "featcal toy, merged by task_arithmetic +15.0 points over the merged model "
-        "average accuracy: 60.0 to 75.0 % 50 % of the gap to the experts recovered "
-        "worst task: cars, 50 % of its gap average loss: 2.5000 to 1.2500"
-    )
-    losses = page.table("toy: loss")
-    assert losses[0] == ["loss", "cars", "dtd", "average"]
-    assert losses[2] == ["task_arithmetic + featcal", "2.0000", "-", "1.2500"]
-
-
-def test_means_over_seeds_have_their_spread(tmp_path: Path):
-    page = Reader(page_from(*leave_seeds(tmp_path)))
-    (card,) = page.texts("article")
-    assert "average accuracy: 60.0 ± 0.0 to 75.0 ± 12.4 %" in card
-    assert any("Student's t" in line for line in page.texts("li"))
-
-
-def test_settings_data_and_versions_tell_where_rows_come_from(tmp_path: Path):
-    runs = leave_seeds(tmp_path)
-    page = Reader(page_from(*runs))
-    assert page.table("settings") == [
-        ["", "featcal"], ["ridge_lambda", "0.05"], ["seed", "1, 2, 3"],
-    ]  # fmt: skip
-    assert page.table("toy: samples and test items") == [
-        ["", "cars", "dtd"], ["samples of featcal", "256 train", "256 train"],
-        ["test items", "200", "200"],
-    ]  # fmt: skip
-    page = Reader(page_from(GOLDEN / "run"))
-    assert page.table("versions")[0] == ["", "runs 1"]
-    assert "torch" in [line[0] for line in page.table("versions")]
-
-
-def test_long_cells_wrap(tmp_path: Path):
-    paths = ", ".join(f"blocks.{number}.projection" for number in range(9))
-    page = Reader(page_from(leave_run(tmp_path / "run", settings={"modules": paths})))
-    assert [e["text"] for e in page.elements if e.get("class") == "long"] == [paths]
-
-
-def test_failed_cells_and_notes_come_first(tmp_path: Path):
-    run = leave_run(tmp_path / "run", notes=["drift is high"])
-    failed = [FailedCell(upstream="task_arithmetic", name="surgery", reason="out of memory")]
-    page = Reader(page_from(run, failed=failed))
-    assert page.texts("li")[:2] == [
-        "task_arithmetic, surgery failed: out of memory", "drift is high",
-    ]  # fmt: skip
-    assert page.table("toy: accuracy")[-1][:2] == ["task_arithmetic + surgery", "failed"]
-
-
-def test_every_suite_has_its_tables(tmp_path: Path):
-    runs = [leave_run(tmp_path / suite, suite=suite) for suite in ("images", "texts")]
-    page = Reader(page_from(*runs))
-    assert page.texts("h1") == ["images, texts"]
-    assert page.table("images: accuracy") == page.table("texts: accuracy")
-
-
-def test_figures_are_inside(tmp_path: Path):
-    page = Reader(page_from(leave_run(tmp_path / "run")))
-    figures = [e["id"] for e in page.elements if e["tag"] == "figure"]
-    assert figures == ["accuracy", "cost"]
-    assert "toy: accuracy by task" in page.texts("svg")[0]
-
-
-def test_links_lead_to_the_files_of_runs(tmp_path: Path):
-    run = leave_run(tmp_path / "a run #1")
-    text = page_from(run)
-    (tmp_path / "page.html").write_text(text)
-    links = [e["href"] for e in Reader(text).elements if e["tag"] == "a"]
-    assert "a%20run%20%231/report.json" in links
-    assert len(links) == len([*run.iterdir()])
-
-
-def test_a_run_without_evaluation_has_a_page(tmp_path: Path):
-    make_report({}).write(tmp_path / "run")
-    page = Reader(page_from(tmp_path / "run"))
-    assert page.texts("h1") == ["toy"] and page.texts("article", "table") == []
-
-
-def test_a_study_has_its_tables_curves_and_origins(tmp_path: Path):
-    folder = leave_study(tmp_path / "study")
-    study = Study.load(folder)
-    page = Reader(page_text(page_of_study(folder, study), tmp_path))
-    assert page.texts("h1") == ["toy: samples"]
-    title, grid = study.grids()[0]
-    lines = page.table(title)
-    assert lines[0] == ["", *grid.columns] and [line[1:] for line in lines[1:]] == [
-        list(cells) for _, cells in grid.lines
-    ]
-    (figure,) = [e for e in page.elements if e["tag"] == "figure"]
-    assert "featcal" in figure["text"]
-    assert page.table("settings")[1] == ["ridge_lambda", "0.05"]
-
-
-def test_a_diagnosis_has_its_tables_sentences_and_figures(tmp_path: Path):
-    run = leave_run(tmp_path / "run")
-    lines = made()
-    write_lines(run / LINES_FILE, lines)
-    page = Reader(page_from(run))
-    assert "Diagnosis in run" in page.texts("h2")
-    for title, grid in diagnosis_grids(lines).items():
-        assert page.table(title)[0] == [grid.corner, *grid.columns]
-    assert set(diagnosis_sentences(lines)) <= set(page.texts("li"))
-    assert "diagnosis-terms" in [e["id"] for e in page.elements if e["tag"] == "figure"]
-
-
-# ---- what comes from users is text
-
-
-def evil_page(folder: Path) -> str:
-    settings, notes = {EVIL: EVIL}, [f"{EVIL}\x1b[31m\u202e"]
-    levels = {"base": 0.3, "experts": 0.9, EVIL: 0.5, f"featcal:{EVIL}": 0.7, "featcal": 0.6}
-    tasks = (EVIL, "b")
-    report = make_report(levels, tasks, suite=EVIL, upstream=EVIL, settings=settings, notes=notes)
-    report.versions = {EVIL: EVIL}
-    report.write(folder / "run")
-    (folder / "run" / f"{EVIL.replace('/', '')}.txt").write_text("")
-    return page_from(folder / "run")
-
-
-def test_names_of_users_are_text(tmp_path: Path):
-    text = evil_page(tmp_path)
-    page = Reader(text)
-    assert len(page.texts("script")) == 1 and "alert(" not in page.texts("script")[0]
-    assert page.texts("h1") == [EVIL]
+def test_names_of_users_are_text(evil: str):
+    page = Page(evil)
+    (script,) = page.texts("script")
+    assert "alert(" not in script and page.texts("h1") == [EVIL]
     for tag in ("h3", "li", "th", "td", "text", "article"):
         assert any(EVIL in shown for shown in page.texts(tag)), tag
-    assert "\x1b" not in text and "\u202e" not in text and r"\x1b[31m" in text
-    assert " 49" not in text
+    assert "\x1b" not in evil and "\u202e" not in evil and r"\x1b[31m" in evil
+    assert " 49" not in evil
     assert not [key for e in page.elements for key in e if key.startswith("on")]
 
 
-def test_nothing_is_loaded_from_elsewhere(tmp_path: Path):
-    text = evil_page(tmp_path)
-    page = Reader(text)
+def test_nothing_is_loaded_from_elsewhere_and_links_lead_to_files(evil: str):
+    page = Page(evil)
     for element in page.elements:
         for key, value in element.items():
             if key.endswith(("href", "src")):
                 assert value.startswith("#") or not re.match(r"[\w+.-]*:|//", value)
-    assert "url(h" not in text and "@import" not in text
+    assert "url(h" not in evil and "@import" not in evil
     (policy,) = [e["content"] for e in page.elements if "http-equiv" in e]
-    assert policy == ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'")
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    links = [e["href"] for e in page.elements if e["tag"] == "a"]
+    assert "../a%20run%20%231/report.json" in links
+    assert [e["id"] for e in page.elements if e["tag"] == "figure"] == ["accuracy", "cost"]
 
 
-def test_the_same_runs_give_the_same_page(tmp_path: Path):
+@pytest.mark.parametrize("runs", [1, 2])
+def test_names_of_users_are_text_on_the_terminal_and_in_markdown(runs: int, tmp_path: Path):
+    name = "[/x]<script>a</script>\x1b[31m![b](http://c)"
+    for seed in range(runs):
+        levels = {f"featcal:{name}": 0.8, **LEVELS}
+        folder, notes = tmp_path / str(seed), [{"text": name}]
+        leave_run(folder, levels, (name, "b"), suite=name, seed=seed, notes=notes)
+    shown = featcal("report", tmp_path, "--out", tmp_path / "out").out
+    assert "\x1b" not in shown and "[/x]" in shown
+    for file in tmp_path.glob("*/report.md"):
+        text = file.read_text()
+        assert "<script" not in text and "\x1b" not in text and "](" not in text
+        assert r"[/x]&lt;script>a&lt;/script>\x1b[31m![b]\(http://c)" in text
+    assert r"\x1b[31m" in error_of("report", tmp_path / "\x1b[31m")
+
+
+def test_cells_that_would_break_markdown_are_escaped(tmp_path: Path):
+    report = Report()
+    report.add_row("a|b", {"x|y": 0.5}, cost={"x_bytes": "unavailable"})
+    text = (report.write(tmp_path).parent / "report.md").read_text()
+    assert "| a\\|b | 50.0 | 50.0 |" in text and "| x_bytes | unavailable |" in text
+
+
+@pytest.mark.parametrize("tasks", [1, 8, 14])
+def test_tables_fit_eighty_columns_with_every_number(tasks: int, tmp_path: Path):
+    report = Report(suite="clip-vit-large-patch14_TALL20", upstream="task_arithmetic")
+    rows = [*LEVELS, *(f"featcal:preset_{number}" for number in range(9)), "featcal:" + "x" * 90]
+    for number, name in enumerate(rows):
+        level = {"base": 0.1, "experts": 0.9}.get(name, 0.3 + 0.03 * number)
+        report.add_row(name, {f"task_{at}": level + 0.001 * at for at in range(tasks)})
+    report.write(tmp_path)
+    text = featcal("report", tmp_path).out
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    shown = {f"{100 * value:.1f}" for row in report.rows.values() for value in row.values()}
+    assert shown <= set(text.split())
+
+
+def test_a_page_is_a_file_that_ends_in_html(tmp_path: Path):
     run = leave_run(tmp_path / "run")
-    assert page_from(run) == page_from(run)
+    for name, near in (
+        ("page", "page.html"),
+        ("page.json", "page.json.html"),
+        (".", "report.html"),
+    ):
+        told = error_of("report", run, "--html", tmp_path / name)
+        assert told.startswith("--html names a file that ends in .html, such as ")
+        assert f"{tmp_path / near}, not " in told
+    (tmp_path / "empty").mkdir()
+    told = error_of("report", tmp_path / "empty", "--html", tmp_path / "page.html")
+    assert told.startswith(f"no run in or below {tmp_path}")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_report_loads_no_model_and_no_framework(tmp_path: Path):
+    words = ["report", str(leave_run(tmp_path / "run")), "--html", str(tmp_path / "page.html")]
+    code = (
+        f"import sys; from fusion_bench_featcal.cli import main; main({words!r}); "
+        "print({'torch', 'transformers', 'fusion_bench', 'hydra'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 # ---- the script
-
-
-def test_a_page_brings_its_script(tmp_path: Path):
-    (script,) = Reader(page_from(leave_run(tmp_path / "run"))).texts("script")
-    assert "aria-sort" in script and "filter rows" in script
-
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
@@ -326,11 +171,17 @@ def in_browser(text: str, script: str, folder: Path, *options: str) -> Any:
     return json.loads(shown[1])
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A page of four methods on one merger."""
-    make_report(LEVELS | {"surgery": 0.7, "ridge_surgery": 0.72}).write(tmp_path / "run")
-    return page_from(tmp_path / "run")
+    folder = tmp_path_factory.mktemp("page")
+    run = leave_run(folder / "run", LEVELS | {"surgery": 0.7, "ridge_surgery": 0.72})
+    return page_of(run, folder=folder)
+
+
+def test_a_page_brings_its_script(page: str):
+    (script,) = Page(page).texts("script")
+    assert "aria-sort" in script and "filter rows" in script
 
 
 @needs_browser
@@ -372,17 +223,17 @@ def test_colours_are_the_systems(page: str, tmp_path: Path, scheme: int, colour:
     script = "show([document.body, document.querySelector('svg')].map(e => getComputedStyle(e)));"
     script = script.replace("getComputedStyle(e)", "getComputedStyle(e).backgroundColor")
     option = f"--blink-settings=preferredColorScheme={scheme}"
-    body, figure = in_browser(page, script, tmp_path, option)
-    assert (body, figure) == (f"rgb({colour})", "rgba(0, 0, 0, 0)")
+    assert in_browser(page, script, tmp_path, option) == [f"rgb({colour})", "rgba(0, 0, 0, 0)"]
 
 
 @needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_overflows_the_screen(tmp_path: Path, width: int):
     tasks = tuple(f"a_task_with_a_long_name_{number}" for number in range(12))
-    run = leave_run(tmp_path / "run", tasks=tasks, suite="a_suite_with_a_name" * 4)
+    run = leave_run(tmp_path / "run", LEVELS, tasks, suite="a_suite_with_a_name" * 4)
     # A window of a browser is never as narrow as a phone, but a frame may be.
-    frame = f'<body><iframe width="{width}" srcdoc="{escape(page_from(run))}"></iframe></body>'
+    text = escape(page_of(run, folder=tmp_path))
+    frame = f'<body><iframe width="{width}" srcdoc="{text}"></iframe></body>'
     script = """
     addEventListener("load", () => {
       const inside = document.querySelector("iframe").contentDocument.documentElement;

@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from synthetic import LEVELS, make_report
+from reports import LEVELS, make_report
 
 from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.notes import BELOW, FAILED, KINDS, Note, chosen
 from fusion_bench_featcal.results.remarks import (
     closing_lines,
-    closing_lines_of_a_comparison,
     tasks_below_merged,
     tasks_with_high_drift,
 )
@@ -44,7 +42,7 @@ def test_next_command_works_in_a_shell_without_the_environment(
     assert done.stdout.startswith("featcal ")
 
 
-def test_last_lines_of_a_saved_model_name_row_place_and_next_commands(tmp_path: Path) -> None:
+def test_last_lines_say_where_the_model_is_or_what_to_type(tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     lines = closing_lines(make_report(), "featcal", tmp_path / "model", folder)
     assert lines == [
@@ -52,10 +50,7 @@ def test_last_lines_of_a_saved_model_name_row_place_and_next_commands(tmp_path: 
         f"reports: {folder}",
         f"next: featcal report '{folder}'",
     ]
-
-
-def test_last_lines_without_a_saved_model_say_what_to_type() -> None:
-    (line,) = closing_lines(make_report(), "featcal", None)
+    (line,) = closing_lines(Report(), "featcal", None)  # nothing was evaluated
     assert line == "not saved: merged_model_save_path=DIR saves the model of row featcal"
 
 
@@ -75,27 +70,15 @@ def test_last_lines_without_a_saved_model_say_what_to_type() -> None:
         (LEVELS | {"featcal:mini": 0.7}, "featcal:mini", 
          "featcal scored 5.0 points higher than featcal:mini"),
         (LEVELS | {"surgery": 0.8}, "featcal", "surgery scored 5.0 points higher than featcal"),
+        (LEVELS | {"featcal:mini": 0.75}, "featcal", ""),  # equal ones and references
     ],
 )  # fmt: skip
 def test_a_row_that_stands_higher_is_named(
     levels: dict[str, float], row: str, expected: str
 ) -> None:
-    _, line, *more = closing_lines(make_report(levels), row, None)
-    assert line == expected
-    advice = f"  method.save={line.split()[0]} saves it (this selects on test data)"
-    assert more == ([advice] if line.startswith("featcal") else [])
-
-
-def test_references_and_equal_rows_do_not_stand_higher() -> None:
-    report = make_report(LEVELS | {"featcal:mini": 0.75})
-    assert len(closing_lines(report, "featcal", None)) == 1
-    assert len(closing_lines(Report(), "featcal", None)) == 1  # nothing was evaluated
-
-
-def test_a_comparison_says_how_to_get_a_model(tmp_path: Path) -> None:
-    _, command, *rest = closing_lines_of_a_comparison(tmp_path)
-    assert "merged_model_save_path=DIR" in command
-    assert f"next: featcal report {tmp_path}" in rest
+    _, *lines = closing_lines(make_report(levels), row, None)
+    advice = f"  method.save={expected.split(' ')[0]} saves it (this selects on test data)"
+    assert lines == [expected, advice][: bool(expected) + expected.startswith("featcal")]
 
 
 def test_each_task_below_the_merged_model_has_a_sentence() -> None:
@@ -127,11 +110,3 @@ def test_each_task_that_keeps_a_high_drift_after_the_last_block_has_a_sentence()
     assert note.sentence.startswith(
         "featcal: far keeps a relative drift of 0.93 after the last block"
     )
-
-
-def test_notes_are_chosen_and_ordered_by_kind_whatever_their_words() -> None:
-    notes = [Note(kind, "ends below the merged model") for kind in reversed(KINDS)]
-    assert [note.kind for note in chosen(notes, BELOW)] == [kind for kind in KINDS if kind != BELOW]
-    failed = Note(FAILED, "out of memory", "surgery", merger="ties")
-    assert failed.sentence == "surgery failed: out of memory"
-    assert failed.sentence_of_several == "ties, surgery failed: out of memory"

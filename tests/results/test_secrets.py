@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
-from synthetic import make_report
+from reports import make_report
 
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.json_files import masked

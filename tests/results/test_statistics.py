@@ -1,40 +1,198 @@
-"""Statistics of reports, computed again by a script that knows nothing of the package."""
+"""Averages, intervals and p-values of `featcal report`, against oracles and by their properties."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import check_statistics
+import numpy as np
 import pytest
-from synthetic import leave_seeds
+from reports import GOLDEN, error_of, featcal, flags, leave_flags, leave_run, leave_seeds, summary
+from scipy import stats
 
-from fusion_bench_featcal.lab.report.differences import against, row_name
-from fusion_bench_featcal.results.long_table import AVERAGE
-from fusion_bench_featcal.results.report import summarise
+ONE_SEED = sorted((GOLDEN / "compare42").glob("*/"))
+TWO_SEEDS = ONE_SEED + sorted((GOLDEN / "compare43").glob("*/"))
+NUMBER = r"([-+][\d.]+)"
+DIFFERENCE = re.compile(rf"^(\S+) +{NUMBER} +\[{NUMBER}, {NUMBER}\] +([\d.e-]+) *(\w*)", re.M)
+ROWS = ("base", "experts", "ties", "row")
 
-RUNS = Path(__file__).parents[1] / "golden" / "data" / "runs"
-ONE_SEED = sorted((RUNS / "compare42").glob("*/"))
-TWO_SEEDS = ONE_SEED + sorted((RUNS / "compare43").glob("*/"))
+
+def against(reference: str, *runs: Path) -> dict[str, tuple[float, float, float, float, str]]:
+    """Rows of a table of differences: points, ends of the interval, corrected p, outcome."""
+    done = featcal("report", *runs, "--against", reference)
+    assert done.code == 0, done.err
+    found = DIFFERENCE.findall(done.out)
+    return {name: (*map(float, numbers), outcome) for name, *numbers, outcome in found}  # type: ignore
+
+
+def correlated(seed: int, levels: dict[str, float], sizes: tuple[int, ...] = (60, 140)) -> Any:
+    """Rows that find the same items hard: right where difficulty and noise are below a level."""
+    generator = np.random.default_rng(seed)
+    rows: dict[str, dict[str, np.ndarray]] = {name: {} for name in levels}
+    for number, size in enumerate(sizes):
+        difficulty = generator.random(size)
+        for name, level in levels.items():
+            noise = 0.1 * generator.standard_normal(size)
+            rows[name][f"task{number}"] = difficulty + noise < level
+    return rows
+
+
+def usual(seed: int) -> Any:
+    return correlated(seed, dict(zip(ROWS, (0.2, 0.9, 0.5, 0.7), strict=True)))
+
+
+def interval(row: dict[str, Any], key: str = "gain_interval") -> tuple[float, float, float]:
+    return tuple(row[key][end] for end in ("estimate", "low", "high"))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("seeds", [1, 2, 3])
-def test_statistics_are_those_of_the_flags(seeds: int, tmp_path: Path):
+def test_statistics_are_those_of_an_independent_script(seeds: int, tmp_path: Path):
     runs = [ONE_SEED, TWO_SEEDS, leave_seeds(tmp_path)][seeds - 1]
-    summary, again = summarise(runs), check_statistics.read(runs)
-    for row in summary.rows:
-        name = row_name((row.suite, row.upstream, row.name))
-        average, gain, low, high = check_statistics.gain(
-            again[name], again[row.upstream if row.is_repair else name]
-        )
-        assert row.accuracy[AVERAGE] == pytest.approx(average, abs=1e-9)
-        if row.is_repair and row.gain_interval:
-            interval = row.gain_interval
-            found = (row.gain, interval.low, interval.high)
-            assert found == pytest.approx((gain, low, high), abs=1e-6), name
+    again = check_statistics.read(runs)
+    for name, row in summary(*runs).items():
+        average, *gain = check_statistics.gain(again[name], again[row["upstream"]])
+        assert row["accuracy"]["average"] == pytest.approx(average, abs=1e-9)
+        if "/" in name:
+            assert interval(row) == pytest.approx(gain, abs=1e-6), name
     reference = "task_arithmetic/featcal"
     wanted = check_statistics.against(again, reference)
-    differences = against(summary.scores, reference)
-    assert {row_name(each.row) for each in differences} == set(wanted)
-    for each in differences:
-        interval = each.interval
-        values = (interval.estimate, interval.low, interval.high, each.p, each.adjusted)
-        # Rows in another order are drawn otherwise.
-        assert values == pytest.approx(wanted[row_name(each.row)], abs=0.01), each.row
+    found = against(reference, *runs)
+    assert found.keys() == wanted.keys()
+    for name, (*shown, _) in found.items():
+        estimate, low, high, _, p = wanted[name]
+        # Rows in another order are drawn otherwise; p has two digits.
+        assert shown[:3] == pytest.approx([100 * estimate, 100 * low, 100 * high], abs=0.5), name
+        assert shown[3] == pytest.approx(p, rel=0.1, abs=1e-6), name
+
+
+def test_an_interval_agrees_with_drawing_items_one_by_one(tmp_path: Path):
+    rows = usual(1)
+    row, merged = rows["row"], rows["ties"]
+    generator, draws = np.random.default_rng(3), []
+    for _ in range(4000):
+        chosen = {task: generator.integers(len(f), size=len(f)) for task, f in row.items()}
+        gains = [row[t][at].mean() - merged[t][at].mean() for t, at in chosen.items()]
+        draws.append(np.mean(gains))
+    _, low, high = interval(summary(leave_flags(tmp_path / "run", rows))["ties/row"])
+    assert (low, high) == pytest.approx(np.quantile(draws, [0.025, 0.975]), abs=0.005)
+
+
+def test_order_of_items_and_tasks_plays_no_part(tmp_path: Path):
+    rows = usual(4)
+    orders = {t: np.random.default_rng(5).permutation(len(f)) for t, f in rows["row"].items()}
+    shuffled = {
+        name: {task: tasks[task][orders[task]] for task in reversed(tasks)}
+        for name, tasks in rows.items()
+    }
+    one, other = (leave_flags(tmp_path / str(n), r) for n, r in enumerate((rows, shuffled)))
+    for key in ("gain_interval", "recovered_gap_interval"):
+        assert interval(summary(one)["ties/row"], key) == interval(summary(other)["ties/row"], key)
+
+
+def test_tasks_count_equally_whatever_their_size(tmp_path: Path):
+    def row(small: float, large: float) -> Any:
+        return {"small": flags(small, 10), "large": flags(large, 1000)}
+
+    run = leave_flags(tmp_path, {"ties": row(0, 0), "row": row(1, 0)})
+    assert interval(summary(run)["ties/row"]) == (0.5, 0.5, 0.5)
+
+
+def test_recovered_gap_is_the_closed_share_and_needs_a_gap(tmp_path: Path):
+    rows = usual(7)
+    rows |= {"again": rows["ties"], "like_experts": rows["experts"]}
+    found = summary(leave_flags(tmp_path / "run", rows))
+    key = "recovered_gap_interval"
+    assert interval(found["ties/again"], key) == (0.0, 0.0, 0.0)
+    assert interval(found["ties/like_experts"], key) == pytest.approx((1.0, 1.0, 1.0))
+    merged, experts, row = (np.mean([f.mean() for f in rows[n].values()]) for n in
+                            ("ties", "experts", "row"))  # fmt: skip
+    share, low, high = interval(found["ties/row"], key)
+    assert share == pytest.approx((row - merged) / (experts - merged))
+    assert low < share < high < low + 0.6
+    few = {"experts": [1, 0, 1, 0], "ties": [0, 1, 0, 0], "row": [1, 0, 1, 0]}
+    run = leave_flags(tmp_path / "few", {n: {"a": np.array(f, bool)} for n, f in few.items()})
+    assert summary(run)["ties/row"][key] is None
+
+
+def test_an_interval_has_the_spread_of_items_and_of_seeds(tmp_path: Path):
+    runs = [tmp_path / str(seed) for seed in (1, 2, 3)]
+    rows = [usual(8) | {"row": usual(8 + seed)["row"]} for seed in range(3)]
+    for seed, run in enumerate(runs):
+        leave_flags(run, rows[seed], seeds={"calibration": seed})
+    gains = [summary(run)["ties/row"]["gain"] for run in runs]
+    half = stats.t.ppf(0.975, 2) * np.std(gains, ddof=1) / 3**0.5
+    averaged = summary(*runs)["ties/row"]
+    means = [
+        {task: np.mean([each[name][task] for each in rows], axis=0)[None] for task in rows[0][name]}
+        for name in ("row", "ties")
+    ]
+    items = check_statistics.gain(*means)
+    estimate, low, high = interval(averaged)
+    assert averaged["deviation"]["average"] == pytest.approx(np.std(gains, ddof=1))
+    assert estimate == pytest.approx(np.mean(gains))
+    assert estimate - low == pytest.approx(np.hypot(items[1] - items[2], half), abs=1e-6)
+    assert high - estimate == pytest.approx(np.hypot(items[3] - items[1], half), abs=1e-6)
+
+
+# ---- differences from one row
+
+
+def test_rows_that_differ_by_chance_tie_and_a_better_one_wins(tmp_path: Path):
+    def drawn(level: float, seed: int) -> Any:
+        generator = np.random.default_rng(seed)
+        return {task: generator.random(n) < level for task, n in (("one", 300), ("two", 500))}
+
+    rows = {"ties": drawn(0.7, 1)} | {f"row{seed}": drawn(0.7, seed) for seed in range(2, 12)}
+    rows |= {"best": drawn(0.85, 99), "again": rows["ties"]}
+    found = against("ties", leave_flags(tmp_path, rows))
+    outcomes = {name: outcome for name, (*_, outcome) in found.items()}
+    assert outcomes == dict.fromkeys(found, "tie") | {"ties/best": "above"}
+    assert found["ties/again"] == (0.0, 0.0, 0.0, 1.0, "tie")
+
+
+@pytest.mark.parametrize(("apart", "p"), [(2, 0.5), (4, 0.125), (0, 1.0)])
+def test_few_items_that_tell_rows_apart_prove_nothing(apart: int, p: float, tmp_path: Path):
+    rows = {"ties": {"a": flags(0, 100)}, "row": {"a": flags(apart / 100, 100)}}
+    *_, found, outcome = against("ties", leave_flags(tmp_path, rows))["ties/row"]
+    assert found == pytest.approx(p, abs=0.01) and outcome == "tie"
+
+
+@pytest.mark.parametrize("over", ["seeds", "suites"])
+def test_few_seeds_or_suites_have_students_interval_and_p(over: str, tmp_path: Path):
+    gains = [0.04, 0.05, 0.06, 0.02] if over == "suites" else [0.04, 0.05, 0.06]
+    for n, gain in enumerate(gains):
+        more: Any = {"suite": f"suite{n}"} if over == "suites" else {"seed": n}
+        levels = {"task_arithmetic": 0.5, "x": 0.5 + gain}
+        leave_run(tmp_path / str(n), levels, items=over == "seeds", **more)
+    found = against("task_arithmetic" if over == "seeds" else "x", tmp_path)
+    (name, (points, low, high, p, _)), *_ = found.items()
+    sign = 1 if over == "seeds" else -1
+    wanted: Any = stats.ttest_1samp([sign * 100 * gain for gain in gains], 0.0)
+    assert p == pytest.approx(wanted.pvalue, rel=0.06)
+    assert points == pytest.approx(sign * 100 * np.mean(gains), abs=0.06), name
+    if over == "suites":
+        assert (low, high) == pytest.approx(tuple(wanted.confidence_interval(0.95)), abs=0.06)
+
+
+def test_rows_are_compared_over_the_seeds_that_both_have(tmp_path: Path):
+    levels = {0: {"x": 0.6, "z": 0.5}, 1: {"x": 0.7, "y": 0.65, "z": 0.6}, 2: {"y": 0.75, "z": 0.6},
+              3: {"alone": 0.8}}  # fmt: skip
+    for seed, rows in levels.items():
+        rows |= {"task_arithmetic": 0.5}
+        leave_run(tmp_path / str(seed), rows, seed=seed)
+    found = against("task_arithmetic/y", tmp_path)
+    assert found["task_arithmetic/x"][0] == 5.0 and found["task_arithmetic/z"][0] == -10.0
+    shown = " ".join(featcal("report", tmp_path, "--against", "task_arithmetic/y").out.split())
+    common = "in common with task_arithmetic/y"
+    assert f"one seed {common}, intervals are given the seed: task_arithmetic/x" in shown
+    assert f"left out, without a seed {common}: task_arithmetic/alone" in shown
+
+
+def test_one_row_is_named_for_all_to_be_compared_with(tmp_path: Path):
+    for merger in ("one", "two"):
+        leave_run(tmp_path / merger, {merger: 0.5, "b": 0.6}, upstream=merger)
+    assert set(against("one/b", tmp_path)) == {"one", "two", "two/b"}
+    told = error_of("report", tmp_path, "--against", "b")
+    assert "name one row, got 'b'. There are: ['one/b', 'two/b']" in told
+    assert "got 'one/c'" in (told := error_of("report", tmp_path, "--against", "one/c"))
+    assert "nearest" in told

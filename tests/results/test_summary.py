@@ -1,20 +1,28 @@
-"""Several runs in one summary: which are found, what is averaged, what is refused."""
+"""Several runs in one report: which are found, what is averaged, what is refused."""
 
+import csv
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from synthetic import leave_run, leave_seeds, make_report, row_of
+from reports import (
+    LEVELS,
+    content_of,
+    error_of,
+    featcal,
+    leave_run,
+    leave_seeds,
+    leave_study,
+    patch,
+    summary,
+)
 
-from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.lab.report.find import find
-from fusion_bench_featcal.lab.report.views import write
-from fusion_bench_featcal.results import AVERAGE, ReportError
-from fusion_bench_featcal.results.notes import Note
-from fusion_bench_featcal.results.report import summarise
-from fusion_bench_featcal.results.summary import Summary
+from fusion_bench_featcal import lab
+from fusion_bench_featcal.results import Report, ReportError
+
+COST = {"seconds": 2.0, "peak_rss_bytes": 2**30, "modules_added": 6, "parameters_added": 1536}
 
 
 @pytest.fixture
@@ -22,139 +30,123 @@ def seeds(tmp_path: Path) -> list[Path]:
     return leave_seeds(tmp_path)
 
 
-def sentences_of(summary: Summary) -> list[str]:
-    return [note.sentence_of_several for note in summary.notes]
+def repeated(folder: Path, merged: float, *, seed: int = 42, **changes: Any) -> Path:
+    """A run with experts of 80 and 50 %, and one method with costs."""
+    made = Report(suite="toy", upstream="wudi", seeds={"comparison": seed, "prob_surgery": seed})
+    made.add_row("base", {"a": 0.2, "b": 0.2})
+    made.add_row("experts", {"a": 0.8, "b": 0.5})
+    made.add_row("wudi", {"a": merged, "b": merged})
+    made.add_row("prob_surgery", {"a": 0.6, "b": 0.5}, cost=COST | changes)
+    return made.write(folder).parent
 
 
-def test_mean_deviation_gain_and_intervals_over_seeds(seeds: list[Path]):
-    summary = summarise(seeds)
-    row = row_of(summary, "featcal")
-    assert row.accuracy[AVERAGE] == pytest.approx(0.75)
-    assert row.deviation is not None
-    assert row.deviation[AVERAGE] == pytest.approx(0.05)
-    assert (row.gain, row.recovered_gap) == (pytest.approx(0.15), pytest.approx(0.5))
-    assert row.run_seeds == [{"calibration": seed} for seed in (1, 2, 3)]
-    assert row.cost == {"seconds": 10.0, "peak_rss_bytes": 2.0**30}
-    assert row.gain_interval is not None and row.recovered_gap_interval is not None
-    assert row.gain_interval.estimate == pytest.approx(row.gain)
-    assert row.gain_interval.low < 0.15 < row.gain_interval.high
-    assert row.recovered_gap_interval.estimate == pytest.approx(row.recovered_gap)
-    assert set((row_of(summary, "task_arithmetic").deviation or {}).values()) == {0.0}
-    assert row_of(summarise(seeds[:1]), "featcal").deviation is None
+def test_mergers_and_suites_stay_apart(tmp_path: Path):
+    leave_run(tmp_path / "a")
+    leave_run(tmp_path / "b", LEVELS | {"featcal": 0.8}, ("svhn",), suite="other")
+    leave_run(tmp_path / "c", {"experts": 0.9, "wudi": 0.7, "featcal": 0.85}, upstream="wudi")
+    assert featcal("report", tmp_path, "--out", tmp_path / "out").code == 0
+    rows = [row for row in content_of(tmp_path / "out")["rows"] if row["name"] == "featcal"]
+    found = {(row["suite"], row["upstream"]): row["accuracy"]["average"] for row in rows}
+    assert found == {("toy", "task_arithmetic"): 0.75, ("toy", "wudi"): 0.85,
+                     ("other", "task_arithmetic"): 0.8}  # fmt: skip
 
 
-def test_without_items_there_is_no_interval_and_a_note_says_so(tmp_path: Path):
-    summary = summarise([leave_run(tmp_path / "run", items=False)])
-    row = row_of(summary, "featcal")
-    assert row.gain == pytest.approx(0.15)
-    assert row.gain_interval is None and row.recovered_gap_interval is None
-    assert any("items.npz" in note.text for note in summary.notes)
-
-
-def test_upstream_mergers_and_suites_stay_apart(tmp_path: Path):
-    leave_run(tmp_path / "a", 0.7)
-    leave_run(tmp_path / "b", 0.8, suite="other", tasks=("svhn",))
-    levels = {"base": 0.3, "experts": 0.9, "wudi": 0.7, "featcal": 0.85}
-    make_report(levels, upstream="wudi").write(tmp_path / "c")
-    rows = [row for row in summarise(find([tmp_path]).runs).rows if row.name == "featcal"]
-    assert {(row.suite, row.upstream): row.accuracy[AVERAGE] for row in rows} == pytest.approx({
-        ("toy", "task_arithmetic"): 0.7,
-        ("toy", "wudi"): 0.85,
-        ("other", "task_arithmetic"): 0.8,
-    })  # fmt: skip
-
-
-def test_a_row_that_only_some_runs_have_is_compared_with_the_merged_model_of_those(tmp_path: Path):
-    make_report({"task_arithmetic": 0.5}, seed=1).write(tmp_path / "one")
-    levels = {"task_arithmetic": 0.6, "featcal": 0.7}
-    make_report(levels, seed=2).write(tmp_path / "two")
-    row = row_of(summarise(find([tmp_path]).runs), "featcal")
-    assert row.gain == pytest.approx(0.1)
-    assert row.recovered_gap is None
+def test_rows_are_compared_with_the_merged_models_of_their_own_runs(tmp_path: Path):
+    leave_run(tmp_path / "one", {"task_arithmetic": 0.5}, seed=1)
+    leave_run(tmp_path / "two", {"task_arithmetic": 0.6, "featcal": 0.7}, seed=2)
+    found = summary(tmp_path)
+    row, merged = found["task_arithmetic/featcal"], found["task_arithmetic"]
+    assert row["gain"] == pytest.approx(0.1) and row["recovered_gap"] is None
+    assert merged["deviation"]["average"] == pytest.approx(np.std([0.5, 0.6], ddof=1))
 
 
 def test_a_repeated_run_counts_once(seeds: list[Path], tmp_path: Path):
-    again = leave_run(tmp_path / "again", 0.7, seed=1)
-    assert row_of(summarise([*seeds, again]), "featcal") == row_of(summarise(seeds), "featcal")
+    again = leave_run(tmp_path / "again", LEVELS | {"featcal": 0.7}, seed=1)
+    assert summary(*seeds, again) == summary(*seeds)
 
 
-@pytest.mark.parametrize(
-    ("odd", "message"),
-    [
-        (
-            {"featcal": 0.8, "seed": 1},
-            r"row 'featcal' differs .*same seeds.*average 0\.7 in .*seed1, 0\.8 in .*odd",
-        ),
-        (
-            {"seed": 4, "settings": {"ridge_lambda": 0.5}},
-            r"'featcal' .*different ridge_lambda: 0\.05 in .*seed1, 0\.5 in .*odd",
-        ),
-        (
-            {"seed": 4, "tasks": ("cars",)},
-            r"toy have different tasks: \['cars', 'dtd'\] in .*seed1, \['cars'\] in .*odd",
-        ),
-        (
-            {"seed": 4, "items": False, "test_sets": {"cars": {"items": 100}}},
-            r"different test sets for task 'cars', items: 200 in .*seed1, 100 in .*odd",
-        ),
-    ],
-)
+def test_without_items_there_is_no_interval(tmp_path: Path):
+    row = summary(leave_run(tmp_path / "run", items=False))["task_arithmetic/featcal"]
+    assert row["gain"] == pytest.approx(0.15)
+    assert row["gain_interval"] is None is row["recovered_gap_interval"]
+    leave_run(tmp_path / "two", seed=2, items=False)
+    assert "items.npz" in featcal("report", tmp_path).out
+
+
+def test_costs_and_shares_of_the_experts_are_averaged_with_their_spread(tmp_path: Path):
+    for seed, (merged, seconds) in enumerate([(0.4, 2.0), (0.5, 4.0)]):
+        device = {"peak_rss_bytes": "unavailable"} if seed else {}
+        repeated(tmp_path / str(seed), merged, seed=seed, seconds=seconds, **device)
+    found = summary(tmp_path)
+    merger, row = found["wudi"], found["wudi/prob_surgery"]
+    shares = [(0.4 / 0.8 + 0.4 / 0.5) / 2, (0.5 / 0.8 + 0.5 / 0.5) / 2]
+    assert merger["normalised"] == pytest.approx(sum(shares) / 2)
+    assert merger["spread"]["normalised"] == pytest.approx(abs(shares[0] - shares[1]) / 2**0.5)
+    assert row["cost"]["seconds"] == 3.0 and row["spread"]["seconds"] == pytest.approx(2**0.5)
+    assert row["cost"]["peak_rss_bytes"] == "unavailable" and row["seeds"] == [0, 1]
+
+
+def test_worst_task_is_that_of_the_means_among_gaps_of_a_point(tmp_path: Path):
+    for seed, far in ((1, 0.2), (2, 0.4)):
+        made = Report(suite="toy", upstream="ties", seeds={"calibration": seed})
+        made.add_row("experts", {"far": 0.9, "near": 0.9, "level": 0.9})
+        made.add_row("ties", {"far": 0.1, "near": 0.8, "level": 0.899})
+        made.add_row("featcal", {"far": far, "near": 0.85, "level": 0.89})
+        made.write(tmp_path / str(seed))
+    row = summary(tmp_path)["ties/featcal"]
+    assert (row["worst_task"], row["worst_recovered_gap"]) == ("far", pytest.approx(0.25))
+    assert summary(tmp_path)["experts"]["worst_task"] is None
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "other accuracy": ({"levels": LEVELS | {"featcal": 0.8}, "seed": 1},
+        "row 'featcal' differs .*same seeds.*average 0.7 in .*seed1, 0.8 in .*odd"),
+    "other settings": ({"seed": 4, "settings": {"ridge_lambda": 0.5}},
+        "'featcal' .*different ridge_lambda: 0.05 in .*seed1, 0.5 in .*odd"),
+    "other tasks": ({"seed": 4, "tasks": ("cars",)},
+        r"toy have different tasks: \['cars', 'dtd'\] in .*seed1, \['cars'\] in .*odd"),
+    "other test sets": ({"seed": 4, "items": False, "test_sets": {"cars": {"items": 100}}},
+        "different test sets for task 'cars', items: 200 in .*seed1, 100 in .*odd"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REFUSED)
 def test_runs_that_cannot_be_averaged_are_refused_with_both_values(
-    seeds: list[Path], tmp_path: Path, odd: dict[str, Any], message: str
+    reason: str, seeds: list[Path], tmp_path: Path
 ):
-    with pytest.raises(ReportError, match=message):
-        summarise([*seeds, leave_run(tmp_path / "odd", **odd)])
+    changes, message = REFUSED[reason]
+    words: Any = {"levels": LEVELS} | changes
+    odd = leave_run(tmp_path / "z_odd", **words)
+    told = error_of("report", *seeds, odd)
+    assert re.search(message, told), told
+    if reason != "other accuracy":
+        with pytest.raises(ReportError, match=message):
+            lab.load(tmp_path)
 
 
-def test_methods_in_order_differ_by_their_settings_and_not_by_their_seeds(tmp_path: Path):
-    def run(name: str, seed: int, ridge_lambda: float) -> Path:
-        featcal = {"ridge_lambda": ridge_lambda, "seed": seed}
-        chain = {"featcal": featcal, "ridge": {"seed": seed}}
-        return leave_run(tmp_path / name, 0.7, seed=seed, settings=chain)
-
-    runs = [run("one", 1, 0.05), run("two", 2, 0.05)]
-    assert len(row_of(summarise(runs), "featcal").run_seeds) == 2
-    with pytest.raises(ReportError, match=r"different featcal\.ridge_lambda: 0\.05 in .*0\.5 in"):
-        summarise([*runs, run("odd", 3, 0.5)])
+def test_settings_of_methods_in_order_differ_but_for_their_seeds(tmp_path: Path):
+    for name, seed, ridge in (("a", 1, 0.05), ("b", 2, 0.05), ("c", 3, 0.5)):
+        chain = {"featcal": {"ridge_lambda": ridge, "seed": seed}, "ridge": {"seed": seed}}
+        leave_run(tmp_path / name, seed=seed, settings=chain)
+    row = summary(tmp_path / "a", tmp_path / "b")["task_arithmetic/featcal"]
+    assert len(row["run_seeds"]) == 2
+    assert "different featcal.ridge_lambda: 0.05 in " in error_of("report", tmp_path)
 
 
-def test_different_versions_are_noted(tmp_path: Path):
-    leave_run(tmp_path / "a", seed=1, versions={"torch": "2.12"})
-    leave_run(tmp_path / "b", seed=2, versions={"torch": "2.13"}, notes=["slow disk"])
-    notes = sentences_of(summarise(find([tmp_path]).runs))
-    assert notes == ["slow disk", "runs used different versions of torch: 2.12, 2.13"]
+def test_versions_that_differ_are_noted_and_missing_ones_are_not(tmp_path: Path):
+    versions: list[dict[str, str]] = [
+        {"torch": "2.12", "org/model": "aa", "datasets/rows": "bb"},
+        {"torch": "2.13", "org/model": "cc"},
+        {"torch": "2.12"},
+    ]
+    for seed, known in enumerate(versions):
+        leave_run(tmp_path / str(seed), seed=seed, versions=known)
+    notes = [line for line in featcal("report", tmp_path).out.splitlines() if "versions of" in line]
+    assert notes == ["note: runs used different versions of torch: 2.12, 2.13",
+                     "note: runs used different versions of org/model: aa, cc"]  # fmt: skip
 
 
-def test_other_commits_of_the_hub_are_noted_and_missing_ones_are_not(tmp_path: Path):
-    leave_run(tmp_path / "a", seed=1, versions={"org/model": "aa", "datasets/org/rows": "bb"})
-    leave_run(tmp_path / "b", seed=2, versions={"org/model": "cc"})
-    leave_run(tmp_path / "c", seed=3, versions={})
-    notes = sentences_of(summarise(find([tmp_path]).runs))
-    assert notes == ["runs used different versions of org/model: aa, cc"]
-
-
-def test_seeds_disagreeing_on_the_merged_model_are_averaged_too(tmp_path: Path):
-    for seed, merged in ((1, 0.5), (2, 0.6)):
-        levels = {"task_arithmetic": merged, "featcal": merged + 0.2, "experts": 0.95}
-        make_report(levels, seed=seed).write(tmp_path / str(seed))
-    summary = summarise(find([tmp_path]).runs)
-    row, merged_row = row_of(summary, "featcal"), row_of(summary, "task_arithmetic")
-    assert (row.gain, row.recovered_gap) == (pytest.approx(0.2), pytest.approx(0.5))
-    assert (merged_row.deviation or {})[AVERAGE] == pytest.approx(np.std([0.5, 0.6], ddof=1))
-
-
-def test_worst_task_of_several_runs_is_that_of_their_means(tmp_path: Path):
-    for seed, cars in ((1, 0.5), (2, 0.7)):
-        report = make_report({"experts": 0.9, "task_arithmetic": 0.4}, seed=seed, items=False)
-        report.add_row("featcal", {"cars": cars, "dtd": 0.6})
-        report.write(tmp_path / str(seed))
-    summary = summarise(find([tmp_path]).runs)
-    row = row_of(summary, "featcal")
-    assert (row.worst_task, row.worst_recovered_gap) == ("cars", pytest.approx(0.4))
-    assert row_of(summary, "experts").worst_task is None
-
-
-# ---- finding runs
+# ---- finding and writing
 
 
 def test_runs_are_found_below_a_folder_once_and_foreign_reports_passed_over(
@@ -162,47 +154,34 @@ def test_runs_are_found_below_a_folder_once_and_foreign_reports_passed_over(
 ):
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "report.json").write_text('{"cars": {"accuracy": 0.5}}')
-    write(summarise(seeds), tmp_path / "all")
-    assert find([tmp_path, seeds[0], seeds[1] / "report.json"]).runs == seeds
+    out = tmp_path / "all"
+    assert featcal("report", *seeds, "--out", out).code == 0
+    again = featcal("report", tmp_path, seeds[0], seeds[1] / "report.json", "--out", out)
+    assert again.code == 0 and content_of(out)["runs"] == [str(run) for run in seeds]
 
 
-@pytest.mark.parametrize(
-    ("path", "message"), [("nowhere", "no such run: .*nowhere"), ("empty", "no run in or below")]
-)
-def test_where_there_is_no_run(tmp_path: Path, path: str, message: str):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ReportError, match=message):
-        find([tmp_path / path])
+def test_a_comparison_is_its_own_runs_and_failures(seeds: list[Path], tmp_path: Path):
+    leave_run(tmp_path / "from_before", seed=9)
+    failed = [{"upstream": "wudi", "name": "none", "reason": "out of memory"}]
+    assert featcal("report", *seeds, "--out", tmp_path).code == 0
+    patch(tmp_path, failed=failed)
+    assert featcal("report", tmp_path, "--out", tmp_path / "again").code == 0
+    content = content_of(tmp_path / "again")
+    assert (len(content["runs"]), content["failed"][0]["reason"]) == (3, "out of memory")
+    with (tmp_path / "again" / "report.csv").open() as file:
+        assert [*csv.DictReader(file)][-1]["status"] == "failed: out of memory"
+    patch(tmp_path, failed=[{"upstream": "wudi", "name": "none"}])
+    assert "report.json: failed[0]: no reason" in error_of("report", tmp_path)
 
 
-BELOW = Note("below", "dtd ends below the merged model: featcal -1.0 points", task="dtd")
-TUNED = Note("note", "tuned by hand", "ties:small")
-SLOW = Note("note", "slow disk", "featcal")
+def test_a_report_of_several_runs_never_replaces_a_runs_own(seeds: list[Path]):
+    before = (seeds[0] / "report.json").read_text()
+    told = error_of("report", *seeds, "--out", seeds[0])
+    assert "holds the report of a run" in told and "--out" in told
+    assert (seeds[0] / "report.json").read_text() == before
 
 
-@pytest.mark.parametrize("door", ["terminal", "report.md", "page"])
-def test_notes_of_several_mergers_name_theirs(tmp_path: Path, capsys, door: str):
-    levels = {"base": 0.3, "experts": 0.9, "ties": 0.5, "ties:small": 0.6, "featcal": 0.7}
-    for merger, note in {"ties": BELOW, "ties:small": TUNED}.items():
-        make_report(levels, upstream=merger, notes=[note, SLOW]).write(tmp_path / merger)
-    words = {"report.md": ["--out", str(tmp_path / "out")],
-             "page": ["--html", str(tmp_path / "page.html")]}.get(door, [])  # fmt: skip
-    assert main(["report", str(tmp_path / "ties"), str(tmp_path / "ties:small"), *words]) == 0
-    texts = {"terminal": lambda: " ".join(capsys.readouterr().out.split()),
-             "report.md": lambda: (tmp_path / "out" / "report.md").read_text(),
-             "page": lambda: (tmp_path / "page.html").read_text()}  # fmt: skip
-    text = texts[door]()
-    assert f"ties: {BELOW.text}" in text
-    for once in (BELOW.text, "ties:small: tuned by hand", "all mergers: featcal: slow disk"):
-        assert text.count(once) == 1
-    assert not re.search(r"ties(:small)?: (ties:small: tuned|featcal: slow)", text)
-
-
-def test_notes_of_several_suites_name_them(tmp_path: Path):
-    for suite in ("toys", "tools"):
-        make_report(suite=suite, notes=[f"{suite} are few", "slow disk"]).write(tmp_path / suite)
-    notes = sentences_of(summarise(find([tmp_path]).runs))
-    assert notes == [
-        "tools, task_arithmetic: tools are few", "all runs: slow disk",
-        "toys, task_arithmetic: toys are few",
-    ]  # fmt: skip
+def test_a_study_is_reported_by_itself(tmp_path: Path):
+    study, run = leave_study(tmp_path / "study"), leave_run(tmp_path / "run")
+    for words in ([study, run], [study, "--against", "featcal"]):
+        assert "is a study: report it by itself" in error_of("report", *words)

@@ -1,0 +1,175 @@
+"""Reports with known numbers, and what the command `featcal` makes of them."""
+
+import contextlib
+import csv
+import io
+import json
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fusion_bench_featcal.results import Report
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "runs"
+LEVELS = {"base": 0.3, "experts": 0.9, "task_arithmetic": 0.6, "featcal": 0.75}
+COLUMNS: tuple[str, ...] = (
+    "suite",
+    "merger",
+    "row",
+    "task",
+    "block",
+    "class",
+    "seed",
+    "metric",
+    "value",
+)
+
+
+class Done(NamedTuple):
+    """Exit code and output of a command."""
+
+    code: int
+    out: str
+    err: str
+
+
+def featcal(*words: object) -> Done:
+    """Run the command `featcal` in this process."""
+    (command,) = entry_points(group="console_scripts", name="featcal")
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code: Any = command.load()([str(word) for word in words])
+        except SystemExit as end:
+            code = end.code
+    return Done(int(code or 0), out.getvalue(), err.getvalue())
+
+
+def error_of(*words: object) -> str:
+    """Return the message of a command that fails: one line on stderr."""
+    done = featcal(*words)
+    lines = done.err.splitlines()
+    assert (done.code, len(lines)) == (2, 1), done.err
+    assert lines[0].startswith("featcal: error: ")
+    return lines[0].removeprefix("featcal: error: ")
+
+
+def flags(share: float, items: int = 200) -> np.ndarray:
+    """The first `share` of the items right, the rest wrong."""
+    return np.arange(items) < round(share * items)
+
+
+def make_report(
+    levels: Mapping[str, float] = LEVELS,
+    tasks: Sequence[str] = ("cars", "dtd"),
+    *,
+    seed: int = 42,
+    items: bool = True,
+    settings: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Report:
+    """Every task of a row has the row's level; `featcal` rows carry settings, cost and samples."""
+    report = Report(**{"suite": "toy", "upstream": "task_arithmetic", **more})
+    report.seeds = {"calibration": seed}
+    for name, level in levels.items():
+        correct = {task: flags(level) for task in tasks}
+        calibrated = name.startswith("featcal")
+        report.add_row(
+            name,
+            {task: flag.mean() for task, flag in correct.items()},
+            correct=correct if items else None,
+            settings={"ridge_lambda": 0.05, "seed": seed, **(settings or {})}
+            if calibrated
+            else None,
+            cost={"seconds": 10.0, "peak_rss_bytes": 2**30} if calibrated else None,
+            samples={task: {"samples": 256, "split": "train"} for task in tasks}
+            if calibrated
+            else None,
+        )
+    return report
+
+
+def leave_run(
+    folder: Path,
+    levels: Mapping[str, float] = LEVELS,
+    *more: Any,
+    notes: Iterable[Mapping[str, str]] = (),
+    **changes: Any,
+) -> Path:
+    """Write a report, with notes of given kinds and texts, and return its folder."""
+    make_report(levels, *more, **changes).write(folder)
+    if notes:
+        empty = {"kind": "note", "text": "", "row": "", "task": "", "merger": ""}
+        patch(folder, notes=[empty | dict(note) for note in notes])
+        Report.load(folder).write(folder)
+    return folder
+
+
+def leave_seeds(folder: Path) -> list[Path]:
+    """Runs with three calibration seeds: featcal reaches 70, 75 and 80 %."""
+    levels = {1: 0.7, 2: 0.75, 3: 0.8}
+    return [
+        leave_run(folder / f"seed{seed}", LEVELS | {"featcal": level}, seed=seed)
+        for seed, level in levels.items()
+    ]
+
+
+def leave_flags(folder: Path, rows: Mapping[str, Mapping[str, np.ndarray]], **more: Any) -> Path:
+    """Write a run of the merger `ties` with flags per item of its rows' tasks."""
+    report = Report(**{"suite": "toy", "upstream": "ties", **more})
+    for name, tasks in rows.items():
+        accuracy = {task: flag.mean() for task, flag in tasks.items()}
+        report.add_row(name, accuracy, correct=tasks)
+    return report.write(folder).parent
+
+
+def leave_study(folder: Path) -> Path:
+    """Write a study of two numbers of samples, with two seeds each."""
+    for samples in (8, 64):
+        for seed in (1, 2):
+            levels = {"experts": 0.9, "ties": 0.5, "featcal": 0.6 + samples / 1000 + seed / 100}
+            labels = {"samples_per_task": samples}
+            point = folder / "points" / f"{samples}-{seed}"
+            leave_run(point, levels, upstream="ties", seed=seed, labels=labels)
+    points = sorted(str(path.relative_to(folder)) for path in folder.glob("points/*"))
+    study = {"kind": "study", "schema": 2, "name": "samples", "suite": "toy", "runs": points}
+    study |= {"failed": [], "over": [], "against": {}, "columns": [], "points": []}
+    (folder / "report.json").write_text(json.dumps(study))
+    return folder
+
+
+def leave_lines(folder: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
+    """Write the long table `lines.csv` of a run."""
+    with (folder / "lines.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
+        writer.writerows(lines)
+    return folder
+
+
+def content_of(folder: Path) -> dict[str, Any]:
+    """Return what a folder's `report.json` holds."""
+    return json.loads((folder / "report.json").read_text())
+
+
+def patch(folder: Path, **changes: Any) -> Path:
+    """Change values of a folder's `report.json`."""
+    (folder / "report.json").write_text(json.dumps(content_of(folder) | changes))
+    return folder
+
+
+def summary(*paths: Path) -> dict[str, dict[str, Any]]:
+    """Return the rows of `featcal report --out`; a repair is called `merger/row`."""
+    with tempfile.TemporaryDirectory() as out:
+        done = featcal("report", *paths, "--out", out)
+        assert done.code == 0, done.err
+        rows = content_of(Path(out))["rows"]
+    alone = ("base", "experts")
+    return {
+        name if (name := row["name"]) in (*alone, row["upstream"]) else f"{row['upstream']}/{name}":
+        row for row in rows
+    }  # fmt: skip
