@@ -29,7 +29,7 @@ MUTATIONS = [
         "results/intervals.py",
         "stats.t.ppf((1 + LEVEL) / 2, draws - 1)",
         "stats.norm.ppf((1 + LEVEL) / 2)",
-        "results/test_differences.py",
+        "results/test_statistics.py",
     ),
     Mutation(
         "distillation compares all positions of a text",
