@@ -1,27 +1,12 @@
 import hashlib
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from reports import leave_run
 
 from fusion_bench_featcal import __version__
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.notes import Note
-from fusion_bench_featcal.results.report import summarise
-from fusion_bench_featcal.results.views import run_grid
-
-
-def leave_run(folder: Path, seed: int = 42, featcal: float = 0.75) -> Path:
-    report = Report(suite="toy", upstream="task_arithmetic", seeds={"calibration": seed})
-    levels = {"base": 0.25, "experts": 1.0, "task_arithmetic": 0.5, "featcal": featcal}
-    for name, level in levels.items():
-        correct = {task: [number < 20 * level for number in range(20)] for task in ("cars", "dtd")}
-        report.add_row(name, {"cars": level, "dtd": level}, correct=correct)
-    report.write(folder)
-    return folder
 
 
 def error_of(capsys: pytest.CaptureFixture[str]) -> str:
@@ -33,87 +18,9 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-def test_report_of_one_run_shows_tasks_and_interval(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["report", str(leave_run(tmp_path))]) == 0
-    text = capsys.readouterr().out
-    assert "toy, merged by task_arithmetic" in text and "(continued)" not in text
-    for value in ("+25.0", "[+12.5, +40.0]", "50 %", "[28, 72]"):
-        assert value in text
-    assert all(len(line) <= 100 for line in text.splitlines())
-
-
-def test_report_of_one_run_is_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    tasks = [
-        f"mini_{name}" for name in ("mnist", "fashion_mnist", "notmnist", "optdigits", "greek")
-    ]
-    report = Report(suite="clip-vit-mini_TA6", upstream="task_arithmetic")
-    report.note(Note("note", "read this"))
-    levels = {"base": 0.25, "experts": 1.0, "task_arithmetic": 0.5, "featcal": 0.7}
-    for name, level in (levels | {"featcal:plus": 0.8}).items():
-        correct = {task: [number < 20 * level for number in range(20)] for task in tasks}
-        report.add_row(name, dict.fromkeys(tasks, level), correct=correct, cost={"seconds": 12.5})
-    report.write(tmp_path)
-    assert main(["report", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    rules = [line for line in text.splitlines() if set(line.strip()) == {"─"}]
-    assert len(rules) == 1
-    for words in ("clip-vit-mini_TA6, merged by task_arithmetic", "fashion_mnist", "gap interval"):
-        assert text.count(words) == 1
-    assert text.count("note: read this") == 1
-    assert "mean over" not in text and "±" not in text  # one run
-    (grid,) = run_grid(report, summarise([tmp_path])).fitting(200)
-    assert [head for head, _ in grid.lines] == list(report.rows)
-
-
-def test_report_of_several_runs_averages_and_writes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    leave_run(tmp_path / "runs" / "a", 1, 0.7)
-    leave_run(tmp_path / "runs" / "b", 2, 0.8)
-    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
-    text = capsys.readouterr().out
-    assert "75.0 ± 63.5" in text
-    assert f"written: {tmp_path / 'out'}" in text
-    content = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert content["kind"] == "comparison"
-    assert content["runs"] == [str(tmp_path / "runs" / name) for name in "ab"]
-    assert main(["report", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out in text
-
-
-def test_report_runs_nothing(tmp_path: Path):
-    leave_run(tmp_path)
-    code = (
-        "import sys; from fusion_bench_featcal.cli import main; "
-        f"main(['report', {str(tmp_path)!r}]); "
-        "print({'torch', 'transformers', 'fusion_bench', 'hydra'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "set()"
-
-
-def test_report_writes_figures_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = leave_run(tmp_path / "run")
-    assert main(["report", str(run)]) == 0
-    tables = capsys.readouterr().out
-    assert main(["report", str(run), "--figures", str(tmp_path / "new")]) == 0
-    figure = tmp_path / "new" / "accuracy.svg"
-    assert capsys.readouterr().out == f"{tables}written: {figure}\n"
-    assert [*(tmp_path / "new").iterdir()] == [figure]
-
-
 def test_no_run_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "no such run: " in error_of(capsys)
-
-
-def test_out_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = leave_run(tmp_path / "run")
-    (tmp_path / "out").write_text("")
-    assert main(["report", str(run), "--out", str(tmp_path / "out")]) == 2
-    assert "out: File exists. Change --out to a writable directory." in error_of(capsys)
 
 
 def test_suite_path_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
