@@ -76,12 +76,6 @@ def test_a_short_name_does_and_an_unknown_one_gets_the_nearest(
     assert "no method 'surgry' (nearest: 'surgery')" in capsys.readouterr().err
 
 
-def test_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "featcal settings" in " ".join(capsys.readouterr().out.split())
-
-
 @pytest.mark.parametrize(
     ("method", "key", "nearest"),
     [

@@ -1,8 +1,5 @@
 """Our YAMLs and FusionBench's are found wherever the command is started."""
 
-import subprocess
-import sys
-
 import pytest
 from composing import REPOSITORY, compose_here
 from hydra.core.plugins import Plugins
@@ -60,12 +57,3 @@ def test_suite_resolver_gives_a_path_in_the_package():
     compose_here()
     config = OmegaConf.create({"data": "${featcal_suite:images/mini_mnist.npz}"})
     assert config.data == str(SUITE_ROOT / "images" / "mini_mnist.npz")
-
-
-@pytest.mark.slow
-def test_command_line_composes_in_an_empty_folder(tmp_path):
-    command = [sys.executable, "-m", "fusion_bench.scripts.cli", *LITERAL, "dry_run=true"]
-    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert "fusion_bench_featcal.algorithm.FeatCalAlgorithm" in done.stdout
-    assert "UserWarning" not in done.stderr, done.stderr

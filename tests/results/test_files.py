@@ -36,6 +36,7 @@ from fusion_bench_featcal.results import (
     prepare_directory,
     save_items,
 )
+from fusion_bench_featcal.results.long_table import means
 
 NAN, INF = float("nan"), float("inf")
 
@@ -301,6 +302,13 @@ def test_numbers_of_a_diagnosis_that_must_not_be_averaged_are_refused(
     several = [line | {"row": row} for row in ("task_arithmetic", "featcal")]
     run = leave_lines(leave_run(tmp_path), [*several, several[1] | changes])
     assert message in error_of("report", run)
+
+
+def test_different_metrics_are_not_averaged():
+    line = {"suite": "toy", "row": "featcal", "task": "a", "metric": "drift", "value": 1.0}
+    assert means([line, line | {"task": "b", "value": 2.0}], "row") == {("featcal",): 1.5}
+    with pytest.raises(ReportError, match="would mix the metrics drift, items"):
+        means([line, line | {"metric": "items"}], "row")
 
 
 @pytest.mark.parametrize("below", ["", "run/version_0"])
