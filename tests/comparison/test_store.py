@@ -43,7 +43,7 @@ def test_result_comes_back(store: ResultStore) -> None:
     assert store.result("wudi--featcal:mini", "abd") is None
 
 
-@pytest.mark.parametrize("damage", ["[]", '{"accuracy": {"left": 0.5}}', "[" * 99999])
+@pytest.mark.parametrize("damage", ["[]", "[" * 99999])
 def test_damaged_result_is_made_again(
     store: ResultStore, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:

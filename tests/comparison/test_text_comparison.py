@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from comparison_parts import FakeProgram
-from fusion_bench.utils.hydra_utils import get_default_config_path
-from hydra import compose, initialize_config_dir
+from configs import composed
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from text_pools import MAKERS, text_pool, text_tokenizer
@@ -23,10 +22,8 @@ SUITES = {"seq2seq": "flan-t5-mini_TA6", "causal": "llama-mini_TA6"}
 TEXT_POOLS = (*SUITES.values(), "flan-t5-base_glue", "mergebench_llama-3.2-3b-instruct")
 
 
-def composed(pool: str, *overrides: str) -> Any:
-    words = ["method=compare", f"modelpool={pool}", *overrides]
-    with initialize_config_dir(str(get_default_config_path()), version_base=None):
-        return compose("fabric_model_fusion", overrides=words)
+def compared(pool: str, *overrides: str) -> Any:
+    return composed("method=compare", f"modelpool={pool}", *overrides)
 
 
 def task_pool(kind: str) -> TextTaskPool:
@@ -43,7 +40,7 @@ def test_default_grid_of_language_pools_has_no_failing_cell(
     few = ["samples_per_task=10", "steps=2", "upstream_mergers.wudi.iter_num=2"]
     # One merger more would run the same cells again.
     few += [f"results_dir={tmp_path}/cells", "upstreams=[task_arithmetic,wudi]"]
-    config = composed(SUITES[kind], *(f"method.{word}" for word in few))
+    config = compared(SUITES[kind], *(f"method.{word}" for word in few))
     algorithm = instantiate(config.method, _recursive_=False)
     program: Any = FakeProgram(task_pool(kind))
     program._modelpool = {"featcal": config.modelpool.featcal}
@@ -70,7 +67,7 @@ def test_default_grid_of_language_pools_has_no_failing_cell(
 @pytest.mark.parametrize("pool", [*TEXT_POOLS, "open-clip-vit-mini_TA6"])
 def test_pools_leave_out_what_there_is(pool: str) -> None:
     """A misspelt name would leave nothing out, and nobody would know."""
-    config = composed(pool)
+    config = compared(pool)
     changes = OmegaConf.to_container(config.modelpool.featcal.compare)
     assert isinstance(changes, dict)
     method = config.method

@@ -1,5 +1,6 @@
 """A comparison small enough to run in milliseconds: one-layer models, a task pool, methods."""
 
+import gc
 import os
 import signal
 import time
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from fusion_bench import BaseAlgorithm, BaseModelPool, BaseTaskPool
 from hydra.utils import instantiate
@@ -25,6 +27,12 @@ MERGERS = {
         "scaling_factor": 0.3,
     },
 }
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models here are tiny, and collecting garbage takes most of a comparison's time."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
 def linear(seed: int) -> nn.Module:

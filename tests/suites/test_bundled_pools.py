@@ -9,11 +9,10 @@ import fusion_bench_featcal.compat  # noqa: F401
 # isort: split
 import pytest
 import torch
-from fusion_bench.constants.paths import DEFAULT_CONFIG_PATH
+from configs import composed
 from fusion_bench.method import SimpleAverageAlgorithm
 from fusion_bench.mixins.clip_classification import CLIPClassificationMixin
 from fusion_bench.utils import instantiate
-from hydra import compose, initialize_config_dir
 from transformers import CLIPVisionModel, LlamaForCausalLM, T5ForConditionalGeneration
 
 from fusion_bench_featcal.fusionbench.evaluation import evaluate
@@ -37,17 +36,12 @@ CLASSES = {
 POOLS = pytest.mark.parametrize("name", TASKS)
 
 
-def composed(name: str, *overrides: str) -> Any:
-    with initialize_config_dir(str(DEFAULT_CONFIG_PATH), version_base=None):
-        return compose("fabric_model_fusion", [f"modelpool={name}", *overrides])
-
-
 def pool_of(name: str) -> Any:
-    return instantiate(composed(name).modelpool, _recursive_=False)
+    return instantiate(composed(f"modelpool={name}").modelpool, _recursive_=False)
 
 
 def task_pool_of(name: str, target: str | None = None) -> Any:
-    config = composed(name).modelpool.default_taskpool
+    config = composed(f"modelpool={name}").modelpool.default_taskpool
     if target is not None:
         config._target_ = target
     return instantiate(config, _recursive_=False)
@@ -68,7 +62,7 @@ def folder_of(model: Any) -> str:
 
 @POOLS
 def test_each_yaml_names_its_tasks_everywhere(name: str) -> None:
-    config = composed(name, f"taskpool={name}")
+    config = composed(f"modelpool={name}", f"taskpool={name}")
     assert config.taskpool == config.modelpool.default_taskpool
     pool, tests = pool_of(name), config.taskpool.test_datasets
     assert tuple(pool.model_names) == tuple(tests) == TASKS[name]

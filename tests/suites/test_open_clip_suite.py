@@ -8,9 +8,8 @@ import fusion_bench_featcal.compat  # noqa: F401
 # isort: split
 import pytest
 import torch
-from fusion_bench.constants.paths import DEFAULT_CONFIG_PATH
+from configs import composed
 from fusion_bench.utils import instantiate
-from hydra import compose, initialize_config_dir
 from hydra.utils import get_class, get_method
 from safetensors.torch import load_file
 from tiny_open_clip import Tower, clip_twin, converted
@@ -29,17 +28,12 @@ from fusion_bench_featcal.suites.open_clip import (
 )
 from fusion_bench_featcal.tasks.open_clip import OpenClipTaskPool
 
-
-def composed(*overrides: str):
-    with initialize_config_dir(str(DEFAULT_CONFIG_PATH), version_base=None):
-        names = ["modelpool=open-clip-vit-mini_TA6", *overrides]
-        return compose("fabric_model_fusion", names)
+POOL = "modelpool=open-clip-vit-mini_TA6"
 
 
 def test_yaml_differs_from_the_suite_it_was_converted_from_where_it_must_only():
-    ours = composed("taskpool=open-clip-vit-mini_TA6")
-    with initialize_config_dir(str(DEFAULT_CONFIG_PATH), version_base=None):
-        theirs = compose("fabric_model_fusion", ["modelpool=clip-vit-mini_TA6"]).modelpool
+    ours = composed(POOL, "taskpool=open-clip-vit-mini_TA6")
+    theirs = composed("modelpool=clip-vit-mini_TA6").modelpool
     assert get_class(ours.modelpool._target_) is OpenClipPool
     assert get_class(ours.taskpool._target_) is OpenClipTaskPool
     assert ours.modelpool.default_taskpool == ours.taskpool
@@ -88,14 +82,14 @@ def test_missing_open_clip_says_what_to_install(
         raise error or ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr("fusion_bench_featcal.suites.open_clip.import_module", refuse)
-    pool = instantiate(composed().modelpool, _recursive_=False)
+    pool = instantiate(composed(POOL).modelpool, _recursive_=False)
     reason = "torchvision::nms" if error else "No module named 'open_clip"
     with pytest.raises(CalibrationError, match=rf"_pretrained_.*{reason}.*\[openclip\]"):
         load_pool_model(pool, "_pretrained_")
 
 
 def test_pool_saves_weights_and_loads_its_processor(tmp_path: Path):
-    pool = instantiate(composed().modelpool, _recursive_=False)
+    pool = instantiate(composed(POOL).modelpool, _recursive_=False)
     model = Tower()
     pool.save_model(model, tmp_path / "saved")
     stored = load_file(tmp_path / "saved" / WEIGHTS_FILE)
@@ -107,7 +101,7 @@ def test_pool_saves_weights_and_loads_its_processor(tmp_path: Path):
 
 
 def evaluated(model: nn.Module) -> dict:
-    pool = instantiate(composed().modelpool.default_taskpool, _recursive_=False)
+    pool = instantiate(composed(POOL).modelpool.default_taskpool, _recursive_=False)
     pool.setup()
     wanted = "mini_greek"
     pool.test_dataloaders = {wanted: pool.test_dataloaders[wanted]}

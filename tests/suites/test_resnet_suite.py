@@ -13,9 +13,10 @@ import resnet_builder
 import torch
 from build_suite import build
 from cli_runs import fusion_bench
+from configs import composed
 from fusion_bench.method import SimpleAverageAlgorithm
 from safetensors.torch import load_file
-from test_bundled_pools import composed, measured, pool_of, task_pool_of
+from test_bundled_pools import measured, pool_of, task_pool_of
 from transformers import ResNetForImageClassification
 
 from fusion_bench_featcal.fusionbench.evaluation import evaluate
@@ -77,7 +78,7 @@ def test_task_pool_measures_what_the_builder_measured() -> None:
     ],
 )
 def test_mergers_take_batch_norms_counts(words: tuple[str, ...]) -> None:
-    config = composed(NAME, *words).method
+    config = composed(f"modelpool={NAME}", *words).method
     pool = pool_of(NAME)
     merged = run_merger(None, config, pool, "method.base_method")
     kinds = {name: value.dtype for name, value in merged.state_dict().items()}

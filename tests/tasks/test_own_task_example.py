@@ -1,7 +1,6 @@
 """The example of docs/tasks.md, word for word, through FusionBench's command line."""
 
 import json
-import os
 import re
 import runpy
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cli_runs import fusion_bench
 
 from fusion_bench_featcal.example_files import copy_example
 from fusion_bench_featcal.suites import image
@@ -25,17 +25,6 @@ MEASURED = json.loads(Path(image.path("MEASURED.json")).read_text(encoding="utf-
 def example() -> str:
     (found,) = EXAMPLE.findall((REPOSITORY / "docs/tasks.md").read_text(encoding="utf-8"))
     return found
-
-
-def fusion_bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fusion_bench.scripts.cli", *arguments],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"},
-        text=True,
-        capture_output=True,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +56,18 @@ def test_template_names_every_key_of_a_task():
 
 @pytest.mark.slow
 def test_runs_as_it_stands(workplace):
-    done = fusion_bench(
+    fusion_bench(
+        [
+            "method=featcal",
+            "modelpool=my_pool",
+            "method.samples_per_task=4",
+            "method.compare_with=[experts,merged]",
+            "method.presets={}",
+            "fast_dev_run=true",  # one batch a task is enough here
+            "path.log_dir=run",
+        ],
         workplace,
-        "method=featcal",
-        "modelpool=my_pool",
-        "method.samples_per_task=4",
-        "method.compare_with=[experts,merged]",
-        "method.presets={}",
-        "fast_dev_run=true",  # one batch a task is enough here
-        "path.log_dir=run",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((workplace / "run/report.json").read_text(encoding="utf-8"))["rows"]
     for row in rows.values():
         assert list(row) == [*image.TA6, "my_alphabet", "average"]
@@ -98,17 +88,18 @@ def test_an_expert_trained_as_printed_takes_the_bundled_one_s_place(workplace, t
     trained = subprocess.run(run, cwd=folder, check=True, capture_output=True, text=True)
     line = re.compile(r"^(\w+): ([\d.]+) % of my_alphabet/test right$", re.MULTILINE)
     printed = dict(line.findall(trained.stdout))
-    done = fusion_bench(
+    fusion_bench(
+        [
+            "method=featcal",
+            "modelpool=my_pool",
+            "method.samples_per_task=4",
+            "method.compare_with=[base,experts]",
+            "method.presets={}",
+            "fast_dev_run=true",
+            "path.log_dir=run",
+        ],
         folder,
-        "method=featcal",
-        "modelpool=my_pool",
-        "method.samples_per_task=4",
-        "method.compare_with=[base,experts]",
-        "method.presets={}",
-        "fast_dev_run=true",
-        "path.log_dir=run",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((folder / "run/report.json").read_text(encoding="utf-8"))["rows"]
     accuracy = {name: row["my_alphabet"] for name, row in rows.items()}
     assert accuracy["experts"] > 0.4 > accuracy["base"]
