@@ -292,9 +292,10 @@ def methods_table() -> str:
     return table(["`method=`", "Kind", "Description", "Source"], lines).replace("--:", ":--")
 
 
-def text_of(path: str) -> str:
-    """Return the text of a file of the repository."""
-    return (ROOT / path).read_text(encoding="utf-8").strip()
+def text_of(path: str, *, after: str = "") -> str:
+    """Return the text of a file of the repository, or the part of it after a heading."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return text[text.index(after) + len(after) :].strip()
 
 
 STUDIES = {
@@ -335,6 +336,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "paper-observations": paper.observations_part,
     "paper-drift": paper.drift_table,
     "model-types": partial(text_of, "benchmarks/results/model_types.md"),
+    "scale-predicted": partial(text_of, "benchmarks/results/scale.md", after="## Predicted\n"),
     "methods": methods_table,
     "method-yaml": lambda: f"```yaml\n{text_of('config/method/featcal.yaml')}\n```",
 }
