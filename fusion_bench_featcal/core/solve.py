@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fusion_bench_featcal.core.finite import read_back
+from fusion_bench_featcal.core.products import mirror_lower
 
 SINGLE_RIDGE = 1e-2
 """Float32 is tried first from this ridge on, relative to Gram matrices of norm 1: the condition of
@@ -24,6 +25,9 @@ PROBES = 16
 
 _POWER_VECTORS, _POWER_STEPS = 2, 4
 _STRIP = 512
+_PANEL = 2048
+"""Columns that are factored at once."""
+
 _ROWS = 2048
 """Rows of `R` that are divided at once: the half-way result is of their size."""
 
@@ -70,8 +74,8 @@ def solve_ridge(
     """Solve `E (G + r I) = R`, in float32 where that does and else in float64.
 
     Args:
-        gram: `G`, symmetric, float32 or float64. It may become `G + r I`: a copy would be the
-            largest matrix of a run.
+        gram: `G`, symmetric, float32 or float64. It is overwritten: a copy would be the largest
+            matrix of a run.
         right: `R`.
         ridge: `r` >= 0; 0 needs a `G` of full rank.
         rounding: Rounding of `G` relative to its diagonal.
@@ -85,8 +89,10 @@ def solve_ridge(
         before = diagonal.clone()
         try:
             return _solve_in(gram.dtype, gram, right, ridge, rounding)
-        except UnsolvedError:
-            diagonal.copy_(before)  # float64 may do
+        except UnsolvedError:  # float64 may do
+            for matrix in gram:
+                mirror_lower(matrix.T)  # the factor took the lower triangle alone
+            diagonal.copy_(before)
     return _solve_in(wide, gram, right, ridge, rounding)
 
 
@@ -95,17 +101,19 @@ def _solve_in(
 ) -> Solution:
     system, right = gram.to(dtype), right.to(dtype)
     system.diagonal(dim1=-2, dim2=-1).add_(ridge)
-    lower, failed = torch.linalg.cholesky_ex(system)
-    step = divided(right, lower)
-    pivots = lower.diagonal(dim1=-2, dim2=-1).square().amin(-1)
+    # All that needs the system comes before its factor overwrites it.
+    image, largest = _image_of_signs(system), _largest_eigenvalue(system)
     noise = rounding * system.diagonal(dim1=-2, dim2=-1).amax(-1)
+    failed = factor_in_place(system)
+    step = divided(right, system)
+    pivots = system.diagonal(dim1=-2, dim2=-1).square().amin(-1)
     margin = pivots - PIVOT_MARGIN * len(system[0]) * noise
     numbers = (
-        failed.sum(),
+        failed,
         margin.min(),
         noise.max(),
-        _condition(system, lower).max(),
-        relative_residual(step, system, right).max(),
+        (largest * _largest_eigenvalue(system, inverse=True)).max(),
+        relative_residual(step, image, right).max(),
     )
     has_failed, least_margin, most_noise, condition, residual = read_back(numbers)
     if has_failed:
@@ -119,6 +127,27 @@ def _solve_in(
             f"the normal equations stay unsolved (relative residual {residual:.1e})"
         )
     return Solution(step, residual, condition)
+
+
+def factor_in_place(system: Float[Tensor, "g d d"]) -> Tensor:
+    """Overwrite the lower triangle of `A = L L'` by `L`, panel by panel. The rest stays.
+
+    Returns:
+        Number of pivots that are not positive, a scalar on the device: above 0 there is no `L`.
+    """
+    failed, width = torch.zeros((), dtype=torch.int64, device=system.device), system.shape[-1]
+    for start in range(0, width, _PANEL):
+        stop = min(start + _PANEL, width)
+        panel, done = system[:, start:, start:stop], system[:, start:, :start]
+        if start:
+            panel.baddbmm_(done, done[:, : stop - start].mT, alpha=-1)
+        corner, below = panel[:, : stop - start], panel[:, stop - start :]
+        lower, info = torch.linalg.cholesky_ex(corner)
+        failed += info.count_nonzero()
+        corner.copy_(lower + corner.triu(1))
+        for rows in below.split(_ROWS, 1):
+            rows.copy_(torch.linalg.solve_triangular(lower.mT, rows, upper=True, left=False))
+    return failed
 
 
 def shifted(
@@ -143,34 +172,49 @@ def divided(
     return torch.linalg.solve_triangular(lower, half, upper=False, left=False)
 
 
-def _condition(system: Tensor, lower: Tensor) -> Float[Tensor, " g"]:
-    """Estimate condition numbers by power iterations on the system and on its inverse.
+def _largest_eigenvalue(system: Tensor, *, inverse: bool = False) -> Float[Tensor, " g"]:
+    """Estimate the largest eigenvalue of a system, or of its inverse, by power iterations.
 
-    Seldom too small by more than a half. The ratio of the factor's pivots is a lower bound too, but
-    one that can miss by orders of magnitude.
+    Seldom too small by more than a half. The ratio of the factor's pivots is a lower bound of the
+    condition too, but one that can miss by orders of magnitude.
+
+    Args:
+        system: The system; its factor, as `factor_in_place` leaves it, for the inverse.
+        inverse: Whether to take the inverse.
     """
     signs = random_signs(system.shape[-1], system.dtype, system.device)
-    largest = smallest = signs.T[:_POWER_VECTORS].expand(len(system), -1, -1)
+    vectors = signs.T[:_POWER_VECTORS].expand(len(system), -1, -1)
     for _ in range(_POWER_STEPS):
-        largest = torch.nn.functional.normalize(largest, dim=-1) @ system
-        smallest = divided(torch.nn.functional.normalize(smallest, dim=-1), lower)
-    norms = [torch.linalg.vector_norm(vectors, dim=-1).amax(-1) for vectors in (largest, smallest)]
-    return norms[0] * norms[1]
+        vectors = torch.nn.functional.normalize(vectors, dim=-1)
+        vectors = divided(vectors, system) if inverse else vectors @ system
+    return torch.linalg.vector_norm(vectors, dim=-1).amax(-1)
+
+
+def _image_of_signs(system: Float[Tensor, "g d d"]) -> Float[Tensor, "g d 16"]:
+    """Return the product of a system and vectors of random signs, in wide numbers."""
+    signs = random_signs(system.shape[-1], wide := solve_dtype(system.device), system.device)
+    strips = system.split(_STRIP, dim=1)  # a wide copy of all would be the largest matrix of a run
+    return torch.cat([strip.to(wide) @ signs for strip in strips], 1)
 
 
 def relative_residual(
-    step: Float[Tensor, "g m d"], system: Float[Tensor, "g d d"], right: Float[Tensor, "g m d"]
+    step: Float[Tensor, "g m d"], image: Float[Tensor, "g d 16"], right: Float[Tensor, "g m d"]
 ) -> Float[Tensor, " g"]:
     """Estimate `|E A - R|_F / |R|_F` from what both sides do to a few vectors of random signs.
 
     For such a vector z the mean of `|M z|^2` is `|M|_F^2`. The whole product would cost as much as
     the solve. NaN where an entry is; the absolute residual where R is 0.
+
+    Args:
+        step: `E`.
+        image: `A z` for each vector.
+        right: `R`.
     """
-    wide = solve_dtype(system.device)
-    signs = random_signs(system.shape[-1], wide, system.device)
-    strips = system.split(_STRIP, dim=1)  # a wide copy of all would be the largest matrix of a run
-    image = torch.cat([strip.to(wide) @ signs for strip in strips], 1)
-    target = right.to(wide) @ signs
-    error = (step.to(wide) @ image - target).flatten(1).norm(dim=1)
-    scale = target.flatten(1).norm(dim=1)
+    signs = random_signs(right.shape[-1], image.dtype, right.device)
+    products = [
+        torch.cat([rows.to(image.dtype) @ other for rows in matrix.split(_ROWS, 1)], 1)
+        for matrix, other in ((step, image), (right, signs))
+    ]
+    error = (products[0] - products[1]).flatten(1).norm(dim=1)
+    scale = products[1].flatten(1).norm(dim=1)
     return torch.where(scale > 0, error / scale, error)
