@@ -72,7 +72,7 @@ class Group:
         return [name for site in self.sites for name in site.names]
 
     def linear(self, get: Callable[[str], Tensor], dtype: torch.dtype) -> Linear:
-        """Read the parameters as matrices, stacked.
+        """Copy the parameters into matrices, stacked.
 
         Args:
             get: Returns a parameter by name.
@@ -81,13 +81,15 @@ class Group:
         weights, biases = [], []
         for site in self.sites:
             stored = get(site.weight_name).detach()
-            stored = stored.to(torch.promote_types(stored.dtype, dtype))
             weights.append(stored[None, None] if self.kind == "norm" else by_map(site, stored))
             bias = weights[-1].new_zeros(weights[-1].shape[:2])
             if site.has_bias:
-                bias = get(site.bias_name).detach().to(stored.dtype).reshape(site.groups, -1)
+                bias = get(site.bias_name).detach().reshape(site.groups, -1)
             biases.append(bias)
-        return Linear(torch.cat(weights, 1), torch.cat(biases, -1))
+        dtype = torch.promote_types(weights[0].dtype, dtype)
+        # Stacked and converted at once: a wide copy of each weight would be large.
+        weight = torch.cat(weights, 1, out=weights[0].new_empty(0, dtype=dtype))
+        return Linear(weight, torch.cat(biases, -1).to(dtype))
 
     def updates(self, solved: Linear, *, biases: bool) -> dict[str, Tensor]:
         """Return the parameters by name, as they are stored.

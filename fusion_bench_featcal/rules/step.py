@@ -116,8 +116,11 @@ def _times(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def anchor_of(merged: Linear, base: Linear | None, rho: float) -> Linear:
-    """Return `rho W_mer + (1 - rho) W_base`, the merged parameters at rho = 1 (Eq. 11)."""
-    if base is None or rho == 1:
-        return merged
-    step = merged.minus(base)
-    return Linear(base.weight + rho * step.weight, base.bias + rho * step.bias)
+    """Return `rho W_mer + (1 - rho) W_base`, the merged parameters at rho = 1 (Eq. 11).
+
+    It takes the place of the merged parameters: these matrices are among the largest of a run.
+    """
+    if base is not None and rho != 1:
+        for tensor, origin in ((merged.weight, base.weight), (merged.bias, base.bias)):
+            tensor.sub_(origin).mul_(rho).add_(origin)
+    return merged
