@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +152,13 @@ def task_rows(
     for task in streams.tasks:
         problem.progress.at(f"{block} · {task}")
         names = streams.tensors_of(block) if follows else needed
-        with problem.experts[task].loaded(names) as expert:
+        with ExitStack() as stack:
+            expert = stack.enter_context(problem.experts[task].loaded(names))
             if entering is not None:
                 problem.read_ahead(block, task, names)
             rows = {group: empty_rows(group, model, expert, rule, problem.dtype) for group in turn}
+            if not follows:
+                stack.close()  # the rows have copies of the parameters
             for batch in streams.visits(task):
                 if follows:
                     streams.follow(task, batch, block, expert, entering or [])

@@ -3,10 +3,11 @@
 import json
 import shutil
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fusion_bench_featcal.ending import NOTHING_SAVED
@@ -105,8 +106,9 @@ def write_shards(
     names = blocks.names()
     size = sum(map(blocks.nbytes, names)) + sum(tensor.nbytes for tensor in others.values())
     if size <= limit:
-        tensors = {name: blocks.tensor(name) for name in names}
-        write_tensors(folder / "model.safetensors", {**tensors, **others})
+        # Mapped: they are files of this run, and together as large as the model.
+        mapped = [load_file(file).items() for file in blocks.files]
+        write_tensors(folder / "model.safetensors", dict(chain(*mapped, others.items())))
         return
     files = blocks.files + ([None] if others else [])
     weights = {}
