@@ -1,8 +1,12 @@
 """Folders of tiny models and their data, as people have them before `featcal calibrate`."""
 
+import copy
 import json
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, wraps
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,6 +28,26 @@ CHAT = "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}"
 ROWS = 30
 
 
+Models = dict[str, Any]
+
+
+def made_once(make: Callable[[Path], Models]) -> Callable[[Path], Models]:
+    """Make folders once in a process, and copies of them and of their models for each test."""
+
+    @cache
+    def original() -> tuple[TemporaryDirectory[str], Models]:
+        folder = TemporaryDirectory()  # removed when the process ends
+        return folder, make(Path(folder.name))
+
+    @wraps(make)
+    def copied(folder: Path) -> Models:
+        place, models = original()
+        shutil.copytree(place.name, folder, dirs_exist_ok=True)
+        return copy.deepcopy(models)
+
+    return copied
+
+
 def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Write JSON lines."""
     file.write_text("".join(json.dumps(dict(row)) + "\n" for row in rows), encoding="utf-8")
@@ -43,6 +67,7 @@ def write_models(
     return models
 
 
+@made_once
 def llama_folders(folder: Path) -> dict[str, Any]:
     """A Llama, two experts, their merged model and texts of each task."""
     for task in TASKS:
@@ -50,6 +75,7 @@ def llama_folders(folder: Path) -> dict[str, Any]:
     return write_models(folder, llama_model(), word_tokenizer())
 
 
+@made_once
 def t5_folders(folder: Path) -> dict[str, Any]:
     """The same with a T5."""
     for task in TASKS:
@@ -75,6 +101,7 @@ def write_adapters(folder: Path, base: nn.Module) -> None:
         (adapter / "adapter_config.json").write_text(json.dumps(config))
 
 
+@made_once
 def classifier_folders(folder: Path) -> dict[str, Any]:
     """BERT sequence classifiers whose heads have two and three classes, and labelled texts."""
     size: Any = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -118,6 +145,7 @@ def _with_head_of(base: nn.Module, expert: nn.Module) -> nn.Module:
     return model
 
 
+@made_once
 def image_classifier_folders(folder: Path) -> dict[str, Any]:
     """ViT image classifiers with heads of three classes, and folders of images."""
     config = ViTConfig(
@@ -134,6 +162,7 @@ def image_classifier_folders(folder: Path) -> dict[str, Any]:
     return write_models(folder, scatter(ViTForImageClassification(config), 0, 0.1), processor)
 
 
+@made_once
 def clip_folders(folder: Path) -> dict[str, Any]:
     """Whole CLIPs whose vision towers differ, and folders of images."""
     write_clip(folder / "base")

@@ -263,14 +263,6 @@ def test_a_base_with_another_head_than_its_classifiers(tmp_path, kind, capsys):
     assert "## Heads" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_task_of_few_rows_is_not_evaluated(tmp_path, capsys):
-    llama_folders(tmp_path)
-    write_rows(tmp_path / "two.jsonl", sentences("two", 4))
-    assert main(words(tmp_path, "--preset", "paper")) == 0
-    assert "; too few rows to hold any back" in capsys.readouterr().out
-    assert report_of(tmp_path).tasks == ["one"]
-
-
 def test_image_classifiers(tmp_path):
     models = image_classifier_folders(tmp_path)
     assert main(words(tmp_path, ending="-images")) == 0
@@ -301,23 +293,6 @@ def test_vision_towers_alone_take_their_heads_from_a_clip(tmp_path):
     assert main([*named, "--text-tower", str(tmp_path / "base")]) == 0
     assert list(report_of(tmp_path).rows) == ["experts", "merged", "featcal"]
     assert type(CLIPVisionModel.from_pretrained(tmp_path / "out")) is CLIPVisionModel
-
-
-def test_vision_towers_that_are_merged_on_the_way_stay_in_the_whole_clip(tmp_path):
-    models = clip_folders(tmp_path)
-    for task in TASKS:
-        tower = CLIPVisionModel.from_pretrained(tmp_path / task)
-        tower.save_pretrained(tmp_path / "towers" / task)
-    named = words(tmp_path, ending="-images", merged=None)
-    experts = {
-        f"{task}={tmp_path / task}": f"{task}={tmp_path / 'towers' / task}" for task in TASKS
-    }
-    named = [experts.get(word, word) for word in named]
-    assert main([*named, "--merge", "task_arithmetic:0.4"]) == 0
-    saved = CLIPModel.from_pretrained(tmp_path / "out")
-    changed = moved(saved, models["base"])
-    assert changed and all(name.startswith("vision_model.") for name in changed)
-    assert (tmp_path / "out" / "tokenizer_config.json").is_file()
 
 
 def test_goes_on_after_an_interruption(tmp_path, monkeypatch, capsys):

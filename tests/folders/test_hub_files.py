@@ -129,15 +129,6 @@ def test_a_model_is_announced_and_fetched_once_without_what_nobody_reads(fetchin
     assert fetching.files_of("few/files") == sorted([*CONFIGS, "model.safetensors"])
 
 
-def test_several_models_are_announced_in_one_line_and_a_line_each_on_a_pipe(fetching):
-    for name in ("many/one", "many/two"):
-        fetching.mirror.add(name, model(model__safetensors=bytes(2**20)))
-    _, screen = fetching("many/one", "many/two", "many/one")
-    first, *others = screen.splitlines()
-    assert first.startswith("fetching 2 models, 2.00 MiB, to ")
-    assert others == ["1 of 2: many/one, 1.00 MiB", "2 of 2: many/two, 1.00 MiB"]
-
-
 def test_processors_come_without_weights_which_a_later_call_fetches(fetching):
     fetching.mirror.add("own/processor", model(model__safetensors=bytes(100)))
     fetching("own/processor", weights=False)

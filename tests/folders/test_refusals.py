@@ -190,9 +190,13 @@ def test_columns_of_other_names(folder, capsys, more, message):
         (["--eval", "one=nothing.jsonl"], "--eval one=nothing.jsonl cannot be loaded: data"),
         (["--eval", "one=nothing.jsnl"], "data 'nothing.jsnl' does not exist: neither a file"),
         (["--expert", "three"], "--expert: expected NAME=VALUE, got 'three'"),
+        (["--set", "modules=[&a x, *a]"], "has the alias *a"),
+        (["--set", "seed=!!bool x"], "KeyError('x')"),
+        (["--base", "one.jsonl"], "one.jsonl is a file: name the folder that the model is in"),
     ],
 )
-def test_options(folder, capsys, more, message):
+def test_options(folder, capsys, monkeypatch, more, message):
+    monkeypatch.chdir(folder)
     assert message in refusal(capsys, [*words(folder), *more])
 
 
@@ -243,12 +247,6 @@ def test_an_expert_without_data(folder, capsys):
     assert "no data of two" in refusal(capsys, named[: at - 1] + named[at + 1 :])
 
 
-def test_a_file_is_no_model(folder, capsys):
-    file = folder / "one" / "model.safetensors"
-    line = refusal(capsys, [*words(folder), "--base", str(file)])
-    assert f"--base {file} is a file: name the folder that the model is in" in line
-
-
 def test_an_adapter_that_cannot_be_read(folder, capsys):
     write_adapters(folder, t5_model())
     config = json.loads((folder / "two-lora" / "adapter_config.json").read_text())
@@ -266,6 +264,8 @@ TWINS = {"id2label": {0: "no", 1: "no"}, "label2id": {"no": 1}}
 @pytest.mark.parametrize(
     ("labels", "config", "message"),
     [
+        ([True], {}, "has no class 'True'; it has no, yes"),
+        ([-1], {}, "label -1, but the expert's head has 2 classes"),
         (["perhaps"], {}, "the expert's head has no class 'perhaps'; it has no, yes"),
         ([2], {}, "label 2, but the expert's head has 2 classes"),
         ([-100], {}, "label -100, but the expert's head has 2 classes"),

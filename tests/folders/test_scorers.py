@@ -52,20 +52,6 @@ def test_scores_of_own_functions():
     assert lines[0] == "evaluated by my_scores:several first: merged 0.25, featcal 0.5"
 
 
-@pytest.mark.parametrize(
-    ("word", "kind", "message"),
-    [
-        ("no_such_module:score", "causal", "No module named 'no_such_module'"),
-        ("my_scores:nubmer", "causal", "has no attribute 'nubmer'"),
-        ("lm-eval:arc_easy", "clip", "for language models, these are clips"),
-        ("lm-eval:arc_easy", "causal", r"pip install 'fusion_bench_featcal\[llm\]'"),
-    ],
-)
-def test_words_that_name_nothing(word, kind, message):
-    with pytest.raises(ValueError, match=message):
-        scorers_of(scorer(word), kind, 4)
-
-
 @pytest.mark.parametrize("word", ["nothing", "my_scores:", ":number"])
 def test_words_of_another_form(word):
     with pytest.raises(ArgumentTypeError, match=f"expected lm-eval:.* or MODULE.*, got '{word}'"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_folders import CHAT, classifier_folders, llama_folders, write_rows
+from made_folders import CHAT, llama_folders, write_rows
 from test_calibrate_command import words
 from test_refusals import refusal
 from tiny_texts import TASKS, sentences
@@ -44,19 +44,10 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.fixture(scope="module")
-def _models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    llama_folders(folder)
-    return folder
-
-
 @pytest.fixture
-def folder(_models: Path, tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     """Models and texts whose files may be replaced."""
-    for place in _models.rglob("*"):
-        copy = tmp_path / place.relative_to(_models)
-        copy.mkdir(exist_ok=True) if place.is_dir() else os.link(place, copy)
+    llama_folders(tmp_path)
     return tmp_path
 
 
@@ -138,16 +129,6 @@ def test_limits_of_tokenizers(folder, capsys, limit):
     assert f"model_max_length in tokenizer_config.json) is {limit!r}" in line
 
 
-def test_settings_without_aliases(folder, capsys):
-    line = refusal(capsys, [*words(folder), "--set", "modules=[&a x, *a]"])
-    assert "--set: modules=" in line and "has the alias *a" in line
-
-
-def test_settings_with_strange_tags(folder, capsys):
-    line = refusal(capsys, [*words(folder), "--set", "seed=!!bool x"])
-    assert "--set: seed=" in line and "KeyError('x')" in line
-
-
 # --- tables ---
 
 MAGIC = [("one[1].jsonl", "one1.jsonl"), ("one*.jsonl", "one1.jsonl"), ("[o]/x.jsonl", "o/x.jsonl")]
@@ -181,23 +162,6 @@ def test_paths_of_pools_are_no_patterns(tmp_path):
         load_chats(str(tmp_path / "chats[1]"), "train", prompt="prompt", answer="answer")
     with pytest.raises(ValueError, match=r"chats\[1\]'.*rename the folder"):
         load_glue("cola", "train", str(tmp_path / "chats[1]"))
-
-
-@pytest.mark.parametrize(
-    ("label", "message"),
-    [
-        (-1, "label -1, but the expert's head has 2 classes"),
-        (-100, "label -100, but the expert's head has 2 classes"),
-        (2, "label 2, but the expert's head has 2 classes"),
-        (True, "has no class 'True'; it has no, yes"),
-        (False, "has no class 'False'; it has no, yes"),
-    ],
-)
-def test_labels(tmp_path, capsys, label, message):
-    classifier_folders(tmp_path)
-    write_rows(tmp_path / "one.jsonl", [{"text": "a b", "label": label}] * 20)
-    line = refusal(capsys, words(tmp_path))
-    assert "--data one=" in line and message in line
 
 
 # --- chat templates ---
