@@ -169,6 +169,7 @@ def task_rows(
                         for group in rows:
                             with naming_module(task, block, group.name):
                                 rows[group].add(batch, inputs.get(group.name, []))
+                    del inputs  # before the next batch runs
         if entering is not None:
             problem.progress.step()
         yield task, rows

@@ -41,6 +41,16 @@ def takes_images(model: nn.Module) -> bool:
     return images or hasattr(getattr(model, "config", None), "image_size")
 
 
+def image_numbers(model: nn.Module, length: int | None) -> int:
+    """Return the numbers in one image that a model receives; 0 of other inputs."""
+    config: Any = getattr(model, "config", None)
+    side = getattr(config, "image_size", None) or length
+    if not takes_images(model) or side is None:
+        return 0
+    sides = (side, side) if isinstance(side, int) else side
+    return getattr(config, "num_channels", 3) * math.prod(sides)
+
+
 def features_of(
     family: Family,
     model: nn.Module,

@@ -137,11 +137,15 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def existing(folder: Path) -> Path:
+    """Return a folder, or the nearest one above it that exists."""
+    folder = folder.absolute()
+    return folder if folder.exists() else existing(folder.parent)
+
+
 def free_space(folder: Path) -> int:
     """Return the free bytes of a folder's disk. The folder may be missing."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(existing(folder)).free
 
 
 def sync(*paths: Path) -> None:

@@ -35,6 +35,19 @@ def free_bytes(device: torch.device) -> int | None:
     return None
 
 
+def free_swap() -> int:
+    """Return the bytes of swap space that this process can still use, in a container or outside."""
+    free = psutil.swap_memory().free
+    try:
+        limit, used = (
+            int((_CGROUP / f"memory.swap.{name}").read_text(encoding="ascii"))
+            for name in ("max", "current")
+        )
+    except (OSError, ValueError):  # "max" is no number
+        return free
+    return min(free, max(0, limit - used))
+
+
 def divided(sizes: Sequence[int], at_once: str, device: torch.device) -> list[slice]:
     """Divide a turn's groups into those whose sums are in memory at once.
 
@@ -90,7 +103,8 @@ def _left_in_container() -> int | None:
     try:
         limit, used, statistics = (file.read_text(encoding="ascii") for file in files)
         # The page cache counts as used, but is released when memory is needed.
-        cached = dict(line.split() for line in statistics.splitlines()).get("inactive_file", 0)
-        return max(int(limit) - int(used) + int(cached), 1)
+        sizes = dict(line.split() for line in statistics.splitlines())
+        cached = sum(int(sizes.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
+        return max(int(limit) - int(used) + cached, 1)
     except (OSError, ValueError):  # "max" is no number
         return None

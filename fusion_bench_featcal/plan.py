@@ -4,29 +4,58 @@ Computed from names and shapes. No weight is read.
 """
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
-from fusion_bench_featcal.memory import ADVICE, free_bytes
-from fusion_bench_featcal.plan_shapes import CPU, Request, Shapes, size_of
+from fusion_bench_featcal.files import existing, free_space
+from fusion_bench_featcal.memory import ADVICE, free_bytes, free_swap
+from fusion_bench_featcal.plan_shapes import CPU, Request, Shapes
 from fusion_bench_featcal.plurals import bytes_text, counted
+from fusion_bench_featcal.settings import CalibrationError
 
 LABELS = {
     "model": "calibrated model",
-    "outside": "embeddings of the model and of an expert",
+    "outside": "embeddings",
     "loaded": "models loaded whole",
     "features": "features of all samples",
     "batch": "one batch in a block",
     "sums": "sums of a block",
-    "solve": "systems of its widest module",
-    "block": "a block of the model and of an expert, anchors, new parameters",
+    "solve": "matrices of its widest solve",
+    "block": "a block of the model and of an expert",
+    "weights": "anchors and new parameters of its modules",
 }
 """Titles of the parts of a calibration's memory."""
+
+LIBRARIES = 60 * 2**20
+"""Bytes of code and buffers of torch's libraries that a first block loads."""
+
+
+MARGIN = 0.15
+"""Largest relative error of a planned peak: memory that lacks by less is no reason to refuse."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a run needs of one resource."""
+
+    resource: str  # `host memory`, `GPU memory`, `disk space in FOLDER`
+    needed: int
+    free: int
+    limit: int | None  # a run that needs more is refused; None: none is
+    advice: str
+
+    def __str__(self) -> str:
+        """Return a sentence with the settings that help."""
+        needed, free = bytes_text(self.needed), bytes_text(self.free)
+        return f"the run needs {needed} of {self.resource}, {free} are free. {self.advice}"
 
 
 @dataclass(frozen=True)
@@ -43,14 +72,12 @@ class Plan:
     storage: str  # of features: `device`, `host` or `disk`
     host: int  # peak host memory of a process, with its libraries and the merged model
     gpu: int | None  # peak device memory; None on a CPU
-    more_host: int  # host memory that is still to be allocated
-    free_host: int
-    free_gpu: int | None
     fetched: int  # from the hub
     read: int  # from experts
     base_read: int
-    disk: int  # files of the run: stored features, and blocks in `checkpoint_dir`
+    disk: int  # files of the run: stored features, and the model in `checkpoint_dir`
     output: int  # file of the calibrated model
+    needs: tuple[Need, ...]  # host memory first
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -65,22 +92,26 @@ def plan_of(request: Request) -> Plan:
         ValueError: If the model's inputs are unknown, or no family fits it.
     """
     shapes, settings, device = Shapes.of(request), request.settings, request.device
-    size, on_cpu = shapes.size, device.type == "cpu"
+    size, on_cpu, memory = shapes.size, device.type == "cpu", shapes.memory()
     kept = size * (not request.streamed)  # the calibrated model, where it is not written away
-    parts = {"model": kept, "loaded": request.whole * size, **shapes.memory()}
-    parts["outside"] = shapes.outside * (1 + shapes.runs_experts)
+    parts = {"model": kept, "loaded": request.whole * size}
+    parts |= {part: memory[part] for part in LABELS if part not in parts}
     resident = psutil.Process().memory_info().rss
     at_host = settings.activations == "host" and not on_cpu
     storage = "host" if at_host else "disk" if settings.activations == "disk" else "device"
-    together = parts.pop("together")
-    busy = parts["block"] + max(parts["batch"], parts["solve"])
-    busy += together if storage == "device" else parts["sums"]
-    busy = max(busy, parts["outside"])
+    busy = max(memory["busy"], memory["begin"])
     whole = (not request.streamed) + request.whole - request.loaded
-    host = resident + kept + whole * size + parts["features"] * at_host
+    host = kept + whole * size + parts["features"] * at_host + LIBRARIES
     host += busy if on_cpu else max(parts["block"], parts["outside"])
-    blocks = size_of(p for b in shapes.modules for p in shapes.model.get_submodule(b).parameters())
-    disk = parts["features"] * (storage == "disk") + blocks * bool(settings.checkpoint_dir)
+    mapped = max(0, memory["begin"] + memory["mapped"] - busy)
+    on_disk = parts["features"] * (storage == "disk")
+    free, free_gpu = free_bytes(CPU) or 0, None if on_cpu else free_bytes(device)
+    # Elsewhere swap space grows by itself, and several processes may be on several machines.
+    is_exact = sys.platform == "linux" and request.processes == 1
+    limit = int((1 + MARGIN) * (free + free_swap())) if is_exact else None
+    needs = [Need("host memory", request.processes * host, free, limit, ADVICE)]
+    if free_gpu is not None:  # not refused: some GPUs share the host's memory
+        needs.append(Need("GPU memory", busy, free_gpu, None, ADVICE))
     read, base_read = shapes.reads()
     return Plan(
         model=type(request.model).__name__,
@@ -91,16 +122,14 @@ def plan_of(request: Request) -> Plan:
         processes=request.processes,
         parts=parts,
         storage=storage,
-        host=host,
+        host=resident + host + mapped,
         gpu=None if on_cpu else busy,
-        more_host=request.processes * (host - resident),
-        free_host=free_bytes(CPU) or 0,
-        free_gpu=None if on_cpu else free_bytes(device),
         fetched=request.fetches * size * shapes.stored // shapes.itemsize,
         read=math.ceil(read * request.share),
         base_read=base_read,
-        disk=disk,
+        disk=on_disk + size * bool(settings.checkpoint_dir),
         output=size,
+        needs=(*needs, *disks_of(request, on_disk, size)),
     )
 
 
@@ -115,15 +144,39 @@ def one_line(plan: Plan) -> str:
     )
 
 
-def warnings_of(plan: Plan) -> list[str]:
-    """Return warnings of insufficient memory for a process, with the settings that lower it."""
-    needs = [("host", plan.more_host, plan.free_host), ("GPU", plan.gpu, plan.free_gpu)]
-    return [
-        f"the calibration is predicted to need {bytes_text(needed)} more {kind} memory, "
-        f"{bytes_text(free)} are free. {ADVICE}"
-        for kind, needed, free in needs
-        if needed is not None and free is not None and needed > free
-    ]
+def disks_of(request: Request, features: int, size: int) -> list[Need]:
+    """Return what a run needs of each disk, for features that wait there and for the model."""
+    out, blocks = request.out, request.settings.checkpoint_dir
+    files = [(request.settings.activations_dir or gettempdir(), features, "method.activations_dir")]
+    if blocks is not None:  # a resumed run has written some
+        size -= sum(path.stat().st_size for path in Path(blocks).glob("*.safetensors"))
+        files.append((blocks, max(0, size), "--out" if out else "method.checkpoint_dir"))
+    if out is not None:
+        files.append((str(out), request.saved, "--out"))
+    by_disk = dict[int, list[tuple[str, int, str]]]()
+    for file in files[not features :]:
+        by_disk.setdefault(existing(Path(file[0])).stat().st_dev, []).append(file)
+    needs = []
+    for on_disk in by_disk.values():
+        folders, sizes, settings = zip(*on_disk, strict=True)
+        free, advice = free_space(Path(folders[0])), " or ".join(dict.fromkeys(settings))
+        advice = f"Name a folder on another disk by {advice}"
+        limit = free if request.processes == 1 else None
+        needs.append(Need(f"disk space in {folders[0]}", sum(sizes), free, limit, advice))
+    return needs
+
+
+def check(plan: Plan) -> list[str]:
+    """Return a sentence for each resource of which a run needs more than is free.
+
+    Raises:
+        CalibrationError: If it needs more than a resource's limit: the run cannot succeed.
+    """
+    lacking = [need for need in plan.needs if need.needed > need.free]
+    for need in lacking:
+        if need.limit is not None and need.needed > need.limit:
+            raise CalibrationError(f"nothing was calibrated: {need}")
+    return list(map(str, lacking))
 
 
 def show_plan(plan: Plan, console: Console | None = None) -> None:
@@ -136,7 +189,7 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
     if plan.processes > 1:
         console.print(f"{plan.processes} processes. Sizes are of the busiest one")
     rows = {label: plan.parts[part] for part, label in LABELS.items() if plan.parts[part]}
-    rows[f"peak host memory ({bytes_text(plan.free_host)} are free)"] = plan.host
+    rows[f"peak host memory ({bytes_text(plan.needs[0].free)} are free)"] = plan.host
     if plan.gpu is not None:
         rows["peak GPU memory"] = plan.gpu
     rows |= {"fetched from the hub": plan.fetched} if plan.fetched else {}
@@ -148,5 +201,6 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
         suffix = f" ({plan.storage})" if label == LABELS["features"] else ""
         table.add_row(label + suffix, bytes_text(size))
     console.print(table)
-    for warning in warnings_of(plan):
-        console.print(f"warning: {warning}")
+    for need in plan.needs:
+        if need.needed > need.free:
+            console.print(f"warning: {need}")

@@ -1,16 +1,25 @@
 """Reads and memory of a calibration, computed from names and shapes."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.core.moments import MOST_ROWS
 from fusion_bench_featcal.experts.reads import grants
 from fusion_bench_featcal.families import Family, resolve_family
-from fusion_bench_featcal.feature_shapes import LENGTH, Features, features_of, takes_images
+from fusion_bench_featcal.feature_shapes import (
+    LENGTH,
+    Features,
+    features_of,
+    image_numbers,
+    takes_images,
+)
 from fusion_bench_featcal.memory import divided
 from fusion_bench_featcal.modules.groups import CROSS, Group, groups_by_name
 from fusion_bench_featcal.modules.models import (
@@ -22,11 +31,11 @@ from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules
 from fusion_bench_featcal.rules import Rule, rule_of
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.samples import number_held_out, number_of_copies
-from fusion_bench_featcal.streams.task_rows import sums_of
+from fusion_bench_featcal.streams.task_rows import empty_rows, sums_of
 
 CPU = torch.device("cpu")
-SYSTEMS = 2
-"""Matrices in float64, of the widest module's inputs, that a solve takes."""
+FACTORS = 2
+"""Matrices as large as a Gram matrix that a solve takes beyond it: its factor and LAPACK's copy."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,8 @@ class Request:
     fetches: int = 0  # models that must be fetched from the hub
     device: torch.device = CPU
     processes: int = 1
+    out: Path | None = None  # folder in which the model is saved beside its finished blocks
+    saved: int = 0  # bytes that are written there
 
     @property
     def share(self) -> float:
@@ -120,59 +131,71 @@ class Shapes:
         read = grants(settings.expert_read_budget, experts).bytes or 0
         return read, sum(sizes[name] for name in anchors) * self.rule.reads_base
 
-    @property
-    def outside(self) -> int:
-        """Return the bytes of the tensors before the first block."""
-        names = tensors_before_stage(self.model, self.family, self.stages, 0)
-        tensors = self.model.state_dict(keep_vars=True)
-        return size_of(tensors[name] for name in names)
-
-    def memory(self) -> dict[str, int]:
+    def memory(self) -> Counter[str]:
         """Return the bytes of each part of the memory, at the block where it is largest.
 
-        `together` are features and sums in the turn in which both take most.
+        `busy` is the peak in a block and `begin` that in front of the first one, with features that
+        stay on the device. `mapped` are pages of files, which need no room.
         """
-        request = self.request
-        lengths = request.length, request.target_length
+        lengths = self.request.length, self.request.target_length
         received = features_of(self.family, self.model, self.stages, *lengths)
-        at_blocks = [self._memory_at(block, received[block]) for block in self.modules]
-        return {part: max(sizes[part] for sizes in at_blocks) for part in at_blocks[0]}
+        memory, tensors = Counter[str](), self.model.state_dict(keep_vars=True)
+        for block in self.modules:
+            memory |= self._memory_at(block, received[block])
+        names = tensors_before_stage(self.model, self.family, self.stages, 0)
+        memory["outside"] = size_of(tensors[name] for name in names)
+        memory["mapped"] = max((tensors[name].nbytes for name in names), default=0)
+        images = sum(self._dealt()[:2]) * image_numbers(self.model, self.request.length)
+        memory["begin"] = 4 * images + memory["outside"] + self.kept_here * memory["features"]
+        return memory
 
-    def _memory_at(self, block: str, features: Features) -> dict[str, int]:
+    @property
+    def kept_here(self) -> bool:
+        """Return whether features stay on the device on which blocks run."""
+        place = self.request.settings.activations
+        return place != "disk" and (place != "host" or self.request.device.type == "cpu")
+
+    def _memory_at(self, block: str, features: Features) -> Counter[str]:
         """Return the bytes of each part of the memory at one block."""
-        request, settings, rule = self.request, self.request.settings, self.rule
-        groups = self.groups(block)
-        turns = [*rule.turns(groups)] or [[]]
         solved, held, batches = self._dealt()
-        sides = 1 + self.runs_experts
+        sides, tensors = 1 + self.runs_experts, self.model.state_dict(keep_vars=True)
         waiting = sides * features.numbers(solved + held, batches) + features.numbers(held, 0)
-        noted = [0] * len(turns)  # numbers that wait for later turns, by turn
-        for index, turn in enumerate(turns[1:], start=1):
-            for group in (group for group in turn if not is_encoded(group)):
-                numbers = sum(group.outputs) if group.has_few_outputs else inputs_of(group)
-                noted[index] += solved * features.positions * numbers
-        inputs = [inputs_of(group) for group in groups]
-        rows = features.positions * min(settings.batch_size, max(self.samples))
+        names = tensors_of_block(self.model, self.family, block)
+        read, new = size_of(tensors[name] for name in names), 0
+        samples = min(self.request.settings.batch_size, max(self.samples))
+        rows, parts = samples * features.positions, self._parts(block)
+        noted = [sum(group.noted for group in part) for part in parts]
+        memory = Counter(block=sides * read)
+        for index, part in enumerate(parts):
+            later = solved * features.positions * sum(noted[max(index, 1) :])
+            stored = self.itemsize * (waiting + later)
+            inputs = rows * (sum(g.received for g in part) + sum(noted) * (index == 0))
+            # Inputs of recorded modules, and three copies of what passes through the widest.
+            passing = max([samples * features.shared, *(g.passing(rows) for g in part)])
+            batch = self.itemsize * (inputs + 3 * passing)
+            sums, of_task = sum(g.sums for g in part), sum(g.rows for g in part)
+            weights, made = sum(g.weights for g in part), sum(g.new for g in part)
+            solve = max((g.solving for g in part), default=0)
+            adding = max((g.adding for g in part), default=0)
+            expert = made if index else (sides - 1) * read
+            most = max(expert + of_task + max(batch, adding), made + solve)
+            most += read + new + sums + weights + self.kept_here * stored
+            memory |= Counter(features=stored, batch=batch, sums=sums + of_task, solve=solve)
+            memory |= Counter(weights=weights + made, busy=most)
+            new += made
+        return memory
+
+    def _parts(self, block: str) -> list[list["GroupBytes"]]:
+        """Return groups of a block that are summed at once, in their order."""
+        rule, request = self.rule, self.request
         dtype = rule.dtype(request.tasks, request.device)
-        at_once = settings.sums_at_once, request.device
-        by_turn = []  # features that wait, and sums
-        for index, turn in enumerate(turns):
-            sizes = [sums_of(group, self.model, rule, dtype) for group in turn]
-            sums = max(sum(sizes[part]) for part in divided(sizes, *at_once))
-            by_turn.append((self.itemsize * (waiting + sum(noted[max(index, 1) :])), sums))
-        widest = max((group.inputs for group in groups if group.kind == "linear"), default=0)
-        needed = tensors_of_block(self.model, self.family, block)
-        tensors = self.model.state_dict(keep_vars=True)
-        read = size_of(tensors[name] for name in needed)
-        new = [self.model.get_parameter(n) for group in groups for n in group.parameters]
-        return {
-            "features": max(stored for stored, _ in by_turn),
-            "batch": self.itemsize * rows * (sides * sum(inputs) + 2 * max(inputs, default=0)),
-            "sums": max(sums for _, sums in by_turn),
-            "together": max(map(sum, by_turn)),
-            "solve": SYSTEMS * 8 * widest**2,
-            "block": read + 2 * dtype.itemsize * sum(parameter.numel() for parameter in new),
-        }
+        parts: list[list[GroupBytes]] = []
+        for turn in rule.turns(self.groups(block)) or [[]]:
+            groups = [GroupBytes.of(group, self.model, rule, dtype) for group in turn]
+            sizes = [group.sums + group.rows for group in groups]
+            cuts = divided(sizes, request.settings.sums_at_once, request.device)
+            parts += [groups[cut] for cut in cuts]
+        return parts
 
     def groups(self, block: str) -> list[Group]:
         """Return the groups of a block's modules."""
@@ -199,6 +222,48 @@ class Shapes:
             batches += math.ceil((samples - apart) / settings.batch_size) * copies + (apart > 0)
         solved, held, batches = (math.ceil(n * self.request.share) for n in (solved, held, batches))
         return solved, held, batches
+
+
+@dataclass(frozen=True)
+class GroupBytes:
+    """Bytes of one group of modules while it is summed and solved."""
+
+    sums: int  # over tasks
+    rows: int  # sums over the rows of one task
+    weights: int  # anchors, the expert's weights, and the drift of all tasks
+    adding: int  # matrices formed when a task is added
+    solving: int  # matrices formed by the solve
+    new: int  # new parameters
+    received: int  # numbers at one position: inputs,
+    noted: int  # those noted of the expert,
+    widest: int  # those of the widest input or output
+    unfolded: int  # and inputs with the patch of a convolution
+
+    @classmethod
+    def of(cls, group: Group, model: nn.Module, rule: Rule, dtype: torch.dtype) -> "GroupBytes":
+        """Compute them for a group of a model on the meta device."""
+        rows = size_of(empty_rows(group, model, model, rule, dtype).tensors())
+        sums = sums_of(group, model, rule, dtype) - rows
+        new = sum(model.get_parameter(name).nbytes for name in group.parameters)
+        received, outputs, is_linear = inputs_of(group), sum(group.outputs), group.kind == "linear"
+        item = is_linear * group.maps * max(dtype.itemsize, group.dtype.itemsize)
+        gram, weight = item * group.inputs**2, item * group.inputs * outputs
+        drift = 0 if group.has_few_outputs else gram  # `sum (x_exp - x) x'`
+        adding, solving = 3 * drift, FACTORS * gram + 2 * weight
+        if rule.folds > 1:  # they are added up, joined by rows out of weights, and left out by turn
+            adding, solving = adding + 2 * gram + drift + 3 * weight, solving + 8 * gram
+        weights = (2 + (rule.folds > 1)) * weight + drift  # FeatCal+ keeps the base's
+        is_noted = is_linear and rule.runs_experts and not is_encoded(group)
+        noted = outputs if rule.notes_outputs and group.has_few_outputs else received
+        widest = max(received, *group.outputs)
+        return cls(
+            sums, rows, weights, adding, solving, new, received, is_noted * noted, widest,
+            group.inputs,
+        )  # fmt: skip
+
+    def passing(self, rows: int) -> int:
+        """Return the numbers that pass through the widest module, or its patches."""
+        return max(rows * self.widest, min(rows, MOST_ROWS) * self.unfolded)
 
 
 def is_encoded(group: Group) -> bool:

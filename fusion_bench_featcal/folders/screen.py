@@ -13,7 +13,7 @@ from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.hub_files import hub_models
-from fusion_bench_featcal.plan import bytes_text, one_line, plan_of, show_plan, warnings_of
+from fusion_bench_featcal.plan import bytes_text, check, one_line, plan_of, show_plan
 from fusion_bench_featcal.plan_shapes import Request as PlanRequest
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import AVERAGE, Report
@@ -24,7 +24,11 @@ from fusion_bench_featcal.settings import FeatCalSettings
 def show_start(
     models: Models, settings: FeatCalSettings, tasks: Mapping[str, Task], notes: Sequence[str]
 ) -> None:
-    """Print what will be done, with what, and what it takes."""
+    """Print what will be done, with what, and what it takes.
+
+    Raises:
+        CalibrationError: If memory or a disk is too small.
+    """
     request, home = models.request, models.home
     print(f"{home.kind}: {home.calibrated_class.__name__}, {counted(len(tasks), 'task')}")
     for note in notes:
@@ -37,6 +41,9 @@ def show_start(
         samples=[task.samples for task in tasks.values()],
         device=torch.device(request.device),
         streamed=True,
+        out=request.folder,
+        # Above this size finished blocks are taken over as shards, by links.
+        saved=home.size if home.size <= request.largest_file else 0,
     )
     try:
         plan = plan_of(planned)
@@ -49,7 +56,7 @@ def show_start(
         print(f"nothing was run; {free} are free for --out {request.folder}")
         return
     print(one_line(plan))
-    for warning in warnings_of(plan):
+    for warning in check(plan):
         warnings.warn(warning, stacklevel=2)
 
 

@@ -24,7 +24,7 @@ from fusion_bench_featcal.fusionbench.options import checked_settings, method_na
 from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
 from fusion_bench_featcal.fusionbench.upstream import budget_left
 from fusion_bench_featcal.hub_files import is_here
-from fusion_bench_featcal.plan import Plan, one_line, plan_of, warnings_of
+from fusion_bench_featcal.plan import Plan, check, one_line, plan_of
 from fusion_bench_featcal.plan_shapes import Request
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
@@ -131,6 +131,9 @@ def log_plan(
 
     Returns:
         The plan; None if the size of inputs is unknown, as without `method.max_length`.
+
+    Raises:
+        CalibrationError: If memory or a disk is too small.
     """
     model = hollow_copy(merged).to("meta")
     try:
@@ -139,7 +142,7 @@ def log_plan(
         log.debug("no plan of reads and memory: %s", error)
         return None
     log.info(one_line(plan))
-    for warning in warnings_of(plan):
+    for warning in check(plan):
         log.warning(warning)
     return plan
 
