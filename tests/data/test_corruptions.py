@@ -136,3 +136,11 @@ def test_any_size(corruption: str, size: tuple[int, int]) -> None:
         grey = picture(40).resize(size).convert("L").convert("RGB")
         pixels = np.asarray(corrupt(grey, corruption, 3, random_of(0, "", 0)))
         assert (pixels == pixels[..., :1]).all()
+
+
+def test_random_numbers_depend_on_seed_task_and_position() -> None:
+    def draw(seed: int, task: str, position: int) -> float:
+        return random_of(seed, task, position).random()
+
+    assert draw(1, "a", 2) == draw(1, "a", 2)
+    assert len({draw(1, "a", 2), draw(2, "a", 2), draw(1, "b", 2), draw(1, "a", 3)}) == 4
