@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PLUS, assert_identical, run_fast
+from calibrations import PLUS, assert_identical, distance, run_fast
 from tiny_models import Suite, clip_suite, scatter
 from torch import nn
 
@@ -165,3 +165,12 @@ def test_each_calibration_has_a_folder_of_its_own(tmp_path: Path):
     for result in (first, again):
         assert_identical(result.model, whole.model)
     assert (folder / "drift_weights").is_dir() and again.log.of_kind("resumed")
+
+
+def test_factors_scale_the_tasks_weights():
+    suite = clip_suite(tasks=2)
+    plain = run_fast(suite, **PLUS).model
+    same = run_fast(suite, task_weights={"task_0": 3.0, "task_1": 3.0}, **PLUS).model
+    assert distance(same, plain) < 1e-9  # no common factor matters
+    other = run_fast(suite, task_weights={"task_0": 3.0}, **PLUS).model
+    assert distance(other, plain) > 1e-4
