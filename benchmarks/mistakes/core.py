@@ -8,15 +8,15 @@ MUTATIONS = [
     Mutation(
         "anchor on the other side of the base",
         "rules/step.py",
-        "return Linear(base.weight + rho * step.weight, base.bias + rho * step.bias)",
-        "return Linear(base.weight - rho * step.weight, base.bias - rho * step.bias)",
+        "tensor.sub_(origin).mul_(rho).add_(origin)",
+        "tensor.sub_(origin).mul_(-rho).add_(origin)",
         PAPER,
     ),
     Mutation(
         "rho counts from the merged model to the base",
         "rules/step.py",
-        "return Linear(base.weight + rho * step.weight, base.bias + rho * step.bias)",
-        "return Linear(merged.weight - rho * step.weight, merged.bias - rho * step.bias)",
+        "tensor.sub_(origin).mul_(rho).add_(origin)",
+        "tensor.lerp_(origin, rho)",
         PAPER,
     ),
     Mutation(
@@ -71,8 +71,8 @@ MUTATIONS = [
     Mutation(
         "condition number squared in the smallest eigenvalue",
         "core/solve.py",
-        "return norms[0] * norms[1]",
-        "return norms[0] * norms[1] ** 2",
+        "(largest * _largest_eigenvalue(system, inverse=True)).max()",
+        "(largest * _largest_eigenvalue(system, inverse=True) ** 2).max()",
         "test_calibrate_properties.py::test_log_is_complete_and_writes_one_object_a_line",
     ),
     Mutation(

@@ -22,7 +22,9 @@ from fusion_bench_featcal.settings import CalibrationError
 
 TESTS = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {
-    "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    "PYTHONPATH": os.pathsep.join(
+        [str(TESTS / "kit"), str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    )
 }
 METHODS = {"double": method(Scale)}
 

@@ -399,6 +399,17 @@ def test_damaged_items_are_refused_or_change_nothing(folder: Path):
         load_items(run)
 
 
+def test_items_that_would_fill_the_memory_are_refused(tmp_path: Path):
+    file = tmp_path / "items.npz"
+    np.savez_compressed(file, index=np.zeros(9, bool))
+    content = bytearray(file.read_bytes())
+    size = content.index(b"PK\1\2") + 24  # in the archive's directory
+    content[size : size + 4] = (2**32 - 2).to_bytes(4, "little")
+    file.write_bytes(content)
+    with pytest.raises(ReportError, match=r"items\.npz is damaged.*unpacks to 4294967294 bytes"):
+        load_items(tmp_path)
+
+
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Paths of all values in nested lists and mappings."""
     yield path
