@@ -39,7 +39,7 @@ LIBRARIES = 60 * 2**20
 
 
 MARGIN = 0.15
-"""Largest relative error of a planned peak: memory that lacks by less is no reason to refuse."""
+"""Share by which a planned peak may be too high: a run that lacks less memory is not refused."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ PROBES = 16
 
 _POWER_VECTORS, _POWER_STEPS = 2, 4
 _STRIP = 512
-_PANEL = 2048
+PANEL = 2048
 """Columns that are factored at once."""
 
 _ROWS = 2048
@@ -136,8 +136,8 @@ def factor_in_place(system: Float[Tensor, "g d d"]) -> Tensor:
         Number of pivots that are not positive, a scalar on the device: above 0 there is no `L`.
     """
     failed, width = torch.zeros((), dtype=torch.int64, device=system.device), system.shape[-1]
-    for start in range(0, width, _PANEL):
-        stop = min(start + _PANEL, width)
+    for start in range(0, width, PANEL):
+        stop = min(start + PANEL, width)
         panel, done = system[:, start:, start:stop], system[:, start:, :start]
         if start:
             panel.baddbmm_(done, done[:, : stop - start].mT, alpha=-1)

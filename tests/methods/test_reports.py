@@ -95,4 +95,4 @@ def test_the_command_merges_corrects_evaluates_and_saves(tmp_path: Path) -> None
     log = tmp_path.glob("**/training_curves.jsonl")
     assert any("mini_korean" in file.read_text() for file in log)
     processor: Any = CLIPProcessor.from_pretrained(tmp_path / "saved")  # its files' names vary
-    assert processor.image_processor.size["height"] == 28
+    assert processor.image_processor.crop_size["height"] == 28

@@ -29,7 +29,7 @@ def _page(name: str) -> str:
 
 def words_of(line: str) -> list[str]:
     """Words of a shell line from the program on; none where it runs neither program."""
-    line = re.sub(r"\$\{?\w+\}?", "1", line).removeprefix("$ ")
+    line = re.sub(r"\$\{?\w+\}?", "1", line).removeprefix("$ ").removesuffix(" &")
     try:
         words = shlex.split(line, comments=True)
     except ValueError:  # prose with an apostrophe

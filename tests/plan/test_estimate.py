@@ -233,7 +233,9 @@ def test_memory_is_near_what_tensors_of_a_run_take(rule: Any, changes: dict[str,
         data = dict.fromkeys(experts, batches)
         calibrate(models["m"], models["b"], experts, data, with_rule(settings, rule))
     request = Request(hollow_copy(models["m"]).to("meta"), settings, 3, loaded=1)
-    planned = plan_of(request).needs[0].needed - module.LIBRARIES
+    plan = plan_of(request)
+    # Models in memory lend the tensors of a block.
+    planned = plan.needs[0].needed - module.LIBRARIES - plan.parts["block"]
     assert planned == pytest.approx(live.peak, rel=0.3)
 
 
