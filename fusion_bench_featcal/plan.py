@@ -37,7 +37,6 @@ LABELS = {
 LIBRARIES = 60 * 2**20
 """Bytes of code and buffers of torch's libraries that a first block loads."""
 
-
 MARGIN = 0.15
 """Share by which a planned peak may be too high: a run that lacks less memory is not refused."""
 
@@ -103,7 +102,6 @@ def plan_of(request: Request) -> Plan:
     whole = (not request.streamed) + request.whole - request.loaded
     host = kept + whole * size + parts["features"] * at_host + LIBRARIES
     host += busy if on_cpu else max(parts["block"], parts["outside"])
-    mapped = max(0, memory["begin"] + memory["mapped"] - busy)
     on_disk = parts["features"] * (storage == "disk")
     free, free_gpu = free_bytes(CPU) or 0, None if on_cpu else free_bytes(device)
     # Elsewhere swap space grows by itself, and several processes may be on several machines.
@@ -122,7 +120,7 @@ def plan_of(request: Request) -> Plan:
         processes=request.processes,
         parts=parts,
         storage=storage,
-        host=resident + host + mapped,
+        host=resident + host,
         gpu=None if on_cpu else busy,
         fetched=request.fetches * size * shapes.stored // shapes.itemsize,
         read=math.ceil(read * request.share),

@@ -136,7 +136,7 @@ class Shapes:
         """Return the bytes of each part of the memory, at the block where it is largest.
 
         `busy` is the peak in a block and `begin` that in front of the first one, with features that
-        stay on the device. `mapped` are pages of files, which need no room.
+        stay on the device.
         """
         lengths = self.request.length, self.request.target_length
         received = features_of(self.family, self.model, self.stages, *lengths)
@@ -145,7 +145,6 @@ class Shapes:
             memory |= self._memory_at(block, received[block])
         names = tensors_before_stage(self.model, self.family, self.stages, 0)
         memory["outside"] = size_of(tensors[name] for name in names)
-        memory["mapped"] = max((tensors[name].nbytes for name in names), default=0)
         images = sum(self._dealt()[:2]) * image_numbers(self.model, self.request.length)
         memory["begin"] = 4 * images + memory["outside"] + self.kept_here * memory["features"]
         return memory
