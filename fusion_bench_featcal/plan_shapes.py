@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.moments import MOST_ROWS
-from fusion_bench_featcal.core.solve import PANEL
 from fusion_bench_featcal.experts.reads import grants
 from fusion_bench_featcal.families import Family, resolve_family
 from fusion_bench_featcal.feature_shapes import (
@@ -35,8 +34,6 @@ from fusion_bench_featcal.streams.samples import number_held_out, number_of_copi
 from fusion_bench_featcal.streams.task_rows import empty_rows, sums_of
 
 CPU = torch.device("cpu")
-FACTORS = 2
-"""Copies of a panel's square corner that a solve takes: its factor and LAPACK's copy."""
 
 
 @dataclass(frozen=True)
@@ -249,8 +246,7 @@ class GroupBytes:
         item = is_linear * group.maps * max(dtype.itemsize, group.dtype.itemsize)
         gram, weight = item * group.inputs**2, item * group.inputs * outputs
         drift = 0 if group.has_few_outputs else gram  # `sum (x_exp - x) x'`
-        corner = item * min(group.inputs, PANEL) ** 2
-        adding, solving = 3 * drift, FACTORS * corner + 2 * weight
+        adding, solving = 3 * drift, 2 * weight
         if rule.folds > 1:  # they are added up, joined by rows out of weights, and left out by turn
             adding, solving = adding + 2 * gram + drift + 3 * weight, solving + 8 * gram
         weights = (2 + (rule.folds > 1)) * weight + drift  # FeatCal+ keeps the base's

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.moments import Moments
-from fusion_bench_featcal.core.solve import SINGLE_RIDGE, divided, shifted
+from fusion_bench_featcal.core.solve import SINGLE_RIDGE, divided, factor_in_place, shifted
 
 GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 """Candidates, relative to the mean eigenvalue of the inputs' second moments."""
@@ -83,9 +83,10 @@ def held_out_error(train: Moments, fold: Moments, ridge: float, biased: bool) ->
     if ridge != NO_CHANGE:
         dtype = train.gram.dtype if ridge >= SINGLE_RIDGE else torch.float64
         scale = train.gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
-        lower, failed = torch.linalg.cholesky_ex(shifted(train.gram, ridge * scale, dtype))
-        step = divided(train.cross.to(dtype), lower).to(step.dtype)
-        step = torch.where(failed[..., None, None] == 0, step, torch.nan)
+        system = shifted(train.gram, ridge * scale, dtype)
+        failed = factor_in_place(system[0])
+        step = divided(train.cross.to(dtype), system).to(step.dtype)
+        step = torch.where(failed == 0, step, torch.nan)
     error = ((step @ fold.gram - 2 * fold.cross) * step).sum().double()
     if biased:
         bias = train.y - (step @ train.x[..., None])[..., 0]

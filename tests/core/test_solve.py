@@ -8,7 +8,7 @@ import torch
 from tiny_models import normal
 from torch import Tensor
 
-from fusion_bench_featcal.core.solve import UnsolvedError, solve_ridge
+from fusion_bench_featcal.core.solve import UnsolvedError, factor_in_place, solve_ridge
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -27,6 +27,27 @@ def test_solutions_are_those_of_the_normal_equations(ridge: float) -> None:
     assert solved.residual < 1e-12
     true = float(torch.linalg.cond(gram[0] + ridge * torch.eye(6)))
     assert true / 2 < solved.condition < 2 * true
+
+
+def test_a_wide_system_is_factored_in_panels() -> None:
+    rows = normal(3, 2, 1200, 1100).double()
+    systems = rows.mT @ rows / 1200 + torch.eye(1100, dtype=torch.float64)
+    factors = systems.clone()
+    assert not factor_in_place(factors)
+    torch.testing.assert_close(factors.tril(), torch.linalg.cholesky(systems))
+    assert torch.equal(factors.triu(1), systems.triu(1))
+    systems[1, 1050, 1050] = -1
+    assert factor_in_place(systems.clone()) == 1
+
+
+def test_a_wide_system_is_solved_anew_in_float64() -> None:
+    right = normal(4, 1, 3, 600)
+    gram = torch.diag(torch.tensor([1e12, *[1.0] * 599]))[None]  # of which float32 holds no shift
+    gram[0, 0, 1:] = gram[0, 1:, 0] = 1e4
+    exact = solve_ridge(gram.double(), right.double(), 0.5, rounding=EPS).step
+    solved = solve_ridge(gram, right, 0.5, rounding=1e-20).step
+    assert solved.dtype == torch.float64
+    torch.testing.assert_close(solved, exact, rtol=1e-9, atol=1e-12)
 
 
 def test_float32_is_left_where_it_does_not_do() -> None:
