@@ -60,8 +60,9 @@ def test_surgery_trains_as_written_out(kind, settings, models) -> None:
     known = trained_by_hand(features_of(models, method, pool), method)
     for task, (down, up) in known["modules"].items():
         module = model.correction(task)
-        torch.testing.assert_close(module.down, down, rtol=1e-3, atol=1e-5)
-        torch.testing.assert_close(module.up, up, rtol=1e-3, atol=1e-5)
+        # A tenth of a step: rounding can turn a sign in the gradient of an L1 loss.
+        torch.testing.assert_close(module.down, down, rtol=0, atol=1e-3)
+        torch.testing.assert_close(module.up, up, rtol=0, atol=1e-3)
         assert method.losses[task] == pytest.approx(known["losses"][task], rel=1e-4)
         first, mean = method.losses[task][0], sum(method.losses[task]) / 7
         assert model.curves[task] == [

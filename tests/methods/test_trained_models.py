@@ -95,7 +95,10 @@ def test_distillation_trains_as_written_out() -> None:
         torch.testing.assert_close(found.get_parameter(name), value, rtol=1e-5, atol=1e-7)
     for task, curve in found.curves.items():
         mean = sum(losses[task]) / 5
-        assert curve == [(0, pytest.approx(losses[task][0])), (5, pytest.approx(mean, rel=1e-5))]
+        assert curve == [
+            (0, pytest.approx(losses[task][0], rel=1e-5)),
+            (5, pytest.approx(mean, rel=1e-5)),
+        ]
 
 
 def test_positions_that_predict_nothing_have_no_part_in_the_loss() -> None:
