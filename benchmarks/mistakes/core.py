@@ -146,6 +146,20 @@ MUTATIONS = [
         "test_calibrate_properties.py::test_a_sample_of_weight_two_is_a_sample_given_twice",
     ),
     Mutation(
+        "a factor overwrites what is above its corners",
+        "core/solve.py",
+        "corner.copy_(lower + corner.triu(1))",
+        "corner.copy_(lower)",
+        "core/test_solve.py",
+    ),
+    Mutation(
+        "panels forget the columns before them",
+        "core/solve.py",
+        "below.baddbmm_(system[:, stop:, :start], done, alpha=-1)",
+        "below.baddbmm_(system[:, stop:, :start], done, alpha=0)",
+        "core/test_solve.py",
+    ),
+    Mutation(
         "float32 solves at any lambda",
         "core/solve.py",
         "if ridge >= SINGLE_RIDGE and gram.dtype != wide:",
