@@ -1,5 +1,6 @@
 """`featcal calibrate` on folders: what it leaves is the calibration that Python gives."""
 
+import csv
 import json
 import re
 import shutil
@@ -269,6 +270,11 @@ def test_image_classifiers(tmp_path):
     saved = ViTForImageClassification.from_pretrained(tmp_path / "out")
     assert moved(saved, models["merged"])
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
+    with open(tmp_path / "out" / "featcal" / "lines.csv", newline="") as file:
+        lines = [line for line in csv.DictReader(file) if line["metric"] == "loss"]
+    for task in TASKS:  # heads are the same, bodies are not
+        losses = [line["value"] for line in lines if line["task"] == task]
+        assert len(losses) == len(set(losses)) == 3
 
 
 def test_a_whole_clip_keeps_its_text_tower(tmp_path):
