@@ -51,6 +51,11 @@ class Need:
     limit: int | None  # a run that needs more is refused; None: none is
     advice: str
 
+    @property
+    def is_lacking(self) -> bool:
+        """Return whether more is needed than is free."""
+        return self.needed > self.free
+
     def __str__(self) -> str:
         """Return a sentence with the settings that help."""
         needed, free = bytes_text(self.needed), bytes_text(self.free)
@@ -96,13 +101,11 @@ def plan_of(request: Request) -> Plan:
     parts = {"model": kept, "loaded": request.whole * size}
     parts |= {part: memory[part] for part in LABELS if part not in parts}
     resident = psutil.Process().memory_info().rss
-    at_host = settings.activations == "host" and not on_cpu
-    storage = "host" if at_host else "disk" if settings.activations == "disk" else "device"
     busy = max(memory["busy"], memory["begin"])
     whole = (not request.streamed) + request.whole - request.loaded
-    host = kept + whole * size + parts["features"] * at_host + LIBRARIES
+    host = kept + whole * size + parts["features"] * (request.storage == "host") + LIBRARIES
     host += busy if on_cpu else max(parts["block"], parts["outside"])
-    on_disk = parts["features"] * (storage == "disk")
+    on_disk = parts["features"] * (request.storage == "disk")
     free, free_gpu = free_bytes(CPU) or 0, None if on_cpu else free_bytes(device)
     # Elsewhere swap space grows by itself, and several processes may be on several machines.
     is_exact = sys.platform == "linux" and request.processes == 1
@@ -119,7 +122,7 @@ def plan_of(request: Request) -> Plan:
         samples=max(shapes.samples),
         processes=request.processes,
         parts=parts,
-        storage=storage,
+        storage=request.storage,
         host=resident + host,
         gpu=None if on_cpu else busy,
         fetched=request.fetches * size * shapes.stored // shapes.itemsize,
@@ -145,14 +148,17 @@ def one_line(plan: Plan) -> str:
 def disks_of(request: Request, features: int, size: int) -> list[Need]:
     """Return what a run needs of each disk, for features that wait there and for the model."""
     out, blocks = request.out, request.settings.checkpoint_dir
-    files = [(request.settings.activations_dir or gettempdir(), features, "method.activations_dir")]
+    files = list[tuple[str, int, str]]()
+    if features:
+        folder = request.settings.activations_dir or gettempdir()
+        files.append((folder, features, "method.activations_dir"))
     if blocks is not None:  # a resumed run has written some
         size -= sum(path.stat().st_size for path in Path(blocks).glob("*.safetensors"))
         files.append((blocks, max(0, size), "--out" if out else "method.checkpoint_dir"))
     if out is not None:
         files.append((str(out), request.saved, "--out"))
     by_disk = dict[int, list[tuple[str, int, str]]]()
-    for file in files[not features :]:
+    for file in files:
         by_disk.setdefault(existing(Path(file[0])).stat().st_dev, []).append(file)
     needs = []
     for on_disk in by_disk.values():
@@ -170,7 +176,7 @@ def check(plan: Plan) -> list[str]:
     Raises:
         CalibrationError: If it needs more than a resource's limit: the run cannot succeed.
     """
-    lacking = [need for need in plan.needs if need.needed > need.free]
+    lacking = [need for need in plan.needs if need.is_lacking]
     for need in lacking:
         if need.limit is not None and need.needed > need.limit:
             raise CalibrationError(f"nothing was calibrated: {need}")
@@ -200,5 +206,5 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
         table.add_row(label + suffix, bytes_text(size))
     console.print(table)
     for need in plan.needs:
-        if need.needed > need.free:
+        if need.is_lacking:
             console.print(f"warning: {need}")

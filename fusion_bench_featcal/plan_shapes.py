@@ -61,6 +61,13 @@ class Request:
         """Return the busiest process's share of the tasks."""
         return math.ceil(self.tasks / self.processes) / self.tasks
 
+    @property
+    def storage(self) -> str:
+        """Return the storage of features: `device`, `host` (beside a GPU) or `disk`."""
+        chosen = self.settings.activations
+        is_elsewhere = chosen == "disk" or (chosen == "host" and self.device.type != "cpu")
+        return chosen if is_elsewhere else "device"
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -143,14 +150,9 @@ class Shapes:
         names = tensors_before_stage(self.model, self.family, self.stages, 0)
         memory["outside"] = size_of(tensors[name] for name in names)
         images = sum(self._dealt()[:2]) * image_numbers(self.model, self.request.length)
-        memory["begin"] = 4 * images + memory["outside"] + self.kept_here * memory["features"]
+        on_device = self.request.storage == "device"
+        memory["begin"] = 4 * images + memory["outside"] + on_device * memory["features"]
         return memory
-
-    @property
-    def kept_here(self) -> bool:
-        """Return whether features stay on the device on which blocks run."""
-        place = self.request.settings.activations
-        return place != "disk" and (place != "host" or self.request.device.type == "cpu")
 
     def _memory_at(self, block: str, features: Features) -> Counter[str]:
         """Return the bytes of each part of the memory at one block."""
@@ -176,7 +178,8 @@ class Shapes:
             adding = max((g.adding for g in part), default=0)
             expert = made if index else (sides - 1) * read
             most = max(expert + of_task + max(batch, adding), made + solve)
-            most += read + new + sums + weights + self.kept_here * stored
+            most += read + new + sums + weights
+            most += stored * (self.request.storage == "device")
             memory |= Counter(features=stored, batch=batch, sums=sums + of_task, solve=solve)
             memory |= Counter(weights=weights + made, busy=most)
             new += made
