@@ -4,7 +4,7 @@
 
 Random models of ten shapes are calibrated, each in a process of its own and streamed from files as
 `featcal calibrate` does. The plan is made in that process right before. Compares the planned peak
-with the peak resident set (`ru_maxrss`, whose parts that come from files the kernel may drop), and
+with the peak resident set (VmHWM, of which the kernel may drop pages of files), and
 writes the table to `results/planned_memory.md`. Needs 3 GB of memory and of disk.
 """
 
@@ -153,10 +153,10 @@ def main() -> None:
             write_models(Path(folder), SHAPES[name])
             again = [sys.executable, __file__, name, "--measure", folder]
             done = subprocess.run(again, check=True, stdout=subprocess.PIPE, text=True)
-        found = json.loads(done.stdout.splitlines()[-1])
-        planned, taken = found["planned"], found["taken"]
+        result = json.loads(done.stdout.splitlines()[-1])
+        planned, taken = result["planned"], result["taken"]
         rows.append(f"| {name} | {planned / MIB:.0f} | {taken / MIB:.0f} | {planned / taken:.2f} "
-                    f"| {found['seconds']:.0f} |")  # fmt: skip
+                    f"| {result['seconds']:.0f} |")  # fmt: skip
         print(rows[-1], flush=True)
         if options.names == list(SHAPES):
             REPORT.write_text("\n".join([machine, "", *rows]) + "\n", encoding="utf-8")

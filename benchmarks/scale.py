@@ -1,4 +1,4 @@
-"""How long would a calibration of 7B to 405B parameters take on 1, 8 and 64 GPUs?
+"""Predict the time of calibrations of 7B to 405B parameters on 1, 8 and 64 GPUs.
 
     python benchmarks/scale.py [--threads 1 2]
 
@@ -68,10 +68,10 @@ def rates(width: int) -> dict[str, float]:
 
 def machine_here(folder: Path) -> tuple[Machine, Mapping[int, Mapping[str, float]]]:
     """Measure this machine with the threads that torch has now."""
-    found = {width: rates(width) for width in WIDTHS}
+    by_width = {width: rates(width) for width in WIDTHS}
 
     def at(part: str) -> Callable[[int], float]:
-        return lambda width: found[min(WIDTHS, key=lambda other: abs(other - width))][part]
+        return lambda width: by_width[min(WIDTHS, key=lambda other: abs(other - width))][part]
 
     one, other = (Moments.zeros(1, 1, 1792, 1792, torch.zeros(())) for _ in range(2))
     touched = 3 * sum(tensor.nbytes for tensor in one.tensors())
@@ -83,7 +83,7 @@ def machine_here(folder: Path) -> tuple[Machine, Mapping[int, Mapping[str, float
         for name in source.names():
             source.tensor(name).clone()
 
-    return Machine(at("forward"), at("sums"), at("solves"), merged, rate(read, size)), found
+    return Machine(at("forward"), at("sums"), at("solves"), merged, rate(read, size)), by_width
 
 
 def calibrated(folder: Path) -> float:
@@ -107,7 +107,7 @@ def measured(threads: int) -> tuple[list[str], str]:
     with tempfile.TemporaryDirectory() as name, torch.no_grad():
         write_models(SMALL, Path(name))
         with using_kernel(choose_kernel("auto", torch.device("cpu"))):
-            machine, found = machine_here(Path(name))
+            machine, by_width = machine_here(Path(name))
         taken = min(calibrated(Path(name)) for _ in range(2))
     parts, _ = seconds(job, machine)
     parts.pop("exchange")
@@ -116,7 +116,7 @@ def measured(threads: int) -> tuple[list[str], str]:
     rows = [
         f"| {threads} | {width} | {' | '.join(f'{value / 1e9:.0f}' for value in row.values())} "
         f"| {machine.memory / 1e9:.1f} | {machine.files / 1e9:.1f} |"
-        for width, row in found.items()
+        for width, row in by_width.items()
     ]
     return (
         rows,
@@ -146,12 +146,12 @@ def main() -> None:
     """Write what was measured and what is predicted."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    found = [measured(threads) for threads in parser.parse_args().threads]
+    results = [measured(threads) for threads in parser.parse_args().threads]
     heads = ["threads", *(part for part in PARTS if part != "exchange")]
     heads += ["predicted", "measured", "ratio"]
-    text = HEAD + "\n".join(row for rows, _ in found for row in rows) + "\n" + SECOND
+    text = HEAD + "\n".join(row for rows, _ in results for row in rows) + "\n" + SECOND
     text += f"| {' | '.join(heads)} |\n{'|--:' * len(heads)}|\n"
-    text += "\n".join(row for _, row in found) + "\n\n"
+    text += "\n".join(row for _, row in results) + "\n\n"
     text += f"## Predicted\n\nNothing below was measured. Assumptions:\n\n{ASSUMPTIONS}\n"
     text += "\n".join(predicted()) + f"\n\n{limits()}\n"
     RESULTS.write_text(text, encoding="utf-8")

@@ -42,7 +42,7 @@ ASSUMPTIONS = f"""\
 - A machine reads the experts of its tasks, the base and the merged model once. Where groups are
   summed one after another (FeatCal+, and `sums_at_once=input` where a block's sums do not fit) it
   reads experts twice. Features wait on the GPU.
-- Memory is that of `featcal calibrate --plan`, which counts solves in float64. A GPU has 80 GB.
+- Memory is that of `featcal calibrate --plan`. A GPU has 80 GB.
 
 *targets*: products of weights with sums, for each task. *memory*: other passes over sums and rows.
 *files*: reading, writing and copies to the GPU.
@@ -64,10 +64,14 @@ def needed(job: Job) -> float:
         whole: Any = LlamaForCausalLM(config)
     model = whole.to(torch.bfloat16)
     more: dict[str, Any] = {"rule": "plus"} if plus else {"ridge_lambda": 3.0}
-    settings = FeatCalSettings(calibrate_norm=False, sums_at_once=job.at_once, **more)
-    parts = Shapes.of(Request(model, settings, tasks=job.tasks, length=job.length)).memory()
+    settings = FeatCalSettings(
+        calibrate_norm=False, sums_at_once=job.at_once, activations="disk", **more
+    )
+    # Without features: a process with more neighbours than tasks has its rows alone.
+    request = Request(model, settings, tasks=job.tasks, length=job.length)
+    memory = Shapes.of(request).memory()
     features = 2 * job.rows * of_model.hidden * of_model.itemsize
-    return features + parts["block"] + parts["sums"] + max(parts["batch"], parts["solve"])
+    return features + memory["busy"]
 
 
 def minutes(taken: float) -> str:

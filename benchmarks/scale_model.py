@@ -68,7 +68,7 @@ class Job:
 
     @property
     def by_group(self) -> bool:
-        """Whether groups are summed and solved one after another."""
+        """True if groups are summed and solved one after another."""
         return self.rule == PLUS or self.at_once == "input"
 
 
