@@ -102,7 +102,8 @@ def _solve_in(
     system, right = gram.to(dtype), right.to(dtype)
     system.diagonal(dim1=-2, dim2=-1).add_(ridge)
     # All that needs the system comes before its factor overwrites it.
-    image, largest = _image_of_signs(system), _largest_eigenvalue(system)
+    signs = random_signs(system.shape[-1], solve_dtype(system.device), system.device)
+    image, largest = _wide_product(system, signs), _largest_eigenvalue(system)
     noise = rounding * system.diagonal(dim1=-2, dim2=-1).amax(-1)
     failed = factor_in_place(system)
     step = divided(right, system)
@@ -192,11 +193,10 @@ def _largest_eigenvalue(system: Tensor, *, inverse: bool = False) -> Float[Tenso
     return torch.linalg.vector_norm(vectors, dim=-1).amax(-1)
 
 
-def _image_of_signs(system: Float[Tensor, "g d d"]) -> Float[Tensor, "g d 16"]:
-    """Return the product of a system and vectors of random signs, in wide numbers."""
-    signs = random_signs(system.shape[-1], wide := solve_dtype(system.device), system.device)
-    strips = system.split(_STRIP, dim=1)  # a wide copy of all would be the largest matrix of a run
-    return torch.cat([strip.to(wide) @ signs for strip in strips], 1)
+def _wide_product(matrix: Float[Tensor, "g m d"], vectors: Tensor) -> Float[Tensor, "g m 16"]:
+    """Return the product with vectors, in their dtype."""
+    strips = matrix.split(_STRIP, dim=1)  # a wide copy of all would be the largest matrix of a run
+    return torch.cat([strip.to(vectors.dtype) @ vectors for strip in strips], 1)
 
 
 def relative_residual(
@@ -213,10 +213,7 @@ def relative_residual(
         right: `R`.
     """
     signs = random_signs(right.shape[-1], image.dtype, right.device)
-    products = [
-        torch.cat([rows.to(image.dtype) @ other for rows in matrix.split(_ROWS, 1)], 1)
-        for matrix, other in ((step, image), (right, signs))
-    ]
-    error = (products[0] - products[1]).flatten(1).norm(dim=1)
-    scale = products[1].flatten(1).norm(dim=1)
+    target = _wide_product(right, signs)
+    error = (_wide_product(step, image) - target).flatten(1).norm(dim=1)
+    scale = target.flatten(1).norm(dim=1)
     return torch.where(scale > 0, error / scale, error)
