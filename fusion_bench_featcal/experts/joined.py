@@ -52,7 +52,7 @@ class JoinedExperts(SourceView):
         rows, columns = self._source.shape(experts[0][0])
         return len(experts), rows * len(experts[0]), columns
 
-    def parts(self, name: str) -> list[tuple[ExpertSource, str]]:
+    def origins(self, name: str) -> list[tuple[ExpertSource, str]]:
         """Return the source with the names of the matrices of one tensor."""
         rows = self._stored.get(name, [[self._renamed.get(name, name)]])
         return [(self._source, part) for row in rows for part in row]

@@ -84,13 +84,13 @@ class LoraExpert(SourceView):
         self._copies: dict[str, str] = {}  # tensor of the base -> its full copy in the adapter
         self._pair()
 
-    def parts(self, name: str) -> list[tuple[ExpertSource, str]]:
+    def origins(self, name: str) -> list[tuple[ExpertSource, str]]:
         """Return the tensors of base and adapter of which one is made."""
         if name in self._copies:
             return [(self._weights, self._copies[name])]
         change = self._changes.get(name)
         names = () if change is None else (change.down, change.up, change.magnitude)
-        return [*super().parts(name), *((self._weights, factor) for factor in names if factor)]
+        return [*super().origins(name), *((self._weights, factor) for factor in names if factor)]
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor, with the adapter's share if it has one, in the base's dtype."""

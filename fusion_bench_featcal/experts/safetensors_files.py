@@ -20,7 +20,7 @@ from fusion_bench_featcal.untrusted import read_json
 # Complex, or codes that need a scale. Bytes without a sign are a mask in old checkpoints of GPT-2.
 _UNUSABLE_DTYPES = ("C", "F4", "F6_", "F8", "I8")
 _UNUSABLE_WEIGHTS = ("U8",)
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "BOOL": torch.bool,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
@@ -138,9 +138,9 @@ class SafetensorsExpert:
 
         A thread makes the requests, since they wait while a slow disk is busy.
         """
-        places = [self._stored[name] for name in names if name in self._stored]
-        if places and hasattr(os, "posix_fadvise"):
-            Thread(target=_request, args=(places,), name="read ahead", daemon=True).start()
+        tensors = [self._stored[name] for name in names if name in self._stored]
+        if tensors and hasattr(os, "posix_fadvise"):
+            Thread(target=_request, args=(tensors,), name="read ahead", daemon=True).start()
 
     def _read(self, name: str, start: int, stop: int | None) -> Tensor:
         stored = self._stored[name]
@@ -160,7 +160,7 @@ class SafetensorsExpert:
             ) from error
         if not is_same:
             raise CalibrationError(f"{stored.file} has changed since the start of the run")
-        return content.view(_DTYPES[stored.dtype]).reshape((rows, *row) if stored.shape else ())
+        return content.view(DTYPES[stored.dtype]).reshape((rows, *row) if stored.shape else ())
 
 
 def _state(stream: BinaryIO) -> tuple[int, int]:
@@ -177,15 +177,15 @@ def _header(file: Path, stream: BinaryIO) -> dict[str, _Stored]:
     tensors = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
-        place = 8 + size + begin, end - begin
-        tensors[name] = _Stored(file, *place, tuple(entry["shape"]), entry["dtype"])
+        shape, dtype = tuple(entry["shape"]), entry["dtype"]
+        tensors[name] = _Stored(file, 8 + size + begin, end - begin, shape, dtype)
     return tensors
 
 
-def _request(places: Sequence[_Stored]) -> None:
+def _request(tensors: Sequence[_Stored]) -> None:
     """Ask the system to read tensors ahead."""
     with suppress(OSError):  # of a file that is gone: reading its tensor raises, with its name
-        for tensor in places:
+        for tensor in tensors:
             end = tensor.start + tensor.nbytes
             with tensor.file.open("rb") as stream:
                 for start in range(tensor.start, end, REQUEST):

@@ -85,21 +85,21 @@ class SourceView:
 
     def nbytes(self, name: str) -> int:
         """Return the number of bytes that reading one tensor takes."""
-        return sum(known_bytes(*part) for part in self.parts(name))
+        return sum(known_bytes(*origin) for origin in self.origins(name))
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor, as the view shows it."""
         return self._source.tensor(name)
 
-    def parts(self, name: str) -> list[tuple[ExpertSource, str]]:
+    def origins(self, name: str) -> list[tuple[ExpertSource, str]]:
         """Return the sources and names of the tensors of which one is made."""
         return [(self._source, name)]
 
     def will_need(self, names: Iterable[str]) -> None:
         """Let sources read ahead what some tensors are made of."""
-        parts = [part for name in names for part in self.parts(name)]
-        for source in {id(source): source for source, _ in parts}.values():
-            read_ahead(source, [name for other, name in parts if other is source])
+        origins = [origin for name in names for origin in self.origins(name)]
+        for source in {id(source): source for source, _ in origins}.values():
+            read_ahead(source, [name for other, name in origins if other is source])
 
 
 class Tensors(Mapping[str, Tensor]):

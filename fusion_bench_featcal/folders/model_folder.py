@@ -13,7 +13,7 @@ from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.expert_model import aliases, pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.model_config import read_config
-from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert
 from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.memory import free_bytes
 from fusion_bench_featcal.plurals import counted
@@ -25,7 +25,7 @@ TEXT_CLASSIFIER: Kind = "text classifier"
 IMAGE_CLASSIFIER: Kind = "image classifier"
 LANGUAGE_MODELS = ("causal", "seq2seq")
 CLASSIFIERS = (TEXT_CLASSIFIER, IMAGE_CLASSIFIER)
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {name: DTYPES[name] for name in ("F32", "F16", "BF16")}
 _CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
 
 

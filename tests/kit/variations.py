@@ -1,5 +1,6 @@
 """Variations of a calibration: other forms of the same models, samples and settings."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -44,8 +45,7 @@ def stored(model: nn.Module, folder: Path) -> SafetensorsExpert:
     for number, part in enumerate((names[::2], names[1::2])):
         save_file({name: tensors[name] for name in part}, folder / f"{number}.safetensors")
         index |= dict.fromkeys(part, f"{number}.safetensors")
-    text = str({"weight_map": index}).replace("'", '"')
-    (folder / "model.safetensors.index.json").write_text(text)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return SafetensorsExpert(folder)
 
 

@@ -14,14 +14,14 @@ def models(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def places(models, tmp_path_factory) -> Any:
-    """Of images and of each kind of language model: a pool, its merged model and a batch."""
+    """A pool, its merged model and a batch, of images and of each kind of language model."""
     pool: Any = tiny_pool(models)
     pixels = pixels_of(models, pool.load_train_dataset(TASKS[0]))
     batch: dict[str, Any] = {"pixel_values": pixels}
     merged: Any = lambda: tower(models, "_merged_")  # noqa: E731
-    found = {"clip": SimpleNamespace(pool=pool, batch=batch, merged=merged)}
+    pools = {"clip": SimpleNamespace(pool=pool, batch=batch, merged=merged)}
     for kind in NORMS:
         pool = text_pool(kind, tmp_path_factory.mktemp(kind))
         merged = lambda pool=pool: pool.load_model("_pretrained_").eval()  # noqa: E731
-        found[kind] = SimpleNamespace(pool=pool, batch=text_batch(kind), merged=merged)
-    return found
+        pools[kind] = SimpleNamespace(pool=pool, batch=text_batch(kind), merged=merged)
+    return pools
