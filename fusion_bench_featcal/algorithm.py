@@ -124,7 +124,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         taskpool = getattr(self._program, "taskpool", None)
         inputs = MethodInputs(modelpool, taskpool, self.fabric)
         upstream = self._upstream(inputs, rows.values())
-        # Data sets are opened before a merger that may take hours.
+        # Datasets are opened before a merger that may take hours.
         batches = {name: check_calibration(settings, inputs) for name, settings in rows.items()}
         self._results = results = self._open_results(inputs, upstream.name, choices)
         merged = self._merge(inputs, upstream, results)

@@ -1,4 +1,4 @@
-"""Calibration samples: a few images or texts per task, drawn from a model pool's data sets."""
+"""Calibration samples: a few images or texts per task, drawn from a model pool's datasets."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.samples import warn_of_few_samples
 
-# Model pool -> (split, task) -> number of samples. A run opens its data sets several times, and is
+# Model pool -> (split, task) -> number of samples. A run opens its datasets several times, and is
 # warned of a small one once.
 _SIZES: WeakKeyDictionary[Any, dict[tuple[str, str], int]] = WeakKeyDictionary()
 
@@ -36,12 +36,12 @@ def calibration_batches(
 ) -> dict[str, Any]:
     """Draw every task's calibration samples from a model pool.
 
-    Data sets are opened at once, samples are read and processed batch by batch in each iteration. A
-    task's samples depend only on the seed, its name and its data set. Fewer samples of one seed
+    Datasets are opened at once, samples are read and processed batch by batch in each iteration. A
+    task's samples depend only on the seed, its name and its dataset. Fewer samples of one seed
     are the first of more. A task with fewer than asked for is used whole, with one warning.
 
     Args:
-        modelpool: A FusionBench model pool with data sets for the tasks.
+        modelpool: A FusionBench model pool with datasets for the tasks.
         task_names: The tasks.
         settings: The settings of samples, and for images `decode_workers`.
         processor: Result of `load_input_processor`: a tokenizer, a transformers processor, or a
@@ -107,7 +107,7 @@ def check_tasks_have_data(modelpool: Any, task_names: Iterable[str], split: str)
 def _drawn(
     modelpool: Any, task_names: Iterable[str], settings: FeatCalSettings
 ) -> Iterator[tuple[str, Any, list[int]]]:
-    """Yield each task, its open data set and the positions of its samples."""
+    """Yield each task, its open dataset and the positions of its samples."""
     for task in task_names:
         rows = _open(modelpool, task, settings.calibration_split)
         indices = draw_samples(len(rows), task, settings)
@@ -160,7 +160,7 @@ def _sizes_of(modelpool: Any) -> dict[tuple[str, str], int]:
 
 
 def _note_size(modelpool: Any, task: str, size: int, settings: FeatCalSettings) -> None:
-    """Store a data set's size. The first time, warn if it is smaller than asked for."""
+    """Store a dataset's size. The first time, warn if it is smaller than asked for."""
     key, sizes = (settings.calibration_split, task), _sizes_of(modelpool)
     if size < settings.samples_per_task and sizes.get(key) != size:
         warn_of_few_samples(task, size, settings.samples_per_task)
@@ -177,7 +177,7 @@ def open_labelled(modelpool: Any, task: str, split: str) -> ImageItems:
 
 
 def _open(modelpool: Any, task: str, split: str, *, label_column: str | None = None) -> Any:
-    """Open a task's data set without reading its items."""
+    """Open a task's dataset without reading its items."""
     setting = data_setting(modelpool, task, split)
     entry = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
     path = entry.get("path") if isinstance(entry, Mapping) else entry

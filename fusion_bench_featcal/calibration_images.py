@@ -25,7 +25,7 @@ class TaskBatches:
     """One task's calibration samples. Each iteration reads and processes them again."""
 
     task: str
-    items: ImageItems  # the data set; labels are not read
+    items: ImageItems  # the dataset; labels are not read
     indices: list[int]  # positions of the samples in it
     batch_size: int  # samples per batch; the last batch may have fewer
     processor: Processor
@@ -61,7 +61,7 @@ class TaskBatches:
     def _processed(self) -> Generator[Tensor, None, None]:
         """Yield the pixels of each sample, which threads decode and process a batch ahead.
 
-        Items are read in the caller's thread, because data sets need not allow others.
+        Items are read in the caller's thread, because datasets need not allow others.
         """
         items = ((self.items.read(index)[0], index) for index in self.indices)
         if self.workers == 0:

@@ -17,8 +17,8 @@ from fusion_bench_featcal.tasks.text_generation import greedy_answers, padded_le
 class TextBatches:
     """One task's calibration samples. Texts are read and tokenised again in each iteration."""
 
-    place: str  # the task and its data set, for messages
-    rows: Any  # the data set that the samples were drawn from
+    place: str  # the task and its dataset, for messages
+    rows: Any  # the dataset that the samples were drawn from
     indices: list[int]  # positions of the samples in it
     settings: FeatCalSettings
     encoder: TextEncoder
@@ -118,7 +118,7 @@ class TextBatches:
 
 
 def text_rows(rows: Any, place: str) -> Any:
-    """Check a data set of texts and return its rows, as plain values of a `datasets` table.
+    """Check a dataset of texts and return its rows, as plain values of a `datasets` table.
 
     Raises:
         CalibrationError: If it is streamed, or has its splits still together.

@@ -153,7 +153,7 @@ class DeclaredSettings:
         None,
         "Data in place of the pool's, by task: {task: a.jsonl}, {task: hub/id} or {task: "
         "{_target_: ...}}. Null: the pool's data.",
-        accepts="a mapping of tasks to paths, hub ids or configs of data sets",
+        accepts="a mapping of tasks to paths, hub ids or configs of datasets",
         check=_are_data_sets,
     )
     calibration_targets: str = setting(

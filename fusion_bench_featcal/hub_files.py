@@ -109,13 +109,13 @@ def is_here(location: str) -> bool:
 
 
 def commits() -> dict[str, str]:
-    """Return the commits of the hub's models and data sets that this process has used, by id."""
+    """Return the commits of the hub's models and datasets that this process has used, by id."""
     models = {location: model.snapshot.name for (location, _), model in _ASKED.items()}
     return models | _DATA_SETS
 
 
 def note_data_set(rows: Any) -> None:
-    """Note the commit of a data set of the hub, which `datasets` has in the paths of its files."""
+    """Note the commit of a dataset of the hub, which `datasets` has in the paths of its files."""
     for file in getattr(getattr(rows, "_rows", rows), "cache_files", None) or ():
         *_, name, _, _, commit, _ = ("", "", "", "", *Path(file["filename"]).parts)
         if re.fullmatch("[0-9a-f]{40}", commit):

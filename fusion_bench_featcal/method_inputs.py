@@ -92,7 +92,7 @@ def check_calibration(settings: FeatCalSettings, inputs: MethodInputs) -> dict[s
     """Refuse a calibration that cannot work, before a model is loaded.
 
     Returns:
-        Task -> calibration batches, of opened data sets.
+        Task -> calibration batches, of opened datasets.
 
     Raises:
         CalibrationError: If data or base are missing, a model does not fit or a read budget

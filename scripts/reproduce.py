@@ -57,7 +57,7 @@ ITEMS = (
          (f"{B32}_TA8",)),
     Item("tasks", "not in the paper", "number of tasks", "study/tasks", ("clip-vit-mini_all8",),
          (f"{B32}_TALL20",)),
-    Item("transfer", "not in the paper", "calibration images from another data set",
+    Item("transfer", "not in the paper", "calibration images from another dataset",
          "study/transfer", CLIP, (f"{B32}_TA8",)),
     Item("ablation", "not in the paper", "parts of the method alone", "study/ablation",
          (*CLIP, *TEXTS), (f"{B32}_TA8",)),

@@ -1,1 +1,1 @@
-"""Data sets as model inputs: labels, pictures and their tensors, texts and their tokens."""
+"""Datasets as model inputs: labels, pictures and their tensors, texts and their tokens."""

@@ -1,4 +1,4 @@
-"""Data sets whose rows are computed when they are read."""
+"""Datasets whose rows are computed when they are read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 class ComputedRows(torch.utils.data.Dataset[Any]):
-    """A map-style data set of a number of rows and a function of their position."""
+    """A map-style dataset of a number of rows and a function of their position."""
 
     def __init__(self, number: int, make: Callable[[int], Any]) -> None:
         """Store number and function."""

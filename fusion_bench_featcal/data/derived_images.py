@@ -1,4 +1,4 @@
-"""Calibration data made of other data sets or of noise, for `_target_` in YAML."""
+"""Calibration data made of other datasets or of noise, for `_target_` in YAML."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -24,13 +24,13 @@ def corrupted(
     split: str | None = None,
     image_column: str = "image",
 ) -> ComputedRows:
-    """Corrupt the images of a data set as ImageNet-C (see `data/corruptions.py`).
+    """Corrupt the images of a dataset as ImageNet-C (see `data/corruptions.py`).
 
     The random numbers of an image depend on `seed`, `task` and its position only, so the severities
     of one corruption share their noise, direction or clouds.
 
     Args:
-        data: The data set (in YAML a mapping with `_target_`), or a path or hub id as for
+        data: The dataset (in YAML a mapping with `_target_`), or a path or hub id as for
             `load_images`.
         corruption: `gaussian_noise`, `motion_blur` or `fog`.
         severity: 1 to 5.
@@ -46,7 +46,7 @@ def corrupted(
 
     Raises:
         ValueError: If there is no such corruption or severity, or a key is out of range.
-        CalibrationError: If the data are not one data set of images, or cannot be read.
+        CalibrationError: If the data are not one dataset of images, or cannot be read.
     """
     check_corruption(corruption, severity)
     _check_integer("seed of corrupted data", seed, 0)
@@ -68,19 +68,19 @@ def corrupted(
 
 
 def mixed(data: Sequence[Any]) -> ComputedRows:
-    """Mix the items of several data sets, of images or of texts, in turn.
+    """Mix the items of several datasets, of images or of texts, in turn.
 
     Returns:
-        As many items of each data set as the smallest has.
+        As many items of each dataset as the smallest has.
 
     Raises:
         ValueError: If there are none.
         CalibrationError: If one of them has no length or no numbered items.
     """
     if isinstance(data, str | Mapping) or not len(data):
-        raise ValueError(f"data of mixed data sets must be a list of data sets, got {data!r}")
+        raise ValueError(f"data of mixed datasets must be a list of datasets, got {data!r}")
     for number, rows in enumerate(data):
-        require_numbered(rows, f"mixed data set {number}")
+        require_numbered(rows, f"mixed dataset {number}")
     total = len(data) * min(map(len, data))
     return ComputedRows(total, lambda index: data[index % len(data)][index // len(data)])
 

@@ -1,4 +1,4 @@
-"""`ImageItems`: any data set as pictures. `load_images`: folders, tables and hub data sets."""
+"""`ImageItems`: any dataset as pictures. `load_images`: folders, tables and hub datasets."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,12 +23,12 @@ SPLIT_FOLDERS = {"train", "training", "val", "valid", "validation", "dev", "test
 
 
 class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
-    """View of a data set as items `{"image": RGB picture, "label": int}`, read one by one.
+    """View of a dataset as items `{"image": RGB picture, "label": int}`, read one by one.
 
-    Labels of `datasets` tables are checked at once, those of other data sets as they are read.
+    Labels of `datasets` tables are checked at once, those of other datasets as they are read.
 
     Attributes:
-        name: Name of the data set in messages.
+        name: Name of the dataset in messages.
         classnames: Class names by label, if there are any.
         has_labels: Whether items have labels; None: unknown before an item is read.
     """
@@ -43,7 +43,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         classnames: Sequence[str] | None = None,
         classnames_by: str = "name",
     ) -> None:
-        """View a `datasets` table, a map-style data set or other items.
+        """View a `datasets` table, a map-style dataset or other items.
 
         Further arguments are those of `load_images`.
 
@@ -96,14 +96,14 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         return picture if label is None else picture | {"label": label}
 
     def read(self, index: int) -> tuple[Any, int | None]:
-        """Return image `index` as the data set stores it (see `to_rgb`), and its label if any.
+        """Return image `index` as the dataset stores it (see `to_rgb`), and its label if any.
 
         Raises:
             CalibrationError: If the item has no image, or a label that is no class.
         """
         try:
             item = self._rows[index]
-        except OSError as error:  # of a data set that decodes pictures
+        except OSError as error:  # of a dataset that decodes pictures
             raise CalibrationError(f"{self.at(index)} cannot be read ({error}).") from error
         if isinstance(item, Mapping):
             if self._image_column not in item:
@@ -133,20 +133,20 @@ def load_images(
     classnames: Sequence[str] | None = None,
     classnames_by: str = "name",
 ) -> ImageItems:
-    """Load pictures from a folder, a table or the hub, without running code of a data set.
+    """Load pictures from a folder, a table or the hub, without running code of a dataset.
 
     - A folder has one subfolder of images per class, or only images, which are then unlabeled. If
       it has a folder per split (`train`, `test`), set `split`.
     - A table (`.jsonl`, `.csv`, `.parquet`) has paths, relative to its folder, or images in
       `image_column`, and integers or class names in `label_column`, if it exists.
-    - Anything else is the id of a hub data set. `split` is required.
+    - Anything else is the id of a hub dataset. `split` is required.
 
     Args:
         path: The folder, the table or the hub id. Relative paths start at the current folder.
         split: The split, if there are several.
         image_column: Column of the images.
         label_column: Column of the labels. If it is missing or None, the items are unlabeled.
-        classnames: Class names by label. By default the folders' names, the data set's own class
+        classnames: Class names by label. By default the folders' names, the dataset's own class
             names, or the distinct text labels in alphabetical (numbers: numerical) order.
         classnames_by: Rule that matches the data's own class names to `classnames`: by `name`, or
             in `order`.

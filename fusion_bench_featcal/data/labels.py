@@ -1,4 +1,4 @@
-"""Class indices of a data set's labels."""
+"""Class indices of a dataset's labels."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -41,7 +41,7 @@ def match_names(
     Args:
         names: The data's class names, by label.
         classnames: The configured class names.
-        data: Name of the data set in messages.
+        data: Name of the dataset in messages.
         by: `name`; `order`: the data's classes are in the order of `classnames`, whatever their
             names; `either`: by name if possible, else in order, as FusionBench does.
 
@@ -92,7 +92,7 @@ def encode_labels(
         names: The data's names of its integers.
         classnames: The configured names, to which `names` are matched (`match_names`). Without
             both, the names are the distinct texts, sorted.
-        data: Name of the data set in messages.
+        data: Name of the dataset in messages.
         by: Rule of `match_names`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Images of data sets as 8-bit RGB pictures, and as the tensors that a vision model takes."""
+"""Images of datasets as 8-bit RGB pictures, and as the tensors that a vision model takes."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ Processor = ProcessorMixin | BaseImageProcessor | Callable[[Any], Tensor]
 
 
 def to_rgb(value: Any, item: str) -> Image.Image:
-    """Convert an image of a data set to an upright RGB picture, transparent parts on white.
+    """Convert an image of a dataset to an upright RGB picture, transparent parts on white.
 
     Args:
         value: A PIL image, a path, the bytes of an image file, a mapping with `bytes` or `path`

@@ -1,4 +1,4 @@
-"""Tables of samples: JSON lines, CSV and parquet files, saved data sets, and hub data sets."""
+"""Tables of samples: JSON lines, CSV and parquet files, saved datasets, and hub datasets."""
 
 from collections.abc import Mapping
 from glob import escape, has_magic
@@ -17,20 +17,20 @@ TABLE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "
 
 
 def require_numbered(rows: Any, name: str) -> None:
-    """Refuse anything but one data set with a length and numbered items.
+    """Refuse anything but one dataset with a length and numbered items.
 
     Raises:
-        CalibrationError: If it is streamed, has its splits still together, or is no data set.
+        CalibrationError: If it is streamed, has its splits still together, or is no dataset.
     """
     if isinstance(rows, Mapping):
         raise CalibrationError(
-            f"{name}: one data set is needed, got a mapping of {', '.join(map(str, rows))}: set "
+            f"{name}: one dataset is needed, got a mapping of {', '.join(map(str, rows))}: set "
             "its _target_, or the split that it loads"
         )
     has_items = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
     if not has_items or isinstance(rows, str):
         raise CalibrationError(
-            f"{name}: a data set with a length and numbered items is needed, got "
+            f"{name}: a dataset with a length and numbered items is needed, got "
             f"{type(rows).__name__}. Load it without streaming."
         )
 
@@ -48,9 +48,9 @@ def load_texts(path: str, split: str = "train") -> datasets.Dataset:
 
     Args:
         path: A table (`.jsonl`, `.json`, `.csv`, `.parquet`), a folder that `datasets` has saved,
-            or the id of a hub data set, maybe with its config as `ID:CONFIG`. To folders and ids
+            or the id of a hub dataset, maybe with its config as `ID:CONFIG`. To folders and ids
             `:SPLIT` may be added.
-        split: The split of a folder or hub data set with several.
+        split: The split of a folder or hub dataset with several.
 
     Raises:
         ValueError: If there is no such file, folder or split.
@@ -72,7 +72,7 @@ def _saved(folder: Path, split: str) -> datasets.Dataset:
     except (OSError, ValueError) as error:
         tables = sorted(file.name for file in folder.iterdir() if file.suffix in TABLE_READERS)
         hint = f"; name one of its tables {', '.join(tables)}" if tables else ""
-        raise ValueError(f"data {str(folder)!r} is no saved data set ({error}){hint}") from error
+        raise ValueError(f"data {str(folder)!r} is no saved dataset ({error}){hint}") from error
     if isinstance(loaded, datasets.Dataset):
         return loaded
     if split not in loaded:
@@ -125,7 +125,7 @@ def check_literal(folder: str) -> None:
 
 
 def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
-    """Load a split of a hub data set; `source` is the path at which no file or folder lies.
+    """Load a split of a hub dataset; `source` is the path at which no file or folder lies.
 
     Raises:
         ValueError: If the name is a path's, or no split is named.
@@ -142,7 +142,7 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
         correct = "correct the path" if "/" in name else "give a path that exists"
         raise ValueError(
             f"data {name!r} is neither a file nor a folder at {source.absolute()}: {correct}, or, "
-            "if it is the id of a hub data set, set split (often train or test)"
+            "if it is the id of a hub dataset, set split (often train or test)"
         )
     option = f"data {name!r}, split {split!r}"
     try:

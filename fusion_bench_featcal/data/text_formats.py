@@ -1,4 +1,4 @@
-"""Formats of texts in rows of data sets: prompts with answers, chats, and plain texts."""
+"""Formats of texts in rows of datasets: prompts with answers, chats, and plain texts."""
 
 from collections.abc import Mapping
 from typing import Any

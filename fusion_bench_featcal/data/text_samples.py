@@ -39,7 +39,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Rows of a data set, in the formats of `plain_row`, as token ids.
+    """Rows of a dataset, in the formats of `plain_row`, as token ids.
 
     Of a chat the last turn is the target; it is rendered by the tokenizer's chat template.
     Texts longer than `max_length` are cut: a prompt at its end, so that the target keeps at least

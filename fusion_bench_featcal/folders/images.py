@@ -57,7 +57,7 @@ class ZeroShot:
 def open_image_task(
     task: str, request: Request, processor: Any, heads: Sequence[str] | ZeroShot | None
 ) -> Task:
-    """Open a task's images: a folder with a folder of images per class, a table, a hub data set.
+    """Open a task's images: a folder with a folder of images per class, a table, a hub dataset.
 
     Args:
         task: The task.
@@ -103,7 +103,7 @@ def _labels(part: Part) -> tuple[Tensor, list[str]]:
 
 
 def _items(location: str, split: str, option: str, *, columns: Mapping[str, str]) -> ImageItems:
-    """Open images at a path, or of a hub data set `ID:SPLIT`."""
+    """Open images at a path, or of a hub dataset `ID:SPLIT`."""
     name, named = split_of(location)
     is_here = Path(name).expanduser().exists()
     with naming_setting(option):

@@ -67,7 +67,7 @@ class Request:
     )  # fmt: skip
     data: Mapping[str, str] = mapping(
         "an expert's samples: a .jsonl, .csv or .parquet file, a folder of images, a saved "
-        "data set FOLDER[:SPLIT] or a hub data set ID:SPLIT (repeatable)",
+        "dataset FOLDER[:SPLIT] or a hub dataset ID:SPLIT (repeatable)",
         "NAME=PATH", options.pair, is_location=True,
     )  # fmt: skip
     columns: Mapping[str, Any] = mapping(

@@ -55,11 +55,11 @@ class Tests(Protocol):
 
 
 class Part(NamedTuple):
-    """Rows of a data set that are used for one purpose.
+    """Rows of a dataset that are used for one purpose.
 
     Attributes:
-        option: The option with the data set, for messages.
-        rows: The data set.
+        option: The option with the dataset, for messages.
+        rows: The dataset.
         indices: Numbers of its rows.
     """
 
@@ -99,7 +99,7 @@ def open_parts(
         task: The task.
         request: The request.
         open_rows: Returns the rows of a location, a split and a name for messages.
-        spread: Whether test rows are spread over their data set: images lie in it by classes.
+        spread: Whether test rows are spread over their dataset: images lie in it by classes.
     """
     option, settings = f"--data {task}={request.data[task]}", request.settings
     rows = open_rows(request.data[task], "train", option)
@@ -181,7 +181,7 @@ class LabelTests:
 def label_numbers(
     names: Sequence[Any], classes: Sequence[str], option: str
 ) -> tuple[list[int], list[str]]:
-    """Number in a model's head of each class name of a data set, and sentences on a guess.
+    """Number in a model's head of each class name of a dataset, and sentences on a guess.
 
     Names are those of the head, in any case, or numbers. If the head has none (LABEL_0, ...), it
     has the data's in their order, if there are as many: that of the number, where the names differ

@@ -47,7 +47,7 @@ def open_texts(
     """Open a table of texts whose columns may have names of their own.
 
     Args:
-        location: A table, a saved data set or a hub data set, as `load_texts` takes them.
+        location: A table, a saved dataset or a hub dataset, as `load_texts` takes them.
         split: The split where there are several.
         option: The option that names it, for messages.
         columns: Name of a column here -> its name in the table. Only these are read then, and

@@ -14,7 +14,7 @@ _TASKS = "_featcal_own_data"  # attribute of a pool: tasks whose data the run br
 
 
 def with_own_data(modelpool: BaseModelPool, settings: FeatCalSettings) -> BaseModelPool:
-    """Return a copy of the pool with `calibration_data` in its data sets of `calibration_split`.
+    """Return a copy of the pool with `calibration_data` in its datasets of `calibration_split`.
 
     Raises:
         CalibrationError: If a task has no expert in the pool, with the nearest that has.
@@ -41,7 +41,7 @@ def with_own_data(modelpool: BaseModelPool, settings: FeatCalSettings) -> BaseMo
 
 
 def data_setting(modelpool: Any, task: str, split: str) -> str:
-    """Return the setting that names a task's data set of a split, for messages."""
+    """Return the setting that names a task's dataset of a split, for messages."""
     if task in getattr(modelpool, _TASKS, ()):
         return f"method.calibration_data.{task}"
     return f"modelpool.{split}_datasets.{task}"

@@ -140,7 +140,7 @@ def warn_of_few_samples(task: str, available: int, limit: int) -> None:
 
 
 def _place(task: str, batches: Any, taken: int, row: int) -> str:
-    """Return a sample's name in messages: that of its data set if the batches have it."""
+    """Return a sample's name in messages: that of its dataset if the batches have it."""
     name_of = getattr(batches, "at", None)
     return f"task {task}, sample {taken + row}" if name_of is None else name_of(taken + row)
 

@@ -78,7 +78,7 @@ class ImageArrays:
 
 
 class PaintedPictures:
-    """A map-style data set of `{"image": PIL RGB picture, "label": int}` items."""
+    """A map-style dataset of `{"image": PIL RGB picture, "label": int}` items."""
 
     def __init__(self, task: ImageTask, grey: np.ndarray, labels: np.ndarray) -> None:
         self.task = task

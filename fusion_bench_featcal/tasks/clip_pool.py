@@ -72,7 +72,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         """Check the settings, and open the data of `tasks` before any model is loaded.
 
         Args:
-            test_datasets: Task name -> data set or its configuration, as FusionBench's.
+            test_datasets: Task name -> dataset or its configuration, as FusionBench's.
             tasks: Task name -> the keys of `TaskDefinition`.
             base_model: CLIP model, a folder or hub id: the default of `processor` and `clip_model`.
             processor: CLIP processor or its configuration, for images and prompts.
@@ -134,7 +134,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         return list(dict.fromkeys([*self._test_datasets, *self._definitions]))
 
     def setup(self) -> None:
-        """Load processor, CLIP model and data sets. The first `evaluate` call does it.
+        """Load processor, CLIP model and datasets. The first `evaluate` call does it.
 
         Raises:
             ValueError: If a task has no class names, or other ones than FusionBench.

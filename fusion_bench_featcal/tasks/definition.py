@@ -47,11 +47,11 @@ class TaskDefinition:
 
     data: Any | None = setting(
         None,
-        "Folder, table, hub id, or mapping that builds a data set. null: test_datasets has it.",
+        "Folder, table, hub id, or mapping that builds a dataset. null: test_datasets has it.",
         accepts="a path, a hub id or a mapping with _target_",
         check=_is_data,
     )
-    split: str | None = setting(None, "Split of a folder or a hub data set.")
+    split: str | None = setting(None, "Split of a folder or a hub dataset.")
     image_column: str = setting("image", "Column of the images or their paths.")
     label_column: str = setting("label", "Column of the labels.")
     classnames: Sequence[str] | None = setting(
@@ -71,7 +71,7 @@ class TaskDefinition:
     )
 
     def items(self, rows: Any = None, name: str = "") -> ImageItems:
-        """Return the task's items, of `data` or of another data set and its name.
+        """Return the task's items, of `data` or of another dataset and its name.
 
         Raises:
             ValueError: If the path, the split or a column does not exist, or class names do not
@@ -89,7 +89,7 @@ class TaskDefinition:
                 rows = rows[self.split]
             elif self.split is not None:
                 raise ValueError(
-                    f"split {self.split!r} has no effect where data._target_ builds one data set: "
+                    f"split {self.split!r} has no effect where data._target_ builds one dataset: "
                     "set it among the keys of data"
                 )
         return ImageItems(rows, name=name, **columns)
@@ -155,7 +155,7 @@ def load_task(
         name: Name of the task.
         task: Its definition.
         classnames: FusionBench's class names, used if the definition has none.
-        rows: The data set if the definition names none.
+        rows: The dataset if the definition names none.
 
     Raises:
         ValueError: If the definition does not fit the data.
@@ -163,7 +163,7 @@ def load_task(
     """
     key = f"taskpool.tasks.{name}"
     if task.classnames is None and classnames is not None:
-        # Folders are sorted by name. Only a data set with integers of its own has an order.
+        # Folders are sorted by name. Only a dataset with integers of its own has an order.
         is_sorted = isinstance(rows, ImageItems) or (
             isinstance(task.data, str) and Path(task.data).expanduser().is_dir()
         )

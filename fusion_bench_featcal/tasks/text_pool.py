@@ -117,7 +117,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         self._tokenised: dict[tuple[str, str], TokenisedTask] = {}
 
     def setup(self) -> None:
-        """Load tokenizer and data sets. The first `evaluate` call does it.
+        """Load tokenizer and datasets. The first `evaluate` call does it.
 
         Raises:
             CalibrationError: If something cannot be loaded or a task has no rows.

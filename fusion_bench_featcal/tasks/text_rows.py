@@ -1,4 +1,4 @@
-"""Rows of public data sets as prompts with targets, or as chats."""
+"""Rows of public datasets as prompts with targets, or as chats."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ def load_glue(name: str, split: str, path: str = GLUE) -> ComputedRows:
     Args:
         name: The task: cola, mnli, mrpc, qnli, qqp, rte, sst2 or stsb.
         split: The split, such as `train` or `validation` (`validation_matched` for mnli).
-        path: Hub id or folder of the data set.
+        path: Hub id or folder of the dataset.
 
     Returns:
         Rows `{"prompt": text, "target": text}`. The target is empty if the label is withheld.
@@ -54,7 +54,7 @@ def load_chats(
     answer: str | None = None,
     name: str | None = None,
 ) -> ComputedRows:
-    """Load a data set of conversations, or of questions with answers.
+    """Load a dataset of conversations, or of questions with answers.
 
     Args:
         path: Hub id or folder.
@@ -62,7 +62,7 @@ def load_chats(
         messages: Column with the turns, each with `role` and `content`.
         prompt: Column with the question, used with `answer` instead of `messages`.
         answer: Column with the answer.
-        name: The data set's configuration, if it has several.
+        name: The dataset's configuration, if it has several.
 
     Returns:
         Rows `{"messages": [{"role", "content"}, ...]}`.

@@ -1,4 +1,4 @@
-"""Data sets made from others: the same images in any order, and messages that name the setting."""
+"""Datasets made from others: the same images in any order, and messages that name the setting."""
 
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def test_yaml_corrupts_a_pools_data() -> None:
         ({"size": 0}, r"size of corrupted data must be .*an integer >= 1.*, got 0"),
         (
             {"data": {"path": "cars"}},
-            "one data set is needed, got a mapping of path: set its _target_",
+            "one dataset is needed, got a mapping of path: set its _target_",
         ),
         ({"data": "no/such/folder/there"}, "does not exist"),
     ],
@@ -134,9 +134,9 @@ def test_mixed_sets_are_interleaved_in_equal_numbers() -> None:
         rows[12]
     unfit: Any
     for unfit in ([], "cars", {}):
-        with pytest.raises(ValueError, match="data of mixed data sets must be a list"):
+        with pytest.raises(ValueError, match="data of mixed datasets must be a list"):
             mixed(unfit)
-    with pytest.raises(CalibrationError, match="mixed data set 1: a data set with a length"):
+    with pytest.raises(CalibrationError, match="mixed dataset 1: a dataset with a length"):
         mixed([PICTURES, "cars"])
 
 

@@ -1,4 +1,4 @@
-"""Labels of data sets and configured class names: matched by name or in order, never swapped."""
+"""Labels of datasets and configured class names: matched by name or in order, never swapped."""
 
 import numpy as np
 import pytest

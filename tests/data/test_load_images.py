@@ -214,7 +214,7 @@ def test_what_cannot_be_read_as_images_is_refused(shapes, path, options, message
 
 
 def test_hub_id_needs_a_split_and_offline_names_the_setting():
-    with pytest.raises(ValueError, match=r"'pictures' .*: give a path .* hub data set, set split"):
+    with pytest.raises(ValueError, match=r"'pictures' .*: give a path .* hub dataset, set split"):
         load_images("pictures")
     message = r"'somebody/pictures', split 'test'.*HF_HUB_OFFLINE"
     with pytest.raises(CalibrationError, match=message):

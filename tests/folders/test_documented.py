@@ -1,4 +1,4 @@
-"""The YAML of docs/calibrate.md, and paths in place of data sets in a pool's YAML."""
+"""The YAML of docs/calibrate.md, and paths in place of datasets in a pool's YAML."""
 
 import re
 import shutil

@@ -83,7 +83,7 @@ class Mirror:
     """The mirror: a context manager that serves until it is left.
 
     Attributes:
-        repositories: Id -> repository; ids of data sets begin with `datasets/`.
+        repositories: Id -> repository; ids of datasets begin with `datasets/`.
         renamed: Former id -> id.
         requests: Requests so far.
     """

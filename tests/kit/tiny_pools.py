@@ -40,7 +40,7 @@ def write_models(folder: Path) -> dict[str, str]:
 
 
 def tiny_pool(models: Mapping[str, Any], *, train: int = 12, test: int = 10) -> Any:
-    """FusionBench's pool; data sets are lists in memory, none where their number is 0."""
+    """FusionBench's pool; datasets are lists in memory, none where their number is 0."""
     sizes = {"train": train, "test": test}
     data = {
         split: {task: pictures(task, split, number) for task in TASKS if number}

@@ -70,7 +70,7 @@ def _repository(hub_id: str, folder: Path) -> dict[str, bytes]:
 
 
 def _add_data(mirror: Mirror, task: str, entry: Mapping[str, Any]) -> None:
-    """Add the data set of a pool's entry, with all splits that a pool may ask for."""
+    """Add the dataset of a pool's entry, with all splits that a pool may ask for."""
     target = entry["_target_"].rpartition(".")[2]
     path, config = (*entry.get("_args_", [entry.get("path")]), "default")[:2]
     if target == "load_glue":
@@ -105,7 +105,7 @@ def _add_data(mirror: Mirror, task: str, entry: Mapping[str, Any]) -> None:
 
 
 def _card(configs: list[str], files: Mapping[str, bytes]) -> bytes:
-    """A data set's card, which names its configurations and their files."""
+    """A dataset's card, which names its configurations and their files."""
     lines = ["---", "configs:"]
     for config in configs:
         lines += [f"- config_name: {config}", "  data_files:"]

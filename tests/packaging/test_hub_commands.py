@@ -1,4 +1,4 @@
-"""Commands as they are typed, on models and data sets of the hub: a mirror has small ones."""
+"""Commands as they are typed, on models and datasets of the hub: a mirror has small ones."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def test_pools_run_on_what_the_hub_has(pool, hub, tmp_path):
     config = add_pool(hub.mirror, hub.stand_ins, pool)
     words = [f"modelpool={pool}", "merged_model_save_path=saved", "method.samples_per_task=8"]
     if "mergebench" in pool:
-        words.append("taskpool=dummy")  # lm-eval has data sets of its own
+        words.append("taskpool=dummy")  # lm-eval has datasets of its own
     hub.run(tmp_path / "run", "method=featcal", *words)
     provenance = json.loads((tmp_path / "run" / "saved" / "provenance.json").read_text())
     models = [name for name in provenance["versions"] if "/" in name and "datasets/" not in name]

@@ -85,7 +85,7 @@ def _models(node: Any, stand_ins: StandIns, key: str = "path") -> Any:
 
 
 def _data(entry: Any, stand_ins: StandIns) -> Any:
-    """A data set's entry."""
+    """A dataset's entry."""
     target = entry["_target_"]
     if "tokenizer" in entry:  # GLUE, which `local_glue` provides
         return entry | {"tokenizer": _models(entry["tokenizer"], stand_ins)}

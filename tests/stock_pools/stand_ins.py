@@ -1,4 +1,4 @@
-"""Tiny checkpoints and data sets in the place of everything that stock pools name."""
+"""Tiny checkpoints and datasets in the place of everything that stock pools name."""
 # pyright: reportCallIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
 
 import json
@@ -77,7 +77,7 @@ class StandIns:
         return str(folder)
 
     def images(self, *, image: str = "image", label: str = "label", config: str = "default") -> str:
-        """Folder of a data set of pictures with ten classes."""
+        """Folder of a dataset of pictures with ten classes."""
         columns = {image: [picture(n) for n in range(10)], label: [n % 10 for n in range(10)]}
         features = datasets.Features({image: datasets.Image(), label: datasets.Value("int64")})
         if image == "jpg":  # as a WebDataset has them

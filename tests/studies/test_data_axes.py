@@ -1,4 +1,4 @@
-"""Points that change calibration data: which data sets they name, and what they leave as it is."""
+"""Points that change calibration data: which datasets they name, and what they leave as it is."""
 
 from pathlib import Path
 from typing import Any

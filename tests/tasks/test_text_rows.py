@@ -1,4 +1,4 @@
-"""Public data sets as texts: GLUE reads as FusionBench's own loader gives it."""
+"""Public datasets as texts: GLUE reads as FusionBench's own loader gives it."""
 
 from typing import Any
 

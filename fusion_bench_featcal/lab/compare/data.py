@@ -64,7 +64,7 @@ class Draw:
 
 @dataclass
 class DataDigests:
-    """Digests of a model pool's and a task pool's items; each data set is digested once in a run.
+    """Digests of a model pool's and a task pool's items; each dataset is digested once in a run.
 
     Attributes:
         modelpool: The pool with the samples.
@@ -142,7 +142,7 @@ class DataDigests:
             digest: Any = digest_rows(rows, choose(len(rows)))
         except CalibrationError:
             raise
-        # Whatever data sets raise; the cell that reads them says more about it.
+        # Whatever datasets raise; the cell that reads them says more about it.
         except Exception as error:
             log.warning("%s counts in fingerprints by class, length and config: %s", place, error)
             length = len(rows) if hasattr(rows, "__len__") else None
@@ -153,7 +153,7 @@ class DataDigests:
 
 
 def _key_of(config: Any) -> tuple[str, str] | None:
-    """A data set's config as a key, if all of it is plain."""
+    """A dataset's config as a key, if all of it is plain."""
     try:
         return "config", json.dumps(plain(config), sort_keys=True)
     except (TypeError, ValueError):
@@ -192,14 +192,14 @@ def _draws(config: Any, settings: Any) -> Iterator[Draw]:
 
 
 def digest_rows(rows: Any, indices: Iterable[int] | None = None) -> str:
-    """Digest of items as a data set holds them: nothing is decoded, files are read.
+    """Digest of items as a dataset holds them: nothing is decoded, files are read.
 
     Args:
-        rows: A data set with a length and numbered items.
+        rows: A dataset with a length and numbered items.
         indices: The items, in order; None: all.
 
     Raises:
-        TypeError: If the data set has no numbered items, or an item holds something without
+        TypeError: If the dataset has no numbered items, or an item holds something without
             content of its own, such as a function.
     """
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):

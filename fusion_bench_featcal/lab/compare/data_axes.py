@@ -69,14 +69,14 @@ def _kinds_and_severities(values: Any, place: str) -> tuple[list[Any], list[Any]
 
 
 def source_axis(name: str, values: Any, config: DictConfig) -> Axis:
-    """Data sets that every task is calibrated on.
+    """Datasets that every task is calibrated on.
 
     Args:
         name: Name of the axis.
         values: Sources: `own`, `others` (the data of all other tasks in equal numbers), `mixed`
             (those of all tasks), `each` (for every task a point, on whose data all are calibrated),
             a task, `noise` (independent pixels), a name in the pool's key `featcal.sources` (label
-            -> a data set's config), or `sources` (all of these).
+            -> a dataset's config), or `sources` (all of these).
         config: The program's config.
 
     Raises:
@@ -127,7 +127,7 @@ def _data(config: DictConfig, split: str) -> dict[str, Any]:
 
 
 def _as_config(entry: Any, split: str) -> Any:
-    """A data set's config; FusionBench takes a hub id by itself for one."""
+    """A dataset's config; FusionBench takes a hub id by itself for one."""
     if not isinstance(entry, str):
         return entry
     if Path(entry).expanduser().exists():

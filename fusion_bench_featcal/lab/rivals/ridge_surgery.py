@@ -101,7 +101,7 @@ def _check(features: Tensor, values: Tensor, task: str, *, leaves_out: bool) -> 
     if samples > 1 and not bool(values.max() > 1e-12 * features.norm()):
         raise CalibrationError(
             f"task {task!r}: the merged model's features do not vary over "
-            f"{counted(samples, 'sample')}. Check its data set and the merged model"
+            f"{counted(samples, 'sample')}. Check its dataset and the merged model"
         )
     if samples < 2 and leaves_out:
         raise CalibrationError(
