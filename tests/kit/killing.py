@@ -19,21 +19,16 @@ from fusion_bench_featcal.output.folder import MANIFEST, OutputFolder
 Calibrate = Callable[[Path, bool], Any]
 """Calibrates with an output folder, resuming or not; a `CalibrationResult`."""
 
-WRITING, RENAMING, RENAMED, BETWEEN = (
-    "while writing",
-    "before renaming",
-    "renamed",
-    "between blocks",
-)
-ANYWHERE = "at any time"
-MOMENTS = (WRITING, RENAMING, RENAMED, BETWEEN)
+WRITING, RENAMING, RENAMED = "while writing", "before renaming", "renamed"
+BETWEEN, ANYWHERE = "between blocks", "at any time"
+MOMENTS = (WRITING, RENAMING, RENAMED, BETWEEN, ANYWHERE)
 
 
 def digest_of(model: nn.Module) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        found.update(f"{name} {tensor.dtype}".encode() + tensor.double().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype}".encode() + tensor.double().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def finished_blocks(folder: Path) -> int:
@@ -45,69 +40,35 @@ def finished_blocks(folder: Path) -> int:
 def try_kill(
     calibrate: Calibrate, folder: Path, writes: int, blocks: int, seconds: float, seed: int
 ) -> tuple[str, str]:
-    """Kill a run once, or twice, and resume it.
+    """Kill a run once or twice and resume it; a report, and the digest of the model.
 
     Args:
         calibrate: The run.
         folder: An empty folder.
-        writes: How often a whole run writes a file.
+        writes: Number of files that a whole run writes.
         blocks: Number of blocks.
-        seconds: How long a whole run takes.
+        seconds: Duration of a whole run.
         seed: Chooses the moments: one in five is any time.
-
-    Returns:
-        What happened, and the digest of the model.
     """
-    generator = random.Random(seed)
-    moment = (*MOMENTS, ANYWHERE)[seed % 5]
+    generator, moment, kills = random.Random(seed), MOMENTS[seed % 5], []
     last = (blocks if moment == BETWEEN else writes) - 1
-    kills = []
     for attempt in range(1 + generator.randrange(2)):
-        count = generator.randrange(last) if attempt == 0 else generator.randrange(2)
+        count = generator.randrange(2 if attempt else last)
         wait = generator.uniform(0.1, 0.9) * seconds
-        if killed(calibrate, folder, moment, count, resume=attempt > 0, seconds=wait):
+
+        def work(count: int = count, wait: float = wait, resume: bool = attempt > 0) -> None:
+            _die_at(moment, count, wait)
+            calibrate(folder, resume)
+
+        if _result(work) == -signal.SIGKILL:
             kills.append(f"{moment} ({finished_blocks(folder)} blocks)")
-    digest, restored = _result(lambda: _resumed(calibrate, folder))
+
+    def resumed() -> tuple[str, int]:
+        result = calibrate(folder, True)
+        return digest_of(result.model), sum(r["blocks"] for r in result.log.of_kind("resumed"))
+
+    digest, restored = _result(resumed)
     return f"{'; '.join(kills) or 'finished before'} -> {restored} restored", digest
-
-
-def killed(
-    calibrate: Calibrate,
-    folder: Path,
-    moment: str,
-    count: int = 0,
-    *,
-    resume: bool,
-    seconds: float = 0.0,
-) -> bool:
-    """Run in a process that is killed the `count`-th time that a moment comes.
-
-    Args:
-        calibrate: The run.
-        folder: Its output folder.
-        moment: One of `MOMENTS`, or `ANYWHERE`.
-        count: Which of them, from 0.
-        resume: Whether it goes on from finished blocks.
-        seconds: After which it is killed at any time.
-
-    Returns:
-        Whether it was; it may have finished before.
-    """
-
-    def run() -> None:
-        if moment == ANYWHERE:
-            threading.Timer(seconds, _die).start()
-        else:
-            _die_at(moment, count)
-        calibrate(folder, resume)
-
-    return _result(run) == -signal.SIGKILL
-
-
-def _resumed(calibrate: Calibrate, folder: Path) -> tuple[str, int]:
-    """Digest of the model, number of blocks that were restored."""
-    result = calibrate(folder, True)
-    return digest_of(result.model), sum(r["blocks"] for r in result.log.of_kind("resumed"))
 
 
 def _result(work: Callable[[], Any]) -> Any:
@@ -121,15 +82,13 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _die_at(moment: str, count: int) -> None:
-    """Change the functions that write, in this process only, so that one call of them kills it."""
-    left = [count]
+def _die_at(moment: str, count: int, seconds: float) -> None:
+    """Change functions that write, in this process only: call number `count` of one kills it."""
+    sync, replace, write, calls = os.fsync, os.replace, OutputFolder.write, [0]
 
     def is_turn() -> bool:
-        left[0] -= 1
-        return left[0] < 0
-
-    sync, replace, write = os.fsync, os.replace, OutputFolder.write
+        calls[0] += 1
+        return calls[0] > count
 
     def fsync(descriptor: int) -> None:
         status = os.fstat(descriptor)
@@ -152,7 +111,9 @@ def _die_at(moment: str, count: int) -> None:
             _die()
         return tensors
 
-    if moment == WRITING:
+    if moment == ANYWHERE:
+        threading.Timer(seconds, _die).start()
+    elif moment == WRITING:
         os.fsync = fsync
     elif moment == BETWEEN:
         setattr(OutputFolder, "write", written)  # noqa: B010 - a method is not for assigning to
