@@ -1,4 +1,4 @@
-"""Precision in which torch multiplies float32 numbers, whatever the caller allows elsewhere."""
+"""Precision of torch's float32 matrix products, independent of the caller's global settings."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,24 +16,24 @@ _PER_BACKEND = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # torch 2.
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Context without TF32 or bfloat16 short cuts in float32 matrix products."""
+    """Context without TF32 or bfloat16 in float32 matrix products."""
     with multiplying_in(EXACT):
         yield
 
 
 @contextmanager
 def multiplying_in(precision: str) -> Iterator[None]:
-    """Context in which CUDA multiplies float32 matrices in `ieee` or `tf32`; CPUs do it exactly."""
+    """Context in which CUDA multiplies float32 matrices in `ieee` or `tf32`. CPUs are exact."""
     with _allowing(dict(zip(_MATMULS, (precision, EXACT), strict=True))):
         yield
 
 
 @contextmanager
 def convolving_as_multiplying() -> Iterator[None]:
-    """Context in which convolutions take no short cut that matrix products may not take.
+    """Context in which convolutions use no lower precision than matrix products may use.
 
-    cuDNN's convolutions are TF32 by default, so that a patch embedding would not be the float32
-    that everything else is.
+    cuDNN's convolutions use TF32 by default. A patch embedding would then be less precise than all
+    other layers.
     """
     pairs = zip(_MATMULS, _CONVOLUTIONS, strict=True)
     with _allowing({conv: EXACT for matmul, conv in pairs if precision_of(matmul) == EXACT}):
@@ -59,10 +59,10 @@ def precision_of(backend: Backend) -> str:
 
 @contextmanager
 def _allowing(precisions: Mapping[Backend, str]) -> Iterator[None]:
-    """Context with these precisions by backend.
+    """Context with a precision for each backend.
 
-    torch refuses to mix its two ways of setting them. The one by backend also understands what was
-    set by the older one; where torch lacks it, only the older one exists.
+    torch raises if its older and its newer interface for this are mixed. The newer one also reads
+    settings made by the older one, so it is used if torch has it.
     """
     if not _PER_BACKEND:
         with _allowing_by_older_functions(precisions):

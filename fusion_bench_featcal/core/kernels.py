@@ -1,8 +1,8 @@
 """Choice of the library that multiplies float32 matrices on the CPU: MKL or oneDNN.
 
-MKL leaves AVX-512 unused on AMD's processors, where oneDNN is about twice as fast; on Intel's the
-two are alike. oneDNN is reached through a private operator of torch. If that operator is missing or
-wrong, torch's default is used.
+On AMD processors MKL does not use AVX-512, and oneDNN is about twice as fast. On Intel processors
+the two are equally fast. oneDNN is reached through a private operator of torch. If that operator is
+missing or gives wrong results, torch's default is used.
 """
 
 import platform
@@ -27,14 +27,14 @@ _kernel: ContextVar[str] = ContextVar("kernel", default=TORCH)
 
 
 def choose_kernel(setting: str, device: torch.device) -> str:
-    """The kernel of a run.
+    """Return the kernel of a run.
 
     Args:
         setting: The setting `linear_kernel`: `auto`, `torch` or `onednn`.
-        device: Where it is computed; elsewhere than on the CPU there is no choice.
+        device: Device of the calculation. Only the CPU has a choice.
 
     Returns:
-        `torch` or `onednn`; the former also where oneDNN is wanted and not there.
+        `torch` or `onednn`. `torch` if oneDNN was requested but is not available.
     """
     if setting == TORCH or device.type != "cpu" or not onednn_works():
         return TORCH
@@ -44,13 +44,13 @@ def choose_kernel(setting: str, device: torch.device) -> str:
 
 
 def agreed_kernel(chosen: Sequence[str]) -> str:
-    """Choose the kernel that several processes use, from what each chose for itself."""
+    """Return the kernel for several processes, given each process's choice."""
     return ONEDNN if set(chosen) == {ONEDNN} else TORCH
 
 
 @cache
 def onednn_works() -> bool:
-    """Return whether torch's oneDNN operator is there and multiplies rightly."""
+    """Return whether torch's oneDNN operator exists and gives correct products."""
     x, weight, bias = _random((3, 5, 7), (4, 7), (4,))
     try:
         product = _onednn_linear(x, weight, bias)
@@ -89,11 +89,11 @@ def using_kernel(kernel: str) -> Iterator[None]:
 def with_kernel(
     kernel: str, context: Callable[[], AbstractContextManager[Any]]
 ) -> Callable[[], AbstractContextManager[Any]]:
-    """A context for forward passes in which linear maps go through a kernel besides.
+    """Wrap a context for forward passes so that linear maps use a kernel.
 
     Args:
         kernel: `torch` or `onednn`.
-        context: Makes the context that there is (Fabric's autocast).
+        context: Returns the context to wrap (Fabric's autocast).
     """
     if kernel == TORCH:
         return context
@@ -107,7 +107,7 @@ def with_kernel(
 
 
 class _LinearThroughOnednn(TorchFunctionMode):
-    """Sends `functional.linear` of float32 tensors on the CPU to oneDNN; the rest goes its way."""
+    """Sends `functional.linear` of float32 tensors on the CPU to oneDNN and nothing else."""
 
     def __torch_function__(
         self,
@@ -122,7 +122,7 @@ class _LinearThroughOnednn(TorchFunctionMode):
 
 
 def _fits(tensors: Sequence[Any]) -> bool:
-    """Return whether oneDNN's operator computes what torch does, which it does not check."""
+    """Return whether oneDNN's operator accepts these tensors. It makes no checks itself."""
     weight, bias = tensors[1], tensors[2] if len(tensors) > 2 else None
     if weight.ndim != 2 or weight.shape[1] == 0:
         return False
@@ -147,14 +147,14 @@ def multiplies_rows_by_onednn(like: Tensor) -> bool:
     return _kernel.get() == ONEDNN and like.dtype == torch.float32 and like.is_cpu
 
 
-def multiply_transposed(left: Tensor, right: Tensor) -> Tensor:
-    """`left right'` by oneDNN.
+def multiply_transposed(first: Tensor, second: Tensor) -> Tensor:
+    """Return `first second'`, computed by oneDNN.
 
     Args:
-        left: `[m, n]`, contiguous: oneDNN is slow without end on transposed views.
-        right: `[d, n]`, contiguous.
+        first: `[m, n]`, contiguous: oneDNN is extremely slow on transposed views.
+        second: `[d, n]`, contiguous.
 
     Returns:
         `[m, d]`.
     """
-    return _onednn_linear(left, right)
+    return _onednn_linear(first, second)

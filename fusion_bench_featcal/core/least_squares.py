@@ -22,25 +22,25 @@ def solve_seen(
     floor: float = 0.0,
     cutoff: float = 0.0,
 ) -> tuple[Float[Tensor, "m d"], int]:
-    """Return the minimum-norm solution of `E G = R`: exact where `G` has energy, elsewhere zero.
+    """Return the minimum-norm solution of `E G = R`, which is zero in directions without energy.
 
-    Channels may differ in size by orders of magnitude, and each has a relative precision of its
-    own. Energies are therefore those of `G` with all channels scaled to size 1.
+    Channels may differ in size by orders of magnitude, so each has its rounding at another level.
+    Energies are therefore computed from `G` with all channels scaled to size 1.
 
     Args:
         gram: `G`, positive semi-definite.
         right: `R`, whose rows lie in the range of `G`.
         precision: Dtype in which `G` was summed. Energies of the size of its rounding count as
             none.
-        floor: Lower bound of the energies. Above 0 only channels without any input are unseen, and
-            the solve needs no eigenvectors.
+        floor: Lower bound of the energies. Above 0, only channels without any input count as
+            unseen, and the solve needs no eigenvectors.
         cutoff: Energies up to this share of the largest count as none.
 
     Returns:
         `R G^+`, and the number of directions with energy.
 
     Raises:
-        UnsolvedError: If the system has no trustworthy solution in spite of a floor.
+        UnsolvedError: If the solution cannot be trusted in spite of a floor.
     """
     sizes = gram.diagonal().clamp_min(0).sqrt()
     scales = sizes.where(sizes > 0, torch.ones_like(sizes))

@@ -11,9 +11,9 @@ class Linear(NamedTuple):
     """Weights and biases of modules that share their input, stacked; a missing bias is zero.
 
     Attributes:
-        weight: `[g, m, d]`, with `g` maps of inputs of their own (groups of a convolution, else 1).
-            Of a norm its gain, `[1, 1, d]`.
-        bias: `[g, m]`. Of a norm its shift, `[1, d]`.
+        weight: `[g, m, d]` with `g` separate input maps (groups of a convolution, else 1). For a
+            norm: its gain, `[1, 1, d]`.
+        bias: `[g, m]`. For a norm: its shift, `[1, d]`.
     """
 
     weight: Float[Tensor, "g m d"]

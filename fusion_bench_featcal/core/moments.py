@@ -1,4 +1,4 @@
-"""The one statistic of calibration: sums over rows of inputs and of features beside them."""
+"""Statistics of calibration: sums over rows of inputs and of features paired with them."""
 
 from dataclasses import dataclass
 
@@ -23,10 +23,11 @@ convolution. Otherwise channels that a task never uses would outweigh all other 
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over rows of inputs `x` and of further features `y` of the same rows (Eq. 13).
+    """Sums over rows of inputs `x` and of paired features `y` (Eq. 13).
 
-    Sums are undivided, so that those of batches and processes add up. The leading dimensions are
-    folds `f` and linear maps `g` with inputs of their own: the groups of a convolution, else one.
+    Sums are not divided by the count, so that batches and processes can be added up. The leading
+    dimensions are folds `f` and maps `g`. A grouped convolution has one map for each group, any
+    other module has one.
 
     Attributes:
         gram: `sum x x'`, `[f, g, d, d]`, not centred.
@@ -51,15 +52,15 @@ class Moments:
             folds: Number of folds `f`.
             maps: Number of maps `g`.
             inputs: Width `d` of the inputs of one map.
-            outputs: Width `r` of the further features of one map.
-            like: Gives dtype and device.
+            outputs: Width `r` of the paired features of one map.
+            like: A tensor with the dtype and device of the sums.
         """
         lead = (folds, maps)
         shapes = (inputs, inputs), (outputs, inputs), (inputs,), (outputs,), ()
         return cls(*(like.new_zeros(*lead, *shape) for shape in shapes))
 
     def tensors(self) -> list[Tensor]:
-        """Return the sums, to which those of other processes may be added in place."""
+        """Return the sums. Sums of other processes may be added to them in place."""
         return [self.gram, self.cross, self.x, self.y, self.count]
 
     def add(self, fold: int, x: Tensor, y: Tensor | None, weights: Tensor | None = None) -> None:
@@ -68,7 +69,7 @@ class Moments:
         Args:
             fold: The fold of the rows.
             x: Inputs, `[n, g * d]`.
-            y: Further features, `[n, g * r]`; None: they are zero.
+            y: Paired features, `[n, g * r]`; None: they are zero.
             weights: Weight of each row, `[n]`, finite and > 0; None: all weigh 1.
         """
         for start in range(0, len(x), MOST_ROWS):
@@ -95,7 +96,7 @@ class Moments:
             add_product(self.cross[fold, 0], columns_of(y), columns)
 
     def _add_maps(self, fold: int, x: Tensor, y: Tensor | None) -> None:
-        """Add rows of several maps, whose matrices are small."""
+        """Add rows of several maps with small matrices."""
         maps = self.gram.shape[1]
         inputs = x.view(len(x), maps, -1).transpose(0, 1).contiguous()
         self.gram[fold].baddbmm_(inputs.mT, inputs)
@@ -104,14 +105,14 @@ class Moments:
             self.cross[fold].baddbmm_(features.mT, inputs)
 
     def mirrored(self) -> "Moments":
-        """Complete the Gram matrices, in place, once all rows are in."""
+        """Complete the Gram matrices in place, after all rows were added."""
         if self.gram.shape[1] == 1:
             for gram in self.gram[:, 0]:
                 mirror_lower(gram)
         return self
 
     def merge(self, other: "Moments", weight: Float[Tensor, " g"]) -> None:
-        """Add other sums, weighted by map, in place."""
+        """Add other sums in place, weighted by map."""
         for total, part in zip(self.tensors(), other.tensors(), strict=True):
             factor = weight.to(total.dtype).view(-1, *[1] * (total.ndim - 2))
             total.addcmul_(part.to(total.dtype), factor)
@@ -121,7 +122,7 @@ class Moments:
         return Moments(*(tensor[number : number + 1] for tensor in self.tensors()))
 
     def without(self, part: "Moments") -> "Moments":
-        """Return the sums over the rows that are not in a part of them."""
+        """Return the sums over all rows except the ones of `part`."""
         pairs = zip(self.tensors(), part.tensors(), strict=True)
         return Moments(*(total - of_part for total, of_part in pairs))
 
@@ -132,7 +133,7 @@ class Moments:
         return Moments(*(tensor.sum(0, keepdim=True) for tensor in self.tensors()))
 
     def means(self, *, centred: bool) -> "Moments":
-        """Return means over rows; `count` stays as it is.
+        """Return means over rows. `count` does not change.
 
         Args:
             centred: Whether second moments are taken about the means. `x` and `y` are the means in

@@ -1,4 +1,4 @@
-"""Patches: the rows that a convolution, one linear map for each of its groups, receives."""
+"""Patches of a convolution: the input rows of one linear map for each of its groups."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ class Patches:
     Attributes:
         channels: Input channels.
         groups: Groups of channels.
-        kernel: Size of the kernel, one a dimension; so are the others.
+        kernel: Size of the kernel, one number per dimension, as for all following attributes.
         stride: Steps of the kernel.
         dilation: Steps within the kernel.
         padding: Entries added before and after each dimension.
-        mode: What is added, as `torch.nn.functional.pad` calls it.
+        mode: Padding mode of `torch.nn.functional.pad`.
     """
 
     channels: int
@@ -48,8 +48,8 @@ class Patches:
             x: `[n, channels, *dims]`.
 
         Returns:
-            A row for each position of the output, with the groups' rows side by side:
-            `[n, positions, groups * width]`, a view.
+            One row for each output position, with the groups' rows side by side: `[n, positions,
+            groups * width]`, a view.
         """
         pads = [side for pair in reversed(self.padding) for side in pair]
         if any(pads):
@@ -67,13 +67,13 @@ class Patches:
         return prod((n + sum(p) - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in sizes)
 
     def pieces(self, features: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Unfold features some samples at a time: patches are `prod(kernel)` times their inputs.
+        """Unfold features a few samples at a time: patches need `prod(kernel)` times more memory.
 
         Args:
             features: Features of the same samples, `[n, channels, *dims]` each.
 
         Yields:
-            Rows of each, as `rows` gives them.
+            Rows of each, as returned by `rows`.
         """
         samples = max(1, MOST_ROWS // max(self.positions(features[0]), 1))
         for pieces in zip(*(x.split(samples) for x in features), strict=True):

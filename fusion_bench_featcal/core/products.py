@@ -1,4 +1,4 @@
-"""Products that add to sums in place, and symmetric matrices of which one half is formed."""
+"""Products that are added to sums in place, and symmetric matrices built from one triangle."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from fusion_bench_featcal.core.kernels import multiplies_rows_by_onednn, multipl
 FLOAT32, TF32, BFLOAT16 = "float32", "tf32", "bfloat16"
 
 COLUMN_BLOCKS = 16
-"""A gram is formed by at most so many strips of its lower triangle: 17/32 of the whole product."""
+"""Largest number of strips of a Gram matrix's lower triangle: 17/32 of the whole product."""
 
 SMALL = 192
 """Narrower strips than this cost more than they save; a tile of this size and its transpose fit
@@ -27,12 +27,12 @@ _sums: ContextVar[str] = ContextVar("sums", default=FLOAT32)
 
 @contextmanager
 def summing_in(precision: str, device: torch.device) -> Iterator[None]:
-    """Context in which sums over rows multiply float32 numbers as `sums_precision` asks.
+    """Context in which sums over rows multiply float32 numbers in the setting `sums_precision`.
 
-    Products are always added up in float32 or better.
+    Products are always added up in float32 or a wider dtype.
 
     Args:
-        precision: `tf32`, which only GPUs have; `bfloat16`: rows are rounded; else exact.
+        precision: `tf32` (GPUs only), `bfloat16` (rows are rounded), anything else is exact.
         device: Device of the sums.
     """
     token = _sums.set(precision)
@@ -44,10 +44,10 @@ def summing_in(precision: str, device: torch.device) -> Iterator[None]:
 
 
 def rounded(rows: Tensor) -> Tensor:
-    """Rows as sums multiply them in this context.
+    """Return rows in the precision in which sums multiply them in this context.
 
-    In bfloat16 on an NVIDIA GPU, whose products then add up in float32 (torch 2.8 and newer);
-    elsewhere with bfloat16's values in float32, which gives the same.
+    On an NVIDIA GPU rows become bfloat16, and their products add up in float32 (torch 2.8 and
+    newer). Elsewhere they stay float32 with values rounded to bfloat16, which gives equal products.
     """
     if _sums.get() != BFLOAT16 or rows.dtype != torch.float32:
         return rows
@@ -66,33 +66,33 @@ def multiply(
 
 
 def columns_of(rows: Tensor) -> Tensor:
-    """Rows `[n, d]` as the sums below take them, `[d, n]`: laid out anew only for oneDNN."""
+    """Return rows `[n, d]` in the layout `[d, n]` of the sums below. Only oneDNN needs a copy."""
     rows = rounded(rows)
     return rows.T.contiguous() if multiplies_rows_by_onednn(rows) else rows.T
 
 
-def add_product(into: Tensor, left: Tensor, right: Tensor, weight: float = 1.0) -> None:
-    """`into += weight left right'`.
+def add_product(into: Tensor, first: Tensor, second: Tensor, weight: float = 1.0) -> None:
+    """Compute `into += weight first second'`.
 
     Args:
         into: `[m, d]`.
-        left: `[m, n]`, from `columns_of`.
-        right: `[d, n]`, from `columns_of`.
+        first: `[m, n]`, from `columns_of`.
+        second: `[d, n]`, from `columns_of`.
         weight: A factor.
     """
     if multiplies_rows_by_onednn(into):
-        into.add_(multiply_transposed(left, right), alpha=weight)
-    elif left.dtype != into.dtype:
-        into.add_(torch.mm(left, right.T, out_dtype=into.dtype), alpha=weight)
+        into.add_(multiply_transposed(first, second), alpha=weight)
+    elif first.dtype != into.dtype:
+        into.add_(torch.mm(first, second.T, out_dtype=into.dtype), alpha=weight)
     else:
-        into.addmm_(left, right.T, alpha=weight)
+        into.addmm_(first, second.T, alpha=weight)
 
 
 def add_lower_gram(into: Tensor, columns: Tensor, weight: float = 1.0) -> None:
-    """`into += weight columns columns'` in the lower triangle.
+    """Compute `into += weight columns columns'` in the lower triangle.
 
     Args:
-        into: `[d, d]`; strips reach over the diagonal, what is above them is left as it is.
+        into: `[d, d]`. Strips also write some entries above the diagonal; the others do not change.
         columns: `[d, n]`, from `columns_of`.
         weight: A factor.
     """
@@ -106,13 +106,13 @@ def _strips(width: int) -> list[tuple[int, int]]:
 
 
 def mirror_lower(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
-    """Copy what is below the diagonal to what is above it, in place.
+    """Copy the lower triangle of a matrix to its upper triangle, in place.
 
-    On the CPU tile by tile: torch copies a transposed tile of its own fast, and a transposed strip
-    of a larger matrix slowly.
+    On the CPU this is done by tiles: torch transposes a contiguous tile fast, but a strip of a
+    larger matrix slowly.
 
     Args:
-        matrix: `[d, d]`; afterwards exactly symmetric.
+        matrix: `[d, d]`, exactly symmetric afterwards.
 
     Returns:
         The matrix.

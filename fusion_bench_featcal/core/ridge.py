@@ -11,23 +11,23 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import SINGLE_RIDGE, divided, factor_in_place, shifted
 
 GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
-"""Candidates, relative to the mean eigenvalue of the inputs' second moments."""
+"""Candidate ridges, relative to the mean eigenvalue of the inputs' second moments."""
 
 NO_CHANGE = math.inf
-"""Candidate that leaves the modules as they are."""
+"""Candidate for which the modules do not change."""
 
 _START = 2
 
 
 def choose_ridge(folds: Moments, *, biased: bool) -> float:
-    """Choose the ridge with the least error on folds that are left out, over all maps.
+    """Choose the ridge with the smallest cross-validation error, summed over all maps.
 
     Args:
         folds: Sums by fold; `y` are the targets.
-        biased: Whether a bias takes up the means.
+        biased: Whether the modules have a bias, which absorbs the means.
 
     Returns:
-        A value of `GRID`, or infinity for no change; 1 where samples fill one fold only.
+        A value of `GRID`, or infinity for no change. 1 if all samples are in one fold.
     """
     used = [number for number, count in enumerate(folds.count[:, 0].tolist()) if count > 0]
     if len(used) < 2:
@@ -45,10 +45,10 @@ def choose_ridge(folds: Moments, *, biased: bool) -> float:
 
 
 def downhill(start: int, count: int, error_of: Callable[[int], float]) -> int:
-    """Return the first candidate on the way down whose neighbours have no smaller error.
+    """Return the first local minimum of the error, walking downhill from a candidate.
 
     Args:
-        start: Number of the first candidate.
+        start: Index of the first candidate.
         count: Number of candidates.
         error_of: Error of a candidate; NaN counts as infinite.
     """
@@ -71,13 +71,13 @@ def downhill(start: int, count: int, error_of: Callable[[int], float]) -> int:
 
 
 def held_out_error(train: Moments, fold: Moments, ridge: float, biased: bool) -> Tensor:
-    """Return the sum of `|E x + b - y|^2` over rows that are left out, less that of `y`.
+    """Return the sum of `|E x + b - y|^2` over held-out rows, minus the sum of `|y|^2`.
 
     Args:
         train: Means over the other folds.
-        fold: Sums over the rows that are left out.
+        fold: Sums over the held-out rows.
         ridge: The candidate.
-        biased: Whether `b` is the one that the means leave; else it is zero.
+        biased: Whether `b` follows from the means; else it is zero.
     """
     step = torch.zeros_like(train.cross)
     if ridge != NO_CHANGE:

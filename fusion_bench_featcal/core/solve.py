@@ -11,39 +11,39 @@ from fusion_bench_featcal.core.finite import read_back
 from fusion_bench_featcal.core.products import mirror_lower
 
 SINGLE_RIDGE = 1e-2
-"""Float32 is tried first from this ridge on, relative to Gram matrices of norm 1: the condition of
-the system is at most the number of tasks over the ridge."""
+"""From this ridge on float32 is tried first. Relative to Gram matrices of norm 1, the condition of
+the system is at most the number of tasks divided by the ridge."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
-"""Largest accepted residual, relative to the right side."""
+"""Largest accepted residual, relative to the right-hand side."""
 
 PIVOT_MARGIN = 4
-"""A pivot must exceed this many times the dimension's worth of rounding to count as non-zero."""
+"""A pivot counts as non-zero above this number of rounding errors per dimension."""
 
 PROBES = 16
-"""Number of random vectors that stand for all of a matrix's columns, or for all outputs."""
+"""Number of random probe vectors that represent all columns of a matrix, or all outputs."""
 
 _POWER_VECTORS, _POWER_STEPS = 2, 4
 _STRIP = 512
 _PANEL = 512
-"""Columns that are factored at once. Products do the rest, on CPUs faster than LAPACK's factor."""
+"""Columns per panel of the factor. Products do the rest, faster on CPUs than LAPACK's factor."""
 
 _ROWS = 2048
-"""Rows of `R` that are divided at once: the half-way result is of their size."""
+"""Rows of `R` per solve, which bounds the size of the intermediate result."""
 
 
 class UnsolvedError(ArithmeticError):
-    """The normal equations have no trustworthy solution."""
+    """The normal equations have no solution that can be trusted."""
 
 
 def solve_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of solves on a device: float64 wherever there is one."""
+    """Return the dtype of solves on a device: float64 if the device supports it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 @lru_cache(maxsize=8)  # a model has few widths; on a GPU the host waits when they are copied to it
 def random_signs(size: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "n 16"]:
-    """Return vectors of random signs, the same for every size in every run."""
+    """Return vectors of random signs, equal for equal sizes in every run."""
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(2, (size, PROBES), generator=generator).mul_(2).sub_(1)
     return signs.to(device=device, dtype=dtype)
@@ -71,17 +71,17 @@ def solve_ridge(
     *,
     rounding: float,
 ) -> Solution:
-    """Solve `E (G + r I) = R`, in float32 where that does and else in float64.
+    """Solve `E (G + r I) = R` in float32, or in float64 if float32 is not precise enough.
 
     Args:
-        gram: `G`, symmetric, float32 or float64. It is overwritten: a copy would be the largest
-            matrix of a run.
+        gram: `G`, symmetric, float32 or float64. It is overwritten, because a copy would be the
+            largest matrix of a run.
         right: `R`.
         ridge: `r` >= 0; 0 needs a `G` of full rank.
         rounding: Rounding of `G` relative to its diagonal.
 
     Raises:
-        UnsolvedError: If the system has no trustworthy solution.
+        UnsolvedError: If the solution cannot be trusted.
     """
     wide = solve_dtype(gram.device)
     if ridge >= SINGLE_RIDGE and gram.dtype != wide:
@@ -131,10 +131,11 @@ def _solve_in(
 
 
 def factor_in_place(system: Float[Tensor, "g d d"]) -> Tensor:
-    """Overwrite the lower triangle of `A = L L'` by `L`, panel by panel. The rest stays.
+    """Overwrite the lower triangle of `A = L L'` by `L`, panel by panel. The upper one stays.
 
     Returns:
-        Number of pivots that are not positive, a scalar on the device: above 0 there is no `L`.
+        Number of pivots that are not positive, a scalar on the device. Above 0 there is no factor
+        `L`.
     """
     failed, width = torch.zeros((), dtype=torch.int64, device=system.device), system.shape[-1]
     for start in range(0, width, _PANEL):
@@ -165,7 +166,7 @@ def shifted(
 def divided(
     right: Float[Tensor, "*g m d"], lower: Float[Tensor, "*g d d"]
 ) -> Float[Tensor, "*g m d"]:
-    """Return `R (L L')^-1`. `torch.cholesky_solve` would copy the factor each time."""
+    """Return `R (L L')^-1`. Unlike `torch.cholesky_solve` it does not copy the factor."""
     if right.shape[-2] > _ROWS:
         result = torch.empty_like(right)
         for part, rows in zip(result.split(_ROWS, -2), right.split(_ROWS, -2), strict=True):
@@ -178,12 +179,12 @@ def divided(
 def _largest_eigenvalue(system: Tensor, *, inverse: bool = False) -> Float[Tensor, " g"]:
     """Estimate the largest eigenvalue of a system, or of its inverse, by power iterations.
 
-    Seldom too small by more than a half. The ratio of the factor's pivots is a lower bound of the
-    condition too, but one that can miss by orders of magnitude.
+    The estimate is seldom too small by more than a half. The ratio of the factor's pivots is also a
+    lower bound of the condition, but can be wrong by orders of magnitude.
 
     Args:
-        system: The system; its factor, as `factor_in_place` leaves it, for the inverse.
-        inverse: Whether to take the inverse.
+        system: The system, or for the inverse its factor from `factor_in_place`.
+        inverse: Whether to estimate for the inverse.
     """
     signs = random_signs(system.shape[-1], system.dtype, system.device)
     vectors = signs.T[:_POWER_VECTORS].expand(len(system), -1, -1)
@@ -194,7 +195,7 @@ def _largest_eigenvalue(system: Tensor, *, inverse: bool = False) -> Float[Tenso
 
 
 def _wide_product(matrix: Float[Tensor, "g m d"], vectors: Tensor) -> Float[Tensor, "g m 16"]:
-    """Return the product with vectors, in their dtype."""
+    """Return the product with vectors, in the dtype of the vectors."""
     strips = matrix.split(_STRIP, dim=1)  # a wide copy of all would be the largest matrix of a run
     return torch.cat([strip.to(vectors.dtype) @ vectors for strip in strips], 1)
 
@@ -202,10 +203,10 @@ def _wide_product(matrix: Float[Tensor, "g m d"], vectors: Tensor) -> Float[Tens
 def relative_residual(
     step: Float[Tensor, "g m d"], image: Float[Tensor, "g d 16"], right: Float[Tensor, "g m d"]
 ) -> Float[Tensor, " g"]:
-    """Estimate `|E A - R|_F / |R|_F` from what both sides do to a few vectors of random signs.
+    """Estimate `|E A - R|_F / |R|_F` by applying both sides to a few vectors of random signs.
 
-    For such a vector z the mean of `|M z|^2` is `|M|_F^2`. The whole product would cost as much as
-    the solve. NaN where an entry is; the absolute residual where R is 0.
+    For a vector z of random signs the mean of `|M z|^2` is `|M|_F^2`. The whole product would cost
+    as much as the solve. The result is NaN if an entry is NaN, and the absolute residual if R is 0.
 
     Args:
         step: `E`.

@@ -1,1 +1,1 @@
-"""Modules of a block, those that share an input, and what they receive."""
+"""Modules of a block, groups of modules that share an input, and their recorded inputs."""

@@ -36,7 +36,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Name of the first module, by which messages and recordings name the group."""
+        """Return the name of the first module, which identifies the group in messages."""
         return self.sites[0].name
 
     @property
@@ -46,7 +46,7 @@ class Group:
 
     @property
     def maps(self) -> int:
-        """Number of linear maps with inputs of their own."""
+        """Return the number of linear maps with separate inputs."""
         return self.sites[0].groups
 
     @property
@@ -56,23 +56,23 @@ class Group:
 
     @property
     def has_few_outputs(self) -> bool:
-        """Return whether drifts are summed behind the expert's weight, which costs less then."""
+        """Return whether summing drifts after the expert's weight is cheaper than before it."""
         return self.kind == "linear" and self.maps == 1 and 2 * sum(self.outputs) <= self.inputs
 
     @property
     def cost(self) -> float:
-        """Products of numbers that its solve takes, up to a factor."""
+        """Return the number of scalar products of its solve, up to a factor."""
         if self.kind != "linear":
             return self.inputs
         return self.maps * self.inputs**2 * (self.inputs / 3 + 2 * sum(self.outputs))
 
     @property
     def parameters(self) -> list[str]:
-        """Names of all parameters of the modules."""
+        """Return the names of all parameters of the modules."""
         return [name for site in self.sites for name in site.names]
 
     def linear(self, get: Callable[[str], Tensor], dtype: torch.dtype) -> Linear:
-        """Copy the parameters into matrices, stacked.
+        """Return the parameters as stacked matrices.
 
         Args:
             get: Returns a parameter by name.
@@ -92,11 +92,12 @@ class Group:
         return Linear(weight, torch.cat(biases, -1).to(dtype))
 
     def updates(self, solved: Linear, *, biases: bool) -> dict[str, Tensor]:
-        """Return the parameters by name, as they are stored.
+        """Return the parameters by name, in their storage layout and dtype.
 
         Args:
-            solved: New parameters, stacked. Of a BatchNorm variance and mean, as gain and shift.
-            biases: Whether those of linear modules change, too.
+            solved: New parameters, stacked. For a BatchNorm, variance and mean in place of gain and
+                shift.
+            biases: Whether biases of linear modules change, too.
         """
         site = self.sites[0]
         if self.kind == "batch_norm":
@@ -132,11 +133,11 @@ def find_groups(
         model: The model.
         block: The block's name, for messages.
         sites: The modules.
-        recorded: One pass of a batch through the block, in which all of them were noted.
+        recorded: One pass of a batch through the block, in which all modules were recorded.
         mask_of: Returns the mask of a module's rows.
 
     Raises:
-        CalibrationError: If a module did not run, or a BatchNorm not once.
+        CalibrationError: If a module did not run, or a BatchNorm not exactly once.
     """
     by_name = {site.name: site for site in sites}
     for name, site in by_name.items():
@@ -201,14 +202,14 @@ CROSS = ("EncDecAttention", "encoder_attn", "crossattention", "cross_attn")
 def groups_by_name(
     model: nn.Module, sites: Sequence[Site], *, queries_apart: bool = False
 ) -> list[Group]:
-    """Group a block's modules by their names, where no sample is at hand.
+    """Group a block's modules by their names, for plans without samples.
 
-    Modules of other names count as ones with inputs of their own.
+    Modules with unknown names count as having separate inputs.
 
     Args:
         model: The model, on any device.
         sites: The modules.
-        queries_apart: Whether other rows count for queries than for keys and values.
+        queries_apart: Whether queries count other rows than keys and values.
     """
     members: dict[Any, list[Site]] = {}
     for site in sites:

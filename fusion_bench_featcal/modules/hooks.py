@@ -1,4 +1,4 @@
-"""Inputs of modules, noted while a block runs."""
+"""Recording of module inputs while a block runs."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ class Recorded:
 
     Attributes:
         inputs: The inputs of each module, one per call, in the order of first calls.
-        outputs: The outputs of modules of which these were asked for, one per call.
-        result: What the pass returned; None if it ended early.
+        outputs: The outputs of the requested modules, one per call.
+        result: Return value of the pass; None if it ended early.
     """
 
     inputs: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -34,13 +34,13 @@ def record(
     outputs: Collection[str] = (),
     calls: int | None = None,
 ) -> Recorded:
-    """Run a block and note what modules receive.
+    """Run a block and record the inputs of modules.
 
     Args:
         model: The model.
         names: Names of the modules.
         run: Runs the block.
-        outputs: Names of modules whose outputs are noted.
+        outputs: Names of modules whose outputs are recorded.
         calls: Number of calls after which the pass ends; None: it runs to its end.
 
     Raises:

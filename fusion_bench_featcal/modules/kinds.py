@@ -1,4 +1,4 @@
-"""Modules that compute what their base class does, although they have a forward of their own."""
+"""Modules that are equivalent to a base class although they override its forward."""
 
 from functools import cache
 from typing import Any
@@ -10,16 +10,16 @@ from torch.nn.utils.parametrize import is_parametrized
 
 
 def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a module computes what its kind does, with no forward of its own."""
+    """Return whether a module uses the forward of its kind, not an override."""
     is_unchanged = isinstance(module, kind) and type(module).forward is kind.forward
     return is_unchanged and not is_parametrized(module)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear map of its weight and bias, and of nothing else.
+    """Return whether a module is a linear map by its weight and bias and has no other state.
 
-    A subclass with a forward of its own (Falcon's) is tried on a small example, if it holds nothing
-    that an `nn.Linear` does not: no scale that could differ between modules.
+    A subclass with an overridden forward (Falcon's) is tried on a small example if its only
+    attributes are ones of `nn.Linear`: any other, such as a scale, could differ between modules.
     """
     if not isinstance(module, nn.Linear) or is_parametrized(module):
         return False
@@ -32,7 +32,7 @@ def is_linear(module: nn.Module) -> bool:
 def is_layer_norm(module: nn.Module) -> bool:
     """Return whether a module is a LayerNorm whose gain and shift are its weight and bias.
 
-    A subclass that uses them otherwise (Nemotron's gain is one more than its weight) is none.
+    A subclass with another formula (Nemotron's gain is one more than its weight) is none.
     """
     if not isinstance(module, nn.LayerNorm):
         return False
@@ -41,7 +41,7 @@ def is_layer_norm(module: nn.Module) -> bool:
 
 @cache
 def _agrees(kind: Any, base: type[nn.Module]) -> bool | None:
-    """Try a small module of a class with random weights; None: it cannot be made or run."""
+    """Try a small module of a class with random weights. None: it cannot be built or run."""
     generator, sizes = torch.Generator().manual_seed(0), (4, 4) if base is nn.Linear else (4,)
     try:
         with torch.device("cpu"), torch.no_grad():

@@ -27,10 +27,10 @@ def tensors_of_block(model: nn.Module, family: Family, block: str) -> list[str]:
 def tensors_before_stage(
     model: nn.Module, family: Family, stages: Sequence[Sequence[str]], stage: int
 ) -> list[str]:
-    """Return names of the tensors that running up to a stage's first block needs.
+    """Return names of the tensors for running a model up to a stage's first block.
 
-    Where stages hand on their output, earlier blocks are not needed again. A family that replays
-    whole models needs nothing to begin.
+    If stages pass on their output, earlier blocks are not needed again. A family that replays whole
+    models needs no tensors to begin.
     """
     if family.whole_model:
         return []
@@ -50,14 +50,14 @@ def names_in_order(
     *,
     runs_experts: bool,
 ) -> list[str]:
-    """Return the names of the tensors that are read of every expert, in forward order.
+    """Return names of the tensors to read from every expert, in forward order.
 
     Args:
         model: The model.
         family: Cuts it into blocks.
         stages: Its blocks.
         modules: The modules of each block.
-        runs_experts: Whether experts run, or only their calibrated parameters are read.
+        runs_experts: Whether experts run. Else only their calibrated parameters are read.
     """
     names: list[str] = []
     for index, stage in enumerate(stages):
@@ -70,12 +70,12 @@ def names_in_order(
 
 
 def tensors_of_head(model: nn.Module, block: str) -> list[str]:
-    """Return names of the tensors behind the part that transformers calls a model's base model.
+    """Return names of the tensors after the part that transformers calls the base model.
 
-    Heads read that part's output. Running its blocks does not need them.
+    Heads read the base model's output. Running its blocks does not need them.
 
     Args:
-        model: The model; any but one of transformers has no head.
+        model: The model. Only models of transformers have a head.
         block: Name of a block. There is no head if it is outside the base model.
     """
     body = getattr(model, "base_model", model)
@@ -84,17 +84,17 @@ def tensors_of_head(model: nn.Module, block: str) -> list[str]:
         return []
     names = list(model.state_dict())
     last = max(index for index, name in enumerate(names) if name.startswith(f"{inside}."))
-    return names[last + 1 :]  # what comes before it may be embeddings
+    return names[last + 1 :]  # names before the base model may be embeddings
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
-    """Return the output embeddings of a language model; None for any other model."""
+    """Return the output embeddings of a language model; None for other models."""
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     return find()
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's parameters, or on which it loads them while it runs."""
+    """Return the device of a model's parameters, or the one it loads them to while it runs."""
     device: Any = next(model.parameters()).device
     return model.device if device.type == "meta" else device  # type: ignore[return-value]
 
@@ -107,12 +107,13 @@ def refuse_not_finite(
     Args:
         model: The model, its tensors on one device.
         label: Its name in the message.
-        advice: End of the message if no source has such values in that tensor.
-        sources: Readers of the models that it was made of. Each takes a tensor's name and raises a
-            `CalibrationError` if its tensor of that name is not finite. Unknown names pass.
+        advice: End of the message if none of the sources has such values in that tensor.
+        sources: Readers of the models that it was merged from. Each takes a tensor's name and
+            raises a `CalibrationError` if its tensor of that name is not finite. Unknown names
+            pass.
 
     Raises:
-        CalibrationError: Naming the tensor and the model that brought it.
+        CalibrationError: Naming the tensor and the model it came from.
     """
     parameters = {id(parameter) for parameter in model.parameters()}
     stored = model.state_dict(keep_vars=True)
@@ -178,19 +179,19 @@ def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor], ad
 
 
 def tensors_under(model: nn.Module, block: str) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a block themselves, by name."""
+    """Return the parameters and buffers of a block by name, without copies."""
     tensors = model.state_dict(keep_vars=True)
     return {name: tensors[name] for name in names_under(tensors, [block])}
 
 
 def without_ties(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's tensors by name, tied ones once."""
+    """Return a model's tensors by name, tied tensors once."""
     stored = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(stored.items())}
     return {name: stored[name].detach() for name in reversed(first.values())}
 
 
 def relative_change(before: Tensor, after: Tensor) -> dict[str, float]:
-    """Return the norm of a weight's update relative to that of the weight, unless that is zero."""
+    """Return the norm of a weight's update divided by the norm of the weight, unless it is 0."""
     update, norm = read_back([torch.linalg.vector_norm(x) for x in (after - before, before)])
     return {"relative_update": update / norm} if norm else {}

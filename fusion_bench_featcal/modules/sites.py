@@ -1,4 +1,4 @@
-"""Modules of a block that are calibrated, and how their parameters are stored."""
+"""Modules of a block that are calibrated, and the storage layout of their parameters."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Site:
     Attributes:
         name: Its full name in the model.
         kind: `linear` (convolutions too: linear maps of patches), `norm` (LayerNorm or GroupNorm
-            with gain and shift) or `batch_norm`, of which the running statistics change.
+            with gain and shift) or `batch_norm` (its running statistics change).
         has_bias: Whether it has a bias (linear) or shift (norm).
         transposed: Whether its weight is stored `[in, out]` (GPT-2's Conv1D).
         patches: Geometry of a convolution; None for any other module.
@@ -54,17 +54,17 @@ class Site:
 
     @property
     def groups(self) -> int:
-        """Number of linear maps with inputs of their own."""
+        """Return the number of linear maps with separate inputs."""
         return 1 if self.patches is None else self.patches.groups
 
     def oriented(self, weight: Tensor) -> Tensor:
-        """Return a stored weight as `[out, in]`; of a convolution the maps one below the other."""
+        """Return a stored weight as `[out, in]`. Maps of a convolution are stacked vertically."""
         if self.patches is not None:
             return weight.flatten(1)
         return weight.T if self.transposed else weight
 
     def stored(self, weight: Tensor) -> Tensor:
-        """Return a weight `[out, in]` as it is stored."""
+        """Return a weight `[out, in]` in its storage layout."""
         if self.patches is not None:
             return weight.reshape(len(weight), -1, *self.patches.kernel)
         return weight.T if self.transposed else weight
@@ -77,8 +77,8 @@ class BlockModules:
     Attributes:
         sites: Calibrated modules.
         excluded: Names of modules with parameters that stay as merged.
-        routed: Number of mixtures whose experts would be calibrated, but for the router that
-            chooses what they receive.
+        routed: Number of mixtures whose experts could only be calibrated without the router that
+            chooses their inputs.
     """
 
     sites: tuple[Site, ...]
@@ -93,11 +93,11 @@ def find_all_modules(
     *,
     calibrate_norm: bool,
 ) -> dict[str, BlockModules]:
-    """Sort the modules of all blocks into calibrated ones and ones that stay as merged.
+    """Sort the modules of all blocks into calibrated ones and ones that keep their merged weights.
 
     Calibrated: nn.Linear, transformers' Conv1D, Conv1d and Conv2d, LayerNorm and GroupNorm, and the
-    statistics of BatchNorm. Left: norms without a shift, embeddings, modules that hold vectors
-    only, routers of mixtures and their experts. Everything else that holds a matrix is refused.
+        statistics of BatchNorm. Unchanged: norms without a shift, embeddings, modules with vectors
+        only, routers of mixtures and their experts. Any other module with a matrix is refused.
 
     Args:
         model: The model.
@@ -110,7 +110,7 @@ def find_all_modules(
 
     Raises:
         CalibrationError: If a module cannot be calibrated and is not excluded, its weight is
-            quantised or shared, a pattern matches no module, or no module is left.
+            quantised or shared, a pattern matches no module, or no module remains.
     """
     shared: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -173,10 +173,10 @@ def _find_modules(
 
 
 def _mixtures(model: nn.Module, block: str) -> tuple[set[str], list[str]]:
-    """Return names of a block's routers, and beginnings of the names of their experts' modules.
+    """Return names of a block's routers, and prefixes of the names of their experts' modules.
 
-    A mixture has `experts`, in a list or in tensors with a matrix for each, and a module `gate` or
-    `router` whose weight has a row for each.
+    A mixture has `experts`, as a list or as tensors with one matrix for each, and a module `gate`
+    or `router` whose weight has one row for each.
     """
     routers, mixtures = set[str](), list[str]()
     for name, module in model.get_submodule(block).named_modules(prefix=block):
@@ -249,7 +249,7 @@ def matches(name: str, pattern: str) -> bool:
 def _refuse_matrices(
     block: str, name: str, module: nn.Module, direct: Mapping[str, Tensor]
 ) -> None:
-    """Refuse a module that holds a matrix which calibration would silently leave as merged."""
+    """Refuse a module with a matrix that calibration would otherwise leave unchanged silently."""
     if isinstance(module, nn.Embedding):
         return
     # Vectors may be stored as [1, 1, 1, d] (ConvNeXt V2).

@@ -12,17 +12,17 @@ BY_NAME: Mapping[str, str] = {
     "paper": "fusion_bench_featcal.rules.paper.Paper",
     "plus": "fusion_bench_featcal.rules.plus.Plus",
 }
-"""`method.rule` -> its class, imported where it is asked for."""
+"""`method.rule` -> its class, imported when it is needed."""
 
 
 def rule_of(settings: FeatCalSettings) -> Rule:
-    """Return the rule that settings ask for.
+    """Return the rule object for the settings.
 
-    A class that is named takes the settings that are its fields by name, and what else a mapping
-    gives. An object is the rule as it is.
+    A class named by `_target_` receives the settings that are fields of it, and the other keys of
+    the mapping. An object is returned unchanged.
 
     Raises:
-        ValueError: If a class cannot be imported, is no rule, or does not take what is given.
+        ValueError: If a class cannot be imported, is no rule, or rejects an argument.
     """
     if not isinstance(settings.rule, str | Mapping):
         return settings.rule
@@ -43,7 +43,7 @@ def rule_of(settings: FeatCalSettings) -> Rule:
         raise ValueError(f"method.task_weights: {target} weighs all tasks alike. Set it to null")
     values = {name: getattr(settings, name) for name in shared}
     if "task_weights" in shared:
-        values["task_weights"] = settings.task_factors  # those of `drift` come later
+        values["task_weights"] = settings.task_factors  # the weights of `drift` are set later
     try:
         rule: Any = cast(Any, kind)(**values | options)
     except TypeError as error:

@@ -20,9 +20,10 @@ class Lot(MergingRule):
 
     With task vectors `T_i = W_i - W_0` and Gram matrices `G_i` of expert i's inputs, a linear
     weight is `W_0 + scale (sum_i T_i G_i) (sum_i G_i)^+`. Gains are solved channel by channel, and
-    all other parameters are the base plus the scaled mean step. Where the pseudo-inverse takes an
-    energy for none is open: directions of almost none get steps of many times the weight, and the
-    cut-off is ours. The paper uses 16 to 64 samples per task.
+    all other parameters are the base plus the scaled mean step. The paper does not say below which
+    energy the pseudo-inverse ignores a direction. Without a cut-off, directions of almost no energy
+    get steps of many times the weight, so this rule has one. The paper uses 16 to 64 samples per
+    task.
     """
 
     scale: float = setting(
@@ -47,7 +48,7 @@ class Lot(MergingRule):
 
     @property
     def reads_base(self) -> bool:
-        """Return True: steps are from the base."""
+        """Return True: steps are relative to the base."""
         return True
 
     def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
@@ -69,7 +70,7 @@ class GainSums:
         """Start with no expert.
 
         Args:
-            base: The base's parameters, whose gain channels without energy keep.
+            base: The base's parameters. Channels without energy keep its gain.
             shift: Shift of the result.
             scale: Factor of the step from the base.
         """
@@ -82,7 +83,7 @@ class GainSums:
         return [self._sums]
 
     def add(self, task: str, rows: NormRows, expert: Linear) -> dict[str, Tensor]:
-        """Add an expert: the mean square of its normalised inputs, and its gain."""
+        """Add an expert's gain and the mean square of its normalised inputs."""
         energy = (rows.sums[0] / rows.sums[2]).to(self._sums.dtype)
         step = expert.weight[0, 0].to(self._sums.dtype) - self._gain
         self._sums += torch.stack([energy, energy * step])

@@ -5,12 +5,12 @@ from fusion_bench_featcal.setting_fields import Settings
 
 
 class MergingRule(Rule, Settings):
-    """Base of rules whose sums are over the inputs of each expert's modules.
+    """Base of rules that sum over the inputs of each expert's modules.
 
     Attributes:
-        features: Features that an expert's block receives: the `expert`'s, or those of the `merged`
-            blocks before it.
-        outside: Whether layers outside the blocks are solved, too.
+        features: Input features of an expert's block: the `expert`'s, or the features of the
+            `merged` blocks before it.
+        outside: Whether layers outside the blocks are solved as well.
     """
 
     features: str = "expert"
@@ -18,14 +18,14 @@ class MergingRule(Rule, Settings):
 
     @property
     def runs_experts(self) -> bool:
-        """Return False: sums are over inputs alone."""
+        """Return False: only inputs are summed."""
         return False
 
     @property
     def reads_base(self) -> bool:
-        """Return False: steps are from the experts' mean."""
+        """Return False: steps are relative to the experts' mean."""
         return False
 
     def start_scale(self, tasks: int) -> float:
-        """Return the factor of the experts' mean step from the base in the model to start from."""
+        """Return the factor of the experts' mean step from the base in the initial model."""
         return 1.0

@@ -19,7 +19,7 @@ class NormRows:
         self.sums = like.new_zeros(3, width)
 
     def tensors(self) -> list[Tensor]:
-        """Return the sums, to which those of other processes may be added in place."""
+        """Return the sums. Sums of other processes may be added to them in place."""
         return [self.sums]
 
     def add(self, z: Tensor, weights: Tensor | None) -> None:
@@ -37,10 +37,10 @@ class NormRows:
 
 
 class NormSums:
-    """Sums over tasks for one norm. Every task weighs 1."""
+    """Sums over tasks for one norm. All tasks have weight 1."""
 
     def __init__(self, anchor: Linear, ridge_lambda: float, eps: float) -> None:
-        """Start with no task. `eps` is the least determinant."""
+        """Start with no task. `eps` is the smallest determinant."""
         self._anchor = anchor.to(solve_dtype(anchor.weight.device))
         self._ridge_lambda, self._eps = ridge_lambda, eps
         self._sums = self._anchor.bias.new_zeros(5, anchor.bias.shape[-1])
@@ -50,7 +50,7 @@ class NormSums:
         return [self._sums]
 
     def add(self, task: str, rows: NormRows, expert: Linear) -> dict[str, Tensor]:
-        """Add a task's means of `z^2` and `z`, and of the expert's output times `z` and alone."""
+        """Add a task's means of `z^2`, `z`, the expert's outputs, and outputs times `z`."""
         square, mean, count = rows.sums.to(self._sums.dtype)
         square, mean = square / count, mean / count
         gain, shift = expert.weight[0, 0].to(mean.dtype), expert.bias[0].to(mean.dtype)

@@ -20,13 +20,13 @@ MAX_ROUNDING = 1e-3
 
 @dataclass(frozen=True)
 class Paper(Rule):
-    """FeatCal as published: all modules of a block from one look, one ridge, a mixed target.
+    """FeatCal as published: all modules of a block in one turn, one ridge, a mixed target.
 
     Attributes:
         ridge_lambda: Ridge strength lambda, relative to Gram matrices of norm 1 (Eq. 15).
         mix_alpha: Share alpha of the expert's input in the target's input (Eq. 10).
         anchor_rho: rho of the anchor `rho W_mer + (1 - rho) W_base` (Eq. 11).
-        eps: Stabiliser of the matrix and least norm of a Gram matrix.
+        eps: Stabiliser of the matrix and smallest norm of a Gram matrix.
         calibrate_bias: Whether biases of linear modules change (Eqs. 51 to 55).
         calibrate_norm: Whether gains and shifts of norms change (Eqs. 56 to 59).
     """
@@ -45,26 +45,27 @@ class Paper(Rule):
 
     @property
     def reads_base(self) -> bool:
-        """Return whether anchors are made of the base model."""
+        """Return whether the anchor uses the base model."""
         return self.anchor_rho != 1
 
     @property
     def needs_base(self) -> bool:
-        """Return the same: without it there is no anchor."""
+        """Return the same as `reads_base`: the anchor cannot be built without it."""
         return self.reads_base
 
     @property
     def remedy(self) -> str:
-        """Return what to change where a system has no solution."""
+        """Return advice for a system without a solution."""
         return (
             f"Raise method.ridge_lambda (now {self.ridge_lambda}) or use more samples "
             "(method.samples_per_task)"
         )
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
-        """Solve all modules from one look at the samples.
+        """Solve all modules in one turn.
 
-        Statistics of BatchNorm change before, as merged ones fit no features, and behind.
+        BatchNorm statistics are updated before it, as merged ones fit no features, and again after
+        it.
         """
         statistics = [[group] for group in groups if group.kind == "batch_norm"]
         return [*statistics, [g for g in groups if g.kind != "batch_norm"], *statistics]
@@ -81,7 +82,7 @@ class Paper(Rule):
         return PaperSums(self, group, anchor)
 
     def dtype(self, tasks: int, device: torch.device) -> torch.dtype:
-        """Return float64 where float32 rounding would reach the update through a small lambda."""
+        """Return float64 if a small lambda amplifies float32 rounding too much for the update."""
         rounding = torch.finfo(torch.float32).eps * tasks
         is_small = self.ridge_lambda < max(SINGLE_RIDGE, rounding / MAX_ROUNDING)
         return solve_dtype(device) if is_small else torch.float32
@@ -102,7 +103,7 @@ class PaperSums:
         return [*self._inputs.tensors(), *self._targets.tensors()]
 
     def add(self, task: str, rows: Moments, expert: Linear) -> dict[str, Tensor]:
-        """Add a task's means, weighted by `1 / |G_i|` (Eq. 14)."""
+        """Add a task's means, with weight `1 / |G_i|` (Eq. 14)."""
         factor = self.weights_of(rows) / rows.count[0]
         self._inputs.merge(rows.without_features(), factor)
         total = self._targets.add(rows, expert, factor)
@@ -126,9 +127,9 @@ class PaperSums:
 
 
 def rounding_of(features: torch.dtype) -> float:
-    """Return the rounding of features in a Gram matrix, relative to its diagonal.
+    """Return the rounding error of features in a Gram matrix, relative to its diagonal.
 
-    Float32 features fill a direction that they lack with the square of their rounding, which
-    float64 sums resolve. Half-precision features are taken as the numbers they are.
+    Float32 features add the square of their rounding to directions that they lack, and float64 sums
+    resolve it. Half-precision features count as exact.
     """
     return 0.0 if features.itemsize < 4 else torch.finfo(features).eps ** 2

@@ -1,4 +1,4 @@
-"""FeatCal+: modules in their order, rows out of the experts' weights, one ridge by held-out error.
+"""FeatCal+: modules in sequence, rows from the experts' weights, a ridge by cross-validation.
 
 The mathematics is in docs/plus.md.
 """
@@ -19,22 +19,21 @@ from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved
 from fusion_bench_featcal.rules.step import StepTargets
 
 EPS = 1e-8
-"""Least norm of a Gram matrix."""
+"""Smallest norm of a Gram matrix."""
 
 CONSTANT = 1e-6
-"""Inputs whose variance is a smaller share of their mean square are constant but for rounding."""
+"""Inputs with a smaller ratio of variance to mean square count as constant up to rounding."""
 
 
 @dataclass(frozen=True)
 class Plus(Rule):
-    """FeatCal+: groups of modules one after another, each with the ridge of least held-out error.
+    """FeatCal+: groups of modules in sequence, each with the ridge of least held-out error.
 
     Attributes:
-        gamma: Energy of the rows out of an expert's weights relative to that of its samples, where
-            these are many and familiar (`trust.py`); 0: samples alone.
-        gammas: The same by task, as it is found for the samples; tasks that are not named have
-            `gamma`.
-        task_weights: Factors of the tasks' weights; tasks that are not named have 1.
+        gamma: Energy of the rows from an expert's weights, relative to the energy of the samples,
+            if the samples are many and familiar (`trust.py`). 0: samples alone.
+        gammas: The same by task, computed from the samples. Missing tasks use `gamma`.
+        task_weights: Factors of the tasks' weights. Missing tasks use 1.
         calibrate_bias: Whether biases change.
     """
 
@@ -49,16 +48,16 @@ class Plus(Rule):
 
     @property
     def reads_base(self) -> bool:
-        """Return whether rows out of weights join the samples."""
+        """Return whether rows from weights join the samples."""
         return self.gamma > 0
 
     @property
     def weighs_trust(self) -> bool:
-        """Return whether these rows count by trust in the samples."""
+        """Return whether the weight of these rows depends on trust in the samples."""
         return self.gamma > 0 and not self.gammas
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
-        """Solve one group after another: later ones receive what earlier ones give now."""
+        """Solve one group after another: later groups receive the outputs of updated ones."""
         return [[group] for group in groups]
 
     def sums(self, group: Group, merged: Linear, base: Linear | None) -> GroupSums:
@@ -69,16 +68,16 @@ class Plus(Rule):
 class PlusSums:
     """Sums for the step from the merged modules, `E = C (G + l s I)^-1`.
 
-    The target of a sample is what the expert's module gives, `u = W_i x_exp + b_i - W x - b`.
+    The target of a sample is the residual of the expert's module, `u = W_i x_exp + b_i - W x - b`.
     Fine-tuning adds multiples of inputs to a weight. With `tau_i = W_i - W_base`, stacked over the
-    group, `tau_i' tau_i` is therefore a second moment of what expert i was trained on. It joins the
-    samples in every fold as rows of mean zero that ask for the expert's own answer:
+    group, `tau_i' tau_i` is therefore a second moment of expert i's training data. It joins the
+    samples in every fold as rows of mean zero whose target is the expert's output:
 
         A_i = gamma_i n_i tr(cov_i) tau_i' tau_i / |tau_i|_F^2    gamma 1: the energy of the samples
         G   = sum_i w_i (n_i cov_i + A_i)
         C   = sum_i w_i (sum u x' + (W_i - W) A_i)
 
-    Convolutions, behind which a BatchNorm may undo any scale, have samples alone.
+    Convolutions use samples alone, since a BatchNorm behind them may undo any scale.
     """
 
     def __init__(self, rule: Plus, group: Group, merged: Linear, base: Linear | None) -> None:
@@ -96,7 +95,7 @@ class PlusSums:
         return [*self._folds.tensors(), *self._targets.tensors()]
 
     def add(self, task: str, rows: Moments, expert: Linear) -> dict[str, Tensor]:
-        """Add a task's targets once in full, and their combinations by fold."""
+        """Add a task's targets once in full, and their random combinations by fold."""
         whole, step = rows.total(), expert.minus(self._targets.anchor)
         weight = whole.task_weights(EPS) * self._rule.task_weights.get(task, 1.0)
         if self._base is not None:
@@ -112,7 +111,7 @@ class PlusSums:
     def _remember(
         self, rows: Moments, whole: Moments, weight: Tensor, tau: Tensor, gamma: float
     ) -> None:
-        """Let rows out of weights join the samples, by fold and in full; `A_i` of the base is 0."""
+        """Add the rows from weights to the samples, by fold and in full. `A_i` of the base is 0."""
         energy = whole.variances(centred=self._biased).sum().clamp_min(0) * whole.count.sum()
         square = tau.square().sum()
         scale = torch.where(square > 0, gamma * energy / square, 0.0)
@@ -137,7 +136,7 @@ class PlusSums:
         return replace(rows, cross=cross, y=y + bias * rows.count[..., None])
 
     def solve(self) -> Solved:
-        """Return the step with the ridge of least held-out error, and the bias that means leave."""
+        """Return the step with the ridge of least held-out error, and the bias from the means."""
         whole = self._folds.total()
         cross, y = self._targets.complete(whole.gram[0], whole.x[0])
         means = replace(whole, cross=cross, y=y).means(centred=self._biased)
@@ -156,11 +155,11 @@ class PlusSums:
 
 
 def probes_of(like: Tensor) -> Tensor:
-    """Return combinations `[r, m]` of outputs on which held-out errors are measured.
+    """Return combinations `[r, m]` of outputs for measuring held-out errors.
 
     Args:
-        like: A weight `[g, m, d]`. Up to `PROBES` outputs are taken as they are, more are combined
-            by random signs, the same in every process.
+        like: A weight `[g, m, d]`. Up to `PROBES` outputs are used as they are; more are combined
+            by random signs, equal in every process.
     """
     outputs = like.shape[1]
     if outputs <= PROBES:

@@ -14,15 +14,15 @@ from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved
 from fusion_bench_featcal.setting_fields import setting
 
 EPS = 1e-8
-"""Least norm of a Gram matrix."""
+"""Smallest norm of a Gram matrix."""
 
 
 @dataclass(frozen=True)
 class RegMean(MergingRule):
     """RegMean (Jin et al., ICLR 2023): `W = (sum_i W_i G_i) (sum_i G_i)^-1`.
 
-    `G_i` is the mean Gram matrix of expert i's inputs, shrunk off its diagonal. Directions in which
-    no sample has energy keep the experts' mean, as all other parameters do.
+    `G_i` is the mean Gram matrix of expert i's inputs, with its off-diagonal entries shrunk.
+    Directions without energy keep the experts' mean, as do all other parameters.
     """
 
     off_diagonal: float = setting(
@@ -63,10 +63,10 @@ class LeastSquaresSums:
         """Start with no expert.
 
         Args:
-            anchor: Parameters that directions without energy keep.
+            anchor: Parameters for directions without energy.
             off_diagonal: Factor of the Gram matrices' entries off the diagonal.
             has_unit_gram: Whether Gram matrices are scaled to norm 1.
-            cutoff: Share of the largest energy up to which energies count as none.
+            cutoff: Energies up to this share of the largest count as none.
             scale: Factor of the step.
             bias: Biases of the result; None: the anchor's.
         """
@@ -84,7 +84,7 @@ class LeastSquaresSums:
         return [self._gram, self._right]
 
     def add(self, task: str, rows: Moments, expert: Linear) -> dict[str, Tensor]:
-        """Add an expert: the moments of its inputs, and its parameters."""
+        """Add an expert: the moments of its inputs and its parameters."""
         gram = shrink_off_diagonal(rows.means(centred=False).gram[0], self._off_diagonal)
         if self._has_unit_gram:
             gram = gram * rows.task_weights(EPS)[:, None, None]

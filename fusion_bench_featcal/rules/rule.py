@@ -1,4 +1,4 @@
-"""Contract of a rule: which modules are solved in one turn, and from which sums."""
+"""Interface of a rule: the modules that are solved in one turn, and the sums for their solve."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from fusion_bench_featcal.core.linear import Linear
 
 @dataclass(frozen=True)
 class Solved:
-    """New parameters of a group, and figures for the log: `facts` are of one rule alone."""
+    """New parameters of a group and figures for the log. `facts` are specific to one rule."""
 
     linear: Linear
     residual: float = 0.0
@@ -29,42 +29,44 @@ class GroupSums(Protocol):
 
         Args:
             task: The task.
-            rows: Its moments of the calibrated model's inputs `x` and of the expert's drift
-                `x_exp - x`; if the group has few outputs, of `W_i (x + mix_alpha (x_exp - x))`.
-                Of a norm the sums over its normalised inputs. They may be changed.
+            rows: Its moments of the calibrated model's inputs `x` and of the expert's drift `x_exp
+                - x`. If the group has few outputs, moments of `W_i (x + mix_alpha (x_exp - x))` in
+                place of the drift. For a norm, sums over its normalised inputs. They may be
+                changed.
             expert: The expert's parameters.
 
         Returns:
-            Scalars of the task to be checked: `norm` of its Gram matrix, if it has one, and what is
-            not finite where its sums overflow.
+            Scalars to be checked: `norm` of the task's Gram matrix, if it has one, and a value that
+            is not finite if its sums overflow.
         """
         ...
 
     def tensors(self) -> list[Tensor]:
-        """Return the sums over tasks, to which those of other processes may be added in place."""
+        """Return the sums over tasks. Sums of other processes may be added to them in place."""
         ...
 
     def solve(self) -> Solved:
         """Return the calibrated parameters.
 
         Raises:
-            UnsolvedError: If there is no trustworthy solution.
+            UnsolvedError: If the solution cannot be trusted.
         """
         ...
 
 
 class Rule(ABC):
-    """One way of calibrating a block: base of frozen dataclasses whose fields are its settings.
+    """Base of all ways to calibrate a block: frozen dataclasses whose fields are their settings.
 
-    A rule that does without the experts' features or the base says so, and saves their reads.
+    A rule that does not use the experts' features or the base declares it, and saves their reads.
 
     Attributes:
         mix_alpha: Share alpha of the expert's input in the target's input (Eq. 10). It has no
-            default: rules that use the experts' features say it.
-        folds: Number of parts in which a task's sums are formed.
-        notes_outputs: Whether the expert's outputs are noted in place of inputs where they are few:
-            they take less memory while they wait for their turn. `mix_alpha` must be 1 then.
-        reads_closing_rows: Whether only positions that the model reads on count in the last block.
+            default: rules that use the experts' features must set it.
+        folds: Number of folds into which a task's sums are divided.
+        notes_outputs: Whether the expert's outputs are stored in place of inputs if there are fewer
+            of them, which takes less memory. Requires `mix_alpha` 1.
+        reads_closing_rows: Whether the last block counts only positions that the model reads
+            afterwards.
         calibrate_bias: Whether biases of linear modules change.
         calibrate_norm: Whether gains and shifts of norms change.
     """
@@ -78,33 +80,33 @@ class Rule(ABC):
 
     @property
     def runs_experts(self) -> bool:
-        """Return whether the experts' features are used: without them `rows` has no drift."""
+        """Return whether the experts' features are used. Without them `rows` has no drift."""
         return True
 
     @property
     def reads_base(self) -> bool:
-        """Return whether `sums` gets the base model's parameters where there is a base."""
+        """Return whether `sums` receives the base model's parameters if there is a base."""
         return True
 
     @property
     def needs_base(self) -> bool:
-        """Return whether there must be a base model."""
+        """Return whether a base model is required."""
         return False
 
     @property
     def weighs_trust(self) -> bool:
-        """Return whether trust in each task's samples is measured before anything is solved."""
+        """Return whether trust in each task's samples is measured before the first solve."""
         return False
 
     @property
     def remedy(self) -> str:
-        """Return what to change where a system has no solution."""
+        """Return advice for a system without a solution."""
         return "Use more samples (method.samples_per_task)"
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
-        """Divide a block's groups, in the order of their calls, into turns: here one.
+        """Divide a block's groups, in the order of their calls, into turns. By default into one.
 
-        Modules of one turn are solved from one look at the samples.
+        Modules of one turn are solved from one pass over the samples.
         """
         return [groups]
 
@@ -113,10 +115,10 @@ class Rule(ABC):
         """Return empty sums for one group.
 
         Args:
-            group: The modules. Its `kind` is `linear`, as that of convolutions is, or, if
-                `calibrate_norm` is set, `norm`. BatchNorm's statistics are no matter of a rule.
-            merged: Their parameters as they are.
-            base: As the base model has them; None: there is no base.
+            group: The modules. Its `kind` is `linear`, which includes convolutions, or `norm` if
+                `calibrate_norm` is set. Statistics of BatchNorm do not go through rules.
+            merged: Their current parameters.
+            base: The base model's parameters; None: there is no base.
         """
 
     def dtype(self, tasks: int, device: torch.device) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Targets of a step from an anchor, summed over tasks: the part that both rules share."""
+"""Targets of a step from an anchor, summed over tasks. `Paper` and `Plus` share them."""
 
 import torch
 from torch import Tensor
@@ -11,16 +11,16 @@ from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.rule import Linear
 
 _STRIP = 2048
-"""Outputs of which further matrices are in memory at once."""
+"""Outputs per strip, which bounds the memory of intermediate matrices."""
 
 
 class StepTargets:
     """Sums of `u = (W_i - W_a) x + b_i - b_a + alpha W_i (x_exp - x)`, the target of a sample.
 
-    With `D_i = sum (x_exp - x) x'` the sum of `u x'` is, but for biases,
-    `(W_i - W_a) (G_i + alpha D_i) + W_a alpha D_i`: zero where nothing is to be done. The last
-    product is formed once, for the sum over tasks. Where outputs are few, rows come with what `W_i`
-    makes of the target's input, and the sum is `sum (u + W_a x) x' - W_a G`.
+    With `D_i = sum (x_exp - x) x'` the sum of `u x'` is, up to biases, `(W_i - W_a) (G_i + alpha
+    D_i) + W_a alpha D_i`, which is zero if no step is needed. The last product is formed once, for
+    the sum over tasks. If there are few outputs, rows come with `W_i` times the target's input, and
+    the sum is `sum (u + W_a x) x' - W_a G`.
 
     Attributes:
         anchor: `W_a` and `b_a`.
@@ -37,7 +37,7 @@ class StepTargets:
         self._drift: Tensor | None = None
 
     def add(self, rows: Moments, expert: Linear, factor: Tensor) -> Tensor:
-        """Add a task's targets, weighted by map, and return the sum of all entries, unweighted.
+        """Add a task's targets, weighted by map, and return the unweighted sum of all entries.
 
         Args:
             rows: Sums over its rows, in one fold.
@@ -69,7 +69,7 @@ class StepTargets:
         return total
 
     def tensors(self) -> list[Tensor]:
-        """Return both sums, to which those of other processes may be added in place."""
+        """Return both sums. Sums of other processes may be added to them in place."""
         if self._drift is not None:
             with exact_products():  # the caller may allow TF32 or bfloat16
                 self.cross[0].add_(multiply(self.anchor.weight, self._drift))
@@ -77,7 +77,7 @@ class StepTargets:
         return [self.cross, self.y]
 
     def complete(self, gram: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both sums, complete, with the weighted sums of `x x'`, `[g, d, d]`, and `x`."""
+        """Return both completed sums, from the weighted sums of `x x'`, `[g, d, d]`, and of `x`."""
         if self._adds_anchor:
             self.cross[0].sub_(multiply(self.anchor.weight, gram, symmetric=True))
             self.y[0].sub_(_times(self.anchor.weight, x))
@@ -85,14 +85,14 @@ class StepTargets:
         return self.cross, self.y
 
     def moved(self, step: Tensor, x: Tensor, count: Tensor) -> Linear:
-        """Return the anchor plus a step, and the bias that means leave (Eqs. 51 to 55).
+        """Return the anchor plus a step, and the bias given by the means (Eqs. 51 to 55).
 
-        Weights are rounded as they will be stored: biases make up for that.
+        Weights are rounded to their storage dtype first, and the bias corrects for the rounding.
 
         Args:
             step: Change of the weights, `[g, m, d]`.
             x: Weighted sums of the inputs, `[g, d]`.
-            count: Weighted number of rows and the pull towards the anchor's bias, `[g]`.
+            count: Weighted number of rows plus the pull towards the anchor's bias, `[g]`.
         """
         wide = solve_dtype(step.device)
         weight = torch.empty_like(step, dtype=self._dtype)
@@ -106,7 +106,7 @@ class StepTargets:
 
 
 def strips(outputs: int) -> list[slice]:
-    """Divide outputs into parts whose matrices are in memory at once."""
+    """Divide outputs into strips, whose matrices are in memory at once."""
     return [slice(start, start + _STRIP) for start in range(0, outputs, _STRIP)]
 
 
@@ -118,7 +118,7 @@ def _times(weight: Tensor, x: Tensor) -> Tensor:
 def anchor_of(merged: Linear, base: Linear | None, rho: float) -> Linear:
     """Return `rho W_mer + (1 - rho) W_base`, the merged parameters at rho = 1 (Eq. 11).
 
-    It takes the place of the merged parameters: these matrices are among the largest of a run.
+    The result overwrites the merged parameters: these matrices are among the largest of a run.
     """
     if base is not None and rho != 1:
         for tensor, origin in ((merged.weight, base.weight), (merged.bias, base.bias)):
