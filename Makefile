@@ -83,6 +83,7 @@ tables: $(VENV)/.installed ## write the tables of README and docs, from demo-ful
 docs: $(DOCS)/.installed ## build the documentation site in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	$(DOCS)/bin/python scripts/check_site.py site
+	@if command -v node > /dev/null; then node scripts/check_search.mjs site; else echo "no node: search not checked"; fi
 
 docs-serve: $(DOCS)/.installed ## show the documentation at localhost:8000, up to date with its files
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve

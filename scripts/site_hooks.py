@@ -2,6 +2,7 @@
 
 Pages in docs/ link to other files of the repository. The site gets a page for each of these below
 `repository/`, so that no link leaves it. Formulas become MathML, which needs no script and no font.
+Each page links to its Markdown source below `sources/`.
 """
 # pyright: reportMissingImports=false
 # The tools of the site have an environment of their own.
@@ -20,13 +21,19 @@ from pymdownx.slugs import slugify
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(\]\()(?![a-z]+:|#|/)([^()\s#]+)((?:#[^()\s]*)?\))")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[\[(](.*?)\\[\])]</\1>', re.DOTALL)
+TEXT = re.compile(r"(<(?P<tag>t[dh]|p|li)\b[^>]*>)(.*?)(?=</?(?:t[dhr]|p|li|table)\b)", re.DOTALL)
+# A space of a quantity: before a unit, and around the sign of an interval.
+QUANTITY = re.compile(r"(?<=\d) (?=(?:%|±|points?\b|[KMGT]i?B\b|m?s\b|seconds\b))|(?<=±) (?=\d)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".sh": "bash"}
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 
 
 def on_config(config: Any) -> Any:
-    """Give headings the anchors that code hosts give them."""
+    """Give headings the anchors that code hosts give them, and the site its version."""
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
+    package = (ROOT / "fusion_bench_featcal" / "__init__.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^__version__ = "(.+)"', package, re.MULTILINE)
+    config.site_name = f"{config.site_name} {version}"
     return config
 
 
@@ -104,10 +111,17 @@ def repository_files(source: Path, config: Any) -> list[File]:
     return [File.generated(config, site_path(source), content=text), *more]
 
 
+def source_uri(uri: str) -> str:
+    """Address on the site of a page's Markdown."""
+    return f"sources/{uri}.txt"
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the files of the repository that pages link to."""
     seen: set[Path] = set()
     for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        files.append(File.generated(config, source_uri(site_path(page)), content=text))
         for target in linked_files(page, seen):
             for file in repository_files(target, config):
                 if file.src_uri not in files.src_uris:
@@ -115,20 +129,29 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Lead links to other files of the repository to their pages."""
     uri = page.file.src_uri
+    page.meta.update(config.extra["pages"].get(uri, {}))
     if uri.startswith("results/"):  # many tables of numbers, which the pages quote
         page.meta["search"] = {"exclude": True}
-    return markdown if uri.startswith("repository/") else relinked(markdown, ROOT / "docs" / uri)
+    if uri.startswith("repository/"):
+        return markdown
+    page.edit_url = os.path.relpath(
+        source_uri(uri), Path(uri).parent
+    )  # the theme's link to a source
+    return relinked(markdown, ROOT / "docs" / uri)
 
 
 def on_page_content(html_text: str, **_: Any) -> str:
-    """Turn formulas into MathML."""
+    """Turn formulas into MathML, and keep each number and its unit on one line."""
 
     def formula(match: re.Match[str]) -> str:
         if match[1] == "span":
             return convert(html.unescape(match[2]))
         return f'<div class="formula">{convert(html.unescape(match[2]), display="block")}</div>'
 
-    return FORMULA.sub(formula, html_text)
+    def quantities(match: re.Match[str]) -> str:
+        return match[1] + QUANTITY.sub("\N{NO-BREAK SPACE}", match[3])
+
+    return TEXT.sub(quantities, FORMULA.sub(formula, html_text))

@@ -1,0 +1,32 @@
+"""Draws docs/figures/accuracies.svg: average accuracies on the bundled suites, from docs/results.
+
+python scripts/draw_accuracies.py
+"""
+
+from paper import ROOT, read
+from write_tables import SUITES, prepared
+
+from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.lab.report.charts import dots, svg
+from fusion_bench_featcal.results.intervals import SEEDS, Interval
+
+ROWS = {"task_arithmetic": "merged", "featcal": "featcal", "featcal:plus": "featcal:plus",
+        "experts": "experts"}  # fmt: skip
+FILE = ROOT / "docs" / "figures" / "accuracies.svg"
+
+
+def figure_text() -> str:
+    """The figure: a line for each suite, a dot for each row with 64 samples per task."""
+    rows: dict[str, dict[str, Interval]] = {name: {} for name in ROWS.values()}
+    for suite, category in SUITES.items():
+        for row in map(prepared, read("comparison", f"draws-{suite}-n64.json")["rows"]):
+            if row["name"] in ROWS:
+                average, half = 100 * row["accuracy"]["average"], 100 * (row["half"] or 0.0)
+                value = Interval(average, average - half, average + half, SEEDS)
+                rows[ROWS[row["name"]]][category] = value
+    figure = dots({"": rows}, "average accuracy, %")
+    return svg(figure)
+
+
+if __name__ == "__main__":
+    write_atomic(FILE, figure_text(), "docs/figures")
