@@ -1,4 +1,4 @@
-"""Sources of weights, and experts of which one block at a time is in memory."""
+"""Sources of weights, and experts with one block at a time in memory."""
 
 from fusion_bench_featcal.experts.expert_model import (
     ExpertModel,

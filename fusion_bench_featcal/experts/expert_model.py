@@ -1,4 +1,4 @@
-"""Experts that hold one block's weights at a time, paired with the merged model's names."""
+"""Experts with one block's weights in memory, addressed by the merged model's names."""
 
 import difflib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -16,22 +16,22 @@ from fusion_bench_featcal.settings import CalibrationError
 
 _ALIGNMENT = 64  # bytes, as torch's own CPU allocator aligns
 MOST_PINNED = 256 * 2**20
-"""Bytes of the largest tensor that goes to a GPU through pinned memory."""
+"""Bytes of the largest tensor that is copied to a GPU through pinned memory."""
 
 
 class ExpertModel:
-    """An expert as a runnable copy of the merged model's structure, empty but for what is loaded.
+    """An expert as a runnable copy of the merged model's structure, with only loaded tensors.
 
-    Parameters live on the meta device until `loaded` brings some in, in the merged model's dtype.
+    Parameters are on the meta device until `loaded` reads them, in the merged model's dtype.
 
     Attributes:
-        source: Its weights.
+        source: The expert's weights.
         module: The runnable copy.
         keys: Name in the merged model's `state_dict` -> name in the source.
-        sizes: Bytes of the tensors that were read, by the source's names. Reading one again adds
-            nothing.
-        digests: Their digests, where these are wanted.
-        stand_ins: Tensors in place of those that are not read, by the source's names.
+        sizes: Bytes of all tensors read so far, by the source's names. Reading a tensor twice
+            counts once.
+        digests: Their digests, if `hashed`.
+        stand_ins: Replacements of tensors that are not read, by the source's names.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class ExpertModel:
         spared: Container[str] = (),
         hashed: bool = False,
     ) -> None:
-        """Pair the expert's tensors with the model's names and check every shape, reading none.
+        """Map the model's names to the expert's tensors and check every shape. Reads no tensor.
 
         Args:
             name: Its name in the model pool (for an expert, the task's), for messages.
-            source: Its weights.
+            source: The weights.
             like: The merged model, whose structure and dtypes the expert takes.
-            role: What messages call it.
-            device: Device of the tensors that are loaded; None: that of the merged model's.
-            spared: Names of the merged model's tensors that are not needed: the expert may lack
-                them or have others.
-            hashed: Whether to digest what is read.
+            role: Role of the model in messages.
+            device: Device of loaded tensors; None: the merged model's device.
+            spared: Names of the merged model's tensors that are not needed. The expert may lack
+                them, or have other shapes.
+            hashed: Whether to digest tensors as they are read.
 
         Raises:
             CalibrationError: If a tensor is missing or has another shape, naming it.
@@ -74,10 +74,10 @@ class ExpertModel:
         self.module = hollow_copy(like, device)
 
     def stored(self, name: str) -> Tensor:
-        """Return one tensor under the merged model's name, as it is stored.
+        """Return one tensor under the merged model's name, in its stored dtype.
 
         Raises:
-            CalibrationError: If it cannot be read, holds NaN or, as a parameter, infinity, or
+            CalibrationError: If it cannot be read, has NaN or (as a parameter) infinity, or has
                 integers in place of real numbers.
         """
         key = self.keys[name]
@@ -101,10 +101,10 @@ class ExpertModel:
         return stored
 
     def _count(self, key: str, tensor: Tensor) -> None:
-        """Note that a tensor of the source was read."""
+        """Record that a tensor of the source was read."""
         try:
             self.sizes[key] = known_bytes(self.source, key)
-        except CalibrationError:  # the source does not tell
+        except CalibrationError:  # the source has no `nbytes`
             self.sizes[key] = tensor.nbytes
         if self._hashed:
             self.digests[key] = digest_tensor(tensor)
@@ -114,39 +114,39 @@ class ExpertModel:
         return self._like[name][0]
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return some rows of one tensor on the CPU, read alone where the source can."""
+        """Return some rows of one tensor on the CPU. Reads only these if the source supports it."""
         return rows_of(self.source, self.keys[name], start, stop)
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor under the merged model's name, in its dtype and on its device.
 
         Raises:
-            CalibrationError: If it holds NaN, or, as a parameter, infinity.
+            CalibrationError: If it has NaN or (as a parameter) infinity.
         """
         dtype, device = self._like[name]
         tensor = copied_to(self.stored(name), device, dtype)
-        # Part of a tensor may start anywhere, and matrix products round differently by alignment:
-        # an expert must give the same result from a file and from memory.
+        # A tensor from a file may start at any byte, and matrix products round differently by
+        # alignment. An expert must give the same result from a file and from memory.
         aligned = tensor.device.type != "cpu" or tensor.data_ptr() % _ALIGNMENT == 0
         return tensor if aligned else tensor.clone()
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes that reading one tensor, by the merged model's name, takes.
+        """Return the bytes to read for one tensor, by the merged model's name.
 
         Raises:
-            CalibrationError: If the source does not tell.
+            CalibrationError: If the source has no sizes.
         """
         return known_bytes(self.source, self.keys[name])
 
     def will_need(self, names: Iterable[str]) -> None:
-        """Let the source begin to read those of the named tensors that were not read before."""
+        """Start reading ahead the named tensors that were not read before."""
         keys = dict.fromkeys(self.keys[name] for name in names if name in self.keys)
         unread = [k for k in keys if k not in self.sizes and k not in self.stand_ins]
         read_ahead(self.source, unread)
 
     @contextmanager
     def loaded(self, names: Iterable[str]) -> Iterator[nn.Module]:
-        """Context with the module that has the named tensors in memory.
+        """Context with the named tensors in memory.
 
         Args:
             names: Names in the merged model's `state_dict`.
@@ -168,7 +168,7 @@ class ExpertModel:
 
 
 def fitted_to(names: Iterable[str], source: ExpertSource) -> ExpertSource:
-    """Return a source in which experts of a mixture are stored as in a model with some names."""
+    """Return a source whose mixtures store their experts in the layout of the given names."""
     endings = (".experts.gate_up_proj", ".experts.down_proj")
 
     def joins(available: Iterable[str]) -> bool:
@@ -182,10 +182,10 @@ def fitted_to(names: Iterable[str], source: ExpertSource) -> ExpertSource:
 
 
 def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a tensor on a device and in a dtype, itself if it is so already.
+    """Return a tensor on a device and in a dtype, the same object if nothing changes.
 
-    To a GPU it goes through pinned memory: the copy is queued, and while the GPU is busy the host
-    reads the next tensor. Torch never gives pinned memory back, so the largest ones go without.
+    Copies to a GPU go through pinned memory and are queued, so that the host reads the next tensor
+    while the GPU is busy. Torch never frees pinned memory, so the largest tensors go without.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         if tensor.dtype.itemsize > dtype.itemsize:
@@ -196,13 +196,13 @@ def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tenso
 
 
 def names_under(names: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """Select the tensor names that lie inside one of the modules."""
+    """Select the tensor names inside any of the modules."""
     prefixes = tuple(f"{module}." for module in modules)
     return [name for name in names if name.startswith(prefixes)]
 
 
 def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Put a tensor in the place of a model's parameter or buffer, and return the one before it."""
+    """Replace a model's parameter or buffer by a tensor, and return the old one."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     is_parameter = leaf in module._parameters
@@ -217,12 +217,12 @@ def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
 def hollow_copy(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """Return the model's structure with parameters and persistent buffers on the meta device.
 
-    Buffers that no checkpoint stores (position ids, rotary frequencies) are copied: they belong to
-    the structure. No weight is copied even for a moment: deepcopy takes its stand-in instead.
+    Buffers that no checkpoint stores (position ids, rotary frequencies) are copied, as part of the
+    structure. No weight is copied even temporarily: deepcopy receives an empty replacement.
 
     Args:
         model: The model.
-        device: Device of the buffers that are copied; None: where they are.
+        device: Device of the copied buffers; None: their current device.
     """
     stand_ins: dict[int, Tensor] = {}
     for tensor in model.state_dict(keep_vars=True).values():
@@ -238,7 +238,7 @@ def hollow_copy(model: nn.Module, device: torch.device | None = None) -> nn.Modu
 
 
 def aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Return for each tensor name the other names of the same (tied) parameter."""
+    """Return the other names of the same (tied) parameter for each tensor name."""
     groups: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), []).append(name)
@@ -253,10 +253,10 @@ def pair_names(
     tied: Mapping[str, list[str]],
     spared: Container[str] = (),
 ) -> dict[str, str]:
-    """Return the source's name of each of the model's tensors, with all shapes checked.
+    """Return the source's name of each of the model's tensors, and check all shapes.
 
-    All names of a tied tensor have one name in the source, under which it is read once. Of tensors
-    in `spared` those that do not fit are left out.
+    All names of a tied tensor have one name in the source, so it is read once. Tensors in `spared`
+    that do not fit are left out.
 
     Raises:
         CalibrationError: If a tensor is missing or has another shape, naming it.
@@ -287,9 +287,9 @@ def pair_names(
 
 
 def _renaming(available: set[str], names: set[str]) -> Callable[[str], str]:
-    """Find how the source spells the model's names: as they are, or with a prefix more or less.
+    """Find how the source spells the model's names: unchanged, or with one prefix more or less.
 
-    The same weights are `vision_model.x` in a file and, from transformers 5.6 on, `x` in memory.
+    The same weights are `vision_model.x` in files and, from transformers 5.6 on, `x` in memory.
     """
     prefixes = {name.split(".")[0] + "." for name in available | names}
     choices = [("", "")] + [(p, "") for p in sorted(prefixes)] + [("", p) for p in sorted(prefixes)]
@@ -300,5 +300,5 @@ def _renaming(available: set[str], names: set[str]) -> Callable[[str], str]:
     def covered(choice: tuple[str, str]) -> int:
         return sum(rename(name, *choice) in available for name in names)
 
-    best = max(choices, key=covered)  # the first of equals: names as they are
+    best = max(choices, key=covered)  # on a tie the first one: unchanged names
     return lambda name: rename(name, *best)

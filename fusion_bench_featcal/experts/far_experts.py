@@ -1,4 +1,4 @@
-"""Distances of experts from the base and angles between them, on a sample of their weights."""
+"""Distances of experts from the base and angles between them, from a sample of their weights."""
 
 import itertools
 import math
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from fusion_bench_featcal.experts import ExpertModel
 
 FAR = 5.0
-"""An expert is far whose distance from the base is over this many times the others' median."""
+"""Ratio to the others' median distance from the base above which an expert is reported as far."""
 
 ALIKE = 0.3
-"""Cosine of two task vectors from which a note names them. Those of the bundled suites have at most
-0.21, 0.02 to 0.06 on average; with one of the experts in place of the base they have 0.5 to 0.6."""
+"""Cosine of two task vectors from which they are reported. Task vectors of the bundled suites have
+at most 0.21, 0.02 to 0.06 on average. With an expert in place of the base they have 0.5 to 0.6."""
 
 _MATRICES = 8
 _ROWS = 64
 
 
 def far_experts(experts: Mapping[str, ExpertModel], base: nn.Module) -> list[str]:
-    """A sentence for each expert far farther from the base than the others, and on experts alike.
+    """Return a sentence for each expert far from the base, and one on very similar experts.
 
-    Of each expert the first rows of a few matrices are read, spread evenly over the model.
+    The first rows of a few matrices of each expert are read, spread evenly over the model.
 
     Args:
         experts: Task -> expert.
@@ -50,13 +50,13 @@ def far_experts(experts: Mapping[str, ExpertModel], base: nn.Module) -> list[str
 
 
 def experts_alike(vectors: Mapping[str, Tensor], base: str) -> list[str]:
-    """A sentence on the two experts whose task vectors are the most alike, above `ALIKE`.
+    """Return a sentence on the most similar pair of experts, if their cosine is above `ALIKE`.
 
-    With one fine-tuned model in place of the base, all task vectors share its own, reversed.
+    With a fine-tuned model in place of the base, all task vectors contain its reversed task vector.
 
     Args:
         vectors: Task -> task vector, as `task_vectors` gives them.
-        base: The base in messages.
+        base: Name of the base in messages.
     """
     units = {task: v / v.norm() for task, v in vectors.items() if 0 < v.norm() < math.inf}
     pairs = [(float(units[a] @ units[b]), a, b) for a, b in itertools.combinations(units, 2)]
@@ -95,7 +95,7 @@ def base_sample(base: nn.Module | ExpertModel) -> dict[str, Tensor]:
 
 
 def _sampled(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Matrices evenly spread over the model; the largest half (embeddings) is left out."""
+    """Return names of matrices spread over the model, without the largest half (embeddings)."""
     sizes = {n: t.numel() for n, t in tensors.items() if t.ndim == 2 and t.is_floating_point()}
     if not sizes:
         return []

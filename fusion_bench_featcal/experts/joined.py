@@ -1,4 +1,4 @@
-"""Matrices of a mixture's experts, joined into one tensor as transformers 5 has them in memory."""
+"""Experts of a mixture joined into one tensor, the layout of transformers 5."""
 
 import re
 
@@ -15,10 +15,10 @@ _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 class JoinedExperts(SourceView):
-    """Weights with a matrix for each expert of a mixture, shown as one tensor for all of them."""
+    """Weights of a checkpoint with one matrix per expert, as one tensor for all experts."""
 
     def __init__(self, source: ExpertSource) -> None:
-        """Refer to a source."""
+        """Wrap a source."""
         super().__init__(source)
         matrices: dict[tuple[str, str, int], str] = {}
         self._stored: dict[str, list[list[str]]] = {}  # names of the parts of each expert
@@ -45,7 +45,7 @@ class JoinedExperts(SourceView):
         return (self._source.names() - hidden) | self._stored.keys() | self._renamed.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of one tensor: `[experts, rows, columns]` of joined ones."""
+        """Return the shape of one tensor: `[experts, rows, columns]` if it is joined."""
         if name not in self._stored:
             return self._source.shape(self._renamed.get(name, name))
         experts = self._stored[name]
@@ -53,7 +53,7 @@ class JoinedExperts(SourceView):
         return len(experts), rows * len(experts[0]), columns
 
     def origins(self, name: str) -> list[tuple[ExpertSource, str]]:
-        """Return the source with the names of the matrices of one tensor."""
+        """Return the source and the names of the matrices of one tensor."""
         rows = self._stored.get(name, [[self._renamed.get(name, name)]])
         return [(self._source, part) for row in rows for part in row]
 
@@ -64,7 +64,7 @@ class JoinedExperts(SourceView):
         return self._joined(self._stored[name])
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read some rows of one tensor: of joined ones some experts."""
+        """Read some rows of one tensor: some experts if it is joined."""
         if name not in self._stored:
             return rows_of(self._source, self._renamed.get(name, name), start, stop)
         return self._joined(self._stored[name][start:stop])

@@ -1,4 +1,4 @@
-"""Experts stored as PEFT adapters, made whole tensor by tensor: base + scale * B A, or DoRA."""
+"""Experts stored as PEFT adapters, expanded tensor by tensor: base + scale * B A, or DoRA."""
 
 import math
 import re
@@ -15,14 +15,14 @@ from fusion_bench_featcal.experts.source import ExpertSource, SourceView, rows_o
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.untrusted import read_json
 
-PREFIX = "base_model.model."  # what PEFT puts before the names of the model it wraps
+PREFIX = "base_model.model."  # PEFT's prefix for names of the model it wraps
 _FACTOR = re.compile(
     re.escape(PREFIX)
     + r"(?P<module>.+)\.lora_(?P<kind>(?:embedding_)?[AB]|magnitude_vector)(?:\.weight)?"
 )
-# Keys of adapter_config.json that say what the weights are worth, and those that tell how they
-# were trained or where they apply, which the weights' own names tell better. Any other key that is
-# set changes the weights in a way that is not known here.
+# Keys of adapter_config.json that define the scale of the weights, and keys about training or
+# target modules, which the tensors' names define more reliably. Any other key that is set may
+# change the weights in an unsupported way.
 _USED = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
 _USED |= {"fan_in_fan_out", "init_lora_weights"}
 _WITHOUT_EFFECT = {
@@ -38,7 +38,7 @@ _MERGE_IT = "Merge it by PEFT (merge_and_unload, save_pretrained) and name that 
 
 @dataclass(frozen=True)
 class _Change:
-    """Change of one weight: names of the adapter's tensors, and how they apply.
+    """Change of one weight: names of the adapter's tensors and their use.
 
     Attributes:
         down: The factor A, `[rank, inputs]`.
@@ -56,24 +56,23 @@ class _Change:
 
 
 class LoraExpert(SourceView):
-    """Weights of a base model with a LoRA or DoRA adapter added, as PEFT merges them.
+    """Weights of a base model plus a LoRA or DoRA adapter, merged as PEFT does it.
 
-    Modules that were trained whole (`modules_to_save`, biases) replace those of the base.
+    Fully trained modules (`modules_to_save`, biases) replace the base's modules.
     """
 
     def __init__(self, base: ExpertSource, adapter: str | Path, part: str = "") -> None:
-        """Pair an adapter's matrices with the base's tensors.
+        """Map an adapter's matrices to the base's tensors.
 
         Args:
             base: The base model's weights.
             adapter: Folder with `adapter_config.json` and `adapter_model.safetensors`.
-            part: Beginning of the names of the base's part that the adapter was made for, such as
+            part: Prefix of the base's tensors that the adapter was trained for, such as
                 `vision_model.`.
 
         Raises:
             FileNotFoundError: If a file is missing.
-            CalibrationError: If the adapter is of a kind that is not read here, or does not fit
-                the base.
+            CalibrationError: If the kind of adapter is not supported, or it does not fit the base.
         """
         super().__init__(base)
         self._folder = Path(adapter)
@@ -85,7 +84,7 @@ class LoraExpert(SourceView):
         self._pair()
 
     def origins(self, name: str) -> list[tuple[ExpertSource, str]]:
-        """Return the tensors of base and adapter of which one is made."""
+        """Return the tensors of base and adapter that one tensor is computed from."""
         if name in self._copies:
             return [(self._weights, self._copies[name])]
         change = self._changes.get(name)
@@ -93,7 +92,7 @@ class LoraExpert(SourceView):
         return [*super().origins(name), *((self._weights, factor) for factor in names if factor)]
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor, with the adapter's share if it has one, in the base's dtype."""
+        """Return one tensor in the base's dtype, including the adapter's change."""
         if name in self._copies:
             return self._weights.tensor(self._copies[name])
         return self._changed(super().tensor(name), name)
@@ -102,11 +101,11 @@ class LoraExpert(SourceView):
         """Return some rows of one tensor."""
         change = self._changes.get(name)
         if name in self._copies or (change is not None and change.is_transposed):
-            return self.tensor(name)[start:stop]  # DoRA's norms need all rows there
+            return self.tensor(name)[start:stop]  # DoRA's norms are over all inputs, here rows
         return self._changed(rows_of(self._source, name, start, stop), name, start)
 
     def _changed(self, rows: Tensor, name: str, start: int = 0) -> Tensor:
-        """Add the adapter's share to rows of a tensor, from number `start` on."""
+        """Add the adapter's change to rows of a tensor, from row `start` on."""
         change = self._changes.get(name)
         if change is None:
             return rows
@@ -123,7 +122,7 @@ class LoraExpert(SourceView):
         return weight.reshape(rows.shape).to(rows.dtype)
 
     def _pair(self) -> None:
-        """Find the base's tensor of each of the adapter's.
+        """Find the base's tensor for each of the adapter's tensors.
 
         Raises:
             CalibrationError: If there is none, or it has another shape.
@@ -162,7 +161,7 @@ class LoraExpert(SourceView):
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _is_transposed(self, module: str, down: str, up: str, *, is_embedding: bool) -> bool:
-        """Return whether the base stores inputs first, after a look at all shapes."""
+        """Return whether the base stores inputs first. Checks all shapes."""
         name = f"{self._part}{module}.weight"
         if name not in self.names():
             raise self._unusable(f"the base has no module {module!r}, so it is for another")
@@ -188,11 +187,11 @@ class LoraExpert(SourceView):
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """An adapter's config, refused where it is of a kind that is not read here.
+    """Return an adapter's config. Unsupported kinds are refused.
 
     Raises:
         FileNotFoundError: If there is none.
-        CalibrationError: If it is damaged or not understood, naming the key.
+        CalibrationError: If it is damaged, or a key is not supported, naming the key.
     """
     file = folder / "adapter_config.json"
     try:
@@ -212,7 +211,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """A module's own value where a pattern names it (any end of its name), else the default."""
+    """Return a module's value if a pattern matches an end of its name, else the default."""
     for pattern, value in (patterns or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return value

@@ -1,4 +1,4 @@
-"""A merged model that is merged when it is read: task arithmetic, or an average of experts."""
+"""A merged model that is computed while it is read: task arithmetic, or an average of experts."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,14 +11,14 @@ from fusion_bench_featcal.experts.expert_model import ExpertModel
 from fusion_bench_featcal.experts.source import SourceView
 
 ENTRIES = 2**22
-"""Most numbers of a tensor that are merged at once, in float32."""
+"""Largest number of entries of a tensor that are merged at once, in float32."""
 
 
 class MergedOnRead(SourceView):
     """Weights of a merger, computed when a tensor is read.
 
-    Task arithmetic is `W_base + scale sum_i (W_i - W_base)`, an average `mean_i W_i`. Sums are in
-    float32, and no more than some rows of each model are in memory at once.
+    Task arithmetic is `W_base + scale sum_i (W_i - W_base)`, an average is `mean_i W_i`. Sums are
+    in float32, with only some rows of each model in memory at once.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class MergedOnRead(SourceView):
         """Refer to the models.
 
         Args:
-            like: The model whose names, shapes and dtypes the merged one has. Tensors that hold no
-                real numbers are its own.
+            like: The model with the names, shapes and dtypes of the merged one. Tensors without
+                real numbers are taken from it.
             base: The base.
             experts: The experts.
             scale: Scale of the sum of the experts' steps; None: the experts' average.
@@ -53,11 +53,11 @@ class MergedOnRead(SourceView):
             self._merge(of_model, start, rows[start : start + step])
         if not all_finite(merged):
             for model in (self._base, *self._experts):
-                model.stored(of_model)  # raises if the values are this model's
+                model.stored(of_model)  # raises if this model has the NaN or infinity
         return merged
 
     def will_need(self, names: Iterable[str]) -> None:
-        """Let all models that are merged read ahead some tensors."""
+        """Let all models read ahead some tensors."""
         of_model = [self._names[name] for name in names if name in self._names]
         for model in (*([] if self._scale is None else [self._base]), *self._experts):
             model.will_need(of_model)

@@ -1,4 +1,4 @@
-"""Configs of experts, compared in what changes a model's function with the model that runs them."""
+"""Comparison of experts' configs with the merged model's, for settings that change the function."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -8,7 +8,7 @@ from typing import Any
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.untrusted import read_json
 
-# Names, training, sizes (tensors' shapes tell them) and keys that others follow from.
+# Names, training, sizes (checked by tensor shapes) and keys that follow from others.
 _BOOKKEEPING = {
     "attn_implementation", "auto_map", "d_ff", "d_model", "dtype", "gradient_checkpointing",
     "hidden_size", "intermediate_size", "max_window_layers", "n_embd", "n_inner", "num_labels",
@@ -18,7 +18,7 @@ _BOOKKEEPING = {
 _BOOKKEEPING_STARTS = ("_", "output_", "summary_")
 _BOOKKEEPING_ENDS = ("_token_id", "_token_ids", "_token_index")
 _BOOKKEEPING_WITHIN = ("drop", "init")  # dropout rates, initialisation
-# Releases of transformers write these on their own or inside `rope_parameters`.
+# Depending on the release, transformers writes these at the top or inside `rope_parameters`.
 _ROPE = "rope_parameters"
 _OF_ROPE = ("rope_theta", "partial_rotary_factor")
 _SHOWN = 4
@@ -26,7 +26,7 @@ _GENERATE = "custom_generate/generate.py"
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """Content of a checkpoint's config.json, None if it has none.
+    """Return a checkpoint's config.json, None if it has none.
 
     Args:
         folder: The checkpoint's folder.
@@ -49,7 +49,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
 
 
 def config_of(model: Any) -> Any:
-    """The config of a module or of a source of weights, None if it has none."""
+    """Return the config of a module or of a source of weights, None if it has none."""
     return getattr(model, "config", None)
 
 
@@ -62,23 +62,23 @@ def check_same_function(
     role: str = "expert",
     other: str = "the merged model",
 ) -> None:
-    """Refuse a model whose config makes it another function than the model that runs its weights.
+    """Refuse a model whose config defines another function than the model that runs its weights.
 
-    Every model's weights run in the merged model's modules. A key that one config lacks has its
-    class's default; names, dtypes, token ids, sizes of vocabularies and all that concerns training
-    or generation may differ.
+    Every model's weights run in the merged model's modules. A key missing in one config has its
+    class's default. Names, dtypes, token ids, vocabulary sizes and everything about training or
+    generation may differ.
 
     Args:
         name: The model's name in the pool, or the task's.
         config: Its transformers config or the content of config.json; None: nothing is compared.
-        reference: The config of the model that runs its weights, or None. Where only one of the
-            two is a part of the other's kind (CLIP's vision tower), the parts are compared.
+        reference: The config of the model that runs its weights, or None. If only one of the two
+            contains the other's kind as a part (CLIP's vision tower), the parts are compared.
         ignored: Keys that may differ: `method.ignore_config`.
-        role: What messages call the model.
-        other: What messages call the model that runs its weights.
+        role: Role of the model in messages.
+        other: Name in messages of the model that runs its weights.
 
     Raises:
-        CalibrationError: If they differ, naming keys and both values.
+        CalibrationError: If they differ, naming keys and values.
     """
     differing = differences(config, reference, ignored)
     if not differing:
@@ -100,18 +100,18 @@ def check_same_function(
 
 def differences(config: Any, reference: Any, ignored: Sequence[str]) -> dict[str, tuple[Any, Any]]:
     """Return keys that make two configs different functions, sorted, with both values."""
-    ours, theirs = complete_config(config), complete_config(reference)
-    if ours is None or theirs is None:
+    full_config, full_reference = complete_config(config), complete_config(reference)
+    if full_config is None or full_reference is None:
         return {}
-    ours = matching_part(ours, theirs.get("model_type"))
-    theirs = matching_part(theirs, ours.get("model_type"))
-    values, expected = dict(_flat(ours)), dict(_flat(theirs))
+    full_config = matching_part(full_config, full_reference.get("model_type"))
+    full_reference = matching_part(full_reference, full_config.get("model_type"))
+    values, expected = dict(_flat(full_config)), dict(_flat(full_reference))
     keys = sorted(key for key in values.keys() & expected.keys() if _counts(key, ignored))
     return {k: (values[k], expected[k]) for k in keys if values[k] != expected[k]}
 
 
 def complete_config(config: Any) -> dict[str, Any] | None:
-    """A config as a dictionary, with its class's default where it lacks a key.
+    """Return a config as a dictionary, with its class's defaults for missing keys.
 
     Args:
         config: A transformers config, the content of config.json, or anything else.
@@ -130,19 +130,19 @@ def complete_config(config: Any) -> dict[str, Any] | None:
         return values
     try:
         return CONFIG_MAPPING[values["model_type"]].from_dict(values).to_dict()
-    except Exception:  # values that its class refuses: the model's own loader says it better
+    except Exception:  # values that its class refuses: the model's loader has the better message
         return values
 
 
 def matching_part(config: Mapping[str, Any], model_type: Any) -> dict[str, Any]:
-    """The part of a config that is of a model type, such as CLIP's vision tower; else all of it."""
+    """Return the part of a config with a model type (CLIP's vision tower), else all of it."""
     nested = (part for part in config.values() if isinstance(part, Mapping))
     part = next((part for part in nested if part.get("model_type") == model_type), None)
     return dict(config if part is None or config.get("model_type") == model_type else part)
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys with dots and plain values; lists for tuples, and what rope is made of in one place."""
+    """Yield keys joined by dots with plain values. Tuples become lists, rope keys are merged."""
     inside_rope = prefix.endswith(f"{_ROPE}.")
     for key, value in (config if inside_rope else _with_rope_together(config)).items():
         if isinstance(value, Mapping) and value:
@@ -165,7 +165,7 @@ def _with_rope_together(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counts(key: str, ignored: Sequence[str]) -> bool:
-    """Tell whether a key changes the model's function, and the user did not say to ignore it."""
+    """Return whether a key changes the model's function and is not ignored by the user."""
     words = {key, *key.split(".")}
     if words & {*ignored, *_BOOKKEEPING} or (words - {"model_type"}) & _common():
         return False
@@ -179,7 +179,7 @@ def _counts(key: str, ignored: Sequence[str]) -> bool:
 
 @cache
 def _common() -> frozenset[str]:
-    """Keys that every config has, or that say how a model generates."""
+    """Return keys that every config has, or that concern generation."""
     from transformers import GenerationConfig, PretrainedConfig
 
     return frozenset(PretrainedConfig().to_dict()) | frozenset(GenerationConfig().to_dict())

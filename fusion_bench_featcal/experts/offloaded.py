@@ -8,10 +8,11 @@ from fusion_bench_featcal.experts.source import ExpertSource, Tensors
 
 
 def offloaded(structure: nn.Module, source: ExpertSource, device: torch.device) -> nn.Module:
-    """Return a model that reads its weights while it runs, by accelerate's hooks.
+    """Return a model that reads its weights while it runs, using accelerate's hooks.
 
     Args:
-        structure: The model's structure, on the meta device but for buffers that no checkpoint has.
+        structure: The model's structure, on the meta device except for buffers that no checkpoint
+            has.
         source: Its weights.
         device: Device on which it runs.
 
@@ -25,7 +26,7 @@ def offloaded(structure: nn.Module, source: ExpertSource, device: torch.device) 
     attach_align_device_hook(
         model.module, device, offload=True, weights_map=tensors, offload_buffers=True
     )
-    # transformers puts inputs where a model says it is, which its empty tensors do not tell.
+    # transformers moves inputs to the model's device, which its empty tensors do not give.
     kind = type(model.module)
     model.module.__class__ = type(kind.__name__, (kind,), {"device": device})
     return model.module
@@ -33,7 +34,7 @@ def offloaded(structure: nn.Module, source: ExpertSource, device: torch.device) 
 
 @torch.no_grad()
 def fill(model: nn.Module, source: ExpertSource) -> None:
-    """Give a model in memory a source's values, in its dtypes. Raises as `offloaded`."""
+    """Copy a source's values into a model in memory, in its dtypes. Raises as `offloaded`."""
     weights, filled = ExpertModel("filled", source, model, role="model"), set[int]()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in filled:  # a tied matrix is read once

@@ -1,4 +1,4 @@
-"""Weights of base and experts, with a count of the bytes read and a budget for them."""
+"""Weights of base and experts, with a count and a budget of the bytes read."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from fusion_bench_featcal.read_budgets import budget_in_bytes
 from fusion_bench_featcal.settings import CalibrationError
 
 BASE = "_pretrained_"
-"""Name of the base model, as FusionBench's pools have it."""
+"""Name of the base model in FusionBench's pools."""
 
 OUTSIDE = "outside the blocks"
 
@@ -31,8 +31,8 @@ class Grant:
     """Reads that a budget allows.
 
     Attributes:
-        limit: Most bytes to read of all experts; None: any.
-        full: Bytes of a full read; None: a source does not tell its sizes.
+        limit: Largest number of bytes to read of all experts; None: no limit.
+        full: Bytes of a full read; None: a source has no sizes.
         bytes: Bytes of the granted tensors.
         omitted: Expert -> tensors that are not read, by the merged model's names.
     """
@@ -45,13 +45,13 @@ class Grant:
 
 @dataclass(frozen=True)
 class Weights:
-    """Base and experts of one calibration. Each tensor that is read counts once.
+    """Base and experts of one calibration. Each tensor counts once, however often it is read.
 
     Attributes:
-        base: The base model; None: nothing is read of it.
+        base: The base model; None: it is not read.
         experts: The expert of each task of this process.
-        tasks: All tasks, those of other processes, too.
-        grant: What may be read of the experts.
+        tasks: All tasks, including tasks of other processes.
+        grant: Tensors of the experts that may be read.
     """
 
     base: ExpertModel | None
@@ -71,16 +71,16 @@ class Weights:
         merged: Tensors,
         gather: Gather,
     ) -> "Weights":
-        """Spend a budget on the experts' tensors by their position, on all experts alike.
+        """Apply a budget to the experts' tensors in forward order, equally for all experts.
 
         Args:
             budget: The setting `expert_read_budget`; None: everything is read.
-            order: The merged model's names of the tensors that are read, in forward order.
-            merged: The merged model's tensors, which stand in.
-            gather: Exchanges values with other processes, whose experts count, too.
+            order: The merged model's names of the tensors to read, in forward order.
+            merged: The merged model's tensors, which replace the ones not read.
+            gather: Exchanges values with other processes, whose experts count as well.
 
         Raises:
-            CalibrationError: If there is a budget, and a source does not tell its sizes.
+            CalibrationError: If there is a budget and a source has no sizes.
         """
         sizes: dict[str, Mapping[str, tuple[str, int]]] = {}
         try:
@@ -107,7 +107,7 @@ class Weights:
         merged: Mapping[str, Tensor],
         gather: Gather,
     ) -> dict[str, Any]:
-        """Return what was read, fit for JSON. docs/read_budget.md explains the entries.
+        """Return the record of all reads, fit for JSON. docs/read_budget.md explains the entries.
 
         Args:
             budget: The setting `expert_read_budget`.
@@ -140,7 +140,7 @@ class Weights:
         }
 
     def _hashes(self, merged: Mapping[str, Tensor], gather: Gather) -> dict[str, Any] | None:
-        """Return digests of what was read and of the merged model, where these are wanted."""
+        """Return digests of the tensors read and of the merged model, if they were requested."""
         gathered = gather({name: model.digests for name, model in self.models.items()})
         models = {
             name: {"all": digest_json(digests), "tensors": dict(sorted(digests.items()))}
@@ -153,7 +153,7 @@ class Weights:
         return {"models": models, "merged": whole}
 
     def _joined(self, gathered: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict]:
-        """Join what processes have noted of each model's tensors, the models in order."""
+        """Join the processes' records of each model's tensors, with the models in order."""
         joined: dict[str, dict[str, Any]] = defaultdict(dict)
         for part in gathered:
             for name, of_model in part.items():
@@ -173,18 +173,18 @@ def open_weights(
     spared: Collection[str] = (),
     hashed: bool = False,
 ) -> Weights:
-    """Open base and experts, of which only names and shapes are read.
+    """Open base and experts. Only names and shapes are read.
 
     Args:
         merged: The merged model, with its config.
-        working: The calibrated model, whose dtypes and device the experts take.
-        base: The base model; None: nothing is read of it.
+        working: The calibrated model, which sets the dtypes and the device of the experts.
+        base: The base model; None: it is not read.
         experts: Experts by task.
-        ignored: Keys of configs in which they may differ (`ignore_config`).
-        view: The family's view of models, which shows their sources, too.
+        ignored: Config keys that may differ (`ignore_config`).
+        view: The family's view of models, which also applies to their sources.
         tasks: The tasks of this process. Other experts are not opened.
-        spared: Names of tensors that are not needed, as of heads.
-        hashed: Whether to digest what is read.
+        spared: Names of tensors that are not needed, such as heads.
+        hashed: Whether to digest tensors as they are read.
 
     Raises:
         CalibrationError: If a model's weights or config do not fit the merged model.
@@ -208,9 +208,9 @@ def open_weights(
 
 
 def grants(budget: float | str | None, sizes: Mapping[str, Mapping[str, tuple[str, int]]]) -> Grant:
-    """Grant modules in forward order, one expert's after another's, until the next does not fit.
+    """Grant modules in forward order, for all experts in turn, until the next one does not fit.
 
-    A larger budget grants all that a smaller one does, and more.
+    The tensors granted by a larger budget include all tensors granted by a smaller one.
 
     Args:
         budget: The setting `expert_read_budget`.
@@ -240,7 +240,7 @@ def grants(budget: float | str | None, sizes: Mapping[str, Mapping[str, tuple[st
 
 
 def _by_merged_names(model: ExpertModel) -> dict[str, int]:
-    """Return sizes of tensors that were read by the merged model's names, tied ones once."""
+    """Return sizes of the tensors read, by the merged model's names, tied ones once."""
     names = {key: name for name, key in reversed(model.keys.items())}
     return {names[key]: size for key, size in model.sizes.items()}
 

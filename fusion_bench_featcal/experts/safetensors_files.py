@@ -1,4 +1,4 @@
-"""Weights of a model that lie in safetensors files."""
+"""Weights of a model in safetensors files."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.untrusted import read_json
 
-# Complex, or codes that need a scale. Bytes without a sign are a mask in old checkpoints of GPT-2.
+# Complex numbers, or codes that need a scale. Unsigned bytes are a mask in old GPT-2 checkpoints.
 _UNUSABLE_DTYPES = ("C", "F4", "F6_", "F8", "I8")
 _UNUSABLE_WEIGHTS = ("U8",)
 DTYPES = {
@@ -27,12 +27,12 @@ DTYPES = {
 }  # fmt: skip
 
 REQUEST = 2**17
-"""Most bytes of a request to read ahead. Linux cuts longer ones to a window that is seldom less."""
+"""Largest request for reading ahead, in bytes. Linux cuts longer ones to about this size."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """Location of one tensor: its file, first byte, size, shape, and dtype as the header has it."""
+    """Location of one tensor: its file, first byte, size, shape, and the dtype in the header."""
 
     file: Path
     start: int
@@ -44,8 +44,8 @@ class _Stored:
 class SafetensorsExpert:
     """Weights read from safetensors files, tensor by tensor (sharded or not).
 
-    Tensors are read and not memory-mapped: a mapped file that another program cuts short kills the
-    process, and pages of a map that is kept stay resident.
+    Tensors are read rather than memory-mapped: if another program truncates a mapped file, the
+    process is killed, and pages of a mapping stay resident.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -57,15 +57,15 @@ class SafetensorsExpert:
 
         Raises:
             FileNotFoundError: If there is no such file.
-            CalibrationError: If a file is damaged or cannot be read, or a tensor is stored in a
-                dtype that holds no real numbers.
+            CalibrationError: If a file is damaged or cannot be read, or a tensor has a dtype
+                without real numbers.
         """
         self._folder = Path(path) if Path(path).is_dir() else Path(path).parent
         self._stored: dict[str, _Stored] = {}
         self._states: dict[Path, tuple[int, int]] = {}
         for file in safetensors_files(Path(path)):
             try:
-                with file.open("rb") as stream:  # safe_open takes any failure for a missing file
+                with file.open("rb") as stream:  # safe_open reports any failure as a missing file
                     self._states[file] = _state(stream)
                     with safe_open(file, framework="pt"):  # checks the header
                         self._stored |= _header(file, stream)
@@ -89,7 +89,7 @@ class SafetensorsExpert:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """Content of the config.json beside the weights, None if there is none.
+        """Return the content of the config.json next to the weights, None if there is none.
 
         Raises:
             CalibrationError: If it is damaged.
@@ -98,7 +98,7 @@ class SafetensorsExpert:
 
     @property
     def files(self) -> list[Path]:
-        """The files, in the order of their names."""
+        """Return the files, sorted by name."""
         return sorted({stored.file for stored in self._stored.values()})
 
     def names_in(self, file: Path) -> list[str]:
@@ -114,7 +114,7 @@ class SafetensorsExpert:
         return self._stored[name].shape
 
     def stored_dtype(self, name: str) -> str:
-        """Return the dtype of one tensor as the file's header has it: `F32`, `BF16`."""
+        """Return the dtype of one tensor as written in the header: `F32`, `BF16`."""
         return self._stored[name].dtype
 
     def nbytes(self, name: str) -> int:
@@ -125,18 +125,18 @@ class SafetensorsExpert:
         """Read one tensor.
 
         Raises:
-            CalibrationError: If the file is gone, or another than it was.
+            CalibrationError: If the file is gone or was replaced.
         """
         return self._read(name, 0, None)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read some rows of one tensor, a scalar whole. Raises as `tensor`."""
+        """Read some rows of one tensor; a scalar is read whole. Raises as `tensor`."""
         return self._read(name, start, stop)
 
     def will_need(self, names: Iterable[str]) -> None:
-        """Have the system, if it takes such requests, read tensors into its page cache.
+        """Ask the system, if it supports it, to read tensors into its page cache.
 
-        A thread makes the requests, since they wait while a slow disk is busy.
+        A thread makes the requests, because they block while a slow disk is busy.
         """
         tensors = [self._stored[name] for name in names if name in self._stored]
         if tensors and hasattr(os, "posix_fadvise"):
@@ -170,7 +170,7 @@ def _state(stream: BinaryIO) -> tuple[int, int]:
 
 
 def _header(file: Path, stream: BinaryIO) -> dict[str, _Stored]:
-    """Return the tensors of a file whose header has been checked, by name."""
+    """Return the tensors of a file with a checked header, by name."""
     size = int.from_bytes(stream.read(8), "little")
     header = json.loads(stream.read(size))
     header.pop("__metadata__", None)
@@ -184,7 +184,7 @@ def _header(file: Path, stream: BinaryIO) -> dict[str, _Stored]:
 
 def _request(tensors: Sequence[_Stored]) -> None:
     """Ask the system to read tensors ahead."""
-    with suppress(OSError):  # of a file that is gone: reading its tensor raises, with its name
+    with suppress(OSError):  # if the file is gone, reading its tensor raises and names it
         for tensor in tensors:
             end = tensor.start + tensor.nbytes
             with tensor.file.open("rb") as stream:
@@ -197,8 +197,8 @@ def safetensors_files(path: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint.
 
     Raises:
-        FileNotFoundError: If there is none, naming what was looked for.
-        CalibrationError: If the index is damaged, or names files that are not there.
+        FileNotFoundError: If there is none, naming the files that were expected.
+        CalibrationError: If the index is damaged, or lists files that do not exist.
     """
     if path.is_file():
         return [path]

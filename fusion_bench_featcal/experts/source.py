@@ -1,4 +1,4 @@
-"""Sources of weights: a model in memory, and views of other sources."""
+"""Sources of weights: the interface, a model in memory, and views of other sources."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -11,10 +11,9 @@ from fusion_bench_featcal.settings import CalibrationError
 class ExpertSource(Protocol):
     """A readable set of named tensors: one model's weights.
 
-    A source may have `rows(name, start, stop)`, which reads no more than these rows,
-    `will_need(names)`, which begins to read tensors that are asked for soon and returns at once,
-    and `config`, the model's transformers config or the content of its config.json, which is
-    compared with the merged model's.
+    Optional members: `rows(name, start, stop)`, which reads only these rows, `will_need(names)`,
+    which starts reading tensors ahead and returns at once, and `config`, the model's transformers
+    config or the content of its config.json, which is compared with the merged model's.
     """
 
     def names(self) -> set[str]:
@@ -22,15 +21,15 @@ class ExpertSource(Protocol):
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of one tensor, without reading it where that is possible."""
+        """Return the shape of one tensor, without reading it if possible."""
         ...
 
     def nbytes(self, name: str) -> int:
-        """Return the number of bytes that reading one tensor takes."""
+        """Return the number of bytes to read for one tensor."""
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor, as it is stored. It must not be written to."""
+        """Return one tensor in its stored dtype. The caller must not write to it."""
         ...
 
 
@@ -64,10 +63,10 @@ class InMemoryExpert:
 
 
 class SourceView:
-    """Base of sources that show another one's weights, some of them changed."""
+    """Base of sources that wrap another one and change some of its weights."""
 
     def __init__(self, source: ExpertSource) -> None:
-        """Refer to a source."""
+        """Wrap a source."""
         self._source = source
 
     @property
@@ -84,33 +83,33 @@ class SourceView:
         return self._source.shape(name)
 
     def nbytes(self, name: str) -> int:
-        """Return the number of bytes that reading one tensor takes."""
+        """Return the number of bytes to read for one tensor."""
         return sum(known_bytes(*origin) for origin in self.origins(name))
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor, as the view shows it."""
+        """Return one tensor of the view."""
         return self._source.tensor(name)
 
     def origins(self, name: str) -> list[tuple[ExpertSource, str]]:
-        """Return the sources and names of the tensors of which one is made."""
+        """Return the sources and names of the tensors that one tensor is computed from."""
         return [(self._source, name)]
 
     def will_need(self, names: Iterable[str]) -> None:
-        """Let sources read ahead what some tensors are made of."""
+        """Let the sources read ahead the tensors that some tensors are computed from."""
         origins = [origin for name in names for origin in self.origins(name)]
         for source in {id(source): source for source, _ in origins}.values():
             read_ahead(source, [name for other, name in origins if other is source])
 
 
 class Tensors(Mapping[str, Tensor]):
-    """Tensors that are read each time they are looked up."""
+    """Tensors that are read at every look-up."""
 
     def __init__(self, read: Callable[[str], Tensor], names: Mapping[str, str]) -> None:
         """Refer to the tensors.
 
         Args:
             read: Returns a tensor.
-            names: Name -> name by which it is read.
+            names: Name -> name to read.
         """
         self.read, self.names = read, names
 
@@ -118,7 +117,7 @@ class Tensors(Mapping[str, Tensor]):
         return self.read(self.names[name])
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names  # a mapping would read it to tell
+        return name in self.names  # the default of Mapping would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -128,7 +127,7 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
-    """Return a model's weights as a source: a module's own, or the source itself.
+    """Return a model's weights as a source. A source is returned unchanged.
 
     Raises:
         CalibrationError: If it is neither.
@@ -144,10 +143,10 @@ def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
 
 
 def known_bytes(source: ExpertSource, name: str) -> int:
-    """Return the bytes that reading a tensor takes.
+    """Return the bytes to read for a tensor.
 
     Raises:
-        CalibrationError: If the source, one of a user's own, does not say.
+        CalibrationError: If the source, one written by a user, has no sizes.
     """
     try:
         return int(source.nbytes(name))
@@ -159,12 +158,12 @@ def known_bytes(source: ExpertSource, name: str) -> int:
 
 
 def read_ahead(source: Any, names: Iterable[str]) -> None:
-    """Let a source begin to read tensors that are needed soon, if it can."""
+    """Let a source start reading tensors that are needed soon, if it supports that."""
     if hasattr(source, "will_need"):
         source.will_need(names)
 
 
 def rows_of(source: Any, name: str, start: int, stop: int) -> Tensor:
-    """Return some rows of a source's tensor on the CPU, read alone where the source can."""
+    """Return some rows of a source's tensor on the CPU. Reads only these if possible."""
     read = getattr(source, "rows", None)
     return (source.tensor(name)[start:stop] if read is None else read(name, start, stop)).to("cpu")

@@ -1,47 +1,47 @@
-"""Experts with more rows in their vocabulary matrices than the other models have."""
+"""Experts with more rows in their vocabulary matrices than the other models."""
 
 from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import ExpertSource, SourceView
 from fusion_bench_featcal.settings import CalibrationError
 
-# Matrices with one row a token, as the model classes of transformers call them.
+# Matrices with one row per token, by the names of transformers' model classes.
 _ENDINGS = ("embed_tokens.weight", "lm_head.weight", "shared.weight", "wte.weight")
 
 
 class CommonRows(SourceView):
-    """A model's weights, of whose vocabulary matrices only the first rows are seen.
+    """A model's weights with vocabulary matrices cut to their first rows.
 
-    A row is a token's: the tokenizer gives the common tokens the same numbers everywhere, and no
-    other token reaches the model.
+    Each row belongs to a token. The tokenizers number the common tokens equally, and no other token
+    reaches the model.
     """
 
     def __init__(self, source: ExpertSource, rows: int) -> None:
-        """Refer to a source.
+        """Wrap a source.
 
         Args:
             source: The weights.
-            rows: Number of tokens that all models know.
+            rows: Number of tokens common to all models.
         """
         super().__init__(source)
         self._rows = rows
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor, as it is seen."""
+        """Return the shape of one tensor after the cut."""
         first, *rest = self._source.shape(name) or (0,)
         if self._is_cut(name):
             return (min(first, self._rows), *rest)
         return self._source.shape(name)
 
     def nbytes(self, name: str) -> int:
-        """Size of one tensor, as it is seen."""
+        """Return the size of one tensor after the cut."""
         stored = super().nbytes(name)
         if not self._is_cut(name):
             return stored
         return stored * self.shape(name)[0] // self._source.shape(name)[0]
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, as it is seen."""
+        """Return one tensor after the cut."""
         tensor = self._source.tensor(name)
         return tensor[: self._rows] if self._is_cut(name) else tensor
 
@@ -55,7 +55,7 @@ def keep_common_rows(model: nn.Module, rows: int, label: str) -> nn.Module:
     Args:
         model: A transformers model.
         rows: Number of rows to keep.
-        label: What messages call it.
+        label: Name of the model in messages.
 
     Returns:
         The model.

@@ -1,4 +1,4 @@
-"""The calibrated model on its way, of which one block at a time is in memory."""
+"""The model during calibration, with one block at a time in memory."""
 
 from collections.abc import Mapping
 
@@ -10,14 +10,14 @@ from fusion_bench_featcal.experts.source import ExpertSource, InMemoryExpert, Te
 
 
 class WorkingModel(ExpertModel):
-    """The calibrated model: a structure into which the tensors of one block at a time are loaded.
+    """The model during calibration: a structure with one block's tensors loaded at a time.
 
-    Tensors of finished blocks are the calibrated ones, all others the merged model's. A tensor
-    that is loaded may be the merged model's itself: it is replaced and never written to.
+    Finished blocks have calibrated tensors, all others the merged model's. A loaded tensor may be
+    the merged model's tensor itself, so it is replaced and never written to.
 
     Attributes:
         merged: The merged model's tensors.
-        device: Device of the tensors that are loaded.
+        device: Device of loaded tensors.
         home: Device of the merged model.
         is_in_memory: Whether the merged model is in memory.
     """
@@ -33,11 +33,11 @@ class WorkingModel(ExpertModel):
 
         Args:
             structure: The merged model; with `source` it may be on the meta device.
-            source: The merged model's weights; None: those of `structure`.
-            device: Device of the tensors that are loaded.
+            source: The merged model's weights; None: the weights of `structure`.
+            device: Device of loaded tensors.
 
         Raises:
-            CalibrationError: If the source lacks a tensor or has one of another shape.
+            CalibrationError: If the source lacks a tensor or has another shape.
         """
         self.is_in_memory, self.device = source is None, device
         self.home = next(structure.parameters()).device
@@ -48,29 +48,29 @@ class WorkingModel(ExpertModel):
         self.merged = Tensors(self.source.tensor, self.keys)
 
     def stored(self, name: str) -> Tensor:
-        """Return one tensor as it is stored. Raises as `ExpertModel.stored`."""
+        """Return one tensor in its stored dtype. Raises as `ExpertModel.stored`."""
         key = self.keys[name]
         if key in self._finished:
             tensors, of_block = self._finished[key]
             return tensors[of_block]
-        # A model in memory has been checked as a whole.
+        # A model in memory was checked as a whole.
         return self.source.tensor(key) if self.is_in_memory else super().stored(name)
 
     def finish(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the tensors of a finished block in place of the merged model's."""
+        """Replace the merged model's tensors by the tensors of a finished block."""
         self._finished |= {self.keys[name]: (tensors, name) for name in tensors}
 
     def assembled(self, device: torch.device) -> nn.Module:
-        """Return the calibrated model with all tensors, which it shares with no other model.
+        """Return the calibrated model with all tensors. It shares none with another model.
 
         Args:
             device: Device of the tensors.
         """
         model, copies = hollow_copy(self.module, device), dict[str, Tensor]()
-        parameters = dict[str, nn.Parameter]()  # a tied one stays one
+        parameters = dict[str, nn.Parameter]()  # keeps tied parameters tied
         for name, key in self.keys.items():
             if key not in copies:
-                # Tensors of finished blocks in memory are no other model's: they need no copy.
+                # Only this model has tensors of finished blocks in memory, so they need no copy.
                 shared = isinstance(self._finished.get(key, (self.merged,))[0], Tensors)
                 copies[key] = self.stored(name).to(device, self.dtype(name), copy=shared)
             tensor = copies[key]
@@ -81,5 +81,5 @@ class WorkingModel(ExpertModel):
 
     @property
     def tensors(self) -> Tensors:
-        """Return its tensors by the names of the merged model's weights, tied ones once."""
+        """Return the tensors by the names of the merged model's weights, tied ones once."""
         return Tensors(self.stored, {key: name for name, key in reversed(self.keys.items())})

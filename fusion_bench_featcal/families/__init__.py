@@ -38,8 +38,8 @@ __all__ = [
     "stages_of",
 ]
 
-# Every family with the model types that `auto` finds it by, before it looks at their structure: a
-# new one is one line here.
+# All families with the model types for which `auto` chooses them before looking at the structure.
+# A new family is one more line.
 _MODEL_TYPES: Mapping[Family, tuple[str, ...]] = {
     CLIP: ("clip_vision_model",),
     LLAMA: llama.MODEL_TYPES,
@@ -62,7 +62,7 @@ _KNOWN = (
 
 
 def check_family(family: Any) -> None:
-    """Check a family setting before there is a model.
+    """Check a family setting before a model is loaded.
 
     Args:
         family: As for `resolve_family`.
@@ -75,24 +75,23 @@ def check_family(family: Any) -> None:
 
 
 def resolve_family(family: Any, model: nn.Module) -> Family:
-    """The family that settings ask for.
+    """Return the family for a setting.
 
-    `auto` goes by the model's `config.model_type`, else by its structure: open_clip's blocks, or
-    one list of blocks of one class. Data are not looked at: what structure cannot tell, calibration
-    compares on its first samples (`streams/family_check.py`).
+    `auto` uses the model's `config.model_type`, or else its structure: open_clip's blocks, or one
+    list of blocks of one class. It does not run the model. Calibration then compares the family's
+    steps with the model's forward pass on its first samples (`streams/family_check.py`).
 
     Args:
         family: `auto`, a name, a mapping with `name` and options or with `_target_` and arguments,
-            or a Family itself.
-        model: The model; on the meta device it will do.
+            or a Family.
+        model: The model. It may be on the meta device.
 
     Returns:
         The family.
 
     Raises:
         CalibrationError: If the family is `stack` and the model has no single list of blocks.
-        ValueError: If the family is unknown, lacks an option, or `auto` does not know the model,
-            with what to try instead.
+        ValueError: If the family is unknown, lacks an option, or `auto` finds none, with advice.
     """
     if family != "auto":
         return STACK.fitted(model) if family in ("stack", {"name": "stack"}) else _family(family)
@@ -114,7 +113,7 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
 
 
 def _family(family: Any) -> Family:
-    """The family of a name, of a mapping, or the object itself."""
+    """Return the family for a name or a mapping. A family object is returned unchanged."""
     if isinstance(family, str):
         if family not in _BY_NAME:
             raise ValueError(f"method.family must be {_KNOWN}, got {family!r}")
@@ -131,7 +130,7 @@ def _family(family: Any) -> Family:
 
 
 def _family_of_options(options: dict[str, Any]) -> Family:
-    """The family of a mapping."""
+    """Return the family for a mapping."""
     if "_target_" in options:
         return _family_of_target(options)
     if list(options) == ["name"] and options["name"] in _BY_NAME:
@@ -150,7 +149,7 @@ def _family_of_options(options: dict[str, Any]) -> Family:
 
 
 def _family_of_target(options: dict[str, Any]) -> Family:
-    """The family of a class that is named by `_target_`, made with the other options."""
+    """Return a family of the class in `_target_`, built with the other options."""
     target = options.pop("_target_")
     module, _, name = str(target).rpartition(".")
     try:

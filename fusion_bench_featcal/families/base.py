@@ -13,18 +13,18 @@ from fusion_bench_featcal.settings import CalibrationError
 
 
 class ModelView:
-    """An arrangement of a model's weights. This one is the model's own."""
+    """An arrangement of a model's weights. The base class leaves them as stored."""
 
     def shown(self, model: nn.Module) -> nn.Module:
-        """Return the model as calibration sees it; it may share tensors with the model."""
+        """Return the model arranged for calibration. It may share tensors with the argument."""
         return model
 
     def source(self, source: Any) -> Any:
-        """Return an `ExpertSource` of an expert's weights as calibration sees them."""
+        """Return an `ExpertSource` of an expert's weights in the arrangement for calibration."""
         return source
 
     def restored(self, model: nn.Module) -> nn.Module:
-        """Return the model in its own arrangement again; the shown model is used up."""
+        """Return the model in its stored arrangement. The argument must not be used again."""
         return model
 
 
@@ -36,18 +36,18 @@ class Family(ABC):
 
     Attributes:
         name: The family's name in settings and logs.
-        whole_model: Whether `step` runs the whole model and not the block alone, so that all of an
-            expert's weights must be in memory for it.
-        same_calls: Whether every pass through a block calls the same modules equally often, and
-            what a block receives holds its features as `hidden`: a pass of which only the modules'
-            inputs are wanted then ends with the last of them.
-        hands_on: Whether stages after the first begin from what the one before ended with: then
-            `begin` takes what `ending` gives as a fourth argument.
-        compared: Whether calibration compares its steps with the model's own forward pass on the
-            first samples, before it begins.
-        has_tables: Whether modules that receive other rows than their stage's positions can only
-            receive tables (of relative positions), which have no padding.
-        view: The arrangement of the weights that calibration sees.
+        whole_model: Whether `step` runs the whole model rather than the block alone, so that all of
+            an expert's weights must be in memory.
+        same_calls: Whether every pass through a block calls the same modules equally often, and the
+            block's input has its features as `hidden`. A pass that only records inputs of modules
+            then ends with the last of them.
+        hands_on: Whether stages after the first begin from the output of the previous stage.
+            `begin` then takes the return value of `ending` as a fourth argument.
+        compared: Whether calibration first compares the family's steps with the model's forward
+            pass on the first samples.
+        has_tables: Whether modules with other rows than their stage's positions can only receive
+            tables (of relative positions), which have no padding.
+        view: The arrangement of the weights for calibration.
     """
 
     name: str
@@ -60,30 +60,30 @@ class Family(ABC):
 
     @abstractmethod
     def stages(self, model: nn.Module) -> list[list[str]]:
-        """Names of the blocks in forward order, one list a stage.
+        """Return names of the blocks in forward order, one list per stage.
 
-        A stage's first inputs are captured when all earlier stages are calibrated.
+        A stage's first inputs are captured after all earlier stages are calibrated.
         """
 
     @abstractmethod
     def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> Any:
-        """Run the model on its inputs up to a stage's first block; the inputs of that block."""
+        """Run the model up to a stage's first block and return the inputs of that block."""
 
     @abstractmethod
     def step(self, model: nn.Module, block: str, call: Any) -> tuple[Tensor, Any]:
-        """Run one block; its hidden output and the inputs of the next block."""
+        """Run one block and return its hidden output and the inputs of the next block."""
 
     def ending(self, model: nn.Module, call: Any) -> Any:
-        """Output of a stage, from the inputs of a block behind its last; asked if `hands_on`."""
+        """Return a stage's output, from the inputs of a block after its end. Used if `hands_on`."""
         raise NotImplementedError
 
     def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
-        """Mask of the positions of a stage's hidden features that count.
+        """Return a mask of the counted positions of a stage's hidden features.
 
         Args:
             inputs: The model's inputs.
             stage_index: The stage, as an index into `stages`.
-            decoder_rows: The setting: `all` or `targets`. Only decoders make a difference.
+            decoder_rows: The setting: `all` or `targets`. Only decoders distinguish them.
 
         Returns:
             1 for positions that count, 0 for others, `[batch, positions]`; None: all count.
@@ -91,23 +91,23 @@ class Family(ABC):
         return None
 
     def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
-        """Masks of the rows that count in modules of a stage that are fed by other features.
+        """Return masks of the counted rows in modules whose inputs are not the stage's features.
 
         Returns:
-            By the end of a module's name (`EncDecAttention.k`): as `row_weights`. Empty where
-            every module is fed by the stage's own hidden features.
+            A mask, as for `row_weights`, by the end of a module's name (`EncDecAttention.k`). Empty
+            if all modules receive the stage's hidden features.
         """
         return {}
 
     def closing_rows(self, model: nn.Module, hidden: Tensor) -> Tensor | None:
-        """Mask of the rows of the last block's output that the model goes on to read.
+        """Return a mask of the rows of the last block's output that the head reads.
 
         Args:
             model: The model.
-            hidden: That output, `[batch, positions, d]`.
+            hidden: The last block's output, `[batch, positions, d]`.
 
         Returns:
-            1 for rows that are read, 0 for others, `[batch, positions]`; None: all are.
+            1 for rows that are read, 0 for others, `[batch, positions]`; None: all rows.
         """
         return None
 
@@ -116,7 +116,7 @@ def stages_of(family: Family, model: nn.Module) -> list[list[str]]:
     """Return a family's stages of a model, checked.
 
     Raises:
-        CalibrationError: If they are no lists of names of the model's modules.
+        CalibrationError: If they are not lists of names of the model's modules.
     """
     stages = family.stages(model)
     if not stages or not all(isinstance(stage, list | tuple) and stage for stage in stages):
@@ -136,12 +136,12 @@ def stages_of(family: Family, model: nn.Module) -> list[list[str]]:
 def two_stages(
     model: nn.Module, block: re.Pattern[str], lists: tuple[str, str], example: str
 ) -> list[list[str]]:
-    """Names of the blocks of a model with two lists of them, in forward order.
+    """Return names of the blocks of a model with two lists of them, in forward order.
 
     Args:
         model: The model.
-        block: Pattern of the blocks' whole names.
-        lists: The part of a name that tells each list, in forward order.
+        block: Pattern of a block's whole name.
+        lists: The part of a name that identifies each list, in forward order.
         example: A class with both, for the message.
 
     Raises:
@@ -158,7 +158,7 @@ def two_stages(
 
 
 class _Stopped(Exception):
-    """Ends a forward pass that was only needed up to a block; never leaves this package."""
+    """Ends a forward pass that is only needed up to a block. Caught inside this package."""
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def stoppable(*hooks: Any) -> Iterator[None]:
     """Context in which a hook may end a forward pass by raising `stop_forward()`.
 
     Args:
-        *hooks: Handles of hooks, which are removed behind the pass.
+        *hooks: Handles of hooks, which are removed after the pass.
     """
     try:
         with suppress(_Stopped):
@@ -177,14 +177,15 @@ def stoppable(*hooks: Any) -> Iterator[None]:
 
 
 def stop_forward() -> Exception:
-    """The exception that `stoppable` swallows."""
+    """Return the exception that `stoppable` catches."""
     return _Stopped()
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
     """Run a model on a batch: keyword arguments, a tuple of arguments or one tensor.
 
-    Tensors are copied: the same batch runs many times, and a model may write into its inputs.
+    Tensors are copied, because the same batch runs many times and a model may write into its
+    inputs.
     """
     if isinstance(inputs, Mapping):
         return model(**{key: _fresh(value) for key, value in inputs.items()})
@@ -198,10 +199,10 @@ def _fresh(value: Any) -> Any:
 
 
 def hidden_output(output: Any) -> Tensor:
-    """Hidden features in what a block returned: a tensor, or the first entry of a tuple or mapping.
+    """Return the hidden features of a block's output: a tensor, or the first entry of a container.
 
     Raises:
-        TypeError: If there is no tensor in first place.
+        TypeError: If the first entry is no tensor.
     """
     if isinstance(output, Mapping):
         output = next(iter(output.values()))
@@ -214,7 +215,7 @@ def hidden_output(output: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockCall:
-    """Arguments of one block: hidden features first, then what all blocks receive alike."""
+    """Arguments of one block: hidden features, then the arguments common to all blocks."""
 
     hidden: Tensor
     args: tuple[Any, ...]
@@ -223,7 +224,7 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class ChainFamily(Family):
-    """Blocks of which each takes the last one's hidden output and otherwise the same arguments.
+    """Blocks that take the previous block's hidden output and otherwise the same arguments.
 
     Every position counts, in every module.
 
@@ -240,32 +241,30 @@ class ChainFamily(Family):
     view: ModelView = AS_IT_IS
 
     def stages(self, model: nn.Module) -> list[list[str]]:
-        """Names of the blocks in forward order, one list a stage."""
+        """Return names of the blocks in forward order, one list per stage."""
         return self.find_stages(model)
 
     def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> BlockCall:
-        """Capture the first block's arguments from the model's own forward pass."""
+        """Capture the first block's arguments from the model's forward pass."""
         return capture_call(model, inputs, first_block)
 
     def step(self, model: nn.Module, block: str, call: BlockCall) -> tuple[Tensor, BlockCall]:
-        """Call the block on its stored arguments, which it may not change: they are used again."""
+        """Call the block on its stored arguments. It must not change them: they are used again."""
         hidden = hidden_output(call_block(model, block, call))
         return hidden, replace(call, hidden=hidden)
 
 
 def capture_call(model: nn.Module, inputs: Any, block: str) -> BlockCall:
-    """Run a model's own forward pass up to a block, and stop it there.
+    """Run a model's forward pass up to a block and return the arguments of that block.
 
-    A cache of keys and values, which would remember each of the many times that a block runs, is
-    taken out of the arguments.
+    A cache of keys and values is removed from the arguments, since a block runs many times.
 
     Args:
         model: The model.
         inputs: Its inputs.
         block: The block's name.
 
-    Returns:
-        What the block would have received.
+    The arguments of the block.
     """
     captured: list[BlockCall] = []
 
@@ -285,5 +284,5 @@ _NO_CACHE: Mapping[str, Any] = {"past_key_values": None, "use_cache": False}
 
 
 def call_block(model: nn.Module, block: str, call: BlockCall) -> Any:
-    """Run one block on its stored arguments; what it returns."""
+    """Run one block on its stored arguments and return its output."""
     return model.get_submodule(block)(call.hidden.clone(), *call.args, **call.kwargs)

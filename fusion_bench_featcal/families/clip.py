@@ -1,4 +1,4 @@
-"""CLIP's vision tower as transformers builds it; fits other `encoder.layers` towers too."""
+"""CLIP's vision tower in transformers, and other towers with `encoder.layers`."""
 
 import re
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from fusion_bench_featcal.families.base import ChainFamily
 from fusion_bench_featcal.settings import CalibrationError
 
-# The tower sits under `vision_model.` or, in CLIPVisionModel from transformers 5.6 on, at the root.
+# The tower is under `vision_model.` or, in CLIPVisionModel from transformers 5.6 on, at the root.
 _BLOCK = re.compile(r"(vision_model\.)*encoder\.layers\.\d+")
 
 
 def clip_stages(model: nn.Module) -> list[list[str]]:
-    """The encoder layers of a CLIP vision model, first to last.
+    """Return the encoder layers of a CLIP vision model in forward order.
 
     Raises:
-        CalibrationError: If the model has none, or has a text tower besides.
+        CalibrationError: If the model has none, or also has a text tower.
     """
     names = [name for name, _ in model.named_modules()]
     if any(name.split(".")[0] == "text_model" for name in names):
@@ -35,10 +35,10 @@ def clip_stages(model: nn.Module) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class ClipFamily(ChainFamily):
-    """A chain of blocks; models with a class token read nothing else behind the last one."""
+    """A chain of blocks. For models with a class token the head reads nothing else."""
 
     def closing_rows(self, model: nn.Module, hidden: Tensor) -> Tensor | None:
-        """The class token, where the model has one."""
+        """Return a mask of the class token, if the model has one."""
         if not any(name.endswith("class_embedding") for name, _ in model.named_parameters()):
             return None
         mask = hidden.new_zeros(hidden.shape[:-1])

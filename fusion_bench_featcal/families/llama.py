@@ -1,4 +1,4 @@
-"""Decoder-only language models of Llama's shape: a stack of `layers` after token embeddings."""
+"""Decoder-only language models like Llama: a list of `layers` after token embeddings."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import nn
 from fusion_bench_featcal.families.stack import StackFamily
 from fusion_bench_featcal.settings import CalibrationError
 
-# The layers sit under `model.` in a model with a head, at the root of a bare one.
+# The layers are under `model.` in a model with a head, and at the root of a bare one.
 _BLOCK = re.compile(r"(model\.)?layers\.\d+")
 
 MODEL_TYPES = (
@@ -24,19 +24,19 @@ MODEL_TYPES = (
     "smollm3",
     "starcoder2",
 )
-"""Model types whose blocks are known to take nothing from each other but hidden features."""
+"""Model types whose blocks exchange only hidden features."""
 
 
 @dataclass(frozen=True)
 class LlamaFamily(StackFamily):
-    """A stack that needs no comparison with the model's own forward pass."""
+    """A stack that needs no comparison with the model's forward pass."""
 
     name: str = "llama"
     same_calls: bool = True
     compared: bool = False
 
     def stages(self, model: nn.Module) -> list[list[str]]:
-        """The decoder layers, first to last, as one stage.
+        """Return the decoder layers in forward order, as one stage.
 
         Raises:
             CalibrationError: If the model has none.
@@ -51,4 +51,4 @@ class LlamaFamily(StackFamily):
 
 
 LLAMA = LlamaFamily()
-"""Grouped heads, fused or gated projections and norms are the blocks' own affair."""
+"""Grouped heads, fused or gated projections and norms need no special treatment."""

@@ -16,7 +16,7 @@ _IN_TOWER = re.compile(r"transformer\.resblocks\.\d+")  # in a CLIP model this i
 
 
 def find_open_clip_blocks(model: nn.Module) -> list[str]:
-    """The vision transformer's blocks, first to last; none if it is no open_clip model."""
+    """Return the vision transformer's blocks in forward order; empty for other models."""
     names = [name for name, _ in model.named_modules()]
     blocks = [name for name in names if _IN_CLIP.fullmatch(name)]
     if not blocks and isinstance(getattr(model, "conv1", None), nn.Conv2d):
@@ -25,7 +25,7 @@ def find_open_clip_blocks(model: nn.Module) -> list[str]:
 
 
 def open_clip_stages(model: nn.Module) -> list[list[str]]:
-    """The vision transformer's blocks as one stage.
+    """Return the vision transformer's blocks as one stage.
 
     Raises:
         CalibrationError: If there are none.
@@ -44,17 +44,17 @@ class OpenClipFamily(ChainFamily):
     """A chain of blocks whose attention is calibrated as q, k, v and output projections."""
 
     def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> BlockCall:
-        """Input of the first block.
+        """Return the input of the first block.
 
-        The images may come under the name that transformers gives them, `pixel_values`: what
-        open_clip's models and their wrappers call their first argument differs.
+        The images may be named `pixel_values`, as in transformers. They are passed by position,
+        since open_clip's models and their wrappers have other argument names.
         """
         if isinstance(inputs, Mapping) and "pixel_values" in inputs:
             inputs = inputs["pixel_values"]
         return super().begin(model, inputs, first_block)
 
     def closing_rows(self, model: nn.Module, hidden: Tensor) -> Tensor | None:
-        """The class token, where the tower's output is made of nothing else."""
+        """Return a mask of the class token, if the tower's output depends on nothing else."""
         root = find_open_clip_blocks(model)[0].partition("transformer.resblocks")[0].rstrip(".")
         tower: Any = model.get_submodule(root)
         pools = getattr(tower, "pool_type", "tok") != "tok" or getattr(tower, "attn_pool", None)
@@ -70,6 +70,6 @@ OPEN_CLIP = OpenClipFamily(
     name="open_clip",
     find_stages=open_clip_stages,
     same_calls=True,
-    view=UnfusedView(find_open_clip_blocks, attention="attn"),  # text towers stay as they are
+    view=UnfusedView(find_open_clip_blocks, attention="attn"),  # text towers stay fused
 )
 """Every position of every image counts: there is no padding."""

@@ -1,4 +1,4 @@
-"""The family for any model: blocks named by patterns, run by replaying the model's own forward."""
+"""The family for any model: blocks named by patterns, run inside the model's forward pass."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,23 +20,23 @@ from fusion_bench_featcal.settings import CalibrationError
 
 @dataclass(frozen=True)
 class ReplayFamily(Family):
-    """Runs every block inside the model's own forward pass, so that nothing is assumed about it.
+    """Runs every block inside the model's forward pass, without assumptions about the model.
 
-    Each block costs a forward pass up to it: `L/2` times the work of a family that can run a block
-    alone, for `L` blocks, with whole experts in memory. Right for any architecture whose blocks run
-    once each and one after another.
+    Each block costs a forward pass up to it: for `L` blocks `L/2` times the work of a family that
+    can run a block alone, with whole experts in memory. Works for any architecture whose blocks run
+    once each in sequence.
 
     Attributes:
         blocks: Patterns of block names, matched part by part: `transformer.h.*` names
-            `transformer.h.0` but not what is inside it. Or a list of such lists, one a stage:
+            `transformer.h.0` but no module inside it. Or a list of such lists, one per stage:
             `[[encoder.block.*], [decoder.block.*]]`.
-        mask: Name of the input that is 1 where a position counts and 0 for padding,
-            `[batch, positions]`; `labels` stands for the positions that have a label. None:
-            `attention_mask` where the inputs have it, else all count. With several stages, a list
-            with each stage's name, or null where all positions of a stage count.
-        other_masks: For modules that receive other features than their stage's hidden ones (a
-            decoder's cross-attention): end of the module's name -> name of the input that is their
-            rows' mask, or null where all count.
+        mask: Name of the input that is 1 for counted positions and 0 for padding, `[batch,
+            positions]`. `labels` means the positions that have a label. None: `attention_mask` if
+            the inputs have it, else all positions count. With several stages, a list with one name
+            per stage, or null if all positions of a stage count.
+        other_masks: For modules that receive other features than their stage's (a decoder's
+            cross-attention): end of the module's name -> name of the input that is the mask of
+            their rows, or null if all count.
         has_tables: As `Family`.
     """
 
@@ -68,13 +68,13 @@ class ReplayFamily(Family):
             )
 
     def _patterns(self) -> list[list[str]]:
-        """Patterns by stage."""
+        """Return the patterns by stage."""
         if all(isinstance(pattern, str) for pattern in self.blocks):
             return [[str(pattern) for pattern in self.blocks]]
         return [[stage] if isinstance(stage, str) else list(stage) for stage in self.blocks]
 
     def stages(self, model: nn.Module) -> list[list[str]]:
-        """The matching modules in order of registration, by stage.
+        """Return the matching modules in order of registration, by stage.
 
         Raises:
             CalibrationError: If a pattern matches nothing.
@@ -93,14 +93,14 @@ class ReplayFamily(Family):
         ]
 
     def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> Any:
-        """Nothing runs yet: the model's inputs are what every replay starts from."""
+        """Return the model's inputs, from which every replay starts. Nothing runs."""
         return inputs
 
     def step(self, model: nn.Module, block: str, call: Any) -> tuple[Tensor, Any]:
         """Run the model up to and including the block.
 
         Raises:
-            CalibrationError: If blocks run in another order than listed, or not once each.
+            CalibrationError: If blocks do not run once each, in the listed order.
         """
         blocks = [name for stage in self.stages(model) for name in stage]
         expected = blocks[: blocks.index(block) + 1]
@@ -128,14 +128,14 @@ class ReplayFamily(Family):
         return hidden_output(output[0]), call
 
     def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
-        """The stage's mask.
+        """Return the stage's mask.
 
-        With one stage, `decoder_rows=targets` takes the positions before a label, as in a
-        decoder-only model. With several, each stage's mask says all.
+        With one stage, `decoder_rows=targets` selects the positions before a label, as in a
+        decoder-only model. With several stages, each stage's mask alone decides.
 
         Raises:
-            CalibrationError: If the named mask is missing, or a mask cannot tell padding: padding
-                would count.
+            CalibrationError: If the named mask is missing, or a mask does not identify padding,
+                which would then count.
         """
         if self.mask is not None and not isinstance(self.mask, str):
             return _named_rows(inputs, self.mask[stage_index], "mask")
@@ -144,14 +144,14 @@ class ReplayFamily(Family):
         return causal_rows(inputs, decoder_rows, self.mask or "attention_mask")
 
     def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
-        """The masks of modules that receive other features, as `other_masks` names them."""
+        """Return the masks of modules with other input features, from `other_masks`."""
         return {
             end: _named_rows(inputs, name, "other_masks") for end, name in self.other_masks.items()
         }
 
 
 def _named_rows(inputs: Any, name: str | None, option: str) -> Tensor | None:
-    """The mask of a name that an option gives; `labels` count where there is one."""
+    """Return the mask that an option names. For `labels`, positions with a label."""
     if name is None:
         return None
     rows = labelled_rows(inputs) if name == "labels" else mask_named(inputs, name)

@@ -1,4 +1,4 @@
-"""Rows of a text model that count: never padding, only targets where a setting asks so."""
+"""Counted rows of a text model: never padding, and only targets if a setting requires it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,14 +9,14 @@ from torch import Tensor
 from fusion_bench_featcal.settings import CalibrationError
 
 NO_TARGET = -100
-"""The label of a position that is not predicted (what transformers' losses ignore)."""
+"""Label of a position without a target (ignored by the losses of transformers)."""
 
 
 def mask_named(inputs: Any, name: str) -> Tensor | None:
-    """The mask of that name in a model's inputs, `[batch, positions]`; None where there is none.
+    """Return a mask by its name in a model's inputs, `[batch, positions]`; None if missing.
 
     Raises:
-        CalibrationError: If it is there but cannot tell padding position by position.
+        CalibrationError: If it exists but does not identify padding position by position.
     """
     mask = inputs.get(name) if isinstance(inputs, Mapping) else None
     if mask is None:
@@ -31,29 +31,29 @@ def mask_named(inputs: Any, name: str) -> Tensor | None:
 
 
 def labelled_rows(inputs: Any) -> Tensor | None:
-    """1 where there is a label, `[batch, positions]`; None without labels.
+    """Return 1 for positions with a label, `[batch, positions]`; None without labels.
 
     In an encoder-decoder model, whose labels are shifted into the decoder's inputs, these are the
-    decoder's positions, each of which predicts a target.
+    decoder's positions that predict a target.
     """
     labels = mask_named(inputs, "labels")
     return None if labels is None else (labels != NO_TARGET).long()
 
 
 def causal_rows(inputs: Any, decoder_rows: str, mask_name: str = "attention_mask") -> Tensor | None:
-    """Rows of a decoder-only model, whose labels are aligned with its inputs.
+    """Return the counted rows of a decoder-only model, whose labels are aligned with its inputs.
 
     Args:
         inputs: The model's inputs.
-        decoder_rows: `all`: every position that is no padding. `targets`: those whose output
-            predicts a label, that is, the ones before a label.
-        mask_name: The input that tells padding.
+        decoder_rows: `all`: every position except padding. `targets`: positions whose output
+            predicts a label, that is, the position before each label.
+        mask_name: The input that marks padding.
 
     Returns:
         1 for positions that count, `[batch, positions]`; None: all count.
 
     Raises:
-        CalibrationError: If targets are asked for without labels.
+        CalibrationError: If targets are requested without labels.
     """
     mask = mask_named(inputs, mask_name)
     if decoder_rows != "targets":
@@ -67,7 +67,7 @@ def causal_rows(inputs: Any, decoder_rows: str, mask_name: str = "attention_mask
 
 
 def missing_labels(inputs: Any) -> CalibrationError:
-    """The error for targets that nothing tells."""
+    """Return the error for targets without labels."""
     return CalibrationError(
         "method.decoder_rows=targets needs the inputs' labels, which tell the positions that "
         f"predict a target; the inputs are {names_of(inputs)}. Give labels, or set "
@@ -76,5 +76,5 @@ def missing_labels(inputs: Any) -> CalibrationError:
 
 
 def names_of(inputs: Any) -> Any:
-    """Names in a model's inputs, for messages."""
+    """Return the names in a model's inputs, for messages."""
     return sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__

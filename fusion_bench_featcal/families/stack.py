@@ -1,4 +1,4 @@
-"""Models whose blocks stand in one list and pass on nothing but their hidden features."""
+"""Models whose blocks are in one list and exchange only hidden features."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
@@ -25,14 +25,14 @@ _CACHES = {"past_key_values": None, "past_key_value": None, "layer_past": None, 
 
 @dataclass(frozen=True)
 class StackCall:
-    """Input of the next block: hidden features, and every block's own other arguments.
+    """Input of the next block: hidden features, and the other arguments of every block.
 
     Attributes:
         hidden: `[batch, positions, d]`.
-        kwargs: Block name -> keyword arguments: rotary angles, positions, and the mask of that
-            block (models with sliding windows have two masks in turn). They depend on the inputs
-            alone, so the model's own forward makes them once, before any block runs.
-        args: Block name -> arguments without names, behind the hidden features.
+        kwargs: Block name -> keyword arguments: rotary angles, positions, and that block's mask
+            (models with sliding windows alternate between two masks). They depend on the inputs
+            alone, so the model's forward pass computes them once, before any block runs.
+        args: Block name -> positional arguments after the hidden features.
     """
 
     hidden: Tensor
@@ -44,19 +44,19 @@ class StackCall:
 class StackFamily(Family):
     """Blocks in one list, each called once, in order, on the hidden features of the one before.
 
-    The list is found by the model's structure, whatever its name. That a block takes nothing else
-    from earlier ones cannot be seen there: calibration compares the first samples' way through the
-    steps with the model's own forward pass.
+    The list is found by the model's structure, whatever its name. The structure does not show
+    whether a block receives anything else from earlier ones, so calibration compares the steps with
+    the model's forward pass on the first samples.
 
     Attributes:
         name: The family's name.
         causal: Whether labels of `[batch, positions]` are next tokens, so that
-            `method.decoder_rows=targets` chooses the positions before them.
+            `method.decoder_rows=targets` selects the positions before them.
         same_calls: As `Family`.
         compared: As `Family`.
-        has_tables: As `Family`: a stack has one sequence of positions.
-        reads_first: Whether the model's head is known to read nothing of the last block's output
-            but each sample's first position: a class token.
+        has_tables: As `Family`: a stack has only one sequence of positions.
+        reads_first: Whether the model's head reads only each sample's first position of the last
+            block's output: a class token.
     """
 
     name: str = "stack"
@@ -67,7 +67,7 @@ class StackFamily(Family):
     reads_first: bool = False
 
     def fitted(self, model: nn.Module) -> "StackFamily":
-        """The family for a model, of which its structure tells more."""
+        """Return the family with the options that a model's structure determines."""
         (blocks,) = self.stages(model)
         return replace(
             self,
@@ -76,7 +76,7 @@ class StackFamily(Family):
         )
 
     def stages(self, model: nn.Module) -> list[list[str]]:
-        """The blocks, first to last, as one stage.
+        """Return the blocks in forward order, as one stage.
 
         Raises:
             CalibrationError: If the model has no single list of blocks.
@@ -87,7 +87,7 @@ class StackFamily(Family):
         return [[f"{stack}.{name}" for name, _ in model.get_submodule(stack).named_children()]]
 
     def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> StackCall:
-        """Run the model's own forward pass with every block standing aside, noting its arguments.
+        """Run the model's forward pass with all blocks skipped, and record their arguments.
 
         Caches are switched off: a block runs many times on the same positions.
 
@@ -102,22 +102,22 @@ class StackFamily(Family):
     def step(self, model: nn.Module, block: str, call: StackCall) -> tuple[Tensor, StackCall]:
         """Call the block on its stored arguments, which are used again.
 
-        A block that writes into a list or mapping among them (Gemma-3n's keys and values) writes
-        into a copy: later blocks must not depend on it.
+        If a block writes into a list or mapping among its arguments (Gemma-3n's keys and values),
+        it writes into a copy, so that later blocks do not depend on it.
         """
-        args = tuple(map(_own_container, call.args[block]))
-        kwargs = {key: _own_container(value) for key, value in call.kwargs[block].items()}
+        args = tuple(map(_shallow_copy, call.args[block]))
+        kwargs = {key: _shallow_copy(value) for key, value in call.kwargs[block].items()}
         hidden = hidden_output(model.get_submodule(block)(call.hidden.clone(), *args, **kwargs))
         return hidden, replace(call, hidden=hidden)
 
     def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
-        """Every position that is no padding, or those whose output predicts a label."""
+        """Return a mask of all positions except padding, or of positions that predict a label."""
         if self.causal:
             return causal_rows(inputs, decoder_rows)
         return mask_named(inputs, "attention_mask")
 
     def closing_rows(self, model: nn.Module, hidden: Tensor) -> Tensor | None:
-        """The class token, where the head reads nothing else."""
+        """Return a mask of the class token, if the head reads nothing else."""
         if not self.reads_first:
             return None
         mask = hidden.new_zeros(hidden.shape[:-1])
@@ -126,20 +126,20 @@ class StackFamily(Family):
 
 
 def noted_call(model: nn.Module, blocks: list[str], inputs: Any) -> StackCall:
-    """Run a model's own forward pass with some blocks standing aside; what they would receive.
+    """Run a model's forward pass with some blocks skipped, and return their arguments.
 
     Args:
         model: The model.
-        blocks: Names of the blocks in forward order; the pass ends with the last.
+        blocks: Names of the blocks in forward order. The pass ends at the last one.
         inputs: The model's inputs.
 
     Raises:
         CalibrationError: If blocks are not called once each, in order.
     """
-    if isinstance(inputs, Mapping):  # labels are for the head, which is never reached
+    if isinstance(inputs, Mapping):  # labels are for the head, which the pass does not reach
         inputs = {k: v for k, v in inputs.items() if k not in ("labels", *_CACHES)}
     noted: dict[str, tuple[Any, ...]] = {}
-    with _standing_aside(model, blocks, noted), stoppable():
+    with _skipping(model, blocks, noted), stoppable():
         call_model(model, inputs)
     if list(noted) != blocks:
         raise CalibrationError(
@@ -155,10 +155,10 @@ STACK = StackFamily()
 
 
 class _Passed(Tensor):
-    """Features that a block standing aside returns, in place of whatever it would.
+    """Features returned by a skipped block, in whatever form the model expects.
 
-    A model takes a block's result whole, by its first or only entry, or unpacks two of them. Where
-    it does anything else, the comparison with its own forward pass tells.
+    A model takes a block's result whole, by its first or only entry, or unpacks two entries. Any
+    other use is detected by the comparison with the model's forward pass.
     """
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are plain tensors
@@ -176,18 +176,18 @@ class _Passed(Tensor):
 
 
 @contextmanager
-def _standing_aside(
+def _skipping(
     model: nn.Module, blocks: Iterable[str], noted: dict[str, tuple[Any, ...]]
 ) -> Iterator[None]:
-    """Context in which blocks run nothing and note what they receive; after the last it stops."""
+    """Context in which blocks only record their arguments. After the last block the pass ends."""
     names = list(blocks)
     modules: list[Any] = [model.get_submodule(name) for name in names]
 
     def note(name: str, *args: Any, **kwargs: Any) -> Tensor:
-        features, *others = args or (kwargs.pop("hidden_states"),)
+        features, *positional = args or (kwargs.pop("hidden_states"),)
         features = features.as_subclass(Tensor)
         kwargs = {key: _without_cache(value, key) for key, value in kwargs.items()}
-        noted[name] = features, tuple(map(_without_cache, others)), kwargs
+        noted[name] = features, tuple(map(_without_cache, positional)), kwargs
         if name == names[-1]:
             raise stop_forward()
         return features.as_subclass(_Passed)
@@ -197,7 +197,7 @@ def _standing_aside(
     ]  # some libraries replace it too
     try:
         for name, module in zip(names, modules, strict=True):
-            module.forward = lambda *args, name=name, **others: note(name, *args, **others)
+            module.forward = lambda *args, name=name, **kwargs: note(name, *args, **kwargs)
         yield
     finally:
         for module, forward in zip(modules, replaced, strict=True):
@@ -206,12 +206,12 @@ def _standing_aside(
                 module.forward = forward
 
 
-def _own_container(value: Any) -> Any:
+def _shallow_copy(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, MutableMapping | MutableSequence) else value
 
 
 def _without_cache(value: Any, name: str = "") -> Any:
-    """An argument of a block; nothing in place of a cache of keys and values."""
+    """Return an argument of a block, or None for a cache of keys and values."""
     from transformers.cache_utils import Cache
 
     return None if isinstance(value, Cache) else _CACHES.get(name, value)
@@ -228,7 +228,7 @@ def _refuse_other_positions(model: nn.Module, block: str, hidden: Tensor, inputs
 
 
 def _predicts_next(model: nn.Module) -> bool:
-    """Return whether labels of a model, one a position, are the tokens that follow."""
+    """Return whether a model's labels, one per position, are the next tokens."""
     from transformers.models.auto import modeling_auto
 
     kind = type(model).__name__
@@ -240,7 +240,7 @@ def _predicts_next(model: nn.Module) -> bool:
 
 
 def _runs_everything(model: nn.Module, blocks: Iterable[str]) -> bool:
-    """Return whether no block has a list of modules of its own, of which it might choose some."""
+    """Return whether no block contains a list of modules, of which it might run only some."""
     return not any(
         isinstance(module, nn.ModuleList | nn.ModuleDict)
         for block in blocks

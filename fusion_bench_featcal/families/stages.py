@@ -1,7 +1,7 @@
-"""Networks of several stages of images: ResNet, ConvNeXt, SegFormer.
+"""Image networks of several stages: ResNet, ConvNeXt, SegFormer.
 
-Stem, downsampling and patch embeddings hold weights, too: they are blocks like the layers, so that
-the repair starts at the image. Pools and heads behind the last layer are not.
+Stem, downsampling and patch embeddings have weights and are blocks like the layers, so that
+calibration starts at the image. Pools and heads after the last layer are not calibrated.
 """
 
 from collections.abc import Iterator
@@ -24,16 +24,16 @@ _TORCHVISION = ("conv1", "bn1", "relu", "maxpool", "layer1")
 
 @dataclass(frozen=True)
 class StagesFamily(Family):
-    """Blocks of which each takes the last one's features, between stages in another arrangement."""
+    """Blocks that take the previous block's features, which are rearranged between stages."""
 
     name: str = "stages"
     same_calls: bool = True
 
     def stages(self, model: nn.Module) -> list[list[str]]:
-        """Names of the blocks in forward order: one stage for them all.
+        """Return names of the blocks in forward order, all in one stage.
 
         Raises:
-            ValueError: If the model is not built like one that the family knows.
+            ValueError: If the structure is not one that the family supports.
         """
         if torchvision := find_torchvision_blocks(model):
             return [torchvision]
@@ -47,23 +47,23 @@ class StagesFamily(Family):
         )
 
     def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> BlockCall:
-        """Capture the stem's arguments from the model's own forward pass."""
+        """Capture the stem's arguments from the model's forward pass."""
         return capture_call(model, inputs, first_block)
 
     def step(self, model: nn.Module, block: str, call: BlockCall) -> tuple[Tensor, BlockCall]:
-        """Run a block, and what comes without weights between it and the next."""
+        """Run a block, and the operations without weights between it and the next block."""
         part = block.split(".")
-        if "layer_norm" in part[-2:]:  # of SegFormer, behind a stage, makes an image of its rows
+        if "layer_norm" in part[-2:]:  # SegFormer turns rows back into an image after a stage
             height, width = call.args
             hidden = hidden_output(call_block(model, block, BlockCall(call.hidden, (), {})))
             image = hidden.reshape(len(hidden), height, width, -1).permute(0, 3, 1, 2)
             return hidden, BlockCall(image.contiguous(), (), {})
         output = call_block(model, block, call)
         hidden, args = hidden_output(output), call.args
-        if "patch_embeddings" in part[-2:]:  # which tell the size of the image
+        if "patch_embeddings" in part[-2:]:  # their output includes the size of the image
             args = tuple(output[1:])
         following = hidden
-        if block == "bn1":  # of torchvision's ResNet, which overwrites what it gives
+        if block == "bn1":  # torchvision's ResNet overwrites its output in place
             following = model.get_submodule("maxpool")(model.get_submodule("relu")(hidden.clone()))
         return hidden, BlockCall(following, args, {})
 
@@ -72,14 +72,14 @@ STAGES = StagesFamily()
 
 
 def _towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The model and its parts, with the beginnings of their tensors' names."""
+    """Yield the model and its submodels, with the prefixes of their tensors' names."""
     yield "", model
     for name, part in model.named_children():
         yield f"{name}.", part
 
 
 def _blocks(tower: Any) -> Iterator[str]:
-    """Names of the blocks of a tower of transformers; none if it is not one."""
+    """Yield names of the blocks of a tower of transformers, or nothing for other modules."""
     encoder: Any = getattr(tower, "encoder", None)
     if isinstance(getattr(encoder, "patch_embeddings", None), nn.ModuleList):
         for stage, layers in enumerate(encoder.block):  # SegFormer before transformers 5
@@ -100,7 +100,7 @@ def _blocks(tower: Any) -> Iterator[str]:
 
 
 def find_torchvision_blocks(model: nn.Module) -> list[str]:
-    """Names of the blocks of torchvision's ResNets; empty for any other model."""
+    """Return names of the blocks of torchvision's ResNets; empty for other models."""
     if not all(hasattr(model, name) for name in _TORCHVISION):
         return []
     stages = [(n, part) for n, part in model.named_children() if n.removeprefix("layer").isdigit()]

@@ -1,24 +1,24 @@
-"""Lists of blocks in a model, found by its structure."""
+"""Lists of blocks in a model, found by the model's structure."""
 
 from torch import nn
 
 from fusion_bench_featcal.settings import CalibrationError
 
 _CLEARLY = 10
-"""Times that a list of blocks must be as large as all other lists to be the model's."""
+"""Size ratio to all other lists above which a list of blocks is taken as the model's."""
 
 
 def find_stack(model: nn.Module) -> str | None:
-    """Name of the list that holds a model's blocks.
+    """Return the name of the list with a model's blocks.
 
-    That is the outermost list of several modules of one class, if it has ten times the parameters
-    of all other such lists together: two towers, or an encoder and a decoder, are no single stack.
+    This is the outermost list of several modules of one class, if it has ten times the parameters
+    of all other such lists together. Two towers, or an encoder and a decoder, are no single stack.
 
     Args:
-        model: The model; on the meta device it will do.
+        model: The model. It may be on the meta device.
 
     Returns:
-        The list's name; None if no list is clearly the largest.
+        The list's name; None if no list clearly dominates.
     """
     stacks = _stacks(model)
     largest = _largest(stacks, "")
@@ -28,13 +28,13 @@ def find_stack(model: nn.Module) -> str | None:
 
 
 def suggested_families(model: nn.Module) -> list[str]:
-    """Values of `method.family` that may fit a model with several lists of blocks.
+    """Return values of `method.family` that may fit a model with several lists of blocks.
 
     Args:
-        model: The model; on the meta device it will do.
+        model: The model. It may be on the meta device.
 
     Returns:
-        Values as they are typed, the most promising first; empty where nothing is repeated.
+        Values in command line syntax, the most promising first; empty if there are no lists.
     """
     stacks = _stacks(model)
     sides = [_largest(stacks, part) for part in ("encoder", "decoder")]
@@ -47,7 +47,7 @@ def suggested_families(model: nn.Module) -> list[str]:
 
 
 def no_stack(model: nn.Module, family: str) -> CalibrationError:
-    """The error of a model without a single list of blocks, with what to try."""
+    """Return the error for a model without a single list of blocks, with advice."""
     tries = " or ".join(f"method.family={value}" for value in suggested_families(model))
     advice = f"Try {tries}" if tries else "Name its blocks: method.family={name: replay, blocks: }"
     return CalibrationError(
@@ -57,13 +57,13 @@ def no_stack(model: nn.Module, family: str) -> CalibrationError:
 
 
 def _largest(stacks: dict[str, int], part: str) -> str:
-    """The stack with the most parameters among those below a part of the model."""
+    """Return the stack with the most parameters within a part of the model."""
     below = {name: size for name, size in stacks.items() if part in ("", *name.split("."))}
     return max(below, key=lambda name: below[name]) if below else ""
 
 
 def _stacks(model: nn.Module) -> dict[str, int]:
-    """Name -> parameters of every outermost list of modules of one class."""
+    """Return name -> number of parameters of every outermost list of modules of one class."""
     stacks: dict[str, int] = {}
     for name, module in model.named_modules():
         kinds = [type(child) for child in module.children()]

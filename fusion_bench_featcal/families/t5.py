@@ -1,4 +1,4 @@
-"""T5's encoder-decoder models as transformers builds them (FLAN-T5, mT5, UMT5)."""
+"""T5's encoder-decoder models in transformers (FLAN-T5, mT5, UMT5)."""
 
 import inspect
 import re
@@ -18,7 +18,7 @@ from fusion_bench_featcal.families.rows import (
 from fusion_bench_featcal.settings import CalibrationError
 
 MODEL_TYPES = ("t5", "mt5", "umt5")
-"""Model types of this shape; tests run each of them."""
+"""Model types with this structure. Tests run each of them."""
 
 _BLOCK = re.compile(r"(encoder|decoder)\.block\.\d+")
 _DECODER_INPUTS = ("labels", "decoder_input_ids", "decoder_inputs_embeds")
@@ -31,11 +31,11 @@ class T5Call:
 
     Attributes:
         hidden: Hidden features, `[batch, positions, d]`.
-        kwargs: What all blocks of a stage receive alike.
-        bias: Position bias of the stage, `[1, heads, positions, positions]`; None before its first
-            block has run, and where every block has one.
-        adds_mask: Whether blocks expect the mask in it, as in transformers 4.57. That is a bias for
-            each sample, too much to keep: it is made for a block's run only.
+        kwargs: Arguments common to all blocks of a stage.
+        bias: Position bias of the stage, `[1, heads, positions, positions]`. None before its first
+            block has run, and if every block has its bias.
+        adds_mask: Whether blocks expect the mask inside the bias, as in transformers 4.57. That
+            bias is different for each sample and too large to keep, so it is built for each block.
     """
 
     hidden: Tensor
@@ -46,10 +46,10 @@ class T5Call:
 
 @dataclass(frozen=True)
 class T5Family(Family):
-    """The encoder's blocks, then the decoder's, which begin when the encoder is calibrated.
+    """The encoder's blocks, then the decoder's, which begin after the encoder is calibrated.
 
-    The first block of T5 and mT5 computes the relative position bias of its stage; the family
-    hands it on to the later ones. UMT5's blocks have one each.
+    The first block of T5 and mT5 computes the relative position bias of its stage, and the family
+    passes it to the later ones. In UMT5 every block computes one.
     """
 
     name: str = "t5"
@@ -57,7 +57,7 @@ class T5Family(Family):
     hands_on: bool = True
 
     def stages(self, model: nn.Module) -> list[list[str]]:
-        """The encoder's blocks, then the decoder's.
+        """Return the encoder's blocks, then the decoder's.
 
         Raises:
             CalibrationError: If the model lacks one of the two.
@@ -66,20 +66,20 @@ class T5Family(Family):
         return two_stages(model, _BLOCK, lists, "T5ForConditionalGeneration")
 
     def ending(self, model: nn.Module, call: T5Call) -> Tensor:
-        """The encoder's output, from what its last block gave."""
+        """Return the encoder's output, from the output of its last block."""
         return model.get_submodule("encoder.final_layer_norm")(call.hidden.clone())
 
     def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Tensor) -> T5Call:
-        """Run the model's own forward up to a stage's first block.
+        """Run the model's forward pass up to a stage's first block.
 
         Args:
             model: The model.
             inputs: Its inputs.
             first_block: The block.
-            *ending: The encoder's output, where it is known; it runs otherwise.
+            *ending: The encoder's output, if available; else the encoder runs.
 
         Raises:
-            CalibrationError: If the inputs say nothing about the decoder's.
+            CalibrationError: If the inputs do not determine the decoder's inputs.
         """
         if not isinstance(inputs, Mapping) or all(inputs.get(n) is None for n in _DECODER_INPUTS):
             raise CalibrationError(
@@ -89,7 +89,7 @@ class T5Family(Family):
         if ending:
             from transformers.modeling_outputs import BaseModelOutput
 
-            output: Any = ending[0]  # the class is annotated with a type of tensors
+            output: Any = ending[0]  # the class annotates this with another type
             inputs = {**inputs, "encoder_outputs": BaseModelOutput(last_hidden_state=output)}
         call = capture_call(model, inputs, first_block)
         names = list(inspect.signature(model.get_submodule(first_block).forward).parameters)
@@ -97,7 +97,7 @@ class T5Family(Family):
         return T5Call(call.hidden, named | dict(call.kwargs))
 
     def step(self, model: nn.Module, block: str, call: T5Call) -> tuple[Tensor, T5Call]:
-        """Run one block; the stage's first, where blocks share a position bias, hands it on."""
+        """Run one block. A stage's first block passes on the position bias, if blocks share it."""
         module: Any = model.get_submodule(block)
         kwargs, bias = dict(call.kwargs), call.bias
         if bias is not None:
@@ -113,10 +113,10 @@ class T5Family(Family):
         return hidden, replace(call, hidden=hidden, bias=bias, adds_mask=True)
 
     def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
-        """The encoder's positions without padding; the decoder's likewise, or its targets.
+        """Return the encoder's positions except padding; the decoder's too, or its targets.
 
         Raises:
-            CalibrationError: If targets are asked for without labels.
+            CalibrationError: If targets are requested without labels.
         """
         if stage_index == 0:
             return mask_named(inputs, "attention_mask")
@@ -126,12 +126,12 @@ class T5Family(Family):
         return targets if mask is None or decoder_rows == "targets" else mask
 
     def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
-        """Keys and values of the decoder's cross-attention receive the encoder's rows."""
+        """Return the encoder's rows for keys and values of the decoder's cross-attention."""
         if stage_index == 0:
             return {}
         return dict.fromkeys(_FED_BY_THE_ENCODER, mask_named(inputs, "attention_mask"))
 
 
 T5 = T5Family()
-"""RMS norms have no update of FeatCal's; embeddings, position biases and the head are no block's
-calibrated modules: all stay as merged."""
+"""RMS norms are not calibrated, and embeddings, position biases and the head are outside the
+blocks: all keep their merged weights."""

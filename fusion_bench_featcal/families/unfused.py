@@ -1,4 +1,4 @@
-"""torch's attention with its fused matrix taken apart into q, k and v, and put together again."""
+"""torch's fused attention matrix split into q, k and v for calibration, and fused again."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -17,17 +17,17 @@ _LEAVES = ("weight", "bias")
 
 
 class UnfusedAttention(nn.Module):
-    """An `nn.MultiheadAttention` in modules that hooks see.
+    """An `nn.MultiheadAttention` split into modules that hooks can observe.
 
-    The fused module applies its matrices as functions, so that nothing can be recorded of them.
+    The fused module applies its matrices as functions, so that hooks cannot record their inputs.
     Weights are slices of the fused ones and share their memory.
     """
 
     def __init__(self, fused: nn.MultiheadAttention) -> None:
-        """Take an attention module apart.
+        """Split an attention module.
 
         Args:
-            fused: The module; it is emptied, and kept for `fused_again`.
+            fused: The module. It is emptied, and kept for `fused_again`.
         """
         super().__init__()
         self.heads = fused.num_heads
@@ -35,7 +35,7 @@ class UnfusedAttention(nn.Module):
             setattr(self, name, _linear_of(fused, index))
         self.out_proj: Any = fused._modules.pop("out_proj")
         fused.in_proj_weight = fused.in_proj_bias = None  # type: ignore[assignment]
-        self.__dict__["emptied"] = [fused]  # in a list: it is no part of this module
+        self.__dict__["emptied"] = [fused]  # in a list, so that it is not registered as a submodule
 
     def forward(
         self,
@@ -45,15 +45,15 @@ class UnfusedAttention(nn.Module):
         need_weights: bool = False,
         attn_mask: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """Attend; `[batch, positions, d]` throughout.
+        """Attend. All features are `[batch, positions, d]`.
 
         Args:
             query: Features that attend.
-            key: Features that are attended to.
-            value: The same, for their content.
+            key: Features that are attended to, for their scores.
+            value: Features that are attended to, for their content.
             need_weights: Ignored: weights are never returned.
-            attn_mask: Added to the scores, `[positions, positions]`; or bool, True where a position
-                must not be seen.
+            attn_mask: Added to the scores, `[positions, positions]`; or bool, True for positions
+                that must not be seen.
 
         Returns:
             The attended features, and None.
@@ -63,12 +63,12 @@ class UnfusedAttention(nn.Module):
             for name, x in zip(_PARTS, (query, key, value), strict=True)
         )
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = ~attn_mask  # torch's function means by True what may be seen
+            attn_mask = ~attn_mask  # in torch's function True means visible
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask)
         return self.out_proj(mixed.transpose(1, 2).flatten(-2)), None
 
     def fused_again(self) -> nn.MultiheadAttention:
-        """The module this was made of, with the weights that are here now."""
+        """Return the original module with the current weights."""
         (fused,) = self.__dict__["emptied"]
         for leaf in _LEAVES:
             tensors = [getattr(getattr(self, name), leaf) for name in _PARTS]
@@ -83,7 +83,7 @@ class UnfusedAttention(nn.Module):
 
 @dataclass(frozen=True)
 class UnfusedView(ModelView):
-    """Shows the attention of some blocks taken apart, batch first.
+    """Shows the attention of some blocks split into modules, batch first.
 
     Attributes:
         find_blocks: Finds the names of the blocks in a model.
@@ -94,10 +94,10 @@ class UnfusedView(ModelView):
     attention: str
 
     def shown(self, model: nn.Module) -> nn.Module:
-        """A model of the same tensors in which the blocks' attention is taken apart.
+        """Return a model with the same tensors in which the blocks' attention is split.
 
         Raises:
-            CalibrationError: If a block's attention is of a kind that cannot be.
+            CalibrationError: If a block's attention cannot be split.
         """
         tensors = [*model.parameters(), *model.buffers()]
         result = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
@@ -110,11 +110,11 @@ class UnfusedView(ModelView):
         return result
 
     def source(self, source: Any) -> "UnfusedSource":
-        """A source that also offers the slices of every fused matrix."""
+        """Return a source that also has the slices of every fused matrix."""
         return UnfusedSource(source, self.attention)
 
     def restored(self, model: nn.Module) -> nn.Module:
-        """The model with its fused attention, with the weights that it has now."""
+        """Return the model with fused attention and its current weights."""
         for block in self.find_blocks(model):
             owner = model.get_submodule(block)
             fused = getattr(owner, self.attention).fused_again()
@@ -124,13 +124,13 @@ class UnfusedView(ModelView):
 
 
 class UnfusedSource:
-    """An expert's weights, with each fused matrix also as its three slices; nothing is copied."""
+    """An expert's weights with each fused matrix also as three slices. Nothing is copied."""
 
     def __init__(self, source: Any, attention: str) -> None:
         """Wrap a source.
 
         Args:
-            source: The weights as they are stored, an `ExpertSource`.
+            source: The stored weights, an `ExpertSource`.
             attention: Name of the attention modules.
         """
         self._source = source
@@ -143,23 +143,23 @@ class UnfusedSource:
                         self._slices[f"{stem}.{attention}.{part}.{leaf}"] = (name, index)
 
     def names(self) -> set[str]:
-        """Names of all tensors, and of all slices."""
+        """Return names of all tensors and all slices."""
         return self._source.names() | set(self._slices)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor or slice."""
+        """Return the shape of one tensor or slice."""
         if name not in self._slices:
             return self._source.shape(name)
         first, *rest = self._source.shape(self._slices[name][0])
         return (first // 3, *rest)
 
     def nbytes(self, name: str) -> int:
-        """Size of one tensor or slice."""
+        """Return the size of one tensor or slice."""
         stored, count = self._slices.get(name, (name,))[0], 3 if name in self._slices else 1
         return self._source.nbytes(stored) // count
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor or slice."""
+        """Return one tensor or slice."""
         if name not in self._slices:
             return self._source.tensor(name)
         fused, index = self._slices[name]
@@ -167,7 +167,7 @@ class UnfusedSource:
 
 
 def _linear_of(fused: nn.MultiheadAttention, index: int) -> nn.Linear:
-    """One third of the fused matrix as a module that shares its memory."""
+    """Return one third of the fused matrix as a module that shares its memory."""
     width = fused.embed_dim
     part = nn.Linear(width, width, bias=fused.in_proj_bias is not None, device="meta")
     for leaf in _LEAVES:
@@ -179,7 +179,7 @@ def _linear_of(fused: nn.MultiheadAttention, index: int) -> nn.Linear:
 
 
 def _stack(model: nn.Module, block: str) -> Any:
-    """The module that runs the list of blocks, and turns batch and positions round for them."""
+    """Return the module that runs the list of blocks and transposes batch and positions."""
     return model.get_submodule(block.rsplit(".", 2)[0])
 
 

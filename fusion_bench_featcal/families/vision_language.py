@@ -13,16 +13,16 @@ from fusion_bench_featcal.families.stack import StackCall, StackFamily, noted_ca
 from fusion_bench_featcal.settings import CalibrationError
 
 MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl")
-"""Model types of this shape; tests run each of them."""
+"""Model types with this structure. Tests run each of them."""
 
 _BLOCK = re.compile(r"(model\.)?(visual\.blocks|language_model\.layers)\.\d+")
 
 
 @dataclass(frozen=True)
 class VisionLanguageFamily(StackFamily):
-    """Two stacks, of which the second begins when the vision tower is calibrated.
+    """Two stacks; the second begins after the vision tower is calibrated.
 
-    Patches of all images of a batch are in one list, without padding: all of them count.
+    Patches of all images of a batch are in one list without padding, so all of them count.
     """
 
     name: str = "vision_language"
@@ -31,7 +31,7 @@ class VisionLanguageFamily(StackFamily):
     has_tables: bool = False
 
     def stages(self, model: nn.Module) -> list[list[str]]:
-        """The vision tower's blocks, then the language model's.
+        """Return the vision tower's blocks, then the language model's.
 
         Raises:
             CalibrationError: If the model lacks one of the two.
@@ -40,20 +40,20 @@ class VisionLanguageFamily(StackFamily):
         return two_stages(model, _BLOCK, lists, "Qwen2VLForConditionalGeneration")
 
     def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> StackCall:
-        """Run the model's own forward pass up to a stage, whose blocks stand aside.
+        """Run the model's forward pass up to a stage, with its blocks skipped.
 
         Raises:
-            CalibrationError: If there are no images, or others than the inputs tell.
+            CalibrationError: If there are no images, or their sizes contradict the inputs.
         """
         _check_images(inputs)
         (blocks,) = (stage for stage in self.stages(model) if first_block in stage)
         return noted_call(model, blocks, inputs)
 
     def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
-        """All patches; of the text, positions of images among it, those that are no padding.
+        """Return all patches; for the text, including image positions, all positions but padding.
 
         Raises:
-            CalibrationError: If targets are asked for without labels.
+            CalibrationError: If targets are requested without labels.
         """
         return causal_rows(inputs, decoder_rows) if stage_index else None
 
@@ -75,4 +75,4 @@ def _check_images(inputs: Any) -> None:
 
 
 VISION_LANGUAGE = VisionLanguageFamily()
-"""Patch embedding and the layers between tower and decoder stay as merged."""
+"""Patch embedding and the layers between tower and decoder keep their merged weights."""

@@ -1,1 +1,1 @@
-"""Batches on their way through the models, and the rows of them that are summed."""
+"""Batches that pass through the models block by block, and the rows of them that are summed."""

@@ -13,16 +13,15 @@ from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.streams.inputs import joined, part_of
 
 ENOUGH, MOST = 256, 7
-"""Number of a task's samples, copies among them, beyond which further ones gain little, and the
-largest number of copies of each."""
+"""Number of samples beyond which copies gain little, and the largest number of copies of each."""
 
 Change = Callable[[Any, torch.Generator], Any]
-"""Makes a changed copy of a batch of one sample, from the given random numbers alone. One with a
-method `each` is called through that, with many samples and a generator for each of them."""
+"""Returns a changed copy of a batch of one sample, using only the given random numbers. If the
+object has a method `each`, it is called with many samples and one generator for each."""
 
 
 class Jitter:
-    """Turns, scales and shifts images a little. Borders are repeated."""
+    """Rotates, scales and shifts images a little. Borders are repeated."""
 
     def __init__(self, degrees: float = 8.0, scale: float = 0.08, shift: float = 0.08) -> None:
         """Set the largest changes.
@@ -43,12 +42,12 @@ class Jitter:
             generator: Random numbers.
 
         Raises:
-            CalibrationError: If there are no images in it.
+            CalibrationError: If the batch has no images.
         """
         return self.each(inputs, [generator] * len(_required_images(inputs)))
 
     def each(self, inputs: Any, generators: Sequence[torch.Generator]) -> Any:
-        """Return the same with random numbers for each image."""
+        """Return changed copies of many images, with separate random numbers for each."""
         images = _required_images(inputs)
         draws = torch.cat([torch.rand(1, 4, generator=generator) for generator in generators])
         degrees, scale, shift = self._limits
@@ -67,14 +66,14 @@ class Jitter:
 
 
 def _affine(draw: Sequence[float], ratio: float) -> list[list[float]]:
-    """Return the map from places of the new image to those of the old, for `affine_grid`."""
+    """Return the map from positions of the new image to positions of the old, for `affine_grid`."""
     degrees, scale, right, down = draw
     c, s = ((1 + scale) * f(radians(degrees)) for f in (cos, sin))
     return [[c, -s * ratio, right], [s / ratio, c, down]]
 
 
 def images_of(inputs: Any) -> Tensor | None:
-    """Return the images in a batch of model inputs; None: there are none."""
+    """Return the images in a batch of model inputs; None if there are none."""
     if isinstance(inputs, Mapping):
         inputs = inputs.get("pixel_values")
     elif isinstance(inputs, tuple):
@@ -95,7 +94,7 @@ def _required_images(inputs: Any) -> Tensor:
 
 
 def number_of_copies(samples: int, augment: Any, inputs: Any) -> int:
-    """Return the number of changed copies of each sample: the fewer samples, the more.
+    """Return the number of changed copies of each sample. It falls with the number of samples.
 
     Args:
         samples: Number of samples that the task has.
@@ -115,7 +114,7 @@ def change_of(augment: Any) -> Change:
         augment: The setting.
 
     Raises:
-        ValueError: If it names something that cannot be made or called.
+        ValueError: If the setting names something that cannot be created or called.
     """
     if not isinstance(augment, Mapping):
         return Jitter()
@@ -134,10 +133,10 @@ def change_of(augment: Any) -> Change:
 
 
 def changed(change: Change, inputs: Any, generators: Sequence[torch.Generator]) -> Any:
-    """Return a changed copy of a batch, from random numbers for each sample.
+    """Return a changed copy of a batch, with separate random numbers for each sample.
 
     Raises:
-        CalibrationError: If changed samples of one batch do not fit together.
+        CalibrationError: If the changed samples have different shapes.
     """
     of_each = getattr(change, "each", None)
     if of_each is not None:

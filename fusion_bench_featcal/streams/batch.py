@@ -15,17 +15,17 @@ OUTPUT = ""
 class Batch:
     """Samples that run together.
 
-    Attributes:
-        inputs: The model's inputs; None once the last stage has begun.
-        samples: Number of samples; 0 for changed copies of others.
-        start: Number of the task's samples before it.
-        is_held_out: Whether it takes no part in the sums.
+    inputs: The model's inputs; None after the last stage has begun.
+    samples: Number of samples; 0 for changed copies of other samples.
+    start: Number of the task's samples before it.
+    is_held_out: Whether it is excluded from the sums.
         cal: Input of the calibrated model's next block.
-        exp: Input of the expert's next block; None where experts do not run.
-        merged: Input of the merged model's next block, of held-out batches.
+        exp: Input of the expert's next block; None if experts do not run.
+        merged: Input of the merged model's next block, for held-out batches.
         rows: Positions that count in the stage.
-        noted: The expert's features at modules that are yet to be solved, one per call: inputs, or
-            outputs if the rule notes these. Under `OUTPUT` the block's output, if it is compared.
+        noted: The expert's features at modules that are not solved yet, one per call: inputs, or
+            outputs if the rule stores them. The block's output is under `OUTPUT`, if it is
+            compared.
     """
 
     inputs: Any

@@ -1,4 +1,4 @@
-"""Checks of a turn's sums. The host looks at all of them once."""
+"""Checks of a turn's sums, with one transfer to the host for all of them."""
 
 import logging
 import statistics
@@ -19,13 +19,13 @@ from fusion_bench_featcal.settings import CalibrationError
 log = logging.getLogger(__name__)
 
 DEAD_TASK_RATIO = 1e-6
-"""A task whose Gram matrix has less than this share of the median norm would swamp the bias."""
+"""Tasks with a smaller Gram norm, relative to the median task, would dominate the bias."""
 
 
 def sums_dtype(rule: Rule, precision: str, tasks: int, device: torch.device) -> torch.dtype:
-    """Return the least precise dtype of sums over rows, as `sums_precision` asks.
+    """Return the least precise dtype of sums over rows, following `sums_precision`.
 
-    It is warned of where the rule needs a wider one.
+    Warns if the rule needs a wider dtype than the setting gives.
     """
     needed = rule.dtype(tasks, torch.device("cpu"))
     dtype = solve_dtype(device) if precision == "float64" else torch.float32
@@ -43,10 +43,10 @@ def sums_dtype(rule: Rule, precision: str, tasks: int, device: torch.device) -> 
 
 
 class Checks:
-    """Sums of all tasks and groups of a turn, to be checked together."""
+    """Collects the sums of all tasks and groups of a turn, to check them together."""
 
     def __init__(self, block: str) -> None:
-        """Start with nothing."""
+        """Start with no sums."""
         self._block = block
         self._places: list[tuple[str, str]] = []
         self._numbers: list[Tensor] = []
@@ -58,7 +58,7 @@ class Checks:
             task: The task.
             group: The group.
             rows: Its `LinearRows` or `AffineRows`.
-            figures: What `GroupSums.add` returned.
+            figures: The return value of `GroupSums.add`.
         """
         self._places.append((task, group.name))
         looked_at = (*rows.tensors(), *figures.values())
@@ -67,7 +67,7 @@ class Checks:
         self._numbers += [broken.to(norm), rows.count.to(norm), norm]
 
     def run(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Look at all sums.
+        """Check all sums.
 
         Args:
             gather: Returns the values of all processes.
@@ -80,17 +80,17 @@ class Checks:
         figures = [(*key, *(next(numbers) for _ in range(3))) for key in self._places]
         norms: dict[str, dict[str, float]] = defaultdict(dict)
         for task, module, broken, count, norm in chain(*gather(figures)):
-            where = f"task {task}, block {self._block}"
+            error_prefix = f"task {task}, block {self._block}"
             if count == 0:
                 raise CalibrationError(
-                    f"{where}: no position counts in module {module}: all is padding, or the "
-                    "module never runs. Check the masks of its data "
+                    f"{error_prefix}: no position counts in module {module}: all is padding, or "
+                    "the module never runs. Check the masks of its data "
                     f"(modelpool.train_datasets.{task}), or exclude the module: "
                     f"method.modules=['!{module}']"
                 )
             if broken:
                 raise CalibrationError(
-                    f"{where}, module {module}: inputs are NaN or infinite, or their sums "
+                    f"{error_prefix}, module {module}: inputs are NaN or infinite, or their sums "
                     "overflow, while weights and samples are finite: a forward pass overflows. "
                     "Compute in a wider precision (fabric.precision=32-true, or wider "
                     f"modelpool.models), or check modelpool.models.{task} and "

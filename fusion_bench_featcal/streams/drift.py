@@ -18,15 +18,15 @@ Gather = Callable[[Any], list[Any]]
 
 
 class DriftLog:
-    """Sums of drifts at the block in hand, by task.
+    """Sums of drifts at the current block, by task.
 
     Attributes:
-        sums: `(task, when)` -> sums of `sums_of`, `[5]`. Of held-out samples `when` begins with
+        sums: `(task, when)` -> result of `sums_of`, `[5]`. For held-out samples `when` begins with
             `held out`.
     """
 
     def __init__(self, *, channels_first: bool = False) -> None:
-        """Start with nothing.
+        """Start with no sums.
 
         Args:
             channels_first: Whether features of four dimensions are images `[batch, d, h, w]`.
@@ -44,15 +44,15 @@ class DriftLog:
         *,
         is_last: bool = False,
     ) -> None:
-        """Add a batch's features behind a block.
+        """Add a batch's features after a block.
 
         Args:
-            when: `before` or `after` the block's update; `merged`: as the merged model has them.
+            when: `before` or `after` the block's update; `merged` for features of the merged model.
             task: The task.
             batch: The batch.
             hidden: The model's features.
-            expert: The expert's.
-            is_last: Whether the model reads on from them.
+            expert: The expert's features.
+            is_last: Whether these are the features that the model's head reads.
         """
         all_read = batch.is_held_out or is_last
         counted = batch.rows.compared if all_read else batch.rows.counted
@@ -66,14 +66,14 @@ class DriftLog:
         return rows_of(hidden.movedim(1, -1) if is_image else hidden, counted)
 
     def records(self, gather: Gather) -> dict[str, dict[str, Any]]:
-        """Return each task's figures at the block, and start anew.
+        """Return each task's figures at the block, and reset the sums.
 
         Args:
-            gather: Returns the values of all processes, whose sums are added up.
+            gather: Returns the values of all processes, which are added up.
 
         Returns:
-            Task -> mean L2 drift over rows and root mean square drift relative to the expert's
-            features, `before` and `after`; of held-out samples relative drift and mean cosine.
+            Task -> mean L2 drift over rows, and root mean square drift relative to the expert's
+            features, `before` and `after`. For held-out samples, relative drift and mean cosine.
         """
         numbers = iter(read_back(list(self.sums.values())))
         read = {key: [next(numbers) for _ in range(len(s))] for key, s in self.sums.items()}
@@ -101,8 +101,8 @@ class DriftLog:
 def sums_of(features: Tensor, expert: Tensor) -> Tensor:
     """Return sums over rows, `[5]`.
 
-    These are the norm of the drift, its square, the expert's squares, cosines, and the number of
-    rows. The host does not read them.
+    The entries are: norm of the drift, its square, squares of the expert, cosines, number of rows.
+    The result stays on the device.
 
     Args:
         features: Features of a model, `[n, d]`.

@@ -1,4 +1,4 @@
-"""A family's steps, compared with the model's own forward pass on the first samples."""
+"""Comparison of a family's steps with the model's forward pass on the first samples."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _SAMPLES = 2
 _ROUNDING = 1e-5
-"""Accepted relative difference. In a narrow dtype it is a few times its epsilon."""
+"""Accepted relative difference. For half-precision dtypes it is a few times their epsilon."""
 
 
 @torch.no_grad()
@@ -34,17 +34,17 @@ def checked_family(
     needs_closing: bool = False,
     of_first: Callable[[Callable[[], Any]], Any] = lambda find: find(),
 ) -> Family:
-    """Compare a family's steps with the model's own forward pass, if the family needs it.
+    """Compare a family's steps with the model's forward pass, if the family needs it.
 
     Args:
         family: The family.
-        setting: `method.family`; `auto` takes `replay` in place of steps that differ.
+        setting: `method.family`. With `auto`, steps that differ are replaced by `replay`.
         model: The model, with weights.
-        samples: Batches of each task of this process. The first one of the first task runs, in
-            the first process.
-        device: Device on which the model runs; None: that of its parameters.
-        needs_closing: Whether the positions that the model reads behind its last block are needed.
-        of_first: Returns in all processes what a function returns in the first one.
+        samples: Batches of each task of this process. Only the first process runs one: the first
+            batch of the first task.
+        device: Device on which the model runs; None: the device of its parameters.
+        needs_closing: Whether the positions that the model reads after its last block are needed.
+        of_first: Calls a function in the first process and returns its result in all.
 
     Raises:
         CalibrationError: If the steps differ and the family was named, or the model does not run
@@ -113,7 +113,7 @@ def reads_first_position(model: nn.Module, block: str, inputs: Any) -> bool:
 
 
 def _difference(family: Family, model: nn.Module, task: str, inputs: Any) -> str | None:
-    """Describe how the blocks' outputs differ from those of the model's own pass; None: equal."""
+    """Describe how the blocks' outputs differ from the model's own pass; None if they are equal."""
     model = family.view.shown(model)
     blocks = [block for stage in family.stages(model) for block in stage]
     with naming_task(task):
@@ -140,7 +140,7 @@ def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[Ten
     """Return outputs of the blocks in one forward pass of the model, up to its last block.
 
     Raises:
-        CalibrationError: If they do not run once each, in order: no family fits then.
+        CalibrationError: If they do not run once each, in order, so that no family can fit.
     """
     outputs: list[tuple[str, Tensor]] = []
 

@@ -25,7 +25,7 @@ def part_of(inputs: Any, size: int, samples: slice) -> Any:
 
 
 def joined(batches: Sequence[Any], size: int) -> Any:
-    """Return one batch of batches with `size` samples each.
+    """Return one batch that joins batches with `size` samples each.
 
     Raises:
         ValueError: If they do not fit together.
@@ -78,11 +78,11 @@ def check_finite_inputs(inputs: Any, task: str, number: int) -> None:
 
 
 def check_token_ids(inputs: Any, model: nn.Module, label_of: Callable[[int], str]) -> None:
-    """Refuse token ids that a language model has no embedding for.
+    """Refuse token ids outside a language model's embeddings.
 
     Args:
         inputs: One batch.
-        model: The model; nothing is checked for one without token embeddings.
+        model: The model. Nothing is checked if it has no token embeddings.
         label_of: Names a row of the batch in messages.
 
     Raises:
@@ -100,7 +100,7 @@ def check_token_ids(inputs: Any, model: nn.Module, label_of: Callable[[int], str
             raise CalibrationError(f"{label_of(0)}: {name} are {ids.dtype}, not integers")
         wrong = (ids < 0) | (ids >= size)
         if name == "labels":
-            wrong &= ids != -100  # what transformers' losses ignore
+            wrong &= ids != -100  # ignored by the losses of transformers
         if ids.ndim == 2 and wrong.any():
             row, column = wrong.nonzero()[0].tolist()
             raise CalibrationError(

@@ -1,4 +1,4 @@
-"""Positions that count in modules of the last block, if they differ from those before it."""
+"""Counted positions in modules of the last block, if they differ from the blocks before it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,16 +13,16 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.rows import CountedRows
 
 DEMO_WEIGHT = 0.01
-"""Weight of all tokens but the first with `token_weights=demo_last_block`."""
+"""Weight of all tokens except the first with `token_weights=demo_last_block`."""
 
 
 class DemoRows:
-    """In all modules but k_proj and v_proj tokens but the first weigh little (authors' demo)."""
+    """Small weight for all tokens but the first, except in k_proj and v_proj (authors' demo)."""
 
     def mask(
         self, model: nn.Module, block: str, hidden: Tensor, valid: CountedRows | None
     ) -> Tensor | None:
-        """Return weights of positions, `[batch, positions]`: 1, and `DEMO_WEIGHT` for others.
+        """Return weights of positions, `[batch, positions]`: 1 for the first, else `DEMO_WEIGHT`.
 
         Args:
             model: The model.
@@ -51,7 +51,7 @@ class DemoRows:
         run: Callable[[], Tensor],
         mask: Tensor,
     ) -> list[str]:
-        """Return names of the modules in which they count: all but k_proj and v_proj.
+        """Return names of the modules that use the weights: all but k_proj and v_proj.
 
         Args:
             model: The model.
@@ -64,7 +64,7 @@ class DemoRows:
 
 
 class ClosingRows:
-    """Positions that the model reads behind its last block, in linear modules of that block.
+    """Positions that the model reads after its last block, in linear modules of that block.
 
     A position does not count in a module if no output that is read depends on it.
     """
@@ -91,7 +91,7 @@ class ClosingRows:
         run: Callable[[], Tensor],
         mask: Tensor,
     ) -> list[str]:
-        """Find the modules by the gradients of a random combination of outputs that are read."""
+        """Select modules by gradients of a random combination of the outputs that are read."""
         outputs: dict[str, Tensor] = {}
         names = [site.name for site in sites if site.kind == "linear"]
 
@@ -122,7 +122,7 @@ class ClosingRows:
 
 
 LastRows = DemoRows | ClosingRows
-"""Positions that count in modules of the last block, where they differ from earlier blocks'."""
+"""Counted positions in modules of the last block, if they differ from earlier blocks'."""
 
 
 def last_rows_of(settings: FeatCalSettings, rule: Rule, family: Family) -> LastRows | None:

@@ -1,6 +1,6 @@
-"""Places in which features wait between visits: on the device, in host memory, or in mapped files.
+"""Storage of features between visits: on the device, in host memory, or in mapped files.
 
-Features come back with their values and memory layout, so the place changes no bit of the result.
+Values and memory layout are restored exactly, so the storage does not affect the result.
 """
 
 import os
@@ -17,7 +17,7 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
 
 STATE = ("cal", "exp", "merged", "noted")
-"""Fields of a batch that hold features."""
+"""Fields of a batch that contain features."""
 
 
 class Here:
@@ -36,12 +36,12 @@ class Here:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A tensor that waits.
+    """A tensor in storage.
 
     Attributes:
-        data: Its entries once each, contiguous.
+        data: Its entries without repetitions, contiguous.
         sizes: Its shape, with repetitions (expanded dimensions).
-        order: Its dimensions by falling stride.
+        order: Its dimensions by decreasing stride.
     """
 
     data: Tensor
@@ -50,15 +50,15 @@ class Waiting:
 
 
 class Host(Here):
-    """Features wait in pinned host memory beside a GPU."""
+    """Features wait in pinned host memory while the GPU works on other batches."""
 
     def __init__(self, device: torch.device) -> None:
-        """Serve a device."""
+        """Create storage for a device."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def visits(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield batches, while the next one's features come to the device."""
+        """Yield batches while the next one's features are copied to the device."""
         remaining = iter(batches)
         batch = next(remaining, None)
         coming = None if batch is None else self._fetch(batch)
@@ -76,8 +76,8 @@ class Host(Here):
             batch = following
 
     def _fetch(self, batch: Batch) -> tuple[dict[str, Any], dict[int, Any]]:
-        """Return a batch's features on the device, and what waits by identity of the tensor."""
-        fetched: dict[int, Tensor] = {}  # one that is met twice stays one
+        """Return a batch's features on the device, and stored copies by identity of the tensor."""
+        fetched: dict[int, Tensor] = {}  # keeps a tensor that occurs twice one tensor
         waiting: dict[int, Any] = {}
 
         def get(copy: Waiting) -> Tensor:
@@ -88,13 +88,13 @@ class Host(Here):
                 waiting[id(tensor)] = tensor, tensor._version, copy
             return fetched[id(copy)]
 
-        if self._stream is not None:  # what was put away may still be on its way to the host
+        if self._stream is not None:  # copies to the host may still be under way
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             return {n: mapped(getattr(batch, n), Waiting, get) for n in STATE}, waiting
 
     def _wait_for(self, waiting: dict[int, Any]) -> None:
-        """Let the computation wait for features that come to a GPU."""
+        """Let the computation wait for features that are being copied to a GPU."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
@@ -116,27 +116,27 @@ class Host(Here):
         return mapped(value, Tensor, put)
 
     def put(self, data: Tensor) -> Tensor:
-        """Return a copy of contiguous entries in this place."""
+        """Return a copy of contiguous entries in this storage."""
         host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
         return host.copy_(data, non_blocking=True)
 
 
 class Disk(Host):
-    """Features wait in files that are mapped when they are read.
+    """Features wait in files that are memory-mapped when they are read.
 
-    A file loses its name as soon as it is mapped: the system removes it with its tensor, however
-    the run ends. It is written by ordinary writes, so that a full disk is an error.
+    A file is unlinked as soon as it is mapped, so the system removes it with its tensor even after
+    a crash. It is written by ordinary writes, so that a full disk raises an error.
     """
 
     def __init__(self, device: torch.device, folder: str | None) -> None:
-        """Serve a device.
+        """Create storage for a device.
 
         Args:
             device: The device.
-            folder: Folder of the files; None: where the system keeps temporary files.
+            folder: Folder of the files; None: the system's folder for temporary files.
 
         Raises:
-            CalibrationError: If no file can be made there.
+            CalibrationError: If no file can be created there.
         """
         super().__init__(device)
         self._folder = folder or tempfile.gettempdir()
@@ -154,7 +154,7 @@ class Disk(Host):
         """Return contiguous entries in a mapped file.
 
         Raises:
-            CalibrationError: If it cannot be written: most likely the disk is full.
+            CalibrationError: If it cannot be written, most likely because the disk is full.
         """
         entries: Any = data.reshape(-1).cpu().view(torch.uint8).numpy()
         try:
@@ -173,14 +173,14 @@ class Disk(Host):
 
 
 def place_of(settings: FeatCalSettings, device: torch.device) -> Here:
-    """Return the place that `method.activations` names."""
+    """Return the storage that `method.activations` names."""
     if settings.activations == "disk":
         return Disk(device, settings.activations_dir)
     return Host(device) if settings.activations == "host" and device.type != "cpu" else Here()
 
 
 def packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return a tensor's entries once each, contiguous, and its dimensions by falling stride."""
+    """Return a tensor's entries without repetitions, and its dimensions by decreasing stride."""
     once = tensor.detach()
     for dimension in range(tensor.ndim):
         if tensor.stride(dimension) == 0:
@@ -190,9 +190,9 @@ def packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Return a nested value with everything of a kind changed.
+    """Return a nested value with all objects of a type changed.
 
-    Tensors within other objects than dicts, lists, tuples and dataclasses stay where they are.
+    Only dicts, lists, tuples and dataclasses are searched. Other objects stay unchanged.
     """
     if isinstance(value, kind):
         return change(value)

@@ -1,4 +1,4 @@
-"""Positions of a batch that count, looked at once and used at every block."""
+"""Positions of a batch that count, computed once and used at every block."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,14 +13,14 @@ from fusion_bench_featcal.settings import CalibrationError
 
 @dataclass(frozen=True)
 class CountedRows:
-    """Positions that count, where not all of them do. The host reads a mask once.
+    """Positions that count, if not all do. The mask is transferred to the host once.
 
     Attributes:
         shape: Shape of the mask, `[batch, positions]`.
         index: Positions that count in the flattened mask; None: all.
         weights: Their weights, `[n]`; None: all weigh 1.
-        has_tables: Whether features of other positions can only be tables: there is no other
-            sequence in the model.
+        has_tables: Whether features with other positions can only be tables, because the model has
+            no other sequence.
     """
 
     shape: torch.Size
@@ -42,7 +42,8 @@ class CountedRows:
         """Return the positions above 0 of a mask `[batch, positions]`, weighted by its entries.
 
         Raises:
-            CalibrationError: If an entry is negative or not finite, or a sample has no position.
+            CalibrationError: If an entry is negative or not finite, or a sample has no counted
+                position.
         """
         if bool((mask < 0).any()) or not bool(torch.isfinite(mask).all()):
             raise CalibrationError(
@@ -61,7 +62,7 @@ class CountedRows:
 
     @classmethod
     def of_weights(cls, mask: Tensor) -> "CountedRows":
-        """Return the same for any mask `[batch, ...]`, of which samples may be empty."""
+        """Return the same for any mask `[batch, ...]`. Samples without a counted position pass."""
         flat = mask.reshape(-1)
         index = (flat > 0).nonzero().flatten()
         weights = flat[index]
@@ -72,14 +73,14 @@ class CountedRows:
         )
 
     def fits(self, features: Tensor) -> bool:
-        """Return whether features `[..., d]` are of the mask's positions, perhaps flattened."""
+        """Return whether features `[..., d]` have the mask's positions, perhaps flattened."""
         return features.shape[:-1] in (self.shape, (self.shape.numel(),))
 
     def is_table(self, features: Tensor) -> bool:
-        """Return whether features `[1, n, d]` are of no sample, such as relative positions.
+        """Return whether features `[1, n, d]` belong to no sample, such as relative positions.
 
-        All their rows count. Unless `has_tables`, they might be another sequence of a batch's only
-        sample, or all samples in one row.
+        All rows of a table count. Unless `has_tables`, the features could also be another sequence
+        of a batch's only sample, or all samples in one row.
         """
         if features.ndim != 3 or len(features) != 1 or self.fits(features):
             return False
@@ -87,7 +88,7 @@ class CountedRows:
         return self.has_tables or not other
 
     def of(self, features: Tensor) -> Tensor:
-        """Return the rows of features `[..., d]` that count, `[n, d]`; all of a table.
+        """Return the rows of features `[..., d]` that count, `[n, d]`. All rows of a table count.
 
         Raises:
             CalibrationError: If the features have other positions than the mask.
@@ -104,14 +105,15 @@ class CountedRows:
 
 
 Counted = tuple[CountedRows, ...]
-"""Positions that count: all of a batch, and, with several folds, those of each fold's samples."""
+"""Positions that count: in a whole batch and, with several folds, in each fold's samples."""
 
 
 def counted_by_fold(mask: Tensor, folds: int, *, has_tables: bool = False) -> Counted:
-    """Return the positions that count by a mask `[batch, positions]`, divided by fold.
+    """Return the counted positions of a mask `[batch, positions]`, divided by fold.
 
     Raises:
-        CalibrationError: If an entry is negative or not finite, or a sample has no position.
+        CalibrationError: If an entry is negative or not finite, or a sample has no counted
+            position.
     """
     counted = CountedRows.of_mask(mask, has_tables=has_tables)
     starts = range(folds if folds > 1 else 0)
@@ -120,12 +122,12 @@ def counted_by_fold(mask: Tensor, folds: int, *, has_tables: bool = False) -> Co
 
 @dataclass(frozen=True)
 class Rows:
-    """Positions that count in a stage.
+    """Counted positions of a stage.
 
     Attributes:
-        valid: Those of the stage's hidden features; None: all.
-        other: Those of modules that receive other rows, by the end of their names.
-        compared: Those of the stage's final features that are read; None: all.
+        valid: Positions in the stage's hidden features; None: all.
+        other: Positions in modules with other inputs, by the end of their names.
+        compared: Positions of the stage's final features that are read; None: all.
         samples: Number of samples in the batch.
     """
 
@@ -136,14 +138,14 @@ class Rows:
 
     @property
     def counted(self) -> CountedRows | None:
-        """Return the positions of the stage's hidden features that count; None: all."""
+        """Return the counted positions of the stage's hidden features; None: all."""
         return None if self.valid is None else self.valid[0]
 
     def of(self, module: str) -> Counted | None:
-        """Return the positions that count in a module's input; None: all."""
+        """Return the counted positions of a module's input; None: all."""
         return next((rows for end, rows in self.other.items() if matches(module, end)), self.valid)
 
 
 def rows_of(features: Tensor, counted: CountedRows | None) -> Tensor:
-    """Return features `[..., d]` as rows `[n, d]`: those that count, or without a mask all."""
+    """Return features `[..., d]` as rows `[n, d]`: counted ones, or all if there is no mask."""
     return features.reshape(-1, features.shape[-1]) if counted is None else counted.of(features)

@@ -16,14 +16,14 @@ from fusion_bench_featcal.streams.rows import Counted, CountedRows, Rows, counte
 
 @dataclass(frozen=True)
 class Runner:
-    """How models are cut into blocks and run.
+    """Runs models of one family, on one device and in one precision.
 
     Attributes:
         family: The family.
         stages: Names of the blocks in forward order, one list per stage.
         device: Device of the models.
-        autocast: Makes the context of forward passes.
-        decoder_rows: Positions of a decoder that count, as `Family.row_weights` takes it.
+        autocast: Returns the context for forward passes.
+        decoder_rows: Counted positions of a decoder, as for `Family.row_weights`.
     """
 
     family: Family
@@ -33,13 +33,13 @@ class Runner:
     decoder_rows: str
 
     def begin(self, model: nn.Module, inputs: Any, stage: int, ended: Any) -> Any:
-        """Run a model up to a stage's first block; the inputs of that block.
+        """Run a model up to a stage's first block and return the inputs of that block.
 
         Args:
             model: The model.
             inputs: A batch of its inputs.
             stage: Number of the stage.
-            ended: What a block behind the stage before would receive.
+            ended: Inputs of a block after the end of the previous stage.
         """
         follows = stage > 0 and self.family.hands_on
         ending = (self.family.ending(model, ended),) if follows else ()
@@ -47,14 +47,14 @@ class Runner:
             return self.family.begin(model, inputs, self.stages[stage][0], *ending)
 
     def step(self, model: nn.Module, block: str, call: Any) -> tuple[Tensor, Any]:
-        """Run one block; its hidden output and the inputs of the next."""
+        """Run one block and return its hidden output and the inputs of the next block."""
         with self.autocast():
             return self.family.step(model, block, call)
 
     def compared(self, model: nn.Module, stage: int, batch: Batch) -> CountedRows | None:
         """Return the positions of final features that are read; None: all.
 
-        Before the last stage those that count.
+        Before the last stage these are all counted positions.
         """
         hidden = getattr(batch.cal, "hidden", None)
         if stage < len(self.stages) - 1 or not isinstance(hidden, Tensor):
@@ -63,7 +63,7 @@ class Runner:
         return batch.rows.counted if read is None else CountedRows.of_weights(read)
 
     def rows(self, inputs: Any, stage: int, folds: int) -> Rows:
-        """Return the positions of a stage that count, looked at once."""
+        """Return the counted positions of a stage, computed once."""
         counted: dict[int, tuple[Tensor, Counted]] = {}
 
         def divided(mask: Tensor | None) -> Counted | None:

@@ -1,4 +1,4 @@
-"""Calibration samples of a task: taken, held out, and joined by changed copies."""
+"""Calibration samples of a task: selected, partly held out, and extended by changed copies."""
 
 import hashlib
 import logging
@@ -20,7 +20,7 @@ from fusion_bench_featcal.streams.inputs import batch_size, check_token_ids, par
 log = logging.getLogger(__name__)
 
 SHARE, MOST, LEAST = 8, 32, 16
-"""`held_out=auto` holds out one sample of 8, 32 at most, and none of fewer than 16."""
+"""`held_out=auto` holds out one sample in 8, at most 32, and none of fewer than 16."""
 
 
 def check_inputs(
@@ -35,7 +35,7 @@ def check_inputs(
         settings: Settings.
 
     Raises:
-        ValueError: If rho needs a base that is not there.
+        ValueError: If rho needs a base model and there is none.
         CalibrationError: If a task lacks its expert or its data, or has one batch in place of
             several.
     """
@@ -81,14 +81,14 @@ def take(
 
     Args:
         task: The task.
-        batches: Its model inputs. With an attribute `samples` too few of them cause no warning.
+        batches: Its model inputs. If it has an attribute `samples`, too few cause no warning.
         settings: `samples_per_task`, `held_out`, `augment` and `seed` are used.
-        model: Takes the samples. Token ids are checked against its vocabulary.
-        cut: Returns those of a task's batches that this process works on. Batches of copies follow
-            their originals.
+        model: The model that receives them. Token ids are checked against its vocabulary.
+        cut: Returns the batches that this process works on, of all batches of a task. Batches of
+            copies follow their originals.
 
     Raises:
-        CalibrationError: If there is no sample, none is left to solve with, or one cannot be used.
+        CalibrationError: If there is no sample, all are held out, or one cannot be used.
     """
     taken = list(take_samples(task, batches, settings, model))
     samples = sum(batch.samples for batch in taken)
@@ -106,9 +106,9 @@ def take(
 def take_samples(
     task: str, batches: Iterable[Any], settings: FeatCalSettings, model: nn.Module
 ) -> Iterator[Batch]:
-    """Yield `samples_per_task` samples, the last batch cut to fit, or all if there are fewer.
+    """Yield `samples_per_task` samples, or all if there are fewer. The last batch is cut to fit.
 
-    Arguments and errors are those of `take`.
+    Arguments and errors are the same as for `take`.
     """
     limit, taken = settings.samples_per_task, 0
     for batch in batches:
@@ -140,7 +140,7 @@ def warn_of_few_samples(task: str, available: int, limit: int) -> None:
 
 
 def _place(task: str, batches: Any, taken: int, row: int) -> str:
-    """Return a sample's name in messages: that of its dataset if the batches have it."""
+    """Return a sample's name for messages: its name in the dataset, if batches have it."""
     name_of = getattr(batches, "at", None)
     return f"task {task}, sample {taken + row}" if name_of is None else name_of(taken + row)
 
@@ -153,7 +153,7 @@ def number_held_out(samples: int, held_out: int | str) -> int:
 
 
 def hold_out(batches: Iterable[Batch], used: int) -> Iterator[Batch]:
-    """Yield batches. Samples from number `used` on are held out, in batches of their own."""
+    """Yield batches. Samples from number `used` on are held out, in separate batches."""
     for batch in batches:
         count = min(max(used - batch.start, 0), batch.samples)
         for part, is_held_out in ((slice(count), False), (slice(count, None), True)):
@@ -168,9 +168,9 @@ def hold_out(batches: Iterable[Batch], used: int) -> Iterator[Batch]:
 
 
 def with_copies(task: str, batch: Batch, copies: int, settings: FeatCalSettings) -> Iterator[Batch]:
-    """Yield a batch, and batches of changed copies of its samples, which are in the same folds.
+    """Yield a batch, then batches of changed copies of its samples, which are in the same folds.
 
-    A copy depends on seed, task and the sample's number alone.
+    A copy depends only on seed, task and the sample's number.
     """
     yield batch
     if not copies or batch.is_held_out:
@@ -185,14 +185,14 @@ def with_copies(task: str, batch: Batch, copies: int, settings: FeatCalSettings)
 
 
 def batch_generator(purpose: str, seed: int, task: str, *numbers: int) -> torch.Generator:
-    """Return random numbers for one purpose and place: the task and, say, a sample's number."""
+    """Return random numbers that depend on a purpose, the task and, say, a sample's number."""
     text = " ".join(map(str, (purpose, seed, task, *numbers)))
     digest = hashlib.sha256(text.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
 
 
 def rows_named(settings: FeatCalSettings, inputs: Any) -> str:
-    """Return `decoder_rows`; for `auto` its meaning for a batch of a model's inputs."""
+    """Return `decoder_rows`, with `auto` resolved for a batch of a model's inputs."""
     if settings.decoder_rows != "auto":
         return settings.decoder_rows
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
@@ -201,12 +201,12 @@ def rows_named(settings: FeatCalSettings, inputs: Any) -> str:
 
 @contextmanager
 def naming_task(task: str) -> Iterator[None]:
-    """Context whose calibration errors name the task."""
+    """Context that prefixes calibration errors with the task."""
     try:
         yield
     except CalibrationError as error:
         raise CalibrationError(f"task {task}: {error}") from error
-    except IndexError as error:  # of a look-up table that `vocabulary_size` does not know
+    except IndexError as error:  # from a look-up table that `vocabulary_size` does not cover
         raise CalibrationError(
             f"task {task}: an input is outside a table of the model ({error}). Check that token "
             "ids come from the model's own tokenizer"
@@ -215,7 +215,7 @@ def naming_task(task: str) -> Iterator[None]:
 
 @contextmanager
 def naming_module(task: str, block: str, name: str) -> Iterator[None]:
-    """Context whose calibration errors go on from the name of a module."""
+    """Context that prefixes calibration errors with a module's name."""
     try:
         yield
     except CalibrationError as error:

@@ -1,4 +1,4 @@
-"""All tasks' batches on their way through the calibrated model and through their experts."""
+"""All tasks' batches on their way through the calibrated model and the experts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,19 +29,19 @@ from fusion_bench_featcal.streams.samples import naming_task
 
 @dataclass(frozen=True)
 class Streams:
-    """The batches of each task of this process, brought forward stage by stage and block by block.
+    """The batches of each task of this process, advanced stage by stage and block by block.
 
     Attributes:
         tasks: The batches of each task.
         runner: Runs blocks of models.
-        working: The calibrated model, of which one block at a time is in memory.
+        working: The calibrated model, with one block at a time in memory.
         experts: The expert of each task.
         rule: How blocks are calibrated.
-        drift: Compares features with the experts'; None: nothing does.
-        waits_in: Where features wait: on the device, on the host or on disk.
-        last_rows: Positions that count in modules of the last block; None: those of earlier ones.
-        aside: The merged model for held-out samples, where running one of its blocks or going to a
-            stage takes blocks that have been calibrated. None: the calibrated model does.
+        drift: Compares features with the experts'; None: no comparison.
+        waits_in: Storage of features: the device, the host or disk.
+        last_rows: Counted positions in modules of the last block; None: as in earlier blocks.
+        aside: The merged model for held-out samples, if running one of its blocks or starting a
+            stage needs blocks that were calibrated by then. None: the calibrated model serves.
     """
 
     tasks: Mapping[str, list[Batch]]
@@ -56,17 +56,17 @@ class Streams:
 
     @property
     def model(self) -> nn.Module:
-        """Return the calibrated model, whose tensors are those that are in memory."""
+        """Return the model that is being calibrated, with only some tensors in memory."""
         return self.working.module
 
     @property
     def merged(self) -> nn.Module:
-        """Return the model that gives held-out samples the merged model's features."""
+        """Return the model that computes the merged model's features of held-out samples."""
         return self.model if self.aside is None else self.aside.module
 
     @contextmanager
     def loaded(self, block: str) -> Iterator[None]:
-        """Context in which a block of the calibrated model is in memory, as merged at first."""
+        """Context with a block of the calibrated model in memory, with merged weights at first."""
         with self._in_memory(tensors_of_block(self.model, self.runner.family, block)):
             yield
 
@@ -80,11 +80,11 @@ class Streams:
 
     @property
     def runs_experts(self) -> bool:
-        """Return whether experts run, for the rule or to be compared with."""
+        """Return whether experts run, for the rule or for a comparison."""
         return self.rule.runs_experts or self.drift is not None
 
     def begin(self, index: int) -> None:
-        """Bring all batches to the first block of a stage; earlier stages have been calibrated."""
+        """Advance all batches to the first block of a stage. Earlier stages must be calibrated."""
         runner = self.runner
         names = tensors_before_stage(self.model, runner.family, runner.stages, index)
         with self._in_memory(names):
@@ -105,7 +105,7 @@ class Streams:
         runner = self.runner
         inputs = to_device(batch.inputs, runner.device)
         batch.rows = runner.rows(inputs, index, self.rule.folds)
-        if index == 0 and batch.rows.valid is None:  # padding may hold anything
+        if index == 0 and batch.rows.valid is None:  # padding may be arbitrary
             check_finite_inputs(inputs, task, number)
         batch.cal = runner.begin(self.model, inputs, index, batch.cal)
         if self.drift is not None:
@@ -118,11 +118,11 @@ class Streams:
             batch.merged = merged
 
     def tensors_of(self, block: str) -> list[str]:
-        """Return the names of an expert's tensors that running a block needs."""
+        """Return the names of an expert's tensors for running a block."""
         return tensors_of_block(self.model, self.runner.family, block)
 
     def is_last(self, block: str) -> bool:
-        """Return whether the model reads its final features behind a block."""
+        """Return whether the model's head reads the output of a block."""
         return block == self.runner.stages[-1][-1]
 
     def visits(self, task: str) -> Iterator[Batch]:
@@ -130,17 +130,17 @@ class Streams:
         return self.waits_in.visits(self.tasks[task])
 
     def counts(self, task: str) -> dict[str, int]:
-        """Return the numbers of a task's samples, and of those that are held out, for the log."""
+        """Return the numbers of a task's samples and of held-out ones, for the log."""
         held_out = sum(batch.samples for batch in self.tasks[task] if batch.is_held_out)
         counts = {"samples": sum(batch.samples for batch in self.tasks[task])}
         return counts | ({"held_out": held_out} if held_out else {})
 
     def used(self, task: str) -> int:
-        """Return the number of a task's samples that are solved with, copies among them."""
+        """Return the number of a task's samples in the sums, including copies."""
         return sum(b.rows.samples for b in self.tasks[task] if not b.is_held_out)
 
     def names_of_last_rows(self, block: str, sites: Sequence[Site]) -> list[str]:
-        """Return names of modules of the last block in which positions count of their own."""
+        """Return names of modules of the last block with separate counted positions."""
         first = self._first()
         with self.waits_in.at_hand(first):
             mask, run = self._last_mask(block, first), partial(self._hidden, block, first)
@@ -149,14 +149,14 @@ class Streams:
             return self.last_rows.modules(self.model, block, sites, run, mask)
 
     def record_first(self, block: str, sites: Sequence[Site]) -> tuple[Recorded, Rows]:
-        """Run one batch through a block to its end and note what modules receive."""
+        """Run one batch through a block to its end and record the inputs of modules."""
         first = self._first()
         with self.waits_in.at_hand(first):
             run = partial(self.runner.step, self.model, block, first.cal)
             return record(self.model, [site.name for site in sites], run), first.rows
 
     def narrow(self, block: str, names: Sequence[str]) -> None:
-        """Count in some modules of the last block the positions that `last_rows` chooses."""
+        """Use the positions chosen by `last_rows` in some modules of the last block."""
         for batches in self.tasks.values() if names else ():
             for batch in self.waits_in.visits(batches):
                 mask = self._last_mask(block, batch)
@@ -171,7 +171,7 @@ class Streams:
         return self.runner.step(self.model, block, batch.cal)[0]
 
     def _last_mask(self, block: str, batch: Batch) -> Tensor | None:
-        assert self.last_rows is not None  # or nobody asks
+        assert self.last_rows is not None  # the caller has checked
         hidden = getattr(batch.cal, "hidden", None)
         hidden = self._hidden(block, batch) if hidden is None else hidden
         return self.last_rows.mask(self.model, block, hidden, batch.rows.counted)
@@ -179,9 +179,9 @@ class Streams:
     def follow(
         self, task: str, batch: Batch, block: str, expert: nn.Module, groups: Iterable[Group]
     ) -> None:
-        """Run a batch through the expert's block and note features of the groups' modules.
+        """Run a batch through the expert's block and store features of the groups' modules.
 
-        A held-out batch runs through the merged model's block, too.
+        A held-out batch also runs through the merged model's block.
         """
         step = partial(self.runner.step, expert, block, batch.exp)
         if batch.is_held_out:
@@ -195,7 +195,7 @@ class Streams:
             batch.noted[OUTPUT] = [hidden]
 
     def _note(self, batch: Batch, expert: nn.Module, step: Any, groups: Iterable[Group]) -> Tensor:
-        """Run the expert's block; its hidden output."""
+        """Run the expert's block and return its hidden output."""
         linear = [group for group in groups if group.kind == "linear"]
         linear = linear if self.rule.runs_experts else []
         compared = [g for g in linear if self.rule.notes_outputs and g.has_few_outputs]
@@ -212,17 +212,17 @@ class Streams:
     def inputs_of(
         self, task: str, batch: Batch, block: str, groups: Sequence[Group], *, watched: bool
     ) -> Mapping[str, list[Tensor]]:
-        """Run a batch through the calibrated block as far as some groups.
+        """Run a batch through the calibrated block up to the last of some groups.
 
         Args:
             task: The task.
             batch: The batch.
             block: The block.
             groups: The groups.
-            watched: Whether the block's output is compared with the expert's before it changes.
+            watched: Whether the block's output before its update is compared with the expert's.
 
         Returns:
-            What each group's modules receive, by the name of the first, one per call.
+            Each group's inputs, by the name of its first module, one per call.
 
         Raises:
             CalibrationError: If modules of a group receive different tensors.
@@ -248,7 +248,7 @@ class Streams:
         return inputs
 
     def advance(self, block: str) -> None:
-        """Run all batches through a block that has been calibrated."""
+        """Run all batches through a calibrated block."""
         is_last = self.is_last(block)
         for task in self.tasks:
             for batch in self.visits(task):

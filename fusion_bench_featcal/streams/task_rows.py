@@ -20,10 +20,10 @@ from fusion_bench_featcal.streams.rows import rows_of
 
 
 class LinearRows:
-    """Moments of the calibrated model's inputs `x` and of features `y` beside them.
+    """Moments of the calibrated model's inputs `x` and of paired features `y`.
 
-    `y` is the drift `x_exp - x`; where outputs are few, what the expert's weight makes of the
-    target's input: `W_i (x + alpha (x_exp - x))`, which costs less than `W_i` times sums of `x x'`.
+    `y` is the drift `x_exp - x`. If there are few outputs it is the expert's weight times the
+    target's input, `W_i (x + alpha (x_exp - x))`, which costs less than `W_i` times sums of `x x'`.
 
     Attributes:
         expert: The expert's parameters.
@@ -40,14 +40,14 @@ class LinearRows:
         self.sums = Moments.zeros(rule.folds, group.maps, group.inputs, width, like)
 
     def add(self, batch: Batch, inputs: list[Tensor]) -> None:
-        """Add the rows of a batch in which the expert's features have been noted.
+        """Add the rows of a batch after the expert's features were stored.
 
         Args:
             batch: The batch.
             inputs: Inputs of the group's modules in the calibrated model, one per call.
 
         Raises:
-            CalibrationError: If the expert calls the modules more or less often.
+            CalibrationError: If the expert calls the modules another number of times.
         """
         group, rule = self._group, self._rule
         noted = [None] * len(inputs)
@@ -65,19 +65,19 @@ class LinearRows:
                 self.sums.add(fold, rows_x, features, weights)
 
     def _features(self, x: Tensor, noted: Tensor) -> Tensor:
-        """Return `y` for rows of `x` and what was noted of the expert."""
+        """Return `y` for rows of `x` and stored features of the expert."""
         dtype = self.expert.weight.dtype
         x, noted = x.to(dtype), noted.to(dtype)
         if not self._group.has_few_outputs:
             return noted - x
         if self._rule.notes_outputs:
             return noted - self.expert.bias[0]
-        with exact_products():  # in TF32 its rounding would not cancel against the anchor's
+        with exact_products():  # TF32 rounding would not cancel against the anchor's
             return linear(torch.lerp(x, noted, self._alpha), self.expert.weight[0])
 
     @property
     def count(self) -> Tensor:
-        """Number of rows, or the sum of their weights, a scalar."""
+        """Return the number of rows, or the sum of their weights, a scalar."""
         return self.sums.count[:, 0].sum()
 
     def tensors(self) -> list[Tensor]:
@@ -85,7 +85,7 @@ class LinearRows:
         return self.sums.tensors()
 
     def finished(self) -> Moments:
-        """Return the sums, complete."""
+        """Return the completed sums."""
         return self.sums.mirrored()
 
 
@@ -115,7 +115,7 @@ class AffineRows:
 
     @property
     def count(self) -> Tensor:
-        """Number of rows, or the sum of their weights, a scalar."""
+        """Return the number of rows, or the sum of their weights, a scalar."""
         return self._sums.sums[2, 0]
 
     def tensors(self) -> list[Tensor]:
@@ -128,7 +128,7 @@ class AffineRows:
 
 
 class ChannelRows:
-    """Sums over what a BatchNorm receives in one task."""
+    """Sums over the inputs of a BatchNorm in one task."""
 
     def __init__(self, group: Group, model: nn.Module) -> None:
         """Start with no rows."""
@@ -142,7 +142,7 @@ class ChannelRows:
         """Add a batch.
 
         Raises:
-            CalibrationError: If only some positions count: statistics are of all.
+            CalibrationError: If only some positions count: statistics include all.
         """
         if batch.rows.of(self._name) is not None:
             raise CalibrationError("is BatchNorm, and some positions are padding")
@@ -154,7 +154,7 @@ class ChannelRows:
 
     @property
     def count(self) -> Tensor:
-        """Number of rows, a scalar."""
+        """Return the number of rows, a scalar."""
         return self._sums[2, 0]
 
     def tensors(self) -> list[Tensor]:
@@ -167,7 +167,7 @@ class ChannelRows:
 
 
 class StatisticsSums:
-    """Running statistics of a BatchNorm: those of a mixture in which every task weighs the same.
+    """Running statistics of a BatchNorm for a mixture in which all tasks have equal weight.
 
     With `m_i` and `s_i` task i's mean and mean square, over N tasks, `mean = sum m_i / N` and
     `variance = sum s_i / N - mean^2`.
@@ -188,7 +188,7 @@ class StatisticsSums:
         return {}
 
     def solve(self) -> Solved:
-        """Return the variance in place of a gain, and the mean in place of a shift."""
+        """Return the variance as the gain and the mean as the shift."""
         mean, square = self._sums[:2] / self._sums[2]
         variance = (square - mean.square()).clamp_min(0)
         return Solved(Linear(variance[None, None], mean[None]))
@@ -204,9 +204,9 @@ def empty_rows(
 
     Args:
         group: The modules.
-        model: The model that gives their inputs.
+        model: The model that computes their inputs.
         expert: The task's expert.
-        rule: How they are calibrated.
+        rule: The rule that calibrates them.
         dtype: Least precise dtype of the sums.
     """
     if group.kind == "batch_norm":
@@ -227,9 +227,9 @@ def empty_sums(
 
     Args:
         group: The modules.
-        model: The model that they belong to.
+        model: The model that contains them.
         base: Returns a parameter of the base model by name; None: there is no base.
-        rule: How they are calibrated.
+        rule: The rule that calibrates them.
         dtype: Least precise dtype of the sums.
     """
     if group.kind == "batch_norm":
@@ -239,12 +239,12 @@ def empty_sums(
 
 
 def sums_of(group: Group, model: nn.Module, rule: Rule, dtype: torch.dtype) -> int:
-    """Return the bytes of a group's sums over tasks and over the rows of one task.
+    """Return the bytes of a group's sums over tasks and over one task's rows.
 
     Args:
         group: The modules.
-        model: A model that has them, on the meta device.
-        rule: How they are calibrated.
+        model: A model with these modules, on the meta device.
+        rule: The rule that calibrates them.
         dtype: Least precise dtype of the sums.
     """
     rows = empty_rows(group, model, model, rule, dtype)
@@ -266,16 +266,16 @@ def folded_rows(
     Args:
         batch: The batch.
         group: The modules.
-        x: What they receive.
+        x: Inputs of the modules.
         y: Further features of the same samples.
         folds: Number of folds `F`.
-        are_outputs: Whether `y` are outputs of the modules, and not inputs.
+        are_outputs: Whether `y` are outputs of the modules rather than inputs.
 
     Yields:
         A fold, its rows `[n, d]` of `x` and of `y`, and their weights (None: all 1).
 
     Raises:
-        CalibrationError: If padding or folds cannot be told in the inputs.
+        CalibrationError: If padding or folds cannot be identified in the inputs.
     """
     patches, counted = group.sites[0].patches, batch.rows.of(group.name)
     samples = batch.rows.samples
@@ -304,7 +304,7 @@ def folded_rows(
 
 
 def by_sample(rows: Tensor, samples: int) -> Tensor:
-    """Return flattened rows `[samples * n, d]` as `[samples, n, d]`, others as they are."""
+    """Return flattened rows `[samples * n, d]` as `[samples, n, d]`, other rows unchanged."""
     is_flat = rows.ndim == 2 and len(rows) != samples and len(rows) % samples == 0
     return rows.unflatten(0, (samples, -1)) if is_flat else rows
 
@@ -312,7 +312,7 @@ def by_sample(rows: Tensor, samples: int) -> Tensor:
 def _unfolded(
     x: Tensor, y: Tensor | None, patches: Patches, are_outputs: bool
 ) -> Iterator[tuple[Tensor, Any]]:
-    """Unfold a convolution's inputs, some samples at a time."""
+    """Unfold a convolution's inputs, a few samples at a time."""
     if y is None or not are_outputs:
         for pieces in patches.pieces([x] if y is None else [x, y]):
             rows = [piece.flatten(0, 1) for piece in pieces]
