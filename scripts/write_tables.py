@@ -1,7 +1,7 @@
 """Write the generated parts of README.md and docs/ from docs/results, settings and benchmarks.
 
-A generated part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`; PARTS has its
-source. `--check` changes nothing and fails where a part is stale. `--take` first copies new results
+A generated part is between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. PARTS has its
+source. `--check` changes nothing and fails if a part is stale. `--take` first copies new results
 into docs/results from the folder of demo-full, compare-full, diagnose or studies.
 
     python scripts/write_tables.py [--check] [--take outputs/compare-full]
@@ -27,7 +27,7 @@ from fusion_bench_featcal.results.long_table import LINES_FILE, read_lines
 from fusion_bench_featcal.results.notes import DIAGNOSIS
 
 Row = dict[str, Any]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PART = re.compile(
     r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(^<!-- end of (?P=name) -->)",
     re.DOTALL | re.MULTILINE,
@@ -38,10 +38,22 @@ SUITES = {
     "flan-t5-mini_TA6": "T5, six text tasks",
     "llama-mini_TA6": "Llama, six text tasks",
 }
-README_ROWS = (
+SUITE_ROWS = (
     "merged", "+ surgery:calibration", "+ prob_surgery:calibration", "+ surgery_v2:calibration",
     "+ distillation", "+ featcal", "+ featcal:plus", "experts",
 )  # fmt: skip
+README_ROWS = {
+    "merged": "merged by task arithmetic",
+    "+ distillation": "+ gradient distillation",
+    "+ featcal": "+ FeatCal, settings of the paper",
+    "+ featcal:plus": "+ FeatCal+",
+    "experts": "one expert per task",
+}
+README_COLUMNS = {
+    "CLIP, images": "clip-vit-mini_TA6",
+    "T5, texts": "flan-t5-mini_TA6",
+    "Llama, texts": "llama-mini_TA6",
+}
 RUNS = ("TA6", "alphabets2", "resnet-mini", "flan-t5-mini", "llama-mini")
 MERGER = "task_arithmetic"
 DIAGNOSES = RESULTS / "diagnosis"
@@ -143,8 +155,8 @@ def grid(*names: str) -> str:
     parts = []
     for columns, others in map(by_merger, names):
         parts.append(accuracies("average, % (worst gap)", columns))
-        beside = ", ".join(f"{row['name']} {average(row)}" for row in others)
-        parts.append(f"- beside them: {beside}")
+        references = ", ".join(f"{row['name']} {average(row)}" for row in others)
+        parts.append(f"- for comparison: {references}")
     return "\n\n".join(parts)
 
 
@@ -157,10 +169,32 @@ def draws(columns: Mapping[str, str], *shown: str) -> str:
     return accuracies("mean over draws, % (worst gap)", rows, *shown)
 
 
-def readme_table() -> str:
+def suites_table() -> str:
     """A few rows on every suite with 64 samples."""
     columns = {head: f"draws-{suite}-n64" for suite, head in SUITES.items()}
-    return f"{draws(columns, *README_ROWS)}\n\n{measured(read('comparison', 'grid.json'))}"
+    return f"{draws(columns, *SUITE_ROWS)}\n\n{measured(read('comparison', 'grid.json'))}"
+
+
+def readme_table() -> str:
+    """Average accuracies of a few rows on three suites with 64 samples, the best corrected bold."""
+    columns = []
+    for suite in README_COLUMNS.values():
+        rows = {row["head"]: row for row in rows_of("comparison", f"draws-{suite}-n64.json")}
+        rows["merged"] = rows[MERGER]
+        cells = {name: paper.percent(rows[name]["accuracy"]["average"]) for name in README_ROWS}
+        best = max((name for name in README_ROWS if name != "experts"), key=cells.__getitem__)
+        columns.append(cells | {best: f"**{cells[best]}**"})
+    lines = [[label, *(cells[name] for cells in columns)] for name, label in README_ROWS.items()]
+    return table(["accuracy, %", *README_COLUMNS], lines)
+
+
+def columns_table() -> str:
+    """Meanings of the columns of reports, as their legends have them."""
+    from fusion_bench_featcal.lab.report.columns import ACCURACY, COSTS
+
+    meanings = [column.meaning.partition(": ")[::2] for column in (*ACCURACY, *COSTS)]
+    lines = [[head, meaning] for head, meaning in meanings if meaning]
+    return table(["column", "meaning"], lines).replace("--:", ":--")
 
 
 def tasks_table(rows: Sequence[Row], **more: Callable[[Row], str]) -> str:
@@ -215,7 +249,7 @@ def study_table(suite: str, name: str) -> str:
     """Return a study's accuracies, or the differences of a study of one point."""
     content = read("studies", suite, f"{name}.json")
     points = study_points(content)
-    seeds = f"; seeds {', '.join(map(str, content['seeds']))}"
+    seeds = f", seeds {', '.join(map(str, content['seeds']))}"
     if len(points) == 1:
         lines = [
             [row["head"], average(row | {"worst_recovered_gap": None}),
@@ -230,9 +264,9 @@ def study_table(suite: str, name: str) -> str:
                for _, rows in points]  # fmt: skip
     if name == "cost":
         for column, (_, rows) in zip(columns, points, strict=True):
-            for place, head in enumerate(names):
+            for index, head in enumerate(names):
                 if "seconds" in rows[head]["cost"]:
-                    column[place] += "; {} s, {} MiB".format(*costs(rows[head]))
+                    column[index] += ", {} s, {} MiB".format(*costs(rows[head]))
     lines = [[head, *column] for (head, _), column in zip(points, columns, strict=True)]
     cells = [["average, % (worst gap)", *names], *lines]
     if len(points) <= 8:
@@ -308,7 +342,9 @@ STUDIES = {
 }  # fmt: skip
 PARTS: dict[str, Callable[[], str]] = {
     **{f"results-{name}": partial(run_table, name) for name in RUNS},
-    "comparison-suites": readme_table,
+    "readme-accuracy": readme_table,
+    "report-columns": columns_table,
+    "comparison-suites": suites_table,
     "comparison-grid": partial(grid, "grid"),
     "comparison-texts": partial(grid, "flan-t5-mini", "llama-mini"),
     "comparison-field": partial(grid, "field"),

@@ -36,7 +36,7 @@ def test_every_link_of_the_description_is_absolute_and_leads_to_a_file(metadata)
         kind, tag, path = link.partition("#")[0].split("/", 2)
         assert (REPOSITORY / path).exists(), link
         assert tag == f"v{__version__}"
-        assert kind == ("raw" if path.endswith(".png") else "blob")
+        assert kind == ("raw" if path.endswith((".png", ".svg")) else "blob")
 
 
 def test_links_around_images_and_absolute_ones():

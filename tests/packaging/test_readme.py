@@ -17,7 +17,9 @@ def test_it_is_short():
     assert len(re.findall(r"^!\[", README, re.MULTILINE)) == 1
     (table,) = re.findall(r"(?:^\|.*\n)+", README, re.MULTILINE)
     head_and_rule = 2
-    assert len(table.splitlines()) - head_and_rule <= 8
+    assert len(table.splitlines()) - head_and_rule <= 5
+    assert table.splitlines()[0].count("|") - 1 <= 4
+    assert not set(table) & set("()[]")
 
 
 def test_its_python_runs_as_printed(tmp_path: Path):

@@ -14,9 +14,7 @@ from composing import REPOSITORY
 import fusion_bench_featcal
 
 DOCS = REPOSITORY / "docs"
-PAGES = [
-    path for path in sorted(DOCS.rglob("*.md")) if path.relative_to(DOCS).parts[0] != "results"
-]
+PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *PAGES]
 NOTEBOOK = REPOSITORY / "examples" / "walkthrough.ipynb"
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
@@ -95,7 +93,7 @@ def test_every_figure_is_on_a_page():
     text = "".join(page.read_text(encoding="utf-8") for page in TEXTS)
     figures = [path for path in (DOCS / "figures").rglob("*") if path.is_file()]
     assert figures
-    assert [path for path in figures if f"({path.relative_to(DOCS).as_posix()})" not in text] == []
+    assert [path for path in figures if f"{path.relative_to(DOCS).as_posix()})" not in text] == []
 
 
 @pytest.mark.parametrize(
