@@ -66,7 +66,8 @@ def read_tensors(path: Path, digest: str) -> dict[str, Tensor]:
             raise ReportError(
                 f"{path.name} has changed since it was written: its digest is another"
             )
-        return load_file(path)
+        # Copies are aligned as new tensors are: products of others may round differently.
+        return {name: tensor.clone() for name, tensor in load_file(path).items()}
     except OSError as error:
         raise ReportError(f"{path.name}: {error.strerror or error}") from error
     except SafetensorError as error:

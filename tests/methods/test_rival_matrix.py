@@ -126,8 +126,10 @@ def test_saved_and_loaded_it_is_the_same(rival, place, made, places, tmp_path) -
     model, batch = made(rival.kind, place), places[place].batch
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
-    for task in tasks_of(places[place].pool):
-        assert torch.equal(output(loaded, batch, task), output(model, batch, task))
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+    for task in tasks_of(places[place].pool):  # products of unaligned tensors round differently
+        torch.testing.assert_close(output(loaded, batch, task), output(model, batch, task))
     if rival.corrects:
         for name in ("tasks", "samples", "curves"):
             assert getattr(loaded, name) == getattr(model, name), name

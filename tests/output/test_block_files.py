@@ -41,4 +41,5 @@ def test_tensors_come_back_as_they_were(dtype: torch.dtype, tmp_path: Path):
     tensors["tied"] = tensors["a"]
     found = read_tensors(tmp_path / "x", write_tensors(tmp_path / "x", tensors))
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in found.values())
     assert read_tensors(tmp_path / "y", write_tensors(tmp_path / "y", {})) == {}
