@@ -15,7 +15,7 @@ from fusion_bench_featcal.core.kernels import using_kernel
 from fusion_bench_featcal.core.products import summing_in
 from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.memory import divided, naming_memory
+from fusion_bench_featcal.memory import divided, naming_memory, return_freed_memory
 from fusion_bench_featcal.modules.groups import Group, find_groups
 from fusion_bench_featcal.modules.models import (
     Modes,
@@ -89,7 +89,7 @@ def parts_of(problem: Problem, turn: Sequence[Group]) -> list[Sequence[Group]]:
     hollow, device = problem.structure, problem.streams.runner.device
     sizes = [sums_of(group, hollow, problem.rule, problem.dtype) for group in turn]
     parts = problem.team.of_first(lambda: divided(sizes, problem.sums_at_once, device))
-    return [turn[part] for part in parts]
+    return [[turn[index] for index in part] for part in parts]
 
 
 def trusting(problem: Problem, block: str) -> Problem:
@@ -306,6 +306,8 @@ def calibrate(
 def calibrate_once(request: Request) -> CalibrationResult:
     """Calibrate with given task weights. Raises as `calibrate`."""
     device, processes = request.device, request.processes
+    if request.merged_weights is not None:
+        return_freed_memory()
     with naming_memory(device, lambda: processes.doing):
         problem = prepare(request)
         with (

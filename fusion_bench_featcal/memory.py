@@ -1,6 +1,8 @@
 """Free memory, and errors of running out of it."""
 
+import ctypes
 import errno
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,20 +50,37 @@ def free_swap() -> int:
     return min(free, max(0, limit - used))
 
 
-def divided(sizes: Sequence[int], at_once: str, device: torch.device) -> list[slice]:
-    """Divide a turn's groups into those whose sums are in memory at once.
+def divided(sizes: Sequence[int], at_once: str, device: torch.device) -> list[list[int]]:
+    """Divide a turn's groups into parts whose sums are in memory at once.
+
+    Experts run in the first part. Of the others the largest sums come first, when few new
+    parameters wait for the end of the turn.
 
     Args:
         sizes: Bytes of each group's sums.
         at_once: The setting `sums_at_once`.
         device: Device of the sums.
+
+    Returns:
+        Indices of the groups of each part.
     """
     if at_once == "auto":
         free = free_bytes(device)
         at_once = "block" if free is None or 4 * sum(sizes) < free else "input"
     if at_once == "block" or not sizes:
-        return [slice(None)]
-    return [slice(index, index + 1) for index in range(len(sizes))]
+        return [list(range(len(sizes)))]
+    return [[0], *([index] for index in sorted(range(1, len(sizes)), key=lambda i: -sizes[i]))]
+
+
+def return_freed_memory() -> None:
+    """Let this process give freed blocks of 4 MiB or more back to the system at once.
+
+    By default glibc keeps blocks of up to 32 MiB for later, which leaves holes between matrices of
+    different sizes. Other C libraries have no such setting.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
+        ctypes.CDLL(None).mallopt(mmap_threshold, 4 << 20)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

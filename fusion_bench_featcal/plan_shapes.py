@@ -194,7 +194,7 @@ class Shapes:
             groups = [GroupBytes.of(group, self.model, rule, dtype) for group in turn]
             sizes = [group.sums + group.rows for group in groups]
             cuts = divided(sizes, request.settings.sums_at_once, request.device)
-            parts += [groups[cut] for cut in cuts]
+            parts += [[groups[index] for index in cut] for cut in cuts]
         return parts
 
     def groups(self, block: str) -> list[Group]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.experts.working_model import WorkingModel
-from fusion_bench_featcal.memory import is_out_of_memory
+from fusion_bench_featcal.memory import divided, is_out_of_memory
 
 ALLOCATOR = (
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you "
@@ -96,6 +96,13 @@ def test_other_errors_pass_as_they_are():
         run_fast(suite)
     assert raised.value is error
     assert not is_out_of_memory(ValueError("memory"))
+
+
+@pytest.mark.parametrize(("at_once", "parts"), [("block", [[0, 1, 2]]), ("input", [[0], [2], [1]])])
+def test_largest_sums_come_first_behind_the_part_in_which_experts_run(
+    at_once: str, parts: list[list[int]]
+):
+    assert divided([1, 2, 3], at_once, torch.device("cpu")) == parts
 
 
 def test_finished_blocks_stay_whole(tmp_path: Path):

@@ -20,6 +20,9 @@ SMALL = 192
 """Narrower strips than this cost more than they save; a tile of this size and its transpose fit
 the second-level cache together."""
 
+LARGEST_PRODUCT = 2**24
+"""Entries of a product that is in memory by itself before it is added to a sum."""
+
 _ADDS_IN_FLOAT32 = torch.__version__ >= "2.8" and torch.version.hip is None
 
 _sums: ContextVar[str] = ContextVar("sums", default=FLOAT32)
@@ -81,7 +84,10 @@ def add_product(into: Tensor, first: Tensor, second: Tensor, weight: float = 1.0
         weight: A factor.
     """
     if multiplies_rows_by_onednn(into):
-        into.add_(multiply_transposed(first, second), alpha=weight)
+        # oneDNN does not add to a matrix. Its product is a further matrix, which strips keep small.
+        rows = max(1, LARGEST_PRODUCT // into.shape[1])
+        for total, part in zip(into.split(rows), first.split(rows), strict=True):
+            total.add_(multiply_transposed(part, second), alpha=weight)
     elif first.dtype != into.dtype:
         into.add_(torch.mm(first, second.T, out_dtype=into.dtype), alpha=weight)
     else:

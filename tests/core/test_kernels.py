@@ -115,6 +115,16 @@ def test_sums_of_rows_are_the_same_by_either(calls: list[tuple[int, ...]]):
 
 
 @needs_onednn
+def test_large_products_are_added_in_strips(monkeypatch: pytest.MonkeyPatch):
+    first, second = torch.randn(5, 7), torch.randn(3, 7)
+    monkeypatch.setattr(products, "LARGEST_PRODUCT", 6)
+    total = torch.ones(5, 3)
+    with using_kernel(ONEDNN):
+        products.add_product(total, first, second, 2.0)
+    torch.testing.assert_close(total, 1 + 2 * first @ second.T)
+
+
+@needs_onednn
 def test_only_float32_linear_maps_outside_autocast_go_to_onednn(calls: list[tuple[int, ...]]):
     x, module = torch.randn(2, 3, 4), nn.Linear(4, 5)
     with torch.no_grad(), with_kernel(ONEDNN, lambda: torch.autocast("cpu", enabled=False))():
