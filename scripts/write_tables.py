@@ -326,6 +326,20 @@ def methods_table() -> str:
     return table(["`method=`", "Kind", "Description", "Source"], lines).replace("--:", ":--")
 
 
+def options_table() -> str:
+    """Every option of `featcal calibrate`."""
+    from fusion_bench_featcal.folders.options import flag_of
+    from fusion_bench_featcal.folders.request import Request
+    from fusion_bench_featcal.setting_fields import settings_of
+
+    lines = ["| Option | |", "|---|---|"]
+    for number, field in enumerate(settings_of(Request)):
+        keys = field.metadata
+        words = [flag_of(field.name) if number else "", keys.get("metavar", "")]
+        lines.append(f"| `{' '.join(filter(None, words))}` | {keys['help']} |")
+    return "\n".join(lines)
+
+
 def text_of(path: str, *, after: str = "") -> str:
     """Return the text of a file of the repository, or the part of it after a heading."""
     text = (ROOT / path).read_text(encoding="utf-8")
@@ -374,6 +388,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "model-types": partial(text_of, "benchmarks/results/model_types.md"),
     "scale-predicted": partial(text_of, "benchmarks/results/scale.md", after="## Predicted\n"),
     "methods": methods_table,
+    "calibrate-options": options_table,
     "method-yaml": lambda: f"```yaml\n{text_of('config/method/featcal.yaml')}\n```",
 }
 

@@ -12,9 +12,6 @@ from tiny_texts import TASKS
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.folders import calibrate_folder
-from fusion_bench_featcal.folders.options import flag_of
-from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.setting_fields import settings_of
 
 
 @pytest.fixture
@@ -95,16 +92,3 @@ def test_a_keyword_that_is_no_option():
         calibrate_folder("merged", bse="base")
     with pytest.raises(ValueError, match="give --out DIR"):
         calibrate_folder("merged", base="base")
-
-
-def test_docs_list_every_option():
-    docs = Path(__file__).resolve().parents[2] / "docs" / "calibrate.md"
-    if not docs.is_file():
-        pytest.skip("an installation has no docs")
-    lines = ["| Option | |", "|---|---|"]
-    for number, field in enumerate(settings_of(Request)):
-        keys = field.metadata
-        words = [flag_of(field.name) if number else "", keys.get("metavar", "")]
-        lines.append(f"| `{' '.join(filter(None, words))}` | {keys['help']} |")
-    table = "\n".join(lines)
-    assert table in docs.read_text(encoding="utf-8"), f"docs/calibrate.md needs\n{table}"
