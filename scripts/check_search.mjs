@@ -16,7 +16,6 @@ const FIRST = {
   "cuda": "devices.html",
   "mergekit": "tutorials/mergekit.html",
   "resume": "resume.html",
-  "lm-eval": "calibrate.html",
   "ridge_lambda": "configuration.html",
   "install": "install.html",
 }
