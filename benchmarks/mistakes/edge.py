@@ -8,14 +8,14 @@ MUTATIONS = [
         "data/labels.py",
         "return sorted(names, key=int) if all(name.isdecimal() for name in names) else names",
         "return names",
-        "data/test_labels.py data/test_load_images.py",
+        "data/test_load_images.py",
     ),
     Mutation(
         "transparency dropped",
         "data/pictures.py",
         'canvas.alpha_composite(picture.convert("RGBA"))\n    return canvas.convert("RGB")',
         'return picture.convert("RGB")',
-        "data/test_pictures.py",
+        "data/test_image_batches.py",
     ),
     Mutation(
         "loss is averaged over batches",

@@ -1,217 +1,187 @@
 """Texts as token ids: what counts as prompt, target and padding, and what is refused."""
 
+from typing import Any
+
 import pytest
 import torch
-from tiny_texts import word_tokenizer
+from sample_pools import text_batch, text_sample, words
+from text_pools import text_pool
+from tiny_texts import TASKS, word_tokenizer
 
-from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.data.text_formats import lacks_answer
-from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, TextKind, pad_samples
+from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.calibration_data import calibration_batches
 
-A, B, C, D, END, UNKNOWN = 3, 4, 5, 6, 1, 2
+A, B, C, D, END = 3, 4, 5, 6, 1
+PAIR = {"prompt": "a b", "target": "c"}
+TRAINED = "a b c . > _ _ c ."
+LONG = {"prompt": "a b c d e f", "target": "a b"}
 CHAT = (
     "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}"
     "{% if add_generation_prompt %}a {% endif %}"
 )
+ASKED = [{"role": "user", "content": "b c"}]
+TURNS = [*ASKED, {"role": "assistant", "content": "d"}]
+SHARED = [{"from": "human", "value": "b c"}, {"from": "gpt", "value": "d"}]
+ANSWERED = "? b c a d > _ _ _ _ d"
+PADDED = {"input_ids": [A, B, END, 0, 0], "attention_mask": [1, 1, 1, 0, 0]}
 
 
-def encoder(kind: TextKind = "causal", *, ends=None, max_length=None, **options) -> TextEncoder:
-    tokenizer = word_tokenizer(ends=kind == "seq2seq" if ends is None else ends, **options)
-    return TextEncoder(tokenizer, kind, max_length)
-
-
-def sample(row, **options) -> Sample:
-    return encoder(**options).sample(row, "task 'x', item 5")
-
-
-def test_whole_numbers_are_texts_as_tables_write_them():
-    assert sample({"prompt": 7, "target": 12}) == sample({"prompt": "7", "target": "12"})
-
-
-def test_plain_text_for_an_encoder_decoder_keeps_the_tokenizers_end_marks():
-    assert sample({"prompt": "a b", "target": "c"}, kind="seq2seq") == Sample([A, B, END], [C, END])
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_plain_text_for_a_decoder_is_prompt_then_target_then_one_end(ends):
-    expected = Sample([A, B, C, END], [-100, -100, C, END])
-    assert sample({"prompt": "a b", "target": "c"}, ends=ends) == expected
-
-
-def test_a_decoder_can_go_without_targets():
-    assert sample({"prompt": "a b"}) == Sample([A, B], None)
-    assert sample({"input_ids": [A, B]}) == Sample([A, B], None)
-
-
-def test_tokenised_rows_lose_their_padding():
-    row = {"input_ids": [A, B, END, 0, 0], "attention_mask": [1, 1, 1, 0, 0]}
-    tensors = {name: torch.tensor(ids) for name, ids in row.items()}
-    labels = [C, END, -100]
-    for given in (row, tensors):
-        assert sample({**given, "labels": labels}, kind="seq2seq") == Sample([A, B, END], [C, END])
-    left = {"input_ids": [0, A, B, C], "attention_mask": [0, 1, 1, 1], "labels": [-100, -100, B, C]}
-    assert sample(left) == Sample([A, B, C], [-100, B, C])
-
-
-@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "labels"])
-@pytest.mark.parametrize("value", [3.0, 2.9, "3", None])
-def test_token_ids_that_are_no_integers_are_refused(name, value):
-    row = {"input_ids": [A, B], "attention_mask": [1, 1], "labels": [A, B]}
-    with pytest.raises(CalibrationError, match=rf"item 5: {name} must be integers, got {value!r}"):
-        sample({**row, name: [row[name][0], value]})
-    with pytest.raises(
-        CalibrationError, match=rf"item 5: {name} must be integers, got 1.5 \(float"
-    ):
-        sample({**row, name: torch.tensor([1.5, 2])})
-
-
-def test_gaps_in_a_tokenised_target_stay_gaps():
-    row = {"input_ids": [A, B, C, D], "labels": [-100, B, -100, D]}
-    assert sample(row) == Sample([A, B, C, D], [-100, B, -100, D])
-
-
-def test_a_chat_is_rendered_and_its_last_turn_is_the_target():
-    turns = [{"role": "user", "content": "b c"}, {"role": "assistant", "content": "d"}]
-    rendered = word_tokenizer()("u b c a", add_special_tokens=False)["input_ids"]
-    found = sample({"messages": turns}, chat_template=CHAT)
-    assert found == Sample([*rendered, D], [-100] * len(rendered) + [D])
-    assert sample({"messages": turns[:1]}, chat_template=CHAT).labels is None
+def sample(row: Any, kind: str = "causal", **options: Any) -> str:
+    """The sample of a row; options are the tokenizer's, or settings of the calibration."""
+    settings = {name: options.pop(name) for name in {"max_length"} & options.keys()}
+    options = {"ends": kind == "seq2seq"} | options
+    return text_sample(row, kind, word_tokenizer(**options), **settings)
 
 
 @pytest.mark.parametrize(
-    ("row", "options", "message"),
+    ("kind", "row", "expected"),
     [
-        ({"prompt": "a"}, {"kind": "seq2seq"}, "no target.*calibration_targets=generated"),
-        ({"prompt": "a", "target": ""}, {"kind": "seq2seq"}, "the target is empty"),
-        ({"prompt": "a", "target": " "}, {}, "the target is empty"),
-        ({"prompt": " ", "target": "a"}, {"kind": "seq2seq"}, "the text is empty"),
-        ({"prompt": "", "target": "a"}, {}, "the text is empty"),
-        ({"input_ids": [0, 0], "attention_mask": [0, 0]}, {}, "padding alone"),
-        ({"input_ids": [0, 0]}, {}, "padding alone"),
-        ({"input_ids": [A, B], "labels": [-100, -100]}, {}, "the target is empty"),
+        ("seq2seq", PAIR, "a b . > c ."),
+        ("seq2seq", {"prompt": 7, "target": 12}, "? . > ? ."),  # whole numbers are texts
+        ("seq2seq", PADDED | {"labels": [C, END, -100]}, "a b . > c ."),
+        ("causal", PAIR, TRAINED),
+        ("causal", {"prompt": "a b", "completion": "c"}, TRAINED),
+        ("causal", {"question": "a b", "answer": "c"}, TRAINED),
+        ("causal", {"instruction": "a", "input": "b", "output": "c"}, TRAINED),
+        ("causal", {"instruction": "a b", "input": "", "output": "c", "text": "d"}, TRAINED),
+        ("causal", {"instruction": "a", "context": "b", "response": "c"}, TRAINED),
+        ("causal", {"messages": None, **PAIR}, TRAINED),
+        ("causal", {"prompt": "a b"}, "a b"),
+        ("causal", {"prompt": "zzz", "target": "zzz"}, "? ? . > _ ? ."),
+        ("causal", {"input_ids": [A, B]}, "a b"),
+        ("causal", {"input_ids": [A, B, C, D], "labels": [-100, B, -100, D]}, "a b c d > _ b _ d"),
         (
-            {"input_ids": [A], "labels": [-100, -100]},
-            {"kind": "seq2seq"},
-            "the target is empty",
+            "causal",
+            {"input_ids": [0, A, B], "attention_mask": [0, 1, 1], "labels": [-100, -100, B]},
+            "a b > _ b",
         ),
-        ({"input_ids": [A, B], "labels": [A]}, {}, "2 input_ids, but .* 1 labels"),
-        ({"input_ids": [A, B], "attention_mask": [1]}, {}, "2 input_ids, but 1 entries"),
-        ({"prompt": 7.5}, {}, "prompt is float, not a text"),
-        ({"prompt": "a", "target": True}, {}, "target is bool, not a text"),
-        ({"sentence": "a"}, {}, r"one has \['sentence'\]"),
-        ({"messages": []}, {"chat_template": CHAT}, "no turn before the answer"),
-        ({"messages": [{"role": "user", "content": "a"}]}, {}, "chat template"),
-        (
-            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
-            {"chat_template": CHAT},
-            "the target is empty",
-        ),
+        ("classification", PAIR, "a b"),
+        ("classification", PADDED | {"labels": 2, "label": 1}, "a b ."),
+    ],
+)
+def test_prompt_and_target_of_a_row(kind, row, expected):
+    assert sample(row, kind) == expected
+    if "input_ids" in row:
+        tensors = {name: torch.tensor(value) for name, value in row.items()}
+        assert sample(tensors, kind) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "expected"),
+    [
+        ("causal", {"messages": TURNS}, ANSWERED),
+        ("causal", {"messages": ASKED}, "? b c a"),
+        ("causal", {"conversations": SHARED}, ANSWERED),
+        ("causal", {"messages": SHARED}, ANSWERED),
+        ("causal", {"prompt": ASKED, "completion": TURNS[1:]}, ANSWERED),
+        ("causal", {"prompt": ASKED, "completion": "d"}, ANSWERED),
+        ("causal", {"prompt": ASKED}, "? b c a"),
+        ("classification", {"messages": TURNS}, "? b c a d"),
+        ("classification", {"messages": ASKED}, "? b c a"),
+    ],
+)
+def test_last_turn_of_a_chat_is_its_target(kind, row, expected):
+    assert sample(row, kind, chat_template=CHAT) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "options", "expected"),
+    [
+        ("causal", PAIR, {"ends": True}, TRAINED),  # one end, not two
+        ("classification", {"prompt": "a b"}, {"ends": True}, "a b ."),
+        ("causal", LONG, {"max_length": 6, "model_max_length": 8}, "a b c a b . > _ _ _ a b ."),
+        ("causal", {"prompt": "a b c d", "target": "d d d d d d"}, {"max_length": 6},
+         "a b c d d d > _ _ _ d d d"),  # half of it at least for the target
+        ("seq2seq", {"prompt": "a b c d", "target": "d d d d"}, {"max_length": 3},
+         "a b c > d d d"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_named(row, options, message):
-    with pytest.raises(CalibrationError, match=rf"task 'x', item 5.*{message}"):
+def test_end_marks_and_limits(kind, row, options, expected):
+    assert sample(row, kind, **options) == expected
+
+
+MESSAGES: list[tuple[Any, dict[str, Any], str]] = [
+    ({"prompt": "a"}, {"kind": "seq2seq"}, "no target.*calibration_targets=generated"),
+    ({"prompt": "a", "target": ""}, {"kind": "seq2seq"}, "the target is empty"),
+    ({"prompt": "a", "target": " "}, {}, "the target is empty"),
+    ({"prompt": " ", "target": "a"}, {"kind": "seq2seq"}, "the text is empty"),
+    ({"prompt": "", "target": "a"}, {}, "the text is empty"),
+    ({"input_ids": [0, 0], "attention_mask": [0, 0]}, {}, "padding alone"),
+    ({"input_ids": [0, 0]}, {}, "padding alone"),
+    ({"input_ids": [A, B], "labels": [-100, -100]}, {}, "the target is empty"),
+    ({"input_ids": [A], "labels": [-100, -100]}, {"kind": "seq2seq"}, "the target is empty"),
+    ({"input_ids": [A, B], "labels": [A]}, {}, "2 input_ids, but .* 1 labels"),
+    ({"input_ids": [A, B], "attention_mask": [1]}, {}, "2 input_ids, but 1 entries"),
+    ({"input_ids": torch.tensor([1.5, 2])}, {}, r"input_ids must be integers, got 1.5 \(float"),
+    *(
+        ({"input_ids": [A, B], name: [A, value]}, {}, f"{name} must be integers, got {value!r}")
+        for name in ("input_ids", "attention_mask", "labels")
+        for value in (3.0, 2.9, "3", None)
+    ),
+    ({"prompt": 7.5}, {}, "prompt is float, not a text"),
+    ({"prompt": "a", "target": True}, {}, "target is bool, not a text"),
+    ({"sentence": "a"}, {}, r"this one has \['sentence'\]"),
+    ({"prompt": "a", "output": "b", "answer": "c"}, {}, "which of output, answer is the answer"),
+    ({"messages": ASKED}, {}, "chat template"),
+    ({"messages": ASKED}, {"kind": "seq2seq", "chat_template": CHAT}, "need a decoder-only model"),
+    ({"messages": []}, {"chat_template": CHAT}, "no turn before the answer"),
+    ({"messages": ["b"]}, {"chat_template": CHAT}, "must be a list of turns"),
+    ({"messages": [*ASKED, {"role": "assistant", "content": ""}]}, {"chat_template": CHAT},
+     "the target is empty"),
+    ({"messages": TURNS}, {"chat_template": CHAT.replace("a ", "z ")},
+     "renders the prompt differently"),
+    ({"messages": ASKED}, {"chat_template": "{{ 1 / 0 }}"}, "cannot be used: .*division"),
+    (LONG, {"model_max_length": 8}, r"9 tokens.*limit.*is 8.*method\.max_length"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "options", "message"), MESSAGES)
+def test_unfit_rows_are_named(row, options, message):
+    with pytest.raises(CalibrationError, match=rf"task 'a', .*train.*, item 0.*{message}"):
         sample(row, **options)
 
 
-def test_an_unknown_word_is_a_word():
-    found = sample({"prompt": "zzz", "target": "zzz"})
-    assert found == Sample([UNKNOWN, UNKNOWN, END], [-100, UNKNOWN, END])
-
-
-def test_too_long_a_text_is_an_error_or_cut():
-    row = {"prompt": "a b c d e f", "target": "a b"}
-    with pytest.raises(CalibrationError, match=r"9 tokens.*limit.*is 8.*method\.max_length"):
-        sample(row, model_max_length=8)
-    assert sample(row, max_length=6, model_max_length=8) == Sample(
-        [A, B, C, A, B, END], [-100, -100, -100, A, B, END]
-    )
-    with pytest.raises(CalibrationError, match=r"method\.max_length = 9.*limit of 8"):
-        sample(row, max_length=9, model_max_length=8)
-
-
-def test_a_long_target_leaves_half_for_the_prompt():
-    found = sample({"prompt": "a b c d", "target": "d d d d d d"}, max_length=6)
-    assert found == Sample([A, B, C, D, D, D], [-100, -100, -100, D, D, D])
-
-
-def test_prompt_and_target_of_an_encoder_decoder_are_cut_apart():
-    row = {"prompt": "a b c d", "target": "d d d d"}
-    assert sample(row, kind="seq2seq", max_length=3) == Sample([A, B, C], [D, D, D])
-
-
-def test_batches_are_padded_on_the_tokenizers_side():
-    samples = [Sample([A, B, C], [-100, B, C]), Sample([A], None)]
-    right, left = (pad_samples(samples, encoder(padding_side=side)) for side in ("right", "left"))
-    assert right["input_ids"].tolist() == [[A, B, C], [A, 0, 0]]
-    assert right["labels"].tolist() == [[-100, B, C], [-100] * 3]
-    assert left["input_ids"].tolist() == [[A, B, C], [0, 0, A]]
-    assert left["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
-
-
-def test_targets_of_an_encoder_decoder_are_padded_on_the_right():
-    samples = [Sample([A, B], [C, D, END]), Sample([A], [C, END])]
-    batch = pad_samples(samples, encoder("seq2seq", padding_side="left"))
-    assert batch["labels"].tolist() == [[C, D, END], [C, END, -100]]
-    assert batch["input_ids"].tolist() == [[A, B], [0, A]]
-
-
-def test_prompt_leaves_room_for_an_answer():
-    causal = encoder(max_length=6)
-    prompt = causal.prompt({"prompt": "a b c d e f g h"}, "x", reserved=2)
-    assert prompt == [3, 4, 5, 6]
-    assert causal.answered(prompt, [A, END], "x") == Sample(
-        [3, 4, 5, 6, A, END], [-100] * 4 + [A, END]
-    )
-
-
-def test_text_for_a_classifier_is_read_without_target_and_label():
-    kind: TextKind = "classification"
-    assert sample({"prompt": "a b", "target": "c"}, kind=kind) == Sample([A, B], None)
-    assert sample({"prompt": "a b"}, kind=kind, ends=True) == Sample([A, B, END], None)
-    row = {"input_ids": [A, B, END, 0], "attention_mask": [1, 1, 1, 0], "labels": 2, "label": 1}
-    assert sample(row, kind=kind) == Sample([A, B, END], None)
-    turns = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c d"}]
-    asked, answered = (
-        sample({"messages": turns[:end]}, kind=kind, chat_template=CHAT) for end in (1, 2)
-    )
-    assert answered == Sample([UNKNOWN, B, A, C, D], None)
-    assert asked == Sample([UNKNOWN, B, A], None)
-    batch = pad_samples([asked, answered], encoder(kind))
-    assert set(batch) == {"input_ids", "attention_mask"}
-
-
-TURNS = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
-SHARED = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        (8, r"method\.max_length = 9.*limit of 8"),
+        (8.5, "is 8.5, not a number of tokens"),
+        (0, "is 0, not a number of tokens"),
+        ("many", "is 'many', not a number of tokens"),
+    ],
+)
+def test_limits_that_do_not_fit_the_tokenizers(limit, message):
+    with pytest.raises(CalibrationError, match=message):
+        sample(PAIR, max_length=9, model_max_length=limit)
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("kind", "side", "ids", "labels"),
     [
-        {"prompt": "a b", "completion": "c"},
-        {"question": "a b", "answer": "c"},
-        {"instruction": "a", "input": "b", "output": "c"},
-        {"instruction": "a b", "input": "", "output": "c", "text": "d"},
-        {"instruction": "a", "context": "b", "response": "c"},
-        {"messages": None, "prompt": "a b", "target": "c"},
+        ("causal", "right", [[A, B, C], [A, 0, 0]], [[-100, B, C], [-100] * 3]),
+        ("causal", "left", [[A, B, C], [0, 0, A]], [[-100, B, C], [-100] * 3]),
+        ("seq2seq", "left", [[A, B, C], [0, 0, A]], [[B, C], [C, -100]]),
+        ("classification", "right", [[A, B, C], [A, 0, 0]], None),
     ],
 )
-def test_prompts_and_answers_of_the_usual_formats(row):
-    assert sample(row) == Sample([A, B, C, END], [-100, -100, C, END])
+def test_batches_are_padded_on_the_tokenizers_side(kind, side, ids, labels):
+    targets = ([B, C], [C]) if kind == "seq2seq" else ([-100, B, C], None)
+    rows = [{"input_ids": i, "labels": t} for i, t in zip(([A, B, C], [A]), targets, strict=True)]
+    batch = text_batch(rows, kind, word_tokenizer(padding_side=side))
+    order = batch["input_ids"].argsort(dim=0, descending=True, stable=True)[:, 1]
+    assert batch["input_ids"][order].tolist() == ids
+    assert batch["attention_mask"][order].tolist() == [[int(i > 0) for i in row] for row in ids]
+    assert (batch["labels"][order].tolist() if "labels" in batch else None) == labels
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"conversations": SHARED},
-        {"messages": SHARED},
-        {"prompt": TURNS[:1], "completion": TURNS[1:]},
-        {"prompt": TURNS[:1], "completion": "c"},
-    ],
-)
-def test_chats_of_the_usual_formats(row):
-    chat = encoder(chat_template=CHAT)
-    assert chat.sample(row, "x") == chat.sample({"messages": TURNS}, "x")
-    assert not lacks_answer(row, "x")
-    asked = {"prompt": TURNS[:1]} if "prompt" in row else {"conversations": SHARED[:1]}
-    assert lacks_answer(asked, "x")
-    assert chat.prompt(row, "x", 0) == chat.prompt(asked, "x", 0)
+def test_prompt_leaves_room_for_an_answer(tmp_path):
+    rows = [{"prompt": "a b c d e f g h"}]
+    pool = text_pool("causal", tmp_path)
+    pool.load_train_dataset = lambda _: rows
+    settings = FeatCalSettings(
+        samples_per_task=1, max_length=6, calibration_targets="generated", generated_tokens=2
+    )
+    (batch,) = calibration_batches(pool, TASKS, settings, word_tokenizer())["one"]
+    assert words(batch["input_ids"][0, :4]) == "a b c d"
+    assert words(batch["labels"][0, :4]) == "_ _ _ _"
+    assert torch.equal(batch["labels"][0, 4:], batch["input_ids"][0, 4:])

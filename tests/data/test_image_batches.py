@@ -1,0 +1,242 @@
+"""Images of datasets as tensors: every form and mode, by any processor, in threads or not."""
+
+import io
+import os
+import re
+import threading
+import time
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sample_pools import RESCALE, Pool, image_batches, rgb
+from tiny_images import channels_first, picture, write_class_folders, write_clip
+from transformers import CLIPProcessor
+
+from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.calibration_data import open_labelled
+from fusion_bench_featcal.calibration_images import decode_workers
+from fusion_bench_featcal.tasks import load_images
+
+DEEP = np.array([[0, 257 * 40], [65535, 257 * 3]], np.uint16)
+INK, CLEAR = (51, 102, 153), (0, 0, 0, 0)  # ink of PIL's own palette
+
+
+def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+def icon(mode: str = "RGBA") -> Image.Image:
+    """Ink above transparency, whose hidden colour is black."""
+    result = Image.new("RGBA", (4, 4), CLEAR)
+    result.paste((*INK, 255), (0, 0, 4, 2))
+    if mode != "RGBA":
+        result = result.convert(mode)
+        result.info["transparency"] = result.getpixel((0, 3))
+    return result
+
+
+P = picture(3)
+ON_WHITE = 2 * [4 * [INK]] + 2 * [4 * [(255, 255, 255)]]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (P, np.asarray(P)),
+        (file_of(P), np.asarray(P)),
+        ({"bytes": file_of(P), "path": "inside.png"}, np.asarray(P)),
+        (np.asarray(P), np.asarray(P)),
+        (torch.from_numpy(np.array(P)), np.asarray(P)),
+        *((P.convert(m), np.asarray(P.convert(m).convert("RGB")))
+          for m in ("1", "L", "P", "CMYK", "YCbCr", "HSV")),
+        (icon(), ON_WHITE),
+        (file_of(icon()), ON_WHITE),
+        (np.asarray(icon()), ON_WHITE),
+        (icon("RGB"), ON_WHITE),  # a colour key
+        (file_of(icon().quantize(4)), ON_WHITE),
+        (Image.new("RGBA", (4, 4), (0, 0, 0, 51)), np.full((4, 4, 3), 204)),  # mixed with white
+    ],
+)  # fmt: skip
+def test_every_form_of_a_picture_becomes_rgb(value, expected):
+    np.testing.assert_array_equal(rgb(value), expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        *((value, "the image cannot be read") for value in (
+            DEEP, Image.fromarray(DEEP), file_of(Image.fromarray(DEEP)), DEEP.astype(np.int32),
+            np.zeros((2, 2), np.float32), np.zeros((3, 4, 5), np.uint8), torch.zeros(2, 2, 3),
+        )),
+        (b"GIF89a", "the image cannot be read: its format is unknown"),
+        (".", r"image file \. cannot be read .*Is a directory"),
+        ("no.png", r"image file no\.png cannot be read .*No such"),
+        ("empty.png", r"image file empty\.png cannot be .*format"),
+        (3.5, "not an image but float"),
+    ],
+)  # fmt: skip
+def test_images_that_cannot_be_read_are_named(value, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.png").touch()
+    with pytest.raises(CalibrationError, match=f"task 'a', .*train.*, item 0: {message}"):
+        rgb(value)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"image": P, "label": 1}],
+        [{"image": P, "label": True}],
+        [(P, 1.0)],
+        [(P, torch.tensor(1))],
+        [(P, np.int64(1))],
+    ],
+)
+def test_any_map_style_data_set(rows):
+    (item,) = open_labelled(Pool(a=rows), "a", "train")
+    assert (item["image"].tobytes(), item["label"]) == (P.tobytes(), 1)
+    (batch,) = image_batches(rows, channels_first)
+    assert torch.equal(batch["pixel_values"][0], channels_first(P))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"img": P}], r"has no .image.; it has: img\. Check image_column"),
+        ([(P, torch.tensor([1, 2]))], "neither an integer nor a class name"),
+        ([(P, -1)], r"label -1 is out of range \(0 and above"),
+        (iter([P]), r"iterator\. Load it without streaming"),
+        (datasets.Dataset.from_list([{"image": ""}]).to_iterable_dataset(), r"IterableDataset\. L"),
+    ],
+)
+def test_rows_that_are_no_numbered_images_are_refused(rows, message):
+    with pytest.raises(CalibrationError, match=message):
+        open_labelled(Pool(a=rows), "a", "train")[0]
+
+
+def test_labels_of_a_folder_stay_in_a_pool(tmp_path):
+    write_class_folders(tmp_path, per_class=1)
+    items = load_images(str(tmp_path), classnames=["star", "circle", "square"])
+    view = open_labelled(Pool(a=items), "a", "train")
+    assert [item["label"] for item in view] == [1, 2, 0]
+    assert view.classnames == ["star", "circle", "square"]
+
+
+def test_processor_gives_what_transformers_gives(tmp_path):
+    processor: Any = CLIPProcessor.from_pretrained(write_clip(tmp_path, seed=1))
+    large = picture(0, (40, 30))
+    expected = processor(images=[large], return_tensors="pt")["pixel_values"]
+    for each in (processor, processor.image_processor):
+        assert torch.equal(next(iter(image_batches([(large,)], each)))["pixel_values"], expected)
+
+
+def test_callable_gets_rgb_pictures_and_arrays_as_they_are():
+    given = []
+    list(image_batches([(P.convert("L"),)], lambda x: given.append(x) or channels_first(x)))
+    array = torch.rand(5, 7)
+    list(image_batches([(array,)], lambda x: given.append(x) or x.expand(3, 5, 7)))
+    assert given[0].tobytes() == P.convert("L").convert("RGB").tobytes()
+    assert given[1] is array
+
+
+def fail(image):
+    raise ZeroDivisionError("no size")
+
+
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [
+        (fail, r"fails on this 28 x 28 image \(ZeroDivisionE.*: no size"),
+        (lambda _: torch.zeros(2, 3, 4, 4), r"must return .*got torch.float32 \[2, 3, 4, 4\]"),
+        (lambda _: torch.zeros(3, 4, 4).byte(), r"must return .*got torch.uint8 \[3, 4, 4\]"),
+        (lambda _: "nonsense", "must return .*got <class 'str'>"),
+    ],
+)
+def test_unfit_processors_are_named_with_the_item(processor, message):
+    with pytest.raises(CalibrationError, match=f"item 0: the processor {message}"):
+        list(image_batches([(P,)], processor))
+
+
+class Rows:
+    """Arrays with their number in every pixel; notes reads and the threads that read."""
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.broken, self.read, self.threads = broken, [], set()
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> Any:
+        if len(self.read) == self.broken:
+            raise KeyboardInterrupt
+        self.read.append(index)
+        self.threads.add(threading.get_ident())
+        return np.full((1, 1, 3), index, np.uint8)
+
+
+def pixels(array: np.ndarray) -> torch.Tensor:
+    time.sleep(int(array[0, 0, 0]) % 3 / 1000)  # later items are often ready first
+    return torch.from_numpy(array).permute(2, 0, 1).float()
+
+
+def threaded(rows: Rows, workers: int, processor: Any = pixels) -> Any:
+    return iter(image_batches(rows, processor, batch_size=4, decode_workers=workers))
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays():
+    yield
+    assert not [t for t in threading.enumerate() if t.name.startswith("featcal-images")]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_threads_keep_the_order_and_read_at_most_a_batch_ahead(workers):
+    rows, numbers = Rows(), []
+    for taken, batch in enumerate(threaded(rows, workers), start=1):
+        numbers += batch["pixel_values"][:, 0, 0, 0].tolist()
+        assert len(rows.read) <= 4 * taken + max(4, 2 * workers) + 1
+    assert numbers == rows.read and len(numbers) == 50
+    assert rows.threads == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_error_comes_when_its_image_is_due(workers):
+    def fails(array: np.ndarray) -> torch.Tensor:
+        if array[0, 0, 0] in rows.read[9:12:2]:
+            raise OSError(f"number {array[0, 0, 0]}")
+        return pixels(array)
+
+    rows = Rows()
+    batches = threaded(rows, workers, fails)
+    assert len([next(batches), next(batches)]) == 2
+    with pytest.raises(RuntimeError) as error:
+        next(batches)
+    number = rows.read[9]
+    assert re.search(f"item {number}: .*number {number}", str(error.value))
+
+
+def test_closing_and_failing_reads_leave_no_thread():
+    batches = threaded(Rows(), 2)
+    next(batches)
+    batches.close()
+    with pytest.raises(KeyboardInterrupt):
+        list(threaded(Rows(broken=10), 2))
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 2), (64, 8)])
+@pytest.mark.parametrize("has_affinity", [True, False])
+def test_automatic_number_is_one_per_core_up_to_eight(monkeypatch, cores, workers, has_affinity):
+    if has_affinity:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    else:
+        monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+        monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert decode_workers(FeatCalSettings(), RESCALE) == workers
+    assert decode_workers(FeatCalSettings(), pixels) == 0  # it may not be safe in threads
+    assert decode_workers(FeatCalSettings(decode_workers=3), pixels) == 3
