@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from folders.made_folders import llama_folders, write_rows
 from sample_pools import text_batch, text_sample, words
 from text_pools import text_pool
 from tiny_texts import TASKS, word_tokenizer
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.calibration_data import calibration_batches
+from fusion_bench_featcal.cli import main
 
 A, B, C, D, END = 3, 4, 5, 6, 1
 PAIR = {"prompt": "a b", "target": "c"}
@@ -185,3 +187,19 @@ def test_prompt_leaves_room_for_an_answer(tmp_path):
     assert words(batch["input_ids"][0, :4]) == "a b c d"
     assert words(batch["labels"][0, :4]) == "_ _ _ _"
     assert torch.equal(batch["labels"][0, 4:], batch["input_ids"][0, 4:])
+
+
+def test_command_counts_rows_without_an_answer(tmp_path, capsys):
+    llama_folders(tmp_path)
+    answered = [{"messages": TURNS}, {"conversations": SHARED}, {"prompt": ASKED, "target": "d"}]
+    asked = [{"messages": ASKED}, {"conversations": SHARED[:1]}, {"prompt": ASKED}]
+    write_rows(tmp_path / "one.jsonl", [{"text": "a"}, *2 * answered, *asked])
+    (tmp_path / "chat.jinja").write_text(CHAT)
+    command = ["calibrate", str(tmp_path / "merged"), "--base", str(tmp_path / "base"), "--no-eval"]
+    command += ["--out", str(tmp_path / "out"), "--chat-template", str(tmp_path / "chat.jinja")]
+    for task in TASKS:
+        command += ["--expert", f"{task}={tmp_path / task}"]
+        command += ["--data", f"{task}={tmp_path / task}.jsonl"]
+    assert main(command) == 2
+    message = capsys.readouterr().err
+    assert "no target, as in 3 of 10 rows" in message and "item 9" in message

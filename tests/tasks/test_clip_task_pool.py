@@ -1,25 +1,89 @@
 """The task pool: FusionBench's accuracies, item by item, for tasks that YAML alone defines."""
 
+import json
 from pathlib import Path
+from typing import Any
 
+import fusion_bench_featcal.compat  # noqa: F401
+
+# isort: split
+import datasets
+import lightning
 import pytest
 import torch
+from fusion_bench.mixins.clip_classification import CLIPClassificationMixin
 from fusion_bench.models.surgery.surgerymodelwrapper import SurgeryModelWrapper
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
+from fusion_bench.tasks.clip_classification import CLIPTemplateFactory, get_classnames_and_templates
+from fusion_bench.utils import cache_utils
 from omegaconf import OmegaConf
-from tiny_images import SHAPES, picture, write_class_folders
+from PIL import Image
+from sample_pools import image_batches
+from tiny_images import SHAPES, channels_first, picture, write_class_folders, write_clip
+from torch.nn.functional import normalize
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.fusionbench.evaluation import evaluate, join
-from fusion_bench_featcal.tasks import load_images
-from fusion_bench_featcal.tasks.heads import names_of
-from fusion_bench_featcal.tasks.scoring import PixelCache
+from fusion_bench_featcal.tasks import ClipTaskPool, load_images
+
+LOAD = "fusion_bench_featcal.tasks.load_images"
+DIGITS = [str(digit) for digit in range(10)]
+REFUSALS = (ValueError, CalibrationError)
 
 
-def other_model(folder: Path) -> CLIPVisionModel:
-    """A vision model that is not the pool's own."""
-    model = CLIPVisionModel.from_pretrained(folder).eval()
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory) -> Path:
+    return write_clip(tmp_path_factory.mktemp("clip"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory) -> Path:
+    """Three classes of four pictures."""
+    return write_class_folders(tmp_path_factory.mktemp("data") / "shapes")
+
+
+@pytest.fixture(scope="module")
+def two_tasks(tmp_path_factory, shapes) -> dict:
+    names = ("thing", *SHAPES)
+    larger = write_class_folders(tmp_path_factory.mktemp("larger"), names, per_class=7, seed=1)
+    return {
+        "shapes": {"data": str(shapes), "templates": ["a drawing of a {} ."]},
+        "larger": {"data": str(larger), "templates": ["a {} .", "a photo of a {} ."]},
+    }
+
+
+@pytest.fixture(autouse=True)
+def no_traces(tmp_path, monkeypatch):
+    """Class names that a test registers, and heads that it stores, are gone after it."""
+    table = dict(CLIPTemplateFactory._dataset_mapping)
+    monkeypatch.setattr(CLIPTemplateFactory, "_dataset_mapping", table)
+    monkeypatch.setattr(cache_utils, "DEFAULT_CACHE_DIR", tmp_path / "cache")
+
+
+@pytest.fixture
+def make_pool(clip_folder):
+    """Builds a task pool on the CPU from its keys."""
+
+    def make(**keys) -> Any:
+        keys = {"base_model": str(clip_folder), "dataloader_kwargs": {"batch_size": 5}} | keys
+        pool = ClipTaskPool(**keys)
+        pool.fabric = lightning.Fabric(accelerator="cpu", devices=1)
+        return pool
+
+    return make
+
+
+@pytest.fixture
+def base(clip_folder) -> CLIPVisionModel:
+    """The vision model that belongs to the pool's heads."""
+    return CLIPVisionModel.from_pretrained(clip_folder).eval()
+
+
+@pytest.fixture
+def model(clip_folder) -> CLIPVisionModel:
+    """Another vision model."""
+    model = CLIPVisionModel.from_pretrained(clip_folder).eval()
     torch.manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -27,118 +91,101 @@ def other_model(folder: Path) -> CLIPVisionModel:
     return model
 
 
-@pytest.fixture
-def two_tasks(tmp_path, shapes) -> dict:
-    larger = write_class_folders(tmp_path / "larger", ("thing", *SHAPES), per_class=7, seed=1)
-    return {
-        "shapes": {"data": str(shapes), "templates": ["a drawing of a {} ."]},
-        "larger": {"data": str(larger), "templates": ["a {} .", "a photo of a {} ."]},
-    }
+def predictions(clip_folder, model, processor, items, task):
+    """Zero-shot classes, written out."""
+    clip = CLIPModel.from_pretrained(clip_folder).eval()
+    classnames, templates = get_classnames_and_templates(task)
+    with torch.no_grad():
+        heads = []
+        for name in classnames:
+            text = processor(text=[t(name) for t in templates], return_tensors="pt", padding=True)
+            prompts = clip.text_projection(clip.text_model(**text).pooler_output)
+            heads.append(normalize(normalize(prompts, dim=-1).mean(dim=0), dim=0))
+        pictures = [item["image"] for item in items]
+        pixels = processor(images=pictures, return_tensors="pt")["pixel_values"]
+        features = clip.visual_projection(model(pixels).pooler_output)
+        return (normalize(features, dim=-1) @ torch.stack(heads).T).argmax(-1)
 
 
-def test_same_accuracies_as_fusion_benchs_own_pool_item_by_item(make_pool, two_tasks, clip_folder):
+def test_same_accuracies_as_fusion_benchs_own_pool_item_by_item(
+    make_pool, two_tasks, clip_folder, base, model
+):
     ours, processor = make_pool(tasks=two_tasks), CLIPProcessor.from_pretrained(clip_folder)
     items = {name: load_images(task["data"]) for name, task in two_tasks.items()}
-    theirs = CLIPVisionModelTaskPool(
+    reference = CLIPVisionModelTaskPool(
         items,  # type: ignore[arg-type]
         processor=processor,
         clip_model=CLIPModel.from_pretrained(clip_folder),
         dataloader_kwargs={"batch_size": 3},  # type: ignore[arg-type]
     )
-    theirs.fabric = ours.fabric
+    reference.fabric = ours.fabric
     seen = set()
-    for model in (CLIPVisionModel.from_pretrained(clip_folder), other_model(clip_folder)):
-        report, expected = ours.evaluate(model, name="model"), theirs.evaluate(model)
+    for each in (base, model):
+        report, expected = ours.evaluate(each, name="model"), reference.evaluate(each)
         assert list(ours.item_correct) == list(two_tasks)
         for task, correct in ours.item_correct.items():
             accuracy = report[task]["accuracy"]
             assert accuracy == pytest.approx(expected[task]["accuracy"], abs=1e-6)
             seen.add(round(accuracy, 3))
             assert correct.dtype == torch.bool and correct.double().mean().item() == accuracy
-            known = predictions(clip_folder, model, processor, items[task], task)
-            labels = torch.tensor([items[task][index]["label"] for index in range(len(correct))])
-            assert torch.equal(correct, known == labels)
-            names = items[task].classnames
-            assert names and ours.item_classes[task] == [names[label] for label in labels]
+            labels = torch.tensor([item["label"] for item in items[task]])
+            classes = predictions(clip_folder, each, processor, items[task], task)
+            assert torch.equal(correct, classes == labels)
+            names = items[task].classnames or []
+            assert ours.item_classes[task] == [names[label] for label in labels]
         assert report["average"]["accuracy"] == pytest.approx(expected["average"]["accuracy"])
         assert report["model_info"] == expected["model_info"] | {"name": "model"}
     assert len(seen) > 2 and seen - {0.0, 1.0}  # the comparison was not of trivial numbers
 
 
-def test_loss_is_a_mean_over_items_whatever_the_batch_size(make_pool, two_tasks, clip_folder):
-    model = other_model(clip_folder)
-    single, whole, uneven = (
-        make_pool(tasks=two_tasks, dataloader_kwargs={"batch_size": size}).evaluate(model)
-        for size in (1, 28, 5)
-    )
+def test_loss_is_a_mean_over_items_whatever_the_batch_size(make_pool, two_tasks, model):
+    single, whole, uneven, worker = (
+        make_pool(tasks=two_tasks, dataloader_kwargs=settings).evaluate(model)
+        for settings in (*({"batch_size": n} for n in (1, 28, 5)),
+                         {"batch_size": 5, "num_workers": 1})
+    )  # fmt: skip
+    assert worker == uneven
     for task in two_tasks:
         assert single[task]["loss"] > 0
         assert whole[task]["loss"] == pytest.approx(single[task]["loss"], rel=1e-5)
         assert uneven[task]["loss"] == pytest.approx(single[task]["loss"], rel=1e-5)
 
 
-def predictions(clip_folder, model, processor, items, task):
-    """Zero-shot classes, written out."""
-    clip = CLIPModel.from_pretrained(clip_folder).eval()
-    classnames, templates = names_of(task)
-    with torch.no_grad():
-        heads = []
-        for name in classnames:
-            text = processor(text=[t(name) for t in templates], return_tensors="pt", padding=True)
-            hidden = clip.text_model(**text).pooler_output
-            prompts = torch.nn.functional.normalize(clip.text_projection(hidden), dim=-1)
-            heads.append(torch.nn.functional.normalize(prompts.mean(dim=0), dim=0))
-        pictures = [items[index]["image"] for index in range(len(items))]
-        pixels = processor(images=pictures, return_tensors="pt")["pixel_values"]
-        features = clip.visual_projection(model(pixels).pooler_output)
-        return (torch.nn.functional.normalize(features, dim=-1) @ torch.stack(heads).T).argmax(-1)
+@pytest.mark.parametrize(("limit", "processed"), [(0, 80), (0.2, 68), (512, 40)])
+def test_pictures_of_tasks_that_fit_are_processed_once(
+    make_pool, two_tasks, model, limit, processed
+):
+    seen = []
+    processor = lambda image: seen.append(image) or channels_first(image)  # noqa: E731
+    pool = make_pool(tasks=two_tasks, data_processor=processor, pixel_cache_mb=limit)
+    assert pool.evaluate(model) == pool.evaluate(model)
+    assert len(seen) == processed  # 12 + 28 pictures twice, or some of them once
 
 
-def test_cached_pictures_change_nothing(make_pool, two_tasks, clip_folder):
-    model = other_model(clip_folder)
-    cached, plain = make_pool(tasks=two_tasks), make_pool(tasks=two_tasks, pixel_cache_mb=0)
-    first = cached.evaluate(model)
-    cached.test_datasets["shapes"].items = None  # would fail if it were asked again
-    assert cached.evaluate(model) == first == plain.evaluate(model)
-    assert isinstance(cached._pixel_cache, PixelCache)
-    assert cached._pixel_cache.used_bytes == (12 + 28) * (3 * 28 * 28 * 4 + 8)
+def test_a_quick_run_takes_one_batch_which_is_not_taken_for_all(make_pool, two_tasks, model):
+    pool = make_pool(tasks=two_tasks, fast_dev_run=True)
+    pool.evaluate(model)
+    assert [len(correct) for correct in pool.item_correct.values()] == [5, 5]
+    pool.fast_dev_run = False
+    pool.evaluate(model)
+    assert [len(correct) for correct in pool.item_correct.values()] == [12, 28]
 
 
-def test_prompts_are_encoded_once_for_all_rows(make_pool, two_tasks, clip_folder):
+def test_prompts_are_encoded_once_for_all_rows(make_pool, two_tasks, model):
     pool, texts = make_pool(tasks=two_tasks), []
     pool.setup()
     pool.clip_model.text_model.register_forward_pre_hook(
         lambda _, args, keys: texts.extend(keys["input_ids"]), with_kwargs=True
     )
-    model = other_model(clip_folder)
     reports = [evaluate(pool, model, name=name) for name in ("merged", "featcal")]
     experts = [evaluate(pool, model, name=task, tasks=[task]) for task in two_tasks]
-    prompts = [len(names) * len(templates) for names, templates in map(names_of, two_tasks)]
-    assert len(texts) == sum(prompts)
+    assert list(pool.item_correct) == ["larger"]
+    assert len(texts) == 3 * 1 + 4 * 2
     assert join(experts).accuracy == reports[0].accuracy == reports[1].accuracy
 
 
-def test_only_the_loaders_tasks_are_evaluated(make_pool, two_tasks, vision_model):
+def test_surgery_models_get_the_tasks_name(make_pool, two_tasks, model):
     pool = make_pool(tasks=two_tasks)
-    pool.setup()
-    pool.test_dataloaders = {"larger": pool.test_dataloaders["larger"]}
-    report = pool.evaluate(vision_model)
-    assert set(report) == {"model_info", "larger", "average"}
-    assert list(pool.item_correct) == ["larger"]
-
-
-def test_fusion_benchs_way_of_defining_tasks(make_pool, shapes, vision_model):
-    target = {"_target_": "fusion_bench_featcal.tasks.load_images", "path": str(shapes)}
-    pool = make_pool(test_datasets=OmegaConf.create({"shapes": target}))
-    renamed = {"shapes": {"classnames": ["star", "circle", "square"]}}
-    other = make_pool(test_datasets={"shapes": load_images(str(shapes))}, tasks=renamed)
-    report = pool.evaluate(vision_model)
-    # the order of the classes is no matter of the pictures
-    assert other.evaluate(vision_model)["shapes"] == pytest.approx(report["shapes"], rel=1e-5)
-
-
-def test_surgery_models_get_the_tasks_name(make_pool, two_tasks, clip_folder):
-    model, pool = other_model(clip_folder), make_pool(tasks=two_tasks)
     wrapped = SurgeryModelWrapper(model, list(two_tasks), projection_dim=12)
     plain = pool.evaluate(model)
     assert pool.evaluate(wrapped)["larger"] == plain["larger"]  # its last map starts at zero
@@ -150,19 +197,127 @@ def test_surgery_models_get_the_tasks_name(make_pool, two_tasks, clip_folder):
     assert changed["shapes"] == plain["shapes"]
 
 
-def test_fast_dev_run_takes_one_batch(make_pool, two_tasks, vision_model):
-    pool = make_pool(tasks=two_tasks, fast_dev_run=True)
-    pool.evaluate(vision_model)
-    assert {task: len(correct) for task, correct in pool.item_correct.items()} == {
-        "shapes": 5,
-        "larger": 5,
-    }
+def test_calibration_and_evaluation_see_the_same_picture(make_pool, tmp_path, model):
+    (tmp_path / "icons").mkdir()
+    Image.new("RGBA", (28, 28), (0, 0, 0, 51)).save(tmp_path / "icons" / "icon.png")
+    seen = []
+    processor = lambda image: seen.append(image.tobytes()) or channels_first(image)  # noqa: E731
+    list(image_batches(load_images(str(tmp_path)), processor))
+    make_pool(tasks={"a": {"data": str(tmp_path)}}, data_processor=processor).evaluate(model)
+    assert seen == 2 * [bytes([204]) * 3 * 28 * 28]
 
 
-def test_workers_give_the_same(make_pool, two_tasks, vision_model):
-    alone = make_pool(tasks=two_tasks).evaluate(vision_model)
-    settings = {"batch_size": 5, "num_workers": 1}
-    assert make_pool(tasks=two_tasks, dataloader_kwargs=settings).evaluate(vision_model) == alone
+def table(names, columns=("image", "label")) -> datasets.Dataset:
+    """One picture of each class."""
+    features = datasets.Features(
+        {columns[0]: datasets.Image(), columns[1]: datasets.ClassLabel(names=list(names))}
+    )
+    rows = [{columns[0]: picture(n), columns[1]: n} for n in range(len(names))]
+    return datasets.Dataset.from_list(rows, features=features)
+
+
+RENAMED = ["star", "circle", "square"]
+TASKS = {
+    "classnames": {"data": "SHAPES", "classnames": RENAMED},
+    "order": {"data": "SHAPES", "classnames": [1, 2.5, "x"], "classnames_by": "order"},
+    "columns": {
+        "data": {"_target_": "builtins.dict", "test": {"_target_": f"{__name__}.table",
+                 "names": list(SHAPES), "columns": ["img", "kind"]}},
+        "split": "test", "image_column": "img", "label_column": "kind", "classnames": RENAMED,
+    },
+    "view": {"classnames": RENAMED},  # of a data set of FusionBench's way to define tasks
+    "split": {"data": "SHAPES/..", "split": "shapes", "templates": "a {x} {}"},
+}  # fmt: skip
+BY_SHAPE = [name for name in SHAPES for _ in range(4)]
+CLASSES = dict.fromkeys(("plain", "view", "classnames", "split"), BY_SHAPE) | {
+    "order": [name for name in ("1", "2.5", "x") for _ in range(4)],
+    "columns": list(SHAPES),
+}
+
+
+def test_every_key_of_a_task_is_used(make_pool, shapes, base):
+    tasks = json.loads(json.dumps(TASKS).replace("SHAPES", str(shapes)))
+    sets = {key: {"_target_": LOAD, "path": str(shapes)} for key in ("plain", "view")}
+    pool = make_pool(test_datasets=OmegaConf.create(sets), tasks=OmegaConf.create(tasks))
+    report = pool.evaluate(base)
+    assert pool.item_classes == CLASSES
+    # the order of the classes is no matter of the pictures
+    assert report["classnames"] == pytest.approx(report["plain"], rel=1e-5)
+    names, templates = get_classnames_and_templates("split")
+    assert (names, templates[0](names[0])) == (list(SHAPES), "a {x} circle")
+    assert get_classnames_and_templates("columns")[1][0]("star") == "a photo of a star."
+
+
+def test_own_names_may_change_with_a_warning(make_pool, shapes, caplog):
+    task = {"data": str(shapes), "classnames": RENAMED}
+    make_pool(tasks={"shapes": task})
+    make_pool(tasks={"shapes": task})
+    assert caplog.messages == []
+    make_pool(tasks={"shapes": {"data": str(shapes)}})
+    assert "'shapes'" in caplog.messages[0]
+    assert get_classnames_and_templates("shapes")[0] == list(SHAPES)
+
+
+def test_class_names_of_fusion_bench_are_used_in_the_order_of_tables_alone(
+    make_pool, tmp_path, base
+):
+    digits = write_class_folders(tmp_path / "digits", DIGITS, per_class=1)
+    letters = write_class_folders(tmp_path / "letters", "abcdefghij", per_class=1)
+    pools = [
+        make_pool(tasks={"mnist": {"data": str(digits)}}),
+        make_pool(test_datasets={"mnist": table("abcdefghij")}),
+    ]
+    for pool in pools:
+        pool.evaluate(base)
+        assert pool.item_classes["mnist"] == DIGITS
+    assert get_classnames_and_templates("mnist")[1][0]("7") == 'a photo of the number: "7".'
+    with pytest.raises(ValueError, match="No class name: 'a'"):
+        make_pool(tasks={"mnist": {"data": str(letters)}})
+    with pytest.raises(ValueError, match="No class name: 'a'"):
+        make_pool(test_datasets={"mnist": load_images(str(letters))}).setup()
+
+
+class StoredHeads(CLIPClassificationMixin):
+    """FusionBench's way to heads, through its cache on disk."""
+
+    def __init__(self, pool: Any) -> None:
+        pool.setup()
+        self.fabric, self.pool = lightning.Fabric(accelerator="cpu", devices=1), pool
+
+    def head(self, task: str) -> torch.Tensor:
+        processor: Any = self.pool.processor
+        self.setup_zero_shot_classification_head(processor, self.pool.clip_model, [task])
+        return self.zeroshot_weights[task]
+
+
+def stored_notes() -> list[Path]:
+    return sorted(cache_utils.DEFAULT_CACHE_DIR.rglob("metadata.json"))
+
+
+def test_stored_heads_of_a_pools_tasks_alone_are_made_again(make_pool, shapes):
+    tasks = {name: {"data": str(shapes)} for name in ("ours", "other")}
+    heads = StoredHeads(make_pool(tasks=tasks))
+    first = heads.head("ours")
+    heads.head("other")
+    assert len(stored_notes()) == 2
+    task = {"data": str(shapes), "templates": "a drawing of a {}"}
+    pool = make_pool(tasks={"ours": task})
+    (note,) = stored_notes()
+    assert "other" in note.read_text()
+    assert not torch.allclose(StoredHeads(pool).head("ours"), first)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"\xff\xfe\x00", b"[]", b"null", b'{"input_args": 3}',
+     b'{"input_args": {"task": 3}}', b'{"input_args": {"task": "\'shapez\'"}}'],
+)  # fmt: skip
+def test_heads_with_a_damaged_note_are_deleted(make_pool, shapes, damage):
+    note = cache_utils.DEFAULT_CACHE_DIR / "x/construct_classification_head/y/metadata.json"
+    note.parent.mkdir(parents=True)
+    note.write_bytes(damage)
+    make_pool(tasks={"shapes": {"data": str(shapes)}})
+    assert not note.parent.exists()
 
 
 @pytest.mark.parametrize(
@@ -171,77 +326,89 @@ def test_workers_give_the_same(make_pool, two_tasks, vision_model):
         ({"task": {}}, r"taskpool: unknown key 'task' \(nearest: 'tasks'\)"),
         ({"pixel_cache_mb": -1}, "taskpool.pixel_cache_mb must be a number >= 0, got -1"),
         ({}, "taskpool has no tasks: define them under taskpool.tasks"),
-        ({"tasks": {"x": {}}}, "task 'x' needs its data once: set either taskpool.tasks.x.data or"),
-        (
-            {"tasks": {"x": {"data": "./nowhere"}}},
-            r"taskpool\.tasks\.x: data './nowhere' does not exist",
-        ),
-        (
-            {"dataloader_kwargs": {"batchsize": 3}},
-            r"taskpool\.dataloader_kwargs: .* unexpected keyword argument 'batchsize'",
-        ),
+        ({"x": {}}, "task 'x' needs its data once: set either taskpool.tasks.x.data or"),
+        ({"x": {"data": "./nowhere"}}, r"taskpool\.tasks\.x: data './nowhere' does not exist"),
+        ({"dataloader_kwargs": {"batchsize": 3}},
+         r"dataloader_kwargs: .* unexpected keyword argument 'batchsize'"),
         ({"dataloader_kwargs": {"shuffle": True}}, r"dataloader_kwargs\.shuffle must be false"),
-        ({"dataloader_kwargs": {"drop_last": True}}, r"dataloader_kwargs\.drop_last must be false"),
+        ({"dataloader_kwargs": {"drop_last": True}}, r"dataloader_kwargs\.drop_last must be fal"),
+        ({"tasks": ["x"]}, "taskpool.tasks must be a mapping from task names"),
+        ({"x": "folder"}, "taskpool.tasks.x must be a mapping with a key data"),
+        ({"x": {"clasnames": []}}, r"x: unknown key 'clasnames' \(nearest: 'classnames'"),
+        ({"x": {"data": 3}}, "x.data must be null or a path, a hub id or a mapping with _target_"),
+        ({"x": {"data": {"path": "x"}}}, "x.data must be null or a path"),
+        ({"x": {"split": 1}}, "x.split must be null or a text, got 1"),
+        ({"x": {"image_column": None}}, "x.image_column must be a text, got None"),
+        ({"x": {"classnames_by": "x"}}, "classnames_by must be one of name, order, got 'x'"),
+        ({"x": {"classnames": "cat, dog"}}, "x.classnames must be null or a list of different na"),
+        ({"x": {"classnames": []}}, "x.classnames must be null or a list of different names"),
+        ({"x": {"classnames": [True, "maybe"]}}, "yes, no, on and off in quotes.*True"),
+        ({"x": {"classnames": ["a", "b", "a"]}}, "a list of different names"),
+        ({"x": {"templates": []}}, "x.templates must be null or prompts"),
+        ({"x": {"templates": ["a photo"]}}, r"prompts with \{\} for the class name.*'a photo'"),
+        ({"x": {"data": {"_target_": LOAD, "path": "SHAPES"}, "split": "test"}},
+         r"tasks\.x: split 'test' has no effect where data\._target_"),
+        ({"x": {"data": {"_target_": "builtins.dict", "test": [1]}}},
+         "a mapping of test: set its _target_, or the split"),
+        ({"x": {"data": "SHAPES/circle"}}, r"tasks\.x: .*circle' has no labels"),
+        ({"x": {"data": "SHAPES/table.csv"}},
+         r"tasks\.x: the data has no class names: set classnames"),
+        ({"x": {"data": "who/x", "split": "test", "classnames": ["a"]}},
+         r"tasks\.x: .*data 'who/x', split 'test'.*HF_HUB_OFFLINE is set"),
     ],
-)
-def test_bad_keys_are_refused_before_anything_is_loaded(make_pool, keys, message):
-    with pytest.raises(ValueError, match=message):
+)  # fmt: skip
+def test_bad_keys_are_refused_before_anything_is_loaded(make_pool, tmp_path, keys, message):
+    folder = write_class_folders(tmp_path / "shapes", per_class=1)
+    (folder / "table.csv").write_text("image,label\ncircle/00.png,0\n")
+    keys = json.loads(json.dumps({"tasks": keys} if "x" in keys else keys).replace(
+        "SHAPES", str(folder)))  # fmt: skip
+    with pytest.raises(REFUSALS, match=message):
         make_pool(**keys)
 
 
-def test_class_names_that_clash_with_fusion_benchs(make_pool, shapes):
-    task = {"data": str(shapes), "classnames": list(SHAPES)}
-    with pytest.raises(ValueError, match="FusionBench has other classnames for 'mnist'"):
-        make_pool(tasks={"mnist": task})
+def rows(*labels: Any) -> list[dict[str, Any]]:
+    items = [{"image": picture(n), "label": label} for n, label in enumerate(labels)]
+    return [{k: v for k, v in item.items() if v is not None} for item in items]
 
 
-def test_fusion_benchs_class_names_are_used_where_none_are_given(make_pool, tmp_path):
-    digits = write_class_folders(tmp_path / "digits", [str(d) for d in range(10)], per_class=1)
-    pool = make_pool(tasks={"mnist": {"data": str(digits)}})
-    assert pool._open_tasks["mnist"].templates[0]("7") == 'a photo of the number: "7".'
+def unsized(image) -> torch.Tensor:
+    return torch.zeros(3, image.height, image.width)
+
+
+MIXED = [{"image": picture(0, size), "label": 0} for size in ((28, 28), (30, 20))]
+TWO = ["circle", "star"]
 
 
 @pytest.mark.parametrize(
-    ("rows", "names", "message"),
+    ("task", "data", "keys", "message"),
     [
-        ([0], None, r"taskpool\.tasks\.things: the data has no class names"),
-        ([0, 2], ["circle", "star"], r"test_datasets\.things, item 1: label 2 is out of range"),
-        ([None], ["circle"], r"task 'things'.*item 0 has no label"),
+        ("x", rows(0), {}, r"taskpool\.tasks\.x: the data has no class names"),
+        ("x", rows(0, 2), {"classnames": TWO}, r"test_datasets\.x, item 1: label 2 is out of ra"),
+        ("x", rows(None), {"classnames": TWO}, r"task 'x'.*item 0 has no label"),
+        ("x", [], {"classnames": TWO}, r"task 'x' has no test items"),
+        ("x", MIXED, {"classnames": TWO, "data_processor": unsized},
+         r"task 'x'.*\[3, 28, 28\] and \[3, 20, 30\].*taskpool\.processor"),
+        *(("mnist", rows(0), {"classnames": names}, r"tasks\.mnist\.classnames: .*'my_mnist'")
+          for names in (["zero", *DIGITS[1:]], DIGITS[:9], [*DIGITS, "ten"])),
+        ("mnist", rows(0), {"templates": "x {}"}, "FusionBench has other templates for 'mnist'"),
+        *(("x", rows(0), {"classnames": TWO, key: "who/clip"},
+           rf"taskpool\.{setting}=who/clip: .*HF_HUB_OFFLINE is set")
+          for key, setting in (("base_model", "processor"), ("processor", "processor"),
+                               ("clip_model", "clip_model"))),
+        ("x", rows(0), {"classnames": TWO, "base_model": None}, "taskpool.processor is not set"),
     ],
-)
-def test_unfit_labels_are_named_while_evaluating(make_pool, vision_model, rows, names, message):
-    items = [{"image": picture(n), "label": label} for n, label in enumerate(rows)]
-    data = [{k: v for k, v in item.items() if v is not None} for item in items]
-    tasks = {} if names is None else {"things": {"classnames": names}}
-    with pytest.raises((ValueError, CalibrationError), match=message):
-        make_pool(test_datasets={"things": data}, tasks=tasks).evaluate(vision_model)
+)  # fmt: skip
+def test_items_that_cannot_be_evaluated_are_named(make_pool, base, task, data, keys, message):
+    tasks = {task: {key: keys[key] for key in ("classnames", "templates") if key in keys}}
+    pool_keys = {key: value for key, value in keys.items() if key not in tasks[task]}
+    with pytest.raises(REFUSALS, match=message):
+        make_pool(test_datasets={task: data}, tasks=tasks, **pool_keys).evaluate(base)
 
 
-def test_sizes_that_differ_are_refused(make_pool, shapes, vision_model):
-    picture(0, (30, 20)).save(shapes / "star" / "99.png")
-
-    def unsized(image):
-        return torch.zeros(3, image.height, image.width)
-
-    pool = make_pool(tasks={"shapes": {"data": str(shapes)}}, data_processor=unsized)
-    expected = r"task 'shapes'.*\[3, 28, 28\] and \[3, 20, 30\].*taskpool\.processor"
-    with pytest.raises(CalibrationError, match=expected):
-        pool.evaluate(vision_model)
-
-
-def test_model_with_nan_is_refused(make_pool, two_tasks, vision_model):
+def test_model_with_nan_is_refused(make_pool, two_tasks, base):
     with torch.no_grad():
-        next(vision_model.parameters()).fill_(float("nan"))
+        next(base.parameters()).fill_(float("nan"))
     pool = make_pool(tasks=two_tasks)
     with pytest.raises(CalibrationError, match="task 'shapes': the evaluated model gives logits"):
-        pool.evaluate(vision_model)
+        pool.evaluate(base)
     assert pool.item_correct == {}
-
-
-@pytest.mark.parametrize("key", ["base_model", "processor", "clip_model"])
-def test_model_that_cannot_be_found_offline(make_pool, two_tasks, vision_model, key):
-    pool = make_pool(tasks=two_tasks, **{key: "somebody/clip"})
-    setting = "processor" if key == "base_model" else key
-    expected = rf"taskpool\.{setting}=somebody/clip: .*HF_HUB_OFFLINE is set"
-    with pytest.raises(CalibrationError, match=expected):
-        pool.evaluate(vision_model)

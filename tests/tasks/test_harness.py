@@ -19,17 +19,18 @@ RESULTS = {"gsm8k": {"exact_match,none": 0.25, "alias": "gsm8k"}, "ifeval": {"ac
 def harness(monkeypatch):
     """What was asked of lm-eval."""
     asked: dict[str, Any] = {}
-    parts = {name: types.ModuleType(name) for name in (
-        "lm_eval", "lm_eval.models", "lm_eval.models.huggingface", "lm_eval.tasks")}  # fmt: skip
-    for name, part in parts.items():
-        part.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        monkeypatch.setitem(sys.modules, name, part)
-    whole: Any = parts["lm_eval"]
-    wrapper: Any = parts["lm_eval.models.huggingface"]
-    listed: Any = parts["lm_eval.tasks"]
-    listed.TaskManager = lambda **options: types.SimpleNamespace(all_tasks=list(RESULTS), **options)
-    wrapper.HFLM = lambda **options: asked.update(wrapped=options)
-    whole.simple_evaluate = lambda **options: asked.update(options) or {"results": RESULTS}
+
+    def module(name: str, **contents: Any) -> None:
+        module = types.ModuleType(name)
+        vars(module).update(contents, __spec__=importlib.machinery.ModuleSpec(name, None))
+        monkeypatch.setitem(sys.modules, name, module)
+
+    evaluation = lambda **options: asked.update(options) or {"results": RESULTS}  # noqa: E731
+    index = lambda **options: types.SimpleNamespace(all_tasks=list(RESULTS))  # noqa: E731
+    module("lm_eval", simple_evaluate=evaluation)
+    module("lm_eval.models")
+    module("lm_eval.models.huggingface", HFLM=lambda **options: asked.update(wrapped=options))
+    module("lm_eval.tasks", TaskManager=index)
     return asked
 
 
@@ -46,20 +47,21 @@ def test_each_task_has_its_own_metric(harness, tmp_path):
     assert harness["wrapped"]["batch_size"] == 3
 
 
-def test_a_metric_that_is_not_there_is_named(harness, tmp_path):
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"tasks": {"gsm8k": "acc,none"}}, r"taskpool\.tasks\.gsm8k.*exact_match,none"),
+        ({"tasks": {"gsm8": "acc,none"}}, r"gsm8: lm-eval has no such task \(nearest: 'gsm8k'\)"),
+        ({"tasks": {}}, "no tasks"),
+        ({"limits": 1}, r"taskpool.*limits"),
+        ({"include_path": "nowhere"}, r"include_path 'nowhere' is no folder"),
+    ],
+)
+def test_unfit_keys_are_refused(harness, tmp_path, keys, message):
     word_tokenizer().save_pretrained(tmp_path)
-    pool = LMEvalTaskPool({"gsm8k": "acc,none"}, tokenizer=str(tmp_path))
-    with pytest.raises(CalibrationError, match=r"taskpool\.tasks\.gsm8k.*exact_match,none"):
-        pool.evaluate(llama_model())
-
-
-def test_unknown_keys_and_no_tasks_are_refused(harness):
-    with pytest.raises(ValueError, match=r"taskpool.*limits"):
-        LMEvalTaskPool({"gsm8k": "x"}, tokenizer="x", limits=1)
-    with pytest.raises(ValueError, match=r"include_path 'nowhere' is no folder"):
-        LMEvalTaskPool({"gsm8k": "x"}, tokenizer="x", include_path="nowhere")
-    with pytest.raises(ValueError, match="no tasks"):
-        LMEvalTaskPool({}, tokenizer="x")
+    keys = {"tasks": {"gsm8k": "x"}, "tokenizer": str(tmp_path)} | keys
+    with pytest.raises((ValueError, CalibrationError), match=message):
+        LMEvalTaskPool(**keys).evaluate(llama_model())
 
 
 def test_without_lm_eval_the_way_out_is_named(monkeypatch):

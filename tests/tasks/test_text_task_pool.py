@@ -7,19 +7,17 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from tiny_texts import WORDS, llama_model, word_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.data.text_samples import TextEncoder, TextKind
 from fusion_bench_featcal.fusionbench.evaluation import evaluate
 from fusion_bench_featcal.suites import load_text_split, text
 from fusion_bench_featcal.tasks import TextTaskPool
-from fusion_bench_featcal.tasks.text_generation import answer_texts, target_loss
 
 TASK = "clinc_home"
 LOADERS = {"flan-t5-mini": AutoModelForSeq2SeqLM, "llama-mini": AutoModelForCausalLM}
-KINDS: dict[str, TextKind] = {"flan-t5-mini": "seq2seq", "llama-mini": "causal"}
 
 
 @pytest.fixture(scope="module", params=list(LOADERS))
@@ -42,112 +40,72 @@ def rows() -> Any:
     return load_text_split(TASK, "test").select(range(0, 432, 18))
 
 
-def test_token_ids_that_a_model_lacks_name_task_and_row(expert, tokenizer):
-    rows = [{"input_ids": [9, 9], "labels": [-100, 8]}, {"input_ids": [9, 99_999]}]
-    rows[1]["labels"] = [-100, 99_999]
-    pool = TextTaskPool({TASK: rows}, tokenizer=tokenizer)
-    with pytest.raises(CalibrationError, match=rf"task '{TASK}', test row 1: .* token id 99999"):
-        evaluate(pool, expert, name="expert")
+def alone(model, tokenizer, row) -> tuple[str, float]:
+    """Answer to a prompt and loss of its target, without batches, caches or generate."""
+    prompt, end = tokenizer(row["prompt"])["input_ids"], tokenizer.eos_token_id
+    target = [*tokenizer(row["target"], add_special_tokens=False)["input_ids"], end]
 
-
-def one_by_one(model, tokenizer, suite, prompt):
-    """The answer without batches, caches or generate."""
-    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-    written = [model.config.decoder_start_token_id] if suite == "flan-t5-mini" else []
-    start = len(written)
-    for _ in range(10):
-        tail = torch.tensor([written], dtype=torch.long)
+    def logits(written: list[int]) -> torch.Tensor:
         with torch.no_grad():
-            if suite == "flan-t5-mini":
-                logits = model(input_ids=ids, decoder_input_ids=tail).logits
-            else:
-                logits = model(torch.cat([ids, tail], dim=1)).logits
-        written.append(int(logits[0, -1].argmax()))
-        if written[-1] == tokenizer.eos_token_id:
-            break
-    return tokenizer.decode(written[start:], skip_special_tokens=True)
+            if not model.config.is_encoder_decoder:
+                return model(torch.tensor([prompt + written])).logits[0, len(prompt) - 1 :]
+            start = torch.tensor([[model.config.decoder_start_token_id, *written]])
+            return model(torch.tensor([prompt]), decoder_input_ids=start).logits[0]
+
+    written: list[int] = []
+    while len(written) < 10 and (not written or written[-1] != end):
+        written.append(int(logits(written)[-1].argmax()))
+    losses = -logits(target[:-1]).log_softmax(dim=-1)[range(len(target)), target]
+    return tokenizer.decode(written, skip_special_tokens=True), losses.mean().item()
 
 
-def test_answers_are_those_of_each_prompt_alone(suite, expert, tokenizer, rows):
-    prompts = list(rows["prompt"])
-    encoder = TextEncoder(tokenizer, KINDS[suite])
-    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-    assert len({len(row) for row in ids}) > 5  # most rows of a batch are padded
-    together = answer_texts(expert, encoder, ids, batch_size=24, most=10)
-    assert together == answer_texts(expert, encoder, ids, batch_size=7, most=10)
-    some = range(0, 24, 4)
-    assert [together[row] for row in some] == [
-        one_by_one(expert, tokenizer, suite, prompts[row]) for row in some
-    ]
-
-
-def test_the_loss_is_the_targets_own(suite, expert, tokenizer, rows):
-    encoder = TextEncoder(tokenizer, KINDS[suite])
-    chosen = list(rows.select(range(6)))
-    samples = [encoder.sample(row, "row") for row in chosen]
-    expected = []
-    for row in chosen:
-        ids = tokenizer(row["prompt"])["input_ids"]
-        due = [*tokenizer(row["target"], add_special_tokens=False)["input_ids"]]
-        due.append(tokenizer.eos_token_id)
-        with torch.no_grad():
-            if suite == "flan-t5-mini":
-                start = [expert.config.decoder_start_token_id, *due[:-1]]
-                out = expert(torch.tensor([ids]), decoder_input_ids=torch.tensor([start]))
-            else:
-                out = expert(torch.tensor([ids + due[:-1]]))
-        chances = out.logits[0, -len(due) :].log_softmax(dim=-1)
-        expected.append(-chances[range(len(due)), due].mean().item())
-    measured = target_loss(expert, encoder, samples, batch_size=4)
-    assert measured == pytest.approx(sum(expected) / 6, abs=5e-5)
-
-
-def test_it_reports_accuracy_loss_and_each_row(suite, expert, tokenizer, rows):
-    pool = TextTaskPool({TASK: rows, "again": rows}, tokenizer=tokenizer, batch_size=16)
-    side = tokenizer.padding_side
-    report = pool.evaluate(expert, name="expert")
-    assert list(report) == ["model_info", TASK, "again", "average"]
-    assert report["model_info"]["name"] == "expert"
-    correct = pool.item_correct[TASK]
-    assert correct.dtype == torch.bool and correct.shape == (24,)
-    assert report[TASK]["accuracy"] == pytest.approx(correct.double().mean().item())
-    assert report[TASK]["accuracy"] > 0.7 and 0 < report[TASK]["loss"] < 2
-    assert report["average"] == pytest.approx(report[TASK]) and report["again"] == report[TASK]
+def test_answers_and_losses_are_those_of_each_row_alone(expert, tokenizer, rows):
+    rows = rows.select(range(0, 24, 3))
+    answers, losses = zip(*(alone(expert, tokenizer, row) for row in rows), strict=True)
+    written = [bool(answer) for answer in answers]
+    assert sum(written) > 6
+    prompts = rows["prompt"]
+    assert len({len(prompt.split()) for prompt in prompts}) > 3  # most are padded in a batch
+    own = Dataset.from_dict({"prompt": prompts, "target": [a or "NONE" for a in answers]})
+    tasks, side = {TASK: rows, "own": own, "again": rows}, tokenizer.padding_side
+    for size in (8, 3):
+        pool = TextTaskPool(tasks, tokenizer=tokenizer, batch_size=size, max_new_tokens=10)
+        report = pool.evaluate(expert, name="expert")
+        assert pool.item_correct["own"].tolist() == written
+        right = [a.strip() == t.strip() for a, t in zip(answers, rows["target"], strict=True)]
+        assert pool.item_correct[TASK].tolist() == right
+        assert report[TASK]["accuracy"] == pytest.approx(sum(right) / 8) and sum(right) > 4
+        assert report[TASK]["loss"] == pytest.approx(sum(losses) / 8, abs=5e-5)
+    assert list(report) == ["model_info", *tasks, "average"]
+    assert report["model_info"]["name"] == "expert" and report["again"] == report[TASK]
+    assert report["average"]["loss"] == pytest.approx(sum(report[t]["loss"] for t in tasks) / 3)
     assert tokenizer.padding_side == side
+    # the length of the longest target is enough
+    short = TextTaskPool({"own": own}, tokenizer=tokenizer)
+    assert short.evaluate(expert)["own"]["accuracy"] == sum(written) / 8
 
 
-def test_the_experts_own_answers_match_on_the_tasks_asked_for(suite, expert, tokenizer, rows):
-    encoder = TextEncoder(tokenizer, KINDS[suite])
-    ids = [tokenizer(prompt)["input_ids"] for prompt in rows["prompt"]]
-    answers = answer_texts(expert, encoder, ids, batch_size=24, most=10)
-    own = Dataset.from_dict({"prompt": rows["prompt"], "target": [a or "NONE" for a in answers]})
-    written = sum(bool(answer) for answer in answers) / 24
-    assert written > 0.9
-    pool = TextTaskPool({TASK: own}, tokenizer=tokenizer)
-    assert pool.evaluate(expert)[TASK]["accuracy"] == written
-    # one task of several, as our algorithm asks an expert for its own
+def test_one_task_of_several_as_an_expert_is_evaluated(expert, tokenizer, rows):
     wrong = Dataset.from_dict({"prompt": rows["prompt"], "target": ["NO SUCH"] * 24})
-    pool = TextTaskPool({TASK: own, "wrong": wrong}, tokenizer=tokenizer)
-    found = evaluate(pool, expert, name="expert", tasks=[TASK])
-    assert found.accuracy == {TASK: written} and set(found.correct or {}) == {TASK}
-    assert set(pool.item_classes) == {TASK}
-    assert evaluate(pool, expert, name="expert").accuracy == {TASK: written, "wrong": 0}
+    pool = TextTaskPool({TASK: rows, "wrong": wrong}, tokenizer=tokenizer)
+    first = evaluate(pool, expert, name="expert", tasks=[TASK])
+    assert list(first.accuracy) == list(first.correct or {}) == list(pool.item_classes) == [TASK]
+    both = evaluate(pool, expert, name="expert").accuracy
+    assert both == first.accuracy | {"wrong": 0} and both[TASK] > 0.7
     evaluate(pool, expert, name="expert", tasks=[TASK])
     assert set(pool.item_classes) == {TASK, "wrong"}  # classes do not depend on the model
 
 
 def test_tokenised_rows_score_like_their_texts(suite, expert, tokenizer, rows):
-    encoder = TextEncoder(tokenizer, KINDS[suite])
-    samples = [encoder.sample(row, "row") for row in rows]
-    width = max(len(sample.ids) for sample in samples)
-    tokenised = [
-        {
-            "input_ids": sample.ids + [tokenizer.pad_token_id] * (width - len(sample.ids)),
-            "attention_mask": [1] * len(sample.ids) + [0] * (width - len(sample.ids)),
-            "labels": (sample.labels or []) + [-100] * (width - len(sample.labels or [])),
-        }
-        for sample in samples
-    ]
+    tokenised = []
+    for row in rows:
+        ids = tokenizer(row["prompt"])["input_ids"]
+        labels = tokenizer(row["target"], add_special_tokens=False)["input_ids"]
+        labels.append(tokenizer.eos_token_id)
+        if suite == "llama-mini":
+            ids, labels = ids + labels, [-100] * len(ids) + labels
+        padded = {"attention_mask": [1] * len(ids) + [0, 0], "labels": [*labels, -100, -100]}
+        tokenised.append({"input_ids": [*ids, *2 * [tokenizer.pad_token_id]], **padded})
     pool = TextTaskPool({"text": rows, "tokens": tokenised}, tokenizer=tokenizer)
     report = pool.evaluate(expert)
     assert report["tokens"] == pytest.approx(report["text"])
@@ -156,24 +114,53 @@ def test_tokenised_rows_score_like_their_texts(suite, expert, tokenizer, rows):
     assert pool.item_classes["text"] == [target.strip() for target in rows["target"]]
 
 
-def test_numbers_are_scored_by_rank(suite, expert, tokenizer):
-    rows = [{"prompt": f"intent : {n}", "target": str(n)} for n in (1, 2, 3)]
-    pool = TextTaskPool(
-        {"numbers": rows}, tokenizer=tokenizer, metrics={"numbers": "spearman"}, max_new_tokens=3
-    )
-    report = pool.evaluate(expert)
-    assert report["numbers"]["accuracy"] == 0  # words, each of which counts as 0
-    assert math.isfinite(report["numbers"]["loss"])
-    assert pool.item_correct == {} == pool.item_classes
-
-
-def test_sampling_defaults_of_a_model_are_not_used(suite, expert, tokenizer, rows):
+def test_sampling_defaults_of_a_model_are_not_used(expert, tokenizer, rows):
     sampling = copy.deepcopy(expert)
     sampling.generation_config.update(do_sample=True, temperature=50.0, top_k=5)
-    first, second = TextTaskPool({TASK: rows}, tokenizer=tokenizer), None
-    report = first.evaluate(expert)
-    second = TextTaskPool({TASK: rows}, tokenizer=tokenizer).evaluate(sampling)
-    assert report[TASK] == second[TASK]
+    reports = [
+        TextTaskPool({TASK: rows}, tokenizer=tokenizer).evaluate(each)
+        for each in (expert, sampling)
+    ]
+    assert reports[0][TASK] == reports[1][TASK]
+
+
+def scores(answers: list[str], targets: list[str], **options: Any) -> tuple[float, Any]:
+    """Accuracy and correct items of a model that writes these answers."""
+    words = tuple(dict.fromkeys((*WORDS, *" ".join(answers).split())))
+    tokenizer, model = word_tokenizer(words=words), llama_model(rows=len(words))
+    ids = [[words.index(word) for word in answer.split()] for answer in answers]
+    answer_of = {n: [*row, 1, 1][:2] for n, row in enumerate(ids, start=3)}
+    model.generate = lambda input_ids, **_: torch.tensor(
+        [[*row, *answer_of[row[-1]]] for row in input_ids.tolist()]
+    )
+    rows = [{"prompt": WORDS[3 + n], "target": target} for n, target in enumerate(targets)]
+    pool = TextTaskPool({"a": rows}, tokenizer=tokenizer, **options)
+    report = pool.evaluate(model)
+    assert math.isfinite(report["a"]["loss"])
+    assert pool.item_correct.keys() == pool.item_classes.keys()
+    return report["a"]["accuracy"], pool.item_correct.get("a")
+
+
+def test_exact_match_overlooks_blanks_at_the_ends_only():
+    accuracy, correct = scores(["a b"] * 5, ["a b", " a b\n", "a  b", "A B", "a"])
+    assert (accuracy, correct.tolist()) == (0.4, [True, True, False, False, False])
+
+
+@pytest.mark.parametrize(
+    ("answers", "targets", "expected"),
+    [
+        (["1", "2.5", "9"], ["0.1", "0.2", "0.3"], 1),
+        (["9", "2.5", "1"], ["0.1", "0.2", "0.3"], -1),
+        # ranks 1, 2.5, 2.5, 4 against 1, 3, 2, 4: 4.5 / sqrt(4.5 * 5)
+        (["0", "3", "3", "5"], ["1", "3", "2", "4"], (4.5 / 5) ** 0.5),
+        *(([word, "1", "2"], ["1", "2", "3"], 1) for word in ("great", "", "nan", "inf", "1,5")),
+        *(([word, "-1", "2"], ["1", "2", "3"], 0.5) for word in ("great", "", "nan", "inf")),
+        (["2", "2", "2"], ["1", "2", "3"], 0),
+    ],
+)
+def test_spearman_of_known_answers(answers, targets, expected):
+    accuracy, correct = scores(answers, targets, metrics={"a": "spearman"})
+    assert accuracy == pytest.approx(expected) and correct is None
 
 
 @pytest.mark.parametrize(
@@ -192,14 +179,22 @@ def test_wrong_settings_are_refused(options, message):
         TextTaskPool(**{"test_datasets": {"a": []}, "tokenizer": "nowhere", **options})
 
 
-def test_what_cannot_be_evaluated_is_refused(suite, expert, tokenizer):
-    row = {"prompt": "intent : play it", "target": "PLAY MUSIC"}
-    with pytest.raises(TypeError, match="Linear cannot generate text"):
-        TextTaskPool({"a": [row]}, tokenizer=tokenizer).evaluate(nn.Linear(2, 2))
-    with pytest.raises(CalibrationError, match="task 'a' has no test rows"):
-        TextTaskPool({"a": []}, tokenizer=tokenizer).evaluate(expert)
-    with pytest.raises(CalibrationError, match=r"task 'a', test row 1.*target"):
-        rows = [row, {"prompt": "intent : stop"}]
-        TextTaskPool({"a": rows}, tokenizer=tokenizer).evaluate(expert)
-    with pytest.raises(CalibrationError, match=r"taskpool\.tokenizer=nowhere/at-all: "):
-        TextTaskPool({"a": [row]}, tokenizer="nowhere/at-all").evaluate(expert)
+PAIR = {"prompt": "a b", "target": "c"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([PAIR], {"model": nn.Linear(2, 2)}, "Linear cannot generate text"),
+        ([], {}, "task 'a' has no test rows"),
+        ([PAIR, {"prompt": "a"}], {}, r"task 'a', test row 1.*target"),
+        ([PAIR], {"tokenizer": "nowhere/at-all"}, r"taskpool\.tokenizer=nowhere/at-all: "),
+        ([PAIR, {"input_ids": [9, 99], "labels": [-100, 99]}], {},
+         "task 'a', test row 1: .* token id 99"),
+    ],
+)  # fmt: skip
+def test_rows_and_models_that_cannot_be_evaluated_are_refused(rows, options, message):
+    model = options.get("model") or llama_model()
+    with pytest.raises((TypeError, CalibrationError), match=message):
+        tokenizer = options.get("tokenizer") or word_tokenizer()
+        TextTaskPool({"a": rows}, tokenizer=tokenizer).evaluate(model)
