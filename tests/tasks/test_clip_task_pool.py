@@ -225,7 +225,7 @@ TASKS = {
                  "names": list(SHAPES), "columns": ["img", "kind"]}},
         "split": "test", "image_column": "img", "label_column": "kind", "classnames": RENAMED,
     },
-    "view": {"classnames": RENAMED},  # of a data set of FusionBench's way to define tasks
+    "view": {"classnames": RENAMED},  # of a dataset of FusionBench's way to define tasks
     "split": {"data": "SHAPES/..", "split": "shapes", "templates": "a {x} {}"},
 }  # fmt: skip
 BY_SHAPE = [name for name in SHAPES for _ in range(4)]
