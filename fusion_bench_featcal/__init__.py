@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public name -> module. Loaded on first use, so that `import fusion_bench_featcal` stays cheap.
+# Public name -> module. Loaded on first use, so that `import fusion_bench_featcal` is fast.
 _EXPORTS = {
     "CalibrationError": "settings",
     "CalibrationLog": "log",

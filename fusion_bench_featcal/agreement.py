@@ -13,7 +13,7 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 log = logging.getLogger(__name__)
 
 UNEVEN = 2.0
-"""Drift weights are tried where the largest squared drift is so many times the median."""
+"""Drift weights are tried if the largest squared drift exceeds this multiple of the median."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,9 @@ class Agreement:
 
     Attributes:
         cosine: Mean cosine of the calibrated model's features to the expert's.
-        merged: The same of the merged model's.
-        drift: Root mean square drift of the calibrated model's, relative to the expert's norm.
+        merged: The same for the merged model's features.
+        drift: Root mean square drift of the calibrated model's features, relative to the expert's
+            norm.
     """
 
     cosine: Mapping[str, float]
@@ -32,7 +33,7 @@ class Agreement:
 
     @classmethod
     def of(cls, log: CalibrationLog) -> "Agreement":
-        """Read it from the records of the last block; tasks without held-out samples lack."""
+        """Build it from the log of the last block. Tasks without held-out samples are missing."""
         last = {record["task"]: record for record in log.of_kind("task")}
 
         def column(name: str) -> dict[str, Any]:
@@ -49,11 +50,11 @@ class Agreement:
 
     @property
     def behind(self) -> list[str]:
-        """Tasks whose features are not closer to their expert's than the merged model's are."""
+        """Tasks whose features are no closer to their expert's than the merged model's features."""
         return [task for task, cosine in self.cosine.items() if not cosine > self.merged[task]]
 
     def drift_weights(self) -> dict[str, float] | None:
-        """Return weights in proportion to each task's drift, of mean 1; None: the drift is even."""
+        """Return weights in proportion to each task's drift, of mean 1; None if drift is even."""
         drifts = self.drift.values()
         if not drifts or max(drifts) ** 2 <= UNEVEN * statistics.median(
             drift**2 for drift in drifts
@@ -71,11 +72,11 @@ def warnings_of(agreement: Agreement, settings: FeatCalSettings) -> list[str]:
 
 
 def sentence_on(behind: Mapping[str, str], settings: FeatCalSettings) -> list[str]:
-    """Return a sentence on tasks that end no closer to their experts; none if there are none.
+    """Return a sentence on tasks that end no closer to their experts, or an empty list.
 
     Args:
-        behind: Task -> the figures that show it.
-        settings: Settings of the calibration, which the advice fits.
+        behind: Task -> figures for the sentence.
+        settings: Settings of the calibration, which determine the advice.
     """
     if not behind:
         return []
@@ -90,24 +91,25 @@ def sentence_on(behind: Mapping[str, str], settings: FeatCalSettings) -> list[st
 def calibrate_and_compare(
     request: Request, calibrated: Callable[[Request], CalibrationResult]
 ) -> CalibrationResult:
-    """Calibrate, and once more with weights by drift where that leaves a task far behind.
+    """Calibrate, and again with drift weights if a task remains far from its expert.
 
     The second model is kept if it raises the mean cosine of final features on held-out samples over
-    tasks, and brings no further task behind the merged model.
+    tasks, and no further task falls behind the merged model.
 
     Args:
-        request: What is calibrated. With `task_weights=drift` there may be a second calibration.
+        request: The calibration. With `task_weights=drift` there may be a second one.
         calibrated: Calibrates with given task weights.
 
     Returns:
-        The better result. After a second calibration its log ends with a record of
-        kind `drift_weights`, and its count of reads has those of both.
+        The better result. After a second calibration its log ends with a record of kind
+        `drift_weights`, and its count of reads is the sum of both.
 
     Raises:
-        CalibrationError: If `strict` is set and a task is no closer to its expert than before.
+        CalibrationError: If `strict` is set and a task is no closer to its expert than the merged
+            model.
     """
     settings, seeks_weights = request.settings, request.settings.task_weights == "drift"
-    if seeks_weights:  # samples may be needed twice
+    if seeks_weights:  # a second calibration iterates over the samples again
         batches = {t: list(b) if isinstance(b, Iterator) else b for t, b in request.batches.items()}
         evenly = settings.replace(task_weights=None)
         request = replace(request, batches=batches, settings=evenly)
@@ -131,7 +133,7 @@ def calibrate_and_compare(
 
 
 def outcome_of(log: CalibrationLog) -> list[str]:
-    """Return a sentence on a second calibration and whether it was kept; none without one."""
+    """Return a sentence on a second calibration and its outcome, or an empty list."""
     return [
         f"calibrated again with more weight for far tasks "
         f"({', '.join(f'{task} {weight:.2f}' for task, weight in record['weights'].items())}), "
@@ -146,7 +148,7 @@ def refuse_behind(agreement: Agreement, settings: FeatCalSettings) -> None:
     """Refuse a model that is no closer to a task's expert than the merged model.
 
     Raises:
-        CalibrationError: Naming the tasks and what to change.
+        CalibrationError: Naming the tasks and the settings to change.
     """
     for sentence in warnings_of(agreement, settings):
         raise CalibrationError(f"{sentence}. To keep such a model set method.strict=false")

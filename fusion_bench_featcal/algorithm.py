@@ -1,4 +1,4 @@
-"""FeatCal as a FusionBench method: where pools, task pools and mergers meet the loop."""
+"""FeatCal as a FusionBench method: connects pools, task pools and mergers to the calibration."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -49,7 +49,7 @@ _PRESET = f"{FEATCAL}:"
 
 
 class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
-    """Merges with any FusionBench method, calibrates, and evaluates what is asked for beside it.
+    """Merges with any FusionBench method, calibrates, and evaluates the requested models.
 
     Run by `fusion_bench method=featcal modelpool=...`; in Python, `run(modelpool)` returns the
     calibrated model.
@@ -65,7 +65,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     save: str
 
     def __init__(self, **keys: Any) -> None:
-        """Check everything that can be checked before a model is loaded.
+        """Check all settings before any model is loaded.
 
         Args:
             **keys: Fields of `FeatCalSettings` and `RunSettings`.
@@ -79,7 +79,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         check_family(self.settings.family)
         values = {name: getattr(kind, name) for kind in made for name in names_of([type(kind)])}
         vars(self).update(values | self.settings.as_dict())
-        # A preset's name may be one that the model pool brings.
+        # The model pool may define a preset with this name.
         is_preset = self.save.startswith(_PRESET) and self.presets is None
         row = FEATCAL if is_preset else self.save
         checked_choices(self.settings, self.presets, self.compare_with, {}, row)
@@ -88,7 +88,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         super().__init__(**meta)
 
     def on_run_start(self) -> None:
-        """Take the suite's own task pool where none was named; check the log directory."""
+        """Use the suite's task pool if none was named, and check the log directory."""
         self._processes = join_processes(self)
         if self._processes.rank == 0:
             with announcing(self._processes):
@@ -102,12 +102,12 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 and, without `base_method`, the `_merged_` model.
 
         Returns:
-            The model of the row `save`: the calibrated one, made with the method's own settings.
+            The model of the row `save`. By default the calibrated one, with the method's settings.
 
         Raises:
-            CalibrationError: If the run cannot go on; nothing half-written is left behind.
+            CalibrationError: If the run cannot go on. No partial files remain.
         """
-        if self._processes.size == 1:  # it was not started by a program
+        if self._processes.size == 1:  # a launcher starts several processes itself
             self._processes = join_processes(self)
         self._results = None
         with (
@@ -115,11 +115,11 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             announcing(self._processes),
         ):
             model = self._run(modelpool)
-            self._processes.gather(None)  # none ends well while the first one still fails
+            self._processes.gather(None)  # no process ends without error if the first one fails
             return model
 
     def _run(self, modelpool: BaseModelPool) -> nn.Module:
-        """Run in one of several processes; all but the first only help to calibrate."""
+        """Run in one of several processes. All but the first only take part in the calibration."""
         choices, rows = self._chosen()
         taskpool = getattr(self._program, "taskpool", None)
         inputs = MethodInputs(modelpool, taskpool, self.fabric)
@@ -132,7 +132,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         for name, settings in rows.items():
             result, cost = self._calibrate(name, settings, merged, batches[name], inputs, upstream)
             results.add_calibrated(name, result, settings, cost, self.base_method)
-            del result  # one model less in memory
+            del result  # frees a model before evaluations
         self._processes.doing = "evaluations of references and the report"
         if self._processes.rank > 0:
             return results.saver.model
@@ -150,7 +150,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         return choices, {FEATCAL: self.settings, **presets}
 
     def _open_results(self, inputs: MethodInputs, upstream: str, choices: Choices) -> RunResults:
-        """Return the place of all rows' models; a subclass may look at each of them there."""
+        """Return the store of all rows' models. A subclass may measure each model on arrival."""
         return self.results_kind(
             self,
             inputs.modelpool,
@@ -161,14 +161,14 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         )
 
     def _upstream(self, inputs: MethodInputs, rows: Iterable[FeatCalSettings]) -> Upstream:
-        """Look at folders and models, and return the merger; nothing is loaded or merged."""
+        """Check folders and models, and return the merger. Nothing is loaded or merged."""
         for settings in rows:
             check_output(settings, self._processes)
             if settings.activations_dir is not None:
                 prepare_directory(settings.activations_dir, "method.activations_dir")
         upstream = Upstream(self.base_method, inputs.models)
         check_pool_models(inputs.models, self.fabric)
-        upstream.budget_left(self.settings)  # an error where the merger alone exceeds it
+        upstream.budget_left(self.settings)  # raises if the merger alone exceeds the budget
         return upstream
 
     def _merge(self, inputs: MethodInputs, upstream: Upstream, results: RunResults) -> nn.Module:
@@ -190,7 +190,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         inputs: MethodInputs,
         upstream: Upstream,
     ) -> tuple[CalibrationResult, Cost]:
-        """Calibrate one row, and add to the first one's reads those of the upstream merger."""
+        """Calibrate one row. The first row's reads include the upstream merger's."""
         first, processes, fabric = name == FEATCAL, self._processes, self.fabric
         rule = settings.rule if isinstance(settings.rule, str) else "custom"
         level = logging.INFO if processes.rank == 0 else logging.DEBUG
@@ -212,7 +212,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 device=fabric.device,
                 autocast=fabric.autocast,
                 processes=processes,
-                hashed=processes.gather(saves)[0],  # the first one saves
+                hashed=processes.gather(saves)[0],  # the first process saves
             )
         if processes.size > 1:
             cost.more["processes"] = processes.size
@@ -247,7 +247,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         )
 
     def _how_to_go_on(self) -> str:
-        """Return what a run that is stopped says last."""
+        """Return the final message of an interrupted run."""
         saved = self._results and self._results.saver.folder
         done = f"the model of row {self.save} is saved in {saved}. " if saved else ""
         folder = self.settings.checkpoint_dir
@@ -263,7 +263,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
 
 def _add_amounts(cost: Cost, result: CalibrationResult) -> None:
-    """Add to a calibration's cost how much it restored and read."""
+    """Add restored and read amounts to a calibration's cost."""
     for record in result.log.of_kind("resumed"):
         cost.more["restored_blocks"] = record["blocks"]
     totals = result.reads["totals"]

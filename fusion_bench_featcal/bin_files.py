@@ -1,4 +1,4 @@
-"""Weights that a hub model has in `.bin` files only, converted to safetensors files once."""
+"""Conversion of hub models that only have `.bin` files to safetensors files, done once."""
 
 import json
 import re
@@ -21,15 +21,15 @@ INDEX = "model.safetensors.index.json"
 
 
 def convert(folder: Path, names: Iterable[str], target: Path) -> None:
-    """Copy a model's files to another folder, whole or not at all, with weights in safetensors.
+    """Copy a model's files to another folder atomically, with weights in safetensors.
 
     Args:
         folder: The model's folder.
-        names: Its files that are needed.
+        names: The files that are needed.
         target: The new folder.
 
     Raises:
-        CalibrationError: If a `.bin` file holds anything but tensors, which alone are unpickled.
+        CalibrationError: If a `.bin` file has other content than tensors, which is not unpickled.
         OSError: If a file cannot be written.
     """
     weight_map: dict[str, str] = {}
@@ -50,7 +50,7 @@ def convert(folder: Path, names: Iterable[str], target: Path) -> None:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """Tensors of a file, which are mapped into memory where its format allows that."""
+    """Return the tensors of a file, memory-mapped if its format allows it."""
     try:
         content = torch.load(file, "cpu", weights_only=True, mmap=is_zipfile(file))
     except (UnpicklingError, RuntimeError, ValueError, EOFError, LookupError) as error:
@@ -64,9 +64,9 @@ def _read(file: Path) -> dict[str, Tensor]:
 
 
 def _unshared(tensors: Mapping[str, Tensor], tied: re.Pattern[str] | None) -> dict[str, Tensor]:
-    """Tensors without shared memory, which safetensors refuses.
+    """Return tensors without shared memory, which safetensors refuses.
 
-    Of a tied matrix the name stays under which transformers saves it; other tensors are copied.
+    Of a tied matrix only the name used by transformers' saving is kept. Other tensors are copied.
     """
     unshared: dict[str, Tensor] = {}
     storages = set()
@@ -81,12 +81,12 @@ def _unshared(tensors: Mapping[str, Tensor], tied: re.Pattern[str] | None) -> di
 
 
 def _tied_names(folder: Path) -> re.Pattern[str] | None:
-    """Pattern of the names that the model's class ties to others; None: it ties none."""
+    """Return a pattern of the names that the model's class ties to others; None: it ties none."""
     import transformers
 
     try:
         config = read_json(folder / "config.json")
-    except (OSError, ValueError):  # an adapter's, or one that is refused later
+    except (OSError, ValueError):  # an adapter's config, or one that is refused later
         return None
     kind = getattr(transformers, str(next(iter(config.get("architectures") or [""]))), None)
     names = list(getattr(kind, "_tied_weights_keys", None) or ())

@@ -1,4 +1,4 @@
-"""Algorithm 1: repair a merged model block by block, in forward order."""
+"""Algorithm 1: calibrate a merged model block by block, in forward order."""
 
 import time
 from collections import Counter
@@ -56,14 +56,14 @@ def calibrate_blocks(problem: Problem) -> None:
 
 
 def calibrate_block(problem: Problem, block: str) -> None:
-    """Calibrate one block, unless an earlier run has, and bring all samples behind it."""
+    """Calibrate one block, unless an earlier run has, and advance all samples past it."""
     problem.progress.at(block)
     with problem.streams.loaded(block):
         calibrate_loaded(problem, block)
 
 
 def calibrate_loaded(problem: Problem, block: str) -> None:
-    """Calibrate a block whose merged tensors are in memory, and keep what has changed."""
+    """Calibrate a block whose merged tensors are in memory, and store the new parameters."""
     start, finished = time.perf_counter(), problem.output.read(block, problem.working)
     groups, figures = [] if finished else groups_of(problem, block), Figures()
     merged = tensors_under(problem.model, block)
@@ -85,7 +85,7 @@ def calibrate_loaded(problem: Problem, block: str) -> None:
 
 
 def parts_of(problem: Problem, turn: Sequence[Group]) -> list[Sequence[Group]]:
-    """Divide a turn into groups whose sums are in memory at once."""
+    """Divide a turn into groups whose sums fit in memory together."""
     hollow, device = problem.structure, problem.streams.runner.device
     sizes = [sums_of(group, hollow, problem.rule, problem.dtype) for group in turn]
     parts = problem.team.of_first(lambda: divided(sizes, problem.sums_at_once, device))
@@ -93,7 +93,7 @@ def parts_of(problem: Problem, turn: Sequence[Group]) -> list[Sequence[Group]]:
 
 
 def trusting(problem: Problem, block: str) -> Problem:
-    """Return the problem with a rule that knows how far each task's samples are trusted."""
+    """Return the problem with a rule that includes the trust in each task's samples."""
     from fusion_bench_featcal.trust import with_trust
 
     return with_trust(problem, block, groups_of(problem, block))
@@ -117,13 +117,13 @@ def groups_of(problem: Problem, block: str) -> list[Group]:
 def collect(
     problem: Problem, block: str, turn: Sequence[Group], entering: Sequence[Group] | None
 ) -> dict[Group, GroupSums]:
-    """Sum what the modules of a turn receive, over all tasks.
+    """Sum the inputs of a turn's modules over all tasks.
 
     Args:
         problem: The problem.
         block: The block.
         turn: The groups that are solved.
-        entering: In a block's first turn, in which experts run, all groups of the block.
+        entering: All groups of the block, in its first turn, in which experts run.
 
     Raises:
         CalibrationError: If sums are empty or not finite, naming task and module.
@@ -137,7 +137,7 @@ def collect(
             for group in rows:
                 figures = sums[group].add(task, rows[group].finished(), rows[group].expert)
                 checks.add(task, group, rows[group], figures)
-        rows.clear()  # before those of the next task
+        rows.clear()  # frees the rows before the next task
     checks.run(problem.team.gather)
     return sums
 
@@ -158,7 +158,7 @@ def task_rows(
                 problem.read_ahead(block, task, names)
             rows = {group: empty_rows(group, model, expert, rule, problem.dtype) for group in turn}
             if not follows:
-                stack.close()  # the rows have copies of the parameters
+                stack.close()  # the rows have copies of the expert's parameters
             for batch in streams.visits(task):
                 if follows:
                     streams.follow(task, batch, block, expert, entering or [])
@@ -169,7 +169,7 @@ def task_rows(
                         for group in rows:
                             with naming_module(task, block, group.name):
                                 rows[group].add(batch, inputs.get(group.name, []))
-                    del inputs  # before the next batch runs
+                    del inputs  # frees memory before the next batch runs
         if entering is not None:
             problem.progress.step()
         yield task, rows
@@ -179,12 +179,12 @@ def task_rows(
 def solve(
     problem: Problem, block: str, sums: dict[Group, GroupSums]
 ) -> tuple[dict[str, Tensor], Figures]:
-    """Return new parameters of groups of a turn, and figures of each linear module.
+    """Return new parameters of a turn's groups, and figures of each linear module.
 
-    Sums are dropped as soon as they are solved.
+    Each group's sums are freed as soon as it is solved.
 
     Raises:
-        CalibrationError: If a system has no trustworthy solution, naming block and module.
+        CalibrationError: If the solution cannot be trusted, naming block and module.
     """
     problem.progress.at(f"{block} · solve")
     updates, figures, like = dict[str, Tensor](), Figures(), problem.model.state_dict()
@@ -205,7 +205,7 @@ def solve(
 
 
 def note(problem: Problem, block: str, figures: Figures, seconds: float) -> None:
-    """Log a finished block, alike in every process."""
+    """Log a finished block, equally in every process."""
     log, modules, streams = problem.log, problem.modules[block], problem.streams
     for module in (site.name for site in modules.sites if site.name in figures):
         log.add("module", {"block": block, "module": module, **figures[module]})
@@ -219,7 +219,7 @@ def note(problem: Problem, block: str, figures: Figures, seconds: float) -> None
     log.add("block", {"block": block, "seconds": seconds, "left": list(modules.excluded)})
 
 
-@torch.inference_mode(False)  # hooks tell tensors apart by version, which inference mode lacks
+@torch.inference_mode(False)  # hooks compare tensor versions, which inference mode lacks
 @torch.no_grad()
 def calibrate(
     merged: nn.Module,
@@ -241,35 +241,35 @@ def calibrate(
 
     Args:
         merged: The merged model. It is not changed.
-        base: The base model or a source of its weights. None needs `anchor_rho` 1, which pulls
-            towards the merged parameters, and FeatCal+ then has samples alone.
+        base: The base model or a source of its weights. None requires `anchor_rho` 1, which pulls
+            towards the merged parameters. FeatCal+ then uses samples alone.
         experts: Each task's expert: a module, or a source of its weights.
         batches: Each task's unlabeled model inputs, in batches of any size: mappings of keyword
             arguments, tuples of arguments, or single tensors. The first dimension is the batch's.
-        settings: Settings, or a rule (`Paper(...)`, `Plus(...)`) with all else at its default.
-            `samples_per_task` samples of each task are used, or all where there are fewer.
+        settings: Settings, or a rule (`Paper(...)`, `Plus(...)`) with defaults for all other
+            settings. `samples_per_task` samples of each task are used, or all if there are fewer.
         family: How the model is cut into blocks; None: `settings.family`.
-        device: Where to compute; None: where the merged model is.
-        autocast: Makes the context of forward passes (Fabric's `autocast`). Statistics are never
-            inside it.
+        device: Device of the calculation; None: the merged model's device.
+        autocast: Returns the context of forward passes (Fabric's `autocast`). Statistics are
+            computed outside it.
         progress: Whether to show a progress bar.
-        processes: The processes that work on this calibration together, each on a device of its
-            own. All call this with the same arguments. Each asks only for experts and samples of
-            tasks that it works on. None: this process alone.
-        merged_weights: Weights of the merged model, of which `merged` is then the structure, on the
-            meta device but for buffers that no checkpoint stores. They are read block by block, and
-            the calibrated model is written to `checkpoint_dir`, never whole in memory.
-        streams_type: Makes the streams: `Streams`, or a subclass that runs batches otherwise.
-        hashed: Whether the count of reads has digests of all tensors that were read.
+        processes: The processes that share this calibration, each on a separate device. All call
+            this function with the same arguments. Each reads only experts and samples of its tasks.
+            None: this process alone.
+        merged_weights: Weights of the merged model. `merged` is then its structure, on the meta
+            device except for buffers that no checkpoint has. They are read block by block, and the
+            calibrated model is written to `checkpoint_dir` without being whole in memory.
+        streams_type: Creates the streams: `Streams` or a subclass.
+        hashed: Whether the count of reads includes digests of all tensors that were read.
 
     Returns:
-        The calibrated model (with `merged_weights` its structure), the log and a count of reads,
-        the same in every process.
+        The calibrated model (only its structure with `merged_weights`), the log and a count of
+        reads, equal in every process.
 
     Raises:
-        CalibrationError: If the calibration cannot go on, naming the place and the setting.
-        ValueError: If the family or rule is unknown, or rho needs a base that is not there.
-        TypeError: If `settings` are neither settings nor a rule.
+        CalibrationError: If the calibration cannot go on, naming the location and the setting.
+        ValueError: If the family or rule is unknown, or rho needs a base model and there is none.
+        TypeError: If `settings` is neither settings nor a rule.
     """
     processes = processes or Processes()
     with announcing(processes):
@@ -327,14 +327,14 @@ def calibrate_once(request: Request) -> CalibrationResult:
 
 
 def restore(problem: Problem) -> None:
-    """Take over all blocks from a run that has finished them."""
+    """Load all blocks that an earlier run has finished."""
     for block in problem.modules:
-        problem.output.read(block, problem.working)  # refuses a damaged file
+        problem.output.read(block, problem.working)  # raises if the file is damaged
         problem.working.finish(problem.output.write(block, problem.working, {}, problem.log))
 
 
 def result_of(problem: Problem, request: Request) -> CalibrationResult:
-    """Return the calibrated model as the merged one was, with the log and the count of reads."""
+    """Return the calibrated model in the merged model's form, the log and the count of reads."""
     model = request.merged
     if request.merged_weights is None:
         model = problem.working.assembled(device_of(model))

@@ -21,8 +21,8 @@ from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.samples import warn_of_few_samples
 
-# Model pool -> (split, task) -> number of samples. A run opens its datasets several times, and is
-# warned of a small one once.
+# Model pool -> (split, task) -> number of samples. A run opens its datasets several times, and a
+# small one causes one warning.
 _SIZES: WeakKeyDictionary[Any, dict[tuple[str, str], int]] = WeakKeyDictionary()
 
 
@@ -36,17 +36,17 @@ def calibration_batches(
 ) -> dict[str, Any]:
     """Draw every task's calibration samples from a model pool.
 
-    Datasets are opened at once, samples are read and processed batch by batch in each iteration. A
-    task's samples depend only on the seed, its name and its dataset. Fewer samples of one seed
-    are the first of more. A task with fewer than asked for is used whole, with one warning.
+    Datasets are opened at once. Samples are read and processed batch by batch in each iteration. A
+    task's samples depend only on the seed, its name and its dataset. With one seed, fewer samples
+    are a prefix of more samples. If a task has too few, all are used, with one warning.
 
     Args:
         modelpool: A FusionBench model pool with datasets for the tasks.
         task_names: The tasks.
-        settings: The settings of samples, and for images `decode_workers`.
+        settings: The settings for samples and, for images, `decode_workers`.
         processor: Result of `load_input_processor`: a tokenizer, a transformers processor, or a
             callable from an RGB picture to a tensor `[channels, height, width]`.
-        device: Device on which experts generate targets. None: the one they are loaded on.
+        device: Device on which experts generate targets; None: the device they are loaded on.
 
     Returns:
         Task name -> batches `{"pixel_values": [batch, channels, height, width]}`, floating point,
@@ -136,7 +136,7 @@ def draw_samples(available: int, task: str, settings: FeatCalSettings) -> list[i
 def samples_used(
     modelpool: Any, tasks: Iterable[str], most: int, split: str
 ) -> dict[str, dict[str, Any]]:
-    """Return the number of samples, `most` at most, that a draw takes from each task's data.
+    """Return the number of samples, at most `most`, that are drawn from each task's data.
 
     Returns:
         Task -> `{"samples": number, "split": split}`, for the tasks that have data.
@@ -160,7 +160,7 @@ def _sizes_of(modelpool: Any) -> dict[tuple[str, str], int]:
 
 
 def _note_size(modelpool: Any, task: str, size: int, settings: FeatCalSettings) -> None:
-    """Store a dataset's size. The first time, warn if it is smaller than asked for."""
+    """Store a dataset's size. The first time, warn if it has too few samples."""
     key, sizes = (settings.calibration_split, task), _sizes_of(modelpool)
     if size < settings.samples_per_task and sizes.get(key) != size:
         warn_of_few_samples(task, size, settings.samples_per_task)
@@ -168,10 +168,10 @@ def _note_size(modelpool: Any, task: str, size: int, settings: FeatCalSettings) 
 
 
 def open_labelled(modelpool: Any, task: str, split: str) -> ImageItems:
-    """Open a task's images with their labels, which calibration does not read.
+    """Open a task's images with labels, which calibration does not read.
 
     Raises:
-        CalibrationError: If they cannot be loaded, or a label is no class.
+        CalibrationError: If they cannot be loaded, or a label is not a class.
     """
     return _open(modelpool, task, split, label_column="label")
 

@@ -17,7 +17,7 @@ from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.data.pictures import Processor, stack_pixels, to_pixels
 from fusion_bench_featcal.settings import FeatCalSettings
 
-_MAX_WORKERS = 8  # more threads wait for Python's lock and each other's memory
+_MAX_WORKERS = 8  # more threads only contend for Python's lock and the memory bus
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +59,9 @@ class TaskBatches:
                 yield {"pixel_values": stacked}
 
     def _processed(self) -> Generator[Tensor, None, None]:
-        """Yield the pixels of each sample, which threads decode and process a batch ahead.
+        """Yield the pixels of each sample. Threads decode and process one batch ahead.
 
-        Items are read in the caller's thread, because datasets need not allow others.
+        Items are read in the caller's thread, because datasets need not be thread-safe.
         """
         items = ((self.items.read(index)[0], index) for index in self.indices)
         if self.workers == 0:
@@ -85,7 +85,7 @@ class TaskBatches:
 
 
 def decode_workers(settings: FeatCalSettings, processor: Any) -> int:
-    """Return the number of threads that process images; 0: the caller's thread does."""
+    """Return the number of threads that process images; 0: the caller's thread."""
     if settings.decode_workers != "auto":
         return int(settings.decode_workers)
     # A plain callable may not be safe to share between threads.

@@ -1,4 +1,4 @@
-"""Calibration samples for language models: texts, with the data's targets or the expert's own."""
+"""Calibration samples for language models: texts with targets from the data or the expert."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -57,10 +57,10 @@ class TextBatches:
         return batches
 
     def lengths(self) -> list[int]:
-        """Return the number of tokens of each text, with the longest answer of an expert.
+        """Return the number of tokens of each text, with the longest possible answer of the expert.
 
         Raises:
-            CalibrationError: If a row is no text that can be used.
+            CalibrationError: If a row is not a usable text.
         """
         if self._are_generated:
             return [len(prompt) + self.settings.generated_tokens for prompt in self._prompts()]
@@ -118,10 +118,10 @@ class TextBatches:
 
 
 def text_rows(rows: Any, place: str) -> Any:
-    """Check a dataset of texts and return its rows, as plain values of a `datasets` table.
+    """Check a dataset of texts and return its rows as plain values.
 
     Raises:
-        CalibrationError: If it is streamed, or has its splits still together.
+        CalibrationError: If it is streamed, or is not one split.
     """
     require_numbered(rows, place)
     plain = getattr(rows, "with_format", None)

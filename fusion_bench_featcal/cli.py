@@ -1,6 +1,6 @@
-"""The command `featcal`: work around the runs; the runs themselves start with `fusion_bench`.
+"""The command `featcal`: calibrates folders, and works around runs of `fusion_bench`.
 
-Exit codes: 0 done, 1 a check found something, 2 a mistake in what was asked for.
+Exit codes: 0 success, 1 a check failed, 2 a mistake in the arguments.
 """
 
 import argparse
@@ -20,13 +20,13 @@ _SUITES = ("clip-vit-mini", "flan-t5-mini", "llama-mini", "resnet-mini")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `featcal` with words (those of the process by default), and return the exit code.
+    """Run `featcal` with arguments (the process's by default), and return the exit code.
 
-    A user's mistake gives one line on stderr; any other error a short block, or with
-    HYDRA_FULL_ERROR=1 its traceback.
+    A user's mistake is printed as one line on stderr, any other error as a short block or, with
+    HYDRA_FULL_ERROR=1, with its traceback.
     """
     options = _parser().parse_args(arguments)
-    # Read when torch is loaded: threads that wait spinning crawl on a busy machine.
+    # Read when torch is loaded: with spinning threads a busy machine is many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from fusion_bench_featcal.error_block import error_block
     from fusion_bench_featcal.results.tables import without_codes
@@ -81,7 +81,7 @@ def report_command(options: argparse.Namespace) -> None:
 
 
 def explain_command(options: argparse.Namespace) -> int:
-    """Show the experts of each module of a calibrated model, and what was read."""
+    """Show the experts of each module of a calibrated model, and the bytes that were read."""
     import json
     from dataclasses import asdict
 
@@ -98,7 +98,7 @@ def explain_command(options: argparse.Namespace) -> int:
 
 
 def plan_command(options: argparse.Namespace) -> None:
-    """Show what a calibration reads and writes, and its memory, before anything is loaded."""
+    """Show the reads, writes and memory of a calibration before anything is loaded."""
     import json
 
     from fusion_bench_featcal.fusionbench.plan_run import run_request
@@ -177,7 +177,7 @@ def example_command(options: argparse.Namespace) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and of an unknown option name the nearest."""
+    """A parser with errors of one line, which for an unknown option name the nearest."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = super().parse_known_args(args, namespace)

@@ -1,7 +1,7 @@
-"""Adapt FusionBench 0.2.33 to its surroundings; importing this module is enough.
+"""Adapts FusionBench 0.2.33 to Python 3.11 and transformers 5. Import this module to apply it.
 
-A module that needs FusionBench's CLIP task pools imports this one first; `method=featcal` on the
-command line imports it before the model pool:
+A module that needs FusionBench's CLIP task pools imports this one first. On the command line,
+`method=featcal` imports it before the model pool:
 
     import fusion_bench_featcal.compat  # noqa: F401
 

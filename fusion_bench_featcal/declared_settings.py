@@ -8,7 +8,7 @@ from typing import Any
 from fusion_bench_featcal.read_budgets import is_read_budget
 from fusion_bench_featcal.setting_fields import is_integer, is_number, is_text_list, setting
 
-# Gram matrices have norm 1: beyond this no digit of float64 is left for the data.
+# Gram matrices have norm 1: a larger ridge leaves no digit of float64 for the data.
 _LARGEST_RIDGE = 1e12
 
 

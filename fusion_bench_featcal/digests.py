@@ -1,4 +1,4 @@
-"""Digests of tensors, models, files and code, by which stored results are compared."""
+"""Digests of tensors, models, files and code, for comparing stored results."""
 
 import hashlib
 import json
@@ -74,7 +74,7 @@ def _update(digest: Any, name: str, tensor: Tensor) -> None:
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Return class, modules and config of a model, which with the weights define its function."""
+    """Return class, modules and config of a model. With the weights they define its function."""
     config: Any = getattr(model, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else None
     return {
@@ -104,7 +104,7 @@ def describe_software(packages: tuple[str, ...], code: tuple[str, ...]) -> dict[
     """Return versions of packages, and the digest of some of this package's files.
 
     Args:
-        packages: Names of packages; those that are missing are "not installed".
+        packages: Names of packages. Missing ones are recorded as "not installed".
         code: Files and folders of this package, relative to it.
     """
     root, digest = Path(__file__).parent, hashlib.sha256()

@@ -30,8 +30,8 @@ def ending_cleanly(program: Any, how_to_go_on: Callable[[], str]) -> Iterator[No
     The handler is installed in the main thread only.
 
     Args:
-        program: The running FusionBench program, whose exit code after Ctrl-C is 130; None: a
-            KeyboardInterrupt is raised on.
+        program: The running FusionBench program. Its exit code after Ctrl-C is 130. None: a
+            KeyboardInterrupt is raised again.
         how_to_go_on: Returns the last line that the process prints.
 
     Raises:
@@ -49,18 +49,18 @@ def ending_cleanly(program: Any, how_to_go_on: Callable[[], str]) -> Iterator[No
         interrupted = isinstance(stop, KeyboardInterrupt) and program is not None
         if not (interrupted or _terminating.is_set()):
             raise
-        # At exit: FusionBench logs the exception first.
+        # At exit, because FusionBench logs the exception first.
         atexit.register(print, how_to_go_on(), file=sys.stderr, flush=True)
         if isinstance(stop, Terminated):
             raise
-        # A library may have turned the handler's exception into one of its own.
+        # A library may have replaced the handler's exception by another one.
         raise SystemExit(INTERRUPTED) if interrupted else Terminated(TERMINATED) from stop
     finally:
         signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
 
 
 def ends_cleanly(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate a method's `run` that saves nothing before its end with `ending_cleanly`."""
+    """Decorate a method's `run` that saves only at its end with `ending_cleanly`."""
 
     @wraps(run)
     def ending(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

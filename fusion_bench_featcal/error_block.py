@@ -1,6 +1,6 @@
-"""An error as a short block of text: the message, its place, and where the traceback is.
+"""An error as a short block of text: the message, its location, and how to see the traceback.
 
-Imports nothing heavy: the command `featcal` shows its errors by it too.
+Imports nothing slow, because the command `featcal` uses it too.
 """
 
 import traceback
@@ -11,7 +11,7 @@ _MOST_LINES, _MOST_CHARACTERS = 7, 800
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, else its class; of Hydra's wrapper the cause's."""
+    """Return the first line of an error's message, else its class. Unwraps Hydra's errors."""
     error = _wrapped(error)
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
@@ -19,12 +19,12 @@ def first_line(error: BaseException) -> str:
 def error_block(error: BaseException, more: str = "", *, prefix: str = "error") -> str:
     """Describe an error in a few lines.
 
-    Errors of this package say by themselves what to do. Others also get their type, the object
-    that was being made and the last line of this package that ran.
+    Errors of this package already contain the advice. Others also show their type, the object being
+    created and the last line of this package that ran.
 
     Args:
-        error: The error; of one that only wraps another, the other is shown.
-        more: Last line: where all the rest can be seen; empty: there is none.
+        error: The error. If it only wraps another one, that is described.
+        more: Last line: how to see the details; empty: no such line.
         prefix: First word.
 
     Returns:
@@ -72,7 +72,7 @@ def _place(frame: traceback.FrameSummary) -> str:
 
 
 def _made_by(error: BaseException) -> str:
-    """`making <key> <_target_>` where FusionBench was making the pool, method or task pool."""
+    """`making <key> <_target_>` if FusionBench was creating a pool, method or task pool."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "_instantiate_and_setup":
             config = frame.f_locals["config"]

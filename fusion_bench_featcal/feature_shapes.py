@@ -11,7 +11,7 @@ from torch import nn
 from fusion_bench_featcal.families import Family
 
 LENGTH = 512
-"""Default number of tokens of a text."""
+"""Default length of a text, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Features:
         positions: Number of positions per sample.
         width: Width of the features.
         encoded: Size of the encoder's output per sample, an input of decoder blocks.
-        shared: Size of a position bias, which the samples of a batch share.
+        shared: Size of a position bias, which all samples of a batch share.
     """
 
     positions: int
@@ -31,7 +31,7 @@ class Features:
     shared: int = 0
 
     def numbers(self, samples: int, batches: int) -> int:
-        """Return the size of the inputs of some samples in some batches."""
+        """Return the size of all inputs, for some samples in some batches."""
         return samples * (self.positions * self.width + self.encoded) + batches * self.shared
 
 
@@ -42,7 +42,7 @@ def takes_images(model: nn.Module) -> bool:
 
 
 def image_numbers(model: nn.Module, length: int | None) -> int:
-    """Return the numbers in one image that a model receives; 0 of other inputs."""
+    """Return the number of values in one input image; 0 if the inputs are not images."""
     config: Any = getattr(model, "config", None)
     side = getattr(config, "image_size", None) or length
     if not takes_images(model) or side is None:
@@ -62,13 +62,13 @@ def features_of(
 
     Args:
         family: The model's family.
-        model: The model, on the meta device. An image runs through it, which computes shapes only.
+        model: The model, on the meta device. For images a forward pass computes the shapes.
         stages: Its blocks.
         length: Tokens of a text, or the side of an image if it is not in the config.
         target_length: Tokens of an encoder-decoder's target.
 
     Raises:
-        ValueError: If the size of inputs is unknown.
+        ValueError: If the size of the inputs is unknown.
     """
     kind, config = type(model).__name__, getattr(model, "config", None)
     images, decodes = takes_images(model), bool(getattr(config, "is_encoder_decoder", False))
@@ -80,7 +80,7 @@ def features_of(
                 "by --length, such as --length 224"
             )
         return _of_images(family, model, stages[0], side)
-    encoded = getattr(config, "max_source_positions", length)  # of Whisper
+    encoded = getattr(config, "max_source_positions", length)  # Whisper has it
     if config is None or images or len(stages) > 1 + decodes or encoded is None:
         raise ValueError(f"the number of positions in {kind} is unknown")
     lengths = (encoded, target_length)[2 - len(stages) :] if decodes else (encoded,)
@@ -107,13 +107,13 @@ def _of_images(
             width = shape[-1] if len(shape) == 3 else shape[1]
             features[block] = Features(math.prod(shape[1:]) // width, width)
             _, call = family.step(model, block, call)
-    except RuntimeError as error:  # of operations without a meta kernel
+    except RuntimeError as error:  # an operation has no meta kernel
         raise ValueError(f"the number of positions in {type(model).__name__} is unknown") from error
     return features
 
 
 def _width(model: nn.Module, block: str) -> int:
-    """Return the number of inputs of a block's first layer; `nx` is of GPT-2's."""
+    """Return the number of inputs of a block's first layer. `nx` is the name in GPT-2."""
     for layer in model.get_submodule(block).modules():
         for name in ("in_features", "nx", "normalized_shape", "num_features"):
             if hasattr(layer, name):
@@ -123,7 +123,7 @@ def _width(model: nn.Module, block: str) -> int:
 
 
 def _shared_bias_heads(model: nn.Module, stage: Sequence[str]) -> int:
-    """Return the heads of a position bias that the first block alone makes for all blocks."""
+    """Return the heads of a position bias that the first block computes for all blocks."""
     heads = [
         {n: p.shape[-1] for n, p in model.get_submodule(b).named_parameters() if "relative_" in n}
         for b in stage[:2]

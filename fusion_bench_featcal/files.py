@@ -1,6 +1,6 @@
-"""Files and folders that are written whole or not at all.
+"""Files and folders that are written atomically.
 
-A temporary file lies beside the final one, and its name ends in `<host>-<process id>-<number>.part`
+A temporary file is next to the final one, and its name ends in `<host>-<process id>-<number>.part`
 (or `.old`). If its process is killed, a later process on the same host recognises and removes it.
 """
 
@@ -33,7 +33,7 @@ class ReportError(RuntimeError):
 
 
 def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
-    """Create a folder with its parents, and check that files can be written; return its path.
+    """Create a folder with its parents, check that files can be written, and return its path.
 
     Raises:
         ReportError: It cannot be created or written. The message names it and `setting`.
@@ -50,7 +50,7 @@ def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`. The file written there then replaces `path` atomically.
+    """Yield a temporary path next to `path`. The file written there replaces `path` atomically.
 
     Raises:
         OSError: It cannot be written. The old file stays.
@@ -67,13 +67,13 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file as `new_file` does."""
+    """Write a file with `new_file`."""
     with new_file(path) as partial:
         partial.write_bytes(data)
 
 
 def write_atomic(path: Path, content: str | bytes, setting: str = LOG_DIR_SETTING) -> Path:
-    """Write a result as `write_whole` does; return its path.
+    """Write a result with `write_whole` and return its path.
 
     Raises:
         ReportError: The file cannot be written; the message names `path` and `setting`.
@@ -87,14 +87,14 @@ def write_atomic(path: Path, content: str | bytes, setting: str = LOG_DIR_SETTIN
 
 @contextmanager
 def replacing(target: Path, dropped: Sequence[str] = ()) -> Iterator[Path]:
-    """Yield a temporary path beside `target`. The file or folder made there then replaces `target`.
+    """Yield a temporary path next to `target`. The file or folder there then replaces `target`.
 
     Other files in an existing folder are kept. If the process is killed, the old or the new content
     is complete, and `clear_leftovers` restores it.
 
     Args:
         target: The folder or file; it may be missing.
-        dropped: Patterns of names in the old folder that are not kept.
+        dropped: Patterns of names in the old folder to remove.
 
     Raises:
         OSError: If something cannot be written or moved. The old content stays.
@@ -107,7 +107,7 @@ def replacing(target: Path, dropped: Sequence[str] = ()) -> Iterator[Path]:
         if is_update:
             _link_others(target, new, dropped)
         sync(*new.rglob("*"), new)
-        if is_update:  # a folder can only be moved to a free path
+        if is_update:  # a folder can only be moved to an unused path
             old = new.with_suffix(OLD)
             os.rename(target, old)
             try:
@@ -123,7 +123,7 @@ def replacing(target: Path, dropped: Sequence[str] = ()) -> Iterator[Path]:
 
 
 def clear_leftovers(target: Path) -> None:
-    """Undo replacements of `target` that killed processes of this host had begun."""
+    """Undo replacements of `target` by killed processes of this host."""
     for leftover in orphans(target.parent, f".{target.name}."):
         if leftover.suffix == OLD and not target.exists():
             os.rename(leftover, target)
@@ -165,7 +165,7 @@ def owner_mark() -> str:
 
 
 def temporary_neighbour(path: Path) -> Path:
-    """Return a hidden path beside `path` that no other process uses. Nothing is created."""
+    """Return a hidden path next to `path` that no other process uses. Nothing is created."""
     neighbour = path.with_name(f".{path.name}.{owner_mark()}-{next(_COUNT)}{PART}")
     # A container's first process always has the same id, so the id alone is not enough.
     _MADE.add(neighbour.name)
@@ -197,7 +197,7 @@ def remove(path: Path) -> None:
 
 
 def link_or_copy(file: str | Path, copy: str | Path) -> None:
-    """Make a second name for a file, or a copy where the file system has no links."""
+    """Create a hard link to a file, or a copy if the file system has no links."""
     try:
         os.link(file, copy, follow_symlinks=False)
     except OSError:
@@ -205,7 +205,7 @@ def link_or_copy(file: str | Path, copy: str | Path) -> None:
 
 
 def _link_others(source: Path, destination: Path, dropped: Sequence[str]) -> None:
-    """Add the files of one folder that another one lacks, as links: an open log file stays."""
+    """Link the files of one folder that another one lacks, so that open log files stay valid."""
 
     def link(file: str, copy: str) -> None:
         if not os.path.lexists(copy):

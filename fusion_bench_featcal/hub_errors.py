@@ -21,33 +21,33 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRIES = 3
-# Packages by which the versions of the hub's client send requests.
+# Packages that versions of the hub's client use for requests.
 _TRANSPORTS = {"requests", "urllib3", "httpx", "httpcore"}
 _AGAIN = ". A second run goes on where this one stopped"
 
 
 def hub_error(error: BaseException, option: str) -> CalibrationError:
-    """Return an error with the reason why the hub did not give something, and a remedy.
+    """Return an error with the reason for a failed download, and a remedy.
 
     Args:
-        error: The error of the hub's client, or one that it caused.
-        option: The option with its value that names what was to be fetched.
+        error: The error of the hub's client, or an error caused by it.
+        option: The option with its value that names the requested file or model.
     """
     cause = _cause(error) or f"the hub did not give it: {first_line(error).rstrip('.')}"
     return CalibrationError(f"{option}: {cause}")
 
 
 def is_of_hub(error: BaseException) -> bool:
-    """Return whether the hub, the network or the disk of the cache is behind an error."""
+    """Return whether the hub, the network or the disk of the cache caused an error."""
     return _cause(error) is not None
 
 
 def with_retries(call: Callable[[], T], option: str) -> T:
-    """Call a function that fetches from the hub, and again where the hub or connection is busy.
+    """Call a function that fetches from the hub, and retry if the hub or connection is busy.
 
     Args:
         call: The function.
-        option: The option with its value that names what is fetched, for the log.
+        option: The option with its value that names the requested file or model, for the log.
     """
     for retry in range(RETRIES):
         try:
@@ -62,9 +62,9 @@ def with_retries(call: Callable[[], T], option: str) -> T:
 
 
 def _cause(error: BaseException) -> str | None:
-    """Return the cause with its remedy; None: neither hub, network nor disk is behind the error."""
+    """Return the cause with its remedy; None: not caused by hub, network or disk."""
     links, status, cache = list(_chain(error)), _status(error), Path(constants.HF_HUB_CACHE)
-    # `datasets` hides the cause of these: the words are all that there is.
+    # `datasets` hides the cause of these errors, so their text is searched.
     of_data = [str(link) for link in links if type(link).__name__ == "DatasetNotFoundError"]
     words = first_line(error).rstrip(".")
 
@@ -90,7 +90,7 @@ def _cause(error: BaseException) -> str | None:
         )
     if status == 429 or status >= 500:
         return f"the hub is busy ({status}). Wait, or log in (hf auth login){_AGAIN}"
-    # With their release in the name: httpx2.
+    # The release is in the module's name: httpx2.
     packages = {type(link).__module__.partition(".")[0].rstrip("0123456789") for link in links}
     if _TRANSPORTS & packages or is_any(ConnectionError, TimeoutError, gaierror):
         return f"the hub at {constants.ENDPOINT} does not answer. Check the network{_AGAIN}"
@@ -104,13 +104,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int:
-    """Return the status of the hub's answer; 0: there was none."""
+    """Return the status code of the hub's response; 0: there was no response."""
     answers = (getattr(link, "response", None) for link in _chain(error))
     return next((answer.status_code for answer in answers if answer is not None), 0)
 
 
 def _is_cut(error: BaseException) -> bool:
-    """Return whether a connection broke off in the middle of an answer."""
+    """Return whether a connection ended in the middle of a response."""
     names = {type(link).__name__ for link in _chain(error)}
     return not names.isdisjoint(
         {"ChunkedEncodingError", "ProtocolError", "RemoteProtocolError", "ReadError"}
@@ -120,4 +120,4 @@ def _is_cut(error: BaseException) -> bool:
 def _is_full_disk(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
-    return "(os error 28)" in str(error)  # hf_xet, which is written in Rust, has no type for it
+    return "(os error 28)" in str(error)  # hf_xet is written in Rust and has no error class for it

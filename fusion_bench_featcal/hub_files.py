@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, fetched into its cache without the files that nobody reads."""
+"""Models of the Hugging Face hub, downloaded into its cache without unneeded files."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ from fusion_bench_featcal.settings import CalibrationError
 log = logging.getLogger(__name__)
 
 _CONFIGS = ("*.json", "*.txt", "*.model", "*.jinja", "mergekit_config.yml")
-# Of training, of other frameworks, and second copies of the weights.
+# Files of training and of other frameworks, and second copies of the weights.
 _UNUSED = ("*.index.json", "trainer_state.json", "*_results.json", "params.json", "consolidated*")
 _WEIGHTS = (
     (("model.safetensors", "adapter_model.safetensors"), "*.safetensors"),
@@ -38,12 +38,12 @@ _ASKED: dict[tuple[str, bool], "HubModel"] = {}
 
 
 def fetch(location: str, option: str, *, weights: bool = True) -> Path:
-    """Return the path of a file or folder that is here, else the folder of a model of the hub.
+    """Return the path of a local file or folder, or the folder of a downloaded hub model.
 
     Args:
         location: Path, or hub id with or without a revision (`org/model@v1`).
         option: The option with its value that names it, such as `--base org/model`.
-        weights: Whether the weights are needed, or only configs and the files of processors.
+        weights: Whether weights are needed, or only configs and files of processors.
 
     Raises:
         CalibrationError: As `fetch_all`.
@@ -52,17 +52,17 @@ def fetch(location: str, option: str, *, weights: bool = True) -> Path:
 
 
 def fetch_all(locations: Mapping[str, str], *, weights: bool = True) -> dict[str, Path]:
-    """Return the paths of models, after the files that the cache lacks were downloaded.
+    """Return the paths of models, after downloading files that the cache lacks.
 
-    If the hub fails, a model is taken from the cache as it is.
+    If the hub fails, the cached version of a model is used.
 
     Args:
         locations: The option that names a model -> path or hub id.
         weights: As `fetch`.
 
     Raises:
-        CalibrationError: If a model cannot be had, or all have no room on the disk: it names the
-            option, the cause and the remedy.
+        CalibrationError: If a model cannot be downloaded or read, or the disk has too little space
+            for all. Names the option, the cause and the remedy.
     """
     models = hub_models(locations, weights=weights)
     lacking = [model for model in models.values() if model.missing]
@@ -82,10 +82,10 @@ def fetch_all(locations: Mapping[str, str], *, weights: bool = True) -> dict[str
 
 
 def hub_models(locations: Mapping[str, str], *, weights: bool = True) -> dict[str, "HubModel"]:
-    """Return the models that are no files or folders here, by location.
+    """Return the models that are not local files or folders, by location.
 
-    A model that was fetched whole before is taken from the cache, where a revision stays as it is.
-    For others the hub is asked, once per run.
+    A completely downloaded model is taken from the cache, at its cached revision. For others the
+    hub is queried once per run.
 
     Raises:
         CalibrationError: If the hub fails for a model that the cache lacks.
@@ -109,13 +109,13 @@ def is_here(location: str) -> bool:
 
 
 def commits() -> dict[str, str]:
-    """Return the commits of the hub's models and datasets that this process has used, by id."""
+    """Return the commits of hub models and datasets that this process has used, by id."""
     models = {location: model.snapshot.name for (location, _), model in _ASKED.items()}
     return models | _DATA_SETS
 
 
 def note_data_set(rows: Any) -> None:
-    """Note the commit of a dataset of the hub, which `datasets` has in the paths of its files."""
+    """Record the commit of a hub dataset, which is part of the paths of its files."""
     for file in getattr(getattr(rows, "_rows", rows), "cache_files", None) or ():
         *_, name, _, _, commit, _ = ("", "", "", "", *Path(file["filename"]).parts)
         if re.fullmatch("[0-9a-f]{40}", commit):
@@ -123,12 +123,12 @@ def note_data_set(rows: Any) -> None:
 
 
 def needed_files(names: Iterable[str], *, weights: bool = True) -> list[str]:
-    """Return the files of a repository that are read here, sorted.
+    """Return the files of a repository that are needed here, sorted.
 
-    They are configs, files of tokenizers and processors, and weights in safetensors files, or in
-    `.bin` files where there are no others.
+    These are configs, files of tokenizers and processors, and weights in safetensors files, or in
+    `.bin` files if there are no safetensors files.
     """
-    top = sorted(name for name in names if "/" not in name)  # original/, checkpoints, onnx/
+    top = sorted(name for name in names if "/" not in name)  # not original/, onnx/
     used = [name for name in top if not any(fnmatch(name, pattern) for pattern in _UNUSED)]
     files = [name for name in used if any(fnmatch(name, pattern) for pattern in _CONFIGS)]
     for single, shards in _WEIGHTS if weights else ():
@@ -147,7 +147,7 @@ class HubModel:
         location: Hub id with or without a revision.
         option: The option with its value that names it, for messages.
         snapshot: Its folder in the hub's cache.
-        files: Files that are needed -> bytes.
+        files: Needed files -> bytes.
     """
 
     location: str
@@ -157,7 +157,7 @@ class HubModel:
 
     @property
     def missing(self) -> dict[str, int]:
-        """Files that the cache lacks -> bytes."""
+        """Needed files that the cache lacks -> bytes."""
         if self._converted.is_dir():
             return {}
         files, folder = self.files, self.snapshot
@@ -179,22 +179,22 @@ class HubModel:
         get = partial(snapshot_download, repo_id, revision=revision or None, allow_patterns=names)
         try:
             self.snapshot = Path(with_retries(get, self.option))
-        except Exception as error:  # the client, the network and the disk raise many kinds
+        except Exception as error:  # the client, the network and the disk raise many types
             raise hub_error(error, self.option) from error
         self.mark()
 
     def mark(self) -> None:
-        """Note beside the snapshots that the model is here with all its files."""
+        """Record next to the snapshots that all files of the model are in the cache."""
         if any(name.endswith((".safetensors", ".bin")) for name in self.files):
             with suppress(OSError):  # a cache may be read-only
                 _marker(self.snapshot).parent.mkdir(exist_ok=True)
                 _marker(self.snapshot).write_text("\n".join(self.files))
 
     def folder(self) -> Path:
-        """Return the folder in the cache, in which `.bin` files are converted first.
+        """Return the folder in the cache, after converting `.bin` files.
 
         Raises:
-            CalibrationError: If they hold more than tensors.
+            CalibrationError: If they have other content than tensors.
         """
         converted = self._converted
         if self.bins and not converted.is_dir():
@@ -210,17 +210,17 @@ class HubModel:
 
     @property
     def _converted(self) -> Path:
-        """Folder with the model's files in which `.bin` files have become safetensors files."""
+        """Return a folder with the model's files and `.bin` files converted to safetensors."""
         return self.snapshot.parents[1] / "featcal" / self.snapshot.name
 
 
 def _marker(snapshot: Path) -> Path:
-    """Return the file beside the snapshots with the names of a model's needed files."""
+    """Return the file next to the snapshots that lists a model's needed files."""
     return snapshot.parents[1] / "featcal" / f"{snapshot.name}.whole"
 
 
 def _whole(location: str, option: str) -> HubModel | None:
-    """Return a model that was fetched whole before; None: the hub has to be asked."""
+    """Return a completely downloaded model; None: the hub must be queried."""
     snapshot = _cached(location)
     if snapshot is None or not _marker(snapshot).exists():
         return None
@@ -230,7 +230,7 @@ def _whole(location: str, option: str) -> HubModel | None:
 
 
 def _asked(location: str, option: str, *, weights: bool) -> HubModel:
-    """Ask the hub for a model's commit and files; if it fails, look into the cache.
+    """Query the hub for a model's commit and files, or use the cache if the hub fails.
 
     Raises:
         CalibrationError: If the hub fails, and the cache lacks the model.
@@ -244,7 +244,7 @@ def _asked(location: str, option: str, *, weights: bool) -> HubModel:
 
     try:
         info = with_retries(ask, option)
-    except Exception as error:  # the client and the network raise many kinds
+    except Exception as error:  # the client and the network raise many types
         explained, snapshot = hub_error(error, option), _cached(location)
         if snapshot is None:
             raise explained from error
@@ -260,7 +260,7 @@ def _asked(location: str, option: str, *, weights: bool) -> HubModel:
 
 
 def _cached(location: str) -> Path | None:
-    """Return a model's folder in the hub's cache; None: it is not there."""
+    """Return a model's folder in the hub's cache; None: not in the cache."""
     repo_id, _, revision = location.partition("@")
     try:
         return Path(snapshot_download(repo_id, revision=revision or None, local_files_only=True))
@@ -273,7 +273,7 @@ def _is_path(location: str) -> bool:
 
 
 def _announce(models: Sequence[HubModel]) -> None:
-    """Say what will be fetched, before anything is; refuse what has no room on the disk."""
+    """Print the size of all downloads first, and refuse them if the disk lacks space."""
     if not models:
         return
     cache = Path(constants.HF_HUB_CACHE)
@@ -294,7 +294,7 @@ def _announce(models: Sequence[HubModel]) -> None:
 
 
 def _say(text: str) -> None:
-    """Log a line or, where nobody configured logging, print it beside the results."""
+    """Log a line or, if logging is not configured, print it with the results."""
     if log.isEnabledFor(logging.INFO):
         log.info(text)
     else:

@@ -1,4 +1,4 @@
-"""JSON files, some with a digest of their content, and masking of secrets in them."""
+"""JSON files, some sealed by a digest of their content, and masking of secrets in them."""
 
 import hashlib
 import json
@@ -67,7 +67,7 @@ def read_json(path: Path, *, sealed: bool = False) -> Any:
         raise ReportError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{path} is not valid JSON: {error}") from error
-    # Earlier versions sealed reports, too.
+    # Earlier versions also sealed reports.
     digest = content.pop(DIGEST, None) if isinstance(content, dict) else None
     if sealed and digest != digest_json(content):
         raise ReportError(f"{path} is damaged: its digest does not fit its content")
@@ -158,7 +158,7 @@ def masked_words(words: Iterable[str]) -> Iterator[str]:
 
 
 def digest_json(content: Any) -> str:
-    """SHA-256 of a value's JSON form, whatever the order of its keys."""
+    """Return the SHA-256 of a value's JSON form, independent of the order of keys."""
     text = json.dumps(content, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

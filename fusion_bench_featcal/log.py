@@ -14,20 +14,20 @@ class CalibrationLog:
     """Records of one calibration.
 
     - `engine`: library that multiplies float32 matrices, and the processor.
-    - `task`: block, task, samples (of them `held_out`), expert_bytes that were read for the block.
-      With `log_drift` also rows (positions that are read behind it), the mean L2 drift of the
-      block's output after its update (Eq. 2) and the same relative to the expert's feature norm
-      (root mean square), and with the paper's rule both before it.
+    - `task`: block, task, samples (of them `held_out`), `expert_bytes` read for the block. With
+    `log_drift` also rows (positions read after it), the mean L2 drift of the block's output after
+    its update (Eq. 2), the drift relative to the expert's feature norm (root mean square), and with
+    the paper's rule both before the update.
     - `module`: block, module, relative residual of the solve, condition estimate, size of the
-      update relative to the weight; of FeatCal+ the ridge of least held-out error.
-    - `trust`: task, trust in its samples (`trust.py`), and whether they were warned of (`named`).
-    - `block`: block, seconds, modules left as merged.
-    - `resumed`: number of blocks that an earlier run has finished, and seconds until they were
-      read. Their records are those of that run.
+    update relative to the weight, and for FeatCal+ the ridge of least held-out error.
+    - `trust`: task, trust in its samples (`trust.py`), and whether a warning named it (`named`).
+    - `block`: block, seconds, modules that keep their merged weights.
+    - `resumed`: number of blocks that an earlier run has finished, and seconds to read them. Their
+    records come from that run.
     - `drift_weights`: task weights of a second calibration, and whether its model was kept.
 
     Attributes:
-        family: Name of the family that cut the model.
+        family: Name of the family that divided the model into blocks.
         records: The records, in order.
     """
 
@@ -39,7 +39,7 @@ class CalibrationLog:
         self.records.append({"kind": kind, **record})
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """The records of one kind."""
+        """Return the records of one kind."""
         return [record for record in self.records if record["kind"] == kind]
 
     @property
@@ -48,14 +48,14 @@ class CalibrationLog:
         return sum(record["seconds"] for record in self.of_kind("block"))
 
     def plain_records(self, start: int = 0) -> list[dict[str, Any]]:
-        """The records from one on, as files hold them.
+        """Return the records from one on, in the form for files.
 
-        A condition estimate may be infinite, which JSON cannot hold: there it is null.
+        An infinite condition estimate becomes null, since JSON has no infinity.
         """
         return json.loads(json.dumps(self.records[start:]), parse_constant=lambda _: None)
 
     def write(self, path: str | Path) -> None:
-        """Write one JSON object a line, atomically.
+        """Write one JSON object per line, atomically.
 
         Args:
             path: The file to write.

@@ -1,4 +1,4 @@
-"""Free memory, and errors of running out of it."""
+"""Free memory, and messages for out-of-memory errors."""
 
 import ctypes
 import errno
@@ -14,7 +14,7 @@ from fusion_bench_featcal.settings import CalibrationError
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PHRASES = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "bad_alloc")
-"""Words of torch's allocators and libraries, and of the system for files that are mapped."""
+"""Phrases in out-of-memory errors of torch, its libraries, and the system for mapped files."""
 
 ADVICE = (
     "What lowers it: method.activations=disk (or host, beside a GPU), a lower method.batch_size or "
@@ -45,16 +45,16 @@ def free_swap() -> int:
             int((_CGROUP / f"memory.swap.{name}").read_text(encoding="ascii"))
             for name in ("max", "current")
         )
-    except (OSError, ValueError):  # "max" is no number
+    except (OSError, ValueError):  # "max" is not a number
         return free
     return min(free, max(0, limit - used))
 
 
 def divided(sizes: Sequence[int], at_once: str, device: torch.device) -> list[list[int]]:
-    """Divide a turn's groups into parts whose sums are in memory at once.
+    """Divide a turn's groups into lists whose sums are in memory at once.
 
-    Experts run in the first part. Of the others the largest sums come first, when few new
-    parameters wait for the end of the turn.
+    Experts run in the first list. The others begin with the largest sums, while few new parameters
+    wait for the end of the turn.
 
     Args:
         sizes: Bytes of each group's sums.
@@ -84,7 +84,7 @@ def return_freed_memory() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory has run out, on any device."""
+    """Return whether an error means that memory ran out, on any device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
@@ -117,7 +117,7 @@ def naming_memory(device: torch.device, location: Callable[[], str]) -> Iterator
 
 
 def _left_in_container() -> int | None:
-    """Return the bytes that a container's limit leaves; None: there is no limit."""
+    """Return the bytes available under a container's limit; None: there is no limit."""
     files = (_CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
     try:
         limit, used, statistics = (file.read_text(encoding="ascii") for file in files)
@@ -125,5 +125,5 @@ def _left_in_container() -> int | None:
         sizes = dict(line.split() for line in statistics.splitlines())
         cached = sum(int(sizes.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
         return max(int(limit) - int(used) + cached, 1)
-    except (OSError, ValueError):  # "max" is no number
+    except (OSError, ValueError):  # "max" is not a number
         return None

@@ -1,4 +1,4 @@
-"""The inputs that methods share: pools, device, base, experts and calibration batches."""
+"""The common inputs of methods: pools, device, base, experts and calibration batches."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,11 +21,11 @@ from fusion_bench_featcal.streams.augmentation import change_of
 
 @dataclass
 class MethodInputs:
-    """Inputs of methods: the pools, the device, and what several methods share.
+    """Inputs of methods: the pools, the device, and objects that several methods use.
 
     Attributes:
         modelpool: The pool with base, experts and data.
-        taskpool: The task pool that evaluates; None: there is none.
+        taskpool: The task pool for evaluations; None: there is none.
         fabric: Lightning Fabric: the device and the precision.
         program: FusionBench's running program, which mergers need; None: there is none.
     """
@@ -37,12 +37,12 @@ class MethodInputs:
 
     @cached_property
     def models(self) -> PoolModels:
-        """The pool's models, whose files are looked at once."""
+        """The pool's models, with their files inspected once."""
         return PoolModels(self.modelpool)
 
     @cached_property
     def processor(self) -> Any:
-        """The pool's processor or tokenizer, loaded when first asked for.
+        """The pool's processor or tokenizer, loaded on first use.
 
         Raises:
             CalibrationError: If there is none or it cannot be loaded.
@@ -50,22 +50,22 @@ class MethodInputs:
         return load_input_processor(self.modelpool)
 
     def base(self, settings: FeatCalSettings) -> nn.Module | ExpertSource | None:
-        """The base as calibration reads it; None where the pool has none."""
+        """Return the base in the form for calibration; None if the pool has no base."""
         base = self.models.base
         return None if base is None else base.source(settings.stream_experts)
 
     def experts(self, settings: FeatCalSettings) -> ExpertSources:
-        """Task -> expert as calibration reads it."""
+        """Return task -> expert in the form for calibration."""
         return ExpertSources(self.models, settings.stream_experts)
 
     def batches(self, settings: FeatCalSettings) -> dict[str, Any]:
-        """Task -> calibration batches that the settings draw; nothing is read yet.
+        """Return task -> calibration batches. Nothing is read yet.
 
         Raises:
             CalibrationError: If a task lacks data.
         """
         pool = with_own_data(self.modelpool, settings)
-        # Before a tokenizer or processor is looked for, which may have to be downloaded.
+        # Checked first: looking for a tokenizer or processor may start a download.
         check_tasks_have_data(pool, pool.model_names, settings.calibration_split)
         return calibration_batches(
             pool, pool.model_names, settings, self.processor, device=self.fabric.device
@@ -89,15 +89,15 @@ class MethodInputs:
 
 
 def check_calibration(settings: FeatCalSettings, inputs: MethodInputs) -> dict[str, Any]:
-    """Refuse a calibration that cannot work, before a model is loaded.
+    """Refuse a calibration that cannot succeed, before a model is loaded.
 
     Returns:
         Task -> calibration batches, of opened datasets.
 
     Raises:
-        CalibrationError: If data or base are missing, a model does not fit or a read budget
-            cannot be kept.
-        ValueError: If the family does not know the models.
+        CalibrationError: If data or base are missing, a model does not fit or the read budget is
+            too small.
+        ValueError: If no family fits the models.
     """
     if settings.needs_base:
         inputs.require_base("anchors need", ", or set method.anchor_rho to 1")

@@ -1,7 +1,7 @@
-"""Copies of models that run their own weights, even if a function was set on an instance.
+"""Copies of models whose instance functions run the copied weights.
 
-FusionBench's loaders of classifiers set `model.forward = lambda ...` over the loaded model's own
-method. `copy.deepcopy` does not copy functions, so a copy would still run the original's weights.
+FusionBench's loaders of classifiers set `model.forward = lambda ...` on the loaded model.
+`copy.deepcopy` does not copy functions, so a copy would still run the original's weights.
 """
 
 import copy
@@ -28,13 +28,13 @@ def copied_module(model: nn.Module, stand_ins: Mapping[int, Any] | None = None) 
 
 
 def bind_own_functions(model: nn.Module) -> nn.Module:
-    """Make functions that were set on a model's modules run this model instead of another one.
+    """Rebind functions that were set on a model's modules, so that they run this model.
 
     A module of another model in a function's closure is replaced by this model's module of the
     same class. A model without such functions does not change.
 
     Args:
-        model: The model, which someone may have copied. It is changed in place.
+        model: The model, possibly a copy. It is changed in place.
 
     Returns:
         The same model.

@@ -8,7 +8,7 @@ REPORT_COLUMNS = frozenset({
     "average", "gain over merger", "its gap", "model_info", "normalised",
     "recovered gap", "unseen (gain, tasks)", "worst task",
 })  # fmt: skip
-"""Columns of tables and keys of FusionBench's results beside the tasks."""
+"""Columns of tables and keys of FusionBench's results that are not tasks."""
 _NOT_IN_FILES = frozenset('/\\<>"|?*')
 _LONGEST = 100  # bytes
 

@@ -1,4 +1,4 @@
-"""Plan of a calibration: bytes that its busiest process fetches, reads, writes and keeps in memory.
+"""Plan of a calibration: the busiest process's downloads, reads, writes and memory, in bytes.
 
 Computed from names and shapes. No weight is read.
 """
@@ -32,13 +32,13 @@ LABELS = {
     "block": "a block of the model and of an expert",
     "weights": "anchors and new parameters of its modules",
 }
-"""Titles of the parts of a calibration's memory."""
+"""Titles of the components of a calibration's memory."""
 
 LIBRARIES = 60 * 2**20
-"""Bytes of code and buffers of torch's libraries that a first block loads."""
+"""Bytes of code and buffers of torch's libraries, loaded with the first block."""
 
 MARGIN = 0.15
-"""Share by which a planned peak may be too high: a run that lacks less memory is not refused."""
+"""Relative tolerance of a planned peak: a run is only refused if the memory is shorter."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Need:
         return self.needed > self.free
 
     def __str__(self) -> str:
-        """Return a sentence with the settings that help."""
+        """Return a sentence with the settings that reduce the need."""
         needed, free = bytes_text(self.needed), bytes_text(self.free)
         return f"the run needs {needed} of {self.resource}, {free} are free. {self.advice}"
 
@@ -97,7 +97,7 @@ def plan_of(request: Request) -> Plan:
     """
     shapes, settings, device = Shapes.of(request), request.settings, request.device
     size, on_cpu, memory = shapes.size, device.type == "cpu", shapes.memory()
-    kept = size * (not request.streamed)  # the calibrated model, where it is not written away
+    kept = size * (not request.streamed)  # 0 if the calibrated model is written by block
     parts = {"model": kept, "loaded": request.whole * size}
     parts |= {part: memory[part] for part in LABELS if part not in parts}
     resident = psutil.Process().memory_info().rss
@@ -107,11 +107,11 @@ def plan_of(request: Request) -> Plan:
     host += busy if on_cpu else max(parts["block"], parts["outside"])
     on_disk = parts["features"] * (request.storage == "disk")
     free, free_gpu = free_bytes(CPU) or 0, None if on_cpu else free_bytes(device)
-    # Elsewhere swap space grows by itself, and several processes may be on several machines.
+    # Other systems extend swap space by themselves, and processes may be on several machines.
     is_exact = sys.platform == "linux" and request.processes == 1
     limit = int((1 + MARGIN) * (free + free_swap())) if is_exact else None
     needs = [Need("host memory", request.processes * host, free, limit, ADVICE)]
-    if free_gpu is not None:  # not refused: some GPUs share the host's memory
+    if free_gpu is not None:  # only a warning: some GPUs share the host's memory
         needs.append(Need("GPU memory", busy, free_gpu, None, ADVICE))
     read, base_read = shapes.reads()
     return Plan(
@@ -146,13 +146,13 @@ def one_line(plan: Plan) -> str:
 
 
 def disks_of(request: Request, features: int, size: int) -> list[Need]:
-    """Return what a run needs of each disk, for features that wait there and for the model."""
+    """Return a run's needs of each disk, for stored features and for the model."""
     out, blocks = request.out, request.settings.checkpoint_dir
     files = list[tuple[str, int, str]]()
     if features:
         folder = request.settings.activations_dir or gettempdir()
         files.append((folder, features, "method.activations_dir"))
-    if blocks is not None:  # a resumed run has written some
+    if blocks is not None:  # a resumed run has already written some
         size -= sum(path.stat().st_size for path in Path(blocks).glob("*.safetensors"))
         files.append((blocks, max(0, size), "--out" if out else "method.checkpoint_dir"))
     if out is not None:
@@ -171,10 +171,10 @@ def disks_of(request: Request, features: int, size: int) -> list[Need]:
 
 
 def check(plan: Plan) -> list[str]:
-    """Return a sentence for each resource of which a run needs more than is free.
+    """Return a sentence for each resource of which too little is free.
 
     Raises:
-        CalibrationError: If it needs more than a resource's limit: the run cannot succeed.
+        CalibrationError: If a need exceeds a resource's limit, so that the run cannot succeed.
     """
     lacking = [need for need in plan.needs if need.is_lacking]
     for need in lacking:

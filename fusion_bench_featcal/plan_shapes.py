@@ -137,10 +137,10 @@ class Shapes:
         return read, sum(sizes[name] for name in anchors) * self.rule.reads_base
 
     def memory(self) -> Counter[str]:
-        """Return the bytes of each part of the memory, at the block where it is largest.
+        """Return the bytes of each component of the memory, at the block with the largest total.
 
-        `busy` is the peak in a block and `begin` that in front of the first one, with features that
-        stay on the device.
+        `busy` is the peak in a block, `begin` the peak before the first block, including features
+        stored on the device.
         """
         lengths = self.request.length, self.request.target_length
         received = features_of(self.family, self.model, self.stages, *lengths)
@@ -169,7 +169,7 @@ class Shapes:
             later = solved * features.positions * sum(noted[max(index, 1) :])
             stored = self.itemsize * (waiting + later)
             inputs = rows * (sum(g.received for g in part) + sum(noted) * (index == 0))
-            # Inputs of recorded modules, and three copies of what passes through the widest.
+            # Inputs of recorded modules, and three copies of the widest module's features.
             passing = max([samples * features.shared, *(g.passing(rows) for g in part)])
             batch = self.itemsize * (inputs + 3 * passing)
             sums, of_task = sum(g.sums for g in part), sum(g.rows for g in part)
@@ -186,7 +186,7 @@ class Shapes:
         return memory
 
     def _parts(self, block: str) -> list[list["GroupBytes"]]:
-        """Return groups of a block that are summed at once, in their order."""
+        """Return a block's groups in order, as lists that are summed at once."""
         rule, request = self.rule, self.request
         dtype = rule.dtype(request.tasks, request.device)
         parts: list[list[GroupBytes]] = []
@@ -250,7 +250,7 @@ class GroupBytes:
         gram, weight = item * group.inputs**2, item * group.inputs * outputs
         drift = 0 if group.has_few_outputs else gram  # `sum (x_exp - x) x'`
         adding, solving = 3 * drift, 2 * weight
-        if rule.folds > 1:  # they are added up, joined by rows out of weights, and left out by turn
+        if rule.folds > 1:  # sums over all folds, joined by rows from weights, and without one fold
             adding, solving = adding + 2 * gram + drift + 3 * weight, solving + 8 * gram
         weights = (2 + (rule.folds > 1)) * weight + drift  # FeatCal+ keeps the base's
         is_noted = is_linear and rule.runs_experts and not is_encoded(group)
@@ -262,7 +262,7 @@ class GroupBytes:
         )  # fmt: skip
 
     def passing(self, rows: int) -> int:
-        """Return the numbers that pass through the widest module, or its patches."""
+        """Return the size of the widest module's features, or of its patches."""
         return max(rows * self.widest, min(rows, MOST_ROWS) * self.unfolded)
 
 

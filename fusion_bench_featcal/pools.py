@@ -16,11 +16,11 @@ VOCABULARIES = ("refuse", "common_rows")
 
 
 class CausalLMPool(FusionBenchPool):
-    """FusionBench's pool, in which models may have different numbers of embedding rows.
+    """FusionBench's pool, extended to models with different numbers of embedding rows.
 
-    MergeBench's Llama experts have 128320 rows, their base 128256: FusionBench cannot merge them.
-    With `vocabulary: common_rows` every model is cut to the rows that all have when it is loaded,
-    for mergers and calibration alike. Rows are paired by token: tokenizers are compared by name.
+    MergeBench's Llama experts have 128320 rows and their base has 128256, so FusionBench cannot
+    merge them. With `vocabulary: common_rows` every loaded model is cut to the rows common to all,
+    for mergers and calibration. Rows are matched by token: tokenizers are compared by name.
     """
 
     _config_mapping = FusionBenchPool._config_mapping | {"vocabulary": "vocabulary"}
@@ -29,13 +29,13 @@ class CausalLMPool(FusionBenchPool):
         """Set up the pool.
 
         Args:
-            models: As FusionBench's.
-            vocabulary: `refuse` models whose numbers of embedding rows differ, or `common_rows`:
-                cut them to the rows that all have.
-            **kwargs: As FusionBench's.
+            models: As for FusionBench's pool.
+            vocabulary: `refuse` models with different numbers of embedding rows, or cut them to the
+                common rows: `common_rows`.
+            **kwargs: As for FusionBench's pool.
 
         Raises:
-            ValueError: If `vocabulary` is neither, or models are to be loaded lazily as well.
+            ValueError: If `vocabulary` is neither, or is combined with lazy loading.
         """
         if vocabulary not in VOCABULARIES:
             raise ValueError(f"modelpool.vocabulary must be of {VOCABULARIES}, got {vocabulary!r}")
@@ -46,7 +46,7 @@ class CausalLMPool(FusionBenchPool):
 
     @cached_property
     def vocabulary_rows(self) -> int | None:
-        """Embedding rows that all models have, read from their configs; None: rows must agree.
+        """Embedding rows common to all models, read from their configs; None: rows must agree.
 
         Raises:
             CalibrationError: If a model's config cannot be read.
@@ -65,7 +65,7 @@ class CausalLMPool(FusionBenchPool):
         return rows
 
     def load_model(self, model_name_or_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a model, with the common rows of its vocabulary if so chosen."""
+        """Load a model, cut to the common rows of its vocabulary if so configured."""
         model: Any = super().load_model(model_name_or_config, *args, **kwargs)
         rows = self.vocabulary_rows
         if rows is None:

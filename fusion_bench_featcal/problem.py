@@ -54,7 +54,7 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Request:
-    """Arguments of `calibrate`, which explains them."""
+    """Arguments of `calibrate`, documented there."""
 
     merged: nn.Module
     base: nn.Module | ExpertSource | None
@@ -71,7 +71,7 @@ class Request:
 
     @property
     def runnable(self) -> nn.Module:
-        """Return the merged model, whose tensors are loaded as they are needed if it has none."""
+        """Return the merged model. If it is only a structure, tensors are loaded when needed."""
         if self.merged_weights is None:
             return self.merged
         from fusion_bench_featcal.experts.offloaded import offloaded
@@ -81,23 +81,23 @@ class Request:
 
 @dataclass(frozen=True)
 class Problem:
-    """One calibration. Only the parameters of `model`, and the samples' features, change.
+    """One calibration. Only the parameters of `model` and the samples' features change.
 
     Attributes:
-        merged: The merged model as its family shows it.
-        working: The calibrated model, of which one block at a time is in memory.
+        merged: The merged model in the family's view.
+        working: The calibrated model, with one block at a time in memory.
         weights: Weights of the base and of the experts of this process's tasks.
         modules: The modules of each block.
-        rule: How blocks are calibrated.
+        rule: The rule that calibrates blocks.
         streams: The samples of this process.
         team: The processes.
-        output: Holds finished blocks.
+        output: Stores finished blocks.
         dtype: Least precise dtype of sums over rows.
-        precision: How their products are formed, as `sums_precision`.
+        precision: Precision of the products in these sums, as `sums_precision`.
         sums_at_once: The setting.
-        kernel: What multiplies float32 matrices on the CPU.
+        kernel: Library that multiplies float32 matrices on the CPU.
         log: Records of every block.
-        progress: Shows and names the work in hand.
+        progress: Shows the current work.
     """
 
     merged: nn.Module
@@ -117,7 +117,7 @@ class Problem:
 
     @property
     def model(self) -> nn.Module:
-        """Return the calibrated model, whose tensors are those that are in memory."""
+        """Return the calibrated model, with only some tensors in memory."""
         return self.working.module
 
     @property
@@ -136,9 +136,9 @@ class Problem:
         return self.weights.experts
 
     def read_ahead(self, block: str, task: str, names: Sequence[str]) -> None:
-        """Begin to read the weights that come after a task's first visit to a block.
+        """Start reading the weights that are needed after a task's first visit to a block.
 
-        They are the tensors `names` of the next task's expert, and after the last task the next
+        These are the tensors `names` of the next task's expert and, after the last task, the next
         block of the calibrated model, the base and the first expert.
         """
         streams, tasks, blocks = self.streams, list(self.streams.tasks), list(self.modules)
@@ -159,11 +159,11 @@ class CalibrationResult:
     """A calibrated model and its history.
 
     Attributes:
-        model: The calibrated model: class, dtype and device of the merged one. With
-            `merged_weights` its structure alone.
+        model: The calibrated model, with class, dtype and device of the merged one. With
+            `merged_weights` only its structure.
         log: Records of every block.
-        reads: Count of what was read, see docs/read_budget.md.
-        folder: The output folder with the calibrated model; None: there is none.
+        reads: Count of the bytes read, see docs/read_budget.md.
+        folder: The output folder with the calibrated model; None: no folder.
     """
 
     model: nn.Module
@@ -192,7 +192,7 @@ def prepare(request: Request) -> Problem:
 def runner_of(
     request: Request, rule: Rule, samples: Mapping[str, list[Batch]], team: Team, kernel: str
 ) -> Runner:
-    """Return what runs blocks of models of the family that settings name."""
+    """Return the runner for blocks of models, with the family that the settings name."""
     settings, merged = request.settings, request.merged
     family = checked_family(
         resolve_family(settings.family, merged),
@@ -217,7 +217,7 @@ def problem_of(
     runner: Runner,
     kernel: str,
 ) -> Problem:
-    """Return a problem of samples that have been taken, with all that is read by block."""
+    """Return the problem for selected samples, with the block-wise sources opened."""
     settings, device = request.settings, request.device
     family, stages = runner.family, runner.stages
     merged = family.view.shown(request.merged)
@@ -279,7 +279,7 @@ def problem_of(
 
 
 def check_alike(request: Request, rule: Rule) -> None:
-    """Refuse processes that were started with other arguments than the first one.
+    """Refuse processes with other arguments than the first process.
 
     Raises:
         CalibrationError: If one differs, naming the process and the difference.
@@ -294,7 +294,7 @@ def check_alike(request: Request, rule: Rule) -> None:
 
 
 def warn_of_routed(modules: Mapping[str, BlockModules]) -> None:
-    """Warn of modules that a router chooses: they stay as merged."""
+    """Warn of modules that a router selects: they keep their merged weights."""
     if routed := sum(of_block.routed for of_block in modules.values()):
         logger.warning(
             "the experts of %s stay as merged: modules that a router chooses are not calibrated",
@@ -303,7 +303,7 @@ def warn_of_routed(modules: Mapping[str, BlockModules]) -> None:
 
 
 def check_merged(problem: Problem) -> None:
-    """Refuse NaN and infinity in the merged model, naming the base or expert that brought them."""
+    """Refuse NaN and infinity in the merged model, naming the base or expert they came from."""
     models = [*([problem.base] if problem.base else []), *problem.experts.values()]
 
     def reader(source: ExpertModel) -> Callable[[str], object]:
@@ -315,7 +315,7 @@ def check_merged(problem: Problem) -> None:
 
 
 def needs_merged_aside(runner: Runner, modules: Mapping[str, BlockModules]) -> bool:
-    """Return whether held-out samples need merged blocks that have been calibrated."""
+    """Return whether held-out samples need the merged weights of blocks already calibrated."""
     family = runner.family
     several = len(runner.stages) > 1 and not family.hands_on
     statistics = any(site.kind == "batch_norm" for m in modules.values() for site in m.sites)

@@ -1,8 +1,8 @@
 """Several processes that work on one calibration, joined by `torch.distributed`.
 
-Every exchange of tensors follows a `gather`, in which each process reports that it is well. A
-process that fails announces it in its next one, so that all end with the same error and none waits
-for ever.
+Every exchange of tensors follows a `gather`, in which each process reports its status. A process
+that fails announces it in its next `gather`, so that all end with the same error and none waits
+forever.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,12 +19,12 @@ from fusion_bench_featcal.settings import CalibrationError
 Value = TypeVar("Value")
 
 PATIENCE = timedelta(days=7)
-"""Time that a process waits for the others: one of them may be evaluating models. A process that
-ended is noticed at once, by its closed connections."""
+"""Time that a process waits for the others, one of which may be evaluating models. A closed
+connection is noticed at once."""
 
 
 class OtherProcessError(CalibrationError):
-    """Another process failed, and all know of it."""
+    """Another process failed, and all processes were informed."""
 
 
 class LostProcessError(OtherProcessError):
@@ -32,12 +32,12 @@ class LostProcessError(OtherProcessError):
 
 
 class Processes:
-    """Processes that work on one calibration. This base is one process alone.
+    """Processes that share one calibration. This base class is one process alone.
 
     Attributes:
         rank: This process's number, from 0.
         size: Number of processes.
-        exchanged_bytes: Bytes of the tensors that this process helped to add up or to spread.
+        exchanged_bytes: Bytes of tensors that this process sent or received to sum or spread them.
         doing: Current work, for messages.
     """
 
@@ -47,10 +47,10 @@ class Processes:
     doing = "the start"
 
     def prepare(self, groups: Iterable[Sequence[int]]) -> None:
-        """Make ready to add up tensors within groups of processes. All call it alike."""
+        """Create groups of processes for adding up tensors. All processes must call it."""
 
     def gather(self, value: Value) -> list[Value]:
-        """Return every process's value, by rank. All processes wait for each other here.
+        """Return every process's value, by rank. A barrier for all processes.
 
         Raises:
             OtherProcessError: If a process announces an error, or is lost.
@@ -58,29 +58,29 @@ class Processes:
         return [value]
 
     def announce(self, error: BaseException) -> None:
-        """Tell the others, in place of the next `gather`, that this process fails.
+        """Report to the others, in place of the next `gather`, that this process fails.
 
-        An error is announced once, and never to the process that it came from.
+        An error is announced once, and never to the process that raised it.
         """
 
     def reduce(self, tensor: Tensor, to: int, ranks: Sequence[int]) -> None:
-        """Add up a tensor over some processes, in place in process `to`; spent in the others."""
+        """Sum a tensor over some processes, in place in process `to`. Others lose its content."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill a contiguous tensor with its content in process `source`."""
+        """Fill a contiguous tensor with the content of the tensor in process `source`."""
 
 
 class TorchProcesses(Processes):
     """The processes of an initialised `torch.distributed`.
 
-    Tensors go over its default backend (gloo for CPUs, NCCL for CUDA), all else over gloo.
+    Tensors use its default backend (gloo for CPUs, NCCL for CUDA), everything else gloo.
     """
 
     def __init__(self, *, patience: timedelta = PATIENCE) -> None:
-        """Join; all processes do.
+        """Join the processes. All of them must do so.
 
         Args:
-            patience: How long a process waits for another one that is alive.
+            patience: Longest wait for another process that is alive.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._patience = patience
@@ -89,7 +89,7 @@ class TorchProcesses(Processes):
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.size)): None}
 
     def prepare(self, groups: Iterable[Sequence[int]]) -> None:
-        """Make the groups."""
+        """Create the groups."""
         with self._contact():
             for ranks in map(tuple, groups):
                 if len(ranks) > 1 and ranks not in self._groups:
@@ -109,18 +109,18 @@ class TorchProcesses(Processes):
         return [value for _, value in answers]
 
     def announce(self, error: BaseException) -> None:
-        """Tell the others an error that did not come from them."""
+        """Report an error to the others, unless it came from them."""
         if isinstance(error, OtherProcessError) or error is self._announced:
             return
         self._announced = error
         is_plain = isinstance(error, CalibrationError)
         try:
             self._exchange(str(error) if is_plain else f"{type(error).__name__}: {error}", None)
-        except OtherProcessError:  # that is this one, or one that failed at the same time
+        except OtherProcessError:  # this error, or one of a process that failed at the same time
             return
 
     def reduce(self, tensor: Tensor, to: int, ranks: Sequence[int]) -> None:
-        """Add up a tensor within a prepared group."""
+        """Sum a tensor within a prepared group."""
         if len(ranks) == 1:
             return
         buffer = tensor.contiguous()
@@ -138,12 +138,12 @@ class TorchProcesses(Processes):
 
     @contextmanager
     def _contact(self) -> Iterator[None]:
-        """Context whose broken connections end this process."""
+        """Context in which a broken connection ends this process."""
         try:
             yield
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # what all backends raise when a connection breaks
+        except RuntimeError as error:  # all backends raise it if a connection breaks
             raise LostProcessError(
                 f"process {self.rank} of {self.size} has lost contact with another one, which "
                 f"was ended, hangs, or has lost its machine ({error}). Start all of them again: "
@@ -154,7 +154,7 @@ class TorchProcesses(Processes):
 
 @contextmanager
 def announcing(processes: Processes) -> Iterator[None]:
-    """Context whose errors end the other processes, too."""
+    """Context whose errors also end the other processes."""
     try:
         yield
     except Exception as error:
@@ -163,11 +163,11 @@ def announcing(processes: Processes) -> Iterator[None]:
 
 
 def check_agreement(processes: Processes, **facts: Any) -> None:
-    """Refuse processes that were not started alike.
+    """Refuse processes with different arguments or files.
 
     Args:
         processes: The processes.
-        **facts: What must be the same in all of them, under its name in the message.
+        **facts: Values that must be equal in all processes, by name in the message.
 
     Raises:
         CalibrationError: If one differs, naming the process and the difference.

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal; in a file or pipe a line a minute at most."""
+"""Progress of long work: a bar on a terminal, or at most one line per minute in a file or pipe."""
 
 import sys
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from tqdm.auto import tqdm
 from tqdm.std import tqdm as plain_tqdm
 
 _SECONDS = 60.0
-"""Least time between two lines in a file or pipe."""
+"""Shortest time between two lines in a file or pipe."""
 
 
 def progress_bar(
@@ -19,13 +19,13 @@ def progress_bar(
     unit: str = "it",
     show: bool = True,
 ) -> plain_tqdm:
-    """Return a bar of tqdm that goes away when its work is done.
+    """Return a tqdm bar that disappears when its work is done.
 
     Args:
         items: Iterated over by the bar; None: the caller updates it.
-        total: Number of steps; None: as many as there are items.
-        what: The work.
-        unit: A step.
+        total: Number of steps; None: the number of items.
+        what: Name of the work.
+        unit: Name of a step.
         show: Whether to show anything.
     """
     is_live = sys.stderr.isatty() or "ipykernel" in sys.modules
@@ -34,13 +34,13 @@ def progress_bar(
 
 
 class Progress:
-    """A bar over the visits of tasks to blocks, and the name of the work in hand."""
+    """A bar over the visits of tasks to blocks, with the name of the current work."""
 
     def __init__(self, processes: Any, visits: int, *, show: bool) -> None:
-        """Start.
+        """Start the bar.
 
         Args:
-            processes: The processes, which name the work in hand to one another.
+            processes: The processes, which report their current work to one another.
             visits: Number of visits.
             show: Whether to show a bar. Only the first process does.
         """
@@ -48,7 +48,7 @@ class Progress:
         self.bar = progress_bar(total=visits, unit="visit", show=show and processes.rank == 0)
 
     def at(self, place: str) -> None:
-        """Name the work in hand."""
+        """Set the name of the current work."""
         self._processes.doing = place
         self.bar.set_description(f"FeatCal {place}", refresh=sys.stderr.isatty())
 

@@ -1,4 +1,4 @@
-"""Read budgets: amounts of expert weights to read, as the setting `expert_read_budget` has them."""
+"""Read budgets: limits on the bytes of expert weights, as in the setting `expert_read_budget`."""
 
 import math
 import re
@@ -15,7 +15,7 @@ def budget_in_bytes(budget: float | str, full: int) -> int:
 
     Args:
         budget: The setting `expert_read_budget`.
-        full: Bytes of a full read, of which a percentage is a share.
+        full: Bytes of a full read, for percentages.
     """
     if not isinstance(budget, str):
         return int(budget)

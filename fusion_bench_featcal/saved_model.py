@@ -1,4 +1,4 @@
-"""Writing a model's folder: weights, processor, model card and provenance, whole or not at all."""
+"""Writing a model's folder atomically: weights, processor, model card and provenance."""
 
 import json
 import re
@@ -44,13 +44,13 @@ class CardFacts:
 def writing_model(
     target: Path, needed: int, *, option: str, advice: str, dropped: Sequence[str] = ()
 ) -> Iterator[Path]:
-    """Yield a new path for a model, which replaces `target` when the block ends without error.
+    """Yield a new path for a model, which replaces `target` after success.
 
     Args:
         target: The model's folder (or file); it may exist.
         needed: Bytes of the model.
         option: The option with the target's value, for the message.
-        advice: Sentences for the message on what to do about a full disk.
+        advice: Sentences for the message about a full disk.
         dropped: Patterns of an older model's files in `target`. All others are kept.
 
     Raises:
@@ -75,7 +75,7 @@ def complete_folder(
     """Add processor, model card and provenance to a folder of weights.
 
     Args:
-        folder: The folder that `save_pretrained` wrote.
+        folder: The folder written by `save_pretrained`.
         model: The model in it.
         processor: Tokenizer or image processor; saved if it has `save_pretrained`.
         facts: The model's origin; None: no provenance is written.
@@ -186,7 +186,7 @@ def write_provenance(folder: Path, files: Sequence[str], facts: CardFacts) -> st
 
 
 def keep_untied(model: Any, folder: Path) -> None:
-    """Set `tie_word_embeddings: false` in a saved config if the model's head is its own matrix.
+    """Set `tie_word_embeddings: false` in a saved config if the head is not tied.
 
     transformers 5 gives every T5 a config with `true`. Older releases would then replace the head
     by the embeddings and rescale its input.
@@ -195,7 +195,7 @@ def keep_untied(model: Any, folder: Path) -> None:
     if not file.is_file() or not hasattr(model, "get_output_embeddings"):
         return
     head = model.get_output_embeddings()
-    if head is None or head.weight is model.get_input_embeddings().weight:  # a CLIP has neither
+    if head is None or head.weight is model.get_input_embeddings().weight:  # CLIP has no head
         return
     config = json.loads(file.read_text(encoding="utf-8"))
     config["tie_word_embeddings"] = False

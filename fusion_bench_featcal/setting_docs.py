@@ -1,4 +1,4 @@
-"""`featcal settings`: the settings of a method, as they are declared."""
+"""`featcal settings`: prints the declared settings of a method."""
 
 import json
 import textwrap
@@ -15,11 +15,11 @@ _RUNS = {
     "compare": "lab.compare.ComparisonAlgorithm",
     "diagnose": "lab.diagnosis.DiagnosisAlgorithm",
 }
-"""`method=<name>` -> its class, beside the registered methods."""
+"""`method=<name>` -> its class, for methods outside the registry."""
 
 
 def method_names() -> list[str]:
-    """Return the names of all methods that have settings, as `method=<name>` takes them."""
+    """Return the names of all methods with settings, in the form of `method=<name>`."""
     from fusion_bench_featcal.lab.rivals.registry import all_methods
 
     return [*_RUNS, *all_methods()]
@@ -37,7 +37,7 @@ def algorithm_class(method: str) -> Any:
 
 
 def declared_settings(kinds: Iterable[type]) -> list[Field[Any]]:
-    """Return the settings of several dataclasses, those of a section together."""
+    """Return the settings of several dataclasses, grouped by section."""
     sections: dict[str, list[Field[Any]]] = {}
     group = ""
     for field in (field for kind in kinds for field in settings_of(kind)):

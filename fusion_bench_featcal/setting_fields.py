@@ -1,4 +1,4 @@
-"""Declaration of settings: dataclass fields with a help text and the values that they accept."""
+"""Declaration of settings: dataclass fields with a help text and their accepted values."""
 
 import dataclasses
 import inspect
@@ -27,20 +27,20 @@ def setting(
     """Declare a setting: a field of a dataclass whose annotation gives the type of its values.
 
     The annotation is `bool`, `int`, `float` or `str`, a union of these and `None`, any type if
-    there is a `check`, or `Any` for values that are checked elsewhere. `auto` beside numbers is a
-    choice: `int | str` with `choices=("auto",)`.
+    there is a `check`, or `Any` for values that are checked elsewhere. `auto` in addition to
+    numbers is a choice: `int | str` with `choices=("auto",)`.
 
     Args:
         default: The default value.
         help: One or two sentences for YAML comments, `featcal settings` and the documentation.
-        ge: Least number.
-        gt: Number that all values exceed.
+        ge: Smallest number.
+        gt: Lower bound that values must exceed.
         le: Largest number.
-        choices: Accepted values, beside numbers if the annotation allows these.
-        accepts: Accepted values in words, where annotation, bounds and choices do not say them.
-        check: Test of a value, where annotation, bounds and choices cannot make it.
-        group: Heading of the section in YAML; "": that of the setting before.
-        **more: Further metadata of the field, such as an option's name of its value.
+        choices: Accepted values, in addition to numbers if the annotation allows these.
+        accepts: Accepted values in words, if annotation, bounds and choices do not describe them.
+        check: Test of a value, if annotation, bounds and choices are not enough.
+        group: Heading of the section in YAML; "": the previous setting's group.
+        **more: Further metadata of the field, such as the command line name of its value.
     """
     bounds = {"ge": ge, "gt": gt, "le": le}
     values = {"choices": tuple(choices), "accepts": accepts, "check": check}
@@ -58,18 +58,18 @@ def same_as(kind: type, name: str, **changes: Any) -> Any:
 
 
 def is_shared(field: Field[Any], kind: type) -> bool:
-    """Return True for a setting that is declared to be the `same_as` one of `kind`."""
+    """Return True for a setting declared by `same_as` from a setting of `kind`."""
     return field.metadata.get("of") is kind
 
 
 def shared_part(settings: Any, kind: type[T], **changes: Any) -> T:
-    """Return a `kind` with the settings that are declared to be the `same_as` its own."""
+    """Return a `kind` with the settings that it shares by `same_as`."""
     names = [field.name for field in settings_of(type(settings)) if is_shared(field, kind)]
     return kind(**{**{name: getattr(settings, name) for name in names}, **changes})
 
 
 def settings_of(kind: type) -> list[Field[Any]]:
-    """Return the settings of a dataclass, its own before inherited ones."""
+    """Return the settings of a dataclass, declared ones before inherited ones."""
     declared = {field.name: field for field in dataclasses.fields(kind) if "help" in field.metadata}
     order = dict.fromkeys(name for base in kind.__mro__ for name in inspect.get_annotations(base))
     return [declared[name] for name in order if name in declared]
@@ -97,7 +97,7 @@ def check_settings(settings: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of dataclasses of settings, which are checked when they are made."""
+    """Base of dataclasses of settings, which are checked at construction."""
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -120,7 +120,7 @@ def accepted_values(field: Field[Any]) -> str:
 
 
 def yaml_word(value: Any) -> str:
-    """Return a value as YAML has it in a line."""
+    """Return a value in YAML's one-line form."""
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 

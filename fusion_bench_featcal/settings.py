@@ -26,13 +26,13 @@ PLUS: Mapping[str, Any] = {
 """FeatCal+. `config/featcal_settings/plus.yaml` is written from it."""
 
 OF_THE_PAPER = ("ridge_lambda", "mix_alpha", "anchor_rho", "eps")
-"""Numbers that only the paper's rule has."""
+"""Numeric settings that only the paper's rule has."""
 
 _FOLDERS = ("activations_dir", "checkpoint_dir")
 
 
 class CalibrationError(RuntimeError):
-    """A calibration that cannot go on. The message names the cause and the setting to change."""
+    """Calibration cannot go on. The message names the cause and the setting to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class FeatCalSettings(DeclaredSettings):
     The same names are used in YAML (`method.<name>`), in Python and in error messages.
 
     Raises:
-        ValueError: If a value is not accepted, or two settings do not fit each other.
-        TypeError: If a name is no setting.
+        ValueError: If a value is not accepted, or two settings contradict each other.
+        TypeError: If a name is not a setting.
     """
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class FeatCalSettings(DeclaredSettings):
                     object.__setattr__(self, name, convert(value))
 
     def _clashes(self) -> Iterator[str]:
-        """Yield a phrase for each setting that does not fit the others."""
+        """Yield a phrase for each setting that contradicts the others."""
         if self.resume is True and self.checkpoint_dir is None:
             yield "resume needs method.checkpoint_dir, the folder that keeps the blocks"
         if self.stream_experts is False and self.expert_read_budget is not None:
@@ -77,7 +77,7 @@ class FeatCalSettings(DeclaredSettings):
         yield from self._settings_of_other_rules()
 
     def _settings_of_other_rules(self) -> Iterator[str]:
-        """Yield a phrase for each changed setting that the rule does not take."""
+        """Yield a phrase for each changed setting that the rule does not have."""
         for name in (*OF_THE_PAPER, "calibrate_bias", "calibrate_norm"):
             value, default = getattr(self, name), getattr(FeatCalSettings, name)
             if value == default:
@@ -96,7 +96,7 @@ class FeatCalSettings(DeclaredSettings):
 
     @classmethod
     def plus(cls, **changes: Any) -> "FeatCalSettings":
-        """Return the settings of FeatCal+ (docs/plus.md), with other values by name."""
+        """Return the settings of FeatCal+ (docs/plus.md), with changes by name."""
         return cls(**{**PLUS, **changes})
 
     @classmethod
@@ -105,11 +105,11 @@ class FeatCalSettings(DeclaredSettings):
         return tuple(field.name for field in dataclasses.fields(cls))
 
     def replace(self, **changes: Any) -> "FeatCalSettings":
-        """Return a checked copy with other values by name."""
+        """Return a checked copy with changes by name."""
         return dataclasses.replace(self, **changes)
 
     def with_paper_update(self) -> "FeatCalSettings":
-        """Return a copy with the paper's rule, from which a pool's presets start."""
+        """Return a copy with the paper's rule, the starting point of a pool's presets."""
         if self.rule == "paper":
             return self
         unchanged = () if self.decoder_rows == "auto" else ("decoder_rows",)
@@ -124,7 +124,7 @@ class FeatCalSettings(DeclaredSettings):
 
     @property
     def needs_base(self) -> bool:
-        """Return whether there must be a base model."""
+        """Return whether a base model is required."""
         of_paper = self.anchor_rho != 1 and self.rule != "plus"
         return getattr(self.rule, "needs_base", of_paper)
 
@@ -134,7 +134,7 @@ class FeatCalSettings(DeclaredSettings):
         return self.task_weights if isinstance(self.task_weights, Mapping) else {}
 
     def described(self) -> str:
-        """Return the settings that differ from the defaults, for people."""
+        """Return the settings that differ from the defaults, as text."""
         defaults = FeatCalSettings().as_dict()
         changed = [f"{k}={value}" for k, value in self.as_dict().items() if value != defaults[k]]
         return ", ".join(changed) or "default settings"

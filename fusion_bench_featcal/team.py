@@ -14,12 +14,12 @@ Figures = dict[str, dict[str, Any]]
 
 
 class Team:
-    """Processes, maybe only one, each of which works on an equal share of all tasks' samples.
+    """Processes, possibly one, each of which works on an equal share of all tasks' samples.
 
-    The samples of all tasks, one task after another, are dealt in one run to each process, by whole
-    batches: process r of P works on the part from r / P to (r + 1) / P. A task may be split between
-    neighbouring processes, and each process shares at most its first and its last task. The first
-    one of a task leads it.
+    The samples of all tasks, one task after another, are divided into one contiguous part for each
+    process, by whole batches: process r of P works on the part from r / P to (r + 1) / P. A task
+    may be split between neighbouring processes, and each process shares at most its first and its
+    last task. The first process of a task leads it.
 
     Attributes:
         tasks: The tasks that this process works on.
@@ -27,7 +27,7 @@ class Team:
     """
 
     def __init__(self, processes: Processes, tasks: Sequence[str], device: torch.device) -> None:
-        """Join.
+        """Join the processes.
 
         Args:
             processes: The processes.
@@ -60,11 +60,11 @@ class Team:
     def whole(self, rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """Yield the sums of each task that this process leads, added up over its processes.
 
-        A task's weight needs the Gram matrix of all its rows (Eq. 14). Tasks that are split wait
-        until all others are done, so that no process waits for another one in between.
+        A task's weight needs the Gram matrix of all its rows (Eq. 14). Split tasks come last, so
+        that no process waits for another in between.
 
         Args:
-            rows: Tasks of this process with what was summed for each module group.
+            rows: This process's tasks with the sums for each module group.
         """
         split: list[tuple[str, Any]] = []
         for task, groups in rows:
@@ -72,7 +72,7 @@ class Team:
                 yield task, groups
             else:
                 split.append((task, groups))
-        self.gather(None)  # what may fail comes before: all must be there to add up
+        self.gather(None)  # errors surface here, before a collective call
         for task, groups in split:
             members = self.members(task)
             for sums in groups.values():
@@ -85,19 +85,19 @@ class Team:
             self._processes.reduce(tensor, to, ranks)
 
     def add_up(self, sums: Mapping[Any, Value]) -> dict[Any, Value]:
-        """Add up the sums of groups over all processes; return those that this one solves.
+        """Add up the sums of groups over all processes and return the groups this process solves.
 
-        Each group goes to the process that has had the least to solve so far.
+        Each group goes to the process with the least work so far.
         """
         tensors = {group: group_sums.tensors() for group, group_sums in sums.items()}  # type: ignore[attr-defined]
         owners = self._deal({group: group.cost for group in sums})
-        self.gather(None)  # what may fail comes before: all must be there to add up
+        self.gather(None)  # errors surface here, before a collective call
         for group, owner in owners.items():
             self._reduce(tensors[group], owner, range(self._processes.size))
         return {group: sums[group] for group in sums if owners[group] == self._processes.rank}
 
     def _deal(self, costs: Mapping[Any, float]) -> dict[Any, int]:
-        """Deal out work, dearest first. All processes deal alike."""
+        """Assign work, most expensive first. The result is equal in all processes."""
         owners: dict[Any, int] = {}
         for group in sorted(costs, key=lambda group: -costs[group]):
             owners[group] = self._load.index(min(self._load))
@@ -107,7 +107,7 @@ class Team:
     def spread(
         self, updates: Mapping[str, Tensor], figures: Figures
     ) -> tuple[dict[str, Tensor], Figures]:
-        """Give every process the parameters and figures of each other one."""
+        """Give every process the parameters and figures of all others."""
         shapes = {name: (value.shape, value.dtype) for name, value in updates.items()}
         gathered = self.gather((shapes, figures))
         received = [
@@ -116,7 +116,7 @@ class Team:
             else {n: torch.empty(s, dtype=d, device=self._device) for n, (s, d) in shapes.items()}
             for rank, (shapes, _) in enumerate(gathered)
         ]
-        self.gather(None)  # what may fail comes before: all must be there to receive
+        self.gather(None)  # errors surface here, before a collective call
         for rank, tensors in enumerate(received):
             for tensor in tensors.values():
                 self._processes.broadcast(tensor, rank)
@@ -126,5 +126,5 @@ class Team:
         )
 
     def of_first(self, find: Callable[[], Value]) -> Value:
-        """Return in all processes what a function returns in the first one."""
+        """Call a function in the first process and return its result in all processes."""
         return self.gather(find() if self._processes.rank == 0 else None)[0]  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Safetensors files that are written whole or not at all, and read by their digest."""
+"""Safetensors files that are written atomically and read with a check of their digest."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ def stored_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors to a safetensors file, whole or not at all; return the file's digest.
+    """Write tensors to a safetensors file atomically, and return the file's digest.
 
     Raises:
         OSError: It cannot be written. The old file stays.
@@ -41,7 +41,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
-    """Write the index of a model in several safetensors files, whole or not at all.
+    """Write the index of a model in several safetensors files, atomically.
 
     Args:
         folder: The folder of the files.

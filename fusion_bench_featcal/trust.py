@@ -1,4 +1,4 @@
-"""Trust in each task's samples, by which rows out of its expert's weights count beside them."""
+"""Trust in each task's samples, which sets the weight of rows from its expert's weights."""
 
 import logging
 from collections.abc import Sequence
@@ -20,28 +20,28 @@ from fusion_bench_featcal.streams.task_rows import folded_rows
 logger = logging.getLogger(__name__)
 
 ENOUGH = 64
-"""Number of a task's samples, copies among them, below which weights count more."""
+"""Number of a task's samples, including copies, below which weights count more."""
 
 FAMILIAR = 0.3
-"""Trust from which samples count in full. A task whose samples are trusted less is named. On the
-bundled suites a task's own samples are at 0.34 at least, another task's at 0.23 at most."""
+"""Trust from which samples count in full. Tasks with less trust are reported. On the bundled suites
+a task's samples are at 0.34 or more, another task's samples at 0.23 or less."""
 
 LEAST = 1 / 4
-"""Least share of `FAMILIAR` that samples count as."""
+"""Smallest share of `FAMILIAR` used for samples."""
 
 
 def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem:
-    """Return the problem with a rule that knows how much rows out of weights count for each task.
+    """Return the problem with a rule that weighs rows from weights for each task.
 
-    With `m_i` samples, copies among them, and trust in them,
+    With `m_i` samples, including copies, and trust in them,
 
         gamma_i = gamma max(64 / m_i, 1) / min(max(trust_i / 0.3, 1/4), 1)^2
 
-    Samples that do not look like what an expert was trained on are warned of by name.
+    A warning names samples that do not resemble the expert's training data.
 
     Args:
         problem: The problem, whose rule is `Plus`.
-        block: The first block, at which the samples are.
+        block: The first block, whose inputs the samples are at.
         groups: Its groups.
     """
     trust, streams = measured_trust(problem, block, groups), problem.streams
@@ -66,24 +66,24 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
 
 
 def familiarity(trust: float) -> float:
-    """Return the share to which samples of some trust count."""
+    """Return the factor for samples of a given trust."""
     return min(max(trust / FAMILIAR, LEAST), 1.0)
 
 
 @exact_products()
 def measured_trust(problem: Problem, block: str, groups: Sequence[Group]) -> dict[str, float]:
-    """Return trust in each task's samples; nothing where there is nothing to compare.
+    """Return trust in each task's samples, or nothing if there is nothing to compare.
 
-    It is read before anything is solved, where the first linear modules of the first block receive
-    their input. With `P_i = tau_i' tau_i` of these modules, `tau_i = W_i - W_base`, and `G_j` the
-    second moment of task j's inputs,
+    It is measured before the first solve, at the inputs of the first linear modules of the first
+    block. With `P_i = tau_i' tau_i` of these modules, `tau_i = W_i - W_base`, and `G_j` the second
+    moment of task j's inputs,
 
         c_ij    = cos_F(P_i, G_j)
         trust_i = (c_ii - mean_j c_ij) / (c_ii (1 - mean_j cos_F(P_i, P_j)))
 
-    It is 0 where an expert was trained no more on its own samples than on other tasks'.
+    It is 0 if an expert fits its samples no better than other tasks' samples.
 
-    Args: those of `with_trust`.
+    Args: as for `with_trust`.
     """
     linear = (group for group in groups if group.kind == "linear" and not group.convolves)
     group = next(linear, None)
@@ -96,7 +96,7 @@ def measured_trust(problem: Problem, block: str, groups: Sequence[Group]) -> dic
     for task, of_group in team.whole(sums):
         with problem.experts[task].loaded(group.parameters) as expert:
             tau = group.linear(expert.get_parameter, torch.float32).weight - base
-        tau = tau / tau.abs().amax().clamp_min(torch.finfo(tau.dtype).tiny)  # no product overflows
+        tau = tau / tau.abs().amax().clamp_min(torch.finfo(tau.dtype).tiny)  # prevents overflow
         inputs = of_group[group].mirrored().means(centred=False).gram[0]
         pairs[task] = direction(tau.mT @ tau).cpu(), direction(inputs).cpu()
     gathered = {task: pair for part in team.gather(pairs) for task, pair in part.items()}
@@ -107,7 +107,7 @@ def measured_trust(problem: Problem, block: str, groups: Sequence[Group]) -> dic
 
 
 def sums_of(streams: Streams, task: str, block: str, group: Group, like: Tensor) -> Moments:
-    """Return sums over what a group receives of a task's samples in the model."""
+    """Return sums over a group's inputs for a task's samples in the model."""
     sums = Moments.zeros(1, group.maps, group.inputs, 0, like)
     for batch in streams.visits(task):
         if batch.is_held_out:

@@ -1,4 +1,4 @@
-"""Readers of configs that others wrote: files of bounded size, JSON, and YAML without aliases."""
+"""Readers of configs from other people: files of bounded size, JSON, and YAML without aliases."""
 
 import json
 import stat
@@ -32,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: It is missing.
-        ValueError: It cannot be read, or contains something else.
+        ValueError: It cannot be read, or has another content.
     """
     data = _content(path, MAX_JSON)
     try:

@@ -1,7 +1,7 @@
 """Lets Hydra find this package's YAMLs and FusionBench's, wherever FusionBench is started from.
 
 Installed as ``hydra_plugins.fusion_bench_featcal``. Hydra imports it in every Hydra program, so it
-imports neither FusionBench nor the rest of this package, but where a method of ours is run. In
+imports neither FusionBench nor the rest of this package unless one of its methods runs. In
 programs other than FusionBench's it changes nothing.
 """
 
