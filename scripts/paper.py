@@ -1,4 +1,4 @@
-"""The numbers and observations of the FeatCal paper (arXiv 2605.13030), beside results of ours."""
+"""Tables of the FeatCal paper's numbers (arXiv 2605.13030) and those of the bundled suites."""
 
 import csv
 import json
@@ -167,8 +167,8 @@ OBSERVATIONS: dict[str, tuple[str, Sequence[tuple[Side, str, Side, float | None]
 
 
 def observations_part(folder: Path = RESULTS / "studies") -> str:
-    """Return a table of observations by study; none of studies without results in `folder`."""
-    parts = []
+    """Return a table of observations for each study that has results in `folder`."""
+    tables = []
     for name, (source, observations) in OBSERVATIONS.items():
         paths = sorted([*folder.glob(f"*/{name}.json"), *folder.glob(f"{name}/*/report.json")])
         studies = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
@@ -180,8 +180,8 @@ def observations_part(folder: Path = RESULTS / "studies") -> str:
         ]  # fmt: skip
         if studies:
             suites = [study["suite"] for study in studies]
-            parts.append(table([f"{source}: points", "paper", *suites], lines))
-    return "\n\n".join(parts)
+            tables.append(table([f"{source}: points", "paper", *suites], lines))
+    return "\n\n".join(tables)
 
 
 def _side(side: Side) -> str:
@@ -214,8 +214,8 @@ def _difference(
 ) -> tuple[float, float, float] | None:
     """Return the difference of two rows of a study, with its interval.
 
-    It is the study's where that compares them. Otherwise it comes from their gains over the merged
-    model as if these were independent: the interval is wider than a paired one.
+    It is the study's own if that compares them. Otherwise it treats their gains over the merged
+    model as independent, so the interval is wider than a paired one.
     """
     if one is None or other is None or one["difference"] is None:
         return None
@@ -236,7 +236,7 @@ def _difference(
 
 
 def verdict(low: float, high: float, relation: str) -> str:
-    """Judge an interval in points; level with: within a point."""
+    """Judge an interval in points. "level with" means within a point."""
     if relation == "level with":
         return HOLDS if low >= -1 and high <= 1 else FAILS if low > 1 or high < -1 else OPEN
     if relation == "below":
@@ -248,8 +248,8 @@ def drift_table() -> str:
     """Figures 1 and 2: drift and cosine of every diagnosis, calibrated beside merged."""
     lines = []
     for folder in sorted((RESULTS / "diagnosis").iterdir()):
-        found = read_lines(folder / LINES_FILE)
-        cells = {row: _drift_cells(found, row) for row in repairs_of(found)}
+        diagnosis = read_lines(folder / LINES_FILE)
+        cells = {row: _drift_cells(diagnosis, row) for row in repairs_of(diagnosis)}
         lines += [[folder.name, row, *values] for row, values in cells.items()]
     heads = ["drift at the last block", "cosine to the expert", "tasks nearer to the expert",
              "tasks with task vectors farther", "tasks with opposite gains"]  # fmt: skip

@@ -69,8 +69,8 @@ def rows_of(*path: str) -> list[Row]:
 
 
 def prepared(row: Row) -> Row:
-    """Add a row's head in tables, and half of the interval of its average."""
-    half = row.get("half_width") or None  # of a study
+    """Add a row's label in tables, and half of the interval of its average."""
+    half = row.get("half_width") or None  # studies store it
     if row.get("deviation"):
         average, deviation = row["accuracy"]["average"], row["deviation"]["average"]
         half = interval_of_mean(average, deviation, row["runs"]).half
@@ -108,12 +108,12 @@ def gain(row: Row, key: str = "gain_interval") -> str:
 
 
 def short(task: str) -> str:
-    """Return a task's name without what all tasks of the bundled suites share."""
+    """Return a task's name without the prefix of the bundled suites."""
     return task.removeprefix("mini_")
 
 
 def measured(content: Mapping[str, Any]) -> str:
-    """Say on which machine a result was measured."""
+    """Return a line with the machine and the versions of a measurement."""
     device, versions = content["device"], content["versions"]
     return (
         f"- measured on {device['cpu']} ({device['torch_threads']} thread) with torch "
@@ -128,11 +128,11 @@ def by_merger(name: str) -> tuple[dict[str, list[Row]], list[Row]]:
     """Return a comparison's rows by the mergers that methods ran on, and the other rows."""
     rows = rows_of("comparison", f"{name}.json")
     columns: dict[str, list[Row]] = {row["upstream"]: [] for row in rows if not row["is_merger"]}
-    others = []
+    remaining_rows = []
     for row in rows:
-        is_other = row["name"] in REFERENCES or row["upstream"] not in columns
-        (others if is_other else columns[row["upstream"]]).append(row)
-    return columns, others
+        has_no_column = row["name"] in REFERENCES or row["upstream"] not in columns
+        (remaining_rows if has_no_column else columns[row["upstream"]]).append(row)
+    return columns, remaining_rows
 
 
 def accuracies(corner: str, columns: Mapping[str, Sequence[Row]], *shown: str) -> str:
@@ -151,13 +151,13 @@ def accuracies(corner: str, columns: Mapping[str, Sequence[Row]], *shown: str) -
 
 
 def grid(*names: str) -> str:
-    """Return a table of each comparison's mergers, and the other rows in a sentence."""
-    parts = []
-    for columns, others in map(by_merger, names):
-        parts.append(accuracies("average, % (worst gap)", columns))
-        references = ", ".join(f"{row['name']} {average(row)}" for row in others)
-        parts.append(f"- for comparison: {references}")
-    return "\n\n".join(parts)
+    """Return a table of each comparison's mergers, and the remaining rows in a sentence."""
+    paragraphs = []
+    for columns, remaining_rows in map(by_merger, names):
+        paragraphs.append(accuracies("average, % (worst gap)", columns))
+        references = ", ".join(f"{row['name']} {average(row)}" for row in remaining_rows)
+        paragraphs.append(f"- for comparison: {references}")
+    return "\n\n".join(paragraphs)
 
 
 def draws(columns: Mapping[str, str], *shown: str) -> str:
@@ -212,8 +212,8 @@ def tasks_table(rows: Sequence[Row], **more: Callable[[Row], str]) -> str:
 
 def grid_tasks() -> str:
     """Every task of the image suite: mergers, and every method over task arithmetic."""
-    columns, others = by_merger("grid")
-    return tasks_table([*others, *columns[MERGER]])
+    columns, remaining_rows = by_merger("grid")
+    return tasks_table([*remaining_rows, *columns[MERGER]])
 
 
 def run_table(name: str) -> str:
@@ -232,6 +232,30 @@ def costs_table() -> str:
         inference = f"{1e3 * cost['inference_seconds_per_sample']:.3f}"
         lines.append([row["head"], average(row), *costs(row), inference])
     return table(["", "average, % (worst gap)", "seconds", "memory, MiB", "ms / sample"], lines)
+
+
+def times_table() -> str:
+    """Seconds of methods divided by FeatCal+'s in the same draws: range over sample counts."""
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for suite, head in SUITES.items():
+        for count in (8, 64, 256):
+            rows = rows_of("comparison", f"draws-{suite}-n{count}.json")
+            seconds = {row["head"]: row["cost"].get("seconds") for row in rows}
+            for name in SUITE_ROWS[1:-1]:
+                if seconds.get(name):
+                    ratio = seconds[name] / seconds["+ featcal:plus"]
+                    ratios.setdefault(name, {}).setdefault(head, []).append(ratio)
+
+    def span(values: Sequence[float]) -> str:
+        ends = dict.fromkeys(f"{end:.1f}" for end in (min(values), max(values)))
+        return " to ".join(ends)
+
+    lines = [
+        [name, *(span(by_suite[head]) if head in by_suite else "-" for head in SUITES.values())]
+        for name, by_suite in ratios.items()
+        if name != "+ featcal:plus"
+    ]
+    return table(["seconds / those of featcal:plus", *SUITES.values()], lines)
 
 
 def costs(row: Row) -> list[str]:
@@ -275,9 +299,10 @@ def study_table(suite: str, name: str) -> str:
 
 
 def study_points(content: Mapping[str, Any]) -> list[tuple[str, dict[str, Row]]]:
-    """Return points by labels and heads; of a plane its two axes through the first point only.
+    """Return points by labels and rows by heads.
 
-    Rows are means over labels that the study averages over, with the worst task of all.
+    Of a plane of two settings, points off the two axes through the first point are left out. Rows
+    are means over the labels that the study averages over, with the worst task of all.
     """
     first = content["points"][0]["labels"]
     points: dict[str, dict[str, list[Row]]] = {}
@@ -364,6 +389,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "comparison-field": partial(grid, "field"),
     "comparison-kl": partial(grid, "kl"),
     "comparison-costs": costs_table,
+    "comparison-times": times_table,
     "comparison-tasks": grid_tasks,
     **{
         f"draws-{suite}": partial(draws, {f"n = {n}": f"draws-{suite}-n{n}" for n in (8, 64, 256)})
@@ -446,7 +472,7 @@ def _keep(content: Mapping[str, Any], *path: str) -> None:
 
 
 def rewritten(page: Path) -> str:
-    """Return a page's text with every generated part made anew."""
+    """Return a page's text with every generated part written again."""
 
     def fill(match: re.Match[str]) -> str:
         return f"{match[1]}{PARTS[match['name']]()}\n{match[3]}"
@@ -455,7 +481,7 @@ def rewritten(page: Path) -> str:
 
 
 def main() -> None:
-    """Write, or with --check compare, all pages."""
+    """Write all pages, or with --check compare them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--take", type=Path, nargs="*", default=(), help="folders of results")
