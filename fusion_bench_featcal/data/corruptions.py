@@ -1,7 +1,7 @@
 """Gaussian noise, motion blur and fog as in ImageNet-C, for RGB pictures of any size.
 
-Formulas and constants are those of Hendrycks & Dietterich, "Benchmarking Neural Network Robustness
-to Common Corruptions and Perturbations" (ICLR 2019), and of the code that made ImageNet-C
+Formulas and constants come from Hendrycks & Dietterich, "Benchmarking Neural Network Robustness to
+Common Corruptions and Perturbations" (ICLR 2019), and from ImageNet-C's code
 (github.com/hendrycks/robustness). They are for pictures whose shorter side has 224 pixels.
 """
 
@@ -24,7 +24,7 @@ _NOISE = (0.08, 0.12, 0.18, 0.26, 0.38)
 _MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
 # Density of the fog, and the factor by which its waves shrink with each halving of their length.
 _FOG = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))
-_STEEPEST = pi / 4  # largest angle of a motion from the horizontal
+_STEEPEST = pi / 4  # largest angle of motion from the horizontal
 
 
 def check_corruption(
@@ -84,8 +84,8 @@ def motion_blur(pixels: np.ndarray, severity: int, random: np.random.Generator) 
 def motion_kernel(severity: int, scale: float, angle: float) -> np.ndarray:
     """Return the weights of a motion blur, `[side, side]` with an odd side; their sum is 1.
 
-    The path starts at the centre and has half Gaussian weights, as ImageMagick's, which made
-    ImageNet-C. Points between pixels are distributed over their neighbours.
+    The path starts at the centre with one half of a Gaussian, as in ImageMagick, which ImageNet-C
+    uses. Points between pixels are distributed over their neighbours.
 
     Args:
         severity: 1 to 5.
@@ -93,7 +93,7 @@ def motion_kernel(severity: int, scale: float, angle: float) -> np.ndarray:
         angle: Direction of the motion, in radians from the horizontal.
     """
     radius, sigma = _MOTION[severity - 1]
-    fine = max(1, ceil(scale))  # points per published pixel: no gaps in large pictures
+    fine = max(1, ceil(scale))  # points per published pixel, so that large pictures have no gaps
     steps = np.arange(2 * radius * fine + 1) / fine
     weights = np.exp(-(steps**2) / (2 * sigma**2))
     margin = ceil(2 * radius * scale) + 1

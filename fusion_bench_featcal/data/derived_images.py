@@ -36,8 +36,9 @@ def corrupted(
         severity: 1 to 5.
         seed: Seed, >= 0.
         task: Name of the task, part of the seed.
-        size: Length in pixels to which the shorter side is resized first, as ImageNet-C's 224. None
-            leaves images as they are. A large image that is resized later loses noise.
+        size: Length in pixels to which the shorter side is resized first, such as 224 for
+            ImageNet-C. None leaves images unchanged. A later reduction in size would weaken the
+            noise.
         split: Split of a path or hub id.
         image_column: Column of the images.
 

@@ -25,7 +25,7 @@ SPLIT_FOLDERS = {"train", "training", "val", "valid", "validation", "dev", "test
 class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
     """View of a dataset as items `{"image": RGB picture, "label": int}`, read one by one.
 
-    Labels of `datasets` tables are checked at once, those of other datasets as they are read.
+    Labels of `datasets` tables are checked on construction, other labels when they are read.
 
     Attributes:
         name: Name of the dataset in messages.
@@ -45,7 +45,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
     ) -> None:
         """View a `datasets` table, a map-style dataset or other items.
 
-        Further arguments are those of `load_images`.
+        For further arguments see `load_images`.
 
         Raises:
             ValueError: If a column does not exist, or class names do not fit.
@@ -146,10 +146,10 @@ def load_images(
         split: The split, if there are several.
         image_column: Column of the images.
         label_column: Column of the labels. If it is missing or None, the items are unlabeled.
-        classnames: Class names by label. By default the folders' names, the dataset's own class
-            names, or the distinct text labels in alphabetical (numbers: numerical) order.
-        classnames_by: Rule that matches the data's own class names to `classnames`: by `name`, or
-            in `order`.
+        classnames: Class names by label. By default the folders' names, the dataset's class names,
+            or the distinct text labels in alphabetical (numbers: numerical) order.
+        classnames_by: Rule that matches the dataset's class names to `classnames`: by `name`, or in
+            `order`.
 
     Returns:
         Items `{"image": RGB picture, "label": int}`. A picture is read when its item is used.

@@ -34,9 +34,9 @@ def match_names(
 ) -> list[int]:
     """Return the position in `classnames` of each of the data's class names.
 
-    Names that are all in `classnames` are matched by name, in any order. Numbers from 0 (`0`, `1`,
-    ...) are positions. As many names, of which the common ones have the same positions, are in the
-    same order. Anything else could swap classes and is refused.
+    If all names are in `classnames`, they are matched by name, in any order. Numbers from 0 (`0`,
+    `1`, ...) are positions. If there are equally many names and the common ones have equal
+    positions, the order is the same. Anything else could swap classes and is refused.
 
     Args:
         names: The data's class names, by label.

@@ -1,4 +1,4 @@
-"""Errors of loading data, tokenizers and models, named by the setting."""
+"""Errors in loading data, tokenizers and models, which name the setting."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ def naming_setting(setting: str, value: Any = None) -> Iterator[None]:
     except Exception as error:
         if is_of_hub(error):
             raise hub_error(error, shown) from error
-        # of a missing path, split or column
+        # for a missing path, split or column
         if not isinstance(error, OSError | ValueError | KeyError | TypeError):
             raise
         hint, reason = offline_hint() if isinstance(error, OSError) else "", str(error).rstrip(".")

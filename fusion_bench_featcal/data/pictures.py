@@ -45,7 +45,7 @@ def to_rgb(value: Any, item: str) -> Image.Image:
             return _rgb(value)
     except UnidentifiedImageError as error:
         raise CalibrationError(f"{name} cannot be read: its format is unknown") from error
-    # PIL reports damaged files and unsupported modes by any of these
+    # PIL raises any of these for damaged files and unsupported modes
     except (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError) as error:
         raise CalibrationError(f"{name} cannot be read ({error}). Repair or remove it.") from error
     raise CalibrationError(
@@ -85,7 +85,7 @@ def to_pixels(image: Any, processor: Processor, item: str) -> Tensor:
             if is_plain
             else transform(images=[image], return_tensors="pt")["pixel_values"][0]
         )
-    # processors raise whatever their image library raises
+    # processors pass on any error of their image library
     except Exception as error:
         size = f"{image.width} x {image.height} " if isinstance(image, Image.Image) else ""
         raise CalibrationError(

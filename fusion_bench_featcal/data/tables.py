@@ -36,7 +36,7 @@ def require_numbered(rows: Any, name: str) -> None:
 
 
 def split_of(location: str) -> tuple[str, str | None]:
-    """Return path or hub id and split of `PATH:SPLIT` or `ID:SPLIT`; None: none is named."""
+    """Return path or hub id and split of `PATH:SPLIT` or `ID:SPLIT`; None: no split."""
     name, colon, split = location.rpartition(":")
     if not colon or Path(location).expanduser().exists():
         return location, None
@@ -44,12 +44,12 @@ def split_of(location: str) -> tuple[str, str | None]:
 
 
 def load_texts(path: str, split: str = "train") -> datasets.Dataset:
-    """Load a table of texts, without running anybody's code.
+    """Load a table of texts, without running code of a dataset.
 
     Args:
         path: A table (`.jsonl`, `.json`, `.csv`, `.parquet`), a folder that `datasets` has saved,
-            or the id of a hub dataset, maybe with its config as `ID:CONFIG`. To folders and ids
-            `:SPLIT` may be added.
+            or the id of a hub dataset, optionally with its config as `ID:CONFIG`. Folders and ids
+            may end in `:SPLIT`.
         split: The split of a folder or hub dataset with several.
 
     Raises:
@@ -66,7 +66,7 @@ def load_texts(path: str, split: str = "train") -> datasets.Dataset:
 
 
 def _saved(folder: Path, split: str) -> datasets.Dataset:
-    """Read a folder that `save_to_disk` has written."""
+    """Read a folder written by `save_to_disk`."""
     try:
         loaded = datasets.load_from_disk(str(folder))
     except (OSError, ValueError) as error:
@@ -104,7 +104,7 @@ def read_table(file: Path, split: str | None) -> datasets.Dataset:
             return datasets.Dataset(pyarrow.csv.read_csv(file))
         # `datasets` takes paths as patterns
         loaded = datasets.load_dataset(reader, data_files=escape(str(file)), split="train")
-    except Exception as error:  # the readers raise whatever their parsers raise
+    except Exception as error:  # the readers pass on any error of their parsers
         cause = error.__cause__ or error
         if isinstance(cause, PermissionError):
             raise cause from error
@@ -115,25 +115,25 @@ def read_table(file: Path, split: str | None) -> datasets.Dataset:
 
 
 def check_literal(folder: str) -> None:
-    """Refuse a folder that `datasets` would take as a pattern, and read others that fit it.
+    """Refuse a folder that `datasets` would treat as a pattern and match with other folders.
 
     Raises:
-        ValueError: If a folder with *, ? or [ in its path is there.
+        ValueError: If a folder exists whose path contains *, ? or [.
     """
     if has_magic(folder) and Path(folder).expanduser().is_dir():
         raise ValueError(f"data {folder!r}: rename the folder: *, ? and [ would be a pattern")
 
 
 def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
-    """Load a split of a hub dataset; `source` is the path at which no file or folder lies.
+    """Load a split of a hub dataset. `source` is the path without a file or folder.
 
     Raises:
-        ValueError: If the name is a path's, or no split is named.
+        ValueError: If the name looks like a path, or no split is named.
         CalibrationError: If it cannot be loaded.
     """
     repository, _, config = name.partition(":")
     is_path = name.startswith((".", "/", "~", "\\")) or name.count("/") > 1
-    is_path |= "/" not in name and "." in repository  # a file, with an ending of any kind
+    is_path |= "/" not in name and "." in repository  # a file name with any ending
     if is_path or source.suffix.lower() in TABLE_READERS:
         raise ValueError(
             f"data {name!r} does not exist: neither a file nor a folder at {source.absolute()}."
@@ -147,7 +147,7 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
     option = f"data {name!r}, split {split!r}"
     try:
         loaded = datasets.load_dataset(repository, config or None, split=split)
-    except Exception as error:  # whatever the hub's client and the network raise
+    except Exception as error:  # any error of the hub's client or the network
         raise hub_error(error, option) from error
     note_data_set(loaded)
     return cast(datasets.Dataset, loaded)

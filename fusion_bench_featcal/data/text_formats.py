@@ -1,4 +1,4 @@
-"""Formats of texts in rows of datasets: prompts with answers, chats, and plain texts."""
+"""Text formats in rows of datasets: prompts with answers, chats, and plain texts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,17 +10,17 @@ TARGETS = ("target", "completion", "response", "output", "answer")
 CHATS = ("messages", "conversations")
 PROMPTS = ("prompt", "instruction", "question")
 FORMATS = ("input_ids", *CHATS, *PROMPTS, "text")
-"""Columns of which a row of texts has one. The first of them counts."""
+"""Columns for texts, one of which a row must have. The first one has priority."""
 _CONTEXTS = ("input", "context")
-"""Names of the column that an `instruction` is about."""
+"""Names of the column with an `instruction`'s input."""
 _ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def plain_row(row: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a row of any usual format with the names of four of them.
+    """Return a row of any common format in one of four formats.
 
-    They are `messages`, `prompt` with or without `target`, `text`, or a tokenised row as it is.
-    ShareGPT's `conversations` and lists of messages as prompt and completion become `messages`; an
+    They are `messages`, `prompt` with or without `target`, `text`, or an unchanged tokenised row.
+    ShareGPT's `conversations` and lists of messages as prompt and completion become `messages`. An
     `instruction` with its `input`, and a `question`, become a `prompt`.
 
     Args:
@@ -54,7 +54,7 @@ def plain_row(row: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def lacks_answer(row: Mapping[str, Any], place: str) -> bool:
-    """Return whether a row has a prompt without an answer, which an expert has to write."""
+    """Return whether a row has a prompt without an answer, which an expert must generate."""
     plain = plain_row(row, place)
     if "messages" in plain:
         last = list(plain["messages"])[-1:]
@@ -69,7 +69,7 @@ def _answered(target: Any) -> list[Any]:
 
 
 def _turns(chat: Any) -> Any:
-    """Return a chat's turns with `role` and `content`, of which ShareGPT has other names."""
+    """Return a chat's turns with `role` and `content`, renamed from ShareGPT's keys if needed."""
     if not isinstance(chat, list | tuple):
         return chat
     return [
@@ -81,7 +81,7 @@ def _turns(chat: Any) -> Any:
 
 
 def _answer_of(row: Mapping[str, Any], place: str) -> Any:
-    """Answer to a row's prompt: its `target`, else what another of `TARGETS` has; None: nothing.
+    """Return the answer to a row's prompt: its `target`, else another column of `TARGETS`, or None.
 
     Raises:
         CalibrationError: If several have different answers.

@@ -15,8 +15,8 @@ from fusion_bench_featcal.settings import CalibrationError
 
 TextKind = Literal["seq2seq", "causal", "classification"]
 IGNORED = -100  # label without a target, in transformers' losses
-_NO_LIMIT = 10**9  # tokenizers without a limit of their own report a huge one
-_DATE = "26 Jul 2024"  # Llama's chat template writes today's date unless it is told another
+_NO_LIMIT = 10**9  # tokenizers without a limit report a huge one
+_DATE = "26 Jul 2024"  # by default Llama's chat template inserts the current date
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Text:
-    """A row in token ids, uncut; `shown` is the target with -100 where it does not count."""
+    """A row in token ids before truncation. `shown` is the target, -100 where it is not counted."""
 
     prompt: list[int]
     target: list[int] | None = None
@@ -39,12 +39,13 @@ class _Text:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Rows of a dataset, in the formats of `plain_row`, as token ids.
+    """Converts rows of a dataset, in the formats of `plain_row`, to token ids.
 
-    Of a chat the last turn is the target; it is rendered by the tokenizer's chat template.
-    Texts longer than `max_length` are cut: a prompt at its end, so that the target keeps at least
-    half. Without it the limit is the tokenizer's, beyond which a text is an error.
-    For a classifier a row is one text, a chat with its last turn; targets and labels are not read.
+    The last turn of a chat is the target. The chat is rendered by the tokenizer's chat template.
+    Texts longer than `max_length` are truncated: a prompt at its end, so that the target keeps at
+    least half. Without `max_length` a text beyond the tokenizer's limit is an error. For a
+    classifier a row is one text, and a chat includes its last turn. Targets and labels are not
+    read.
     """
 
     tokenizer: Any
@@ -63,8 +64,8 @@ class TextEncoder:
         """Return a row with its target.
 
         Raises:
-            CalibrationError: If there is no text, an empty target, or none where one is needed, or
-                the text is too long.
+            CalibrationError: If the text is empty or too long, the target is empty, or a required
+                target is missing.
         """
         text = self._read(row, name)
         if self.kind == "seq2seq" and text.target is None:
@@ -80,7 +81,7 @@ class TextEncoder:
         return self._cut(text, name)
 
     def prompt(self, row: Mapping[str, Any], name: str, reserved: int) -> list[int]:
-        """Return a row's prompt; a decoder-only model's leaves room for `reserved` tokens.
+        """Return a row's prompt. For a decoder-only model it leaves room for `reserved` tokens.
 
         Raises:
             CalibrationError: If there is no text, or it is too long.
@@ -96,7 +97,7 @@ class TextEncoder:
 
     @property
     def pad_id(self) -> int:
-        """Token that fills up batches. Any would do, because padding never counts."""
+        """Token for padding. Any token would do, because padding never counts."""
         candidates = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         return next(token for token in candidates if token is not None)
 
@@ -114,7 +115,7 @@ class TextEncoder:
         return any(token not in self._marks for token in ids)
 
     def _cut(self, text: _Text, name: str) -> Sample:
-        """Return prompt and target as the model takes them, no longer than allowed."""
+        """Return prompt and target as model inputs, within the limits."""
         limit, prompt, target = self._limit, text.prompt, text.target
         if target is None:
             return Sample(self._within(prompt, limit, name, len(prompt)), None)
@@ -134,7 +135,7 @@ class TextEncoder:
         return ids[:limit]
 
     def _read(self, row: Mapping[str, Any], name: str) -> _Text:
-        """Return prompt and target of a row in token ids, uncut."""
+        """Return prompt and target of a row in token ids, before truncation."""
         row = plain_row(row, name)
         if self.kind == "classification":
             row = {key: value for key, value in row.items() if key not in ("labels", "target")}
@@ -144,7 +145,7 @@ class TextEncoder:
             text = self._chat(row["messages"], name)
         else:
             for key in ("prompt", "text", "target"):
-                if type(row.get(key)) is int:  # tables write whole numbers without quotes
+                if type(row.get(key)) is int:  # tables contain whole numbers without quotes
                     row = {**row, key: str(row[key])}
                 if not isinstance(row.get(key), str | None):
                     raise CalibrationError(
@@ -215,7 +216,7 @@ class TextEncoder:
         options = {"add_generation_prompt": add_generation_prompt, "date_string": _DATE}
         try:
             return self.tokenizer.apply_chat_template(turns, tokenize=False, **options)
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # a template may raise any error
             raise CalibrationError(
                 f"{name}: the tokenizer's chat template cannot be used: {first_line(error)}. "
                 "Correct the row, or set modelpool.tokenizer"
@@ -230,19 +231,19 @@ class TextEncoder:
         if self.kind != "causal":
             return _Text(ids)
         end = self.tokenizer.eos_token_id
-        if ids and ids[-1] == end:  # some tokenizers end every text: the target follows here
+        if ids and ids[-1] == end:  # some tokenizers end every text, but here the target follows
             ids.pop()
         if target is None:
             return _Text(ids)
         return _Text(ids, [*self._ids(target), *([] if end is None else [end])])
 
     def _ids(self, text: str) -> list[int]:
-        """Return token ids of a text that brings its own marks, or follows another."""
+        """Return token ids of a text without adding special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def tokens_allowed(tokenizer: Any) -> int:
-    """Return a tokenizer's own limit of tokens.
+    """Return a tokenizer's maximum number of tokens.
 
     Raises:
         CalibrationError: If its files give no number of tokens.
@@ -257,11 +258,11 @@ def tokens_allowed(tokenizer: Any) -> int:
 
 
 def pad_samples(samples: Sequence[Sample], encoder: TextEncoder) -> dict[str, Tensor]:
-    """Samples as one batch, padded to the longest of them.
+    """Return samples as one batch, padded to the longest of them.
 
     Returns:
-        `input_ids`, `attention_mask` and, where there are labels, `labels`, each
-        `[batch, length]`, int64; labels are -100 on padding.
+        `input_ids`, `attention_mask` and, if samples have labels, `labels`, each `[batch, length]`,
+        int64. Labels are -100 on padding.
     """
     left = encoder.tokenizer.padding_side == "left"
     batch = {
@@ -275,7 +276,7 @@ def pad_samples(samples: Sequence[Sample], encoder: TextEncoder) -> dict[str, Te
 
 
 def pad_rows(rows: Sequence[list[int]], fill: int, *, left: bool) -> Tensor:
-    """Rows of unequal length as one int64 tensor, filled up on one side."""
+    """Return rows of unequal length as one int64 tensor, padded on one side."""
     padded = torch.full((len(rows), max(map(len, rows))), fill, dtype=torch.long)
     for row, ids in zip(padded, rows, strict=True):
         place = slice(len(row) - len(ids), None) if left else slice(len(ids))
@@ -286,7 +287,7 @@ def pad_rows(rows: Sequence[list[int]], fill: int, *, left: bool) -> Tensor:
 def _integers(values: Any, name: str) -> list[int]:
     plain = values.tolist() if hasattr(values, "tolist") else list(values)
     for value in plain:
-        if not isinstance(value, Integral):  # bool counts: masks may be of it
+        if not isinstance(value, Integral):  # bool is integral, and allowed for masks
             raise CalibrationError(
                 f"{name} must be integers, got {value!r} ({type(value).__name__}). Store them as "
                 "integers"

@@ -12,20 +12,20 @@ _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vo
 
 
 def differing_tokens(tokenizer: Any, folder: Path) -> str:
-    """Compare a tokenizer's tokens with those of the one in a model's folder, if there is one.
+    """Compare a tokenizer's tokens with the tokenizer in a model's folder, if it has one.
 
     Returns:
-        The number of tokens with other ids there, and an example. Empty if there are none.
+        The number of tokens with different ids, and an example. Empty if there are none.
 
     Raises:
-        CalibrationError: If the one in the folder cannot be loaded.
+        CalibrationError: If the tokenizer in the folder cannot be loaded.
     """
     if not any((folder / file).is_file() for file in _FILES):
         return ""
     vocabulary = tokenizer.get_vocab()
     try:
         others = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False).get_vocab()
-    except Exception as error:  # whatever the tokenizer's own library raises
+    except Exception as error:  # any error of the tokenizer's library
         raise CalibrationError(
             f"the tokenizer in {folder} cannot be loaded: {first_line(error)}"
         ) from error

@@ -1,7 +1,7 @@
 """`featcal calibrate`: models and data in folders, without FusionBench and without Hydra.
 
-Everything here raises a ValueError that names the option where something that was named is missing
-or does not fit, and a CalibrationError where a calibration cannot go on.
+All functions here raise a ValueError that names the option if a named file or model is missing or
+does not fit, and a CalibrationError if a calibration cannot go on.
 """
 
 from pathlib import Path
@@ -22,11 +22,11 @@ def calibrate_folder(merged: str | Path | None = None, **options: Any) -> Path:
         The folder of the calibrated model.
 
     Raises:
-        ValueError: If an option is unknown, or models or data are missing or do not fit; nothing
-            has been loaded then.
+        ValueError: If an option is unknown, or models or data are missing or do not fit. Nothing
+            was loaded in that case.
         CalibrationError: If the calibration cannot go on; finished blocks are kept.
     """
-    # Loaded on first use: the command line reads its options here, without torch.
+    # Loaded on first use: the command line reads the options here without loading torch.
     from fusion_bench_featcal.folders.job import run
     from fusion_bench_featcal.folders.request import Request
 

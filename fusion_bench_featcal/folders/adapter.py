@@ -1,4 +1,4 @@
-"""The calibrated model as a PEFT adapter over its base: the best low-rank form of the change."""
+"""The calibrated model as a PEFT adapter of its base: the best low-rank form of the change."""
 
 import json
 from collections import Counter
@@ -16,9 +16,9 @@ from fusion_bench_featcal.experts.lora import PREFIX
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 
 ADAPTER = "adapter"
-"""Folder of the adapter inside the model's."""
+"""Folder of the adapter inside the model's folder."""
 _WHOLE = 512
-"""Smaller side of a matrix up to which its singular values are all computed."""
+"""Matrices with a smaller side up to this size get a full singular value decomposition."""
 _LISTED = 3
 _TASK_TYPES = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 
@@ -34,7 +34,7 @@ class Adapter:
         saved: Modules that are stored whole.
         left_out: Modules whose change is not stored.
         energy: Energy (squared norm) of the factored modules' change.
-        lost: Energy of the change that the rank leaves out.
+        lost: Energy of the change that the rank omits.
         has_inputs_first: Whether weights of adapted modules are stored as `[inputs, outputs]`.
     """
 
@@ -53,7 +53,7 @@ class Adapter:
         """Approximate the change from a base to the calibrated model.
 
         Args:
-            base: The base, which is changed: to the model that PEFT makes of base and adapter.
+            base: The base. It is changed to the model that PEFT builds from base and adapter.
             calibrated: The calibrated model, of the same class and sizes.
             rank: Rank of each module's factors.
         """
@@ -104,7 +104,7 @@ class Adapter:
         self.tensors[PREFIX + name] = tensor.detach().cpu().clone().contiguous()
 
     def note(self) -> str:
-        """Return a sentence on what the adapter leaves out."""
+        """Return a sentence on the part of the change that the adapter omits."""
         share = 100 * self.lost / (self.energy or 1)
         text = f"adapter of rank {self.rank}: {share:.1f} % of the change's energy is lost"
         if self.left_out:
@@ -114,12 +114,12 @@ class Adapter:
         return text
 
     def write(self, folder: Path, kind: str, base: str | None) -> None:
-        """Write the adapter as PEFT does.
+        """Write the adapter in PEFT's format.
 
         Args:
             folder: A new folder.
             kind: Kind of the base.
-            base: The base's folder or hub id, as the adapter's config names it.
+            base: The base's folder or hub id, for the adapter's config.
         """
         folder.mkdir()
         config: dict[str, Any] = {
@@ -144,7 +144,7 @@ def factors(change: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
     Args:
         change: Float32 `[outputs, inputs]`.
-        rank: Rank; of a smaller matrix further rows of A and columns of B are zero.
+        rank: Rank. For a smaller matrix, further rows of A and columns of B are zero.
 
     Returns:
         A `[rank, inputs]` and B `[outputs, rank]`.
@@ -164,7 +164,7 @@ def factors(change: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def check_base(base: ModelFolder | None, home: ModelFolder) -> None:
-    """Refuse a base over which the calibrated model cannot be an adapter."""
+    """Refuse a base of another class or size: an adapter could not change it into the model."""
     if base is None:
         raise ValueError("--as-lora needs --base, the model that the adapter changes")
     shapes, others = (

@@ -1,4 +1,4 @@
-"""Scores of the models of one `featcal calibrate`: the experts, the merged and calibrated one."""
+"""Scores of all models of one `featcal calibrate`: the experts, the merged and calibrated one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,12 +26,12 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 
 class Evaluation:
-    """Report of one run, to which each model is added while it is in memory.
+    """Report of one run. Each model is added while it is in memory.
 
     Attributes:
         report: Scores of all models.
-        heads: Task -> its expert's classifier, with the body of the last model that was added;
-            empty where models have no heads of their own.
+        heads: Task -> its expert's classifier, with the body of the last added model; empty for
+            models without separate heads.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Evaluation:
         scorers: Mapping[str, Scorer],
         notes: Sequence[str],
     ) -> None:
-        """Begin with a report without scores, and its first notes."""
+        """Start with a report without scores, and its first notes."""
         request = models.request
         self.report = Report(
             suite=request.folder.name,
@@ -63,11 +63,11 @@ class Evaluation:
 
     @property
     def needs_models(self) -> bool:
-        """Return whether models are run, or their heads are kept."""
+        """Return whether models are run, or their heads are stored."""
         return bool(self._tests or self._scorers or self._models.has_heads)
 
     def add_references(self, merged: ExpertSource) -> None:
-        """Add each expert on its task, and the merged model, whose body has some weights."""
+        """Add each expert on its task, and the merged model, given the weights of its body."""
         models, scores = self._models, {}
         if self._tests:
             tasks = counted(len(self._tests), "task")
@@ -83,7 +83,7 @@ class Evaluation:
         self.add(str(self.report.upstream), merged)
 
     def _check_experts(self, scores: Mapping[str, Score]) -> None:
-        """Refuse experts that cannot do what they were trained for."""
+        """Refuse experts that fail on their task."""
         models, on_base = self._models, {}
         base, request = models.base, models.request
         is_alike = scores and base and base.calibrated_class is models.home.calibrated_class
@@ -103,7 +103,7 @@ class Evaluation:
         self.report.note(Note(NOTE, line))
 
     def add(self, name: str, body: ExpertSource) -> None:
-        """Evaluate the merged model with a body of some weights, and add its row."""
+        """Evaluate the merged model with the given weights of its body, and add its row."""
         if self.needs_models:
             self.add_model(name, self._models.load(body))
         else:

@@ -1,4 +1,4 @@
-"""Experts that answer their own rows no better than a guess, or worse than the base."""
+"""Check for experts that predict their task's rows no better than a guess or than the base."""
 
 import math
 from collections.abc import Mapping
@@ -9,20 +9,21 @@ from torch import Tensor
 from fusion_bench_featcal.folders.tasks import Score
 
 _ROWS = 4
-"""Rows from which losses are compared."""
+"""Smallest number of rows for comparing losses."""
 _ERRORS, _CHANCE = 3.0, 0.01
-"""Standard errors by which a mean loss must differ: more where rows are so few that it would
-differ as much by this chance."""
+"""Standard errors by which a mean loss must differ. With few rows the factor is larger, for an
+equal
+probability of error."""
 _WORSE = 0.1
-"""Loss by which an expert is worse than the base at least: it may answer in other words."""
+"""Smallest excess loss of an expert over the base: the expert may use other words."""
 
 
 def weak_experts(experts: Mapping[str, Score], base: Mapping[str, Score]) -> list[str]:
     """Describe each expert that is no better than guessing, or worse than the base, by task.
 
-    A guess gives all classes or tokens the same probability. Experts count as better if their
-    accuracy is: that of guessed classes by more than chance, that of the base at all. Whole texts
-    are not compared with the base, which may well write them as it was trained to.
+    A guess gives all classes or tokens equal probability. An expert is not weak if its accuracy is
+    better: better than guessed classes by more than chance, or better than the base. Whole texts
+    are not compared with the base, which may predict them well from its training.
     """
     return [
         f"{task} (loss {score.loss:.2f} on {len(score.losses)} rows, {other})"
@@ -32,7 +33,7 @@ def weak_experts(experts: Mapping[str, Score], base: Mapping[str, Score]) -> lis
 
 
 def _better(expert: Score, base: Score | None) -> str | None:
-    """Name and loss of what does better than an expert, if anything does."""
+    """Return name and loss of a guess or base that is better than an expert, or None."""
     guess = math.log(expert.choices)
     is_guess = guess > 0 and _is_above(expert.losses - guess, -1e-4)
     if is_guess and not _beats_chance(expert):
@@ -43,7 +44,7 @@ def _better(expert: Score, base: Score | None) -> str | None:
 
 
 def _is_above(excess: Tensor, least: float) -> bool:
-    """Return whether the mean is above `least` by more than its error; NaN is."""
+    """Return whether the mean is above `least` by more than its error. NaN counts as above."""
     error = float(excess.std()) / math.sqrt(len(excess)) if len(excess) > 1 else 0.0
     if len(excess) < _ROWS:
         return False
@@ -52,7 +53,7 @@ def _is_above(excess: Tensor, least: float) -> bool:
 
 
 def _beats_chance(score: Score) -> bool:
-    """Return whether more classes are right than by chance, at 95 %."""
+    """Return whether more classes are right than by chance, at a level of 95 %."""
     chance = 1 / score.choices
     error = math.sqrt(chance * (1 - chance) / len(score.losses))
     return score.kind == "class" and score.accuracy > chance + 1.645 * error

@@ -33,7 +33,7 @@ class ZeroShot:
     """Zero-shot heads of a whole CLIP: its text tower and its two projections."""
 
     def __init__(self, clip: ModelFolder) -> None:
-        """Load the model in a folder of a whole CLIP."""
+        """Load a whole CLIP from its folder."""
         from transformers import AutoTokenizer, CLIPModel
 
         self._model: Any = clip.load(CLIPModel)
@@ -41,13 +41,13 @@ class ZeroShot:
 
     @torch.no_grad()
     def head(self, prompts: Sequence[str]) -> Tensor:
-        """Unit vectors of the classes' prompts, `[classes, d]`."""
+        """Return unit vectors of the classes' prompts, `[classes, d]`."""
         tokens = self._tokenizer(list(prompts), padding=True, truncation=True, return_tensors="pt")
         pooled = self._model.text_model(**tokens).pooler_output
         return F.normalize(self._model.text_projection(pooled).float(), dim=-1)
 
     def logits(self, head: Tensor, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Class logits of a vision tower, by the cosine of images and prompts."""
+        """Return class logits of a vision tower: cosines of images and prompts."""
         project = self._model.visual_projection
         pooled = model(**batch).pooler_output.cpu()
         images = F.normalize(project(pooled.to(project.weight.dtype)).float(), dim=-1)
@@ -62,9 +62,9 @@ def open_image_task(
     Args:
         task: The task.
         request: The request.
-        processor: Makes pixels.
-        heads: Names of the classes of the head of the task's expert, by their numbers, or heads
-            from class names, for CLIP's vision tower; None: there are none.
+        processor: Converts images to pixels.
+        heads: Class names of the expert's head, by number, or zero-shot heads for CLIP's vision
+            tower; None: there are none.
     """
     columns = request.columns_of(task)
     refuse_unknown_keys(columns, _COLUMNS, f"--columns {task}")
@@ -92,7 +92,7 @@ def open_image_task(
 
 
 def _labels(part: Part) -> tuple[Tensor, list[str]]:
-    """Labels of some images, and the class names by label."""
+    """Return labels of some images, and the class names by label."""
     items: ImageItems = part.rows
     if items.has_labels is False or items.classnames is None:
         raise ValueError(
@@ -103,7 +103,7 @@ def _labels(part: Part) -> tuple[Tensor, list[str]]:
 
 
 def _items(location: str, split: str, option: str, *, columns: Mapping[str, str]) -> ImageItems:
-    """Open images at a path, or of a hub dataset `ID:SPLIT`."""
+    """Open images at a path, or the hub dataset `ID:SPLIT`."""
     name, named = split_of(location)
     is_here = Path(name).expanduser().exists()
     with naming_setting(option):

@@ -41,14 +41,14 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that is needed once all checks have passed.
+    """Models, settings and data of one calibration, after all checks have passed.
 
     Attributes:
         models: The models.
-        settings: The request's settings, as this kind of models takes them.
+        settings: The request's settings, adapted to the kind of models.
         processor: Tokenizer or image processor.
         tasks: Task -> its data.
-        notes: Sentences on all of them.
+        notes: Sentences on models and data.
     """
 
     models: Models
@@ -73,13 +73,13 @@ class Job:
         return cls(models, settings, processor, tasks, notes)
 
     def calibrate(self) -> CalibrationResult:
-        """Calibrate the part that experts share, block by block into the folder of blocks."""
+        """Calibrate the shared part of the models, block by block, into the folder of blocks."""
         return calibrate(
             self.models.empty_body,
             self.models.base_source,
             self.models.sources,
             {name: task.batches for name, task in self.tasks.items()},
-            self.settings.replace(strict=False),  # the verdict decides
+            self.settings.replace(strict=False),  # --strict is applied by the verdict
             device=self.models.request.device,
             merged_weights=self.models.merged_source,
             hashed=True,
@@ -110,7 +110,7 @@ def run(request: Request) -> Path:
             return out if request.plan else _run(job, scorers)
     finally:
         with suppress(OSError):
-            blocks.rmdir()  # if no block was finished
+            blocks.rmdir()  # fails, and keeps the folder, if it contains blocks
 
 
 def _check_device(device: str) -> None:
@@ -155,7 +155,7 @@ def _run(job: Job, scorers: Mapping[str, Scorer]) -> Path:
 def _make_adapter(
     models: Models, calibrated: ExpertSource, evaluation: Evaluation
 ) -> Adapter | None:
-    """Make the adapter that was asked for, and evaluate the base with it."""
+    """Build the requested adapter, and evaluate the base with it."""
     rank, base = models.request.as_lora, models.base
     if rank is None or base is None:
         return None
@@ -184,7 +184,7 @@ def _save(
 
 
 def open_tasks(models: Models, processor: Any, max_length: int | None) -> dict[str, Task]:
-    """Open every task's data, as the kind of models takes it."""
+    """Open every task's data, for the kind of models."""
     request, kind = models.request, models.home.kind
     if kind in LANGUAGE_MODELS:
         encoder = TextEncoder(processor, kind, max_length)  # type: ignore[arg-type]
@@ -209,7 +209,7 @@ def open_tasks(models: Models, processor: Any, max_length: int | None) -> dict[s
 
 
 def _zero_shot(models: Models) -> ZeroShot | None:
-    """Zero-shot heads of a whole CLIP; None where none is at hand."""
+    """Return zero-shot heads of a whole CLIP; None if there is no such model."""
     request = models.request
     if request.no_eval:
         return None

@@ -1,4 +1,4 @@
-"""The `mergekit_config.yml` that mergekit leaves beside a merged model: its base and experts."""
+"""Base and experts from the `mergekit_config.yml` that mergekit writes next to a merged model."""
 
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -10,14 +10,14 @@ from fusion_bench_featcal.untrusted import read_yaml
 
 FILE = "mergekit_config.yml"
 _BASE_IS_MERGED = ("slerp", "nearswap", "arcee_fusion")
-"""Methods whose `base_model` is one of the merged models, not the one these were tuned from."""
+"""Methods whose `base_model` is one of the merged models, not their common origin."""
 _TYPES = {"models": list, "sources": list, "slices": list, "modules": dict}
 _MOST_PATH = 1000  # characters
 _ADVICE = "Name the models by --base and --expert NAME=DIR"
 
 
 class UnreadableConfig(ValueError):
-    """A config that names no models. They may be named by options."""
+    """A config without usable model names. The user may name models by options instead."""
 
 
 class Merge(NamedTuple):
@@ -25,9 +25,9 @@ class Merge(NamedTuple):
 
     Attributes:
         method: mergekit's name of the merge method.
-        base: Folder or hub id of the base; None where the config names none.
-        experts: Name (the last part of the location, with as many folders above it as tell it from
-            the others, joined by `-`) -> folder or hub id.
+        base: Folder or hub id of the base; None if the config has none.
+        experts: Name -> folder or hub id. A name is the last part of the location, joined by `-`
+            with as many parent folders as it takes to be unique.
     """
 
     method: str
@@ -36,7 +36,7 @@ class Merge(NamedTuple):
 
 
 class _Reference(NamedTuple):
-    """A model that a config names, and the LoRA adapter that is added to it."""
+    """A model in a config, and the LoRA adapter added to it."""
 
     model: str
     adapter: str | None
@@ -45,16 +45,16 @@ class _Reference(NamedTuple):
 def with_merge_config(
     merged: str, base: str | None, experts: Mapping[str, str], notes: list[str]
 ) -> tuple[str | None, Mapping[str, str], str]:
-    """Complete base and experts by the merged model's mergekit config.
+    """Complete base and experts from the merged model's mergekit config.
 
     Args:
         merged: Folder or hub id of the merged model.
-        base: The base that was named.
-        experts: The experts that were named.
-        notes: Takes sentences on what the config says.
+        base: The base from the options.
+        experts: The experts from the options.
+        notes: Receives sentences on the values from the config.
 
     Returns:
-        Base, experts, and what names the experts, for messages.
+        Base, experts, and the origin of the experts' names, for messages.
     """
     folder = Path(merged).expanduser()
     if not folder.is_dir() and (folder.exists() or not experts):
@@ -102,12 +102,12 @@ def _is_same(one: str, other: str) -> bool:
     first, second = Path(one).expanduser(), Path(other).expanduser()
     if first.exists() and second.exists():
         return first.resolve() == second.resolve()
-    # one of them may be where the other was downloaded to
+    # One of them may be the local copy of the other.
     return one == other or first.exists() != second.exists()
 
 
 def read_merge(merged: Path) -> Merge | None:
-    """Read which models the model in a folder was merged from; None: it has no mergekit config."""
+    """Read the models that a folder's model was merged from; None: it has no mergekit config."""
     file = merged / FILE
     try:
         content = read_yaml(file)
@@ -139,7 +139,7 @@ def read_merge(merged: Path) -> Merge | None:
 
 
 def _parts(content: Any, label: str = "it") -> Iterator[Mapping[str, Any]]:
-    """Yield a config and the slices and modules in it, with values of the types that they have."""
+    """Yield a config and the slices and modules in it, after a check of their types."""
     if not isinstance(content, Mapping):
         raise ValueError(f"{label} is {content!r:.60}, not a mapping")
     for key, kind in _TYPES.items():
@@ -157,7 +157,7 @@ def _models(part: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _reference(value: Any, merged: Path) -> _Reference:
-    """Read a reference: `MODEL`, `MODEL+LORA`, or mergekit's mappings for them."""
+    """Read a reference: `MODEL`, `MODEL+LORA`, or one of mergekit's mappings."""
     model, adapter = value, None
     if isinstance(value, Mapping) and "model" in value:
         model, adapter = value["model"], value.get("lora")
@@ -168,7 +168,7 @@ def _reference(value: Any, merged: Path) -> _Reference:
 
 
 def _location(value: Any, merged: Path) -> str:
-    """Return a folder or hub id; relative folders may start beside the merged model."""
+    """Return a folder or hub id. Relative folders may start at the merged model's parent."""
     revision = None
     if isinstance(value, Mapping):
         value, revision = value.get("path"), value.get("revision")
@@ -181,7 +181,7 @@ def _location(value: Any, merged: Path) -> str:
 
 
 def _stacks(part: Mapping[str, Any]) -> bool:
-    """Return whether blocks of the merged model are others than those of its experts."""
+    """Return whether the merged model has other blocks than its experts."""
     end = 0
     for piece in part.get("slices") or ():
         sources = [source for source in piece.get("sources") or () if source]
@@ -195,7 +195,7 @@ def _stacks(part: Mapping[str, Any]) -> bool:
 def _with_adapters(
     models: Collection[_Reference], base: _Reference | None, file: Path
 ) -> tuple[str | None, list[str]]:
-    """Return the base and the experts' locations, of adapters on the base those of the adapters."""
+    """Return the base and the experts' locations. For adapters on the base, the adapters'."""
     adapted = {_resolved(model.model): model.model for model in models if model.adapter}
     known = None if base is None else base.model
     if known is None and len(adapted) == 1:
@@ -214,13 +214,13 @@ def _with_adapters(
 
 
 def _resolved(location: str) -> Path:
-    """Return the folder behind all links, or a hub id; two spellings of one give the same."""
+    """Return a folder with all links resolved, or a hub id, in one spelling."""
     folder = Path(location).expanduser()
     return folder.resolve() if folder.exists() else folder
 
 
 def _named(locations: Collection[str]) -> dict[str, str]:
-    """Name models by the shortest tails of their locations that no other has, as file names."""
+    """Name models by the shortest unique ends of their locations, in the form of file names."""
     split = {_split(location): location for location in locations}
     named = {}
     for parts, location in split.items():
@@ -232,7 +232,7 @@ def _named(locations: Collection[str]) -> dict[str, str]:
 
 
 def _split(location: str) -> tuple[str, ...]:
-    """Split a hub id, or the full path of a folder as it was named."""
+    """Split a hub id, or the full path of a folder without resolving links."""
     folder = Path(location).expanduser()
     if folder.exists():
         return Path(os.path.abspath(folder)).parts

@@ -20,7 +20,7 @@ from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.settings import CalibrationError
 
 Kind = Literal["causal", "seq2seq", "text classifier", "image classifier", "clip"]
-"""Kind of models: what their inputs are, and what is evaluated."""
+"""Kind of models, which determines inputs and evaluation."""
 TEXT_CLASSIFIER: Kind = "text classifier"
 IMAGE_CLASSIFIER: Kind = "image classifier"
 LANGUAGE_MODELS = ("causal", "seq2seq")
@@ -34,10 +34,10 @@ class ModelFolder:
 
     Attributes:
         name: The task of an expert, else `base` or `merged`.
-        option: The option that names it, with its value.
-        folder: The folder; a hub id is downloaded.
+        option: The option with its value that names the model.
+        folder: The folder. A hub id is downloaded.
         is_adapter: Whether it is an adapter of another model.
-        config: Content of its config.json; None: it has none, as a LoRA adapter.
+        config: Content of its config.json; None: it has none, such as a LoRA adapter.
     """
 
     def __init__(self, name: str, location: str, option: str) -> None:
@@ -62,7 +62,7 @@ class ModelFolder:
 
     @property
     def architecture(self) -> type[nn.Module]:
-        """The class of transformers that its config names."""
+        """The transformers class that its config names."""
         import transformers
 
         name = next(iter((self.config or {}).get("architectures") or [None]))
@@ -76,7 +76,7 @@ class ModelFolder:
 
     @property
     def kind(self) -> Kind:
-        """Kind of the model."""
+        """The kind of the model."""
         name = self.architecture.__name__
         if name in _CLIP:
             return "clip"
@@ -90,7 +90,7 @@ class ModelFolder:
 
     @property
     def calibrated_class(self) -> type[nn.Module]:
-        """The class that is calibrated: of a CLIP the vision tower, else the config's own."""
+        """The class to calibrate: for CLIP the vision tower, else the config's class."""
         from transformers import CLIPVisionModel
 
         return CLIPVisionModel if self.architecture.__name__ in _CLIP else self.architecture
@@ -102,14 +102,14 @@ class ModelFolder:
 
     @cached_property
     def empty(self) -> nn.Module:
-        """The model without weights: on the meta device but for buffers that no checkpoint has."""
+        """The model without weights, on the meta device. Buffers that no file has are in memory."""
         model = self._empty(self.calibrated_class)
         self._untie(model)
         return model
 
     @cached_property
     def whole(self) -> nn.Module:
-        """The model of its config's class without weights, of a CLIP both towers."""
+        """The model of its config's class without weights, for CLIP with both towers."""
         is_whole = self.calibrated_class is self.architecture
         return self.empty if is_whole else self._empty(self.architecture)
 
@@ -123,14 +123,14 @@ class ModelFolder:
             if kind is not self.architecture:
                 config = getattr(config, "vision_config", config)
             return empty_model(kind, config, dtype)
-        except CalibrationError as error:  # of a file of weights
+        except CalibrationError as error:  # raised for a file of weights
             raise ValueError(f"{self.option}: {error}") from error
-        except Exception as error:  # whatever the class raises of its config's values
+        except Exception as error:  # any error of the class about its config's values
             raise ValueError(f"{self.option}: config.json: {first_line(error)}") from error
 
     @cached_property
     def _files(self) -> SafetensorsExpert:
-        """Its files of weights, whose headers are read once. Raises as `SafetensorsExpert`."""
+        """Its files of weights, with headers read once. Raises as `SafetensorsExpert`."""
         return SafetensorsExpert(self.folder)
 
     @property
@@ -139,7 +139,7 @@ class ModelFolder:
         return sum({id(t): t.nbytes for t in self.whole.parameters()}.values())
 
     def _untie(self, model: Any) -> None:
-        """Give a language model a head of its own if its files have one, as transformers 5 does."""
+        """Give a language model an untied head if its files have one, as transformers 5 does."""
         import transformers
 
         find: Any = getattr(model, "get_output_embeddings", lambda: None)
@@ -172,7 +172,7 @@ class ModelFolder:
 
         Args:
             kind: Its class; None: `calibrated_class`.
-            spare: Tensors in place of those that its files lack; None: it has to be complete.
+            spare: Replacements for tensors that its files lack; None: the files must be complete.
         """
         kind = kind or self.calibrated_class
         try:
@@ -195,8 +195,8 @@ class ModelFolder:
         return model
 
     def loaded_with(self, base: "ModelFolder | None") -> nn.Module:
-        """Load an expert whole; a LoRA adapter into the base's weights."""
-        if base is None or not self.is_adapter:  # without a base adapters were refused
+        """Load an expert whole. A LoRA adapter is merged into the base's weights."""
+        if base is None or not self.is_adapter:  # adapters without a base were refused before
             return self.load()
         source, model = self.source(base), base.load()
         tensors = model.state_dict()
@@ -205,7 +205,7 @@ class ModelFolder:
         return model
 
     def source(self, base: "ModelFolder | None") -> ExpertSource:
-        """Its weights, read tensor by tensor.
+        """Return its weights, read tensor by tensor.
 
         Args:
             base: The base model, which a LoRA adapter changes.
@@ -223,7 +223,7 @@ class ModelFolder:
             ) from error
         try:
             pair_names(self.name, "model", stored, self.empty.state_dict(), aliases(self.empty))
-        except CalibrationError:  # transformers gives tensors other names than the files have
+        except CalibrationError:  # transformers uses other tensor names than the files
             return InMemoryExpert(self.load())
         return stored
 
@@ -231,20 +231,20 @@ class ModelFolder:
 def empty_model(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     """Return a model of transformers with its parameters on the meta device."""
     default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # as `from_pretrained` does: tables of positions stay float32
+    torch.set_default_dtype(dtype)  # as `from_pretrained`: position tables stay float32
     try:
         with init_empty_weights(include_buffers=False):
             model = kind(config)
     finally:
         torch.set_default_dtype(default)
-    model.tie_weights()  # undone while parameters went to the meta device
+    model.tie_weights()  # moving parameters to the meta device has untied them
     return model.eval().requires_grad_(False)
 
 
 def body_of(model: nn.Module, kind: Kind) -> nn.Module:
-    """The part of a model that experts share and that is calibrated.
+    """Return the part of a model that is calibrated, which all experts share.
 
-    A classifier's body; a CLIP's vision tower; a language model itself.
+    For a classifier its body, for CLIP the vision tower, for a language model the whole model.
     """
     if kind in CLASSIFIERS:
         return getattr(model, model.base_model_prefix)  # type: ignore[arg-type]
@@ -252,7 +252,7 @@ def body_of(model: nn.Module, kind: Kind) -> nn.Module:
 
 
 def class_names(model: ModelFolder) -> list[str]:
-    """Names of the classes of a model's head by their numbers, the `id2label` of its config."""
+    """Return the class names of a model's head by number, from `id2label` in its config."""
     config: Any = model.empty.config
     names = {int(number): str(name) for number, name in config.id2label.items()}
     label2id = (model.config or {}).get("label2id") or {}

@@ -1,4 +1,4 @@
-"""All models of one `featcal calibrate`, compared with each other before any is loaded."""
+"""All models of one `featcal calibrate`, compared with each other before they are loaded."""
 
 import math
 from collections.abc import Callable
@@ -32,8 +32,9 @@ from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.settings import CalibrationError
 
 UNRELATED = 1.0
-"""Distance from the base, in norms of the base, that models tuned from it do not have: two models
-of separate trainings lie about 1.4 apart."""
+"""Relative distance from the base above which a model counts as unrelated. Two separately trained
+models are
+about 1.4 apart."""
 _PROCESSORS = (
     "tokenizer_config.json", "tokenizer.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
@@ -45,9 +46,9 @@ class Models:
 
     Attributes:
         request: The request.
-        base: The base; None: there is none.
+        base: The base; None: no base.
         experts: Task -> expert.
-        merged: The merged model; None: it is merged on the way.
+        merged: The merged model; None: it is merged during the run.
     """
 
     request: Request
@@ -77,11 +78,11 @@ class Models:
 
     @cached_property
     def home(self) -> ModelFolder:
-        """The model whose class and structure the calibrated one has.
+        """The model that defines class and structure of the calibrated one.
 
-        The merged one; else the base; or an expert, where the base has another head than all of
-        them (a masked language model, from which classifiers were tuned). A whole CLIP stays the
-        home of vision towers, which are merged into it.
+        This is the merged model, else the base, or an expert if the base has another head than all
+        experts (a masked language model that classifiers were tuned from). For vision towers merged
+        into a whole CLIP it is that CLIP.
         """
         if self.merged is not None:
             return self.merged
@@ -92,7 +93,7 @@ class Models:
 
     @property
     def has_heads(self) -> bool:
-        """Return whether every expert has a head of its own."""
+        """Return whether every expert has a separate head."""
         return self.home.kind in CLASSIFIERS
 
     def body(self, model: nn.Module) -> nn.Module:
@@ -100,7 +101,7 @@ class Models:
         return body_of(model, self.home.kind)
 
     def with_body(self, model: Any, body: nn.Module) -> nn.Module:
-        """Return a model with another body; for models without heads the body itself."""
+        """Return a model with another body. For models without heads this is the body."""
         if not self.has_heads:
             return body
         setattr(model, model.base_model_prefix, body)
@@ -113,12 +114,12 @@ class Models:
 
     @cached_property
     def sources(self) -> dict[str, ExpertSource]:
-        """Task -> its expert's weights, with no more tokens than the merged model knows."""
+        """Task -> its expert's weights, cut to the merged model's vocabulary."""
         return {task: self._source(expert) for task, expert in self.experts.items()}
 
     @cached_property
     def base_source(self) -> ExpertSource | None:
-        """The base's weights; what it lacks (a classifier's pooler) is the first expert's."""
+        """The base's weights. Tensors that it lacks (a classifier's pooler) come from an expert."""
         if self.base is None:
             return None
         source, body = self._source(self.base), self.empty_body
@@ -146,7 +147,7 @@ class Models:
 
     @cached_property
     def merged_source(self) -> ExpertSource:
-        """Weights of the merged model's body; without MERGED they are merged when they are read."""
+        """Weights of the merged model's body. Without MERGED they are merged on reading."""
         source = self._source(self.home)
         if self.merged is not None:
             return source
@@ -158,11 +159,11 @@ class Models:
         return MergedOnRead(like, base, experts, None if name == "simple_average" else scale)
 
     def load(self, body: ExpertSource) -> nn.Module:
-        """Return the merged model with a body of some weights, on the device."""
+        """Return the merged model with the given weights of its body, on the device."""
 
         def load() -> nn.Module:
             model = self.home.load()
-            if self.merged is None or body is not self.merged_source:  # else it has them
+            if self.merged is None or body is not self.merged_source:  # else it is loaded with them
                 fill(self.body(model), body)
             return model
 
@@ -179,7 +180,7 @@ class Models:
         return self._on_device(self.sources[task], lambda: expert.loaded_with(self.base))
 
     def _on_device(self, body: ExpertSource, load: Callable[[], nn.Module]) -> nn.Module:
-        """Return a model in memory, or a language model too large for it that reads its weights."""
+        """Return a model in memory, or offloaded if it is a language model too large for that."""
         device = torch.device(self.request.device)
         if self.home.kind in LANGUAGE_MODELS and not self.home.fits(device):
             return offloaded(self.empty_body, body, device)
@@ -187,7 +188,7 @@ class Models:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on the models, and on experts that hardly belong together."""
+        """Sentences on the models, and on experts that may not belong together."""
         request = self.request
         named = {"merge": request.merge, "base": request.base}
         listed = (
@@ -232,7 +233,7 @@ class Models:
 
     @cached_property
     def _vectors(self) -> dict[str, Tensor]:
-        """Differences of the merged model and the experts from the base, on that sample."""
+        """Differences of the merged model and the experts from the base, on the sample."""
         related = dict(self._runnable)
         if self.merged is not None:
             source = self._source(self.merged)
@@ -241,7 +242,7 @@ class Models:
         return task_vectors(related, self._sample)
 
     def _check_distances(self, base: ModelFolder) -> None:
-        """Refuse models that are no relatives of the base, by a sample of their weights."""
+        """Refuse models that are unrelated to the base, judged by a sample of their weights."""
         norm = math.sqrt(sum(float(rows.square().sum()) for rows in self._sample.values()))
         for name, vector in self._vectors.items():
             distance = float(vector.norm()) / norm if norm else 0.0
@@ -254,7 +255,7 @@ class Models:
                 )
 
     def processor(self) -> Any:
-        """The tokenizer or image processor; of a whole CLIP both in one."""
+        """The tokenizer or image processor. For a whole CLIP, both in one object."""
         from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
         kind: Any = AutoTokenizer
@@ -266,7 +267,7 @@ class Models:
         try:
             read_config(Path(folder))
             loaded = kind.from_pretrained(folder, trust_remote_code=False)
-        except Exception as error:  # whatever its own library raises
+        except Exception as error:  # any error of the processor's library
             name = "tokenizer" if kind is AutoTokenizer else "image processor"
             raise ValueError(
                 f"no {name} in {folder}: name its folder by --tokenizer ({first_line(error)})"
@@ -274,7 +275,7 @@ class Models:
         return self._checked_tokenizer(loaded) if kind is AutoTokenizer else loaded
 
     def _checked_tokenizer(self, tokenizer: Any) -> Any:
-        """Return the tokenizer with texts padded at their end, and the template that was named."""
+        """Return the tokenizer with padding at the end, and the requested chat template."""
         for expert in self.experts.values():
             if differing := differing_tokens(tokenizer, expert.folder):
                 raise ValueError(
@@ -292,7 +293,7 @@ class Models:
 
     @cached_property
     def processor_folder(self) -> str:
-        """Folder of the tokenizer or image processor: the first model's that has one."""
+        """Folder of the tokenizer or image processor: of the first model that has one."""
         named = self.request.tokenizer
         if named is not None:
             return str(fetch(named, f"--tokenizer {named}", weights=False))

@@ -1,4 +1,4 @@
-"""Options of a command, declared as settings of a dataclass: words, recipes, messages."""
+"""Options of a command, declared as settings of a dataclass, with parser and recipes."""
 
 import argparse
 import re
@@ -12,7 +12,7 @@ from fusion_bench_featcal.setting_fields import setting, settings_of
 from fusion_bench_featcal.untrusted import parse_yaml, read_yaml
 
 RECIPE = "recipe.yaml"
-"""File beside a result with the options that it was made with."""
+"""File next to a result with the options of its run."""
 
 
 def mapping(help: str, metavar: str, word: Any, *, is_location: bool = False) -> Any:
@@ -21,8 +21,8 @@ def mapping(help: str, metavar: str, word: Any, *, is_location: bool = False) ->
     Args:
         help: Its help.
         metavar: Form of its words.
-        word: Reads a word of the command line as a mapping of one name.
-        is_location: Whether values are paths, where there is such a file, or ids of the hub.
+        word: Parses a command-line argument into a mapping of one name.
+        is_location: Whether values are paths of existing files, or hub ids.
     """
     return setting(
         {},
@@ -36,7 +36,7 @@ def mapping(help: str, metavar: str, word: Any, *, is_location: bool = False) ->
 
 
 def add_arguments(parser: argparse.ArgumentParser, owner: type) -> None:
-    """Add a dataclass's options to a parser; the first is a word without a flag."""
+    """Add a dataclass's options to a parser. The first one is a positional argument."""
     for number, field in enumerate(settings_of(owner)):
         keys, kinds = field.metadata, (field.type, *get_args(field.type))
         more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": keys["help"]}
@@ -60,7 +60,7 @@ def flag_of(name: str) -> str:
 
 
 def given_on_the_command_line(parsed: Mapping[str, Any], owner: type) -> dict[str, Any]:
-    """Return the options that were given to a parser of `add_arguments`, by name."""
+    """Return the options set on the command line, by name, from a parser of `add_arguments`."""
     values = {f.name: parsed[f.name] for f in settings_of(owner) if f.name in parsed}
     for name, words in values.items():
         if not isinstance(words, list):
@@ -68,14 +68,14 @@ def given_on_the_command_line(parsed: Mapping[str, Any], owner: type) -> dict[st
         values[name] = {}
         for word in words:
             twice = values[name].keys() & word.keys()
-            if twice and name not in ("set", "columns", "prompt"):  # of these the last one counts
+            if twice and name not in ("set", "columns", "prompt"):  # for these the last one counts
                 raise ValueError(f"{flag_of(name)}: {min(twice)} is named twice")
             values[name] = with_changes(values[name], word)
     return values
 
 
 def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping with changes, which go into mappings within it."""
+    """Return a mapping with changes, applied recursively to nested mappings."""
     changed = dict(values)
     for name, value in changes.items():
         earlier = changed.get(name)
@@ -98,7 +98,7 @@ def scorer(word: str) -> dict[str, Any]:
 
 
 def setting_word(word: str) -> dict[str, Any]:
-    """Read `SETTING=VALUE`, whose value is YAML."""
+    """Read `SETTING=VALUE` with a YAML value."""
     ((name, text),) = pair(word).items()
     try:
         return {name: parse_yaml(text)}
@@ -107,7 +107,7 @@ def setting_word(word: str) -> dict[str, Any]:
 
 
 def columns(word: str) -> dict[str, Any]:
-    """Read `[NAME:]PART=COLUMN,...`; those of all tasks lie beside the tasks' own mappings."""
+    """Read `[NAME:]PART=COLUMN,...`. Columns of all tasks are stored beside tasks' mappings."""
     task, colon, _ = word.partition("=")[0].rpartition(":")
     pairs = word[len(task) + len(colon) :].split(",")
     named = {name: column for text in pairs for name, column in pair(text).items()}
@@ -115,7 +115,7 @@ def columns(word: str) -> dict[str, Any]:
 
 
 def prompt(word: str) -> dict[str, Any]:
-    """Read `[NAME=]TEXT`; the prompt of all tasks has an empty name."""
+    """Read `[NAME=]TEXT`. The prompt of all tasks has an empty name."""
     name, equals, text = word.partition("=")
     return {name: text} if equals and "{" not in name else {"": word}
 
@@ -133,7 +133,7 @@ def read_recipe(file: Path) -> dict[str, Any]:
 def recipe_text(owner: Any) -> str:
     """Return the recipe of a dataclass's options that differ from their defaults.
 
-    Files are named by their full paths, so that the recipe holds in any folder.
+    Files are named by their full paths, so that the recipe works in any folder.
     """
     recorded = {}
     for field in settings_of(type(owner)):
@@ -148,14 +148,14 @@ def _absolute(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _absolute(entry) for name, entry in value.items()}
     path, colon, split = value, "", ""
-    if not Path(value).expanduser().exists():  # FOLDER:SPLIT, or an id of the hub
+    if not Path(value).expanduser().exists():  # FOLDER:SPLIT, or a hub id
         path, colon, split = value.rpartition(":")
     file = Path(path).expanduser()
     return f"{file.absolute()}{colon}{split}" if path and file.exists() else value
 
 
 def in_words_of_the_command(error: Exception | str) -> str:
-    """Return a message with the command's options in place of settings in YAML."""
+    """Return a message with the command's options in place of YAML settings."""
     text = str(error)
     for pattern, name in _OPTIONS:
         text = re.sub(pattern, name, text)

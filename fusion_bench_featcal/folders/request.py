@@ -24,10 +24,10 @@ from fusion_bench_featcal.settings import PLUS, FeatCalSettings
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {"plus": PLUS, "paper": {}}
 MAX_LENGTH = 1024
-"""Tokens of a text where `max_length` is not set: texts of any length would take any memory."""
+"""Tokens of a text if `max_length` is not set: unlimited texts would need unlimited memory."""
 PROMPT = "a photo of a {}."
 _RESERVED = ("base", "merged", "_pretrained_")
-# Settings that the command sets by options of its own, and those of model pools.
+# Settings that the command sets by separate options, and settings of model pools.
 _ELSEWHERE = {
     "calibration_data": "--data",
     "calibration_split": "--data NAME=ID:SPLIT",
@@ -45,10 +45,10 @@ def _is_size(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Options of one calibration, with the same names on the command line, in recipes and Python.
+    """Options of one calibration, with equal names on the command line, in recipes and Python.
 
     Attributes:
-        notes: Sentences on what was decided beside the options.
+        notes: Sentences on automatic decisions.
     """
 
     merged: str | None = setting(
@@ -134,10 +134,10 @@ class Request:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], source: str = "featcal calibrate") -> "Request":
-        """Make a request of options, and of those of a recipe that `merged` names.
+        """Build a request from options, and from a recipe if `merged` names one.
 
         Args:
-            given: Options by name. They come before the recipe's.
+            given: Options by name. They have priority over the recipe's.
             source: Name of the caller, for messages.
         """
         values = _checked(given, source)
@@ -160,7 +160,7 @@ class Request:
 
     @property
     def largest_file(self) -> int:
-        """Most bytes of a model that is saved as one file."""
+        """Largest number of bytes of a model that is saved as one file."""
         number, unit = re.fullmatch(r"(\d+)(.B)", self.shard_size or "5GB").groups()  # type: ignore[union-attr]
         return int(number) * _UNITS[unit]
 
@@ -179,7 +179,7 @@ class Request:
 
     @cached_property
     def settings(self) -> FeatCalSettings:
-        """Settings of the calibration: those of the preset, and of `set`."""
+        """Settings of the calibration: the preset's, changed by `set`."""
         for name in _ELSEWHERE.keys() & self.set.keys():
             raise ValueError(f"--set {name}: use {_ELSEWHERE[name]}")
         given = {name: _number(value) for name, value in self.set.items()}
@@ -189,7 +189,7 @@ class Request:
 
     @cached_property
     def merger(self) -> tuple[str | None, float]:
-        """Name and scale of the merger, where there is no merged model."""
+        """Name and scale of the merger, if there is no merged model."""
         name, _, scale = (self.merge or "").partition(":")
         if self.merge is None or self.merge == "simple_average":
             return self.merge, 1.0
@@ -202,7 +202,7 @@ class Request:
         )
 
     def columns_of(self, task: str) -> dict[str, str]:
-        """Return a task's columns by what they hold."""
+        """Return a task's columns by the name of their part."""
         common = {name: c for name, c in self.columns.items() if not isinstance(c, Mapping)}
         return common | dict(self.columns.get(task) or {})
 
@@ -225,7 +225,7 @@ class Request:
             )
 
     def _completed(self) -> "Request":
-        """Return the request with the models that mergekit's config names, and data by expert."""
+        """Return the request with models from mergekit's config, and data by expert."""
         if (self.merged is None) == (self.merge is None):
             raise ValueError(
                 "give MERGED, the merged model's folder or a recipe.yaml, or --merge HOW"
@@ -276,11 +276,11 @@ class Request:
         for text in self.prompt.values():
             if "{}" not in text:
                 raise ValueError(f"--prompt {text!r} has no {{}} for the class name")
-        _ = self.settings, self.merger  # refused early
+        _ = self.settings, self.merger  # raises here if they are wrong
 
 
 def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return options that are not None, with paths as texts; refuse unknown ones and values."""
+    """Return options that are not None, with paths as texts. Refuse unknown names and values."""
     refuse_unknown_keys(values, [field.name for field in settings_of(Request)], source)
     given = {name: _plain(value) for name, value in values.items() if value is not None}
     if problems := problems_of(Request(**given)):
@@ -295,7 +295,7 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Return a number for a text such as 1e-5, which YAML takes for a word."""
+    """Return a number for a text such as 1e-5, which YAML reads as a string."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
         return float(value)
     return value

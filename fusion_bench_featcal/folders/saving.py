@@ -1,4 +1,4 @@
-"""Saving the model of `featcal calibrate` as a folder that plain transformers loads."""
+"""Saving the model of `featcal calibrate` as a folder in transformers' format."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ from fusion_bench_featcal.saved_model import CardFacts, card_text, complete_fold
 from fusion_bench_featcal.tensor_files import write_index, write_tensors
 
 REPORT = "featcal"
-"""Folder of the report inside the model's."""
+"""Folder of the report inside the model's folder."""
 HEADS = "heads"
 
 
@@ -37,16 +37,16 @@ def save(
     heads: Mapping[str, nn.Module],
     adapter: Adapter | None,
 ) -> None:
-    """Save the calibrated model with heads, card and report, whole or not at all.
+    """Save the calibrated model with heads, card and report, atomically.
 
     Args:
-        models: The models that it was made from.
-        result: The calibration, whose folder has the calibrated part of the model.
+        models: The models of the run.
+        result: The calibration, whose folder has the model's calibrated part.
         processor: Tokenizer or image processor.
-        facts: Its origin.
+        facts: The model's origin.
         report: The report, for the model card and `featcal/`.
         heads: Task -> its expert's classifier, whose head is saved.
-        adapter: The model as an adapter over the base, saved beside it.
+        adapter: The model as an adapter of the base, saved inside its folder.
     """
     request, whole = models.request, models.home.whole
     advice = (
@@ -77,7 +77,7 @@ def write_weights(models: Models, result: CalibrationResult, folder: Path) -> No
     assert result.folder is not None
     home, calibrated = models.home, SafetensorsExpert(result.folder)
     stored = home.source(models.base)
-    if not isinstance(stored, SafetensorsExpert):  # transformers has other names in files
+    if not isinstance(stored, SafetensorsExpert):  # transformers uses other names in files
         models.load(calibrated).save_pretrained(folder)  # type: ignore[operator]
         return
     for name in ("config.json", "generation_config.json"):
@@ -92,13 +92,13 @@ def write_weights(models: Models, result: CalibrationResult, folder: Path) -> No
 def write_shards(
     folder: Path, blocks: SafetensorsExpert, others: Mapping[str, Tensor], limit: int
 ) -> None:
-    """Write a model that lies in the files of its blocks as transformers loads it.
+    """Convert a model stored as files of its blocks to transformers' format.
 
     Args:
         folder: A folder without weights.
-        blocks: Files of blocks. Above the limit they become shards as they are.
-        others: The model's tensors that are not in them.
-        limit: Most bytes of a model in one file.
+        blocks: Files of blocks. Above the limit they become shards without changes.
+        others: The model's other tensors.
+        limit: Largest number of bytes of a model in one file.
 
     Raises:
         OSError: It cannot be written.
@@ -106,7 +106,7 @@ def write_shards(
     names = blocks.names()
     size = sum(map(blocks.nbytes, names)) + sum(tensor.nbytes for tensor in others.values())
     if size <= limit:
-        # Mapped: they are files of this run, and together as large as the model.
+        # Memory-mapped: the files belong to this run, and together they are as large as the model.
         mapped = [load_file(file).items() for file in blocks.files]
         write_tensors(folder / "model.safetensors", dict(chain(*mapped, others.items())))
         return
@@ -123,7 +123,7 @@ def write_shards(
 
 
 def is_saved(request: Request) -> bool:
-    """Return whether the request's folder has its calibrated model already."""
+    """Return whether the request's folder already has its calibrated model."""
     try:
         return (request.folder / RECIPE).read_text(encoding="utf-8") == request.recipe
     except OSError:
@@ -131,7 +131,7 @@ def is_saved(request: Request) -> bool:
 
 
 def how_to_go_on(request: Request) -> str:
-    """Return what an interrupted run has left."""
+    """Return the final message of an interrupted run."""
     blocks = request.checkpoints
     if is_saved(request):
         return f"ended after saving: the model in {request.folder} is complete"
@@ -156,7 +156,7 @@ def _write_heads(heads: Mapping[str, Any], folder: Path) -> None:
 
 
 def _write_processor(models: Models, processor: Any, folder: Path) -> None:
-    """Save a tokenizer or image processor, in the files that it was loaded from where it has them.
+    """Save a tokenizer or image processor, by copying its original files if it has them.
 
     transformers 5 writes tokenizers that release 4 cannot load.
     """

@@ -1,4 +1,4 @@
-"""Scores beside accuracy and loss, `--evaluate`: tasks of lm-eval, or a function of one's own."""
+"""Additional scores for `--evaluate`: tasks of lm-eval, or a user's function."""
 
 import copy
 import importlib
@@ -22,9 +22,9 @@ def scorers_of(named: Mapping[str, Any], kind: str, batch_size: int) -> dict[str
     """Return a scorer for each entry of `--evaluate`, by its name.
 
     Args:
-        named: `lm-eval` -> its tasks, or a module -> its functions: a list, or with commas.
+        named: `lm-eval` -> its tasks, or a module -> its functions: a list, or separated by commas.
         kind: Kind of the models.
-        batch_size: Rows of lm-eval at once.
+        batch_size: Rows per batch in lm-eval.
     """
     scorers: dict[str, Scorer] = {}
     for module, listed in named.items():
@@ -62,7 +62,7 @@ def _function(module: str, name: str) -> Scorer:
     """Return a scorer that calls a user's function."""
     word = f"--evaluate {module}:{name}"
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` has it
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -87,7 +87,7 @@ def _function(module: str, name: str) -> Scorer:
 
 
 def all_scores(scorers: Mapping[str, Scorer], model: nn.Module, processor: Any) -> dict[str, float]:
-    """Return a model's scores by the names of scorers and scores."""
+    """Return a model's scores by scorer and score name."""
     return {
         f"{word} {key}".strip(): value
         for word, scorer in scorers.items()

@@ -1,4 +1,4 @@
-"""The lines of `featcal calibrate`: what it will do, what that takes, and how the models score."""
+"""Output of `featcal calibrate`: its inputs, its needs, and the scores of the models."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from fusion_bench_featcal.settings import FeatCalSettings
 def show_start(
     models: Models, settings: FeatCalSettings, tasks: Mapping[str, Task], notes: Sequence[str]
 ) -> None:
-    """Print what will be done, with what, and what it takes.
+    """Print the inputs of the run and its needs of memory and disk.
 
     Raises:
         CalibrationError: If memory or a disk is too small.
@@ -42,12 +42,12 @@ def show_start(
         device=torch.device(request.device),
         streamed=True,
         out=request.folder,
-        # Above this size finished blocks are taken over as shards, by links.
+        # Above this size finished blocks become shards, by links.
         saved=home.size if home.size <= request.largest_file else 0,
     )
     try:
         plan = plan_of(planned)
-    except Exception as error:  # a model of unknown inputs: the calibration itself will tell
+    except Exception as error:  # unknown inputs, about which the calibration raises later
         print(f"no plan of reads and memory: {error}")
         return
     if request.plan:
@@ -61,7 +61,7 @@ def show_start(
 
 
 def show_downloads(request: Request) -> bool:
-    """Print what would be fetched from the hub; return whether anything would."""
+    """Print the files to fetch from the hub, and return whether there are any."""
     lacking = [model for model in hub_models(request.models).values() if model.missing]
     for model in lacking:
         size = bytes_text(sum(model.missing.values()))
@@ -90,18 +90,18 @@ def show_scores(report: Report, notes: Sequence[Note]) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context without the reports and bars of loading, whose tensors have been checked before."""
+    """Context without messages and bars of loading. The tensors have been checked before."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    # The plan names every task's samples, and a note the samples that are not trusted.
+    # The plan lists every task's samples, and a note the samples that are not trusted.
     repeated = [getLogger(f"fusion_bench_featcal.{name}") for name in ("streams.samples", "trust")]
     for logger in repeated:
         logger.setLevel(ERROR)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised as well
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are also raised
     try:
         yield
     finally:

@@ -15,9 +15,9 @@ from fusion_bench_featcal.modules.models import device_of
 from fusion_bench_featcal.plurals import counted
 
 HELD_BACK = 5
-"""Without test data one row of so many is held back for evaluation."""
+"""Without test data, one row in this number is held back for evaluation."""
 SHOWN_NAMES = 12
-"""Class names that a note lists."""
+"""Largest number of class names in a note."""
 
 TargetKind = Literal["class", "answer", "text"]
 """Kind of targets: classes, texts that answer a prompt, or whole texts."""
@@ -27,10 +27,10 @@ class Score(NamedTuple):
     """Scores of a task's test samples.
 
     Attributes:
-        accuracy: Share of correct samples or, of long or free texts, of correct tokens, 0 to 1.
+        accuracy: Share of correct samples or, for long or free texts, of correct tokens, 0 to 1.
         losses: Cross-entropy of each sample's target, float64 `[samples]`.
-        correct: Which samples are correct, bool `[samples]`; None where accuracy counts tokens.
-        choices: Number of classes or tokens of which the target is one.
+        correct: Whether each sample is correct, bool `[samples]`; None if accuracy counts tokens.
+        choices: Number of classes or tokens that the target is chosen from.
         kind: Kind of the targets.
     """
 
@@ -55,7 +55,7 @@ class Tests(Protocol):
 
 
 class Part(NamedTuple):
-    """Rows of a dataset that are used for one purpose.
+    """Rows of a dataset for one purpose.
 
     Attributes:
         option: The option with the dataset, for messages.
@@ -75,9 +75,9 @@ class Task:
     Attributes:
         batches: Calibration samples: an iterable of the model's inputs.
         samples: Number of calibration samples.
-        length: Tokens of the longest text; 0 of images.
+        length: Tokens of the longest text; 0 for images.
         tests: Test samples; None: there are none.
-        notes: Sentences: first on the samples, then on what was decided.
+        notes: Sentences on the samples, then on automatic decisions.
     """
 
     batches: Any
@@ -92,14 +92,14 @@ def open_parts(
 ) -> tuple[Part, Part]:
     """Open a task's rows: for calibration, and for evaluation.
 
-    Calibration rows are the ones that `method=featcal` draws; rows are held back from the end of
-    the same order, so that the two never overlap.
+    Calibration rows are the same ones that `method=featcal` draws. Held-back rows come from the end
+    of that order, so the two never overlap.
 
     Args:
         task: The task.
         request: The request.
         open_rows: Returns the rows of a location, a split and a name for messages.
-        spread: Whether test rows are spread over their dataset: images lie in it by classes.
+        spread: Whether test rows are spread over their dataset. Image folders are sorted by class.
     """
     option, settings = f"--data {task}={request.data[task]}", request.settings
     rows = open_rows(request.data[task], "train", option)
@@ -129,7 +129,7 @@ def sentence(
     columns: Iterable[str] = (),
     measure: str = "right answers",
 ) -> str:
-    """Describe a task's samples, the columns that are read, and the rows of the evaluation."""
+    """Describe a task's samples, the columns to read, and the rows of the evaluation."""
     named = {column: part for part, column in request.columns_of(task).items()}
     read = ", ".join(f"{named[c]}={c}" if named.get(c, c) != c else c for c in columns)
     begin = f"{task}: {counted(len(calibration.indices), 'sample')} of {request.data[task]}"
@@ -181,11 +181,11 @@ class LabelTests:
 def label_numbers(
     names: Sequence[Any], classes: Sequence[str], option: str
 ) -> tuple[list[int], list[str]]:
-    """Number in a model's head of each class name of a dataset, and sentences on a guess.
+    """Return the head's number of each class name of a dataset, and sentences on a guess.
 
-    Names are those of the head, in any case, or numbers. If the head has none (LABEL_0, ...), it
-    has the data's in their order, if there are as many: that of the number, where the names differ
-    in a number only (class_2, class_10).
+    Names are the head's names, ignoring case, or numbers. If the head has no names (LABEL_0, ...)
+    but as many classes, the data's names are used in alphabetical order, or by number if they only
+    differ in a number (class_2, class_10).
     """
     texts = [str(name) for name in names]
     exact, folded = _numbered(classes), _numbered([name.casefold() for name in classes])
@@ -213,7 +213,7 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def _numbered(names: Sequence[str]) -> dict[str, int]:
-    """Number of each name that only one class has."""
+    """Return the number of each name that only one class has."""
     return {name: number for number, name in enumerate(names) if names.count(name) == 1}
 
 

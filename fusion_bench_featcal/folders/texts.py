@@ -1,4 +1,4 @@
-"""Tasks of texts: of language models (prompts with targets, chats, texts) and of classifiers."""
+"""Text tasks: for language models (prompts with targets, chats, texts) and for classifiers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from fusion_bench_featcal.modules.models import device_of
 from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_keys
 
 LONG = 16
-"""Median tokens of targets from which accuracy counts tokens in place of whole answers."""
+"""Median number of target tokens above which accuracy counts tokens, not whole answers."""
 _OF_MODELS = ("prompt", "target", "messages", "text")
 _OF_CLASSIFIERS = _TEXT, _PAIR, _LABEL = "text", "text_pair", "label"
 
@@ -44,16 +44,16 @@ def open_texts(
     names: Sequence[str],
     usual: Sequence[str],
 ) -> Any:
-    """Open a table of texts whose columns may have names of their own.
+    """Open a table of texts, optionally with renamed columns.
 
     Args:
-        location: A table, a saved dataset or a hub dataset, as `load_texts` takes them.
-        split: The split where there are several.
+        location: A table, a saved dataset or a hub dataset, as for `load_texts`.
+        split: The split, if there are several.
         option: The option that names it, for messages.
-        columns: Name of a column here -> its name in the table. Only these are read then, and
-            those of `names` where these are the usual ones.
-        names: Names that columns may have here.
-        usual: Names of columns of which one is needed where `columns` is empty.
+        columns: Standard name of a column -> its name in the table. If there are any, only these
+            columns are read, and standard columns if `names` are the usual ones.
+        names: Standard names that are allowed.
+        usual: Standard columns, one of which is needed if `columns` is empty.
     """
     with naming_setting(option):
         rows = text_rows(load_texts(location, split), option)
@@ -81,13 +81,13 @@ def open_texts(
 def open_language_task(
     task: str, request: Request, encoder: TextEncoder, load_expert: Callable[[], nn.Module]
 ) -> Task:
-    """Open a task's texts, and read those that are used.
+    """Open a task's texts, and read the selected rows.
 
     Args:
         task: The task.
         request: The request.
-        encoder: Makes token ids.
-        load_expert: Loads the task's expert, called where it writes the targets.
+        encoder: Converts texts to token ids.
+        load_expert: Loads the task's expert, if it generates the targets.
     """
     columns = request.columns_of(task)
     open_rows = partial(open_texts, columns=columns, names=_OF_MODELS, usual=FORMATS)
@@ -119,7 +119,7 @@ def open_language_task(
 
 
 def _columns_read(row: Mapping[str, Any]) -> list[str]:
-    """Columns of a row that are read: those of the first format that it has."""
+    """Return the columns that are read from a row, by the first format that it fits."""
     filled = [name for name, value in row.items() if value is not None]
     form = next((name for name in FORMATS if name in filled), "")
     if form in (*CHATS, "text"):
@@ -134,14 +134,14 @@ def _columns_read(row: Mapping[str, Any]) -> list[str]:
 class LanguageTests:
     """Test texts, scored by the probability of their targets.
 
-    A target is answered exactly if each of its tokens is the model's first choice after those
-    before it: greedy search would then write it. So no search is needed.
+    A target counts as answered if each of its tokens is the model's first choice given the tokens
+    before it, because greedy search would then generate it.
     """
 
     batches: TextBatches
 
     def measure(self) -> str:
-        """Read all texts, and describe of what accuracy is the share."""
+        """Read all texts, and describe the unit of the accuracy."""
         self.batches.lengths()
         written = self.batches.settings.calibration_targets == "generated"
         whose = " that its expert writes" if written else ""
@@ -149,7 +149,7 @@ class LanguageTests:
 
     @cached_property
     def _counts_tokens(self) -> bool:
-        """Return whether targets are too long to be answered as a whole, or are free text."""
+        """Return whether targets are too long for an exact answer, or are free text."""
         batches = self.batches
         if batches.settings.calibration_targets == "generated":
             return True
@@ -159,7 +159,7 @@ class LanguageTests:
 
     @torch.no_grad()
     def score(self, model: nn.Module) -> Score:
-        """Score a model by its loss a token, mean over texts, and by accuracy."""
+        """Score a model by its mean loss per token, averaged over texts, and by accuracy."""
         device = device_of(model)
         losses, tokens, exact = [], [0, 0], []
         choices, kind = 0, "text"
@@ -182,9 +182,9 @@ class LanguageTests:
 
 
 def targets_of(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Logits `[batch, positions, vocabulary]` and the tokens that they predict, -100 for none.
+    """Return logits `[batch, positions, vocabulary]` and their target tokens, -100 for none.
 
-    Texts without `labels` count as a whole.
+    For texts without `labels`, all tokens are targets.
     """
     if model.config.is_encoder_decoder:
         return model(**batch).logits, batch["labels"]
@@ -199,14 +199,14 @@ def targets_of(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]
 def open_classifier_task(
     task: str, request: Request, tokenizer: Any, max_length: int | None, classes: Sequence[str]
 ) -> Task:
-    """Open a task's texts, rows with `text`, maybe `text_pair`, and `label` for evaluation.
+    """Open a task's texts: rows with `text`, optional `text_pair`, and `label` for evaluation.
 
     Args:
         task: The task.
         request: The request.
-        tokenizer: Makes token ids.
+        tokenizer: Converts texts to token ids.
         max_length: Tokens of a text; None: 512.
-        classes: Names of the classes of the head of the task's expert, by their numbers.
+        classes: Class names of the expert's head, by number.
     """
     columns, names = request.columns_of(task), _OF_CLASSIFIERS
     open_rows = partial(open_texts, columns=columns, names=names, usual=names)
@@ -229,7 +229,7 @@ def open_classifier_task(
 
 
 def _encoded(part: Part, *, tokenizer: Any, limit: int, batch_size: int) -> list[dict[str, Tensor]]:
-    """Token ids in batches, padded."""
+    """Return token ids in padded batches."""
     rows = [part.rows[index] for index in part.indices]
     for index, row in zip(part.indices, rows, strict=True):
         texts = [row.get(_TEXT), row.get(_PAIR, "")]

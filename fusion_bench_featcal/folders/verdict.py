@@ -1,4 +1,4 @@
-"""The verdict after `featcal calibrate`: gain of each task, and tasks that end no closer."""
+"""The verdict after `featcal calibrate`: gain of each task, and tasks that did not improve."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
 class NotImproved(CalibrationError):
-    """With --strict a task ends no closer to its expert, so that nothing is saved."""
+    """With --strict, a task ends no closer to its expert, so nothing is saved."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Verdict:
     ) -> "Verdict":
         """Compare two models.
 
-        A task is behind if its final features are no closer to the expert's, or if it scores lower
-        by more than chance (95 %). Without samples for features, its loss must fall.
+        A task is behind if its final features are no closer to the expert's features, or if its
+        score falls by more than chance (95 %). Without samples for features, its loss must fall.
 
         Args:
             merged: Task -> the merged model's score.
-            calibrated: Task -> the calibrated model's, on the same rows.
-            agreement: Agreement of final features with the experts'.
+            calibrated: Task -> the calibrated model's score, on the same rows.
+            agreement: Agreement of final features with the experts' features.
             settings: Settings of the calibration.
         """
         cosine, gains = agreement.cosine, []

@@ -1,7 +1,7 @@
-"""FusionBench's side of a run, in its order.
+"""FusionBench's side of a run, in the order of its steps.
 
 `console`, `config_errors`: the screen, the log directory, errors and the end of a job.
-`options`, `program`: a method's keys; FusionBench's program, its task pool and its mergers.
+`options`, `program`: settings of a method; FusionBench's program, task pools and mergers.
 `pool_models`, `processors`: models of a pool by their files or whole; tokenizers and processors.
 `pool_checks`, `pool_configs`, `empty_models`: checks before anything is loaded.
 `upstream`, `fusing`: the upstream merger; mergers that read files tensor by tensor.

@@ -1,4 +1,4 @@
-"""Errors of composing a config, in one line with the nearest name that exists."""
+"""Errors in composing a config, shown in one line with the nearest existing name."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ def explain_config_errors(words: Sequence[str], methods: Path) -> None:
 
 
 def stop_explaining() -> None:
-    """Leave errors to Hydra and Python again."""
+    """Restore the error handling of Hydra and Python."""
     global _hook_before
     if _hook_before is not None:
         os.environ.pop(FULL_ERROR, None)
@@ -46,7 +46,7 @@ def _explain(kind: type[BaseException], error: BaseException, trace: Any) -> Non
 
 
 def explained(error: BaseException) -> ValueError:
-    """Return an error of composing a config in fewer words, with the nearest name that exists."""
+    """Return a shorter error of composing a config, with the nearest existing name."""
     cause: Any = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         name = error.missing_cfg_file.partition("/")[2]

@@ -1,4 +1,4 @@
-"""The screen and the log directory of a run: few lines, everything in the log file, short errors.
+"""Screen and log directory of a run: few lines on the screen, everything in the log file.
 
 `config/featcal_callback/run.yaml`, which the methods' YAMLs include, selects the callback and the
 logging configuration `config/hydra/job_logging/featcal.yaml`. Other methods and other Hydra
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 # Loggers whose INFO goes to the log file only.
 _CHATTY = ("fusion_bench.", "lightning", "httpx", "datasets", "huggingface_hub")
-# Keys of a pool that are read from the config, and what transformers reports of every CLIP: its
-# text tower is UNEXPECTED in a vision model.
+# Unused keys of a pool, and transformers' report on every CLIP: its text tower is UNEXPECTED in a
+# vision model.
 _NEEDLESS = re.compile(
     r"Unused argument: (default_taskpool|featcal|base_model)=|Using a slow image processor"
     r"|(?s:(?=.* LOAD REPORT)(?!.*(MISSING|MISMATCH|CONVERSION)))"
@@ -41,7 +41,7 @@ _waiting: list[Callable[[], object]] | None = None  # results of the running job
 
 
 def at_the_end(show: Callable[[], object]) -> None:
-    """Show results below everything else, when the job ends; at once if no job of ours runs."""
+    """Show results below everything else when the job ends, or at once if no job of ours runs."""
     if _waiting is None:
         show()
     else:
@@ -49,13 +49,13 @@ def at_the_end(show: Callable[[], object]) -> None:
 
 
 def is_helper(environment: Mapping[str, str]) -> bool:
-    """Return whether Fabric, torchrun or Slurm says that this process is not the first one."""
+    """Return whether Fabric, torchrun or Slurm started this process in addition to a first one."""
     rank = next((environment[name] for name in _RANKS if name in environment), "0")
     return int(rank) > 0 or int(environment.get("NODE_RANK", "0")) > 0
 
 
 def make_importable(folder: str) -> None:
-    """Let modules in a folder be imported, after all others; not with `python -P`."""
+    """Make modules in a folder importable, after all others. Not with `python -P`."""
     if not sys.flags.safe_path and folder not in sys.path:
         sys.path.append(folder)
 
@@ -66,7 +66,7 @@ def _shows_everything(debug: Any) -> bool:
 
 
 class ScreenFilter(logging.Filter):
-    """Passes this package's lines, and warnings that ask something of the user.
+    """Passes this package's lines, and warnings that need the user's attention.
 
     Attributes:
         logged_error: The last error whose traceback is in the log file only.
@@ -95,20 +95,20 @@ class ScreenFilter(logging.Filter):
 class FeatCalJob(Callback):
     """Prepares a run's log directory, keeps its screen short and ends a failed run in one block.
 
-    Modules in the folder where the command is started can be named by `_target_`. Of several
-    processes only the first one has a log directory and prints.
+    Modules in the current folder can be named by `_target_`. Of several processes only the first
+    one has a log directory and prints.
     """
 
     def __init__(self) -> None:
-        """Begin, once the config is composed."""
+        """Create the callback after the config is composed."""
         stop_explaining()
         self._stack, self._full = ExitStack(), True
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Make the log directory, as Hydra would a moment later with a worse message.
+        """Create the log directory. Hydra would do so later, with a worse error message.
 
         Raises:
-            SystemExit: If it cannot be made or written.
+            SystemExit: If it cannot be created or written.
         """
         make_importable(os.getcwd())
         if is_helper(os.environ):  # the time in the folder's name would differ
@@ -123,13 +123,13 @@ class FeatCalJob(Callback):
             raise SystemExit(error_block(error)) from error
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Send what FusionBench prints to the log file."""
+        """Redirect FusionBench's prints to the log file."""
         global _waiting
         import fusion_bench_featcal.compat  # noqa: F401  # before FusionBench makes the pools
 
         _waiting = []
         self._full = _shows_everything((config.get("method") or {}).get("debug"))
-        # Unresolved: a word may hold an interpolation that leads nowhere.
+        # Unresolved, because a word may contain an invalid interpolation.
         words: Any = OmegaConf.to_container(config.hydra.overrides.task)
         asked = {str(word).lower() for word in words}
         if self._full or config.get("dry_run") or "print_function_call=true" in asked:
@@ -143,15 +143,15 @@ class FeatCalJob(Callback):
         devnull = self._stack.enter_context(open(os.devnull, "w"))  # noqa: SIM115
         self._stack.enter_context(redirect_stdout(file.stream if file else devnull))
         if not sys.stderr.isatty():
-            # FusionBench's bars have no switch, and print a line for each update into a file.
+            # FusionBench's bars have no switch, and print a line per update into a file.
             self._stack.callback(setattr, tqdm, "__init__", tqdm.__init__)
             tqdm.__init__ = partialmethod(tqdm.__init__, disable=None)  # type: ignore[assignment]
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Show the results; replace an error by its block.
+        """Show the results, and replace an error by its block.
 
-        Python prints the text of a `SystemExit` as the last thing of all, and exits with 1. Where
-        Hydra runs several jobs, the others come first.
+        Python prints the text of a `SystemExit` last, and exits with 1. If Hydra runs several jobs,
+        the other jobs come first.
         """
         global _waiting
         results, _waiting = _waiting or [], None
@@ -161,7 +161,7 @@ class FeatCalJob(Callback):
             show()
         error = job_return._return_value
         if not self._full and isinstance(error, Exception):
-            if ScreenFilter.logged_error is not error:  # FusionBench logs errors of its run only
+            if ScreenFilter.logged_error is not error:  # FusionBench only logs errors of its run
                 log.error(error, exc_info=error)
             file = _log_file()
             place = f"{file.baseFilename}, or on the screen with " if file else ""
@@ -170,7 +170,7 @@ class FeatCalJob(Callback):
         sys.stdout.flush()
 
     def on_run_end(self, config: DictConfig, *, job_return: JobReturn, **kwargs: Any) -> None:
-        """End a failed run here: Hydra would first print all overrides."""
+        """End a failed run here, because Hydra would print all overrides first."""
         if isinstance(job_return._return_value, SystemExit):
             raise job_return._return_value
 

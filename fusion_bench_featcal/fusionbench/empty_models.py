@@ -1,4 +1,4 @@
-"""Models without weights, on the meta device, from configurations."""
+"""Models without weights, on the meta device, built from configurations."""
 
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,15 @@ def empty_model(location: str, kind: Any = None) -> nn.Module:
     Args:
         location: Name of a configuration in this package (`flan-t5-base`, or a hub id that ends in
             it), a folder with `config.json`, or a hub id.
-        kind: Its class, or one of transformers' Auto classes. None: a CLIP's vision tower, else the
-            configuration's class. If it names none, a language model with its head or a bare model.
+        kind: Its class, or one of transformers' Auto classes. None: for CLIP the vision tower, else
+            the configuration's class or, if it names none, a language model with its head or a bare
+            model.
 
     Returns:
         The model in its configuration's dtype.
 
     Raises:
-        ValueError: If there is no such configuration, with the names of those in the package.
+        ValueError: If there is no such configuration, with the names of the package's ones.
     """
     from transformers import AutoConfig, CLIPVisionModel
 
@@ -56,14 +57,14 @@ def empty_model(location: str, kind: Any = None) -> nn.Module:
     with torch.device("meta"):
         model = kind.from_config(config, trust_remote_code=False) if is_auto else kind(config)
     model = model.to(dtype).eval()
-    # transformers 5 ties the head of every T5; that FLAN-T5's is not shows in another key then.
+    # transformers 5 ties the head of every T5. Another key records that FLAN-T5's is not tied.
     if getattr(config, "scale_decoder_outputs", None) is False:
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     return model
 
 
 def _class_of(config: Any) -> Any:
-    """Return the class of a configuration's model, or an Auto class that knows it."""
+    """Return the class of a configuration's model, or an Auto class that supports it."""
     import transformers
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 

@@ -1,4 +1,4 @@
-"""Evaluating models on a FusionBench task pool, and keeping what it says about every test item."""
+"""Evaluation of models on a FusionBench task pool, including flags for every test item."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -20,17 +20,17 @@ class Evaluation:
 
     raw: Mapping[str, Any]  # FusionBench's report: {accuracy, loss}, and more
     accuracy: dict[str, float]  # in 0..1
-    correct: dict[str, Any] | None  # a flag per test item; None where the pool has none
+    correct: dict[str, Any] | None  # a flag per test item; None if the pool has none
 
     @property
     def loss(self) -> dict[str, float | None]:
-        """Task -> loss; None where the pool computes none."""
+        """Task -> loss; None if the pool computes none."""
         values = {task: self.raw[task].get("loss") for task in self.accuracy}
         return {task: None if value is None else float(value) for task, value in values.items()}
 
 
 def task_names(taskpool: BaseTaskPool) -> list[str] | None:
-    """Return the tasks of a pool, which is set up if need be; None where it has no loaders."""
+    """Return the tasks of a pool, after its setup; None if it has no loaders."""
     if not getattr(taskpool, "_is_setup", True):
         taskpool.setup()  # type: ignore[attr-defined]
     loaders = getattr(taskpool, "test_dataloaders", None)
@@ -58,7 +58,7 @@ def evaluate(
         linear_kernel: The setting of that name: the library for float32 products on the CPU.
 
     Returns:
-        The evaluation, of the asked tasks only.
+        The evaluation, for the requested tasks only.
     """
     loaders = getattr(taskpool, "test_dataloaders", None) if task_names(taskpool) else None
     asked = None if tasks is None else set(tasks)
@@ -96,7 +96,7 @@ def _reports(log_dir: Path | None) -> set[Path]:
 
 
 def join(evaluations: Iterable[Evaluation]) -> Evaluation:
-    """One row from evaluations of different models on different tasks (each expert on its own)."""
+    """Return one row from evaluations of different models, such as each expert on its task."""
     rows = list(evaluations)
     raw = {task: row.raw[task] for row in rows for task in row.accuracy}
     accuracy = {task: value for row in rows for task, value in row.accuracy.items()}
@@ -106,13 +106,13 @@ def join(evaluations: Iterable[Evaluation]) -> Evaluation:
 
 
 class EvaluatedTaskPool:
-    """Task pool that returns the evaluation of one model without running its test sets again.
+    """Task pool that returns one model's stored evaluation without running its test sets again.
 
-    FusionBench evaluates the model that the method returns, which the table needed before.
+    FusionBench evaluates the returned model, which the table already includes.
     """
 
     def __init__(self, taskpool: BaseTaskPool, model: nn.Module, evaluation: Evaluation) -> None:
-        """Keep a model and its evaluation."""
+        """Store a model and its evaluation."""
         self._taskpool = taskpool
         self._model = model
         self._evaluation = evaluation

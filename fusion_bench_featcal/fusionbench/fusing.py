@@ -1,4 +1,4 @@
-"""FusionBench's simple average and task arithmetic, tensor by tensor from files."""
+"""FusionBench's simple average and task arithmetic, computed tensor by tensor from files."""
 
 import json
 import logging
@@ -27,23 +27,23 @@ from fusion_bench_featcal.settings import CalibrationError
 log = logging.getLogger(__name__)
 
 Merge = Callable[[Tensor, Sequence[Tensor]], Tensor]
-"""Takes the first model's tensor and the experts', returns the merged one."""
+"""Takes the first model's tensor and the experts' tensors, returns the merged tensor."""
 _OPTIONS = {"_target_", "inplace", "show_pbar", "scaling_factor", *FUSION_BENCH_KEYS}
 
 
 def merged_from_files(base_method: Any, models: PoolModels) -> nn.Module | None:
-    """Merge models with one tensor of each in memory; the result has the merger's own bits.
+    """Merge models with one tensor of each in memory. The result equals the merger's bit by bit.
 
-    Models are read in the dtype that the pool would load them in. It is known only if the pool
-    loads all models in one way, and their files and configs have the same dtypes.
+    Models are read in the dtype that the pool would use. It is only known if the pool loads all
+    models in the same way, and their files and configs have the same dtypes.
 
     Args:
         base_method: Config of the merger.
         models: The pool's models.
 
     Returns:
-        The merged model; None if FusionBench must load whole models, as for another merger or
-        without complete safetensors files.
+        The merged model; None if FusionBench must load whole models, because of another merger or
+        incomplete safetensors files.
 
     Raises:
         CalibrationError: If a model cannot be loaded, or a tensor is not finite.
@@ -89,7 +89,7 @@ def _merged_tensor(
     except (TypeError, ValueError, RuntimeError):
         if kept.is_floating_point():
             raise
-        return kept  # a count, such as of the batches that BatchNorm has seen
+        return kept  # a count, such as BatchNorm's number of batches
     if merged.is_floating_point() and not all_finite(merged):
         raise CalibrationError(
             f"the merged tensor {name!r} is NaN or infinite, while base and experts are "
@@ -99,12 +99,12 @@ def _merged_tensor(
 
 
 def _plain_merge(config: Mapping[str, Any]) -> Merge | None:
-    """Return the function of a plain simple average or task arithmetic; None of other mergers."""
+    """Return the function of a plain simple average or task arithmetic; None for other mergers."""
     if set(config) - _OPTIONS or "_target_" not in config:
         return None
     try:
         merger = get_object(config["_target_"])
-    except Exception:  # running the merger reports what is wrong with it
+    except Exception:  # running the merger reports the error
         return None
     scale = config.get("scaling_factor")
     if merger is SimpleAverageAlgorithm and "scaling_factor" not in config:
@@ -115,7 +115,7 @@ def _plain_merge(config: Mapping[str, Any]) -> Merge | None:
 
 
 def _loading(model: PoolModel) -> tuple[str, frozenset[str], frozenset[str]]:
-    """Return options, configured dtypes and stored dtypes, which decide how a pool loads files."""
+    """Return options, configured and stored dtypes, which determine how a pool loads files."""
     entry, source, config = plain(model.entry), model.files, model.config or {}
     assert isinstance(source, SafetensorsExpert)
     options = dict(entry) if isinstance(entry, Mapping) else {}
@@ -130,8 +130,8 @@ def _loading(model: PoolModel) -> tuple[str, frozenset[str], frozenset[str]]:
     )
 
 
-# FusionBench's own functions on one tensor at a time, in the order in which its classes call them:
-# the merged model has the same bits.
+# FusionBench's functions on one tensor at a time, in the same order of operations, so that the
+# merged model is equal bit by bit.
 
 
 def _average(first: Tensor, experts: Sequence[Tensor]) -> Tensor:

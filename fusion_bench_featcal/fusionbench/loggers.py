@@ -1,4 +1,4 @@
-"""Results of a run for the loggers of `fabric.loggers`: settings, accuracies and drift."""
+"""Results of a run for the loggers in `fabric.loggers`: settings, accuracies and drift."""
 
 import logging
 import re
@@ -23,7 +23,7 @@ def log_results(fabric: Any, runs: Iterable[tuple[Report, Path | None]]) -> None
 
     Args:
         fabric: The program's Fabric.
-        runs: Reports, each with the folder of its calibration logs (None: there are no files).
+        runs: Reports, each with the folder of its calibration logs (None: no files).
     """
     settings: dict[str, Any] = {}
     steps: dict[int, dict[str, float]] = {0: {}}
@@ -41,7 +41,7 @@ def _log(logger: Any, settings: dict[str, Any], steps: dict[int, dict[str, float
     with suppress(NotImplementedError):  # of CSVLogger
         logger.log_hyperparams(settings)
     with warnings.catch_warnings():
-        # CSVLogger warns that it deletes files in its folder. It deletes its `metrics.csv` only.
+        # CSVLogger warns that it deletes files in its folder. It only deletes its `metrics.csv`.
         warnings.filterwarnings("ignore", message="Experiment logs directory")
         for step, values in sorted(steps.items()):
             logger.log_metrics(values, step=step)
@@ -52,7 +52,7 @@ def _log(logger: Any, settings: dict[str, Any], steps: dict[int, dict[str, float
 def _collect(
     report: Report, folder: Path | None, settings: dict[str, Any], steps: dict[int, dict[str, Any]]
 ) -> None:
-    """Add a report's hyperparameters, its accuracies (step 0) and each block's drift (a step)."""
+    """Add a report's settings, its accuracies (step 0) and each block's drift (one step each)."""
 
     def name(row: str, *words: str) -> str:
         merger = [report.upstream] if report.upstream and is_repair(row, report.upstream) else []
@@ -66,7 +66,7 @@ def _collect(
             steps[0][name(row, *["accuracy"] * (task != AVERAGE), task)] = float(value)
     for file in sorted(folder.glob(f"{CALIBRATION_LOG}*.jsonl")) if folder else ():
         row = FEATCAL + file.stem.removeprefix(CALIBRATION_LOG).replace(".", ":", 1)
-        records = drift_records(file) if row in report.settings else []  # not an earlier run's
+        records = drift_records(file) if row in report.settings else []  # excludes an earlier run's
         blocks = list(dict.fromkeys(record["block"] for record in records))
         for record in records:
             step = steps.setdefault(blocks.index(record["block"]), {})

@@ -1,4 +1,4 @@
-"""A method's keys from YAML: checked, and refused by name where they are unknown."""
+"""Settings of a method from YAML: checked, and refused by name if unknown."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from fusion_bench_featcal.setting_fields import Settings, is_text_list, setting,
 from fusion_bench_featcal.settings import FeatCalSettings
 
 FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
-"""Keys that FusionBench's configs carry beside a method's own."""
+"""Keys in FusionBench's configs that are not settings of the method."""
 
 MERGED = "merged"
 REFERENCES = (BASE, EXPERTS, MERGED)
@@ -26,12 +26,12 @@ _OF_ALL_PRESETS = {"calibration_data", "checkpoint_dir", "resume"}
 
 
 def is_merger(value: Any) -> bool:
-    """Return True for a method's config, which has `_target_` or, of older methods, `name`."""
+    """Return True for a method's config, which has `_target_` or, for older methods, `name`."""
     return isinstance(value, Mapping) and bool({"_target_", "name"} & set(value))
 
 
 def method_name(config: Any) -> str:
-    """`task_arithmetic` from `fusion_bench.method.TaskArithmeticAlgorithm`, or a legacy `name`."""
+    """Return `task_arithmetic` for `fusion_bench.method.TaskArithmeticAlgorithm`, or `name`."""
     target = str(config.get("_target_") or config.get("name"))
     words = target.rsplit(".", 1)[-1].removesuffix("Algorithm")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", words).lower()
@@ -51,7 +51,7 @@ class MergedBy(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(MergedBy):
-    """Settings of `method=featcal` beside those of the calibration."""
+    """Settings of `method=featcal` in addition to the calibration's."""
 
     save: str = setting(
         FEATCAL,
@@ -77,7 +77,7 @@ class RunSettings(MergedBy):
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices of what a run calibrates and evaluates beside its own settings."""
+    """Models that a run calibrates and evaluates in addition to the main one."""
 
     presets: Mapping[str, FeatCalSettings]  # calibrated on the same merged model
     compare_with: tuple[str, ...]  # of `base`, `experts` and `merged`
@@ -85,9 +85,9 @@ class Choices:
 
 
 def take_fusion_bench_keys(keys: dict[str, Any]) -> dict[str, Any]:
-    """Take out of a method's keys those of FusionBench's constructor, and return them.
+    """Remove FusionBench's constructor arguments from a method's keys, and return them.
 
-    `debug`, which the console reads from the config, is taken out too.
+    `debug`, which the console reads from the config, is removed too.
 
     Raises:
         ValueError: If `debug` is neither true nor false.
@@ -104,7 +104,7 @@ def names_of(kinds: Iterable[type]) -> list[str]:
 
 
 def read_settings(values: Mapping[str, Any], kinds: Sequence[type], owner: str) -> list[Any]:
-    """Make the dataclasses of a method's settings from its keys.
+    """Build the dataclasses of a method's settings from its keys.
 
     Args:
         values: Values by name, as OmegaConf or plain objects; absent ones keep their default.
@@ -121,7 +121,7 @@ def read_settings(values: Mapping[str, Any], kinds: Sequence[type], owner: str) 
 
 
 def checked_settings(values: Mapping[str, Any]) -> FeatCalSettings:
-    """Return a calibration's settings from YAML; raises as `read_settings`."""
+    """Return a calibration's settings from YAML. Raises as `read_settings`."""
     return read_settings(values, [FeatCalSettings], "featcal")[0]
 
 
@@ -132,13 +132,13 @@ def checked_choices(
     suite: Mapping[str, Any],
     save: Any = FEATCAL,
 ) -> Choices:
-    """Return presets and references: those of the method, or else those of the model pool.
+    """Return presets and references of the method, or else of the model pool.
 
     Args:
-        settings: The method's settings, from which presets differ.
+        settings: The method's settings, which presets change.
         presets: `method.presets`.
         compare_with: `method.compare_with`.
-        suite: What the model pool's YAML brings for this method (its key `featcal`).
+        suite: Defaults for this method in the model pool's YAML (its key `featcal`).
         save: `method.save`.
 
     Raises:
@@ -195,7 +195,7 @@ def _checked_presets(
 
 
 def plain(value: Any) -> Any:
-    """An OmegaConf value as plain Python objects; anything else as it is."""
+    """Return an OmegaConf value as plain Python objects, and anything else unchanged."""
     if isinstance(value, DictConfig | ListConfig):
         return OmegaConf.to_container(value, resolve=True)
     return value

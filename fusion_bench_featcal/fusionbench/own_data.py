@@ -1,4 +1,4 @@
-"""`method.calibration_data`: calibration data that a run brings for a pool's tasks."""
+"""`method.calibration_data`: a run's calibration data in place of a pool's datasets."""
 
 import copy
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ def with_own_data(modelpool: BaseModelPool, settings: FeatCalSettings) -> BaseMo
     """Return a copy of the pool with `calibration_data` in its datasets of `calibration_split`.
 
     Raises:
-        CalibrationError: If a task has no expert in the pool, with the nearest that has.
+        CalibrationError: If a task has no expert in the pool, with the nearest task that has one.
     """
     entries = settings.calibration_data or {}
     if not entries:

@@ -1,4 +1,4 @@
-"""Plans of FusionBench runs: from command-line overrides, and at the start of a run."""
+"""Plans of FusionBench runs: for command-line overrides, and at the start of a run."""
 
 import logging
 import math
@@ -43,10 +43,10 @@ def run_request(
     Only configs and headers of files are read. Nothing is downloaded.
 
     Args:
-        overrides: Overrides such as `modelpool=clip-vit-base-patch32_TA8`; without `method=` the
+        overrides: Overrides such as `modelpool=clip-vit-base-patch32_TA8`. Without `method=` the
             method is featcal.
-        length: Tokens of a text; None: `method.max_length`, else 512. For images whose size is not
-            in the model's config, as of ResNet: their side in pixels.
+        length: Tokens of a text; None: `method.max_length`, else 512. For image models whose config
+            has no image size (ResNet), the side in pixels.
         target_length: Tokens of an encoder-decoder's target.
         device: Device of the calibration.
 
@@ -94,9 +94,9 @@ def _composed(overrides: Sequence[str]) -> tuple[dict[str, Any], PoolModels, Any
     """Return a run's method, its models and `fabric.devices`.
 
     Raises:
-        ValueError: If the overrides compose no run with a model pool.
+        ValueError: If the overrides do not compose a run with a model pool.
     """
-    make_importable(os.getcwd())  # as in the run itself: `_target_` may name a class there
+    make_importable(os.getcwd())  # as in the run: `_target_` may name a class in this folder
     words = list(overrides)
     if not any(word.startswith("method=") for word in words):
         words.append("method=featcal")
@@ -112,7 +112,7 @@ def _composed(overrides: Sequence[str]) -> tuple[dict[str, Any], PoolModels, Any
 
 
 def numbers_of_samples(batches: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the number of samples per task; empty if it is unknown for a task."""
+    """Return the number of samples per task; empty if any is unknown."""
     counts = [len(task.indices) for task in batches.values() if hasattr(task, "indices")]
     return tuple(counts) if len(counts) == len(batches) else ()
 
@@ -120,7 +120,7 @@ def numbers_of_samples(batches: Mapping[str, Any]) -> tuple[int, ...]:
 def log_plan(
     merged: nn.Module, settings: FeatCalSettings, tasks: int, device: torch.device, **more: Any
 ) -> Plan | None:
-    """Log the plan of a run that starts, with warnings if memory is short.
+    """Log the plan of a starting run, with warnings if memory is short.
 
     Args:
         merged: The merged model.
@@ -130,7 +130,7 @@ def log_plan(
         **more: Further attributes of the `Request`.
 
     Returns:
-        The plan; None if the size of inputs is unknown, as without `method.max_length`.
+        The plan; None if the size of inputs is unknown, for example without `method.max_length`.
 
     Raises:
         CalibrationError: If memory or a disk is too small.
@@ -138,7 +138,7 @@ def log_plan(
     model = hollow_copy(merged).to("meta")
     try:
         plan = plan_of(Request(model, settings, tasks, settings.max_length, device=device, **more))
-    except Exception as error:  # a plan is no reason to stop: the calibration reports errors
+    except Exception as error:  # a failed plan does not stop a run: the calibration reports errors
         log.debug("no plan of reads and memory: %s", error)
         return None
     log.info(one_line(plan))
@@ -162,7 +162,7 @@ def _is_local(model: PoolModel) -> bool:
 
 
 def _streams(model: PoolModel, settings: FeatCalSettings) -> bool:
-    """Return whether calibration will read a model block by block, judged by its entry."""
+    """Return whether calibration will read a model block by block, according to its entry."""
     if settings.stream_experts is False or not model.locations:
         return False
     return not _is_local(model) or model.files is not None

@@ -25,17 +25,17 @@ _WEIGHTS = ("*.safetensors*", "*.bin*", "*.pt", "*.pth")
 
 
 def check_pool_models(models: PoolModels, fabric: Any) -> None:
-    """Find every model of a pool before any work is done.
+    """Check that every model of a pool can be found before any work is done.
 
     Args:
-        models: The pool's models. FusionBench's pool of sequence-to-sequence models, which loads
-            no model that is a plain folder or hub id, can do so from here on.
+        models: The pool's models. FusionBench's pool of sequence-to-sequence models cannot load
+            plain folders and hub ids. Their entries are changed here so that it can.
         fabric: Lightning Fabric.
 
     Raises:
         CalibrationError: If the precision has no effect, there is no expert, or a model's entry or
             files are missing, unreadable or damaged, naming the model.
-        ValueError: If an expert's name cannot be a task's.
+        ValueError: If an expert's name cannot be a task's name.
     """
     _check_precision(fabric)
     refuse_unusable_names(models.experts, "modelpool.models")
@@ -60,7 +60,7 @@ def check_pool_models(models: PoolModels, fabric: Any) -> None:
 
 
 def _check_precision(fabric: Any) -> None:
-    """Refuse a precision that would convert models, which a pool loads in their own dtypes."""
+    """Refuse a precision that would convert models: a pool loads them in their stored dtypes."""
     precision = str(fabric.strategy.precision.precision)
     if precision == "32-true" or precision.endswith("-mixed"):
         return
@@ -72,7 +72,7 @@ def _check_precision(fabric: Any) -> None:
 
 
 def _check_entry(model: PoolModel) -> None:
-    """Refuse an entry that names no model; give a folder's name the form that FusionBench loads."""
+    """Refuse an entry that is no model, and convert a folder's name to FusionBench's form."""
     entry, setting = plain(model.entry), f"modelpool.models.{model.name}"
     if entry is None or entry == "" or isinstance(entry, bool | int | float | list):
         raise CalibrationError(
@@ -104,14 +104,14 @@ def _check_files(model: PoolModel) -> None:
 
 
 def check_experts(models: PoolModels) -> list[str]:
-    """Load the base, if there is one, and compare experts in files with it by their headers.
+    """Load the base, if there is one, and compare experts with it by the headers of their files.
 
     Returns:
-        Sentences on experts that are unusually far from the base, equal to it, or alike.
+        Sentences on experts that are unusually far from the base, equal to it, or very similar.
 
     Raises:
-        CalibrationError: If the base cannot be loaded; or an expert is of another architecture or
-            has another vocabulary, lacks a tensor or has it in another shape, naming both.
+        CalibrationError: If the base cannot be loaded, or an expert has another architecture or
+            vocabulary, lacks a tensor or has another shape, naming both.
     """
     if models.base is None:
         return []
@@ -120,7 +120,7 @@ def check_experts(models: PoolModels) -> list[str]:
     for name, expert in models.experts.items():
         if expert.folder is not None and text_kind(models.pool) is not None:
             _check_same_kind(expert, base)
-        if expert.files is not None:  # others are compared when they are loaded
+        if expert.files is not None:  # other experts are compared when they are loaded
             experts[name] = ExpertModel(name, expert.files, base)
     return far_experts(experts, base)
 
@@ -147,7 +147,7 @@ def _check_same_kind(expert: PoolModel, base: Any) -> None:
 
 
 def check_read_budget(models: PoolModels, settings: FeatCalSettings) -> None:
-    """Refuse a read budget where an expert would be loaded whole.
+    """Refuse a read budget if an expert would be loaded whole.
 
     Raises:
         CalibrationError: Naming the expert and the setting.

@@ -1,4 +1,4 @@
-"""Configs of a pool's models: one function for all, and a family that knows it."""
+"""Checks of the configs of a pool's models: equal functions, and a family that fits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,21 +26,21 @@ _VISION_TOWER = "clip_vision_model"
 
 
 def check_pool_settings(models: PoolModels, settings: FeatCalSettings) -> None:
-    """Compare settings that depend on the models with their configs.
+    """Compare settings that depend on the models with the models' configs.
 
     Args:
         models: The pool's models.
         settings: `family` and `ignore_config` are used.
 
     Raises:
-        CalibrationError: If a model's config makes it another function than the one that runs its
-            weights, or has no such blocks as the family needs.
-        ValueError: If the family does not know the models, with what to try.
+        CalibrationError: If a model's config defines another function than the model that runs its
+            weights, or the family does not find its blocks.
+        ValueError: If no family fits the models, with advice.
     """
     configs = {name: _config(model) for name, model in models.items()}
     by_importance = [BASE_MODEL, MERGED_MODEL, *models.experts]
     reference = next((name for name in by_importance if configs.get(name) is not None), None)
-    if reference is None:  # no config to compare; but a model in memory can be looked at
+    if reference is None:  # no config to compare, but a model in memory can be inspected
         modules = [model.module for model in models.values() if model.module is not None]
         model, is_certain = next(iter(modules), None), True
     else:
@@ -57,7 +57,7 @@ def check_pool_settings(models: PoolModels, settings: FeatCalSettings) -> None:
 
 
 def _config(model: PoolModel) -> dict[str, Any] | None:
-    """A model's complete config; of a pool of CLIP's vision towers the tower's."""
+    """Return a model's complete config. For a pool of CLIP's vision towers the tower's config."""
     if model.module is not None:
         return complete_config(getattr(model.module, "config", None))
     config = complete_config(model.config)
@@ -76,7 +76,7 @@ def _model_as_loaded(model: PoolModel) -> tuple[nn.Module | None, bool]:
     is_certain = kind is not None or text_kind(model.pool) is not None or _holds_towers(model.pool)
     try:
         return empty_model(str(model.folders[0]), kind), is_certain
-    except Exception:  # its own loader says it better
+    except Exception:  # the model's loader has the better message
         return None, False
 
 

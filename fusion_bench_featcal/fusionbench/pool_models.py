@@ -32,13 +32,13 @@ BASE_MODEL = "_pretrained_"
 MERGED_MODEL = "_merged_"
 NAME, _CONFIG = "pretrained_model_name_or_path", "config_path"
 _PLAIN_OPTIONS = {"_target_", NAME, "torch_dtype", "dtype"}
-# Arguments of FusionBench's loaders of LoRA experts: one for the base, one for the adapter.
+# Arguments of FusionBench's loaders of LoRA experts, for the base and for the adapter.
 _LORA_KEYS = ("base_model_path", "base_model_name", "peft_model_path", "peft_name")
 
 
 @dataclass(eq=False)
 class PoolModel:
-    """A pool's model of a name. Its files are looked for and their headers read once, on demand."""
+    """One model of a pool. Its files are found and their headers read once, on first use."""
 
     pool: BaseModelPool
     name: str
@@ -46,17 +46,17 @@ class PoolModel:
 
     @property
     def entry(self) -> Any:
-        """Its entry in `modelpool.models`, None if it has none."""
+        """The model's entry in `modelpool.models`, None if it has none."""
         return self.pool._models.get(self.name)
 
     @property
     def module(self) -> nn.Module | None:
-        """The model itself if the pool has it in memory."""
+        """The module, if the pool has it in memory."""
         return self.entry if isinstance(self.entry, nn.Module) else None
 
     @property
     def location(self) -> str | None:
-        """The folder or hub id that its entry names, with or without further options."""
+        """The folder or hub id in its entry, with or without further options."""
         location = self.entry
         if isinstance(location, Mapping):
             keys = (NAME, _CONFIG, *_LORA_KEYS[::-1])
@@ -65,10 +65,10 @@ class PoolModel:
 
     @property
     def locations(self) -> dict[str, str]:
-        """Keys of its entry -> folders or hub ids that are fetched here.
+        """Keys of its entry -> folders or hub ids to download.
 
-        A plain name has an empty key. FusionBench loads by itself what has further options or is
-        on another platform than the Hugging Face hub.
+        A plain name has an empty key. FusionBench loads models itself if their entry has further
+        options or they are on another platform than the Hugging Face hub.
         """
         entry, keys = self.entry, (_CONFIG,)
         if is_elsewhere(self.pool):
@@ -88,24 +88,24 @@ class PoolModel:
         """Keys of `locations` -> local folders. Hub ids are downloaded.
 
         Raises:
-            CalibrationError: If one cannot be fetched, naming the model's setting.
+            CalibrationError: If a download fails, naming the model's setting.
         """
         setting = f"modelpool.models.{self.name}"
         return {key: fetch(name, f"{setting}={name}") for key, name in self.locations.items()}
 
     @property
     def folders(self) -> list[Path]:
-        """Folders or single files of its weights: one, or a LoRA expert's base and adapter."""
+        """Folders or single files of its weights: one, or base and adapter of a LoRA expert."""
         return [path for key, path in self.paths.items() if key != _CONFIG]
 
     @property
     def folder(self) -> Path | None:
-        """Folder or single file of a complete checkpoint; None if it has none."""
+        """Folder or single file of a complete checkpoint; None if there is none."""
         return self.folders[0] if len(self.folders) == 1 else None
 
     @cached_property
     def config(self) -> dict[str, Any] | None:
-        """Content of its config.json, a LoRA expert's base's; None if there is none.
+        """Content of its config.json, for a LoRA expert the base's; None if there is none.
 
         Raises:
             CalibrationError: If the file cannot be read or is damaged.
@@ -115,7 +115,7 @@ class PoolModel:
 
     @cached_property
     def files(self) -> ExpertSource | None:
-        """Its weights in safetensors files, read tensor by tensor; None: it has no such files.
+        """Its weights in safetensors files, read tensor by tensor; None: no such files.
 
         Raises:
             CalibrationError: If the files cannot be found, or are damaged.
@@ -126,11 +126,11 @@ class PoolModel:
             elif self.folders:
                 base, adapter = self.folders
                 is_tower = str(self.entry.get("_target_")).endswith(".load_lora_vision_model_hf")
-                prefix = "vision_model." if is_tower else ""  # of the adapted part of the base
+                prefix = "vision_model." if is_tower else ""  # of the adapted part
                 source = LoraExpert(SafetensorsExpert(base), adapter, prefix)
             else:
                 return None
-        except FileNotFoundError as error:  # files of another kind
+        except FileNotFoundError as error:  # files in another format
             self._why_no_files = f": {error}"
             return None
         rows = getattr(self.pool, "vocabulary_rows", None)
@@ -138,14 +138,14 @@ class PoolModel:
 
     @property
     def file_bytes(self) -> int | None:
-        """Bytes that are read to load it: 0 from memory; None: unknown."""
+        """Bytes to read for loading it: 0 from memory; None: unknown."""
         if self.module is not None:
             return 0
         source = self.files
         return None if source is None else sum(known_bytes(source, n) for n in source.names())
 
     def source(self, stream_experts: bool | str) -> nn.Module | ExpertSource:
-        """The model as calibration reads it, by the setting `stream_experts`: its files, or whole.
+        """Return the model as files or as a module, following the setting `stream_experts`.
 
         Raises:
             CalibrationError: If the model cannot be found, or has no safetensors files and
@@ -163,7 +163,7 @@ class PoolModel:
         return load_pool_model(self.pool, self.name)
 
     def not_loadable(self, error: Exception) -> CalibrationError:
-        """The error of a model that cannot be loaded, with the cause and the setting to change."""
+        """Return the error for a model that cannot be loaded, with cause and setting."""
         location, setting = self.location, f"modelpool.models.{self.name}"
         cause, form = first_line(error).rstrip("."), ""
         if location is not None and not os.path.exists(location) and is_of_hub(error):
@@ -186,7 +186,7 @@ class PoolModels(dict[str, PoolModel]):
     """All models of a pool by name, for a whole run."""
 
     def __init__(self, pool: BaseModelPool) -> None:
-        """Refer to a pool's models; nothing is looked at yet."""
+        """Refer to a pool's models. Nothing is opened yet."""
         super().__init__({name: PoolModel(pool, name) for name in pool.all_model_names})
         self.pool = pool
 
@@ -201,16 +201,16 @@ class PoolModels(dict[str, PoolModel]):
         return {name: self[name] for name in self.pool.model_names}
 
     def fetch(self) -> None:
-        """Download at once what the hub's cache lacks of all models. Raises as `fetch_all`."""
+        """Download at once all files that the hub's cache lacks. Raises as `fetch_all`."""
         locations = [(n, place) for n, model in self.items() for place in model.locations.values()]
         fetch_all({f"modelpool.models.{name}={place}": place for name, place in locations})
 
 
 class ExpertSources(Mapping[str, Any]):
-    """Experts as calibration reads them, each opened or loaded when it is asked for."""
+    """Experts for calibration, each opened or loaded on access."""
 
     def __init__(self, models: PoolModels, stream_experts: bool | str) -> None:
-        """Refer to a pool's experts; see `PoolModel.source` for `stream_experts`."""
+        """Refer to a pool's experts. See `PoolModel.source` for `stream_experts`."""
         self._experts = models.experts
         self._stream = stream_experts
 
@@ -229,10 +229,10 @@ class ExpertSources(Mapping[str, Any]):
 
 
 def import_target(setting: str, target: str) -> Any:
-    """Import and return the object that `_target_` of a setting names.
+    """Import and return the object named by a setting's `_target_`.
 
     Raises:
-        CalibrationError: If that fails.
+        CalibrationError: If the import fails.
     """
     try:
         return get_object(target)
@@ -244,7 +244,7 @@ def import_target(setting: str, target: str) -> Any:
 
 
 def local_pool(modelpool: BaseModelPool, name: str | None = None) -> BaseModelPool:
-    """Copy a pool to load its models, or the one named, from local folders and not lazily."""
+    """Copy a pool so that it loads all models, or one, from local folders and not lazily."""
     pool: Any = copy.copy(modelpool)
     if getattr(modelpool, "enable_lazy_loading", False):
         pool.enable_lazy_loading = False
@@ -262,7 +262,7 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
     """Load one model of a pool whole.
 
     Raises:
-        CalibrationError: If it cannot be found or loaded, naming it and its entry.
+        CalibrationError: If it cannot be found or loaded, naming the model and its entry.
     """
     try:
         return bind_own_functions(local_pool(modelpool, name).load_model(name))

@@ -18,7 +18,7 @@ from fusion_bench_featcal.fusionbench.pool_models import NAME, PoolModels, is_el
 from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.settings import CalibrationError
 
-# By name and not by class: importing FusionBench's pools of language models takes seconds.
+# By name, because importing FusionBench's pools of language models takes seconds.
 _KINDS: Mapping[str, TextKind] = {
     "Seq2SeqLMPool": "seq2seq",
     "CausalLMPool": "causal",
@@ -28,17 +28,17 @@ _KINDS: Mapping[str, TextKind] = {
 
 
 def text_kind(modelpool: Any) -> TextKind | None:
-    """Return the kind of a pool's text models by its class or a parent; None if it has none."""
+    """Return the kind of a pool's text models, from its class or a parent; None if it has none."""
     names = [parent.__name__ for parent in type(modelpool).__mro__]
     return next((_KINDS[name] for name in names if name in _KINDS), None)
 
 
 def load_input_processor(modelpool: BaseModelPool) -> Any:
-    """Load the tokenizer or processor that turns the pool's data into model inputs.
+    """Load the tokenizer or processor that converts the pool's data to model inputs.
 
     Returns:
-        For FusionBench's pools of text models the tokenizer, compared with the experts' tokenizers;
-        else the processor that the config names, or that the pool has for its models.
+        The tokenizer, compared with the experts' tokenizers, for FusionBench's pools of text
+        models. For other pools the processor that the config names, or the models' processor.
 
     Raises:
         CalibrationError: If there is none, it cannot be found, or an expert has another tokenizer.
@@ -69,7 +69,7 @@ def load_input_processor(modelpool: BaseModelPool) -> Any:
 def _tokenizer(modelpool: Any) -> tuple[Any, Callable[[], Any]]:
     """Return the entry and the loader of a pool's tokenizer.
 
-    FusionBench's `Seq2SeqLMPool` cannot load its own.
+    FusionBench's `Seq2SeqLMPool` cannot load its tokenizer.
     """
     entry = getattr(modelpool, "_tokenizer", None)
     entry = getattr(modelpool, "tokenizer", None) if entry is None else entry
@@ -79,8 +79,9 @@ def _tokenizer(modelpool: Any) -> tuple[Any, Callable[[], Any]]:
 def _processor(modelpool: Any) -> tuple[Any, Callable[[], Any]]:
     """Return the entry and the loader of a pool's image processor.
 
-    FusionBench's pools of image classifiers ignore `modelpool.processor`, which comes first here,
-    and load the base's processor, but not if the base is named by its folder or hub id alone.
+    FusionBench's pools of image classifiers ignore `modelpool.processor` and load the base's
+    processor, unless the base is only named by its folder or hub id. Here `modelpool.processor` has
+    priority.
     """
     if hasattr(modelpool, "_processor"):
         entry, pool = modelpool._processor, copy.copy(modelpool)
@@ -123,7 +124,7 @@ def _local_entry(modelpool: Any, name: str, entry: Any) -> Any:
 def _check_expert_tokenizers(modelpool: BaseModelPool, tokenizer: Any) -> None:
     """Compare the pool's tokenizer with the experts' tokenizers, token by token.
 
-    An expert's tokenizer may have further tokens, which never reach the expert.
+    An expert's tokenizer may have additional tokens, which never reach the expert.
     """
     vocabulary = tokenizer.get_vocab()
     rows = getattr(modelpool, "vocabulary_rows", None)

@@ -1,4 +1,4 @@
-"""FusionBench's program as a method uses it: its task pool, its mergers, its machine."""
+"""A method's use of FusionBench's program: its task pool, its mergers, its machine."""
 
 import copy
 import logging
@@ -35,9 +35,9 @@ _LOAD_METHOD = "fusion_bench.compat.method.load_algorithm_from_config"
 
 
 def take_default_taskpool(program: Any) -> None:
-    """Give a program the model pool's own task pool, or None, where none was named.
+    """Give a program the model pool's default task pool, or None, if none was named.
 
-    `taskpool=dummy` on the command line is named: then nothing is evaluated.
+    An explicit `taskpool=dummy` on the command line disables evaluation.
     """
     if not isinstance(program.taskpool, DummyTaskPool):
         return
@@ -52,17 +52,17 @@ def take_default_taskpool(program: Any) -> None:
 
 
 def prepare_run(program: Any, log_dir: str | None) -> None:
-    """Begin a run of any method: choose the task pool, check and fill the log directory.
+    """Prepare a run of any method: choose the task pool, check and fill the log directory.
 
     Args:
-        program: The running program; None: there is none, and nothing to prepare.
-        log_dir: Its log directory, where the resolved config is left; None: nothing is written.
+        program: The running program; None: nothing to prepare.
+        log_dir: Its log directory, which receives the resolved config; None: nothing is written.
 
     Raises:
         ReportError: If the directory cannot be written.
-        CalibrationError: If the program runs in several processes, of which only featcal makes
-            something, or the disk has too little room for the model.
-        ValueError: If `merged_model_save_path` cannot be meant.
+        CalibrationError: If the program has several processes and the method is not featcal, or the
+            disk has too little room for the model.
+        ValueError: If `merged_model_save_path` is unusable.
     """
     if program is None:
         return
@@ -91,14 +91,14 @@ def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str
     Args:
         program: The running program, or None.
         config: The merger's config: with `_target_` or, for older methods, `name`.
-        modelpool: The pool; models that it holds in memory are not changed.
-        setting: Where the config stands, for the message.
+        modelpool: The pool. Models that it has in memory are not changed.
+        setting: The setting with the config, for the message.
 
     Returns:
         The merged model, without gradients.
 
     Raises:
-        CalibrationError: If the method returns anything but one model.
+        CalibrationError: If the method does not return exactly one model.
     """
     log.info("merging with %s", method_name(config))
     if program is not None:
@@ -117,7 +117,7 @@ def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str
 
 
 def counting_in(dtype: torch.dtype, model: Any) -> Any:
-    """Give the counts of batches that a model's BatchNorms keep a dtype."""
+    """Convert the batch counts of a model's BatchNorms to a dtype."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, _BatchNorm) and module.num_batches_tracked is not None:
             module.num_batches_tracked = module.num_batches_tracked.to(dtype)
@@ -125,10 +125,10 @@ def counting_in(dtype: torch.dtype, model: Any) -> Any:
 
 
 def _pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:
-    """The pool as a merger may use it: with copies of models that it holds in memory.
+    """Return the pool for a merger, with copies of models that it has in memory.
 
-    Mergers may work in place on such models, and the base and the experts are needed again. Most of
-    FusionBench's mergers refuse integers, so that BatchNorm's counts are real numbers meanwhile.
+    Mergers may change such models in place, and base and experts are needed afterwards. Most of
+    FusionBench's mergers refuse integers, so BatchNorm's counts are floating point in the copies.
     """
     modelpool = local_pool(modelpool)
     pool = copy.copy(modelpool)
@@ -145,7 +145,7 @@ def _pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:
 
 
 def _refuse_not_finite(merged: nn.Module, modelpool: BaseModelPool, setting: str) -> None:
-    """Refuse a merged model with NaN or infinity, naming the model of the pool that has them."""
+    """Refuse a merged model with NaN or infinity, naming the pool's model that has them."""
 
     def check(name: str) -> Callable[[str], None]:
         def read(tensor: str) -> None:

@@ -1,8 +1,8 @@
-"""Several processes of one FusionBench program: what they share, and what only the first one does.
+"""Several processes of one FusionBench program: shared work, and work of the first one alone.
 
-Calibration is shared. All else that FusionBench does (merging, evaluating, reporting, saving) is
-written for one process or spreads its data in its own way, so the first process does it with a
-Fabric of its own, while the others wait.
+Calibration is shared. Everything else that FusionBench does (merging, evaluating, reporting,
+saving) is written for one process or distributes its data differently. The first process does it
+with a separate Fabric, while the others wait.
 """
 
 import copy
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 def join_processes(algorithm: Any) -> Processes:
-    """Join the processes that Fabric has started; each works alone from now on.
+    """Join the processes that Fabric has started. Apart from calibration each works alone.
 
-    The program, its pools and the method get a Fabric of this process alone. Only the first
-    process keeps loggers, a log directory, a task pool and a place to save to.
+    The program, its pools and the method get a Fabric for this process alone. Only the first
+    process keeps loggers, a log directory, a task pool and a target to save to.
 
     Raises:
         CalibrationError: If Fabric's strategy spreads models over processes.
@@ -55,7 +55,7 @@ def join_processes(algorithm: Any) -> Processes:
 
 
 def fabric_alone(fabric: Any, *, first: bool) -> Any:
-    """A Fabric of this process alone; the `first` process keeps the loggers."""
+    """Return a Fabric for this process alone. The `first` process keeps the loggers."""
     strategy = SingleDeviceStrategy(
         device=fabric.device, accelerator=fabric.accelerator, precision=fabric._precision
     )
@@ -64,7 +64,7 @@ def fabric_alone(fabric: Any, *, first: bool) -> Any:
 
 @contextmanager
 def announcing(processes: Processes) -> Iterator[None]:
-    """Context whose errors end the other processes too."""
+    """Context whose errors also end the other processes."""
     try:
         yield
     except Exception as error:
@@ -75,13 +75,13 @@ def announcing(processes: Processes) -> Iterator[None]:
 def share_model(
     model: nn.Module | None, processes: Processes, device: torch.device, setting: str
 ) -> nn.Module:
-    """Give every process the model that the first one has; the others have it on the CPU.
+    """Send the first process's model to all others, which receive it on the CPU.
 
     Args:
         model: The model; None in all processes but the first.
         processes: The processes.
-        device: This process's own, by which tensors travel.
-        setting: What made the model, for the message.
+        device: This process's device, for the transfer of tensors.
+        setting: The setting that the model came from, for the message.
 
     Raises:
         CalibrationError: If its structure cannot be sent, naming the setting.
@@ -102,12 +102,12 @@ def share_model(
 
 
 def _stored(model: nn.Module) -> list[Tensor]:
-    """Parameters and persistent buffers, tied ones once."""
+    """Return parameters and persistent buffers, tied ones once."""
     return list({id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
 
 
 def _packed(model: nn.Module, setting: str) -> bytes:
-    """A model without the values of its parameters: each is one zero, seen at every place."""
+    """Return a model without the values of its parameters, each replaced by an expanded zero."""
     stand_ins: dict[int, Any] = {}
     for tensor in _stored(model):
         empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)

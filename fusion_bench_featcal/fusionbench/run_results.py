@@ -1,4 +1,4 @@
-"""The results of one run: evaluates models as they come, reports them when all are done."""
+"""Results of one run: evaluates models when they are added, and reports them at the end."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -47,13 +47,13 @@ log = logging.getLogger(__name__)
 
 
 class RunResults:
-    """A run's models: one is saved and returned, all are evaluated and reported.
+    """Models of a run: one is saved and returned, all are evaluated and reported.
 
-    Without a program nothing is saved, without its task pool nothing evaluated.
+    Without a program nothing is saved, and without its task pool nothing is evaluated.
 
     Attributes:
         report: The report.
-        saver: Has the model that is returned, and the folder that it is saved to.
+        saver: Stores the model to return, and the folder that it is saved to.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RunResults:
         row: str,
         linear_kernel: str = "auto",
     ) -> None:
-        """Start a report; `check_save_target` has looked at the place to save to.
+        """Start a report. `check_save_target` has checked the target before.
 
         Args:
             algorithm: The running method: its program, log directory and Fabric are used.
@@ -99,12 +99,12 @@ class RunResults:
             self.report.note(Note(NOTE, text))
 
     def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> None:
-        """Evaluate a model that was not calibrated; runs that are compared agree in `settings`."""
+        """Evaluate an uncalibrated model. Runs in one comparison must have equal `settings`."""
         if self._taskpool is not None:
             self._add_row(name, model, settings=settings)
 
     def add_base_and_experts(self, references: Sequence[str]) -> None:
-        """Load and evaluate base and experts, where `references` ask, one in memory at a time."""
+        """Load and evaluate base and experts, as far as `references` name them, one at a time."""
         if self._taskpool is None:
             return
         if BASE in references and self._modelpool.has_pretrained:
@@ -128,13 +128,13 @@ class RunResults:
         cost: Cost,
         base_method: Any,
     ) -> None:
-        """Save and evaluate the model of the row `featcal` or `featcal:<preset>`; keep its log."""
+        """Save and evaluate the model of row `featcal` or `featcal:<preset>`, and keep its log."""
         if self._log_dir is not None:
             preset = file_suffix(name)
             result.log.write(self._log_dir / f"calibration_log{preset}.jsonl")
             write_atomic(self._log_dir / f"reads{preset}.json", json_text(result.reads))
         lines = [*warnings_of(Agreement.of(result.log), settings), *outcome_of(result.log)]
-        # The run's last lines have these notes: no warning beside them.
+        # These notes also close the run's output, so no warning is printed here.
         self.report.note(*notes_of_log(name, result.log.records))
         self.report.note(*(Note(AGREEMENT, line, name) for line in lines))
         values, split = settings.of_the_model().as_dict(), settings.calibration_split
@@ -156,15 +156,15 @@ class RunResults:
         samples: Mapping[str, Mapping[str, Any]],
         seed: int | None,
     ) -> None:
-        """Evaluate the model that a method made.
+        """Evaluate a method's model.
 
         Args:
             name: Its row.
             model: The model.
             settings: Settings of the method.
-            cost: Time and memory that making the model took.
-            samples: Task -> {"samples", "split"} that were used; empty for methods without data.
-            seed: Seed of samples and training; None for methods that draw nothing.
+            cost: Time and memory of the method.
+            samples: Task -> {"samples", "split"}; empty for methods without data.
+            seed: Seed of samples and training; None for methods without randomness.
         """
         if any(drawn["split"] == "test" for drawn in samples.values()):
             text = f"{name} was made with samples of the test split"
@@ -174,7 +174,7 @@ class RunResults:
         self._add_row(name, model, settings=settings, cost=cost.as_dict(), samples=samples)
 
     def finish(self) -> nn.Module:
-        """Write, log and show the report; return the model that FusionBench need not evaluate."""
+        """Write, log and show the report. Return the model with its evaluation for FusionBench."""
         self.report.note(*tasks_below_merged(self.report))
         first = [BASE, EXPERTS, self.report.upstream]  # references are evaluated last
         for kept in (self.report.rows, self.report.loss, self.report.settings, self.report.items):
@@ -196,7 +196,7 @@ class RunResults:
         return self.saver.model
 
     def _add_row(self, name: str, model: nn.Module, **made: Any) -> None:
-        """Evaluate a model and report it; without a task pool report only how it was made."""
+        """Evaluate a model and report it. Without a task pool, report only settings and cost."""
         if self._taskpool is None:
             for field, value in made.items():
                 getattr(self.report, field)[name] = dict(value)
@@ -224,7 +224,7 @@ class RunResults:
 
 
 def suite_name(modelpool: BaseModelPool) -> str:
-    """The model pool's name on the command line, else its class."""
+    """Return the model pool's name on the command line, else its class."""
     from hydra.core.hydra_config import HydraConfig
 
     if HydraConfig.initialized():

@@ -34,7 +34,7 @@ from fusion_bench_featcal.tensor_files import stored_bytes
 log = logging.getLogger(__name__)
 
 SAVE_PATH, OPTIONS = "merged_model_save_path", "merged_model_save_kwargs"
-# Weights that would be loaded in place of, or together with, those of a new model.
+# Weights that would be loaded instead of, or together with, a new model's weights.
 MODEL_FILES = (
     "model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "tf_model*",
     "flax_model*", "adapter_*", "open_clip_*", "*_corrections.safetensors", "*_corrections.json",
@@ -53,7 +53,7 @@ class SaveOptions:
     target: Path | None  # absolute; None: nothing is saved
     card: bool  # write a model card
     repo_id: str | None  # repository of the hub that the folder is pushed to; None: not pushed
-    pool: Mapping[str, Any]  # options of the pool's own `save_model`
+    pool: Mapping[str, Any]  # further options of the pool's `save_model`
 
     @classmethod
     def of(cls, program: Any) -> "SaveOptions":
@@ -72,7 +72,7 @@ class SaveOptions:
 
 
 def check_save_target(program: Any, modelpool: BaseModelPool) -> None:
-    """Check target, options and free space; remove what killed processes left at the target.
+    """Check target, options and free space, and remove leftovers of killed processes.
 
     Raises:
         ValueError: If the path or an option is not usable, naming the setting.
@@ -103,7 +103,7 @@ def check_save_target(program: Any, modelpool: BaseModelPool) -> None:
 
 def _problem_of(options: Mapping[str, Any], modelpool: BaseModelPool) -> str:
     try:
-        if text_kind(modelpool) != "seq2seq":  # saved by its own `save_pretrained`, which takes any
+        if text_kind(modelpool) != "seq2seq":  # its `save_pretrained` accepts any option
             inspect.signature(modelpool.save_model).bind(None, "", **options)
     except TypeError as error:
         return f"{type(modelpool).__name__} cannot save with {dict(options)} ({error})"
@@ -142,7 +142,7 @@ def _base_bytes(modelpool: BaseModelPool) -> int:
         return 0
     if model.module is not None:
         return stored_bytes(model.module.state_dict().values())
-    models.fetch()  # all at once, and not only this one
+    models.fetch()  # fetches all models at once
     return sum(f.stat().st_size for f in model.folders for f in f.glob("*.safetensors"))
 
 
@@ -156,19 +156,19 @@ def save_model(
     facts: CardFacts | None = None,
     **options: Any,
 ) -> list[str]:
-    """Save a model with its processor, as a whole or not at all. The model is not changed.
+    """Save a model with its processor atomically. The model is not changed.
 
-    FusionBench saves a CLIP vision model without the processor that its inputs need, and an
-    encoder-decoder as a pickled state dict.
+    FusionBench would save a CLIP vision model without its processor, and an encoder-decoder as a
+    pickled state dict.
 
     Args:
         modelpool: Its `save_model` writes the weights.
         model: The model.
         path: The folder (a file if the pool saves a state dict).
         processor: Tokenizer or image processor; saved if it has `save_pretrained`.
-        card: Text of a README.md, unless the folder has one that somebody else wrote.
+        card: Text of a README.md, unless the folder has one from another author.
         facts: The model's origin, for a provenance.json.
-        **options: The pool's own options.
+        **options: Further options of the pool's `save_model`.
 
     Returns:
         The model's files, relative to the folder.
@@ -189,25 +189,25 @@ def save_model(
         if new.is_dir():
             files = complete_folder(new, model, processor, facts, card)
             if (target / CARD).is_file() and not is_our_card(target / CARD):
-                (new / CARD).unlink(missing_ok=True)  # the other one is carried over
+                (new / CARD).unlink(missing_ok=True)  # the existing card is carried over
                 files = [name for name in files if name != CARD]
     log.info("saved the model to %s", target)
     return files
 
 
 class RowSaver:
-    """Saves one row's model, in place of FusionBench, which saves after all evaluations.
+    """Saves one row's model. FusionBench would save it only after all evaluations.
 
     Attributes:
         row: The row that is saved.
-        model: Its model, from `offer` on.
+        model: Its model, available after `offer`.
         folder: Folder of the saved model; None: not saved.
     """
 
     model: nn.Module
 
     def __init__(self, program: Any, modelpool: BaseModelPool, processor: Any, row: str) -> None:
-        """Prepare to save; `check_save_target` has checked the target."""
+        """Prepare to save. `check_save_target` has checked the target."""
         self.row = row
         self.folder: Path | None = None
         self._program, self._modelpool, self._processor = program, modelpool, processor
@@ -220,10 +220,10 @@ class RowSaver:
         return row == self.row and self._options.target is not None
 
     def offer(self, model: nn.Module, facts: CardFacts) -> None:
-        """Take a row's model if it is the one to be saved, and save it if there is a target.
+        """Keep a row's model if it is the one to save, and save it if there is a target.
 
         Raises:
-            CalibrationError: If it cannot be written, naming path, room and setting.
+            CalibrationError: If it cannot be written, naming path, free space and setting.
         """
         if facts.row != self.row:
             return
@@ -235,7 +235,7 @@ class RowSaver:
             made: dict[str, Any] = {"card": text, "facts": self._facts, **self._options.pool}
             self._files = save_model(pool, model, target, self._processor, **made)
             self.folder = target
-        if self._program is not None:  # which would save it again
+        if self._program is not None:  # FusionBench would save the model again
             self._program.save_merged_model = lambda merged_model: None
 
     def finish(self, report: Report) -> None:
@@ -255,7 +255,7 @@ class RowSaver:
         try:
             repo_id = HfApi().create_repo(repo_id, exist_ok=True).repo_id
             HfApi().upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=self._files)
-        except Exception as error:  # of the network, the hub or the token
+        except Exception as error:  # an error of the network, the hub or the token
             raise CalibrationError(
                 f"the model is saved in {folder}, but not pushed to {repo_id} "
                 f"({OPTIONS}.repo_id): {first_line(error)}. Try: hf upload {repo_id} {folder}"

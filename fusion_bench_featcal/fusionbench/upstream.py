@@ -1,4 +1,4 @@
-"""Upstream merger of a run, with a count of its reads."""
+"""Upstream merger of a run, with its count of reads."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class Upstream:
     """
 
     def __init__(self, config: Any, models: PoolModels) -> None:
-        """Refer to the merger, which is not run yet.
+        """Refer to the merger, which has not run yet.
 
         Args:
             config: `method.base_method`, checked by `check_merger`.
@@ -58,7 +58,8 @@ class Upstream:
             from_files: Merge tensor by tensor from files if the merger and the pool allow it.
 
         Raises:
-            CalibrationError: If it cannot be loaded, or the merger returns anything but one model.
+            CalibrationError: If it cannot be loaded, or the merger does not return exactly one
+                model.
         """
         if self.config is None:
             return load_pool_model(self._models.pool, MERGED_MODEL)
@@ -68,7 +69,7 @@ class Upstream:
         return run_merger(program, self.config, self._models.pool, "method.base_method")
 
     def budget_left(self, settings: FeatCalSettings) -> float | str | None:
-        """Return the rest of a read budget that the merger leaves to calibration; None: no limit.
+        """Return the rest of a read budget for the calibration; None: no limit.
 
         Raises:
             CalibrationError: If the merger alone reads more than the budget.
@@ -84,7 +85,7 @@ class Upstream:
 
         Args:
             reads: The count.
-            first: True for the run's first calibration. Later ones use the same merged model.
+            first: True for the run's first calibration. Later ones reuse the merged model.
         """
         files = {name: self._models[name].file_bytes for name in self._read()} if first else {}
         merger = None if self.config is None else self.name

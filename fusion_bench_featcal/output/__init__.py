@@ -1,6 +1,6 @@
-"""The output folder of a calibration, in which finished blocks are written and found again.
+"""The output folder of a calibration, which stores finished blocks for resuming.
 
-Its code is imported only where `checkpoint_dir` is set.
+The code is only imported if `checkpoint_dir` is set.
 """
 
 from pathlib import Path
@@ -13,11 +13,11 @@ __all__ = ["InMemory", "check_output", "open_output"]
 
 
 def open_output(settings: FeatCalSettings, processes: Any) -> InMemory:
-    """Open the output folder that settings name.
+    """Open the output folder of the settings.
 
     Args:
         settings: `checkpoint_dir` and `resume` are used.
-        processes: The processes, of which the first one writes.
+        processes: The processes. The first one writes.
 
     Raises:
         CalibrationError: If it cannot be used.
@@ -31,7 +31,7 @@ def open_output(settings: FeatCalSettings, processes: Any) -> InMemory:
 
 
 def check_output(settings: FeatCalSettings, processes: Any) -> None:
-    """Refuse, before any work, a folder that a run with these settings cannot use.
+    """Refuse, before any work, a folder that is unusable with these settings.
 
     Raises:
         CalibrationError: If it cannot be used, or blocks were finished with other settings.

@@ -1,4 +1,4 @@
-"""Fingerprint of all that a calibration depends on, kept with finished blocks and compared."""
+"""Fingerprint of all inputs of a calibration, stored with finished blocks and compared."""
 
 import hashlib
 import json
@@ -26,10 +26,10 @@ from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
 
 _PACKAGES = ("torch", "transformers", "safetensors", "fusion-bench-featcal")
-# Parts of this package that make a block's parameters from weights and samples.
+# Parts of this package that compute a block's parameters from weights and samples.
 _FOLDERS = ("core", "rules", "modules", "streams", "experts", "families")
 _CODE = (*_FOLDERS, "calibration.py", "problem.py", "team.py", "trust.py")
-# Settings without a part in the result: samples and weights are compared themselves.
+# Settings that do not affect the result. Samples and weights are compared directly.
 _WITHOUT_EFFECT = {*SETTINGS_OF_THE_RUN, "family", "linear_kernel", "strict"}
 _LABELS = {
     "settings": "method.{}",
@@ -43,7 +43,7 @@ _DIGESTS = ("weights", "model", "samples")
 
 
 def describe_settings(settings: FeatCalSettings) -> dict[str, Any]:
-    """Return the settings that a result depends on."""
+    """Return the settings that affect a result."""
     values = settings.as_dict()
     return {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
 
@@ -51,14 +51,14 @@ def describe_settings(settings: FeatCalSettings) -> dict[str, Any]:
 def describe_run(
     problem: Any, settings: FeatCalSettings, processes: Processes
 ) -> dict[str, dict[str, Any]]:
-    """Return all that a calibration depends on, fit for JSON.
+    """Return all inputs of a calibration, fit for JSON.
 
-    Of base and experts names, shapes and first rows are compared, not every value.
+    For base and experts, names, shapes and first rows are compared, not every value.
 
     Args:
-        problem: The `Problem`, of which nothing has been solved.
+        problem: The `Problem` before its first solve.
         settings: Settings.
-        processes: The processes, whose samples and weights count, too.
+        processes: The processes, whose samples and weights are included.
     """
     merged, runner = problem.merged, problem.streams.runner
     models = {
@@ -95,7 +95,7 @@ def describe_run(
 
 
 def describe_merged(working: WorkingModel, merged: nn.Module) -> str:
-    """Return a digest of the merged model: of all values if it is in memory, else a glimpse."""
+    """Return a digest of the merged model: of all values in memory, else names and first rows."""
     if not working.is_in_memory:
         return glimpse(working.source)
     tensors = dict(merged.named_buffers()) | merged.state_dict()
@@ -103,7 +103,7 @@ def describe_merged(working: WorkingModel, merged: nn.Module) -> str:
 
 
 def _joined(gathered: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Join digests of all processes. Several have digests of what they share or divide."""
+    """Join digests of all processes. A model or task may be in several of them."""
     joined: dict[str, list[str]] = {}
     for of_process in gathered:
         for name, text in of_process.items():
@@ -131,7 +131,7 @@ def describe_samples(samples: Mapping[str, Iterable[Batch]]) -> dict[str, str]:
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Return what may change the rounding and no more."""
+    """Return machine properties that only affect rounding."""
     return {
         "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "cpu_kernels": torch.backends.cpu.get_cpu_capability(),
@@ -144,7 +144,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a phrase for each difference of a fingerprint, or of some entries, to an earlier one.
 
     Args:
-        then: The earlier one, whatever a damaged file may hold.
+        then: The earlier one. It may have any content if its file is damaged.
         now: Entries of this run.
     """
     phrases = []

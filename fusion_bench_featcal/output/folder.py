@@ -1,8 +1,8 @@
-"""The output folder: finished blocks as shards of the calibrated model, from which a run goes on.
+"""The output folder: finished blocks as shards of the calibrated model, for resuming a run.
 
-`blocks.json` says what the run depends on and lists the finished blocks. Each is a safetensors
-file with the tensors of that block by the model's own names. When the last one is written, the
-remaining tensors and an index are: with its config.json the folder is the model.
+`blocks.json` contains the fingerprint of the run and the list of finished blocks. Each block is a
+safetensors file with its tensors under the model's names. After the last block the remaining
+tensors and an index are written. With its config.json the folder is then the model.
 """
 
 import json
@@ -38,18 +38,18 @@ log = logging.getLogger(__name__)
 FORMAT = 3
 MANIFEST, REST = "blocks.json", "rest"
 PIECE = 2**28
-"""Bytes of tensors outside the blocks from which on they are written to a file of their own."""
+"""Tensors outside the blocks with more bytes than this get a separate file."""
 
 
 class OutputFolder(InMemory):
-    """Finished blocks of one calibration, whole or absent.
+    """Finished blocks of one calibration, each complete or absent.
 
-    A block's entry in the manifest is written after its file. Blocks that follow one whose file is
-    missing are calibrated anew.
+    A block's entry in the manifest is written after its file. Blocks after a missing file are
+    calibrated again.
     """
 
     def __init__(self, folder: Path, *, resume: bool, processes: Any) -> None:
-        """Open a folder, made if need be. Of several processes the first one writes.
+        """Open a folder, creating it if necessary. Of several processes the first one writes.
 
         Raises:
             CalibrationError: If it cannot be written, its manifest is damaged, or it has blocks and
@@ -76,10 +76,10 @@ class OutputFolder(InMemory):
         self.is_complete = False
 
     def compare(self, run: Mapping[str, Any]) -> None:
-        """Compare what this run depends on, or some of it, with what the finished blocks do.
+        """Compare this run's fingerprint, or some entries, with the finished blocks' one.
 
         Raises:
-            CalibrationError: If it differs, saying in what.
+            CalibrationError: If they differ, naming the differences.
         """
         if not self._content:
             return
@@ -97,14 +97,14 @@ class OutputFolder(InMemory):
             log.warning("resumed on another machine, which may round otherwise: %s", text)
 
     def start(self, problem: Any, settings: FeatCalSettings) -> None:
-        """Begin with the first block, or go on after those that an earlier run has finished.
+        """Begin with the first block, or continue after the blocks of an earlier run.
 
         Args:
-            problem: The `Problem`, of which nothing has been solved.
+            problem: The `Problem` before its first solve.
             settings: Settings.
 
         Raises:
-            CalibrationError: If the blocks that are there are another run's.
+            CalibrationError: If the existing blocks belong to another run.
         """
         gather, blocks = self._processes.gather, list(problem.modules)
         run = describe_run(problem, settings, self._processes)
@@ -130,7 +130,7 @@ class OutputFolder(InMemory):
                 remove_orphans(self.folder, prefix)
 
     def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
-        """Return the tensors of a block that an earlier run has finished; none of another block.
+        """Return the tensors of a block that an earlier run has finished; empty for other blocks.
 
         Raises:
             CalibrationError: If its file is damaged.
@@ -146,10 +146,10 @@ class OutputFolder(InMemory):
     def write(
         self, block: str, model: WorkingModel, changed: Mapping[str, Tensor], run_log: Any
     ) -> Mapping[str, Tensor]:
-        """Write a calibrated block and what was logged since the last one; return its tensors.
+        """Write a calibrated block and new log records, and return the block's tensors.
 
-        They are read from its file when they are looked up. What was logged for a block of an
-        earlier run is replaced by what was logged then.
+        Tensors are read from the file when they are accessed. For blocks of an earlier run, its log
+        records replace the new ones.
 
         Raises:
             CalibrationError: If it cannot be written, or another run writes to the folder.
@@ -165,20 +165,20 @@ class OutputFolder(InMemory):
             blocks = {**self._content["blocks"], block: entry}
             self._write_manifest({**self._content, "blocks": blocks})
         self._logged = len(run_log.records)
-        self._processes.gather(None)  # the others read what the first one has written
+        self._processes.gather(None)  # the others read the file that the first one has written
         source = SafetensorsExpert(self.folder / self._files[block])
         return Tensors(source.tensor, self._names(block, model))
 
     def _names(self, block: str, model: WorkingModel) -> dict[str, str]:
-        """Return the names of a block's tensors, and those that they have in files."""
+        """Return the names of a block's tensors -> their names in files."""
         return {name: model.keys[name] for name in names_under(model.keys, [block])}
 
     def finish(self, tensors: Mapping[str, Tensor], run_log: Any) -> None:
-        """Write the remaining tensors and the index, with which the folder is the model.
+        """Write the remaining tensors and the index, which complete the model.
 
         Args:
-            tensors: Those of the calibrated model, tied ones once.
-            run_log: The log, which is to say how many blocks an earlier run has finished.
+            tensors: The calibrated model's tensors, tied ones once.
+            run_log: The log, which records the number of blocks that an earlier run has finished.
 
         Raises:
             CalibrationError: If they cannot be written.
@@ -210,7 +210,7 @@ class OutputFolder(InMemory):
                 self._write(file, piece)
                 files |= dict.fromkeys(piece, file)
                 total += size
-                piece, size = {}, 0  # let go before the next one is read
+                piece, size = {}, 0  # freed before the next tensor is read
         return total
 
     def _write(self, file: str, tensors: Mapping[str, Tensor]) -> str:
@@ -219,7 +219,7 @@ class OutputFolder(InMemory):
             return write_tensors(path, tensors)
 
     def _write_manifest(self, content: dict[str, Any]) -> None:
-        """Replace the manifest, if it is still the one that this run read or wrote last."""
+        """Replace the manifest, unless another run has changed it since this run's last access."""
         path = self.folder / MANIFEST
         on_disk = _read_manifest(path) if path.exists() else {}
         if on_disk != self._content:
@@ -242,7 +242,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _naming_damage(path: Path, remedy: str) -> Iterator[None]:
-    """Context whose errors of reading a file say how to go on without it."""
+    """Context whose errors of reading a file include the remedy."""
     try:
         yield
     except ReportError as error:
@@ -253,7 +253,7 @@ def _naming_damage(path: Path, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def _naming_room(path: Path, size: int) -> Iterator[None]:
-    """Context whose errors of writing a file say what it needs and what is free."""
+    """Context whose errors of writing a file include the needed and the free space."""
     try:
         yield
     except OSError as error:

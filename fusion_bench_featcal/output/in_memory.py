@@ -1,4 +1,4 @@
-"""Finished blocks in memory, where there is no output folder."""
+"""Finished blocks in memory, used without an output folder."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 
 class InMemory:
-    """Finished blocks of a run without `checkpoint_dir`, from which no run goes on.
+    """Finished blocks of a run without `checkpoint_dir`, which cannot be resumed.
 
     Attributes:
         is_complete: Whether an earlier run has finished all blocks.
@@ -19,7 +19,7 @@ class InMemory:
     is_complete = False
 
     def compare(self, run: Mapping[str, Any]) -> None:
-        """Do nothing: there is nothing to compare with."""
+        """Do nothing, because there is no earlier run."""
 
     def start(self, problem: Any, settings: FeatCalSettings) -> None:
         """Do nothing."""
@@ -31,12 +31,12 @@ class InMemory:
     def write(
         self, block: str, model: WorkingModel, changed: Mapping[str, Tensor], run_log: Any
     ) -> Mapping[str, Tensor]:
-        """Return the tensors of a calibrated block, which wait where the merged model is.
+        """Return the tensors of a calibrated block, stored on the merged model's device.
 
         Args:
             block: The block.
-            model: The calibrated model, which has the block in memory.
-            changed: The block's tensors that are not the merged model's.
+            model: The calibrated model, with the block in memory.
+            changed: The block's tensors that differ from the merged model's.
             run_log: The log.
         """
         return {name: tensor.to(model.home) for name, tensor in changed.items()}

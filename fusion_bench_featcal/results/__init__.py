@@ -1,7 +1,7 @@
-"""Results, never models: write, read, compare and draw them.
+"""Results: functions to write, read, compare and draw them. No models.
 
-Functions raise `ReportError` for files and values that do not fit; it names place and cause. Their
-argument `setting` is the setting that chose the folder, for that message.
+Functions raise `ReportError` for wrong files and values, naming location and cause. Their argument
+`setting` is the setting that chose the folder, for that message.
 """
 
 from fusion_bench_featcal.files import ReportError, prepare_directory

@@ -1,4 +1,4 @@
-"""Columns of tables: a head, a row's cell, and a meaning for the legend; those of one run."""
+"""Columns of tables of rows: a head, a row's cell, and a meaning for the legend."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ class Column(NamedTuple):
 
     head: str
     cell: Callable[[SummaryRow], str]
-    meaning: str = ""  # sentence of the legend, where the head does not say it
+    meaning: str = ""  # sentence of the legend, if the head is not enough
 
 
 def _gain(row: SummaryRow) -> str:
@@ -54,7 +54,7 @@ def _worst(head: str) -> Callable[[SummaryRow], str]:
 
 
 def cost_cell(key: str, form: str = ".0f", unit: float = 1) -> Callable[[SummaryRow], str]:
-    """Return a cell of a cost in a unit, with half of its 95 % interval where it is a time."""
+    """Return a function for a cost cell in a unit, for times with half of the 95 % interval."""
 
     def cell(row: SummaryRow) -> str:
         value = row.cost.get(key, ABSENT)
@@ -86,7 +86,7 @@ WORST_COLUMNS = [
     ),
     Column(WORST[1], _worst(WORST[1])),
 ]
-# Values and intervals apart keep the columns of a single run narrow.
+# Separate columns for values and intervals keep the columns of a single run narrow.
 ONE_RUN = [
     GAIN._replace(cell=_gain),
     Column("gain interval", _gain_limits),

@@ -1,6 +1,6 @@
 """Cost of a stretch of code (time, memory, energy), and the machine and packages it ran with.
 
-What cannot be measured is reported as "unavailable", never as 0.
+Values that cannot be measured are reported as "unavailable", never as 0.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ import psutil
 from .long_table import UNAVAILABLE
 
 MEMORY_EVERY_SECONDS = 0.02
-# Finding children reads the whole process table, and a large child takes long to examine: that is
-# done as often as this, or less often, so that it takes a twentieth of the time.
+# Finding children reads the whole process table, and examining a large child is slow. Both are done
+# at this interval, or at a longer one, so that they take a twentieth of the time.
 CHILDREN_EVERY_SECONDS = 0.2
 _CHILDREN_SHARE = 0.05
 POWER_EVERY_SECONDS = 0.1
 _JOULES_PER_WATT_HOUR = 3_600
 
-# What a comparison says about a model besides the costs that are measured here.
+# Model properties in a comparison, in addition to the costs measured here.
 SETTINGS_TRIED = "settings_tried"
 CHOSEN = "settings_chosen"
 TOTAL_SECONDS = "seconds_with_merger"
@@ -50,22 +50,21 @@ PACKAGES = (
 
 @dataclass
 class Cost:
-    """Cost of a block, filled when its `measure` ends; "unavailable" for what was not measured."""
+    """Cost of a block, filled when its `measure` ends; "unavailable" for unmeasured values."""
 
     seconds: float | str = UNAVAILABLE
     """Wall time."""
     peak_rss_bytes: int | str = UNAVAILABLE
-    """Largest memory of this process and its children: the resident set of this process, and of
-    each child what it shares with no other process. Pages that children share with each other alone
-    do not count."""
+    """Peak memory of this process and its children: the resident set of this process, and the
+    unique memory of each child. Pages shared only among children do not count."""
     peak_rss_method: str = UNAVAILABLE
-    """"kernel" (exact, from the kernel's own record; there were no children) or "sampled" (short
-    peaks are missed)."""
+    """"kernel" (exact, from the kernel's record, without children) or "sampled" (short peaks are
+    missed)."""
     peak_accelerator_bytes: int | str = UNAVAILABLE
     """Peak of CUDA memory allocated through torch, summed over devices."""
     gpu_energy_wh: float | str = UNAVAILABLE
-    """Watt-hours that the GPUs in use drew as a whole, idle and for others included. Needs the
-    library nvidia-ml-py (extra `energy`) and a reading of every device in use."""
+    """Watt-hours of the GPUs in use, including idle power and other processes. Needs the library
+    nvidia-ml-py (extra `energy`) and a reading of every device in use."""
     gpu_energy_method: str = UNAVAILABLE
     """"counter" (of the devices) or "sampled" (power of at least one, integrated over samples)."""
     more: dict[str, Any] = field(default_factory=dict)
@@ -79,14 +78,14 @@ class Cost:
 
 @contextmanager
 def measure() -> Iterator[Cost]:
-    """Measure the block that runs under it; resets torch's CUDA peak statistics.
+    """Measure the enclosed block. Resets torch's CUDA peak statistics.
 
     Example:
         with measure() as cost:
             calibrate(...)
         report.add_row("featcal", accuracies, cost=cost.as_dict())
 
-    The cost is filled even when the block raises.
+    The cost is filled even if the block raises.
     """
     cost = Cost()
     cuda, devices = _cuda_devices()
@@ -99,7 +98,7 @@ def measure() -> Iterator[Cost]:
             yield cost
         finally:
             cuda, devices = _cuda_devices()
-            for device in devices:  # before the clock is read: they may still compute
+            for device in devices:  # wait for running kernels before the clock is read
                 cuda.synchronize(device)
             peak = sum(cuda.max_memory_allocated(device) for device in devices)
             cost.peak_accelerator_bytes = peak or UNAVAILABLE
@@ -107,7 +106,7 @@ def measure() -> Iterator[Cost]:
 
 
 class _Sampler:
-    """Calls `read` from a thread until it is stopped, and once more then."""
+    """Calls `read` from a thread until it is stopped, and once more afterwards."""
 
     def __init__(self, read: Callable[[], None], seconds: float) -> None:
         self._read, self._seconds = read, seconds
@@ -125,15 +124,15 @@ class _Sampler:
             self._sample()
 
     def _sample(self) -> None:
-        # Where memory is short, the error to see is that of the work which is measured.
+        # If memory runs out, the work's error is the one to report.
         with contextlib.suppress(MemoryError, OSError):
             self._read()
 
 
 def _cuda_devices() -> tuple[Any, list[int]]:
-    """torch.cuda and the devices this process holds memory on.
+    """Return torch.cuda and the devices on which this process has memory.
 
-    torch is not imported and no device is touched for the question: either would cost memory.
+    Neither imports torch nor touches a device, because both would cost memory.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
@@ -155,25 +154,25 @@ def _host_memory(cost: Cost) -> Iterator[None]:
     finally:
         sampler.stop()
         after, faults_after = _usage()
-        # Children that lived between two samples are seen by their page faults.
+        # Children between two samples are detected by their page faults.
         children = tree.saw_children or faults_after != faults
         reading = best_reading(before, after, tree.peak, children)
         cost.peak_rss_bytes, cost.peak_rss_method = reading
 
 
 def best_reading(before: int, after: int, sampled: int, had_children: bool) -> tuple[int, str]:
-    """Choose the best statement about a block's peak memory that the readings allow.
+    """Return the most accurate peak memory of a block that the readings allow.
 
     Args:
-        before: The kernel's record of this process before the block, in bytes; 0: not known.
+        before: The kernel's record of this process before the block, in bytes; 0: unknown.
         after: The same after it.
         sampled: Largest sample of the process tree.
-        had_children: True if there were child processes meanwhile.
+        had_children: Whether there were child processes during the block.
 
     Returns:
         Peak in bytes, and the method.
     """
-    # A record that was set inside the block is the block's own peak.
+    # If the record rose inside the block, it is the block's peak.
     record = after if after > before > 0 else 0
     if record and not had_children:
         return record, "kernel"
@@ -202,14 +201,14 @@ class _ProcessTree:
     def _unique_to_children(self) -> int:
         total = 0
         for child in self._process.children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            with contextlib.suppress(psutil.Error):  # the child has ended
                 total += child.memory_full_info().uss
                 self.saw_children = True
         return total
 
 
 def _usage() -> tuple[int, int]:
-    """Largest resident set of this process so far, in bytes, and page faults of ended children.
+    """Return this process's peak resident set in bytes, and page faults of ended children.
 
     Every child adds faults. Both are 0 on a system without such records.
     """
@@ -228,7 +227,7 @@ def _usage() -> tuple[int, int]:
 
 @contextmanager
 def _gpu_energy(cost: Cost) -> Iterator[None]:
-    """All devices that NVML shows are read: which of them torch uses is known only at the end."""
+    """Read all devices of NVML, because the devices used by torch are only known at the end."""
     nvml = _open_nvml()
     meters = _start_meters(nvml) if nvml else {}
     try:
@@ -238,7 +237,7 @@ def _gpu_energy(cost: Cost) -> Iterator[None]:
         cuda, devices = _cuda_devices()
         properties = [cuda.get_device_properties(device) for device in devices] if nvml else []
         used = [_bare(getattr(entry, "uuid", "")) for entry in properties]
-        # A part of the sum would look like the whole.
+        # A partial sum would look like the total.
         if used and all(uuid in read for uuid in used):
             cost.gpu_energy_wh = sum(read[uuid] for uuid in used) / _JOULES_PER_WATT_HOUR
             cost.gpu_energy_method = max(meters[uuid].method for uuid in used)
@@ -248,7 +247,7 @@ def _gpu_energy(cost: Cost) -> Iterator[None]:
 
 
 class _Meter:
-    """Energy of one device, by its own counter, or else by its power and the trapezoid rule."""
+    """Energy of one device, from its counter, or else from its power by the trapezoid rule."""
 
     def __init__(self, nvml: ModuleType, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
@@ -260,12 +259,12 @@ class _Meter:
             self._sampler, self.method = _Sampler(self._sample, POWER_EVERY_SECONDS), "sampled"
 
     def stop(self) -> float | None:
-        """Joules since the start; 0 where nothing was counted, None where a reading failed."""
+        """Return joules since the start; 0 if nothing was counted, None if a reading failed."""
         if self._sampler is not None:
             self._sampler.stop()
             return self._joules
         try:
-            # The counter moves in steps: a block shorter than one was not measured.
+            # The counter moves in steps, so a shorter block was not measured.
             return max(self._counter() - self._start, 0.0)
         except self._nvml.NVMLError:
             return None
@@ -288,7 +287,7 @@ class _Meter:
 
 
 def _open_nvml() -> ModuleType | None:
-    """Initialise the library; None where torch has no CUDA or NVML does not answer."""
+    """Initialise the library; None if torch has no CUDA or NVML does not respond."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None
@@ -302,7 +301,7 @@ def _open_nvml() -> ModuleType | None:
 
 
 def _start_meters(nvml: ModuleType) -> dict[str, _Meter]:
-    """A meter for every device that can be read, by the device's UUID."""
+    """Return a meter for every readable device, by the device's UUID."""
     meters: dict[str, _Meter] = {}
     with contextlib.suppress(nvml.NVMLError):
         for index in range(nvml.nvmlDeviceGetCount()):
@@ -313,7 +312,7 @@ def _start_meters(nvml: ModuleType) -> dict[str, _Meter]:
 
 
 def _bare(uuid: Any) -> str:
-    """NVML writes `GPU-` before what torch calls the UUID; older releases give bytes."""
+    """Remove NVML's prefix `GPU-` from a UUID. Older releases return bytes."""
     text = uuid.decode() if isinstance(uuid, bytes) else str(uuid)
     return text.removeprefix("GPU-")
 
@@ -322,7 +321,7 @@ def _bare(uuid: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return Python's version and those of the packages that decide numbers."""
+    """Return the versions of Python and of the packages that affect results."""
     numbers = dict.fromkeys(PACKAGES, "not installed")
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -331,14 +330,14 @@ def versions() -> dict[str, str]:
 
 
 def describe_device(device: Any = "cpu") -> dict[str, Any]:
-    """Describe the machine a run computed on.
+    """Describe the machine of a run.
 
     Args:
         device: The device in use, for example `fabric.device`, "cpu" or "cuda:0".
 
     Returns:
         `device`, `accelerator` (its marketing name, "none" on CPU), `cpu`, `cpu_cores` usable by
-        this process, `torch_threads`, `platform`; "unavailable" for what cannot be found out.
+        this process, `torch_threads`, `platform`. Unknown values are "unavailable".
     """
     torch: Any = sys.modules.get("torch")
     name = str(device)

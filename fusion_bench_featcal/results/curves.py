@@ -1,4 +1,4 @@
-"""Training curves and drift, the content of a run's figures besides its report, as JSON lines."""
+"""Training curves and drift, which a run's figures need in addition to its report."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from fusion_bench_featcal.json_files import json_lines, read_lines
 from .long_table import FEATCAL
 from .schema import NUMBER, check_types
 
-# The log of `featcal` has this stem; that of `featcal:<preset>` adds `.<preset>`.
+# The log of `featcal` has this stem. The log of `featcal:<preset>` adds `.<preset>`.
 CALIBRATION_LOG = "calibration_log"
 CURVES_FILE = "training_curves.jsonl"
 MOMENTS = ("before", "after")
@@ -30,10 +30,10 @@ Curves = dict[str, list[tuple[int, float]]]
 
 
 def as_curves(content: Any, place: str) -> Curves:
-    """Check curves that were read from JSON: task -> list of `[step, loss]`.
+    """Check curves read from JSON: task -> list of `[step, loss]`.
 
     Raises:
-        ReportError: They are something else, steps do not rise, or a loss is not finite.
+        ReportError: They have another form, steps do not rise, or a loss is not finite.
     """
     try:
         curves = {
@@ -53,9 +53,9 @@ def as_curves(content: Any, place: str) -> Curves:
 def write_curves(
     directory: str | Path, curves: Mapping[str, Curves], setting: str = LOG_DIR_SETTING
 ) -> Path | None:
-    """Write the curves of a run's rows into an existing folder, in place of an earlier run's.
+    """Write the curves of a run's rows into an existing folder, replacing an earlier run's.
 
-    Returns the file; None where no row has curves.
+    Returns the file; None if no row has curves.
     """
     path = Path(directory) / CURVES_FILE
     records = [
@@ -70,7 +70,7 @@ def write_curves(
 
 
 def load_curves(directory: str | Path) -> dict[str, Curves]:
-    """Read what `write_curves` wrote: row -> its curves; empty where there is no file."""
+    """Read the file of `write_curves`: row -> its curves; empty if there is no file."""
     path = Path(directory) / CURVES_FILE
     curves: dict[str, Curves] = {}
     for number, record in enumerate(read_lines(path) if path.exists() else (), start=1):
@@ -82,7 +82,7 @@ def load_curves(directory: str | Path) -> dict[str, Curves]:
 
 
 def calibration_logs(run: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Yield each calibrated row of a run, its records of drift and those of held-out samples."""
+    """Yield each calibrated row of a run, with its records of drift and of held-out drift."""
     for log in sorted(run.glob(f"{CALIBRATION_LOG}*.jsonl")):
         row = FEATCAL + log.stem.removeprefix(CALIBRATION_LOG).replace(".", ":", 1)
         yield row, drift_records(log), held_out_records(log)

@@ -1,4 +1,4 @@
-"""Intervals of 95 %: by a paired bootstrap over test items, by Student's t over seeds, or by both.
+"""Intervals of 95 % by a paired bootstrap over test items, Student's t over seeds, or both.
 
 Rows answer the same items, so each resample draws items once and uses them for all rows. Items are
 drawn within each task and the tasks' means are averaged, as the report's average does. With several
@@ -19,7 +19,7 @@ from fusion_bench_featcal.files import ReportError
 RESAMPLES = 10_000
 LEVEL = 0.95
 BOOTSTRAP_SEED = 0
-_MOST_DRAWN = 2**24  # counts at a time
+_MOST_DRAWN = 2**24  # largest number of counts drawn at once
 
 ITEMS, SEEDS, ITEMS_AND_SEEDS, SUITES, ROWS, VALUES = (
     "test items", "seeds", "test items and seeds", "suites", "rows", "values of a label",
@@ -37,9 +37,10 @@ class Interval:
         estimate: The estimate.
         low: Lower end of the interval.
         high: Upper end.
-        over: Source of the variation. Over `ITEMS` the interval is that of the paired bootstrap,
-            over `ITEMS_AND_SEEDS` half-widths of both are added as roots of sums of squares, and
-            over all else it is Student's. Empty for a single value, which has no interval.
+        over: Source of the variation. For `ITEMS` the interval comes from the paired bootstrap. For
+            `ITEMS_AND_SEEDS` the half-widths of both are combined as the root of the sum of
+            squares. For all others it is Student's. Empty for a single value, which has no
+            interval.
     """
 
     estimate: float
@@ -58,7 +59,7 @@ class Interval:
         return (self.high - self.low) / 2
 
     def scaled(self, unit: float) -> "Interval":
-        """Return it in another unit, such as 100 for per cent."""
+        """Return the interval in another unit, such as 100 for per cent."""
         return Interval(unit * self.estimate, unit * self.low, unit * self.high, self.over)
 
     def around(self, value: float) -> "Interval":
@@ -77,7 +78,7 @@ class Interval:
 
 
 def student_interval(values: Sequence[float] | NDArray[Any], over: str) -> Interval:
-    """Mean of draws with Student's interval; a single value has none."""
+    """Return the mean of draws with Student's interval. A single value has no interval."""
     deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
     return interval_of_mean(float(np.mean(values)), deviation, len(values), over)
 
@@ -85,7 +86,7 @@ def student_interval(values: Sequence[float] | NDArray[Any], over: str) -> Inter
 def interval_of_mean(
     mean: float, deviation: float | None, draws: int, over: str = SEEDS
 ) -> Interval:
-    """Student's interval of a mean over draws, from their standard deviation (n - 1)."""
+    """Return Student's interval of a mean, from the draws' standard deviation (n - 1)."""
     if deviation is None or draws < 2:
         return Interval.of(mean)
     from scipy import stats  # slow to import
@@ -97,15 +98,15 @@ def interval_of_mean(
 def over_seeds(
     estimate: float, values: Sequence[float] | NDArray[Any], items: Interval | None
 ) -> Interval:
-    """Interval of an estimate over seeds and test items together.
+    """Return the interval of an estimate over seeds and test items together.
 
-    Each half-width is the root of the sum of squares of two: over seeds (Student's t), and over
-    test items, given the seeds.
+    The half-width is the root of the sum of squares of the half-width over seeds (Student's t) and
+    the one over test items for the given seeds.
 
     Args:
         estimate: The mean over seeds.
-        values: The same of each seed, such as the gains of a row over its merger.
-        items: The interval over test items; None where they are not known.
+        values: The estimate for each seed, such as the gains of a row over its merger.
+        items: The interval over test items; None if they are unknown.
     """
     seeds, low, high = student_interval(values, SEEDS), 0.0, 0.0
     if items is not None:
@@ -116,17 +117,17 @@ def over_seeds(
 
 
 def paired_difference(row: Scores, other: Scores, *, resamples: int = RESAMPLES) -> Interval:
-    """Accuracy of `row` minus that of `other`, averaged over tasks; seeds may differ in number."""
+    """Return accuracy of `row` minus accuracy of `other`, averaged over tasks."""
     gains = {task: gain[:, None] for task, gain in item_differences(row, other).items()}
     estimate, resampled = macro_means(gains, resamples)
     return bootstrap_interval(estimate[0], resampled[:, 0])
 
 
 def recovered_gap_interval(row: Scores, merged: Scores, experts: Scores) -> Interval | None:
-    """Share of the merged-to-expert gap that `row` recovers on the average over tasks.
+    """Return the share of the merged-to-expert gap that `row` recovers, averaged over tasks.
 
-    One resample of items serves all three rows. None where the gap is not positive, in the data or
-    in any resample: a share of it would mean nothing.
+    One resample of items is used for all three rows. None if the gap is not positive, in the data
+    or in any resample, since its share would be meaningless.
     """
     gains, gaps = item_differences(row, merged), item_differences(experts, merged)
     both = {task: np.stack([gains[task], gaps[task]], axis=1) for task in gains}
@@ -137,10 +138,10 @@ def recovered_gap_interval(row: Scores, merged: Scores, experts: Scores) -> Inte
 
 
 def item_differences(first: Scores, second: Scores) -> dict[str, NDArray[Any]]:
-    """Task -> `[items]`, the difference of the rows' means over seeds.
+    """Return task -> `[items]`, the difference of the rows' means over seeds.
 
     Raises:
-        ReportError: The rows have other tasks or test items.
+        ReportError: The rows have different tasks or test items.
     """
     if set(first) != set(second) or not first:
         raise ReportError(
@@ -159,18 +160,18 @@ def item_differences(first: Scores, second: Scores) -> dict[str, NDArray[Any]]:
 
 
 def item_scores(flags: Any) -> NDArray[np.float64]:
-    """Mean over seeds of each test item's flag, `[items]`."""
+    """Return the mean over seeds of each test item's flag, `[items]`."""
     return np.atleast_2d(np.asarray(flags, dtype=np.float64)).mean(axis=0)
 
 
 def macro_means(
     columns: Mapping[str, NDArray[Any]], resamples: int = RESAMPLES
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Average over tasks of the columns' means over items, as observed and resampled.
+    """Average over tasks of the columns' means over items, observed and resampled.
 
-    Items with equal values are interchangeable, so instead of drawing items the count of every
-    distinct value is drawn (multinomial): the same distribution, without `[resamples, items]`.
-    Each task has a generator of its own, seeded by its name.
+    Items with equal values are interchangeable. So instead of items, the count of every distinct
+    value is drawn (multinomial): an equal distribution, without an array `[resamples, items]`. Each
+    task has a separate generator, seeded by its name.
 
     Args:
         columns: Task -> `[items, k]`.
@@ -181,7 +182,7 @@ def macro_means(
     """
     observed = resampled = np.zeros(1)
     for task in sorted(columns):
-        # Rounding off the last bits keeps equal scores equal whatever order they were summed in.
+        # Rounding off the last bits keeps equal scores equal, whatever the order of summation.
         values, counts = np.unique(np.round(columns[task], 12), axis=0, return_counts=True)
         items = counts.sum()
         generator = np.random.default_rng([BOOTSTRAP_SEED, _number(task)])
@@ -200,6 +201,6 @@ def _number(task: str) -> int:
 
 
 def bootstrap_interval(estimate: Any, resampled: NDArray[Any]) -> Interval:
-    """Percentile interval over test items."""
+    """Return the percentile interval over test items."""
     low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(estimate), float(low), float(high), ITEMS)

@@ -20,7 +20,7 @@ Items = dict[str, dict[str, NDArray[np.bool_]]]
 
 
 def as_correct(values: Any, place: str) -> NDArray[np.bool_]:
-    """Turn one task's flags (array, list or CPU tensor of bool or 0/1) into bool `[items]`."""
+    """Convert one task's flags (array, list or CPU tensor of bool or 0/1) to bool `[items]`."""
     array = np.asarray(values)
     if array.ndim != 1 or array.size == 0:
         raise ReportError(f"{place}: expected one flag per test item, got shape {array.shape}")
@@ -33,8 +33,8 @@ def save_items(directory: Path, items: Mapping[str, Mapping[str, Any]],
                setting: str = LOG_DIR_SETTING) -> Path:  # fmt: skip
     """Write `items.npz` into an existing folder; `setting` chose it.
 
-    Row and task names may hold any character: arrays are numbered, and a JSON index (stored as
-    bytes, so that no pickle is involved) tells which is which.
+    Row and task names may contain any character, because arrays are numbered. A JSON index, stored
+    as bytes to avoid pickle, maps them to names.
     """
     index = [(row, task) for row, tasks in items.items() for task in tasks]
     arrays: dict[str, NDArray[Any]] = {
@@ -48,7 +48,7 @@ def save_items(directory: Path, items: Mapping[str, Mapping[str, Any]],
 
 
 def _sealed(archive: bytes) -> bytes:
-    """Put the archive's digest into its comment, with which every zip file ends."""
+    """Store the archive's digest in its comment, the last part of a zip file."""
     digest = hashlib.sha256(archive).hexdigest().encode()
     return archive[:-2] + len(digest).to_bytes(2, "little") + digest
 
@@ -61,23 +61,23 @@ def _check_seal(content: bytes, path: Path) -> None:
 
 
 def load_items(directory: Path) -> Items | None:
-    """Read `items.npz` from `directory`; None when the run left none.
+    """Read `items.npz` from `directory`; None if the run has none.
 
     Raises:
-        ReportError: The file is damaged or not one that `save_items` wrote. A file of an earlier
-            version has no digest; then checksums of its parts find most damage.
+        ReportError: The file is damaged or was not written by `save_items`. A file of an earlier
+            version has no digest, but checksums of its members detect most damage.
     """
     path = Path(directory) / ITEMS_FILE
     if not path.exists():
         return None
     try:
-        # From memory: numpy leaves a damaged file open.
+        # Read from memory, because numpy leaves a damaged file open.
         content = path.read_bytes()
         _check_seal(content, path)
         return _unpacked(content, path)
     except ReportError:
         raise
-    # Whatever zip, its decompressors and numpy raise for bytes that are not theirs.
+    # Any error of zip, its decompressors and numpy for invalid bytes.
     except Exception as error:
         raise ReportError(f"{path} is damaged: {error!r}") from error
 

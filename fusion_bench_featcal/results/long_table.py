@@ -1,4 +1,4 @@
-"""The long table of results, `lines.csv`: one number per line, and the dimensions that it is of."""
+"""The long table of results, `lines.csv`: one number per line with its dimensions."""
 
 import csv
 import io
@@ -15,21 +15,21 @@ FEATCAL = "featcal"
 AVERAGE = "average"
 UNAVAILABLE = "unavailable"
 COMPARISON_SEED = "comparison"
-"""Key of a comparison's seed among the seeds of a run."""
+"""Key of a comparison's seed in the seeds of a run."""
 GIVEN = "merged"
-"""Row of a merged model whose merger is not known."""
+"""Row of a merged model with an unknown merger."""
 LEAST_GAP = 0.01
-"""Smallest merged-to-expert gap of a task of which a share is compared: one point."""
+"""Smallest merged-to-expert gap of a task for computing a share: one point."""
 
 ACCURACY, LOSS, NORMALISED, GAIN, SHARE, COST = (
     "accuracy", "loss", "normalised", "gain", "recovered_gap", "cost.",
 )  # fmt: skip
-"""Metrics of every run. Behind `cost.` comes what was measured."""
+"""Metrics of every run. Measured costs begin with `cost.`."""
 
 LINES_FILE = "lines.csv"
 VALUE = "value"
 DIMENSIONS = ("suite", "merger", "row", "task", "block", "class", "seed", "metric")
-"""Columns of every table beside `value`. A dimension that does not apply is empty."""
+"""Columns of every table besides `value`. A dimension that does not apply is empty."""
 
 Line = dict[str, Any]
 """Dimension -> name, and `value` -> number. Labels of a study's point are further dimensions."""
@@ -40,22 +40,22 @@ RowKey = tuple[str, str | None, str]
 
 
 def file_suffix(row: str) -> str:
-    """Ending of the names of a FeatCal row's own files: `.plus` of `featcal:plus`."""
+    """Return the ending of a FeatCal row's file names: `.plus` for `featcal:plus`."""
     return row.removeprefix(FEATCAL).replace(":", ".")
 
 
 def merged_by(merger: str | None) -> str:
-    """Phrase on the upstream merger, for titles."""
+    """Return a phrase with the upstream merger, for titles."""
     return "merged elsewhere" if merger == GIVEN else f"merged by {merger or 'nobody'}"
 
 
 def is_repair(row: str, merger: str | None) -> bool:
-    """Tell what was made of a merged model from the references: base, experts and the merger."""
+    """Return whether a row was made from a merged model, unlike base, experts and the merger."""
     return row not in (BASE, EXPERTS, merger)
 
 
 def write_lines(path: Path, lines: Iterable[Line], setting: str = LOG_DIR_SETTING) -> Path:
-    """Write lines as CSV, whole or not at all, and return the path.
+    """Write lines as CSV, atomically, and return the path.
 
     Args:
         path: The file.
@@ -80,10 +80,10 @@ def write_lines(path: Path, lines: Iterable[Line], setting: str = LOG_DIR_SETTIN
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Read what `write_lines` wrote. Seeds and labels that look like numbers are numbers.
+    """Read a file of `write_lines`. Seeds and labels that look like numbers become numbers.
 
     Raises:
-        ReportError: The file cannot be read, lacks a column, or has a value that is no number.
+        ReportError: The file cannot be read, lacks a column, or has a value that is not a number.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -97,17 +97,17 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def where(lines: Iterable[Line], **dimensions: Any) -> list[Line]:
-    """Select the lines with some names, such as `row="featcal", class_=""`."""
+    """Select lines by dimensions, such as `row="featcal", class_=""`."""
     names = {column.rstrip("_"): name for column, name in dimensions.items()}
     return [line for line in lines if all(line.get(c, "") == n for c, n in names.items())]
 
 
 def means(lines: Iterable[Line], *columns: str) -> dict[tuple[Any, ...], float]:
-    """Return the mean value of the lines with equal names in some columns, by these names.
+    """Return the mean value of lines with equal names in some columns, by these names.
 
     Raises:
-        ReportError: Lines of one mean have several suites or metrics, or some of them are about
-            parts of what others are about: blocks, classes, or tasks beside their average.
+        ReportError: Lines of one mean have several suites or metrics, or mix a total with its
+            parts: blocks, classes, or tasks with their average.
     """
     groups: dict[tuple[Any, ...], list[Line]] = {}
     for line in lines:

@@ -8,7 +8,7 @@ from .long_table import AVERAGE, LEAST_GAP, Row
 
 
 def samples_range(entries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Number of samples per task and their splits, such as `256` and `train`; nothing for none."""
+    """Return samples per task and their splits, such as `256` and `train`; empty if none."""
     drawn = list(entries)
     if not drawn:
         return []
@@ -19,12 +19,12 @@ def samples_range(entries: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def mean(row: Row) -> float:
-    """Mean over the tasks of a row (which must not hold the average itself)."""
+    """Return the mean over a row's tasks. The row must not contain the average."""
     return math.fsum(row.values()) / len(row)
 
 
 def recovered_share(value: float, merged: float, expert: float) -> float | None:
-    """Share of the gap between merged and expert that `value` closes; None if there is no gap."""
+    """Return the share of the gap from merged to expert that `value` closes; None without a gap."""
     gap = expert - merged
     return (value - merged) / gap if gap > 0 else None
 
@@ -51,7 +51,7 @@ def worst_task(
 
 
 def normalised_average(row: Row, experts: Row | None) -> float | None:
-    """Mean over tasks of accuracy divided by the task's expert's; None without experts."""
+    """Return the mean over tasks of accuracy divided by the expert's; None without experts."""
     tasks = [task for task in row if task != AVERAGE]
     if experts is None or any(experts[task] <= 0 for task in tasks):
         return None

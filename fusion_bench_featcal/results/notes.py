@@ -1,4 +1,4 @@
-"""Notes of runs: sentences for the reader, each of a kind and on a merger, a row and a task."""
+"""Notes of runs: sentences with a kind, a merger, a row and a task."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ DIAGNOSIS = "diagnosis"  # items of a diagnosis
 BELOW = "below"  # a task that ends below the merged model
 RECORD = "record"  # differences between the files of runs
 GAIN = "gain"  # scores before and after, on held-out rows
-VERDICT = "verdict"  # the conclusion from them
+VERDICT = "verdict"  # the conclusion from the gains
 KINDS = (
     FAILED, SAMPLES, LOSS, AGREEMENT, DRIFT, UPDATE, NOTE, DIAGNOSIS, BELOW, RECORD, GAIN, VERDICT,
 )  # fmt: skip
-"""All kinds, in the order in which they are shown."""
+"""All kinds, in display order."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Note:
     Attributes:
         kind: One of `KINDS`.
         text: The sentence.
-        row: The row that it is about.
-        task: The task that it is about.
-        merger: The upstream merger of the run; in a summary the mergers whose runs have the note.
+        row: Its row.
+        task: Its task.
+        merger: The upstream merger of the run. In a summary, all mergers whose runs have the note.
     """
 
     kind: str
@@ -41,12 +41,12 @@ class Note:
 
     @property
     def sentence(self) -> str:
-        """The text with the row's name, for readers of one run."""
+        """The text with the row's name, for output about one run."""
         return self._named(self.row)
 
     @property
     def sentence_of_several(self) -> str:
-        """The text with the names of mergers and row, for readers of several runs."""
+        """The text with the names of mergers and row, for output about several runs."""
         return self._named(*dict.fromkeys((self.merger, self.row)))
 
     def _named(self, *names: str) -> str:
@@ -57,6 +57,6 @@ class Note:
 
 
 def chosen(notes: Iterable[Note], *without: str) -> list[Note]:
-    """Return notes in the order of their kinds, without some kinds."""
+    """Return notes in the order of their kinds, without excluded kinds."""
     kept = (note for note in notes if note.kind not in without)
     return sorted(kept, key=lambda note: KINDS.index(note.kind))

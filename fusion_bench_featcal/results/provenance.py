@@ -1,4 +1,4 @@
-"""Origin of a calibrated model: which experts' weights each module was made from."""
+"""Origin of a calibrated model: the experts that each module's weights came from."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,7 +128,7 @@ class Provenance:
 
 
 def explain(origin: Provenance) -> Sequence[str]:
-    """Print a model's origin; return the files of the saved model that have changed since."""
+    """Print a model's origin. Return the files of the saved model that have changed since."""
     from .tables import console, titled, without_codes
 
     screen = console()

@@ -1,4 +1,4 @@
-"""Sentences about a run: tasks to look at, and the last lines of its output."""
+"""Sentences about a run: notable tasks, and the last lines of its output."""
 
 import os
 import shlex
@@ -13,21 +13,21 @@ from .notes import BELOW, DRIFT, SAMPLES, UPDATE, Note
 from .report import Report
 
 HIGH_DRIFT = 0.7
-"""Relative drift of a task's features after the last block from which it is noted. 1 is what
-features of zero would have; on the bundled suites tasks end between 0.1 and 0.35, and a task that
-the others push aside ends at 0.9."""
+"""Relative drift of a task's features after the last block from which it is noted. Features of zero
+have drift 1. On the bundled suites tasks end between 0.1 and 0.35, and a task that is suppressed by
+the others ends at 0.9."""
 
 LARGE_UPDATE = 10.0
 """Norm of a module's update, relative to the largest of the experts' weights, from which it is
-noted. On the bundled suites it is at most 4. (The experts' steps are no yardstick: healthy updates
-are up to 30 times as large.)"""
+noted. On the bundled suites it is at most 4. The experts' steps are not used for comparison,
+because healthy updates are up to 30 times larger."""
 
 _SHOWN = 0.0005
-"""Differences of accuracy below this vanish in tables of tenths of a per cent."""
+"""Smaller differences of accuracy are invisible in tables with tenths of a per cent."""
 
 
 def tasks_below_merged(report: Report) -> list[Note]:
-    """Return a note on each task on which a row ends below the merged model."""
+    """Return a note on each task with a row below the merged model."""
     merged = report.rows.get(report.upstream or "")
     if merged is None:
         return []
@@ -47,7 +47,7 @@ def tasks_below_merged(report: Report) -> list[Note]:
 def tasks_with_high_drift(name: str, records: Iterable[Mapping[str, Any]]) -> list[Note]:
     """Return a note on each task whose drift is at least `HIGH_DRIFT` after the last block.
 
-    `records` are those of the calibration log of row `name`; without drift there is no note.
+    `records` come from the calibration log of row `name`. Without drift there is no note.
     """
     last = {
         record["task"]: record.get("relative_drift_after")
@@ -68,10 +68,10 @@ def tasks_with_high_drift(name: str, records: Iterable[Mapping[str, Any]]) -> li
 
 
 def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
-    """Return a note on the module with the largest update if that is `LARGE_UPDATE` or more.
+    """Return a note on the module with the largest update, if it is `LARGE_UPDATE` or more.
 
-    `records` are those of the calibration log of row `name`. A task is named if its expert's
-    features at the module's block are far larger than those of the others.
+    `records` come from the calibration log of row `name`. A task is named if its expert's features
+    at the module's block are far larger than the other experts' features.
     """
     modules = [record for record in records if "relative_update" in record]
     worst = max(modules, key=lambda record: record["relative_update"], default=None)
@@ -100,9 +100,9 @@ def notes_of_log(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
 
 
 def strange_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
-    """Return a note on each task whose samples do not look like its expert's training data.
+    """Return a note on each task whose samples do not resemble its expert's training data.
 
-    `records` are those of the calibration log of row `name`.
+    `records` come from the calibration log of row `name`.
     """
     return [
         Note(
@@ -120,9 +120,9 @@ def strange_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[Not
 def closing_lines(
     report: Report, saved_row: str, saved_path: Path | None, folder: Path | None = None
 ) -> list[str]:
-    """Return the last lines of a run: the saved model, a better row, the files, the next commands.
+    """Return the last lines of a run: the saved model, a better row, the files, next commands.
 
-    `saved_row` is the row of the model that the run returns; with `saved_path` it was saved there.
+    `saved_row` is the row of the returned model, which is saved at `saved_path` if that is given.
     """
     saved = f"saved the model of row {saved_row}: {saved_path}"
     if saved_path is None:
@@ -157,7 +157,7 @@ def next_lines(folder: Path) -> list[str]:
 
 
 def featcal_program() -> str:
-    """Return the word that starts this environment's `featcal` in the user's shell."""
+    """Return the command for this environment's `featcal` in the user's shell."""
     own = shutil.which("featcal", path=sysconfig.get_path("scripts"))
     on_path = shutil.which("featcal")
     if own is None or (on_path is not None and os.path.samefile(own, on_path)):

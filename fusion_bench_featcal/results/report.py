@@ -22,7 +22,7 @@ class Report(RunRows):
     """Results of one run as files and tables."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `report.json` holds."""
+        """Return the content of `report.json`."""
         stored = {item.name: getattr(self, item.name) for item in fields(self)}
         del stored["items"], stored["more"]
         return {
@@ -39,24 +39,24 @@ class Report(RunRows):
     def write(self, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
         """Write `lines.csv`, `report.md`, `items.npz` (if known) and, last, `report.json`.
 
-        Each file is whole or absent, whatever happens. Returns the path of `report.json`.
+        Each file is complete or absent. Returns the path of `report.json`.
         """
         content = self.to_dict()
         directory = prepare_directory(directory, setting)
         if self.items:
             save_items(directory, self.items, setting)
         else:
-            # An earlier report's items would be taken for this one's.
+            # Prevents reading an earlier report's items as this one's.
             (directory / ITEMS_FILE).unlink(missing_ok=True)
         write_lines(directory / LINES_FILE, self.lines(), setting)
         return write_files(directory, content, run_markdown(self), setting)
 
     @classmethod
     def load(cls, directory: str | Path) -> "Report":
-        """Read the report that `write` left in `directory`, with its items when there are any.
+        """Read the report of `write` in `directory`, with its items if there are any.
 
         Raises:
-            ReportError: Something is missing, damaged or of another schema; the message says what.
+            ReportError: A file is missing, damaged or of another schema.
         """
         path = Path(directory) / REPORT_FILE
         content = read_json(path)
@@ -75,16 +75,16 @@ class Report(RunRows):
         return report
 
     def show(self, *, losses: bool = False) -> None:
-        """Print the tables to stdout, and under them what was calibrated with what, and where.
+        """Print the tables to stdout, followed by the settings, samples and machine of the rows.
 
         Args:
-            losses: Whether to print a table of losses besides.
+            losses: Whether to print a table of losses as well.
         """
         show_run(self, losses=losses)
 
 
 def summarise(directories: Iterable[str | Path], failed: Sequence[FailedCell] = ()) -> Summary:
-    """Load runs and average what belongs together.
+    """Load runs and average matching ones.
 
     Args:
         directories: Folders of runs, as `lab.report.find` finds them.

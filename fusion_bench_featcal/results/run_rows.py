@@ -1,4 +1,4 @@
-"""Results of one run in memory: rows of accuracies, and the conditions they were made under."""
+"""Results of one run in memory: rows of accuracies and their conditions."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def finite_losses(loss: Mapping[str, float | None]) -> tuple[dict[str, float], d
 
 @dataclass(kw_only=True)
 class RunRows:
-    """Results of one run and the conditions they were made under.
+    """Results of one run and their conditions.
 
     Rows are named `base`, `experts`, by the upstream merger, `featcal` and `featcal:<preset>`, or
     by another method.
@@ -53,15 +53,15 @@ class RunRows:
     rows: dict[str, dict[str, float]] = field(default_factory=dict)
     """Row -> task -> accuracy in 0..1, and `average` (mean over tasks)."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Row -> the settings it was made with."""
+    """Row -> its settings."""
     cost: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Row -> seconds, peak_rss_bytes, expert_bytes...; "unavailable" if not measured."""
     samples: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """Row -> task -> {"samples": number really used, "split": calibration split}."""
+    """Row -> task -> {"samples": number used, "split": calibration split}."""
     seeds: dict[str, int | None] = field(default_factory=dict)
-    """Seeds by what they seed, for example {"calibration": 42}."""
+    """Seeds by purpose, for example {"calibration": 42}."""
     labels: dict[str, Any] = field(default_factory=dict)
-    """Labels of the point of a study that the run belongs to, such as {"samples_per_task": 8}."""
+    """Labels of the study's point that the run belongs to, such as {"samples_per_task": 8}."""
     test_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Task -> {"items": number of test items, ...}; equal for comparable runs."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -69,11 +69,11 @@ class RunRows:
     notes: list[Note] = field(default_factory=list)
     """Notes for the reader, for example "calibrated on the test split"."""
     loss: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Row -> task -> loss, and `average` where every task has one; without what has none."""
+    """Row -> task -> loss, and `average` if every task has one. Rows without losses are absent."""
     items: Items = field(default_factory=dict, repr=False)
-    """Row -> task -> bool `[items]`, kept in `items.npz` beside the report."""
+    """Row -> task -> bool `[items]`, stored in `items.npz` next to the report."""
     more: list[Line] = field(default_factory=list, repr=False)
-    """Further lines of the long table, such as a diagnosis, kept in `lines.csv` alone."""
+    """Further lines of the long table, such as a diagnosis, only stored in `lines.csv`."""
     schema: int = SCHEMA
 
     @property
@@ -98,15 +98,15 @@ class RunRows:
         Args:
             name: Row name; must be new.
             accuracies: Task -> accuracy in 0..1. The average is computed here.
-            settings: Mapping or dataclass of what made the row.
-            cost: What it cost, see `Report.cost`.
-            samples: Calibration samples really used, see `Report.samples`.
+            settings: Mapping or dataclass with the row's settings.
+            cost: Its cost, see `Report.cost`.
+            samples: Calibration samples used, see `Report.samples`.
             correct: Task -> bool `[items]`, for intervals; its mean must be the accuracy.
-            loss: Task -> loss; None where there is none. One that is not finite becomes a note.
+            loss: Task -> loss; None if there is none. A loss that is not finite becomes a note.
 
         Raises:
-            ReportError: The name is taken, tasks differ from the rows before, an accuracy is
-                outside 0..1, or `correct` contradicts it.
+            ReportError: The name exists, tasks differ from earlier rows, an accuracy is outside
+                0..1, or `correct` contradicts it.
         """
         if name in self.rows:
             raise ReportError(f"row '{name}' is already in the report")
@@ -127,7 +127,7 @@ class RunRows:
             self.loss[name] = finite | average
 
     def note(self, *notes: Note) -> None:
-        """Add notes, which get the run's merger."""
+        """Add notes with the run's merger."""
         self.notes += [replace(note, merger=self.upstream or "") for note in notes]
 
     def _add_items(self, name: str, row: Mapping[str, float], correct: Mapping[str, Any]) -> None:
@@ -155,25 +155,25 @@ class RunRows:
 
     @property
     def recovered_gap(self) -> dict[str, float | None]:
-        """Row -> (row - merged) / (experts - merged) on the average; None where undefined."""
+        """Return row -> (row - merged) / (experts - merged) on the average; None if undefined."""
         return {name: self.share(name, AVERAGE) for name in self.rows}
 
     def share(self, name: str, task: str) -> float | None:
-        """Share of the merged-to-expert gap that row `name` recovers on `task` (or `average`)."""
+        """Return the share of the gap that row `name` recovers on `task` (or `average`)."""
         merged, experts = self._merged, self.rows.get(EXPERTS)
         if merged is None or experts is None:
             return None
         return recovered_share(self.rows[name][task], merged[task], experts[task])
 
     def worst(self, name: str) -> tuple[str, float | None] | None:
-        """A row's worst task and the share of its gap recovered; None for references."""
+        """Return a row's worst task and the share of its gap recovered; None for references."""
         if not is_repair(name, self.upstream):
             return None
         return worst_task(self.rows[name], self._merged, self.rows.get(EXPERTS))
 
     @property
     def seeds_key(self) -> str:
-        """Return the run's seeds as one text: runs that are averaged differ in it."""
+        """Return the run's seeds as one text. Runs that are averaged have different texts."""
         return json.dumps(self.seeds, sort_keys=True)
 
     @property
@@ -183,7 +183,7 @@ class RunRows:
         return self.seeds_key if len(numbers) > 1 else next(iter(numbers), None)
 
     def lines(self) -> list[Line]:
-        """Return the long table of the run: everything that was measured or follows from it."""
+        """Return the long table of the run: all measured values and values derived from them."""
         seed = "" if self.seed is None else self.seed
         of_run = {**self.labels, **dict.fromkeys(DIMENSIONS, "")}
         of_run |= {"suite": self.suite, "merger": self.upstream or "", "seed": seed}
@@ -197,7 +197,7 @@ class RunRows:
         return [of_run | line for line in (*lines, *self.more)]
 
     def _metrics(self, name: str) -> dict[str, Mapping[str, Any]]:
-        """Return metric -> task, `average` or nothing -> value of a row."""
+        """Return metric -> task, `average` or "" -> value, for one row."""
         row, merged = self.rows[name], self._merged
         cost = self.cost.get(name, {})
         return {

@@ -1,4 +1,4 @@
-"""Several runs: which may be averaged, and their notes."""
+"""Several runs: checks before averaging them, and their notes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,8 +20,8 @@ def check_averages(reports: Mapping[Path, RunRows]) -> None:
     """Refuse runs that must not be averaged.
 
     Raises:
-        ReportError: Runs of one suite have other tasks or test sets, a row was made with other
-            settings, or two runs with the same seeds disagree. The message shows the difference.
+        ReportError: Runs of one suite have different tasks or test sets, a row has different
+            settings, or two runs with equal seeds disagree. The message shows the difference.
     """
     suites: dict[str, _Run] = {}
     rows: dict[RowKey, _Run] = {}
@@ -72,7 +72,7 @@ def _check_settings(name: str, first: _Run, run: _Run) -> None:
 
 
 def _without_seeds(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted name, without seeds: methods that are applied in order nest theirs."""
+    """Return settings by dotted name, without seeds. Chained methods have nested settings."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
@@ -87,7 +87,7 @@ def _difference(first: _Run, one: Any, second: _Run, two: Any) -> str:
 
 
 def notes_of_runs(reports: Mapping[Path, RunRows]) -> list[Note]:
-    """Notes of the runs, each with its mergers (and suites) where there are several."""
+    """Return the notes of the runs, each with its mergers (and suites) if there are several."""
     runs = list(reports.items())
     are_alike = len({report.suite for _, report in runs}) == 1
     having: dict[Note, dict[str, None]] = {}
@@ -107,7 +107,7 @@ def notes_of_runs(reports: Mapping[Path, RunRows]) -> list[Note]:
 
 
 def _differing_records(runs: Sequence[_Run]) -> list[str]:
-    """Return sentences on runs without flags per test item, and on versions that differ."""
+    """Return sentences on runs without flags per test item, and on differing versions."""
     texts = []
     without = [str(path) for path, report in runs if not report.items]
     if without:
@@ -115,7 +115,7 @@ def _differing_records(runs: Sequence[_Run]) -> list[str]:
         texts.append(f"no interval over items for rows without {ITEMS_FILE}{where}")
     for package in dict.fromkeys(package for _, report in runs for package in report.versions):
         numbers = sorted({report.versions.get(package, "not recorded") for _, report in runs})
-        if "/" in package and "not recorded" in numbers:  # of the hub, which earlier runs left out
+        if "/" in package and "not recorded" in numbers:  # a hub model, which earlier runs left out
             numbers.remove("not recorded")
         if len(numbers) > 1:
             texts.append(f"runs used different versions of {package}: {', '.join(numbers)}")

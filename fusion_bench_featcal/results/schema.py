@@ -1,4 +1,4 @@
-"""Checks of report files on reading, each naming what is wrong and its place."""
+"""Checks of report files on reading. Each names the error and its location."""
 
 from collections.abc import Mapping
 from types import NoneType
@@ -13,13 +13,12 @@ SCHEMA = 2
 KIND = "run"
 COMPARISON_KIND = "comparison"
 STUDY_KIND = "study"
-# Accuracies pass through float32 on their way into a report.
+# Accuracies are rounded to float32 on their way into a report.
 TOLERANCE = 1e-5
 
-# A layout is a type or a union of types; a list with the layout of all entries (an empty one: any
-# list); or a mapping from keys, `*` for all, to layouts. Keys may be absent, except for those
-# listed under `!`; keys that it does not name may hold anything. Where `?` is true the mapping may
-# be null.
+# A layout is a type or a union of types, a list with the layout of all entries (an empty one: any
+# list), or a mapping from keys, `*` for all, to layouts. Keys may be absent, except for keys listed
+# under `!`. Other keys may have any value. If `?` is true the mapping may be null.
 NUMBER = int | float
 _SCALAR = str | int | float | bool | None
 NOTE = {"!": ("kind", "text"), **dict.fromkeys(("kind", "text", "row", "task", "merger"), str)}
@@ -80,7 +79,7 @@ _DERIVED = {"kind", "schema", "tasks", "recovered_gap", "recovered_gap_per_task"
 
 
 def check_types(value: Any, layout: Any, place: str) -> None:
-    """Check what was read from JSON against a layout."""
+    """Check a value read from JSON against a layout."""
     if isinstance(layout, dict):
         if value is None and layout.get("?"):
             return
@@ -124,7 +123,7 @@ def _check_kind(content: Any, kind: str, place: str) -> None:
 
 
 def check_comparison(content: Any, place: str) -> None:
-    """Check the content of a comparison's `report.json`, as far as it is read again."""
+    """Check the content of a comparison's `report.json`, as far as this package reads it."""
     _check_kind(content, COMPARISON_KIND, place)
     check_types(content, COMPARISON, place)
 
@@ -133,8 +132,8 @@ def check_run(content: Any, place: str) -> None:
     """Check the content of a run's `report.json`.
 
     Raises:
-        ReportError: Not a run's report, another schema, a key missing, unknown or of another type,
-            a row that contradicts its average or the rows before it.
+        ReportError: Not a run's report, another schema, a key that is missing, unknown or of
+            another type, or a row that contradicts its average or the rows before it.
     """
     _check_kind(content, KIND, place)
     missing = sorted(set(RUN) - _OPTIONAL - set(content))

@@ -1,4 +1,4 @@
-"""Several runs (seeds, upstream mergers, model pools) in one summary of the long table."""
+"""Summary of several runs (seeds, upstream mergers, model pools) as averaged rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,29 +37,29 @@ class SummaryRow:
     """One row name on one upstream merger of one suite, over all runs that have it."""
 
     suite: str
-    upstream: str | None  # the merger's row; None where the runs had no merged model
+    upstream: str | None  # the merger's row; None if the runs had no merged model
     name: str
     run_seeds: list[dict[str, int | None]]  # one entry a run
     seeds: list[int]  # of the row itself; empty where it has none
     accuracy: dict[str, float]  # task (and `average`) -> mean over runs, 0..1
     deviation: dict[str, float] | None  # standard deviations over runs (n - 1); None for one run
-    # Against the merger and the experts, from the means over the same runs; intervals are those of
-    # `over_seeds`, None for one run without items.
+    # Relative to the merger and the experts, from means over the same runs. Intervals come from
+    # `over_seeds`; None for one run without items.
     gain: float | None
     gain_interval: Interval | None
     recovered_gap: float | None
     recovered_gap_interval: Interval | None
-    cost: dict[str, Any]  # the mean where all runs have a number, else a text they agree on
+    cost: dict[str, Any]  # the mean if all runs have a number, else their common text
     worst_task: str | None  # None for references
     worst_recovered_gap: float | None
-    loss: dict[str, float]  # task (and `average`) -> mean, for those with a loss in every run
+    loss: dict[str, float]  # task (and `average`) -> mean, if every run has a loss
     normalised: float | None  # mean over tasks of accuracy / the expert's; None without experts
     spread: dict[str, float]  # deviations over runs of `normalised` and of costs; {} for one run
     samples: str  # per task with their split, such as `256 train`; "" for none
 
     @property
     def tasks(self) -> list[str]:
-        """Task names, without the average."""
+        """Task names without the average."""
         return [task for task in self.accuracy if task != AVERAGE]
 
     @property
@@ -73,7 +73,7 @@ class SummaryRow:
         return self.interval(self.accuracy[AVERAGE], (self.deviation or {}).get(AVERAGE))
 
     def interval(self, mean: float, deviation: float | None) -> Interval:
-        """A mean over the row's runs with its interval, from its deviation."""
+        """Return a mean over the row's runs with its interval, from its deviation."""
         return interval_of_mean(mean, deviation, len(self.run_seeds))
 
     @property
@@ -83,31 +83,31 @@ class SummaryRow:
 
     @property
     def is_repair(self) -> bool:
-        """True for what was made of a merged model."""
+        """True for rows made from a merged model."""
         return is_repair(self.name, self.upstream)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedCell:
-    """A cell of a comparison that gave no result."""
+    """A cell of a comparison without a result."""
 
     upstream: str | None  # merger; None for a reference
     name: str  # of the cell; `none` if the merger itself failed
     reason: str
-    seed: int | None = None  # of the comparison; None where it is not known
+    seed: int | None = None  # of the comparison; None if unknown
     point: str = ""  # of a study, in words
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Rows by suite, upstream merger and name, and what a reader must know about them."""
+    """Rows by suite, upstream merger and name, with runs, failures and notes."""
 
     rows: list[SummaryRow]  # in the order of the runs
     runs: list[str]  # their folders
     notes: list[Note]
-    seeds: list[int] = field(default_factory=list)  # of the comparisons, where they are known
+    seeds: list[int] = field(default_factory=list)  # of the comparisons, if known
     failed: list[FailedCell] = field(default_factory=list)
-    # Flags per test item of every run, by seed, of rows that have them.
+    # Flags per test item of every run, by seed, for rows that have them.
     scores: dict[RowKey, dict[Any, Scores]] = field(default_factory=dict, repr=False)
 
     @property
@@ -116,7 +116,7 @@ class Summary:
         return list(dict.fromkeys(row.suite for row in self.rows))
 
     def displayed(self, suite: str) -> list[SummaryRow]:
-        """References first and once, if all mergers agree on them; then merger by merger."""
+        """Return references first, once if all mergers agree on them, then merger by merger."""
         rows = [row for row in self.rows if row.suite == suite]
         references: dict[tuple[Any, ...], SummaryRow] = {}
         for row in rows:
@@ -124,7 +124,7 @@ class Summary:
                 references.setdefault((row.name, *row.accuracy.values()), row)
         order = sorted(references.values(), key=lambda row: row.name != BASE)
         others = [row for row in rows if not row.is_reference]
-        # The merger comes before what repairs it, whatever order the report had.
+        # The merger comes before its repairs, whatever the order in the report.
         mergers = list(dict.fromkeys(row.upstream for row in others))
         others.sort(key=lambda row: (mergers.index(row.upstream), row.name != row.upstream))
         return order + others
@@ -133,7 +133,7 @@ class Summary:
 def summarise_reports(
     reports: Mapping[Path, RunRows], failed: Sequence[FailedCell] = ()
 ) -> Summary:
-    """Average what belongs together.
+    """Average matching runs.
 
     Args:
         reports: Folder of a run -> its report.
@@ -144,7 +144,7 @@ def summarise_reports(
     """
     check_averages(reports)
     rows = _by_row(reports.values())
-    # For runs without experts: those of another merger.
+    # For runs without experts, experts of another merger are used.
     experts = {key[0]: _accuracy(EXPERTS, rows[key]) for key in rows if key[2] == EXPERTS}
     return Summary(
         rows=[_summary_row(key, of, experts.get(key[0])) for key, of in rows.items()],
@@ -157,7 +157,7 @@ def summarise_reports(
 
 
 def _by_row(reports: Iterable[RunRows]) -> dict[RowKey, list[RunRows]]:
-    """Return the reports that have a row, a repeated run once; rows of a merger stand together."""
+    """Return the reports of each row, with a repeated run once and a merger's rows together."""
     rows: dict[RowKey, dict[str, RunRows]] = {}
     for report in reports:
         for name in report.rows:
@@ -168,7 +168,7 @@ def _by_row(reports: Iterable[RunRows]) -> dict[RowKey, list[RunRows]]:
 
 
 def _scores(rows: Mapping[RowKey, Sequence[RunRows]]) -> dict[RowKey, dict[Any, Scores]]:
-    """Flags by row, seed and task; references, which mergers share, once for each suite."""
+    """Return flags by row, seed and task. References of all mergers appear once per suite."""
     scores: dict[RowKey, dict[Any, Scores]] = {}
     for (suite, merger, name), reports in rows.items():
         owner = None if name in (BASE, EXPERTS) else merger
@@ -222,12 +222,12 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _accuracy(name: str | None, reports: Sequence[RunRows]) -> dict[str, list[float]]:
-    """Return task -> accuracy in every run; nothing where a run lacks the row."""
+    """Return task -> accuracy in every run; empty if a run lacks the row."""
     return _columns([report.rows.get(name or "", {}) for report in reports])
 
 
 def _costs(name: str, reports: Sequence[RunRows]) -> dict[str, list[Any]]:
-    """Return each cost's values, one per run; "unavailable" where a run lacks it."""
+    """Return each cost's values, one per run; "unavailable" if a run lacks it."""
     costs = [
         {what: value for what, value in report.cost.get(name, {}).items() if value is not None}
         for report in reports
@@ -254,7 +254,7 @@ def _common_text(values: Sequence[Any]) -> str:
 
 
 def _against_merger(name: str, reports: Sequence[RunRows]) -> dict[str, Any]:
-    """Gain, recovered gap and worst task over the same runs, with their intervals."""
+    """Return gain, recovered gap and worst task over common runs, with their intervals."""
     upstream = reports[0].upstream
     sides = [_accuracy(each, reports) for each in (name, upstream, EXPERTS)]
     row, merged, experts = map(_means, sides)
@@ -288,7 +288,7 @@ def _against_merger(name: str, reports: Sequence[RunRows]) -> dict[str, Any]:
 
 
 def _flags(name: str | None, reports: Sequence[RunRows]) -> Scores:
-    """Return flags per test item, task -> `[seeds, items]`; nothing where a run lacks them."""
+    """Return flags per test item, task -> `[seeds, items]`; empty if a run lacks them."""
     columns = _columns([report.items.get(name or "", {}) for report in reports])
     return {task: np.stack(arrays) for task, arrays in columns.items()}
 
@@ -296,7 +296,7 @@ def _flags(name: str | None, reports: Sequence[RunRows]) -> Scores:
 def _normalised(
     name: str, reports: Sequence[RunRows], other: Mapping[str, Sequence[float]] | None
 ) -> list[float]:
-    """Normalised average of each run, where it has one."""
+    """Return the normalised average of each run that has one."""
     others = _means(other) if other else None
     shares = (
         normalised_average(report.rows[name], report.rows.get(EXPERTS) or others)

@@ -29,11 +29,11 @@ class Grid:
     corner: str
     columns: Sequence[str]
     lines: Sequence[tuple[str, Sequence[str]]]
-    best: frozenset[tuple[int, int]] = frozenset()  # (line, column) of cells that stand out
-    rules: frozenset[int] = frozenset()  # lines that a rule follows
+    best: frozenset[tuple[int, int]] = frozenset()  # (line, column) of highlighted cells
+    rules: frozenset[int] = frozenset()  # lines that are followed by a rule
 
     def transposed(self) -> "Grid":
-        """Swap lines and columns; rules do not survive."""
+        """Swap lines and columns. Rules are dropped."""
         lines = [
             (column, [cells[index] for _, cells in self.lines])
             for index, column in enumerate(self.columns)
@@ -42,14 +42,14 @@ class Grid:
         return Grid("", heads, lines, frozenset((column, line) for line, column in self.best))
 
     def part(self, first: int, last: int | None = None) -> "Grid":
-        """Keep the columns from `first` to before `last`."""
+        """Return the columns from `first` to before `last`."""
         columns = self.columns[first:last]
         best = {(line, col - first) for line, col in self.best if 0 <= col - first < len(columns)}
         lines = [(head, cells[first:last]) for head, cells in self.lines]
         return replace(self, columns=columns, lines=lines, best=frozenset(best))
 
     def split(self, width: int) -> "list[Grid]":
-        """Divide the columns among tables that fit `width`, each of one column at least."""
+        """Divide the columns among tables that fit `width`, with at least one column each."""
         grids, first = [], 0
         for column in range(1, len(self.columns)):
             if self.part(first, column + 1).width() > width:
@@ -58,17 +58,17 @@ class Grid:
         return [*grids, self.part(first)]
 
     def fitting(self, width: int) -> "list[Grid]":
-        """Choose the form that fits `width`: as it is, transposed, or several grids."""
+        """Choose a form that fits `width`: unchanged, transposed, or several grids."""
         forms = (form for form in (self, self.transposed()) if form.width() <= width)
         form = next(forms, None)
         return self.split(width) if form is None else [form]
 
     def for_page(self) -> "Grid":
-        """Choose the form for a Markdown page: transposed where there are too many columns."""
+        """Choose the form for a Markdown page: transposed if there are too many columns."""
         return self if len(self.columns) <= MARKDOWN_COLUMNS else self.transposed()
 
     def width(self) -> int:
-        """Terminal columns that it takes."""
+        """Width in terminal columns."""
         widths = [max(map(len, [self.corner, *(head for head, _ in self.lines)]))]
         for index, column in enumerate(self.columns):
             texts = [*_broken(column).splitlines(), *(cells[index] for _, cells in self.lines)]
@@ -97,7 +97,7 @@ class Grid:
             pad_edge=False,
             show_edge=False,
         )
-        # Numbers are never cut: where even one column is too wide, the heads of lines are folded.
+        # Numbers are never cut: if even one column is too wide, the heads of lines are folded.
         table.add_column(_text(self.corner), overflow="fold")
         for column in self.columns:
             table.add_column(_text(_broken(column)), justify="right", no_wrap=True)
@@ -109,10 +109,10 @@ class Grid:
 
 
 def titled(title: str, grids: Iterable[Grid]) -> "list[Group]":
-    """Render grids for the terminal; the first has the title, the others continue it."""
+    """Render grids for the terminal. The first has the title, the others continue it."""
     from rich.console import Group
 
-    # A title of the table itself would be broken at the width of the table.
+    # A title of the table itself would be wrapped at the width of the table.
     return [
         Group(_text(title + " (continued)" * bool(number), "table.title"), grid.rich())
         for number, grid in enumerate(grids)
@@ -120,7 +120,7 @@ def titled(title: str, grids: Iterable[Grid]) -> "list[Group]":
 
 
 def console() -> "Console":
-    """Return a console on stdout: as wide as the terminal, or 80 columns where there is none."""
+    """Return a console on stdout: as wide as the terminal, or 80 columns without one."""
     from rich.console import Console
 
     terminal = Console()
@@ -128,7 +128,7 @@ def console() -> "Console":
 
 
 def print_page(tables: Iterable["Group"], lines: Iterable[str]) -> None:
-    """Print tables, and sentences as they are: no markup, no colours."""
+    """Print tables, and sentences without markup or colours."""
     terminal = console()
     for number, table in enumerate(tables):
         terminal.print(*([""] if number else []), table, sep="\n")
@@ -137,23 +137,23 @@ def print_page(tables: Iterable["Group"], lines: Iterable[str]) -> None:
 
 
 def page(*parts: str | Sequence[str]) -> str:
-    """Join the paragraphs of a Markdown page; a sequence becomes a list, what is empty vanishes."""
+    """Join the paragraphs of a Markdown page. A sequence becomes a list, empty ones are dropped."""
     texts = (part if isinstance(part, str) else bullets(part) for part in parts)
     return without_html("\n\n".join(text for text in texts if text)) + "\n"
 
 
 def without_codes(text: str) -> str:
-    """Return a text for the terminal: escape codes and other control characters are spelt out."""
+    """Return a text for the terminal, with control characters spelt out."""
     return _CONTROL.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
 
 
 def without_html(text: str) -> str:
-    """Return Markdown in which HTML, links and images are text; the package writes none itself."""
+    """Return Markdown with HTML, links and images as plain text; the package writes none."""
     return re.sub("<(?=[A-Za-z/!?])", "&lt;", without_codes(text)).replace("](", "]\\(")
 
 
 def _text(text: str, style: str = "") -> "Text":
-    """A text whose brackets are no markup."""
+    """Return a text whose brackets are not markup."""
     from rich.text import Text
 
     return Text(without_codes(text), style=style)
@@ -175,7 +175,7 @@ def with_unit(share: float | None) -> str:
 
 
 def short_names(tasks: Sequence[str]) -> dict[str, str]:
-    """Drop the prefix (up to an underscore) that all tasks share; it only takes room."""
+    """Drop the prefix (up to an underscore) that all tasks share, to save space."""
     prefix = tasks[0].partition("_")[0] + "_" if tasks else ""
     shared = len(tasks) > 1 and all(
         task.startswith(prefix) and task[len(prefix) :] not in ("", AVERAGE) for task in tasks
@@ -184,7 +184,7 @@ def short_names(tasks: Sequence[str]) -> dict[str, str]:
 
 
 def short_blocks(blocks: Sequence[str]) -> list[str]:
-    """Drop the parts that all block names share: `encoder.layers.3` among layers becomes `3`."""
+    """Drop the parts that all block names share: `encoder.layers.3` becomes `3`."""
     parts = [block.split(".") for block in blocks]
     if len(blocks) < 2:
         return list(blocks)
@@ -199,7 +199,7 @@ def short_blocks(blocks: Sequence[str]) -> list[str]:
 def best_cells(
     values: Sequence[Sequence[float]], eligible: Sequence[bool]
 ) -> frozenset[tuple[int, int]]:
-    """Positions of the largest value of each column among the eligible lines (ties: all)."""
+    """Return positions of the largest value of each column in the eligible lines (ties: all)."""
     best = set()
     for column in range(len(values[0]) if values else 0):
         candidates = {line: cells[column] for line, cells in enumerate(values) if eligible[line]}
@@ -211,7 +211,7 @@ def best_cells(
 def accuracy_grid(
     rows: Sequence[tuple[str, Row, bool]], tasks: Sequence[str], rules: frozenset[int] = frozenset()
 ) -> Grid:
-    """Accuracy by tasks and average, of rows with their heads; the best eligible ones stand out."""
+    """Return accuracy by tasks and average. The best eligible rows are highlighted."""
     values = [[row[key] for key in (*tasks, AVERAGE)] for _, row, _ in rows]
     best = best_cells(values, [eligible for _, _, eligible in rows])
     lines = [(line[0], list(map(percent, cells))) for line, cells in zip(rows, values, strict=True)]
@@ -219,13 +219,13 @@ def accuracy_grid(
 
 
 def worst_cells(worst: tuple[str, float | None] | None, tasks: Sequence[str]) -> dict[str, str]:
-    """A row's worst task and the share of its gap recovered; dashes where it has none."""
+    """Return a row's worst task and the share of its gap recovered, or dashes."""
     cells = (short_names(tasks)[worst[0]], with_unit(worst[1])) if worst else (ABSENT, ABSENT)
     return dict(zip(WORST, cells, strict=True))
 
 
 def loss_grid(losses: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -> Grid:
-    """Loss of rows by tasks and average; a dash where there is none."""
+    """Return loss of rows by tasks and average, with a dash if there is none."""
     keys = [*tasks, AVERAGE]
     lines = [
         (name, [f"{row[key]:.4f}" if key in row else ABSENT for key in keys])
@@ -235,7 +235,7 @@ def loss_grid(losses: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -
 
 
 def mapping_grid(table: Mapping[str, Mapping[str, Any]]) -> Grid:
-    """Keys down, rows of the report across."""
+    """Return a grid with keys as lines and rows of the report as columns."""
     keys = dict.fromkeys(key for entries in table.values() for key in entries)
     lines = [(key, [_shown(key, row.get(key, ABSENT)) for row in table.values()]) for key in keys]
     return Grid("", list(table), lines)

@@ -27,7 +27,7 @@ from .tables import (
 
 
 def show_run(report: RunRows, *, losses: bool = False) -> None:
-    """Print the table of a run, what made its rows, and what the numbers mean.
+    """Print the table of a run, the conditions of its rows, and the meaning of the numbers.
 
     Args:
         report: The run's report.
@@ -64,7 +64,7 @@ def run_title(report: RunRows) -> str:
 
 
 def run_grid(report: RunRows, summary: Summary) -> Grid:
-    """Return accuracy per task and average of a run's rows, with what follows from them."""
+    """Return accuracy per task and average of a run's rows, with derived values."""
     rows = {row.name: row for row in summary.rows}
     merged = [name for name in report.rows if name not in (BASE, EXPERTS)]
     competing = merged if len(merged) > 1 else []
@@ -82,7 +82,7 @@ def run_grid(report: RunRows, summary: Summary) -> Grid:
 
 
 def provenance(report: RunRows) -> list[str]:
-    """Return sentences on what was calibrated with what, and where."""
+    """Return sentences on the samples, settings and machine of the rows."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, tasks in report.samples.items():
         groups.setdefault(tuple(samples_range(tasks.values())), []).append(name)
@@ -99,25 +99,25 @@ def provenance(report: RunRows) -> list[str]:
 
 
 def explanations(summary: Summary, columns: Iterable[Column]) -> list[str]:
-    """Return the meaning of those columns that have values, and the runs' notes."""
+    """Return the meaning of columns that have values, and the runs' notes."""
     return meanings(summary, columns) + [f"note: {note}" for note in note_lines(summary)]
 
 
 def meanings(summary: Summary, columns: Iterable[Column]) -> list[str]:
-    """Return the meaning of those columns that have values."""
+    """Return the meaning of columns that have values."""
     shown = with_values(columns, summary.rows)
     accuracy = "accuracy in per cent" + spread_meaning(summary.rows)
     return [accuracy, *(column.meaning for column in shown if column.meaning)]
 
 
 def note_lines(summary: Summary) -> list[str]:
-    """Return the runs' notes, without cells that are listed as failed already."""
+    """Return the runs' notes, except for cells already listed as failed."""
     listed = [FAILED] if summary.failed else []
     return [note.sentence_of_several for note in chosen(summary.notes, *listed)]
 
 
 def spread_meaning(rows: Sequence[SummaryRow]) -> str:
-    """Return the meaning of ±, where a row has several runs."""
+    """Return the meaning of ±, if a row has several runs."""
     draws = sorted({len(row.run_seeds) for row in rows if row.deviation})
     if not draws:
         return ""

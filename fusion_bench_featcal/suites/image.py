@@ -1,7 +1,7 @@
 """The bundled image tasks: pictures, class names, and the processor of the small CLIP.
 
-Each task has grey glyphs in one `.npz`, which are painted in the task's two colours: tasks differ
-in domain as those of real suites do. Loading needs numpy and pillow only.
+Each task has grey glyphs in one `.npz`, which are painted in the task's two colours, so that tasks
+differ in domain like tasks of real suites. Loading only needs numpy and pillow.
 """
 
 from __future__ import annotations

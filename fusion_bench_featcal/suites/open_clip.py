@@ -39,7 +39,7 @@ _BLOCK = {
 
 
 class OpenClipPool(BaseModelPool):
-    """A pool of open_clip models with the processor that their images need.
+    """A pool of open_clip models with the processor for their images.
 
     FusionBench's OpenCLIP pool needs Python 3.12 and reads pickles. Models are modules, or
     configurations whose `_target_` returns one.

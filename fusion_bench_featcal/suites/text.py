@@ -53,7 +53,7 @@ _TYPOGRAPHIC = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u20
 def plain_words(text: str) -> str:
     """Return a text in lower case and plain ASCII, words and punctuation marks apart.
 
-    Two texts with the same words count as the same text where the splits must not overlap.
+    Two texts with the same words count as equal when the splits are kept disjoint.
     """
     ascii_only = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHIC)).encode(
         "ascii", "ignore"

@@ -130,7 +130,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
 
     @property
     def task_names(self) -> list[str]:
-        """Names of all tasks: those of `test_datasets`, then those defined under `tasks`."""
+        """Names of all tasks: first the ones in `test_datasets`, then the ones under `tasks`."""
         return list(dict.fromkeys([*self._test_datasets, *self._definitions]))
 
     def setup(self) -> None:

@@ -71,7 +71,7 @@ class TaskDefinition:
     )
 
     def items(self, rows: Any = None, name: str = "") -> ImageItems:
-        """Return the task's items, of `data` or of another dataset and its name.
+        """Return the task's items, from `data` or from another dataset with its name.
 
         Raises:
             ValueError: If the path, the split or a column does not exist, or class names do not
@@ -163,7 +163,7 @@ def load_task(
     """
     key = f"taskpool.tasks.{name}"
     if task.classnames is None and classnames is not None:
-        # Folders are sorted by name. Only a dataset with integers of its own has an order.
+        # Folders are sorted by name. Only a dataset with integer labels has an order.
         is_sorted = isinstance(rows, ImageItems) or (
             isinstance(task.data, str) and Path(task.data).expanduser().is_dir()
         )

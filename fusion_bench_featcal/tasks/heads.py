@@ -1,4 +1,4 @@
-"""Class names and prompts where FusionBench looks for them, and its stored classification heads."""
+"""Class names and prompts in FusionBench's tables, and its stored classification heads."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ _OWNER = "fusion_bench_featcal.tasks"
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """A prompt with `{}` where the class name goes; called with the class name."""
+    """A prompt with `{}` for the class name, called with the class name."""
 
     text: str
 
@@ -47,9 +47,9 @@ def names_of(task: str) -> tuple[list[str], Templates]:
 def register_names(
     task: str, classnames: Sequence[str], templates: Sequence[PromptTemplate] | None
 ) -> None:
-    """Make a task's class names and prompts known to FusionBench, for all of its CLIP classes.
+    """Register a task's class names and prompts with FusionBench, for all of its CLIP classes.
 
-    FusionBench's own `register_dataset` fails in release 0.2.33, so its table is written directly.
+    FusionBench's `register_dataset` fails in release 0.2.33, so its table is written directly.
 
     Raises:
         ValueError: If FusionBench has other class names or prompts for that name.
@@ -79,8 +79,8 @@ def register_names(
 def forget_stored_heads(tasks: Iterable[str], folder: Path | None = None) -> int:
     """Delete the zero-shot heads that FusionBench stored on disk for these tasks.
 
-    It stores them by task name and model path only, so that a task whose class names or model have
-    changed would get the old head. Heads whose note cannot be read are deleted too.
+    FusionBench stores them by task name and model path only. A task with changed class names or
+    another model would get the old head. Heads whose note cannot be read are deleted too.
 
     Returns:
         The number of deleted heads.
@@ -94,6 +94,6 @@ def forget_stored_heads(tasks: Iterable[str], folder: Path | None = None) -> int
         except (OSError, ValueError, KeyError, TypeError):
             task = None
         if task not in trusted:
-            shutil.rmtree(note.parent, ignore_errors=True)  # another process may do the same
+            shutil.rmtree(note.parent, ignore_errors=True)  # another process may delete it as well
             deleted += 1
     return deleted

@@ -1,4 +1,4 @@
-"""Base of this package's task pools: keys, loading, and evaluation with a result per item."""
+"""Base of this package's task pools: keys, loading, and evaluation with flags per item."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ class Score(NamedTuple):
 
     accuracy: float
     loss: float
-    correct: Tensor | None = None  # bool [items], on the CPU; None: items are not right or wrong
+    correct: Tensor | None = None  # bool [items], on the CPU; None: no such flags
     classes: list[str] | None = None  # class of each item
 
 
@@ -43,7 +43,7 @@ class ItemPool:
         self.test_dataloaders: dict[str, Any] = {}
 
     def setup(self) -> None:
-        """Load what evaluation needs."""
+        """Load everything for the evaluation."""
         raise NotImplementedError
 
     def evaluate(self, model: nn.Module, name: str | None = None) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def refuse_unknown_pool_keys(pool: Any, unknown: Mapping[str, Any]) -> None:
 
 
 def load_part(setting: str, value: Any, kind: Any, **options: Any) -> Any:
-    """Load a part of the task pool from a folder, a hub id or a configuration, or return it.
+    """Load a component of the task pool from a folder, a hub id or a configuration, or return it.
 
     Raises:
         ValueError: If there is no value.
@@ -111,7 +111,7 @@ def load_part(setting: str, value: Any, kind: Any, **options: Any) -> Any:
 
 
 def build_part(setting: str, value: Any) -> Any:
-    """Instantiate a configuration with `_target_`. Return anything else as it is.
+    """Instantiate a configuration with `_target_`. Return anything else unchanged.
 
     Raises:
         CalibrationError: If it cannot be loaded.

@@ -42,7 +42,7 @@ def evaluation_loader(items: EvaluationItems, settings: Mapping[str, Any]) -> Da
 
     Each is pixels `[batch, channels, height, width]` and labels `[batch]`.
     """
-    if not torch.cuda.is_available():  # torch warns that pinned memory then has no use
+    if not torch.cuda.is_available():  # torch would warn that pinned memory has no effect
         settings = {**settings, "pin_memory": False}
     return DataLoader(items, collate_fn=partial(_collate, items.items.name), **settings)
 
@@ -56,7 +56,7 @@ def loader_settings(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return `dataloader_kwargs` with the default, batches of 128 in the main process.
 
     Raises:
-        ValueError: If they would reorder or drop test items, or torch knows no such argument.
+        ValueError: If they would reorder or drop test items, or torch rejects an argument.
     """
     setting = "taskpool.dataloader_kwargs"
     settings = {"batch_size": 128, "num_workers": 0, **(given or {})}
