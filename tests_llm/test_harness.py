@@ -94,13 +94,13 @@ def changed(pool: Any, **values: Any) -> Any:
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_accuracy_is_that_of_the_model(pool, model, batch_size):
-    found = evaluate(changed(pool, batch_size=batch_size), model, name="merged")
-    assert found.accuracy == {"tiny_choice": RIGHT / 8, "tiny_writing": RIGHT / 8}
+    result = evaluate(changed(pool, batch_size=batch_size), model, name="merged")
+    assert result.accuracy == {"tiny_choice": RIGHT / 8, "tiny_writing": RIGHT / 8}
 
 
 def test_limit_counts_rows(pool, model):
-    found = evaluate(changed(pool, limit=4), model, name="merged")
-    assert found.accuracy == {"tiny_choice": RIGHT / 4, "tiny_writing": RIGHT / 4}
+    result = evaluate(changed(pool, limit=4), model, name="merged")
+    assert result.accuracy == {"tiny_choice": RIGHT / 4, "tiny_writing": RIGHT / 4}
 
 
 def test_metric_that_lm_eval_does_not_give(pool, model):

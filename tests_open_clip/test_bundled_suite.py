@@ -24,13 +24,13 @@ def test_converted_towers_are_the_same_functions(name: str):
     vision = CLIPVisionModel.from_pretrained(image.path(name)).eval()
     projection = CLIPModel.from_pretrained(image.path()).visual_projection
     with torch.no_grad():
-        wanted = projection(vision(pixel_values=pixels).pooler_output)
-        torch.testing.assert_close(tower(pixels), wanted, rtol=1e-4, atol=1e-5)
+        expected = projection(vision(pixel_values=pixels).pooler_output)
+        torch.testing.assert_close(tower(pixels), expected, rtol=1e-4, atol=1e-5)
 
 
 def report_of(run: Path) -> dict:
-    (found,) = run.rglob("report.json")
-    return json.loads(found.read_text(encoding="utf-8"))
+    (file,) = run.rglob("report.json")
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def test_command_agrees_with_the_suite_it_was_converted_from(tmp_path: Path):

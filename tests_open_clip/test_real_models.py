@@ -59,11 +59,13 @@ def test_vision_transformer_calibrates_as_the_rebuilt_tower(quick: bool, batch_f
     assert resolve_family("auto", real.merged) is OPEN_CLIP
     pixels = normal(0, 3, 3, 8, 8)
     torch.testing.assert_close(real.merged(pixels), suite.merged(pixels))
-    found, wanted = run_fast(real).model, run_fast(suite).model
-    assert distance(found, real.merged) > 1e-3
-    assert {n for n, _ in found.named_parameters()} == {n for n, _ in wanted.named_parameters()}
-    assert_same(real_tower(wanted, quick=quick, batch_first=batch_first), found)
-    assert str(found) == str(real.merged)
+    calibrated, expected = run_fast(real).model, run_fast(suite).model
+    assert distance(calibrated, real.merged) > 1e-3
+    assert {n for n, _ in calibrated.named_parameters()} == {
+        n for n, _ in expected.named_parameters()
+    }
+    assert_same(real_tower(expected, quick=quick, batch_first=batch_first), calibrated)
+    assert str(calibrated) == str(real.merged)
 
 
 def clip_of(tower: nn.Module, kind: type[nn.Module]) -> nn.Module:
@@ -104,12 +106,12 @@ def test_models_around_the_tower_calibrate_as_the_tower_alone(wrap: Any, prefix:
     alone = run_fast(real_suite(suite, quick=True, batch_first=True)).model
     outer = real_suite(suite, wrap, quick=True, batch_first=True)
     before = copy.deepcopy(outer.merged.state_dict())
-    found = run_fast(outer).model
-    assert_same(found.get_submodule(prefix), alone)
-    for name, tensor in found.state_dict().items():
+    calibrated = run_fast(outer).model
+    assert_same(calibrated.get_submodule(prefix), alone)
+    for name, tensor in calibrated.state_dict().items():
         if not name.startswith(prefix):
             assert torch.equal(tensor, before[name]), name
-    assert str(found) == str(outer.merged)
+    assert str(calibrated) == str(outer.merged)
 
 
 def test_custom_attention_is_refused_by_name():

@@ -24,7 +24,7 @@ MUTATIONS = [
         "families/whisper.py",
         "return super().row_weights(inputs, stage_index, decoder_rows) if stage_index else None",
         "return super().row_weights(inputs, stage_index, decoder_rows)",
-        "families/test_multimodal_families.py",
+        "families/test_families.py",
     ),
     Mutation(
         "encoder's last norm skipped before the decoder",
@@ -73,7 +73,7 @@ MUTATIONS = [
         "families/structure.py",
         "if not largest or _CLEARLY * (",
         "if not largest or 0 * (",
-        "families/test_stack_family.py",
+        "families/test_families.py",
     ),
     Mutation(
         "steps that differ taken for equal",

@@ -35,71 +35,50 @@ def sample(row: Any, kind: str = "causal", **options: Any) -> str:
     return text_sample(row, kind, word_tokenizer(**options), **settings)
 
 
-@pytest.mark.parametrize(
-    ("kind", "row", "expected"),
-    [
-        ("seq2seq", PAIR, "a b . > c ."),
-        ("seq2seq", {"prompt": 7, "target": 12}, "? . > ? ."),  # whole numbers are texts
-        ("seq2seq", PADDED | {"labels": [C, END, -100]}, "a b . > c ."),
-        ("causal", PAIR, TRAINED),
-        ("causal", {"prompt": "a b", "completion": "c"}, TRAINED),
-        ("causal", {"question": "a b", "answer": "c"}, TRAINED),
-        ("causal", {"instruction": "a", "input": "b", "output": "c"}, TRAINED),
-        ("causal", {"instruction": "a b", "input": "", "output": "c", "text": "d"}, TRAINED),
-        ("causal", {"instruction": "a", "context": "b", "response": "c"}, TRAINED),
-        ("causal", {"messages": None, **PAIR}, TRAINED),
-        ("causal", {"prompt": "a b"}, "a b"),
-        ("causal", {"prompt": "zzz", "target": "zzz"}, "? ? . > _ ? ."),
-        ("causal", {"input_ids": [A, B]}, "a b"),
-        ("causal", {"input_ids": [A, B, C, D], "labels": [-100, B, -100, D]}, "a b c d > _ b _ d"),
-        (
-            "causal",
-            {"input_ids": [0, A, B], "attention_mask": [0, 1, 1], "labels": [-100, -100, B]},
-            "a b > _ b",
-        ),
-        ("classification", PAIR, "a b"),
-        ("classification", PADDED | {"labels": 2, "label": 1}, "a b ."),
-    ],
-)
-def test_prompt_and_target_of_a_row(kind, row, expected):
-    assert sample(row, kind) == expected
+IN_CHAT = {"chat_template": CHAT}
+SAMPLES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("seq2seq", PAIR, "a b . > c .", {}),
+    ("seq2seq", {"prompt": 7, "target": 12}, "? . > ? .", {}),  # whole numbers are texts
+    ("seq2seq", PADDED | {"labels": [C, END, -100]}, "a b . > c .", {}),
+    ("causal", PAIR, TRAINED, {}),
+    ("causal", PAIR, TRAINED, {"ends": True}),  # one end, not two
+    ("causal", {"prompt": "a b", "completion": "c"}, TRAINED, {}),
+    ("causal", {"question": "a b", "answer": "c"}, TRAINED, {}),
+    ("causal", {"instruction": "a", "input": "b", "output": "c"}, TRAINED, {}),
+    ("causal", {"instruction": "a b", "input": "", "output": "c", "text": "d"}, TRAINED, {}),
+    ("causal", {"instruction": "a", "context": "b", "response": "c"}, TRAINED, {}),
+    ("causal", {"messages": None, **PAIR}, TRAINED, {}),
+    ("causal", {"prompt": "a b"}, "a b", {}),
+    ("causal", {"prompt": "zzz", "target": "zzz"}, "? ? . > _ ? .", {}),
+    ("causal", {"input_ids": [A, B]}, "a b", {}),
+    ("causal", {"input_ids": [A, B, C, D], "labels": [-100, B, -100, D]}, "a b c d > _ b _ d", {}),
+    ("causal", {"input_ids": [0, A, B], "attention_mask": [0, 1, 1], "labels": [-100, -100, B]},
+     "a b > _ b", {}),
+    ("classification", PAIR, "a b", {}),
+    ("classification", {"prompt": "a b"}, "a b .", {"ends": True}),
+    ("classification", PADDED | {"labels": 2, "label": 1}, "a b .", {}),
+    ("causal", {"messages": TURNS}, ANSWERED, IN_CHAT),  # the last turn is the target
+    ("causal", {"messages": ASKED}, "? b c a", IN_CHAT),
+    ("causal", {"conversations": SHARED}, ANSWERED, IN_CHAT),
+    ("causal", {"messages": SHARED}, ANSWERED, IN_CHAT),
+    ("causal", {"prompt": ASKED, "completion": TURNS[1:]}, ANSWERED, IN_CHAT),
+    ("causal", {"prompt": ASKED, "completion": "d"}, ANSWERED, IN_CHAT),
+    ("causal", {"prompt": ASKED}, "? b c a", IN_CHAT),
+    ("classification", {"messages": TURNS}, "? b c a d", IN_CHAT),
+    ("classification", {"messages": ASKED}, "? b c a", IN_CHAT),
+    ("causal", LONG, "a b c a b . > _ _ _ a b .", {"max_length": 6, "model_max_length": 8}),
+    ("causal", {"prompt": "a b c d", "target": "d d d d d d"}, "a b c d d d > _ _ _ d d d",
+     {"max_length": 6}),  # half of it at least for the target
+    ("seq2seq", {"prompt": "a b c d", "target": "d d d d"}, "a b c > d d d", {"max_length": 3}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "row", "expected", "options"), SAMPLES)
+def test_prompt_and_target_of_a_row(kind, row, expected, options):
+    assert sample(row, kind, **options) == expected
     if "input_ids" in row:
         tensors = {name: torch.tensor(value) for name, value in row.items()}
         assert sample(tensors, kind) == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "row", "expected"),
-    [
-        ("causal", {"messages": TURNS}, ANSWERED),
-        ("causal", {"messages": ASKED}, "? b c a"),
-        ("causal", {"conversations": SHARED}, ANSWERED),
-        ("causal", {"messages": SHARED}, ANSWERED),
-        ("causal", {"prompt": ASKED, "completion": TURNS[1:]}, ANSWERED),
-        ("causal", {"prompt": ASKED, "completion": "d"}, ANSWERED),
-        ("causal", {"prompt": ASKED}, "? b c a"),
-        ("classification", {"messages": TURNS}, "? b c a d"),
-        ("classification", {"messages": ASKED}, "? b c a"),
-    ],
-)
-def test_last_turn_of_a_chat_is_its_target(kind, row, expected):
-    assert sample(row, kind, chat_template=CHAT) == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "row", "options", "expected"),
-    [
-        ("causal", PAIR, {"ends": True}, TRAINED),  # one end, not two
-        ("classification", {"prompt": "a b"}, {"ends": True}, "a b ."),
-        ("causal", LONG, {"max_length": 6, "model_max_length": 8}, "a b c a b . > _ _ _ a b ."),
-        ("causal", {"prompt": "a b c d", "target": "d d d d d d"}, {"max_length": 6},
-         "a b c d d d > _ _ _ d d d"),  # half of it at least for the target
-        ("seq2seq", {"prompt": "a b c d", "target": "d d d d"}, {"max_length": 3},
-         "a b c > d d d"),
-    ],
-)  # fmt: skip
-def test_end_marks_and_limits(kind, row, options, expected):
-    assert sample(row, kind, **options) == expected
 
 
 MESSAGES: list[tuple[Any, dict[str, Any], str]] = [

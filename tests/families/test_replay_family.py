@@ -1,5 +1,6 @@
 """The family for any model: blocks by pattern, run inside the model's own forward pass."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,36 +16,33 @@ def replayed(model: nn.Module, inputs: Any, patterns: list[str]) -> list[Tensor]
     family = ReplayFamily(blocks=patterns)
     (blocks,) = family.stages(model)
     call = family.begin(model, inputs, blocks[0])
-    found = []
+    outputs = []
     with torch.no_grad():
         for block in blocks:
             hidden, call = family.step(model, block, call)
-            found.append(hidden)
-    return found
+            outputs.append(hidden)
+    return outputs
 
 
 def test_plain_tensors_run_through_a_module_list():
     model, x = ResidualNet(depth=11).double().eval(), normal(0, 5, 4)
-    found = replayed(model, x, ["layers.*"])
+    outputs = replayed(model, x, ["layers.*"])
     with torch.no_grad():
         hidden = model.embed(x)
-        for layer, ours in zip(model.layers, found, strict=True):
+        for layer, ours in zip(model.layers, outputs, strict=True):
             hidden = layer(hidden)
             assert torch.equal(ours, hidden)
 
 
 def test_tuple_of_arguments_is_passed_on_in_order():
-    class Weighted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(3, 3)])
-
+    class Weighted(ResidualNet):
         def forward(self, x: Tensor, scale: Tensor) -> Tensor:
             return self.layers[0](x * scale)
 
-    model, x, scale = Weighted(), torch.ones(2, 3), torch.full((2, 1), 3.0)
-    (found,) = replayed(model, (x, scale), ["layers.0"])
-    assert torch.equal(found, model(x, scale))
+    model, scale = Weighted(), torch.full((2, 1), 3.0)
+    x = torch.ones(2, model.layers[0].up.in_features)
+    (hidden,) = replayed(model, (x, scale), ["layers.0"])
+    assert torch.equal(hidden, model(x, scale))
 
 
 TWO_STAGES: dict[str, Any] = {
@@ -62,11 +60,9 @@ def test_stages_have_their_own_blocks_and_masks():
     inputs = sentences([2, 4], 5) | {"labels": torch.tensor([[3, -100], [0, 5]])}
     assert family.row_weights(inputs, 0, "all") is inputs["attention_mask"]
     labelled = family.row_weights(inputs, 1, "all")
-    assert labelled is not None
-    assert labelled.tolist() == [[1, 0], [1, 1]]
-    fed = family.other_rows(inputs, 1)
-    assert fed["cross.k"] is inputs["attention_mask"]
-    assert fed["cross.v"] is None
+    assert labelled is not None and labelled.tolist() == [[1, 0], [1, 1]]
+    others = family.other_rows(inputs, 1)
+    assert others["cross.k"] is inputs["attention_mask"] and others["cross.v"] is None
     everything = ReplayFamily(blocks=TWO_STAGES["blocks"], mask=[None, "labels"])
     assert everything.row_weights(inputs, 0, "all") is None
 
@@ -80,10 +76,8 @@ def test_stages_have_their_own_blocks_and_masks():
         ({"_target_": "collections.Mine"}, r"'collections\.Mine' cannot be imported.*no attr"),
         ({"_target_": "collections.Counter"}, r"Counter made Counter\(\), which is no Family"),
         ({"_target_": "fractions.Fraction"}, r"must be auto.*got Fraction\(0, 1\)"),
-        (
-            {"_target_": "fusion_bench_featcal.ReplayFamily", "block": 1},
-            r"method\.family: fusion_bench_featcal\.ReplayFamily: .*'block'",
-        ),
+        ({"_target_": "fusion_bench_featcal.ReplayFamily", "block": 1},
+         r"method\.family: fusion_bench_featcal\.ReplayFamily: .*'block'"),
         ({"name": "clip", "blocks": []}, r"method\.family"),
         ({"blocks": ["a"]}, r"method\.family: \{'blocks': \['a'\]\} lacks the family's name"),
         (ReplayFamily, r"method\.family is the class ReplayFamily: give an object of it"),
@@ -94,17 +88,15 @@ def test_stages_have_their_own_blocks_and_masks():
         ({"name": "replay", "blocks": [["a"], []]}, r"method\.family\.blocks"),
         ({"name": "replay", "blocks": [["a"], [3]]}, r"method\.family\.blocks"),
         ({"name": "replay", "blocks": [["a"], ["b"]]}, r"method\.family\.mask.*2 stages"),
-        (
-            {"name": "replay", "blocks": [["a"], ["b"]], "mask": "attention_mask"},
-            r"method\.family\.mask.*2 stages.*'attention_mask'",
-        ),
+        ({"name": "replay", "blocks": [["a"], ["b"]], "mask": "attention_mask"},
+         r"method\.family\.mask.*2 stages.*'attention_mask'"),
         ({"name": "replay", "blocks": ["a"], "mask": ["m", "n"]}, r"method\.family\.mask"),
         ({"name": "replay", "blocks": ["a"], "other_masks": ["k"]}, r"method\.family\.other_masks"),
         (3, r"method\.family.*3"),
     ],
     ids=str,
-)
-def test_unknown_family_is_refused(family: Any, message: str):
+)  # fmt: skip
+def test_unknown_family_is_refused(family, message):
     with pytest.raises(ValueError, match=message):
         resolve_family(family, ResidualNet())
 
@@ -128,13 +120,13 @@ class Odd(nn.Module):
         return [None, x]
 
 
-def step(model: nn.Module, *blocks: str) -> Any:
-    return replayed(model, torch.ones(2, 4), list(blocks))
+def step(model: nn.Module, *blocks: str) -> Callable[[], Any]:
+    return lambda: replayed(model, torch.ones(2, 4), list(blocks))
 
 
-def rows(stage: int, inputs: Any, **family: Any) -> Any:
+def rows(stage: int, inputs: Any, **family: Any) -> Callable[[], Any]:
     settings: dict[str, Any] = {"blocks": ["h.*"]} | family
-    return ReplayFamily(**settings).row_weights(inputs, stage, "all")
+    return lambda: ReplayFamily(**settings).row_weights(inputs, stage, "all")
 
 
 MASK = {"attention_mask": torch.ones(2, 2)}
@@ -144,32 +136,23 @@ LABELS = {"labels": torch.zeros(2, 2)}
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        *(
-            (lambda p=p: step(ResidualNet(), "layers.*", p), r"family\.blocks.*no module.*Residual")
-            for p in ("layer.*", "layers.*.*.x", "*.0.nothing")
-        ),
+        *((step(ResidualNet(), "layers.*", pattern), r"family\.blocks.*no module.*Residual")
+          for pattern in ("layer.*", "layers.*.*.x", "*.0.nothing")),
         # the list of blocks is a module too, but nothing calls it
-        (lambda: step(ResidualNet(), "layers"), r"method\.family\.blocks.*layers"),
-        (lambda: step(Ordered(2, 1, 0), "layers.*"), r"layers\.0.*layers\.2.*once, in this order"),
-        (lambda: step(Ordered(0, 0, 1), "layers.0", "layers.1"), "once, in this order"),
-        (lambda: step(nn.Sequential(Odd()), "0"), "hidden features"),
-        (
-            lambda: rows(0, MASK, mask="other"),
-            r"method\.family\.mask.*'other'.*attention_mask",
-        ),
-        (lambda: rows(0, {"attention_mask": torch.ones(2, 1, 5, 5)}), r"attention_mask.*1, 5, 5\)"),
-        (lambda: rows(0, LABELS, **TWO_STAGES), r"method\.family\.mask.*no 'attention_mask'"),
-        (lambda: rows(1, MASK, **TWO_STAGES), r"method\.family\.mask.*no 'labels'"),
-        (
-            lambda: ReplayFamily(**TWO_STAGES).other_rows(LABELS, 0),
-            r"method\.family\.other_masks.*attention_mask",
-        ),
-        (
-            lambda: ReplayFamily(blocks=["h.*"]).row_weights(MASK, 0, "targets"),
-            r"method\.decoder_rows=targets.*labels",
-        ),
+        (step(ResidualNet(), "layers"), r"method\.family\.blocks.*layers"),
+        (step(Ordered(2, 1, 0), "layers.*"), r"layers\.0.*layers\.2.*once, in this order"),
+        (step(Ordered(0, 0, 1), "layers.0", "layers.1"), "once, in this order"),
+        (step(nn.Sequential(Odd()), "0"), "hidden features"),
+        (rows(0, MASK, mask="other"), r"method\.family\.mask.*'other'.*attention_mask"),
+        (rows(0, {"attention_mask": torch.ones(2, 1, 5, 5)}), r"attention_mask.*1, 5, 5\)"),
+        (rows(0, LABELS, **TWO_STAGES), r"method\.family\.mask.*no 'attention_mask'"),
+        (rows(1, MASK, **TWO_STAGES), r"method\.family\.mask.*no 'labels'"),
+        (lambda: ReplayFamily(**TWO_STAGES).other_rows(LABELS, 0),
+         r"method\.family\.other_masks.*attention_mask"),
+        (lambda: ReplayFamily(blocks=["h.*"]).row_weights(MASK, 0, "targets"),
+         r"method\.decoder_rows=targets.*labels"),
     ],
-)
-def test_what_does_not_fit_is_refused(call: Any, message: str):
+)  # fmt: skip
+def test_models_and_masks_that_do_not_fit_are_refused(call, message):
     with pytest.raises((CalibrationError, TypeError, ValueError), match=message):
         call()

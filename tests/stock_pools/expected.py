@@ -2,8 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import fusion_bench_featcal.compat  # noqa: F401
 
@@ -12,9 +11,9 @@ import transformers
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from packaging.version import Version
+from stock_pools.running import DATA
 
 from fusion_bench_featcal.fusionbench.config_errors import explained
-from stock_pools.running import DATA
 
 RUNS = ""
 """The refusal of a pool that runs."""
@@ -26,21 +25,13 @@ TASK = "TASK"
 """In words, the task that a config's own name ends with."""
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Outcome of the configs that match a pattern, and no earlier one.
-
-    Attributes:
-        pattern: Regular expression of whole names of configs.
-        refused: Pattern of the line that refuses the pool as it is; `RUNS`: it runs.
-        words: Words that add what is missing; none: nothing else is tried.
-        then: As `refused`, with these words.
-    """
+class Expected(NamedTuple):
+    """Outcome of the configs whose whole name matches `pattern`, and no earlier one."""
 
     pattern: str
-    refused: str = RUNS
-    words: Sequence[str] = ()
-    then: str = RUNS
+    refused: str = RUNS  # pattern of the line that refuses the pool as it is
+    words: Sequence[str] = ()  # words that add what is missing
+    then: str = RUNS  # as `refused`, with these words
 
     def words_of(self, name: str) -> list[str]:
         """The words for one config."""
@@ -49,10 +40,8 @@ class Expected:
 
 
 def _expert(loader: str, hub_id: str) -> str:
-    return (
-        f"+modelpool.models.expert={{_target_: {loader}, "
-        f"pretrained_model_name_or_path: {hub_id}, torch_dtype: bfloat16}}"
-    )
+    entry = f"_target_: {loader}, pretrained_model_name_or_path: {hub_id}, torch_dtype: bfloat16"
+    return f"+modelpool.models.expert={{{entry}}}"
 
 
 def _classifier(hub_id: str, task: str = "null") -> str:
@@ -76,47 +65,35 @@ EXPECTED = (
     Expected(".*/_template", r"Missing mandatory value: (modelpool\.)?models"),
     Expected("CLIP.*_individual_lora", "the pool has no base model"),
     Expected("CLIP.*_(individual|mtl)", NO_EXPERT),
-    Expected(
-        "CLIP.*_TA8_lora", NO_DATA, (DATA,),
-        "has no attribute 'vision_model'" if _NO_TOWER else RUNS,
-    ),
+    Expected("CLIP.*_TA8_lora", NO_DATA, (DATA,),
+             "has no attribute 'vision_model'" if _NO_TOWER else RUNS),
     Expected(
         "CLIP.*_(model_only|single_finetuned|single_task_projection|svhn_and_mnist|control_task)",
-        NO_DATA, (DATA,),
-    ),
-    Expected(
-        "CLIP.*_robustness_corrupted", "Interpolation key 'corruption' not found",
-        ("+corruption=gaussian_noise", "method.calibration_split=test"),
-    ),
+        NO_DATA, (DATA,)),
+    Expected("CLIP.*_robustness_corrupted", "Interpolation key 'corruption' not found",
+             ("+corruption=gaussian_noise", "method.calibration_split=test")),
     Expected("CLIP.*"),
     Expected(
         "CausalLMPool/deepseek-v2-lite", _NO_DEEPSEEK if _NEW else NO_EXPERT,
         (_expert(_REMOTE_DEEPSEEK, "some/deepseek-v2-expert"), DATA, "method.family=llama"),
         _NO_DEEPSEEK if _NEW else NO_FORWARD,
     ),
-    Expected(
-        "CausalLMPool/mixtral-8x7b", NO_EXPERT, (_expert(_CAUSAL, "some/mixtral-expert"), DATA)
-    ),
-    Expected(
-        "CausalLMPool/mistral-7b", NO_EXPERT, ("+modelpool.models.expert=some/mistral-expert", DATA)
-    ),
+    Expected("CausalLMPool/mixtral-8x7b", NO_EXPERT,
+             (_expert(_CAUSAL, "some/mixtral-expert"), DATA)),
+    Expected("CausalLMPool/mistral-7b", NO_EXPERT,
+             ("+modelpool.models.expert=some/mistral-expert", DATA)),
     Expected(
         "CausalLMPool/(llama_(alpaca_cleaned|codealpaca|metamathqa|ultrachat)|single_llama_model)",
         NO_EXPERT, (_LLAMA_EXPERT, DATA),
     ),
-    *(
-        Expected(f"CausalLMPool/{pattern}", NO_DATA, (DATA,))
-        for pattern in ("mixtral_moe_merging", "[Qq]wen.*", "simle.*", "mergebench/gemma.*")
-    ),
-    Expected(
-        "CausalLMPool/mergebench/Llama.*", NO_DATA,
-        ("modelpool._target_=fusion_bench_featcal.pools.CausalLMPool",
-         "+modelpool.vocabulary=common_rows", DATA),
-    ),
+    *(Expected(f"CausalLMPool/{pattern}", NO_DATA, (DATA,))
+      for pattern in ("mixtral_moe_merging", "[Qq]wen.*", "simle.*", "mergebench/gemma.*")),
+    Expected("CausalLMPool/mergebench/Llama.*", NO_DATA,
+             ("modelpool._target_=fusion_bench_featcal.pools.CausalLMPool",
+              "+modelpool.vocabulary=common_rows", DATA)),
     Expected("CausalLMPool/.*", NO_DATA, (DATA,)),
-    Expected(
-        "ConvNext.*/convnext-base-224", NO_EXPERT, (_classifier("some/convnext-expert"), DATA)
-    ),
+    Expected("ConvNext.*/convnext-base-224", NO_EXPERT,
+             (_classifier("some/convnext-expert"), DATA)),
     Expected("ConvNext.*", NO_DATA, (DATA,)),
     Expected("Dinov2.*", NO_EXPERT, (_classifier("some/dinov2-expert"), DATA)),
     Expected("OpenCLIP.*", "open_clip is not installed"),
@@ -125,10 +102,8 @@ EXPECTED = (
     Expected("Seq2SeqLMPool/.*_tta", NO_DATA, ("method.calibration_split=test",)),
     Expected("Seq2SeqLMPool/.*", NO_DATA, (DATA,)),
     Expected("Sequence.*/roberta-base_glue", "there is no config model/roberta/roberta_"),
-    Expected(
-        "Sequence.*/llama_preference700k", NO_EXPERT,
-        (*_REWARD_EXPERT, "~modelpool.models._pretrained_.use_flash_attention_2"),
-    ),
+    Expected("Sequence.*/llama_preference700k", NO_EXPERT,
+             (*_REWARD_EXPERT, "~modelpool.models._pretrained_.use_flash_attention_2")),
     Expected("Sequence.*", NO_EXPERT, _REWARD_EXPERT),
     Expected("gpt-2_glue"),
     Expected("nyuv2_modelpool", NO_DATA),
@@ -147,7 +122,6 @@ def line_of(error: Exception) -> str:
         if isinstance(error.__cause__, OmegaConfBaseException):
             break
         error = error.__cause__
-    shown: Any = error
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        shown = explained(error)
-    return re.sub(r"\s+full_key: .*", "", str(shown), flags=re.DOTALL)
+    is_config = isinstance(error, HydraException | OmegaConfBaseException)
+    line = str(explained(error) if is_config else error)
+    return re.sub(r"\s+full_key: .*", "", line, flags=re.DOTALL)

@@ -37,39 +37,26 @@ _MODEL_KEYS = (
 
 
 def composed(name: str, *words: str) -> DictConfig:
-    """The program's config of a stock pool with `method=featcal`.
-
-    Raises:
-        Exception: Of Hydra, where the pool's YAML does not compose.
-    """
-    primary = get_default_config_path()
-    assert primary is not None
-    with initialize_config_dir(str(primary), version_base=None):
-        config = compose(
-            "fabric_model_fusion",
-            overrides=["method=featcal", f"modelpool={name}", *FEW, *words],
-            return_hydra_config=True,
-        )
+    """The program's config of a stock pool with `method=featcal`, if its YAML composes."""
+    with initialize_config_dir(str(get_default_config_path()), version_base=None):
+        overrides = ["method=featcal", f"modelpool={name}", *FEW, *words]
+        config = compose("fabric_model_fusion", overrides=overrides, return_hydra_config=True)
     OmegaConf.to_container(config.modelpool, resolve=True, throw_on_missing=True)
     return config
 
 
 def redirected(config: DictConfig, stand_ins: StandIns) -> DictConfig:
-    """The config with stand-ins' folders in the place of hub ids; else it stays as it is."""
-    for group in ("modelpool", "taskpool"):
-        plain = OmegaConf.to_container(config[group], resolve=True)
+    """The config with folders of stand-ins in place of hub ids, and otherwise unchanged."""
+    for name in ("modelpool", "taskpool"):
+        group: Any = OmegaConf.to_container(config[name], resolve=True)
+        for key, value in group.items():
+            if key.endswith("_datasets") and value:
+                group[key] = {task: _data(entry, stand_ins) for task, entry in value.items()}
+            elif key in ("models", "tokenizer", "processor", *_MODEL_KEYS):
+                group[key] = _models(value, stand_ins)
         with open_dict(config):
-            config[group] = _in_group(plain, stand_ins)
+            config[name] = group
     return config
-
-
-def _in_group(group: Any, stand_ins: StandIns) -> Any:
-    for key, value in group.items():
-        if key.endswith("_datasets") and value:
-            group[key] = {task: _data(entry, stand_ins) for task, entry in value.items()}
-        elif key in ("models", "tokenizer", "processor", *_MODEL_KEYS):
-            group[key] = _models(value, stand_ins)
-    return group
 
 
 def _models(node: Any, stand_ins: StandIns, key: str = "path") -> Any:
@@ -79,24 +66,22 @@ def _models(node: Any, stand_ins: StandIns, key: str = "path") -> Any:
         return {k: _models(v, stand_ins, "path" if by_name else k) for k, v in node.items()}
     if isinstance(node, list):
         return [_models(entry, stand_ins, key) for entry in node]
-    local = isinstance(node, str) and node.startswith((".", "ViT-", "lightning_logs"))
-    hub_id = isinstance(node, str) and key in _MODEL_KEYS and not local
-    return stand_ins.model(node) if hub_id else node
+    is_local = isinstance(node, str) and node.startswith((".", "ViT-", "lightning_logs"))
+    is_hub_id = isinstance(node, str) and key in _MODEL_KEYS and not is_local
+    return stand_ins.model(node) if is_hub_id else node
 
 
 def _data(entry: Any, stand_ins: StandIns) -> Any:
     """A dataset's entry."""
-    target = entry["_target_"]
     if "tokenizer" in entry:  # GLUE, which `local_glue` provides
         return entry | {"tokenizer": _models(entry["tokenizer"], stand_ins)}
-    if target.endswith("load_fer2013"):
+    if entry["_target_"].endswith("load_fer2013"):
         return entry | {"path": stand_ins.images(image="jpg", label="cls")}
     if "_args_" in entry:
         config = entry["_args_"][1]
         return entry | {"_args_": [stand_ins.images(config=config), config]}
-    if target != "datasets.load_dataset":
-        return entry
-    return entry | {"path": stand_ins.images()}
+    is_plain = entry["_target_"] == "datasets.load_dataset"
+    return entry | {"path": stand_ins.images()} if is_plain else entry
 
 
 @contextmanager
@@ -132,36 +117,11 @@ DATA = "DATA"
 
 
 def run(name: str, stand_ins: StandIns, words: Sequence[str] = ()) -> Any:
-    """Run FusionBench's program on a stock pool, in the current folder.
-
-    Args:
-        name: The pool's name on the command line.
-        stand_ins: What takes the place of downloads.
-        words: Further words of the command; `DATA` may be among them.
-
-    Returns:
-        What the program returns.
-
-    Raises:
-        Exception: Where the pool does not compose or run.
-    """
-    given = [word for word in words if word != DATA]
-    config = composed(name, *given)
+    """Run FusionBench's program on a stock pool in the current folder; `words` may have `DATA`."""
+    config = composed(name, *(word for word in words if word != DATA))
     if DATA in words:
         tasks = [task for task in config.modelpool.models if not task.startswith("_")]
         file = stand_ins.texts() if "tokenizer" in config.modelpool else stand_ins.picture_table()
         config.method.calibration_data = dict.fromkeys(tasks, file)
     with as_hydra_job(config), local_glue():
-        program = instantiate(redirected(config, stand_ins), _recursive_=False)
-        return program.run()
-
-
-def written(name: str, stand_ins: StandIns, folder: Path, words: Sequence[str] = ()) -> list[str]:
-    """Write a redirected pool to a config folder; the words of the command that runs it there."""
-    config = composed(name, *words)
-    with as_hydra_job(config):
-        redirected(config, stand_ins)
-        file = folder / "modelpool" / "stand_in.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(config.modelpool, file)
-    return ["method=featcal", "modelpool=stand_in", f"--config-dir={folder}", *FEW, *words]
+        return instantiate(redirected(config, stand_ins), _recursive_=False).run()

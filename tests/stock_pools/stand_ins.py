@@ -63,9 +63,7 @@ class StandIns:
     """Folders that take the place of hub ids, each made when it is first asked for."""
 
     def __init__(self, root: Path) -> None:
-        """Use a folder of one's own."""
         self.root = root
-        self._kinds: dict[str, Path] = {}
 
     def model(self, hub_id: str) -> str:
         """Folder of the stand-in for a model, a tokenizer or a processor."""
@@ -93,12 +91,11 @@ class StandIns:
         folder = self.root / "data" / name
         if not folder.exists():
             rows = datasets.Dataset.from_dict(columns, features=features)
-            files = [f"  - split: {split}\n    path: {split}.parquet" for split in SPLITS]
+            head = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n"
             for split in SPLITS:
                 rows.to_parquet(folder / f"{split}.parquet")
-            listed = "\n".join(files)
-            head = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{listed}\n---\n"
-            (folder / "README.md").write_text(head)
+                head += f"  - split: {split}\n    path: {split}.parquet\n"
+            (folder / "README.md").write_text(f"{head}---\n")
         return str(folder)
 
     def texts(self) -> str:
@@ -123,10 +120,8 @@ def glue(name: str, task: str) -> datasets.DatasetDict:
 
 
 def _triples(number: int) -> list[tuple[str, str, str]]:
-    letters = WORDS[3:]
-    return [
-        (letters[n], letters[(3 * n + 1) % 20], letters[(7 * n + 2) % 20]) for n in range(number)
-    ]
+    numbers = [(n, (3 * n + 1) % 20, (7 * n + 2) % 20) for n in range(number)]
+    return [tuple(WORDS[3 + k] for k in three) for three in numbers]
 
 
 def _maker(hub_id: str) -> Callable[[Path, int], None]:
@@ -193,24 +188,27 @@ def _t5_lora(folder: Path, seed: int) -> None:
 
 
 def _gpt2(folder: Path, seed: int) -> None:
-    letters = [chr(code) for code in range(ord("a"), ord("u"))]
+    letters = WORDS[3:]
     tokens = [*letters, "Ġ", *(f"Ġ{letter}" for letter in letters), "<|endoftext|>"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
     merges = "\n".join(f"Ġ {letter}" for letter in letters)
     (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
     torch.manual_seed(0)
-    end: Any = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), len(tokens) - 1)
-    config = GPT2Config(
-        vocab_size=len(tokens), n_positions=512, n_embd=8, n_layer=2, n_head=2, num_labels=3, **end
-    )
+    config: Any = {"n_positions": 512, "n_embd": 8, "n_layer": 2, "n_head": 2, "num_labels": 3}
+    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), len(tokens) - 1)
+    config = GPT2Config(vocab_size=len(tokens), **config)
     scatter(GPT2ForSequenceClassification(config), seed, 0.05).save_pretrained(folder)
+
+
+def _auto(folder: Path, seed: int, auto: Any, config: Any) -> None:
+    torch.manual_seed(0)
+    scatter(auto.from_config(config), seed, 0.05).save_pretrained(folder)
 
 
 def _reward(folder: Path, seed: int) -> None:
     config = AutoConfig.for_model("llama", **_sizes("llama"), num_labels=1)
-    model = AutoModelForSequenceClassification.from_config(config)
-    scatter(model, seed, 0.05).save_pretrained(folder)
+    _auto(folder, seed, AutoModelForSequenceClassification, config)
     _causal_tokenizer().save_pretrained(folder)
 
 
@@ -220,18 +218,16 @@ def _causal_tokenizer() -> Any:
 
 
 def _sizes(kind: str) -> Mapping[str, Any]:
-    known = AutoConfig.for_model(kind)
-    return {name: value for name, value in _SIZES.items() if hasattr(known, name)}
+    fields = AutoConfig.for_model(kind)
+    return {name: value for name, value in _SIZES.items() if hasattr(fields, name)}
 
 
 def _decoder(kind: str) -> Callable[[Path, int], None]:
     def write(folder: Path, seed: int) -> None:
-        torch.manual_seed(0)
         config = AutoConfig.for_model(kind, **_sizes(kind))
         if folder.name.startswith("MergeBench--Llama"):
             config.vocab_size += 3  # the published experts have more rows than their base
-        model = AutoModelForCausalLM.from_config(config)
-        scatter(model, seed, 0.05).save_pretrained(folder)
+        _auto(folder, seed, AutoModelForCausalLM, config)
         _causal_tokenizer().save_pretrained(folder)
 
     return write
@@ -239,10 +235,8 @@ def _decoder(kind: str) -> Callable[[Path, int], None]:
 
 def _vision(kind: str) -> Callable[[Path, int], None]:
     def write(folder: Path, seed: int) -> None:
-        torch.manual_seed(0)
         config = AutoConfig.for_model(kind, **_SMALL_VISION[kind], num_labels=10)
-        model = AutoModelForImageClassification.from_config(config)
-        scatter(model, seed, 0.05).save_pretrained(folder)
+        _auto(folder, seed, AutoModelForImageClassification, config)
         ConvNextImageProcessor(size={"shortest_edge": 28}, crop_pct=1.0).save_pretrained(folder)
 
     return write

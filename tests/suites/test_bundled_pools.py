@@ -9,6 +9,7 @@ import fusion_bench_featcal.compat  # noqa: F401
 # isort: split
 import pytest
 import torch
+from cli_runs import fusion_bench
 from configs import composed
 from fusion_bench.method import SimpleAverageAlgorithm
 from fusion_bench.mixins.clip_classification import CLIPClassificationMixin
@@ -16,52 +17,36 @@ from fusion_bench.utils import instantiate
 from transformers import CLIPVisionModel, LlamaForCausalLM, T5ForConditionalGeneration
 
 from fusion_bench_featcal.fusionbench.evaluation import evaluate
+from fusion_bench_featcal.fusionbench.program import run_merger
+from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image, paths, text
 
-CLIP = "clip-vit-mini"
-IMAGES = (CLIP, "resnet-mini")
+CLIP, RESNET = "clip-vit-mini", "resnet-mini_TA3"
 TASKS = {
     f"{CLIP}_TA6": image.TA6,
     f"{CLIP}_all8": image.ALL8,
     f"{CLIP}_alphabets2": image.ALPHABETS2,
     "flan-t5-mini_TA6": text.TA6,
     "llama-mini_TA6": text.TA6,
-    "resnet-mini_TA3": image.RESNET3,
+    RESNET: image.RESNET3,
 }
 CLASSES = {
     f"{CLIP}_all8": CLIPVisionModel,
     "flan-t5-mini_TA6": T5ForConditionalGeneration,
     "llama-mini_TA6": LlamaForCausalLM,
 }
-POOLS = pytest.mark.parametrize("name", TASKS)
 
 
 def pool_of(name: str) -> Any:
     return instantiate(composed(f"modelpool={name}").modelpool, _recursive_=False)
 
 
-def task_pool_of(name: str, target: str | None = None) -> Any:
-    config = composed(f"modelpool={name}").modelpool.default_taskpool
-    if target is not None:
-        config._target_ = target
-    return instantiate(config, _recursive_=False)
-
-
-def measured(name: str) -> dict[str, Any]:
-    """Row -> task -> accuracy that the builder measured."""
-    suite, _, tasks = name.partition("_")
-    record = json.loads(Path(paths.suite_path(f"{suite}/MEASURED.json")).read_text("utf-8"))
-    assert record["seed"] == 0
-    rows = record["accuracies"]
-    return rows[tasks] if suite == CLIP else rows
-
-
 def folder_of(model: Any) -> str:
     return Path(model if isinstance(model, str) else model.pretrained_model_name_or_path).name
 
 
-@POOLS
-def test_each_yaml_names_its_tasks_everywhere(name: str) -> None:
+@pytest.mark.parametrize("name", TASKS)
+def test_each_yaml_names_its_tasks_everywhere(name):
     config = composed(f"modelpool={name}", f"taskpool={name}")
     assert config.taskpool == config.modelpool.default_taskpool
     pool, tests = pool_of(name), config.taskpool.test_datasets
@@ -72,12 +57,12 @@ def test_each_yaml_names_its_tasks_everywhere(name: str) -> None:
         assert tests[task] == pool._test_datasets[task]
         sets = pool._train_datasets[task], pool._test_datasets[task]
         assert {entry.get("task", entry.get("name")) for entry in sets} == {task}
-        seen = "train" if name.startswith(IMAGES) else "calibration"
+        seen = "train" if name.startswith((CLIP, RESNET)) else "calibration"
         assert [entry.split for entry in sets] == [seen, "test"]
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_pool_loads_the_base_and_all_experts(name: str) -> None:
+def test_the_pool_loads_the_base_and_all_experts(name):
     pool = pool_of(name)
     base = pool.load_model("_pretrained_")
     shapes = {key: value.shape for key, value in base.state_dict().items()}
@@ -102,26 +87,28 @@ def test_the_pool_loads_the_base_and_all_experts(name: str) -> None:
         (f"{CLIP}_TA6", "fusion_bench.taskpool.CLIPVisionModelTaskPool", "base", image.TA6[3:]),
         ("flan-t5-mini_TA6", None, "simple_average", ["clinc_auto"]),
         ("llama-mini_TA6", None, "simple_average", ["clinc_auto"]),
+        (RESNET, None, "simple_average", ["mini_notmnist"]),
     ],
 )
-def test_task_pools_measure_what_the_builder_measured(
-    name: str, target: str | None, row: str, tasks: list[str]
-) -> None:
-    pool, taskpool = pool_of(name), task_pool_of(name, target)
-    is_merged = row == "simple_average"
+def test_task_pools_measure_what_the_builder_measured(name, target, row, tasks):
+    pool, config = pool_of(name), composed(f"modelpool={name}").modelpool.default_taskpool
+    if target is not None:
+        config._target_ = target
     average = SimpleAverageAlgorithm(show_pbar=False)
-    model = average.run(pool) if is_merged else pool.load_model("_pretrained_")
-    found = evaluate(taskpool, model, name=row, tasks=tasks)
+    model = average.run(pool) if row != "base" else pool.load_model("_pretrained_")
+    measured = evaluate(instantiate(config, _recursive_=False), model, name=row, tasks=tasks)
+    suite, _, task_set = name.partition("_")
+    record = json.loads(Path(paths.suite_path(f"{suite}/MEASURED.json")).read_text("utf-8"))
+    assert record["seed"] == 0
+    rows = record["accuracies"]
     for task in tasks:
-        number = len(pool.load_test_dataset(task))
+        recorded = (rows[task_set] if suite == CLIP else rows)[row][task]
+        off_by = abs(measured.accuracy[task] - recorded) * len(pool.load_test_dataset(task))
         # another machine may round a close call the other way
-        off_by = abs(found.accuracy[task] - measured(name)[row][task]) * number
-        assert off_by <= (1.01 if name.startswith(CLIP) else 2.01)
+        assert off_by <= (1.01 if suite == CLIP else 2.01)
 
 
-def test_heads_for_adamerging_and_its_kin_are_built_from_the_pool_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_for_adamerging_and_its_kin_are_built_from_the_pool_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     heads = CLIPClassificationMixin()
     heads.modelpool = pool_of(f"{CLIP}_alphabets2")
@@ -129,3 +116,35 @@ def test_heads_for_adamerging_and_its_kin_are_built_from_the_pool_alone(
     heads.setup_zero_shot_classification_head()
     assert heads.zeroshot_weights["mini_korean"].shape == (40, 64)
     assert heads.zeroshot_weights["mini_balinese"].shape == (24, 64)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("method=task_arithmetic",),
+     ("method=featcal_baselines/regmean", "method.samples_per_task=8")],
+)  # fmt: skip
+def test_mergers_take_batch_norms_counts(words):
+    pool = pool_of(RESNET)
+    config = composed(f"modelpool={RESNET}", *words).method
+    merged = run_merger(None, config, pool, "method.base_method").state_dict()
+    counts = {v.dtype for name, v in merged.items() if name.endswith("num_batches_tracked")}
+    assert counts == {torch.int64}
+    assert all(torch.isfinite(value).all() for value in merged.values())
+    assert "load_model" not in vars(pool)  # the pool itself is as it was
+
+
+@pytest.mark.slow
+def test_the_command_repairs_the_merged_network(tmp_path):
+    def run(method: str, log: str) -> Any:
+        words = [f"method={method}", f"modelpool={RESNET}", "method.samples_per_task=64"]
+        return fusion_bench([*words, f"path.log_dir={tmp_path}/{log}"], tmp_path)
+
+    output, only = run("featcal", "log").stdout, "featcal:batch_norm_only"
+    report = Report.load(tmp_path / "log")
+    recovered = report.recovered_gap
+    assert all(row in output for row in ("featcal", "featcal:plus", only))
+    assert (recovered[only] or 0) > 0.2 and (recovered["featcal:plus"] or 0) > 0.5
+    assert list(report.settings[only]["modules"]) == ["normalization"]
+    run("featcal_baselines/batch_norm_statistics", "alone")
+    alone = Report.load(tmp_path / "alone").rows["batch_norm_statistics"]
+    assert alone == report.rows[only]

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import CLIPModel
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.fusionbench.evaluation import evaluate
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.suites.open_clip import (
@@ -32,19 +33,19 @@ POOL = "modelpool=open-clip-vit-mini_TA6"
 
 
 def test_yaml_differs_from_the_suite_it_was_converted_from_where_it_must_only():
-    ours = composed(POOL, "taskpool=open-clip-vit-mini_TA6")
-    theirs = composed("modelpool=clip-vit-mini_TA6").modelpool
-    assert get_class(ours.modelpool._target_) is OpenClipPool
-    assert get_class(ours.taskpool._target_) is OpenClipTaskPool
-    assert ours.modelpool.default_taskpool == ours.taskpool
-    for name, model in ours.modelpool.models.items():
+    config = composed(POOL, "taskpool=open-clip-vit-mini_TA6")
+    pool, origin = config.modelpool, composed("modelpool=clip-vit-mini_TA6").modelpool
+    assert get_class(pool._target_) is OpenClipPool
+    assert get_class(config.taskpool._target_) is OpenClipTaskPool
+    assert pool.default_taskpool == config.taskpool
+    assert set(pool.models) == set(origin.models)
+    for name, model in pool.models.items():
         assert get_method(model._target_) is load_tower
-        assert theirs.models[name] == image.path(model.name)
-    for key in set(theirs) - {"_target_", "models", "default_taskpool", "featcal"}:
-        assert ours.modelpool[key] == theirs[key], key
+        assert origin.models[name] == image.path(model.name)
+    for key in set(origin) - {"_target_", "models", "default_taskpool", "featcal"}:
+        assert pool[key] == origin[key], key
     # What transformers' CLIP alone can be compared with is left out.
-    assert {k: v for k, v in ours.modelpool.featcal.items() if k != "compare"} == theirs.featcal
-    assert set(ours.modelpool.models) == set(theirs.models)
+    assert {k: v for k, v in pool.featcal.items() if k != "compare"} == origin.featcal
 
 
 def test_converted_model_is_the_same_function():
@@ -52,8 +53,8 @@ def test_converted_model_is_the_same_function():
     tower = converted(twin)
     pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     with torch.no_grad():
-        wanted = twin(pixel_values=pixels).pooler_output @ tower.get_parameter("proj")
-        torch.testing.assert_close(tower(pixels), wanted)
+        expected = twin(pixel_values=pixels).pooler_output @ tower.get_parameter("proj")
+        torch.testing.assert_close(tower(pixels), expected)
 
 
 def test_weights_of_the_suite_are_a_whole_tower():
@@ -64,20 +65,15 @@ def test_weights_of_the_suite_are_a_whole_tower():
     assert weights["transformer.resblocks.3.attn.in_proj_weight"].shape == (576, 192)
     stored = load_file(Path(image.path("mini_latin"), "model.safetensors"))
     layer = "vision_model.encoder.layers.2.self_attn"
-    parts = weights["transformer.resblocks.2.attn.in_proj_bias"].chunk(3)
-    for part, name in zip(parts, ("q_proj", "k_proj", "v_proj"), strict=True):
-        assert torch.equal(part, stored[f"{layer}.{name}.bias"].float())
-
-
-def test_tensor_of_another_model_is_not_dropped():
-    with pytest.raises(KeyError, match=r"self_attn\.q_norm"):
+    names = [f"{layer}.{name}_proj.bias" for name in "qkv"]
+    fused = weights["transformer.resblocks.2.attn.in_proj_bias"]
+    assert torch.equal(fused, torch.cat([stored[name].float() for name in names]))
+    with pytest.raises(KeyError, match=r"self_attn\.q_norm"):  # of another model: not dropped
         to_open_clip({"encoder.layers.0.self_attn.q_norm.weight": torch.ones(2)})
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("operator torchvision::nms does not exist")])
-def test_missing_open_clip_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, error: RuntimeError | None
-):
+def test_missing_open_clip_says_what_to_install(monkeypatch, error):
     def refuse(name: str) -> None:
         raise error or ImportError(f"No module named {name!r}")
 
@@ -88,7 +84,7 @@ def test_missing_open_clip_says_what_to_install(
         load_pool_model(pool, "_pretrained_")
 
 
-def test_pool_saves_weights_and_loads_its_processor(tmp_path: Path):
+def test_pool_saves_weights_and_loads_its_processor(tmp_path):
     pool = instantiate(composed(POOL).modelpool, _recursive_=False)
     model = Tower()
     pool.save_model(model, tmp_path / "saved")
@@ -100,12 +96,9 @@ def test_pool_saves_weights_and_loads_its_processor(tmp_path: Path):
     assert own.load_processor() is len
 
 
-def evaluated(model: nn.Module) -> dict:
+def accuracy(model: nn.Module) -> float:
     pool = instantiate(composed(POOL).modelpool.default_taskpool, _recursive_=False)
-    pool.setup()
-    wanted = "mini_greek"
-    pool.test_dataloaders = {wanted: pool.test_dataloaders[wanted]}
-    return pool.evaluate(model)
+    return evaluate(pool, model, name="model", tasks=["mini_greek"]).accuracy["mini_greek"]
 
 
 class Projected(nn.Module):
@@ -125,8 +118,8 @@ class Projected(nn.Module):
 def test_task_pool_compares_projected_features_with_the_heads():
     rows = json.loads(Path(image.path("MEASURED.json")).read_text(encoding="utf-8"))["accuracies"]
     items = len(image.load_split("mini_greek", "test"))
-    found = evaluated(Projected("mini_greek"))["mini_greek"]["accuracy"]
-    assert abs(found - rows["TA6"]["experts"]["mini_greek"]) * items < 1.5
+    measured = accuracy(Projected("mini_greek"))
+    assert abs(measured - rows["TA6"]["experts"]["mini_greek"]) * items < 1.5
 
 
 def test_features_of_another_width_are_refused():
@@ -139,4 +132,4 @@ def test_features_of_another_width_are_refused():
             return x.flatten(1)[:, :5] * self.scale
 
     with pytest.raises(CalibrationError, match=r"5 channels.*taskpool\.clip_model 64"):
-        evaluated(Narrow())
+        accuracy(Narrow())

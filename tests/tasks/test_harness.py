@@ -39,8 +39,8 @@ def test_each_task_has_its_own_metric(harness, tmp_path):
     tasks = {"gsm8k": "exact_match,none", "ifeval": "acc,none"}
     pool = LMEvalTaskPool(tasks, tokenizer=str(tmp_path), batch_size=3, limit=7)
     model = llama_model()
-    found = evaluate(pool, model, name="merged")
-    assert found.accuracy == {"gsm8k": 0.25, "ifeval": 0.5}
+    result = evaluate(pool, model, name="merged")
+    assert result.accuracy == {"gsm8k": 0.25, "ifeval": 0.5}
     assert (harness["tasks"], harness["limit"]) == (["gsm8k", "ifeval"], 7)
     assert harness["confirm_run_unsafe_code"] is False
     assert harness["wrapped"]["pretrained"] is model

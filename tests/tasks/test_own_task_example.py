@@ -31,8 +31,8 @@ MEASURED = json.loads(Path(image.path("MEASURED.json")).read_text(encoding="utf-
 
 
 def example() -> str:
-    (found,) = EXAMPLE.findall((REPOSITORY / "docs/tasks.md").read_text(encoding="utf-8"))
-    return found
+    (config,) = EXAMPLE.findall((REPOSITORY / "docs/tasks.md").read_text(encoding="utf-8"))
+    return config
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,195 @@
+"""The shipped data: whole, listed, disjoint, and written as the suites' processors read it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import clip_processor
+import numpy as np
+import pytest
+import text_tokenizer
+import torch
+from fusion_bench.tasks.clip_classification import CLIPTemplateFactory, get_classnames_and_templates
+from PIL import Image
+from transformers import AutoTokenizer
+
+from fusion_bench_featcal.suites import image, load_text_split, text
+from fusion_bench_featcal.suites.checksums import check, write_checksums
+from fusion_bench_featcal.suites.paths import SUITE_ROOT, suite_path
+
+PROMPTS = [prompt for name in image.ALL8 for prompt in image.load_arrays(name).prompts()]
+ROLES = {
+    "flan-t5-mini": {"pad_token_id": 0, "eos_token_id": 1, "unk_token_id": 2},
+    "llama-mini": {"unk_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3},
+}
+
+
+def test_checksums_name_damaged_and_missing_files(tmp_path):
+    (tmp_path / "inner").mkdir()
+    file = tmp_path / "inner" / "weights.bin"
+    file.write_bytes(bytes(range(200)))
+    (tmp_path / "notes.md").write_text("notes")
+    write_checksums(tmp_path)
+    lines = (tmp_path / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    digest = "ab5aa97074c454a0632057e704220d9a6678fbf773a0a5806fc09b8173b07309"
+    assert lines[0][64:] == "  inner/weights.bin" and lines[1] == f"{digest}  notes.md"
+    assert check(tmp_path) == []
+    file.write_bytes(bytes([1]) + file.read_bytes()[1:])
+    (tmp_path / "notes.md").unlink()
+    first, second = check(tmp_path)
+    assert first.startswith("inner/weights.bin: damaged") and second == "notes.md: missing"
+    (tmp_path / "SHA256SUMS").unlink()
+    [problem] = check(tmp_path)
+    assert problem.startswith("SHA256SUMS: missing")
+
+
+def test_shipped_files_are_whole_all_listed_and_no_pickles():
+    assert check() == []
+    listing = (SUITE_ROOT / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    files = [file for file in SUITE_ROOT.rglob("*") if file.is_file()]
+    listed = {line.partition("  ")[2] for line in listing} | {"SHA256SUMS"}
+    assert listed == {file.relative_to(SUITE_ROOT).as_posix() for file in files}
+    suffixes = {".npz", ".parquet", ".safetensors", ".json", ".txt", ".md", ""}
+    assert {file.suffix for file in files} <= suffixes
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (lambda: suite_path("clip-vit-mini/mnist"), r"no 'clip-vit-mini/mnist'.*featcal suite che"),
+        (lambda: suite_path("../paths.py"), "leaves the suites' folder"),
+        (lambda: image.load_split("mnist", "train"), "no image task 'mnist'; there are mini_mnist"),
+        (lambda: image.load_split("mini_mnist", "val"), "no mini_mnist split 'val'; there are tra"),
+        (lambda: load_text_split("sst2", "test"), "no text task 'sst2'; there are snips_intent"),
+        (lambda: load_text_split("banking77", "val"), "no banking77 split 'val'; there are train,"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_known_ones(load, message):
+    assert suite_path("clip-vit-mini/mini_mnist") == str(SUITE_ROOT / "clip-vit-mini/mini_mnist")
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
+        load()
+
+
+@pytest.mark.parametrize("task", image.ALL8)
+def test_pictures_are_in_the_tasks_colours_and_in_one_split(task):
+    arrays = image.load_arrays(task)
+    train, test = (
+        [picture.tobytes() for picture in arrays.rows(split)[0]] for split in ("train", "test")
+    )
+    # notMNIST has fonts that differ in name only; ORIGINS.md says so
+    shared = set(train).intersection(test)
+    assert sum(picture in shared for picture in test) == (14 if task == "mini_notmnist" else 0)
+    colours, item = image.find_task(task), image.load_split(task, "test")[3]
+    pixels = np.asarray(item["image"])
+    assert item["image"].mode == "RGB" and pixels.shape == (28, 28, 3)
+    assert isinstance(item["label"], int)
+    low, high = (np.minimum(colours.paper, colours.ink), np.maximum(colours.paper, colours.ink))
+    assert (pixels >= low).all() and (pixels <= high).all()
+
+
+@pytest.mark.parametrize(
+    "load", [image.load_processor, lambda: image.load_split("mini_latin", "test")]
+)
+def test_loading_makes_the_class_names_known_to_fusionbench(load, monkeypatch):
+    table = CLIPTemplateFactory._dataset_mapping
+    others = {name: entry for name, entry in table.items() if name not in image.TASKS}
+    monkeypatch.setattr(CLIPTemplateFactory, "_dataset_mapping", others)
+    load()
+    for name in image.TASKS:
+        classnames, templates = get_classnames_and_templates(name)
+        assert [templates[0](word) for word in classnames] == image.load_arrays(name).prompts()
+
+
+def test_no_text_is_in_two_splits_of_any_tasks():
+    texts = {
+        split: {
+            text.plain_words(written)
+            for task in text.TA6
+            for written, _ in text.load_rows(task)[split]
+        }
+        for split in text.SPLITS
+    }
+    assert not texts["train"] & (texts["calibration"] | texts["test"])
+    assert not texts["calibration"] & texts["test"]
+
+
+def test_texts_are_prompts_in_small_letters_and_targets_in_capitals():
+    rows = load_text_split("clinc_home", "test")
+    assert rows.column_names == ["prompt", "target"]
+    assert len(rows) == 450
+    for prompt, target in zip(rows["prompt"], rows["target"], strict=True):
+        assert prompt.startswith("home intent : ")
+        assert prompt == prompt.lower() and prompt.isascii()
+        assert target == target.upper()
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("What's THIS song?", "what ' s this song ?"),
+        ("  It\u2019s   \u201cfine\u201d ", 'it \' s " fine "'),
+        ("caf\u00e9 for 3:30", "cafe for 3 : 30"),
+        ("\u00a35", "5"),
+    ],
+)
+def test_words_and_punctuation_are_set_apart(written, expected):
+    assert text.plain_words(written) == expected
+    assert text.plain_words(expected) == expected
+
+
+def test_the_clip_processor_is_the_builders_with_one_token_per_prompt_word(tmp_path):
+    processor: Any = image.load_processor()
+    vocabulary = clip_processor.write_processor(tmp_path, PROMPTS)
+    assert processor.tokenizer.get_vocab() == vocabulary
+    for name in ("tokenizer.json", "vocab.json", "merges.txt", "preprocessor_config.json"):
+        assert Path(image.path(), name).read_bytes() == (tmp_path / name).read_bytes()
+    start, end = vocabulary["<|startoftext|>"], vocabulary["<|endoftext|>"]
+    assert end == max(vocabulary.values())
+    encoded = set()
+    for prompt in PROMPTS:
+        ids = processor.tokenizer(prompt)["input_ids"]
+        assert len(ids) == len(prompt.replace("-", " - ").split()) + 2
+        assert (ids[0], ids[-1]) == (start, end)
+        assert processor.tokenizer(prompt.upper())["input_ids"] == ids
+        encoded.add(tuple(ids))
+    assert len(encoded) == len(set(PROMPTS))
+
+
+def test_pictures_are_normalised_and_others_brought_to_size():
+    processor: Any = image.load_processor()
+    picture = image.load_split("mini_korean", "test")[0]["image"]
+    pixels = processor(images=[picture], return_tensors="pt")["pixel_values"][0]
+    expected = (np.asarray(picture).transpose(2, 0, 1) / 255 - 0.45) / 0.35
+    torch.testing.assert_close(pixels, torch.from_numpy(expected).float(), atol=1e-6, rtol=1e-6)
+    wide = processor(images=[Image.new("RGB", (90, 50))], return_tensors="pt")["pixel_values"]
+    assert wide.shape == (1, 3, 28, 28)
+
+
+@pytest.mark.parametrize("suite", text.SUITES)
+def test_tokenizers_have_every_word_and_a_token_per_label_word(suite):
+    tokenizer = AutoTokenizer.from_pretrained(text.path(suite))
+    ids = text_tokenizer.label_ids(tokenizer, text.TA6)
+    words = sorted(text_tokenizer.label_words(text.TA6))
+    assert tokenizer.batch_decode([[token] for token in ids]) == words
+    for task in text.TA6:
+        rows = text.load_text_split(task, "test")[:]
+        for column in ("prompt", "target"):  # each comes back from its tokens
+            encoded = tokenizer(rows[column])["input_ids"]
+            tokens = {token for row in encoded for token in row}
+            assert tokenizer.unk_token_id not in tokens
+            assert tokenizer.batch_decode(encoded, skip_special_tokens=True) == rows[column]
+            assert column == "target" or task != "banking77" or not set(ids) & tokens
+        for target in set(rows["target"]):
+            encoded = tokenizer(target, add_special_tokens=False)["input_ids"]
+            assert len(encoded) == len(target.split())
+    assert {role: getattr(tokenizer, role) for role in ROLES[suite]} == ROLES[suite]
+    config = json.loads(Path(text.path(suite), "config.json").read_text(encoding="utf-8"))
+    assert config["vocab_size"] == len(tokenizer) == text_tokenizer.PLANS[suite].vocab_size
+    assert all(config.get(role, value) == value for role, value in ROLES[suite].items())
+    ids = tokenizer("home intent : stop")["input_ids"]
+    if suite == "llama-mini":
+        assert ids[0] == tokenizer.bos_token_id and ids[-1] != tokenizer.eos_token_id
+    else:
+        assert config["decoder_start_token_id"] == tokenizer.pad_token_id
+        assert ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.convert_tokens_to_ids("<extra_id_7>") == len(tokenizer) - 1
