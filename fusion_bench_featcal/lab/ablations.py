@@ -15,7 +15,7 @@ from fusion_bench_featcal.rules.rule import Linear, Solved
 
 @dataclass(frozen=True)
 class EqualWeights(Paper):
-    """The paper's rule in which Gram matrices enter as they are.
+    """The paper's rule with unscaled Gram matrices.
 
     Lambda is relative to the mean of their norms, as it is relative to norm 1 with `1 / |G|`.
     """
@@ -27,7 +27,7 @@ class EqualWeights(Paper):
 
 @dataclass(frozen=True)
 class AllAtOnce(Plus):
-    """FeatCal+ in which all modules of a block are solved from one look at the samples."""
+    """FeatCal+ with all modules of a block solved in one turn."""
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
         """Solve all modules in one turn, as the paper does."""
@@ -35,7 +35,7 @@ class AllAtOnce(Plus):
 
 
 class _EqualSums(PaperSums):
-    """Sums in which every task weighs 1, divided in the end by the mean norm of Gram matrices."""
+    """Sums in which every task has weight 1, divided at the end by the mean Gram norm."""
 
     def __init__(self, rule: Paper, group: Any, anchor: Linear) -> None:
         super().__init__(rule, group, anchor)

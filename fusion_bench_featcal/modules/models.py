@@ -160,7 +160,7 @@ class Modes:
 
 
 def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor], advice: str) -> None:
-    """Replace parameters and statistics of a block, all or none, in the model's own dtype.
+    """Replace parameters and statistics of a block, all or none, in the model's dtype.
 
     Raises:
         CalibrationError: If a value does not fit the dtype.

@@ -113,7 +113,7 @@ def reads_first_position(model: nn.Module, block: str, inputs: Any) -> bool:
 
 
 def _difference(family: Family, model: nn.Module, task: str, inputs: Any) -> str | None:
-    """Describe how the blocks' outputs differ from the model's own pass; None if they are equal."""
+    """Describe how the blocks' outputs differ from the model's forward pass, or return None."""
     model = family.view.shown(model)
     blocks = [block for stage in family.stages(model) for block in stage]
     with naming_task(task):

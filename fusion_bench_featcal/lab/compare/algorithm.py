@@ -51,7 +51,7 @@ STAYS = "the others are finished and stay so when the command is repeated"
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSettings(Settings):
-    """Settings of `method=compare` beside those of its grid."""
+    """Settings of `method=compare` in addition to its grid's."""
 
     seed: int = same_as(FeatCalSettings, "seed", group="shared settings")
     samples_per_task: int = same_as(FeatCalSettings, "samples_per_task")
@@ -93,21 +93,21 @@ class ComparisonSettings(Settings):
 
 @dataclass(frozen=True)
 class PlannedPoint:
-    """A point whose settings and grid are checked."""
+    """A point with checked settings and grid."""
 
     point: Point
     settings: ComparisonSettings
     grid: Grid
     config: DictConfig | None = None  # the program's at this point; None: not needed
-    pools: str = ""  # equal for points on the same pools
+    pools: str = ""  # equal for points with the same pools
 
 
 class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """Runs a grid of upstream mergers and post-merging methods, and compares the results.
 
-    Run by `fusion_bench method=compare modelpool=...`. Every cell that is finished is kept in
-    `results_dir`, under a fingerprint of all that it depends on; when the command is repeated, only
-    what is missing is run.
+    Run by `fusion_bench method=compare modelpool=...`. Every finished cell is stored in
+    `results_dir`, under a fingerprint of all its inputs. When the command is repeated, only missing
+    cells run.
     """
 
     name = "compare"
@@ -115,7 +115,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
     _config_mapping = BaseAlgorithm._config_mapping | {n: n for n in names_of(setting_kinds)}
 
     def __init__(self, **keys: Any) -> None:
-        """Keep the choices, which are checked together with the model pool's in `run`.
+        """Store the choices. `run` checks them together with the model pool's.
 
         Args:
             **keys: Fields of the dataclasses in `setting_kinds`.
@@ -131,7 +131,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self.choices, self.settings = settings
 
     def on_run_start(self) -> None:
-        """Take the suite's own task pool where none was named; check the log directory."""
+        """Use the suite's task pool if none was named, and check the log directory."""
         prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> None:  # type: ignore[override]
@@ -141,8 +141,8 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             modelpool: The pool with base, experts and data.
 
         Raises:
-            ValueError: If a name or setting is unknown; before anything is loaded.
-            CalibrationError: If the pools do not fit; or, when all is reported, if cells failed.
+            ValueError: If a name or setting is unknown, before anything is loaded.
+            CalibrationError: If the pools do not fit or, after all reports, if cells failed.
         """
         settings, suite = self.settings, suite_name(modelpool)
         workers = Workers(settings.jobs, settings.backend, settings.backend_options)
@@ -162,10 +162,10 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self.report(suite, runs, failed, folder)
 
     def planned(self, are_apart: bool) -> list[PlannedPoint]:
-        """Return the points, all checked; nothing is loaded.
+        """Return all points, checked. Nothing is loaded.
 
         Args:
-            are_apart: True if cells run in other processes, which need the program's config.
+            are_apart: True if cells run in other processes, which receive the program's config.
 
         Raises:
             ValueError: If a name or setting is unknown.
@@ -177,13 +177,13 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
     def report(
         self, suite: str, runs: Sequence[GridRun], failed: list[FailedCell], folder: Path
     ) -> None:
-        """Write, log and print the reports; then fail if cells failed.
+        """Write, log and print the reports. Raises at the end if cells failed.
 
         Args:
             suite: Name of the model pool.
             runs: All points' cells.
             failed: Points that failed as a whole.
-            folder: Where reports are written.
+            folder: Folder for the reports.
         """
         (run,) = runs
         written = write_reports(folder, suite, run)
@@ -202,21 +202,21 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             )
 
     def grid(self, pool_config: Mapping[str, Any]) -> Grid:
-        """Return the grid, whose names and settings are checked.
+        """Return the grid with checked names and settings.
 
         Args:
-            pool_config: The model pool's config; its key `featcal` has presets and exceptions.
+            pool_config: The model pool's config. Its key `featcal` has presets and exceptions.
 
         Raises:
-            ValueError: If the grid is empty or names something unknown.
+            ValueError: If the grid is empty or contains an unknown name.
         """
         return make_grid(self.choices, plain(pool_config.get("featcal")) or {})
 
     def inputs(self, modelpool: BaseModelPool, taskpool: Any) -> MethodInputs:
-        """Return the inputs that all cells on a pair of pools share.
+        """Return the inputs that all cells with the same pools share.
 
         Raises:
-            CalibrationError: If there is no task pool, or the command asks for a model or for
+            CalibrationError: If there is no task pool, or the command requests a saved model or
                 several devices.
         """
         if taskpool is None:
@@ -235,7 +235,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         return MethodInputs(modelpool, taskpool, self.fabric)
 
     def _pools(self, each: PlannedPoint, modelpool: BaseModelPool) -> list[Any]:
-        """Return a point's pools: the program's, or others that are made here."""
+        """Return a point's pools: the program's, or others that are created here."""
         program: Any = self._program
         if each.config is None or not each.point.changes_pools:
             return [modelpool, getattr(program, "taskpool", None)]
@@ -259,13 +259,13 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             try:
                 if each.pools in keys:
                     check_cells(grid, shared)
-                else:  # the first point on these pools, which `run` has checked
+                else:  # the first point with these pools, checked by `run`
                     keys[each.pools] = CellKeys(shared)
                 cells = keys[each.pools].cells(grid, point.seed)
                 notes = dict(each.settings.notes or {})
                 config = as_text(each.config) if are_apart else ""
                 runs.append(GridRun(point, grid, cells, maker, notes, config))
-            # Whatever one point's pools or methods raise, the other points are worth having.
+            # If one point's pools or methods raise, the other points continue.
             except Exception as error:
                 if len(planned) == 1:
                     raise
@@ -276,7 +276,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
 
 def check_cells(grid: Grid, inputs: MethodInputs) -> None:
-    """Refuse what cannot work before a model is loaded; experts against the base at once.
+    """Refuse settings and pools that do not fit before a model is loaded.
 
     Raises:
         ValueError: If a setting does not fit the pools.

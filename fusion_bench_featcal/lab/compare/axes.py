@@ -20,13 +20,13 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
 
-# Settings that all methods of a comparison share; other settings are FeatCal's.
+# Settings that all methods of a comparison share. Other settings are FeatCal's.
 _SHARED = ("samples_per_task", "calibration_split", "steps")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Design(Settings):
-    """Settings of `method=study/<name>` beside those of `method=compare`."""
+    """Settings of `method=study/<name>` in addition to those of a comparison."""
 
     study: str = setting("study", "Name of the study, for titles.")
     axes: Any = setting(
@@ -74,7 +74,7 @@ class Design(Settings):
     )
 
     def points(self, config: DictConfig) -> list[Point]:
-        """Return all points; those with the same pools follow one another as far as axes allow.
+        """Return all points, with equal pools next to each other as far as possible.
 
         Args:
             config: The program's config, with interpolations.
@@ -105,7 +105,7 @@ class Design(Settings):
                 )
 
     def _around(self, axes: Sequence[Axis]) -> list[Option]:
-        """Points on each axis through the centre, and on the plane of each pair."""
+        """Return points on each axis through the centre, and on the plane of each pair."""
         stays: dict[str, Axis] = {}
         for axis in axes:
             if axis.centre is None:
@@ -134,7 +134,7 @@ def _product(axes: Iterable[Axis]) -> list[Option]:
 
 
 def make_axis(name: str, values: Any, config: DictConfig) -> Axis:
-    """Make the axis of an entry of `method.axes`.
+    """Return the axis of an entry of `method.axes`.
 
     Args:
         name: A key of `AXES`, a setting of the comparison or of FeatCal, or any name for changes.
@@ -172,7 +172,7 @@ def _setting(name: str, values: Sequence[Any], config: DictConfig) -> Axis:
                 f"method.axes.{name}: {value!r} needs a label, as in method.axes.{name}={{mine: "
                 f"{{method.post_merging_methods.{FEATCAL}.{name}: {value}}}}}"
             )
-    for value in values if name in _SHARED else ():  # the grid checks FeatCal's own
+    for value in values if name in _SHARED else ():  # the grid checks FeatCal's settings
         try:
             FeatCalSettings(**({"batch_size" if name == "steps" else name: value}))
         except ValueError as error:
@@ -191,7 +191,7 @@ def _setting(name: str, values: Sequence[Any], config: DictConfig) -> Axis:
 
 
 def _labelled(name: str, values: Mapping[str, Any]) -> Axis:
-    """An axis of named changes; the first one is its centre."""
+    """Return an axis of named changes. The first one is its centre."""
     for label, changes in values.items():
         if not isinstance(changes, Mapping):
             raise ValueError(
@@ -203,7 +203,7 @@ def _labelled(name: str, values: Mapping[str, Any]) -> Axis:
 
 
 def _task_subsets(name: str, values: Any, config: DictConfig) -> Axis:
-    """Numbers of tasks; each is a point for every subset, or for `method.subsets` drawn ones."""
+    """Return an axis of numbers of tasks, with all subsets or `method.subsets` drawn ones each."""
     tasks = [str(task) for task in config.modelpool.get("models", {}) if not task.startswith("_")]
     if len(tasks) < 2:
         raise ValueError(
@@ -225,7 +225,7 @@ def _task_subsets(name: str, values: Any, config: DictConfig) -> Axis:
 
 
 def _subsets(tasks: Sequence[str], number: int, most: int | None) -> list[tuple[str, ...]]:
-    """All subsets of a size, or a sample of them that depends on nothing but the tasks."""
+    """Return all subsets of a size, or a sample of them that depends on the tasks only."""
     every = list(itertools.combinations(tasks, number))
     if most is None or len(every) <= most:
         return every
@@ -234,7 +234,7 @@ def _subsets(tasks: Sequence[str], number: int, most: int | None) -> list[tuple[
 
 
 def _keep_tasks(config: DictConfig, tasks: Sequence[str]) -> Changes:
-    """Changes that leave some tasks in the model pool and the task pool."""
+    """Return the changes that remove all other tasks from the model pool and the task pool."""
     changes = {}
     for pool in POOLS:
         for key, entries in (config.get(pool) or {}).items():
@@ -256,4 +256,4 @@ AXES: dict[str, Callable[[str, Any, DictConfig], Axis]] = {
     "corruption": corruption_axis,
     "source": source_axis,
 }
-"""Axes that change more than a setting; to add one, write its function and name it here."""
+"""Axes that change more than one setting. A new one needs a function and an entry here."""

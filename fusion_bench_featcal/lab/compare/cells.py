@@ -1,4 +1,4 @@
-"""One cell of a grid: its model is made, evaluated and timed, and its result is stored."""
+"""One cell of a grid: builds, evaluates and times its model, and stores the result."""
 
 import gc
 import logging
@@ -52,34 +52,34 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Failure:
-    """A cell without a result; `trace` is empty where the reason says all there is to say."""
+    """A cell without a result. `trace` is empty if the reason says everything."""
 
     reason: str
     trace: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """Return the failure that an exception is."""
+        """Return the failure for an exception."""
         is_expected = isinstance(error, CalibrationError)
         trace = "" if is_expected else "".join(traceback.format_exception(error))
         return cls(str(error).strip() or type(error).__name__, trace)
 
 
 Outcome = CellResult | Failure | None
-"""A cell's result or failure; None: another process runs it now."""
+"""A cell's result or failure; None: another process is running it."""
 
 
 @dataclass
 class CellMaker:
-    """Makes cells of a grid, one model in memory at a time.
+    """Runs cells of a grid, with one model in memory at a time.
 
     Attributes:
         methods: Post-merging methods by name.
         inputs: The pools and the device.
         store: Finished results and merged models.
-        seed: Seed of each merger and each cell, so that cells do not depend on one another.
+        seed: Seed of each merger and each cell, so that cells are independent of one another.
         program: FusionBench's program.
-        log_dir: Folder for the reports that FusionBench's task pools leave.
+        log_dir: Folder for the reports of FusionBench's task pools.
     """
 
     methods: Mapping[str, PostMerging]
@@ -94,7 +94,7 @@ class CellMaker:
         self._timer = InferenceTimer(inputs.taskpool, inputs.fabric, self._load_like)
 
     def run(self, cell: Cell, run: str) -> Outcome:
-        """Return the stored result of a cell, or make it and store it.
+        """Return the stored result of a cell, or run it and store the result.
 
         Args:
             cell: The cell.
@@ -112,11 +112,11 @@ class CellMaker:
                 return result
         except Busy:
             return None
-        # Whatever a method or merger raises, the other cells are worth having.
+        # If a method or merger raises, the other cells continue.
         except Exception as error:
             return Failure.of(error)
         finally:
-            gc.collect()  # lets go of models in reference cycles before the next is loaded
+            gc.collect()  # frees models in reference cycles before the next one is loaded
 
     def _made(self, cell: Cell) -> CellResult:
         # Mergers and checks may ask the program for its pools.
@@ -135,7 +135,7 @@ class CellMaker:
         return _result(evaluation, cost=_inference([self._timer.time(model)]))
 
     def _experts(self) -> CellResult:
-        """Each expert on its own task."""
+        """Return the result of the experts, each on its task."""
         pool = self.inputs.modelpool
         tasks = task_names(self.inputs.taskpool) or pool.model_names
         without = [task for task in tasks if task not in pool.model_names]
@@ -186,7 +186,7 @@ class CellMaker:
         return result
 
     def _merged(self, merger: Merger, key: str) -> tuple[nn.Module, dict[str, Any]]:
-        """The merged model and what merging cost; merged once, then from disk."""
+        """Return the merged model and its cost. It is merged once, then read from disk."""
         stored = self.store.model(merger.name, key, self._load_like)
         if stored is None:
             config = OmegaConf.create(merger.config)
@@ -205,16 +205,16 @@ class CellMaker:
         return stored
 
     def _load_like(self) -> nn.Module:
-        """A model of the class that mergers make, whose weights may be replaced."""
+        """Return a model of the class that mergers return, for replacing its weights."""
         pool = self.inputs.modelpool
         model = load_pool_model(pool, BASE_MODEL if pool.has_pretrained else pool.model_names[0])
-        # Models that a pool holds in memory are needed again.
+        # Models in memory of the pool are needed again.
         return copied_module(model) if pool.has_instance_models else model
 
     def _deployed(self, model: nn.Module, added: Mapping[str, int]) -> dict[str, Any]:
-        """Costs of an evaluated model at inference."""
+        """Return costs of an evaluated model at inference."""
         return {
-            # FusionBench's protocol: a surgery model is told the task with every batch.
+            # In FusionBench's protocol a surgery model receives the task with every batch.
             TASK_ID: "yes" if getattr(model, "is_surgery_model", False) else "no",
             MODULES_ADDED: len(added),
             PARAMETERS_ADDED: sum(added.values()),
@@ -245,7 +245,7 @@ def _result(
 
 
 def _choice(model: nn.Module) -> dict[str, Any]:
-    """Entries on the choice of the settings that made a model, where several were compared."""
+    """Return entries on the choice of a model's settings, if several were compared."""
     choice: Any = getattr(model, "choice", None)
     return {} if choice is None else {SETTINGS_TRIED: choice.tried, CHOSEN: choice.chosen}
 
@@ -253,17 +253,17 @@ def _choice(model: nn.Module) -> dict[str, Any]:
 def unseen_accuracy(
     seen: Mapping[str, tuple[Sequence[int], int]], result: CellResult, merged: CellResult
 ) -> dict[str, Any]:
-    """Accuracy on the test items that a model was not fitted on.
+    """Return the accuracy on test items that a model was not fitted on.
 
     Args:
-        seen: Task -> positions of those it was fitted on, and the number of all.
+        seen: Task -> positions of the items it was fitted on, and the number of all items.
         result: The model's results.
-        merged: Those of the merged model.
+        merged: The merged model's results.
 
     Returns:
         The average over tasks that have such items, its gain over the merged model on the same
-        items, and the number of these tasks; nothing for models that were fitted on other data, and
-        where the task pool's items are not the model pool's.
+        items, and the number of these tasks. Empty for models that were fitted on other data, or if
+        the task pool's items are not the model pool's.
     """
     averages = []
     for task, (positions, available) in seen.items():
@@ -280,7 +280,7 @@ def unseen_accuracy(
 
 
 def _inference(times: Sequence[Timed | None]) -> dict[str, Any]:
-    """Means over models; a model that could not be timed leaves it open for all."""
+    """Return means over models, or none if a model could not be timed."""
     known = [timed for timed in times if timed is not None]
     if not known or len(known) < len(times):
         return {SECONDS_PER_SAMPLE: UNAVAILABLE}

@@ -1,7 +1,7 @@
-"""Claims of cells in a shared store: several drivers and workers run no cell twice.
+"""Claims of cells in a shared store, so that several processes run no cell twice.
 
-A claim is a file that one process creates exclusively. A claim whose process has died is not
-removed but followed by one with the next number, so that of several processes one takes it over.
+A claim is a file that one process creates exclusively. If its process has died, the claim is not
+removed but followed by one with the next number, so that only one process takes over.
 """
 
 import json
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 30
 EXPIRES_SECONDS = 600
-"""Age of the last sign of life after which a claim from another host is void."""
+"""Age of the last sign of life after which a claim of another host is invalid."""
 _TRIES = 2
 
 
@@ -95,14 +95,14 @@ def _files(path: Path) -> list[Path]:
 
 
 def _release(path: Path) -> None:
-    for file in _files(path):  # the latest one last: it counts
+    for file in _files(path):  # the latest one last, since it is the valid one
         remove(file)
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # being written or removed
+    except (OSError, ValueError):  # the file is being written or removed
         return {}
 
 
@@ -110,7 +110,7 @@ def _is_alive(file: Path, claim: dict[str, Any]) -> bool:
     if claim.get("host") == socket.gethostname():
         try:
             process = psutil.Process(claim["pid"])
-            # A killed process stays as a zombie until its parent asks for it.
+            # A killed process remains as a zombie until its parent collects it.
             is_zombie = process.status() == psutil.STATUS_ZOMBIE
             return process.create_time() == claim["born"] and not is_zombie
         except psutil.Error:
@@ -122,7 +122,7 @@ def _is_alive(file: Path, claim: dict[str, Any]) -> bool:
 
 
 def _beat(file: Path, ended: threading.Event) -> None:
-    """Renew a claim's time of change until its cell has ended."""
+    """Update a claim's modification time until its cell has ended."""
     while not ended.wait(BEAT_SECONDS):
         try:
             os.utime(file)

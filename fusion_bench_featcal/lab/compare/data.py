@@ -1,4 +1,4 @@
-"""Data that results are made from: drawn samples and test items, by their content."""
+"""Data behind results: drawn samples and test items, identified by their content."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _LENGTH = 32
 _SPLITS = ("train", "val", "test")
-# Our own, under any of their paths.
+# Classes of this package, under all of their import paths.
 _WITHOUT_DATA = ("AnchorOnly", "AnchorOnlyAlgorithm")
 # By `_target_` or, for FusionBench's older methods, `name`; all others may read any split.
 _SPLITS_READ: dict[str, tuple[str, ...]] = {
@@ -49,13 +49,13 @@ _SPLITS_READ: dict[str, tuple[str, ...]] = {
 
 
 def test_items_read(config: Any) -> bool:
-    """Tell whether a merger of FusionBench trains on items of the test split, as far as we know."""
+    """Return whether a FusionBench merger is known to train on items of the test split."""
     return "test" in _SPLITS_READ.get(config.get("_target_", config.get("name")), ())
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Samples that a method takes from a split: so many of each task (None: all), by a seed."""
+    """A draw of samples from a split: a number for each task (None: all) and a seed."""
 
     split: str
     samples: int | None = None
@@ -64,7 +64,7 @@ class Draw:
 
 @dataclass
 class DataDigests:
-    """Digests of a model pool's and a task pool's items; each dataset is digested once in a run.
+    """Digests of a model pool's and a task pool's items. Each dataset is digested once per run.
 
     Attributes:
         modelpool: The pool with the samples.
@@ -76,11 +76,11 @@ class DataDigests:
     _digests: dict[Any, Any] = field(default_factory=dict)
 
     def drawn(self, config: Any, settings: Any = None) -> dict[str, Any]:
-        """Samples that a merger or method draws: draw -> task -> digest.
+        """Return the samples that a merger or method draws: draw -> task -> digest.
 
         Args:
-            config: Its config; for a chain a mapping of its steps' configs.
-            settings: All its settings, where defaults are not in the config.
+            config: Its config. For a chain, a mapping of its steps' configs.
+            settings: All its settings, including defaults that the config lacks.
         """
         draws = dict.fromkeys(_draws(plain(config), settings))
         return {
@@ -92,7 +92,7 @@ class DataDigests:
         }
 
     def tested(self) -> dict[str, Any]:
-        """Task -> digest of all its test items; empty, with a line in the log, if none are known.
+        """Return task -> digest of all its test items, or nothing and a log line if none are known.
 
         Raises:
             CalibrationError: If the data of a task cannot be loaded.
@@ -133,7 +133,7 @@ class DataDigests:
         choose: Callable[[int], Iterable[int] | None] = lambda size: None,
         config: Any = None,
     ) -> Any:
-        """Digest of some rows; class, length and config of those that cannot be digested."""
+        """Return the digest of some rows, or of class, length and config if that fails."""
         if key is not None and key in self._digests:
             return self._digests[key]
         rows: Any = None
@@ -142,7 +142,7 @@ class DataDigests:
             digest: Any = digest_rows(rows, choose(len(rows)))
         except CalibrationError:
             raise
-        # Whatever datasets raise; the cell that reads them says more about it.
+        # Datasets may raise anything. The cell that reads them reports it.
         except Exception as error:
             log.warning("%s counts in fingerprints by class, length and config: %s", place, error)
             length = len(rows) if hasattr(rows, "__len__") else None
@@ -169,7 +169,7 @@ def _indices(draw: Draw, task: str, available: int) -> list[int] | None:
 
 
 def _draws(config: Any, settings: Any) -> Iterator[Draw]:
-    """Samples that a method draws, as its settings tell; where they do not, all of them."""
+    """Yield the draws of a method according to its settings, or all samples if unknown."""
     if not isinstance(config, Mapping):
         return
     kind = config.get("_target_", config.get("name"))
@@ -178,7 +178,7 @@ def _draws(config: Any, settings: Any) -> Iterator[Draw]:
             yield from _draws(step, settings.get(name) if isinstance(settings, Mapping) else None)
         return
     own = kind.startswith(OWN)
-    if isinstance(config.get("of"), Mapping):  # what settings are chosen for draws, too
+    if isinstance(config.get("of"), Mapping):  # the wrapped method draws as well
         yield from _draws(config["of"], None)
     if own and kind.rpartition(".")[2] in _WITHOUT_DATA:
         return
@@ -192,15 +192,15 @@ def _draws(config: Any, settings: Any) -> Iterator[Draw]:
 
 
 def digest_rows(rows: Any, indices: Iterable[int] | None = None) -> str:
-    """Digest of items as a dataset holds them: nothing is decoded, files are read.
+    """Return the digest of items as stored: nothing is decoded, files are read.
 
     Args:
         rows: A dataset with a length and numbered items.
         indices: The items, in order; None: all.
 
     Raises:
-        TypeError: If the dataset has no numbered items, or an item holds something without
-            content of its own, such as a function.
+        TypeError: If the dataset has no numbered items, or an item contains something without
+            comparable content, such as a function.
     """
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise TypeError(f"{type(rows).__name__} has no numbered items")
@@ -234,7 +234,7 @@ def _add(digest: Any, value: Any) -> None:
     elif isinstance(value, str | Path):
         digest.update(f"text {len(str(value))} {value}\n".encode(errors="surrogatepass"))
         path = Path(value).expanduser() if "\0" not in str(value) else Path()
-        if os.path.isfile(path):  # unlike Path.is_file, false for texts too long to be paths
+        if os.path.isfile(path):  # unlike Path.is_file, it does not raise for very long texts
             digest.update(path.read_bytes())
     elif isinstance(value, Image.Image):
         digest.update(f"picture {value.mode} {value.size}\n".encode() + value.tobytes())

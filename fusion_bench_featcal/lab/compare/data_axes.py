@@ -19,15 +19,15 @@ PUBLISHED_SEVERITY = 3
 
 
 def corruption_axis(name: str, values: Any, config: DictConfig) -> Axis:
-    """Corruptions of all calibration images, and of the model pool's test images.
+    """Return an axis of corruptions of the model pool's calibration and test images.
 
-    Test images of the model pool are what Surgery and other methods that adapt at test time are
-    trained on; the task pool, which evaluates, has its own and stays clean.
+    The model pool's test images are the training data of Surgery and other test-time methods. The
+    task pool for evaluation has separate datasets, which stay clean.
 
     Args:
         name: Name of the axis.
-        values: Corruptions, or `{kinds: corruptions, severities: numbers from 1 to 5}`; `clean` has
-            the severity 0.
+        values: Corruptions, or `{kinds: corruptions, severities: numbers from 1 to 5}`. `clean` has
+            severity 0.
         config: The program's config.
 
     Raises:
@@ -53,7 +53,7 @@ def corruption_axis(name: str, values: Any, config: DictConfig) -> Axis:
 
 
 def _kinds_and_severities(values: Any, place: str) -> tuple[list[Any], list[Any]]:
-    """Corruptions, with `clean`, and severities of an axis, checked."""
+    """Return corruptions, including `clean`, and severities of an axis, checked."""
     given = values if isinstance(values, Mapping) else {"kinds": values}
     refuse_unknown_keys(given, ["kinds", "severities"], place)
     kinds = given.get("kinds") or [CLEAN, *CORRUPTIONS]
@@ -69,14 +69,14 @@ def _kinds_and_severities(values: Any, place: str) -> tuple[list[Any], list[Any]
 
 
 def source_axis(name: str, values: Any, config: DictConfig) -> Axis:
-    """Datasets that every task is calibrated on.
+    """Return an axis of datasets for calibrating every task.
 
     Args:
         name: Name of the axis.
         values: Sources: `own`, `others` (the data of all other tasks in equal numbers), `mixed`
-            (those of all tasks), `each` (for every task a point, on whose data all are calibrated),
-            a task, `noise` (independent pixels), a name in the pool's key `featcal.sources` (label
-            -> a dataset's config), or `sources` (all of these).
+            (the data of all tasks), `each` (one point for every task, whose data calibrate all
+            tasks), a task, `noise` (independent pixels), a name in the pool's key `featcal.sources`
+            (label -> a dataset's config), or `sources` (all of these).
         config: The program's config.
 
     Raises:
@@ -100,7 +100,7 @@ def source_axis(name: str, values: Any, config: DictConfig) -> Axis:
 def _source(
     source: Any, task: str, data: Mapping[str, Any], pools: Mapping[str, Any], place: str
 ) -> Any:
-    """Config of the data that a task is calibrated on."""
+    """Return the config of a task's calibration data."""
     known = (OWN, OTHERS, MIXED, EACH, SOURCES, *pools, *data)
     if source not in known:
         raise ValueError(
@@ -119,7 +119,7 @@ def _source(
 
 
 def _data(config: DictConfig, split: str) -> dict[str, Any]:
-    """Configs of a split's data by task, in a form that can be part of others."""
+    """Return configs of a split's data by task, in a form that may be nested in other configs."""
     models = [str(name) for name in config.modelpool.get("models") or {}]
     entries = config.modelpool.get(f"{split}_datasets")
     held = unresolved(entries) if isinstance(entries, DictConfig) else {}
@@ -127,7 +127,7 @@ def _data(config: DictConfig, split: str) -> dict[str, Any]:
 
 
 def _as_config(entry: Any, split: str) -> Any:
-    """A dataset's config; FusionBench takes a hub id by itself for one."""
+    """Return a dataset's config. FusionBench also accepts a hub id."""
     if not isinstance(entry, str):
         return entry
     if Path(entry).expanduser().exists():
@@ -136,7 +136,7 @@ def _as_config(entry: Any, split: str) -> Any:
 
 
 def _require_data(data: Mapping[str, Any], config: DictConfig, place: str) -> None:
-    """Refuse a pool that names no data for a task, which would stay as it is unnoticed."""
+    """Refuse a pool without data for a task, which would silently stay unchanged."""
     tasks = [str(name) for name in config.modelpool.get("models") or {}]
     for place_of_split, (split, held) in enumerate(data.items()):
         missing = [task for task in tasks if task not in held and not task.startswith("_")]

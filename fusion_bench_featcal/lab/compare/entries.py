@@ -1,4 +1,4 @@
-"""Entries of a comparison's grid: what their `_target_` names, and the keys that it takes."""
+"""Entries of a comparison's grid: import of their `_target_`, and check of their keys."""
 
 import inspect
 import re
@@ -21,7 +21,7 @@ CORRECTIONS = {kind.name: kind for kind in (Surgery, ProbSurgery, RidgeSurgery, 
 
 
 def feature_correction(*, method: str, **settings: Any) -> PostMerging:
-    """A correction of features by its name.
+    """Return a correction of features by its name.
 
     Args:
         method: `surgery`, `prob_surgery`, `ridge_surgery` or `surgery_v2`.
@@ -37,7 +37,7 @@ def feature_correction(*, method: str, **settings: Any) -> PostMerging:
 
 
 def check_target(config: Mapping[str, Any], place: str) -> None:
-    """Find what an entry's `_target_` (or `name`, of older methods) names, and check its keys.
+    """Import the `_target_` of an entry (or `name`, for older methods), and check its keys.
 
     Raises:
         CalibrationError: If it cannot be imported.
@@ -55,28 +55,28 @@ def check_target(config: Mapping[str, Any], place: str) -> None:
     kind = import_target(place, target)
     try:
         parameters = inspect.signature(kind).parameters.values()
-    except (TypeError, ValueError):  # it does not tell
+    except (TypeError, ValueError):  # it has no signature
         return
     names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    # Keys that it does not take, or would take without any effect.
+    # Keys that the target rejects or ignores.
     given = [key for key in config if not re.fullmatch(r"_\w+_", str(key)) and key not in names]
     for key in given:
         hint = nearest_hint(key, names)
-        # FusionBench's classes take any key and warn; own classes check theirs.
+        # FusionBench's classes accept any key with a warning. Classes of this package check theirs.
         if not takes_any or (hint and not str(target).startswith(OWN)):
             raise ValueError(f"{place}.{key} is unknown{hint}; it takes {', '.join(names)}")
 
 
 def made_of(config: Mapping[str, Any], place: str) -> Any:
-    """The object of an entry.
+    """Return the object of an entry.
 
     Raises:
         ValueError: If its constructor refuses the keys.
     """
     try:
         return instantiate(config, _recursive_=False, _convert_="all")
-    # Hydra wraps what a constructor raises; whichever it is, a setting does not fit.
+    # Hydra wraps the constructor's error, which is about a setting in any case.
     except Exception as error:
         reason = str(error.__cause__ or error).replace("method.", f"{place}.")
         raise ValueError(f"{place}: {reason}") from error

@@ -1,4 +1,4 @@
-"""Fingerprint of a result: a short text that changes when anything it depends on changes."""
+"""Fingerprint of a result: a short text that changes with any of the result's inputs."""
 
 import hashlib
 import json
@@ -30,25 +30,25 @@ from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 log = logging.getLogger(__name__)
 
 NUMBERS_VERSION = 3
-"""Version of the code that makes numbers: raise it where a result or a cost can change."""
+"""Version of the code behind results. Increase it if a result or a cost can change."""
 _LENGTH = 20  # hexadecimal digits of a fingerprint
-_LARGE = 2**30  # bytes of a folder whose digest takes seconds
+_LARGE = 2**30  # bytes of a folder that takes seconds to digest
 _PACKAGES = ("fusion-bench", "torch", "transformers")
 _OWN_FOLDER = Path(fusion_bench_featcal.__file__).resolve().parent
 _INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")]
 
 
 def fingerprint(*values: Any) -> str:
-    """Digest of anything that `describe` understands; equal values give equal digests."""
+    """Return the digest of any value that `describe` supports. Equal values have equal digests."""
     text = json.dumps([describe(value) for value in values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
 
 
 def describe(value: Any) -> Any:
-    """JSON form of a config: mappings, sequences and scalars, plain or OmegaConf's.
+    """Return the JSON form of a config: mappings, sequences and scalars, plain or OmegaConf's.
 
-    A module counts with its class and weights; any other object with its class, and with its length
-    if it has one.
+    A module is described by its class and weights, any other object by its class and, if it has
+    one, its length.
     """
     value = plain(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -66,24 +66,23 @@ def describe(value: Any) -> Any:
 
 
 class FileDigests:
-    """SHA-256 of files, each read once in a run.
+    """SHA-256 of files, each read once per run.
 
-    Nothing is remembered from one run to the next: size and time of a file do not tell that its
-    content is the same.
+    Digests are not reused between runs, because equal size and time do not prove equal content.
     """
 
     def __init__(self) -> None:
         self._digests: dict[Path, str] = {}
 
     def file(self, path: Path) -> str:
-        """Digest of one file's bytes."""
+        """Return the digest of one file's bytes."""
         path = path.resolve()
         if path not in self._digests:
             self._digests[path] = digest_file(path)
         return self._digests[path]
 
     def folder(self, folder: Path) -> dict[str, str]:
-        """Name -> digest of the files that lie directly in a folder."""
+        """Return name -> digest of the files directly in a folder."""
         files = [path for path in sorted(folder.iterdir()) if path.is_file()]
         size = sum(path.stat().st_size for path in files)
         if size > _LARGE and not {path.resolve() for path in files} <= self._digests.keys():
@@ -91,9 +90,9 @@ class FileDigests:
         return {path.name: self.file(path) for path in files}
 
     def named_in(self, config: Any) -> dict[str, Any]:
-        """Digests of all files and folders that a plain config names, by their paths there.
+        """Return digests of all files and folders in a plain config, by their paths there.
 
-        Keys that say where something is saved or cached are left out.
+        Keys with locations for saving or caching are ignored.
         """
         digests: dict[str, Any] = {}
         for text in dict.fromkeys(_texts(config)):
@@ -104,10 +103,10 @@ class FileDigests:
 
 
 def describe_pool(modelpool: BaseModelPool, files: FileDigests) -> dict[str, Any]:
-    """A pool's config without its data, its code, and the content of the model files that it names.
+    """Return a pool's config without its data, its code, and the content of its model files.
 
-    The data count with what is drawn of them (`DataDigests`). Hub ids of its models are found, or
-    downloaded.
+    Data are part of the fingerprint by the samples drawn (`DataDigests`). Hub models are read from
+    the cache or downloaded.
     """
     config = describe(modelpool.config)
     config = {key: value for key, value in config.items() if not key.endswith("_datasets")}
@@ -124,7 +123,7 @@ def describe_pool(modelpool: BaseModelPool, files: FileDigests) -> dict[str, Any
 
 
 def describe_task_pool(taskpool: BaseTaskPool, files: FileDigests) -> dict[str, Any]:
-    """A task pool's config, its code, and the files of the models and tokenizers that it names."""
+    """Return a task pool's config, its code, and the content of its models and tokenizers."""
     config = describe(taskpool.config)
     named = {k: v for k, v in config.items() if k not in ("tasks", "test_datasets")}
     return {
@@ -135,20 +134,20 @@ def describe_task_pool(taskpool: BaseTaskPool, files: FileDigests) -> dict[str, 
 
 
 def describe_makers() -> dict[str, Any]:
-    """Versions of the packages that make results, and of this package's own numbers."""
+    """Return versions of the packages that affect results, and `NUMBERS_VERSION`."""
     return {"numbers": NUMBERS_VERSION} | {package: version(package) for package in _PACKAGES}
 
 
 def describe_code(value: Any, files: FileDigests) -> dict[str, str]:
-    """Code that every `_target_` of a config runs, and that of classes.
+    """Return the code that every `_target_` of a config runs, and the code of classes.
 
     Args:
         value: A config, or classes and functions, or a list of such.
         files: Digests of files.
 
     Returns:
-        Module -> digest of its source file, or the version of the installed package it belongs to.
-        This package's own code is left out: `NUMBERS_VERSION` stands for it.
+        Module -> digest of its source file, or the version of its installed package. This package's
+        code is excluded: `NUMBERS_VERSION` represents it.
     """
     modules = {name for target in _targets(value) for name in _modules_of(target)}
     code = {name: _code_of_module(name, files) for name in sorted(modules)}
@@ -168,14 +167,14 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _targets(value: Any) -> Iterator[Any]:
-    """Classes and functions that a config names by `_target_`; what is unknown is left out."""
+    """Yield classes and functions in a config's `_target_` keys. Unknown ones are skipped."""
     value = plain(value)
     if isinstance(value, Mapping):
         target = value.get("_target_")
         if isinstance(target, str):
             try:
                 yield get_object(target)
-            except Exception:  # whoever instantiates it says what is wrong with it
+            except Exception:  # instantiating the target reports the error
                 log.debug("no code found for %s", target)
         for entry in value.values():
             yield from _targets(entry)
@@ -187,7 +186,7 @@ def _targets(value: Any) -> Iterator[Any]:
 
 
 def _modules_of(target: Any) -> list[str]:
-    """Modules of a function, or of a class and those it inherits from."""
+    """Return the module of a function, or the modules of a class and its base classes."""
     owner = getattr(target, "__self__", target)  # a class method such as `from_pretrained`
     if isclass(owner):
         return [kind.__module__ for kind in getmro(owner)]
@@ -203,7 +202,7 @@ def _code_of_module(name: str, files: FileDigests) -> str | None:
     path, package = Path(file).resolve(), name.partition(".")[0]
     if package in sys.stdlib_module_names or path.is_relative_to(_OWN_FOLDER):
         return None
-    # A package that is installed in place, for development, changes without a new version.
+    # A package in editable mode changes without a new version.
     if any(path.is_relative_to(folder) for folder in _INSTALLED):
         installed = _distributions().get(package)
         if installed:

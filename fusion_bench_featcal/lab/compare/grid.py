@@ -1,4 +1,4 @@
-"""The grid of a comparison: which upstream mergers with which post-merging methods, checked."""
+"""The grid of a comparison: upstream mergers times post-merging methods, checked."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class Grid:
     configs: dict[str, Any]  # cell -> config of its method; of a chain, step -> config
 
     def cells_of(self, merger: Merger) -> list[str]:
-        """Cells of one merger; the merger without post-merging comes first."""
+        """Return the cells of one merger, beginning with the merger alone."""
         return [NONE] if merger.alone else [NONE, *self.cells]
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class GridChoices:
-    """The settings of `method=compare` that make the grid; `make_grid` checks them."""
+    """The settings of `method=compare` that define the grid. `make_grid` checks them."""
 
     upstreams: Any = setting(
         None,
@@ -102,16 +102,16 @@ _ENTRIES = ("upstream_mergers", "mergers_alone", "post_merging_methods")
 
 
 def make_grid(choices: GridChoices, suite: Mapping[str, Any]) -> Grid:
-    """Check all names and settings, and make the methods.
+    """Check all names and settings, and create the methods.
 
     Args:
         choices: The keys.
-        suite: The key `featcal` of the pool's YAML. Its `presets` of FeatCal are cells
-            `featcal:<name>`. Its `compare` has `leave_out`, name -> reason, for what is not run
-            unless it is chosen, and under the keys of `GridChoices` further settings of entries.
+        suite: The key `featcal` of the pool's YAML. Its `presets` of FeatCal become cells
+            `featcal:<name>`. Its `compare` has `leave_out`, name -> reason, for entries that only
+            run if they are chosen, and under the keys of `GridChoices` further settings of entries.
 
     Raises:
-        CalibrationError: If what an entry names cannot be imported.
+        CalibrationError: If an entry's target cannot be imported.
         ValueError: If a name is unknown or taken twice, a method's settings do not fit, or there
             is nothing to run.
     """
@@ -156,7 +156,7 @@ def make_grid(choices: GridChoices, suite: Mapping[str, Any]) -> Grid:
 
 
 def _entries(value: Any, changes: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Configs of a key by name, with the pool's changes; what is set to null is not among them."""
+    """Return configs of a key by name, with the pool's changes. Entries set to null are removed."""
     value = plain(value) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"method.{key} must map names to configs, got {value!r}")
@@ -170,7 +170,7 @@ def _entries(value: Any, changes: Mapping[str, Any], key: str) -> dict[str, Any]
 def _with_presets(
     methods: dict[str, Any], presets: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The methods, with the suite's presets after the cell `featcal`."""
+    """Return the methods, with the suite's presets after the cell `featcal`."""
     every = {}
     for name, config in methods.items():
         every[name] = config
@@ -207,12 +207,12 @@ def _merger(name: str, config: Any, key: str, *, alone: bool) -> Merger:
         )
     check_target(config, key)
     if str(config.get("_target_")).startswith(OWN):
-        made_of(config, key)  # its constructor checks the settings
+        made_of(config, key)  # the constructor checks the settings
     return Merger(name=name, config=config, setting=key, alone=alone)
 
 
 def _method(name: str, methods: Mapping[str, Any], within: Sequence[str] = ()) -> PostMerging:
-    """Make one method, or the chain of those that a list names."""
+    """Create one method, or the chain for a list of methods."""
     place = f"method.post_merging_methods.{name}"
     config = methods[name]
     if isinstance(config, list):
@@ -233,7 +233,7 @@ def _method(name: str, methods: Mapping[str, Any], within: Sequence[str] = ()) -
 
 
 def _config(name: str, methods: Mapping[str, Any]) -> Any:
-    """A method's config; of a chain, those of its steps."""
+    """Return a method's config, or the configs of a chain's steps."""
     config = methods[name]
     if isinstance(config, list):
         return {step: _config(step, methods) for step in config}

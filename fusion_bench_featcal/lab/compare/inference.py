@@ -1,4 +1,4 @@
-"""Time of a deployed model for one test sample, beside that of a reference."""
+"""Time of a deployed model per test sample, relative to a reference model."""
 
 import contextlib
 import statistics
@@ -18,7 +18,7 @@ from fusion_bench_featcal.tasks.text_pool import TextTaskPool, surgery_task
 
 BATCH = 16
 ANSWER = 8
-"""Tokens of a timed answer, whatever the model would have written."""
+"""Tokens of a timed answer, regardless of the model's end token."""
 REPEATS = 60
 # A large model on a CPU is timed less often.
 BUDGET_SECONDS = 1.5
@@ -31,8 +31,8 @@ class Timed(NamedTuple):
 
     Attributes:
         seconds: The time.
-        relative: In units of the reference's, whose batches took turns with the model's; None
-            where the device has no room for both.
+        relative: Ratio to the reference's time, whose batches alternate with the model's; None if
+            the device has no room for both.
     """
 
     seconds: float
@@ -40,10 +40,11 @@ class Timed(NamedTuple):
 
 
 def on_one_clock(times: Sequence[tuple[float, float]]) -> list[float]:
-    """Seconds for one sample as if all models had been timed while the machine was as fast.
+    """Return seconds per sample of all models, corrected for the speed of the machine.
 
-    Models that are timed minutes apart meet another machine: its clock rate, its other programs.
-    Their ratios to the reference do not, and the reference's time is the median over all.
+    Between models that are timed minutes apart, the machine changes: its clock rate and its other
+    programs. Ratios to the reference are unaffected, and the reference's time is the median over
+    all.
 
     Args:
         times: Each model's seconds, and its ratio to the reference.
@@ -55,22 +56,22 @@ def on_one_clock(times: Sequence[tuple[float, float]]) -> list[float]:
 class InferenceTimer:
     """Times models on the same samples, the first of the first task.
 
-    For images that is the way from pixel values to final image features, which ends with the
-    correction where a model has one; reading images and comparing features with the text's are
-    not part of it. Language models write an answer of `ANSWER` tokens to each prompt: what they
-    would have written differs in length, and is not what is compared here.
+    For images this is the time from pixel values to final image features, including a model's
+    correction, but not reading images or comparing features with the text's. Language models write
+    an answer of `ANSWER` tokens to each prompt. Natural answers differ in length, which is not to
+    be compared here.
     """
 
     def __init__(
         self, taskpool: BaseTaskPool, fabric: Any, reference: Callable[[], nn.Module]
     ) -> None:
-        """Keep what is needed.
+        """Set up the timer.
 
         Args:
             taskpool: The pool; times are known for FusionBench's CLIP task pools and ours.
             fabric: Lightning Fabric.
-            reference: Loads a model of the same architecture, whose batches take turns with those
-                of every model that is timed.
+            reference: Loads a model of the same architecture, whose batches alternate with the
+                batches of every timed model.
         """
         self._taskpool: Any = taskpool
         self._fabric = fabric
@@ -78,9 +79,9 @@ class InferenceTimer:
         self._pixels: Tensor | None = None
 
     def time(self, model: nn.Module) -> Timed | None:
-        """Median time of a batch of a model that was just evaluated, divided by the batch's size.
+        """Return the median time of a batch of a just evaluated model, divided by the batch's size.
 
-        None where the task pool has neither images with a visual projection nor texts.
+        None if the task pool has neither images with a visual projection nor texts.
         """
         task = next(iter(task_names(self._taskpool) or []), None)
         device = self._fabric.device
@@ -89,10 +90,10 @@ class InferenceTimer:
             return None
         work, samples = timed
         models = [model.to(device).eval()]
-        with contextlib.suppress(torch.OutOfMemoryError):  # then it is timed alone
+        with contextlib.suppress(torch.OutOfMemoryError):  # the model is then timed alone
             models.append(self._reference().to(device).eval())
         times: list[list[float]] = [[] for _ in models]
-        # The first ones warm up; there is a second one, however long it takes.
+        # The first runs warm up. There are at least two, however long they take.
         while len(times[0]) <= REPEATS and (
             len(times[0]) < 2 or sum(times[0][1:]) < BUDGET_SECONDS
         ):
@@ -113,7 +114,7 @@ class InferenceTimer:
         return time.perf_counter() - start
 
     def _work(self, model: Any, task: str, device: torch.device) -> tuple[Work, int] | None:
-        """The work that is timed, and its number of samples; None where that is not known."""
+        """Return the timed function and its number of samples; None if unknown."""
         if isinstance(self._taskpool, TextTaskPool):
             return _answers(self._taskpool, model, task, device)
         projection = getattr(getattr(self._taskpool, "clip_model", None), "visual_projection", None)
@@ -128,7 +129,7 @@ class InferenceTimer:
 def _answers(
     taskpool: TextTaskPool, model: Any, task: str, device: torch.device
 ) -> tuple[Work, int]:
-    """Writing answers to the first prompts of a task, padded as for evaluation."""
+    """Return a function that answers the first prompts of a task, padded as for evaluation."""
     kind = "seq2seq" if model.config.is_encoder_decoder else "causal"
     encoder = TextEncoder(taskpool.tokenizer, kind, taskpool.max_length)
     rows = taskpool.test_dataloaders[task]
@@ -152,7 +153,7 @@ def _answers(
 
 
 def _final_features(model: Any, projection: nn.Module, pixels: Tensor, task: str) -> Tensor:
-    """Features that a classifier compares with the text's."""
+    """Return the features that a classifier compares with the text's."""
 
     def uncorrected(tower: nn.Module) -> Tensor:
         return to_unit_norm(project(tower(pixels), tower, projection))
@@ -160,13 +161,13 @@ def _final_features(model: Any, projection: nn.Module, pixels: Tensor, task: str
     if not getattr(model, "is_surgery_model", False):
         return uncorrected(model)
     if hasattr(model, "features"):
-        # One pass, where FusionBench's protocol may need two.
+        # One pass. FusionBench's protocol may need two.
         return to_unit_norm(model.features(task, pixels))
     return model.compute_surgery_features(uncorrected, dataset_name=task)[0]
 
 
 def _first_pixels(loader: Any) -> Tensor | None:
-    """The first test images as pixel values `[batch, ...]`; None where items are something else."""
+    """Return the first test images as pixels `[batch, ...]`; None if items have another form."""
     items = getattr(loader, "dataset", None)
     if items is None or len(items) == 0:
         return None

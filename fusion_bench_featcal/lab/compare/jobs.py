@@ -1,4 +1,4 @@
-"""Cells as independent jobs: processes of this machine, or workers of a Dask or Ray cluster."""
+"""Cells as independent jobs, in processes of this machine or workers of a Dask or Ray cluster."""
 
 import json
 import logging
@@ -28,34 +28,34 @@ from fusion_bench_featcal.settings import CalibrationError
 log = logging.getLogger(__name__)
 
 LOKY, DASK, RAY = BACKENDS = ("loky", "dask", "ray")
-_TRIES = 3  # twice, then the claim says that the cell's process died
+_TRIES = 3  # the claim reports a cell whose process has died twice
 # A cell seeds and measures its whole process.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Job:
-    """A cell, with all that a process needs to make it."""
+    """A cell with all the inputs that a process needs to run it."""
 
     cell: Cell
     config: str  # JSON of the program's resolved config
     run: str  # name of the driver's run
     folders: tuple[Path, Path | None]  # of finished results, and of FusionBench's reports
-    machine: Mapping[str, Any]  # that the fingerprint stands for
-    threads: int  # of torch, whose number changes the last bits of results
-    directory: str  # to which paths are relative
-    modules: Sequence[str]  # where Python finds modules
+    machine: Mapping[str, Any]  # as recorded in the fingerprint
+    threads: int  # of torch. Their number affects the last bits of results
+    directory: str  # the working directory for relative paths
+    modules: Sequence[str]  # Python's module search path
 
     @classmethod
     def of(cls, cell: Cell, maker: CellMaker, config: str, run: str) -> "Job":
-        """Return the job of a cell that `maker` would make in this process."""
+        """Return the job for a cell that `maker` would run in this process."""
         folders = maker.store.folder.resolve(), maker.log_dir and maker.log_dir.resolve()
         machine = describe_machine(maker.inputs.fabric)
         here = torch.get_num_threads(), os.getcwd(), tuple(sys.path)
         return cls(cell, config, run, folders, machine, *here)
 
     def work(self) -> Outcome:
-        """Make the cell in this process, which is a worker's."""
+        """Run the cell in this process, a worker's."""
         with _ONE_AT_A_TIME:
             try:
                 os.chdir(self.directory)
@@ -75,7 +75,7 @@ class Job:
 
 @lru_cache(maxsize=1)
 def _maker(config: str, store: Path, log_dir: Path | None) -> CellMaker:
-    """Make a program with its pools, as the command does, and its maker of cells."""
+    """Create a program with its pools, as the command does, and its maker of cells."""
     content: Any = OmegaConf.create(json.loads(config))
     program: Any = instantiate(content)
     pools = [
@@ -91,15 +91,15 @@ def _maker(config: str, store: Path, log_dir: Path | None) -> CellMaker:
 
 
 class Workers:
-    """The processes that make cells, as `jobs`, `backend` and `backend_options` choose them.
+    """Processes for running cells, chosen by `jobs`, `backend` and `backend_options`.
 
     Attributes:
-        run: Name of this run, in which a cell that dies is tried twice.
+        run: Name of this run. A cell whose process dies is tried twice per run.
         are_apart: False if cells run in this process.
     """
 
     def __init__(self, jobs: int, backend: str | None, options: Mapping[str, Any] | None) -> None:
-        """Choose the workers; nothing is started.
+        """Choose the workers. Nothing is started.
 
         Raises:
             CalibrationError: If the backend's library is missing or the options do not fit.
@@ -117,7 +117,7 @@ class Workers:
     def outcomes(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Run jobs and return their outcomes in order.
 
-        A job whose process dies is run once more. The workers end with an exception, such as an
+        A job whose process dies runs once more. The workers end with an exception, such as an
         interruption.
         """
         if not jobs:
@@ -129,7 +129,7 @@ class Workers:
             return _parallel(Job.work, jobs)
 
     def _in_its_process(self, job: Job) -> Outcome:
-        """Run a job in a process that ends with it, so that its costs are its own."""
+        """Run a job in a separate process, so that its costs are measured alone."""
         log.info("cell %s", job.cell.title)
         for _ in range(_TRIES):
             pool = ProcessPoolExecutor(max_workers=1, initializer=_silence)
@@ -153,7 +153,7 @@ class Workers:
 
 
 def _silence() -> None:
-    """Discard this process's output: several cells would write across one another."""
+    """Discard this process's output, because output of several cells would be mixed."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)

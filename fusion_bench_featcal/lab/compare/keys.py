@@ -1,4 +1,4 @@
-"""Fingerprints of the cells of a grid: a cell whose fingerprint is the same is not run again."""
+"""Fingerprints of the cells of a grid. A cell with a known fingerprint is not run again."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +23,10 @@ class Cell:
 
     Attributes:
         merger: The upstream merger; None for a reference.
-        name: Name of the reference or post-merging method; `none` for the merger by itself.
-        key: Fingerprint of all that the result depends on.
+        name: Name of the reference or post-merging method; `none` for the merger alone.
+        key: Fingerprint of all inputs of the result.
         model_key: Fingerprint of the merged model.
-        merged_key: The key of the merger's own cell.
+        merged_key: The key of the merger's cell without post-merging.
     """
 
     merger: Merger | None
@@ -47,12 +47,12 @@ class Cell:
 
     @property
     def is_over_merger(self) -> bool:
-        """True for a post-merging method, which needs the merger's own cell."""
+        """True for a post-merging method, which depends on the merger's cell."""
         return self.merger is not None and self.name != NONE
 
 
 class CellKeys:
-    """Fingerprints of cells on a pair of pools, whose files and data are digested once."""
+    """Fingerprints of cells for one pair of pools, whose files and data are digested once."""
 
     def __init__(self, inputs: MethodInputs) -> None:
         """Digest the pools' files and test items.
@@ -73,11 +73,11 @@ class CellKeys:
         }
 
     def cells(self, grid: Grid, seed: int) -> list[Cell]:
-        """Return all cells of a grid, references first, each merger's own cell before its others.
+        """Return all cells of a grid: references first, and each merger's cell before its methods.
 
         Args:
             grid: The grid.
-            seed: Seed of mergers and methods; references draw nothing.
+            seed: Seed of mergers and methods. References use no randomness.
         """
         cells = [
             Cell(None, name, fingerprint(self._conditions, None, {"reference": name}))
@@ -102,7 +102,7 @@ class CellKeys:
         return cells
 
     def _method(self, grid: Grid, name: str) -> dict[str, Any]:
-        """Everything that a cell depends on but its merged model and the conditions."""
+        """Return the inputs of a cell apart from its merged model and the common conditions."""
         method, config = grid.cells[name], grid.configs[name]
         kind = type(method)
         return {

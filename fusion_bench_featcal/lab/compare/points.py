@@ -19,21 +19,21 @@ from fusion_bench_featcal.results.summary import FailedCell
 from fusion_bench_featcal.settings import CalibrationError
 
 POOLS = ("modelpool", "taskpool")
-_LONGEST = 150  # characters of a point's folder
+_LONGEST = 150  # characters in the name of a point's folder
 
 Changes = dict[str, Any]
 """Dotted key of the program's config -> value."""
 
 
 class Option(NamedTuple):
-    """One value of an axis: the labels that it gives a point, and its changes."""
+    """One value of an axis: its labels for a point, and its changes."""
 
     labels: dict[str, Any]
     changes: Changes
 
 
 class Axis(NamedTuple):
-    """An axis; `centre` is the option at which other axes are varied, None where there is none."""
+    """An axis. `centre` is its option while other axes vary, None without a centre."""
 
     name: str
     options: list[Option]
@@ -61,7 +61,7 @@ class Point:
 
     @property
     def changes_pools(self) -> bool:
-        """True if the model pool or the task pool is another one than the study's."""
+        """True if the model pool or the task pool differs from the study's."""
         return any(key.split(".")[0] in POOLS for key in self.changes)
 
     @property
@@ -71,12 +71,12 @@ class Point:
         name = re.sub(r"[^\w.+-]", "_", text)
         if name == text and len(name) <= _LONGEST:
             return name
-        # Other labels must not have the same name.
+        # Different labels must have different names.
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return f"{name[:_LONGEST]}-{digest}"
 
     def pool_name(self, suite: str) -> str:
-        """Name of the point's pools in reports: other pools must not share the suite's name."""
+        """Return the name of the point's pools in reports. Changed pools need a separate name."""
         labels = ", ".join(f"{key}={value}" for key, value in self.labels.items())
         return f"{suite} ({labels})" if self.changes_pools else suite
 
@@ -99,8 +99,8 @@ def unresolved(config: DictConfig) -> dict[str, Any]:
 def program_config(program: Any) -> DictConfig:
     """Return the program's config with its interpolations and the task pool that it evaluates on.
 
-    FusionBench resolves the config before it makes the program. The command's words are composed
-    again where there is a command.
+    FusionBench resolves the config before it creates the program. If there is a command line, its
+    overrides are composed again.
 
     Raises:
         CalibrationError: If the program has no config.
@@ -123,5 +123,5 @@ def program_config(program: Any) -> DictConfig:
 
 
 def as_text(config: DictConfig | None) -> str:
-    """Return a program's config as JSON, resolved, for other processes."""
+    """Return a program's resolved config as JSON, for other processes."""
     return "" if config is None else json.dumps({**plain(config), "print_config": False})

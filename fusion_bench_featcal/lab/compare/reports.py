@@ -1,4 +1,4 @@
-"""Finished cells as reports: one per upstream merger, and all side by side."""
+"""Finished cells as reports: one per upstream merger, and a table of all."""
 
 import shutil
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from fusion_bench_featcal.results.remarks import tasks_below_merged
 
 
 def write_reports(folder: Path, suite: str, run: GridRun) -> list[Path]:
-    """Write each upstream merger's report to a folder of its name.
+    """Write each upstream merger's report to a folder with its name.
 
     Args:
         folder: Folder of these folders.
@@ -35,16 +35,16 @@ def write_reports(folder: Path, suite: str, run: GridRun) -> list[Path]:
         run: The grid with its finished and failed cells.
 
     Returns:
-        The folders of the mergers that gave a result.
+        The folders of the mergers that have results.
 
     Raises:
-        ReportError: If something cannot be written.
+        ReportError: If a file cannot be written.
     """
     written = []
     for merger in (merger.name for merger in run.grid.mergers):
         report, place = _merger_report(run.point.pool_name(suite), merger, run), folder / merger
         if set(report.rows) <= {BASE, EXPERTS}:
-            # One of an earlier run would be taken for this one's.
+            # Prevents reading an earlier run's items as this one's.
             shutil.rmtree(place, ignore_errors=True)
             continue
         report.labels = dict(run.point.labels)
@@ -56,10 +56,10 @@ def write_reports(folder: Path, suite: str, run: GridRun) -> list[Path]:
 
 
 def check_places(folder: Path, grid: Grid) -> None:
-    """Refuse folders that the reports cannot be written to, before hours of work.
+    """Refuse folders that reports cannot be written to, before hours of work.
 
     Raises:
-        ReportError: Naming what is in the way.
+        ReportError: Naming the obstacle.
     """
     refuse_run(folder, LOG_DIR_SETTING)
     for place in (folder, *(folder / merger.name for merger in grid.mergers)):
@@ -73,7 +73,7 @@ def check_places(folder: Path, grid: Grid) -> None:
 def inference_seconds(
     results: Mapping[tuple[str | None, str], CellResult],
 ) -> dict[tuple[str | None, str], float]:
-    """Seconds for a sample of the cells whose models were timed, on one clock."""
+    """Return seconds per sample of all timed cells, corrected for the speed of the machine."""
     costs = {cell: result.cost for cell, result in results.items()}
     timed = {
         cell: (cost[SECONDS_PER_SAMPLE], cost[RELATIVE_SECONDS])
@@ -84,7 +84,7 @@ def inference_seconds(
 
 
 def _merger_report(suite: str, merger: str, run: GridRun) -> Report:
-    """The report of one upstream merger: references, the merger, and the cells on it."""
+    """Return the report of one upstream merger: references, the merger, and the cells on it."""
     device, notes = describe_device(run.maker.inputs.fabric.device), run.notes
     report = Report(suite=suite, upstream=merger, versions=versions() | commits(), device=device)
     seconds = inference_seconds(run.results)

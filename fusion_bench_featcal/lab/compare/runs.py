@@ -1,4 +1,4 @@
-"""The cells of one or several grids, run where the settings say; finished cells stay finished."""
+"""Runs the cells of one or several grids. Finished cells are not run again."""
 
 import logging
 import time
@@ -28,7 +28,7 @@ class GridRun:
     cells: list[Cell]
     maker: CellMaker
     notes: dict[str, str]  # merger or cell -> footnote
-    config: str = ""  # JSON of the program's config, with which workers make a maker
+    config: str = ""  # JSON of the program's config, for workers
     outcomes: dict[str, CellResult | Failure] = field(default_factory=dict)  # by title
 
     @property
@@ -46,19 +46,19 @@ class GridRun:
         ]
 
     def merger_failure(self, cell: Cell) -> Failure | None:
-        """Return the failure of a cell whose merger failed."""
+        """Return a failure for a cell whose merger failed, or None."""
         merged = self.outcomes.get(f"{cell.owner}--{NONE}") if cell.is_over_merger else None
         return Failure(f"not merged: {merged.reason}") if isinstance(merged, Failure) else None
 
 
 def run_grids(runs: Sequence[GridRun], workers: Workers) -> None:
-    """Run what is not finished; a failing cell is noted and does not stop the others.
+    """Run unfinished cells. A failing cell is recorded and does not stop the others.
 
     References and mergers come first. Equal cells of several grids run once.
 
     Args:
         runs: The grids, whose outcomes are filled.
-        workers: Where cells run.
+        workers: The processes for running cells.
     """
     for is_over_merger in (False, True):
         pending: dict[tuple[str, str], list[tuple[GridRun, Cell]]] = {}

@@ -1,4 +1,4 @@
-"""Finished cells and merged models on disk: whole or absent, each in a folder of its own."""
+"""Finished cells and merged models on disk, complete or absent, each in a separate folder."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ _RESULT = "result.json"
 _WEIGHTS = "model.safetensors"
 _COST = "cost.json"
 _ROW = "cell"
-# Whatever reading a damaged file or its content raises.
+# Any error of reading a damaged file or its content.
 _DAMAGES = (ReportError, OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -36,14 +36,14 @@ class CellResult:
 
     Attributes:
         accuracy: Task -> accuracy in 0..1.
-        loss: Task -> loss, where the task pool computes one and it is finite.
-        settings: What made it.
-        cost: What it cost, and what it adds to the model; see `Report.cost`.
-        samples: Task -> {"samples", "split"} really used; empty for what uses no data.
-        seed: The seed of its samples and training; None for what has none.
-        notes: Sentences that a reader must know.
-        curves: Task -> (step, loss) of its training, in order; empty where nothing was trained.
-        correct: Task -> bool `[items]`; None where the task pool does not tell.
+        loss: Task -> loss, if the task pool computes one and it is finite.
+        settings: Its settings.
+        cost: Its cost, and the size that it adds to the model; see `Report.cost`.
+        samples: Task -> {"samples", "split"} used; empty for methods without data.
+        seed: The seed of its samples and training; None without randomness.
+        notes: Sentences for the reader.
+        curves: Task -> (step, loss) of its training, in order; empty without training.
+        correct: Task -> bool `[items]`; None if the task pool has no such flags.
     """
 
     accuracy: dict[str, float]
@@ -60,21 +60,22 @@ class CellResult:
 class ResultStore:
     """Results by name and fingerprint, in one folder that may serve many comparisons.
 
-    What is kept carries digests. An entry that is damaged, unreadable or in the way is reported in
-    the log and made again; one that cannot be written is not kept, and nothing else is lost.
+    Stored entries have digests. An entry that is damaged, unreadable or obstructed is logged and
+    computed again. An entry that cannot be written is not stored, and nothing else is lost.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Make the folder, and remove what interrupted runs left half-written in it."""
+        """Create the folder, and remove incomplete files of interrupted runs."""
         self.folder = prepare_directory(folder, SETTING)
-        # The folder may hold others' files: only names of our own temporary ones are removed.
+        # The folder may contain foreign files: only names of this package's temporary files are
+        # removed.
         places = [self.folder, *self.folder.glob("*"), *self.folder.glob("cells/*")]
         places += self.folder.glob("upstreams/*")
         for place in places:
             remove_orphans(place, ".")
 
     def result(self, name: str, key: str) -> CellResult | None:
-        """A finished cell by its name and fingerprint; None if there is none that is whole."""
+        """Return a finished cell by its name and fingerprint; None if there is no complete one."""
         folder = self._place("cells", name, key)
         if not os.path.lexists(folder / _RESULT):
             return None
@@ -93,7 +94,7 @@ class ResultStore:
         return result
 
     def keep_result(self, name: str, key: str, result: CellResult) -> None:
-        """Keep a finished cell; `result.json` comes last, so that it stands for the whole.
+        """Store a finished cell. `result.json` is written last and marks it as complete.
 
         Raises:
             ReportError: If a part of it has no JSON form.
@@ -110,10 +111,10 @@ class ResultStore:
             log.warning("the result of %s is not kept, and will be made again: %s", name, error)
 
     def keep_model(self, name: str, key: str, model: nn.Module, cost: Mapping[str, Any]) -> bool:
-        """Keep a merged model's weights, and what merging cost; `cost.json` comes last.
+        """Store a merged model's weights and its cost. `cost.json` is written last.
 
         Returns:
-            Whether it is kept: a full disk is no reason to stop.
+            Whether it was stored. A full disk does not stop the run.
         """
         folder = self._place("upstreams", name, key)
         content = {"cost": plain(cost, "cost")}
@@ -129,12 +130,12 @@ class ResultStore:
     def model(
         self, name: str, key: str, load_like: Callable[[], nn.Module]
     ) -> tuple[nn.Module, dict[str, Any]] | None:
-        """Load a merged model that was kept, by its name and fingerprint, and what merging cost.
+        """Load a stored merged model, by its name and fingerprint, and its cost.
 
-        The weights of what `load_like` loads are replaced, bit by bit. None if no model is whole.
+        The weights of the model from `load_like` are replaced. None if no model is complete.
 
         Raises:
-            CalibrationError: If the weights do not fit that class.
+            CalibrationError: If the weights do not fit that model.
         """
         folder = self._place("upstreams", name, key)
         path = folder / _WEIGHTS
@@ -148,7 +149,7 @@ class ResultStore:
             return None
         model = load_like()
         known = model.state_dict()
-        # Replacing the tensors keeps the merged model's dtype, but would part tied weights.
+        # Replacing tensors keeps the merged model's dtypes, but would separate tied weights.
         assign = any(known[e].dtype != t.dtype for e, t in state.items() if e in known)
         try:
             model.load_state_dict(state, assign=assign)
@@ -159,7 +160,7 @@ class ResultStore:
         return model.requires_grad_(False), cost
 
     def claim(self, name: str, key: str) -> Path:
-        """Path of the claims of a cell, for `claims.claimed`."""
+        """Return the path of a cell's claims, for `claims.claimed`."""
         return self._place("claims", name, key)
 
     def _place(self, kind: str, name: str, key: str) -> Path:
@@ -167,7 +168,7 @@ class ResultStore:
 
 
 def _make_way(folder: Path, files: Sequence[str]) -> None:
-    """Make an entry's folder, without files in place of folders and folders in place of files."""
+    """Create an entry's folder, and remove files and folders that obstruct it."""
     in_the_way = [place for place in (folder.parent, folder) if not place.is_dir()]
     in_the_way += [folder / name for name in files if (folder / name).is_dir()]
     for place in in_the_way:

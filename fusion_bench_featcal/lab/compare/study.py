@@ -33,11 +33,10 @@ _COMPARISON = "fusion_bench_featcal.lab.compare.ComparisonAlgorithm"
 
 
 class StudyAlgorithm(ComparisonAlgorithm):
-    """Runs comparisons along axes and puts them side by side.
+    """Runs comparisons along axes and combines their results.
 
-    Run by `fusion_bench method=study/<name> modelpool=...`. Cells are those of `method=compare` and
-    kept where it keeps them, so that an interrupted study goes on and studies share what they have
-    in common.
+    Run by `fusion_bench method=study/<name> modelpool=...`. Cells are those of `method=compare` in
+    the same store, so that an interrupted study can be resumed and studies share common cells.
     """
 
     name = "study"
@@ -49,7 +48,7 @@ class StudyAlgorithm(ComparisonAlgorithm):
         super()._read(settings[1:])
 
     def planned(self, are_apart: bool) -> list[PlannedPoint]:
-        """Return the points of all axes, as `ComparisonAlgorithm.planned`."""
+        """Return the points of all axes, like `ComparisonAlgorithm.planned`."""
         config, design = program_config(self._program), self.design
         planned = [self._at(point, config) for point in design.points(config)]
         labels = {name for each in planned for name in each.point.labels}
@@ -69,7 +68,7 @@ class StudyAlgorithm(ComparisonAlgorithm):
         return planned
 
     def _at(self, point: Point, config: DictConfig) -> PlannedPoint:
-        """Return a point, with the comparison as its config's method."""
+        """Return a point with its comparison, the method in its config."""
         changed = point.changed(config)
         keys = {key: v for key, v in changed.method.items() if key not in names_of([Design])}
         OmegaConf.update(changed, "method", {**keys, "_target_": _COMPARISON}, merge=False)
@@ -85,7 +84,7 @@ class StudyAlgorithm(ComparisonAlgorithm):
     def report(
         self, suite: str, runs: Sequence[GridRun], failed: list[FailedCell], folder: Path
     ) -> None:
-        """Write and show the study, as `ComparisonAlgorithm.report`."""
+        """Write and show the study, like `ComparisonAlgorithm.report`."""
         design, written = self.design, []
         for run in runs:
             written += write_reports(folder / "points" / run.point.folder, suite, run)

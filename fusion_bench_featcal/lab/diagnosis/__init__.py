@@ -1,4 +1,4 @@
-"""`method=diagnose`: where along the depth, for which task and class calibration helps."""
+"""`method=diagnose`: blocks, tasks and classes for which calibration helps."""
 
 from fusion_bench_featcal.lab.diagnosis.algorithm import DiagnosisAlgorithm
 

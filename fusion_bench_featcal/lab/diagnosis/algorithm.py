@@ -1,4 +1,4 @@
-"""`method=diagnose`: a run of FeatCal that measures every row's model beside the experts."""
+"""`method=diagnose`: a run of FeatCal that also compares every row's model with the experts."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisSettings(Settings):
-    """Settings of `method=diagnose` beside those of `method=featcal`."""
+    """Settings of `method=diagnose` in addition to those of `method=featcal`."""
 
     tasks: Sequence[str] | None = setting(
         None,
@@ -47,32 +47,32 @@ class DiagnosisSettings(Settings):
 
 
 class DiagnosedResults(RunResults):
-    """A run's rows, each of which is measured before it is evaluated."""
+    """A run's rows, each measured before its evaluation."""
 
     def start(
         self, inputs: MethodInputs, items: Mapping[str, TaskItems], settings: FeatCalSettings
     ) -> None:
-        """Take the pools, the items of each task, and the settings that they are drawn with."""
+        """Store the pools, the items of each task, and the settings for drawing them."""
         self._inputs, self._items, self._settings = inputs, items, settings
 
     def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> None:
-        """Measure a model that was not calibrated in this run, and evaluate it."""
+        """Measure and evaluate a model that was not calibrated in this run."""
         self._measure(name, model)
         super().add_reference(name, model, settings)
 
     def add_made(self, name: str, model: nn.Module, **made: Any) -> None:
-        """Measure a model that was calibrated, and evaluate it."""
+        """Measure and evaluate a calibrated model."""
         self._measure(name, model)
         super().add_made(name, model, **made)
 
     def add_base_and_experts(self, references: Sequence[str]) -> None:
-        """Add base and experts; the base is measured without a task pool too."""
+        """Add base and experts. The base is measured without a task pool, too."""
         if self._taskpool is None and BASE in references and self._modelpool.has_pretrained:
             self.add_reference(BASE, load_pool_model(self._modelpool, BASE_MODEL))
         super().add_base_and_experts(references)
 
     def finish(self) -> nn.Module:
-        """Add accuracies by class to the run's long table, which is written with its report."""
+        """Add accuracies by class to the run's long table, and finish the report."""
         classes = getattr(self._taskpool, "item_classes", None) or {}
         self.report.more += accuracy_lines(self.report, list(self._items), classes)
         return super().finish()
@@ -84,7 +84,7 @@ class DiagnosedResults(RunResults):
             print(sentence)
 
     def _measure(self, row: str, model: nn.Module) -> None:
-        """Measure a row's model beside every expert, one expert in memory at a time."""
+        """Compare a row's model with every expert, one expert in memory at a time."""
         log.info("diagnosing %s", row)
         inputs, settings, is_first = self._inputs, self._settings, not self.report.more
         kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -137,7 +137,7 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
     split: str
 
     def on_run_start(self) -> None:
-        """Refuse several processes; prepare as `method=featcal` does."""
+        """Refuse several processes, and prepare like `method=featcal`."""
         if self.fabric.world_size > 1:
             raise CalibrationError("diagnose runs in one process: set fabric.devices=1")
         super().on_run_start()

@@ -47,9 +47,9 @@ def item_means(values: Tensor, items: int, counted: CountedRows | None) -> Tenso
     """Return means over each item's rows, in float64.
 
     Args:
-        values: `[rows, k]`, of the rows that count, item by item.
+        values: `[rows, k]`, rows of counted positions, item by item.
         items: Number of items.
-        counted: The rows that count; None: equally many of each item.
+        counted: The counted positions; None: equally many for each item.
 
     Returns:
         `[items, k]`.
@@ -65,8 +65,8 @@ def item_means(values: Tensor, items: int, counted: CountedRows | None) -> Tenso
 def drift_metrics(means: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a block from means of `COLUMNS` over items.
 
-    `relative` is the root mean square of the drift divided by that of the expert's features,
-    `between` the cosine of the two terms, and `share` that of the propagation, `p . e / |e|^2`.
+    `relative` is the root mean square of the drift divided by the experts' features', `between` the
+    cosine of the two terms, and `share` the propagation's share, `p . e / |e|^2`.
     """
     tiny = torch.finfo(torch.float64).tiny
     products = (means["mismatch_sq"] * means["propagation_sq"]) ** 0.5

@@ -1,4 +1,4 @@
-"""Items of a diagnosis: some of each task's test split, with their classes."""
+"""Items of a diagnosis: a sample of each task's test split, with classes."""
 
 import logging
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from fusion_bench_featcal.tasks.heads import known_names
 log = logging.getLogger(__name__)
 
 LEAST = 2
-"""Smallest number of items per task. One has no principal directions."""
+"""Smallest number of items per task. Principal directions need at least two."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TaskItems:
 
     Attributes:
         batches: Batches of the model's inputs.
-        classes: Class of each item; None if unknown, or if hardly any two items share one.
+        classes: Class of each item; None if unknown, or if almost all are different.
     """
 
     batches: Any
@@ -36,12 +36,12 @@ class TaskItems:
 def open_items(
     inputs: MethodInputs, tasks: Sequence[str] | None, settings: FeatCalSettings, split: str
 ) -> dict[str, TaskItems]:
-    """Draw items of each task as calibration samples are drawn.
+    """Draw items of each task, in the same way as calibration samples.
 
     Args:
         inputs: The pools.
-        tasks: The tasks; None: all that have an expert.
-        settings: `samples_per_task` items at most, `seed`, `batch_size` and `max_length`.
+        tasks: The tasks; None: all with an expert.
+        settings: At most `samples_per_task` items, `seed`, `batch_size` and `max_length`.
         split: Split of the items.
 
     Raises:
@@ -70,7 +70,7 @@ def open_items(
 
 
 def are_shared(classes: Sequence[str]) -> bool:
-    """Tell classes of items from free texts, of which hardly any two are equal."""
+    """Return whether texts are classes of items. Almost all free texts are different."""
     return len(set(classes)) <= max(LEAST, len(classes) // 2)
 
 

@@ -1,4 +1,4 @@
-"""Measurements of one model beside one task's expert: drift, final features, task vectors."""
+"""Comparison of one model with one task's expert: drift, final features, task vectors."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -42,7 +42,7 @@ class Measures:
         cosines: Cosine of the final features to the expert's, mean over each item's positions,
             `[items]`.
         features: Final features, mean over each item's positions, of norm 1, `[items, d]`.
-        expert_features: The same of the expert.
+        expert_features: The same for the expert.
         vectors: Norms of the model's and the expert's difference from the base, and their product;
             None without a base.
     """
@@ -70,11 +70,11 @@ def measure(
 ) -> Measures:
     """Compare a model with one task's expert on the task's items.
 
-    Only this expert is in memory, and features of one batch at a time. The final ones are kept.
+    Only this expert and features of one batch are in memory. Final features are kept.
 
     Args:
-        model: The model; its weights do not change.
-        base: The base, for task vectors; or None.
+        model: The model. Its weights do not change.
+        base: The base, for task vectors; None: no task vectors.
         expert: The expert.
         task: The task.
         batches: Batches of the model's inputs.
@@ -82,7 +82,7 @@ def measure(
         family: How the model is cut into blocks.
         projection: Applied to the final features.
         device: Device of the computation; None: the model's.
-        autocast: Makes the context of forward passes.
+        autocast: Returns the context of forward passes.
 
     Raises:
         CalibrationError: If the expert's weights or the items do not fit the model.
@@ -138,11 +138,11 @@ def _compare(
     family: Family,
     projection: Projection,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
-    """Run both models on a batch; what `Measures` has of it, on the CPU.
+    """Run both models on a batch and return the batch's share of `Measures`, on the CPU.
 
-    Of a language model, final features are the hidden states that its head reads, at the
-    positions that predict a target (without labels: at the last position). Of other models they
-    are the pooled output.
+    For a language model, final features are the hidden states read by its head, at the positions
+    that predict a target (without labels: at the last position). For other models they are the
+    pooled output.
     """
     outputs: dict[str, Tensor] = {}
     crossed: dict[str, Tensor] = {}
@@ -150,10 +150,10 @@ def _compare(
     counted = _counted(family, model, inputs, settings)
 
     def keep(block: str, output: Tensor) -> None:
-        outputs[block] = output.to("cpu", copy=True)  # all blocks' outputs wait for the expert
+        outputs[block] = output.to("cpu", copy=True)  # stored for the comparison with the expert
 
     def cross(block: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the model's block on what the expert's receives."""
+        """Run the model's block on the inputs of the expert's block."""
         copies = {name: _copy(value) for name, value in kwargs.items()}
         output = model.get_submodule(block)(*map(_copy, args), **copies)
         crossed[block] = hidden_output(output)
@@ -235,7 +235,7 @@ def _task_vectors(
     sums = torch.zeros(3, dtype=torch.float64)
     for name, parameter in model.named_parameters():
         if name not in expert.keys or name not in base.keys:
-            continue  # a head, of which each model may have its own
+            continue  # a head, which may be different in each model
         start = base.tensor(name).double()
         mine, theirs = parameter.double() - start, expert.tensor(name).double() - start
         pairs = ((mine, mine), (theirs, theirs), (mine, theirs))

@@ -1,4 +1,4 @@
-"""Differences of all rows from one, on the screen: `featcal report RUN --against ROW`."""
+"""Differences of all rows from one, on the terminal: `featcal report RUN --against ROW`."""
 
 from collections.abc import Iterable, Mapping
 
@@ -19,12 +19,12 @@ from .differences import (
 
 
 def show_against(summary: Summary, name: str) -> None:
-    """Print every row's difference from one, with Holm's correction over what is shown.
+    """Print every row's difference from one row, with Holm's correction over all printed ones.
 
-    Runs of several suites are compared over these: the interval is that of further trainings.
+    Runs of several suites are compared over suites: the interval covers further trainings.
 
     Raises:
-        ReportError: If no row or several are called so, or a suite has no such row.
+        ReportError: If no row or several have the name, or a suite lacks the row.
     """
     if len(summary.suites) > 1:
         _show_over_suites(summary, name)
@@ -44,7 +44,7 @@ def show_against(summary: Summary, name: str) -> None:
 def _seed_lines(
     scores: Mapping[RowKey, BySeed], found: Iterable[Difference], name: str
 ) -> list[str]:
-    """Sentences on rows that have only one seed in common with the one named, or none."""
+    """Return sentences on rows with only one seed, or none, in common with the named row."""
     common = {each.row: len(each.seeds) for each in found}
     reference = find_row(scores, name)
     several = [key for key in common if max(len(scores[key]), len(scores[reference])) > 1]
@@ -75,7 +75,7 @@ def _show_over_suites(summary: Summary, name: str) -> None:
 
 
 def averages_of(rows: Iterable[SummaryRow]) -> dict[RowKey, float]:
-    """Average accuracy of each row; references, which mergers share, once for each suite."""
+    """Return the average accuracy of each row. References of all mergers appear once per suite."""
     averages: dict[RowKey, float] = {}
     for row in rows:
         upstream = None if row.is_reference else row.upstream

@@ -1,8 +1,8 @@
 """Four charts in matplotlib: dots with intervals, curves with bands, lines over blocks, heat maps.
 
-A chart draws numbers by panel and row, and gives a row the same colour and mark in every chart.
-Text and axes take the colour of the text around a figure, so that it can be read in the dark.
-matplotlib comes with the extra `lab` and is imported only to draw.
+A chart draws numbers by panel and row. A row has the same colour and mark in every chart. Text and
+axes have the colour of the surrounding text, so that figures are readable in dark mode. matplotlib
+comes with the extra `lab` and is only imported for drawing.
 """
 
 import io
@@ -34,12 +34,12 @@ Curve = Mapping[Any, Interval]
 """Horizontal position, a number -> value."""
 
 _ACROSS = 3  # panels side by side
-_FAR = 10  # ratio of the ends of an axis from which it is logarithmic
+_FAR = 10  # ratio of an axis's ends above which it is logarithmic
 _LETTERS_PER_INCH = 12
-# A figure's text and axes are drawn in _INK, which `svg` replaces by the colour of the text around.
+# Text and axes of a figure are drawn in _INK, which `svg` replaces by the surrounding colour.
 _INK, _GREY = "#222222", "#8c8c8c"
 _INK_RULES = "svg{color:#222}@media(prefers-color-scheme:dark){svg{color:#ddd}}"
-# Okabe and Ito's colours, which people with a common colour blindness tell apart; marks differ too.
+# Okabe and Ito's colours, distinguishable with common colour blindness. Marks differ, too.
 _BLUE, _ORANGE, _GREEN, _PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 _YELLOW, _SKY, _VIOLET, _BROWN = "#e69f00", "#56b4e9", "#7a5195", "#8c6d31"
 _LOOKS = {
@@ -56,7 +56,7 @@ _LOOKS = {
     "surgery_v2": (_VIOLET, "P"),
     "distillation": (_INK, "p"),
 }
-# Of all other rows.
+# For all other rows.
 _FREE_LOOKS = list(product((_GREEN, _PINK, _YELLOW, _VIOLET, _BROWN), "<hpdv^DPX"))
 _NO_FILE_NAME = re.compile(r"[^-.:+ \w]")
 _STYLE: dict[Any, Any] = {
@@ -77,10 +77,10 @@ _STYLE: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), _INK),
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), _INK),
     **dict.fromkeys(("axes.facecolor", "savefig.facecolor"), "none"),
-    # Dollar signs in names are letters.
+    # Dollar signs in names are characters, not mathematics.
     "text.parse_math": False,
     "svg.fonttype": "none",
-    # With a fixed salt the same figure gives the same file.
+    # With a fixed salt equal figures give equal files.
     "svg.hashsalt": "featcal",
 }
 
@@ -88,8 +88,8 @@ _STYLE: dict[Any, Any] = {
 def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the colour and mark of each row, as keywords of `Axes.plot`.
 
-    A name that has no fixed look chooses one by its letters, and the next one if other such rows of
-    `names` have that look or its colour.
+    A name without a fixed style gets one from its letters, or the next one if another such row in
+    `names` has that style or colour.
     """
     looks: dict[str, tuple[str, str]] = {}
     chosen: list[tuple[str, str]] = []
@@ -115,7 +115,7 @@ def _keywords(colour: str, mark: str) -> dict[str, Any]:
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """Apply the style of all figures while they are made and saved."""
+    """Apply the common style while figures are created and saved."""
     try:
         import matplotlib
     except ImportError as error:
@@ -181,7 +181,7 @@ def curves(
 ) -> "Figure":
     """Draw lines with their intervals as bands, and one interval alone as a bar.
 
-    A horizontal axis is logarithmic if its values are positive and reach far.
+    A horizontal axis is logarithmic if its values are positive and cover a wide range.
 
     Args:
         panels: Panel -> row -> horizontal position -> value with its interval, in order.
@@ -209,7 +209,7 @@ def curves(
 
 
 def _scale(axes: "Axes", panels: Iterable[Mapping[str, Curve]]) -> None:
-    """Make the horizontal axis logarithmic if the panels' values reach far, with plain numbers."""
+    """Make the horizontal axis logarithmic, with plain numbers, if values cover a wide range."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     lines = [points for panel in panels for points in panel.values()]
@@ -265,7 +265,7 @@ def heat(
     *,
     title: str = "",
 ) -> "Figure":
-    """Draw values as colours with their numbers. Colours of negative and other values meet at 0.
+    """Draw values as colours with their numbers. Colours change at 0.
 
     Args:
         panels: Panel -> row -> column -> value. A row may lack columns.
@@ -320,9 +320,9 @@ def _frame(
     sharex: bool = True,
     lines: Sequence[str] = (),
 ) -> "tuple[Figure, list[Axes]]":
-    """Make a figure of panels of a size in inches, with common labels of the axes.
+    """Create a figure of panels with a size in inches and common axis labels.
 
-    `lines` are names beside the first panel, for which there is room.
+    `lines` are names next to the first panel, which get additional space.
     """
     from matplotlib.figure import Figure
 
@@ -362,10 +362,10 @@ def _legend(figure: "Figure", looks: Mapping[str, Mapping[str, Any]], linestyle:
 
 
 def svg(figure: "Figure") -> str:
-    """Return a figure as an `svg` element; the same figure gives the same text."""
+    """Return a figure as an `svg` element. Equal figures give equal texts."""
     buffer = io.StringIO()
     with _style(), warnings.catch_warnings():
-        # Text stays text: the viewer has the letters that matplotlib's font lacks.
+        # Text remains text: the viewer has glyphs that matplotlib's font lacks.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(buffer, format="svg", metadata=nothing)
@@ -379,7 +379,7 @@ def save(figures: "Mapping[str, Figure]", folder: str | Path, setting: str) -> l
 
     Args:
         figures: Name -> figure.
-        folder: The folder, which is made.
+        folder: The folder, which is created.
         setting: The setting that chose the folder, for messages.
 
     Raises:

@@ -38,7 +38,7 @@ def diagnosis_of(run: Path) -> list[Line]:
 
 
 def diagnosis_grids(lines: Sequence[Line]) -> dict[str, Grid]:
-    """Return the tables of a diagnosis by title; none without one."""
+    """Return the tables of a diagnosis by title; empty without one."""
     metric = _metric_of_classes(lines)
     grids = {
         "relative drift (share of upstream propagation)": _drift_grid(lines),
@@ -49,7 +49,7 @@ def diagnosis_grids(lines: Sequence[Line]) -> dict[str, Grid]:
 
 
 def diagnosis_sentences(lines: Sequence[Line]) -> list[str]:
-    """Say of each calibrated row at which blocks and tasks it helps most and least."""
+    """Return sentences on the blocks and tasks for which each row helps most and least."""
     merger, repairs = merger_of(lines), repairs_of(lines)
     tasks = short_names(list(by_task(lines, merger, "final_cosine")))
     sentences = []
@@ -133,7 +133,7 @@ def repairs_of(lines: Sequence[Line]) -> list[str]:
 
 
 def rows_of(lines: Iterable[Line]) -> list[str]:
-    """Return the diagnosed rows: base, merger, and what was made of it."""
+    """Return the diagnosed rows: base, merger, and models made from it."""
     drift = where(lines, metric="relative")
     places = {BASE: 0} | {line["merger"]: 1 for line in drift}
     return sorted(dict.fromkeys(line["row"] for line in drift), key=lambda row: places.get(row, 2))
@@ -200,6 +200,6 @@ def _class_grid(lines: Sequence[Line]) -> Grid:
 
 
 def _metric_of_classes(lines: Sequence[Line]) -> str:
-    """Return the metric that classes are compared by; accuracy, if it is known."""
+    """Return the metric for comparing classes: accuracy, if it is known."""
     evaluated = where(lines, metric="accuracy")
     return "accuracy" if any(line["class"] for line in evaluated) else "final_cosine"

@@ -1,4 +1,4 @@
-"""Differences between rows, each with its interval and a p-value corrected for their number."""
+"""Differences between rows, each with an interval and a corrected p-value."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,11 +29,11 @@ from fusion_bench_featcal.results.tables import Grid
 
 WIN, TIE, LOSS = "above", "tie", "below"
 INTERVAL_COLUMNS = ("points", "95 % interval", "p (Holm)")
-_ROUNDING = 1e-12  # of averages
+_ROUNDING = 1e-12  # tolerance for averages
 _NORMAL = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 BySeed = Mapping[Any, Scores]
-"""Seed -> flags of that run, `[items]`; the seed is None for a run that draws nothing."""
+"""Seed -> flags of that run, `[items]`. The seed is None for a run without randomness."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Difference:
     """Average accuracy of one row minus another's.
 
     Attributes:
-        row: The row that is compared.
-        other: The row that it is compared with.
-        interval: The difference: on the same test items over the seeds that both rows have, or the
-            mean over suites that were trained independently.
-        p: Two-sided p-value: of `Bootstrap.difference`, or over suites of a t test.
-        adjusted: By Holm's method, for all differences that are shown together.
+        row: The first row.
+        other: The row to subtract.
+        interval: The difference, on common test items over common seeds, or the mean over
+            independently trained suites.
+        p: Two-sided p-value, from `Bootstrap.difference` or, over suites, from a t test.
+        adjusted: Corrected by Holm's method for all differences shown together.
         seeds: Seeds that both rows have.
-        by_suite: Suite -> the difference, where it is over suites.
+        by_suite: Suite -> the difference, if it is over suites.
     """
 
     row: RowKey
@@ -61,20 +61,20 @@ class Difference:
 
     @property
     def outcome(self) -> str:
-        """`WIN`, `LOSS`, or `TIE` where the adjusted p-value is not below 1 - LEVEL."""
+        """`WIN` or `LOSS`, or `TIE` if the adjusted p-value is not below 1 - LEVEL."""
         if self.adjusted >= 1 - LEVEL:
             return TIE
         return WIN if self.interval.estimate > 0 else LOSS
 
     @property
     def cells(self) -> list[str]:
-        """Cells of `INTERVAL_COLUMNS`."""
+        """Cells for `INTERVAL_COLUMNS`."""
         value = f"{100 * self.interval.estimate:+z.1f}"
         return [value, self.interval.limits(), f"{self.adjusted:.2g}"]
 
 
 class Bootstrap:
-    """Average accuracies of several rows, observed and in resamples of test items that they share.
+    """Average accuracies of several rows, observed and in common resamples of test items.
 
     Attributes:
         observed: `[rows]`.
@@ -82,13 +82,13 @@ class Bootstrap:
     """
 
     def __init__(self, rows: Sequence[Scores]) -> None:
-        """Resample.
+        """Resample test items.
 
         Args:
-            rows: Rows of the same tasks and test items, each over seeds of its own.
+            rows: Rows with common tasks and test items, each over separate seeds.
 
         Raises:
-            ReportError: If they are not.
+            ReportError: If tasks or test items differ.
         """
         for row in rows[1:]:
             item_differences(rows[0], row)
@@ -102,12 +102,12 @@ class Bootstrap:
         ]
 
     def difference(self, first: int, second: int) -> tuple[Interval, float]:
-        """The first row minus the second, which has the same seeds, and the two-sided p-value.
+        """Return the first row minus the second, with the same seeds, and the two-sided p-value.
 
-        The interval is that of `over_seeds`. The p-value is that of a normal distribution with the
-        interval's standard error: the share of resamples beyond zero has no value small enough for
-        a correction over many pairs. It is at least that of a t test over the seeds, and that of a
-        sign test in which every item that tells the rows apart favours one.
+        The interval comes from `over_seeds`. The p-value assumes a normal distribution with the
+        interval's standard error, because the share of resamples beyond zero cannot be small enough
+        for a correction over many pairs. It is at least the p-value of a t test over the seeds, and
+        of a sign test in which all items that distinguish the rows favour the same one.
         """
         value = float(self.observed[first] - self.observed[second])
         resampled = self.resampled[:, first] - self.resampled[:, second]
@@ -127,7 +127,7 @@ class Bootstrap:
 
 
 def _student_p(values: Sequence[float] | NDArray[Any]) -> float:
-    """Two-sided p-value of a t test of the mean of several draws."""
+    """Return the two-sided p-value of a t test of the mean of several draws."""
     from scipy import stats  # slow to import
 
     mean, error = float(np.mean(values)), float(stats.sem(values))
@@ -136,23 +136,23 @@ def _student_p(values: Sequence[float] | NDArray[Any]) -> float:
 
 
 def common_seeds(one: BySeed, other: BySeed) -> tuple[Any, ...]:
-    """Seeds of both rows; a run that draws nothing goes with every seed of the other."""
+    """Return common seeds of two rows. A run without randomness matches every seed of the other."""
     seeds = {*one} & {*other} or {*(other if None in one else one if None in other else ())}
     return tuple(sorted(seeds, key=str))
 
 
 def stacked(row: BySeed, seeds: Sequence[Any]) -> Scores:
-    """Flags of a row, task -> `[seeds, items]`."""
+    """Return flags of a row, task -> `[seeds, items]`."""
     runs = [row[seed if seed in row else None] for seed in seeds]
     return {task: np.stack([run[task] for run in runs]) for task in runs[0]}
 
 
 def differences(scores: Mapping[RowKey, BySeed], pairs: Iterable[Any]) -> list[Difference]:
-    """Compare pairs of rows over the seeds that both have, with Holm's correction over these pairs.
+    """Compare pairs of rows over common seeds, with Holm's correction over these pairs.
 
     Args:
         scores: Each row's flags per test item, by seed.
-        pairs: The pairs, by the rows' keys; those without a common seed are left out.
+        pairs: The pairs, by the rows' keys. Pairs without a common seed are left out.
     """
     common = {(a, b): common_seeds(scores[a], scores[b]) for a, b in pairs}
     common = {pair: seeds for pair, seeds in common.items() if seeds}
@@ -173,7 +173,7 @@ def _corrected(found: Sequence[Difference]) -> list[Difference]:
 
 
 def holm(values: list[float]) -> list[float]:
-    """p-values corrected for their number, in the same order (Holm, 1979)."""
+    """Return p-values corrected for their number, in the same order (Holm, 1979)."""
     adjusted, largest = [0.0] * len(values), 0.0
     for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
         largest = max(largest, min(1.0, (len(values) - rank) * values[index]))
@@ -182,28 +182,28 @@ def holm(values: list[float]) -> list[float]:
 
 
 def against(scores: Mapping[RowKey, BySeed], name: str) -> list[Difference]:
-    """Compare every row with one.
+    """Compare every row with one row.
 
     Args:
         scores: Each row's flags per test item, by seed.
-        name: The row, as `find_row` takes it.
+        name: The row, as for `find_row`.
 
     Raises:
-        ReportError: If no row is called so, or several are.
+        ReportError: If no row or several have the name.
     """
     reference = find_row(scores, name)
     return differences(scores, ((key, reference) for key in scores if key != reference))
 
 
 def over_suites(averages: Mapping[RowKey, float], name: str) -> list[Difference]:
-    """Compare every row that all suites have with one, over the suites.
+    """Compare every row that all suites have with one row, over the suites.
 
     Args:
-        averages: Each row's average accuracy; base and experts are left out.
-        name: The row, as `find_row` takes it.
+        averages: Each row's average accuracy. Base and experts are left out.
+        name: The row, as for `find_row`.
 
     Raises:
-        ReportError: If no row is called so, several are, or a suite lacks it.
+        ReportError: If no row or several have the name, or a suite lacks it.
     """
     suites = list(dict.fromkeys(key[0] for key in averages))
     rows = list(dict.fromkeys(key[1:] for key in averages if key[2] not in (BASE, EXPERTS)))
@@ -222,10 +222,10 @@ def over_suites(averages: Mapping[RowKey, float], name: str) -> list[Difference]
 
 
 def find_row(keys: Iterable[RowKey], name: str) -> RowKey:
-    """The row of a name: `merger/row`, or the row's alone where one merger has it.
+    """Return the row with a name: `merger/row`, or only the row's if one merger has it.
 
     Raises:
-        ReportError: If no row is called so, or several are.
+        ReportError: If no row or several have the name.
     """
     names = {key: row_name(key) for key in keys}
     found = [key for key, text in names.items() if text == name]
@@ -239,13 +239,13 @@ def find_row(keys: Iterable[RowKey], name: str) -> RowKey:
 
 
 def row_name(key: RowKey) -> str:
-    """`merger/row`; a merger by itself and references have their own name."""
+    """Return `merger/row`. A merger alone and references have a plain name."""
     _, upstream, row = key
     return row if upstream in (None, row) or row in (BASE, EXPERTS) else f"{upstream}/{row}"
 
 
 def difference_grid(found: Sequence[Difference], reference: str) -> Grid:
-    """A line for each difference from one row, with its outcome or the difference in each suite."""
+    """Return a line for each difference, with its outcome or the difference in each suite."""
     suites = list(found[0].by_suite) if found else []
     lines = [
         (

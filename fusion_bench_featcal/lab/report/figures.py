@@ -24,7 +24,7 @@ _BARS = "95 % interval of the gain over the merged model"
 
 
 def figures_of(summary: Summary) -> "dict[str, Figure]":
-    """Draw every figure that the files of runs allow, by name."""
+    """Draw all figures for which the runs have files, by name."""
     figures = {}
     for suite in summary.suites:
         rows = [row for row in summary.rows if row.suite == suite and row.name != BASE]
@@ -70,7 +70,7 @@ _Panels = dict[str, dict[str, Any]]
 
 
 def _bars(panels: _Panels, meaning: str) -> str:
-    """Return the end of a title that explains bars, if there are any."""
+    """Return the end of a title that explains error bars, if there are any."""
     values = (value for rows in panels.values() for row in rows.values() for value in row.values())
     return f"; bars: {meaning}" if any(value.over for value in values) else ""
 
@@ -175,7 +175,7 @@ def _by_block(records: Iterable[Mapping[str, Any]], key: str) -> dict[str, float
 
 
 def _labels(runs: Sequence[Path]) -> dict[Path, str]:
-    """Return the beginnings of panels' names: the parts of paths that differ between runs."""
+    """Return prefixes for panels' names: the parts of paths that differ between runs."""
     if len(runs) < 2:
         return dict.fromkeys(runs, "")
     paths = {run: run.resolve() for run in runs}

@@ -27,7 +27,7 @@ class ResultFolders:
         return len(self.runs) + len(self.comparisons) + len(self.studies)
 
     def refuse_studies_with(self, others: object) -> None:
-        """Refuse studies beside anything else.
+        """Refuse studies combined with anything else.
 
         Raises:
             ReportError: There are studies, and `others` is not empty.
@@ -42,11 +42,11 @@ class ResultFolders:
 def find(paths: Iterable[str | Path]) -> ResultFolders:
     """Find runs, comparisons and studies: each path itself, or everything below it.
 
-    Of a comparison's folder its own runs count: those that its report names. A study's folder
-    stands for its points, which are found where a path names their folder.
+    In a comparison's folder only runs named by its report count. A study's folder represents its
+    points, which are found if a path names their folder.
 
     Args:
-        paths: Where to search.
+        paths: Paths to search.
 
     Raises:
         ReportError: A path does not exist, there is nothing at it, or a report is damaged.
@@ -73,8 +73,8 @@ def refuse_run(directory: str | Path, setting: str) -> None:
     """Refuse to write several runs' report over the report of one.
 
     Raises:
-        ReportError: The directory holds a run, or a `report.json` that is not valid JSON: whose it
-            was cannot be told.
+        ReportError: The directory has the report of one run, or a `report.json` that is not valid
+            JSON, so that its kind is unknown.
     """
     if _content(Path(directory)).get("kind") == KIND:
         raise ReportError(

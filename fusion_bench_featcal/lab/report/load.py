@@ -1,4 +1,4 @@
-"""Results of runs, comparisons, studies and diagnoses from Python, as one long table."""
+"""Results of runs, comparisons, studies and diagnoses in Python, as one long table."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,10 +15,10 @@ from .study import Study
 
 
 def load(folder: str | Path) -> Any:
-    """Return everything that was measured in or below a folder, one number per line.
+    """Return all measured values in or below a folder, one number per line.
 
     Args:
-        folder: The folder of a run, a comparison, a study or a diagnosis, or one with some of them.
+        folder: The folder of a run, a comparison, a study or a diagnosis, or a parent of some.
 
     Returns:
         A line per number with the dimensions suite, merger, row, task, block, class, seed and
@@ -26,8 +26,8 @@ def load(folder: str | Path) -> Any:
         if pandas is not installed.
 
     Raises:
-        ReportError: There are no results, a file is damaged, or runs must not be averaged: those
-            of one suite have other tasks or test sets, or a row was made with other settings.
+        ReportError: There are no results, a file is damaged, or runs must not be averaged, because
+            runs of one suite have different tasks, test sets or settings of a row.
     """
     lines = long_table(_reports(folder))
     if find_spec("pandas") is None:
@@ -45,7 +45,7 @@ def load_notes(folder: str | Path) -> list[dict[str, str]]:
 
 
 def long_table(reports: Mapping[Path, Report]) -> list[Line]:
-    """Return the lines of runs; of lines that differ in their value alone, the first.
+    """Return the lines of runs. Of lines that differ only in their value, the first is used.
 
     Raises:
         ReportError: Runs with equal labels must not be averaged, or a file is damaged.

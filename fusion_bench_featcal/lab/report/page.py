@@ -1,4 +1,4 @@
-"""One HTML page of results that needs no network: `featcal report RUN... --html FILE`."""
+"""One self-contained HTML page of results: `featcal report RUN... --html FILE`."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,7 +78,7 @@ class Page:
 
 
 def check_target(path: Path, setting: str = "--html") -> Path:
-    """Return the page's path as an absolute one, in a folder that can be written.
+    """Return the page's absolute path, after a check that its folder can be written.
 
     Raises:
         ReportError: It is a folder, has another suffix, or its folder cannot be written.
@@ -90,7 +90,7 @@ def check_target(path: Path, setting: str = "--html") -> Path:
 
 
 def write_page(path: Path, page: Page, setting: str = "--html") -> Path:
-    """Write a page whole, or leave what was there, and return its path.
+    """Write a page atomically and return its path.
 
     Args:
         path: The file. Links to the results' files are relative to its folder.
@@ -102,7 +102,7 @@ def write_page(path: Path, page: Page, setting: str = "--html") -> Path:
 
 
 def page_text(page: Page, folder: Path) -> str:
-    """Return a page for a folder as one document, in which everything from users is text."""
+    """Return a page for a folder as one document. Values from users appear as plain text."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
@@ -124,7 +124,7 @@ def page_text(page: Page, folder: Path) -> str:
 
 
 def page_of_runs(folders: ResultFolders, summary: Summary) -> Page:
-    """Return the page of runs and comparisons, which are averaged as on the terminal."""
+    """Return the page of runs and comparisons, averaged as on the terminal."""
     grids: dict[str, Grid] = {}
     for suite in summary.suites:
         grids |= {f"{suite}: {name}": grid for name, grid in suite_grids(summary, suite).items()}
@@ -178,7 +178,7 @@ def _origins(reports: Sequence[Report]) -> list[Section]:
 
 
 def _full_heads(grid: Grid) -> list[tuple[str, Sequence[str]]]:
-    """Return lines whose heads name the merger too, because readers sort them."""
+    """Return lines whose heads include the merger, because readers can sort them."""
     lines, merger = [], ""
     for head, cells in grid.lines:
         is_below = head.startswith("+ ")
@@ -210,7 +210,7 @@ def _card(row: SummaryRow, summary: Summary) -> Card:
 
 
 def _settings(reports: Iterable[Report]) -> Grid:
-    """Return settings by row. Values that differ between runs, as seeds do, stand together."""
+    """Return settings by row. Values that differ between runs, such as seeds, share a cell."""
     values: dict[str, dict[str, dict[str, None]]] = {}
     for report in reports:
         for row, settings in report.settings.items():

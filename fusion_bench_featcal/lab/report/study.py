@@ -1,4 +1,4 @@
-"""Results of a study: comparisons at several points, which labels tell apart."""
+"""Results of a study: comparisons at several points, distinguished by labels."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -46,30 +46,30 @@ AVERAGE_HEAD = "average accuracy, % (gap recovered on the worst task)"
 
 
 class Point(NamedTuple):
-    """A point: its labels, and a summary for each value of the labels that are averaged over."""
+    """A point: its labels, and a summary for each value of the labels to average over."""
 
     labels: dict[str, Any]
     summaries: list[Summary]
-    averaged: list[dict[str, Any]]  # these labels of each summary
+    averaged: list[dict[str, Any]]  # the labels to average over, of each summary
 
     def rows(self, merger: str, name: str) -> list[SummaryRow]:
-        """Return the rows of a name."""
+        """Return the rows with a name."""
         rows = (row for summary in self.summaries for row in summary.rows)
         return [row for row in rows if (row.upstream, row.name) == (merger, name)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Runs of a study and the way to show them.
+    """Runs of a study and the settings of its presentation.
 
     Attributes:
         name: Name of the study, such as `samples`.
         suite: Model pool.
-        runs: Folders of the points' runs, whose reports have the labels.
+        runs: Folders of the points' runs. Their reports have the labels.
         failed: Cells without a result.
-        over: Labels that are averaged over, as seeds are.
-        against: Row -> rows that are compared with it, where the study has one point.
-        columns: Columns of a comparison that have a table by point, beside the average.
+        over: Labels to average over, in addition to seeds.
+        against: Row -> rows compared with it, if the study has one point.
+        columns: Columns of a comparison that get a table by point, in addition to the average.
     """
 
     name: str
@@ -230,7 +230,7 @@ class Study:
         return page(f"# {self.suite}: {self.name}", *parts, "## Notes", self.sentences())
 
     def _stored(self, summary: Summary) -> list[dict[str, Any]]:
-        """Return the rows of a point as `report.json` has them."""
+        """Return the rows of a point in the form of `report.json`."""
         compared = self._differences(summary)
         rows = []
         for row in summary.rows:
@@ -249,18 +249,18 @@ class Study:
 
     @property
     def _changed(self) -> dict[str, str]:
-        """Row -> the row that it changes, with which it is compared."""
+        """Row -> the row that it changes and is compared with."""
         return {row: name for name, rows in self.against.items() for row in rows}
 
     def _differences(self, summary: Summary) -> dict[RowKey, Difference]:
-        """Return differences of rows from those that they change, where test items are known."""
+        """Return differences of rows from the rows they change, if test items are known."""
         scores, changed = summary.scores, self._changed
         pairs = {key: (*key[:2], changed[key[2]]) for key in scores if key[2] in changed}
         known = [(key, other) for key, other in pairs.items() if other in scores]
         return {each.row: each for each in differences(scores, known)}
 
     def _rows_grid(self, summary: Summary, merger: str) -> Grid:
-        """Return rows of the only point, with differences from the rows that they change."""
+        """Return rows of the only point, with differences from the rows they change."""
         suite, others, compared = summary.suites[0], self._changed, self._differences(summary)
         lines = []
         for row in summary.displayed(suite):
@@ -302,7 +302,7 @@ def names_of(points: Sequence[Point], merger: str) -> list[str]:
 
 
 def label_text(labels: Mapping[str, Any]) -> str:
-    """Return the labels of a point in words, such as `n = 8`."""
+    """Return the labels of a point as text, such as `n = 8`."""
     return ", ".join(
         f"{'n' if key == 'samples_per_task' else key} = {value}" for key, value in labels.items()
     )
@@ -312,8 +312,8 @@ def average_of(rows: Sequence[SummaryRow]) -> Interval:
     """Return the mean accuracy with its interval.
 
     Args:
-        rows: A row at one point, for each value of the labels that are averaged over. With one
-            the interval is over seeds, with several over these values.
+        rows: A row at one point, for each value of the labels to average over. With one value the
+            interval is over seeds, with several it is over these values.
     """
     if len(rows) > 1:
         return student_interval([row.accuracy[AVERAGE] for row in rows], VALUES)
@@ -321,9 +321,9 @@ def average_of(rows: Sequence[SummaryRow]) -> Interval:
 
 
 def curves_of(points: Sequence[Point], merger: str) -> dict[str, dict[str, dict[float, Interval]]]:
-    """Return accuracy in per cent along each numeric axis, as `charts.curves` draws it.
+    """Return accuracy in per cent along each numeric axis, in the form for `charts.curves`.
 
-    Labels of all other axes are those of the first point.
+    For all other axes the labels of the first point are used.
     """
     curves: dict[str, dict[str, dict[float, Interval]]] = {}
     for axis in points[0].labels:
@@ -347,7 +347,7 @@ def _dots_of(points: Sequence[Point], merger: str) -> dict[str, dict[str, Interv
 
 
 def _estimates(point: Point, merger: str) -> dict[str, Interval]:
-    """Return the accuracy of each row in per cent, with its interval; the merger is `merged`."""
+    """Return the accuracy of each row in per cent, with its interval. The merger is `merged`."""
     return {
         charts.MERGED if name == merger else name: average_of(point.rows(merger, name)).scaled(100)
         for name in names_of([point], merger)
@@ -355,7 +355,7 @@ def _estimates(point: Point, merger: str) -> dict[str, Interval]:
 
 
 def _points_grid(points: Sequence[Point], merger: str, column: str = "") -> Grid:
-    """Return a table of rows by points; without a column of averages."""
+    """Return a table of rows by points. Without a column it shows averages."""
     lines = [
         (
             name if name in (merger, EXPERTS) else f"+ {name}",
@@ -377,7 +377,7 @@ def _cell(rows: Sequence[SummaryRow], column: str) -> str:
 
 
 def _fewer_samples(points: Sequence[Point]) -> list[str]:
-    """Return a sentence for each number of samples that some tasks do not have."""
+    """Return a sentence for each number of samples that exceeds some tasks' data."""
     lines: dict[str, None] = {}
     for point in points:
         number = point.labels.get("samples_per_task")

@@ -54,7 +54,7 @@ def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
     if options.against:
         show_against(summary, options.against)
         return
-    # Write first: a reader who sees the table can rely on the files.
+    # Files are written first, so that they exist when the table appears.
     written = views.write(summary, options.out, "--out") if options.out else None
     if len(folders.runs) == 1:
         Report.load(folders.runs[0]).show()

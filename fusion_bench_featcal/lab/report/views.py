@@ -33,7 +33,7 @@ TASKS = "accuracy per task"
 
 
 def show(summary: Summary) -> None:
-    """Print the tables of several runs, and what the numbers mean."""
+    """Print the tables of several runs, and the meaning of the numbers."""
     width = console().width
     tables = [
         table
@@ -47,7 +47,7 @@ def show(summary: Summary) -> None:
 
 
 def write(summary: Summary, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
-    """Write `report.csv`, `report.md` and, last, `report.json`; return the last one's path.
+    """Write `report.csv`, `report.md` and, last, `report.json`. Returns the path of the last one.
 
     Raises:
         ReportError: If the folder cannot be written, or has the report of a run.
@@ -63,8 +63,8 @@ def write(summary: Summary, directory: str | Path, setting: str = LOG_DIR_SETTIN
         "rows": plain([asdict(row) | {"runs": len(row.run_seeds)} for row in rows], "rows"),
         "failed": [asdict(cell) for cell in summary.failed],
         "notes": [asdict(note) for note in summary.notes],
-        # The folder stands for these. Others in it, such as an earlier comparison's runs, are not
-        # read again with it.
+        # The folder represents these runs. Other runs in it, such as an earlier comparison's, are
+        # not read with it.
         "runs": addresses(summary.runs, directory),
     }
     lines = [{**csv_line(row), "status": "finished"} for row in rows]
@@ -114,13 +114,13 @@ def suite_grids(summary: Summary, suite: str) -> dict[str, Grid]:
 
 
 def task_grid(rows: Sequence[SummaryRow]) -> Grid:
-    """Return mean accuracy per task; the best merged model of each column stands out."""
+    """Return mean accuracy per task. The best merged model of each column is highlighted."""
     lines = [(_head(row), row.accuracy, not row.is_reference) for row in rows]
     return accuracy_grid(lines, rows[0].tasks, _rules(map(_section, rows)))
 
 
 def losses_of(summary: Summary, suite: str) -> Grid | None:
-    """Return loss per task; None where no row of the suite has any."""
+    """Return loss per task; None if no row of the suite has one."""
     rows = [row for row in summary.displayed(suite) if row.loss]
     losses = {
         f"{row.upstream} + {row.name}" if row.is_repair else row.name: row.loss for row in rows
@@ -129,7 +129,7 @@ def losses_of(summary: Summary, suite: str) -> Grid | None:
 
 
 def sentences(summary: Summary) -> list[str]:
-    """Return failed cells, the meaning of the columns that have values, and the runs' notes."""
+    """Return failed cells, the meaning of columns with values, and the runs' notes."""
     lines = legend(summary) + [f"note: {note}" for note in note_lines(summary)]
     return failures(summary.failed) + lines
 

@@ -3,8 +3,8 @@
 from importlib import import_module
 from typing import Any
 
-# Public name -> module, beside the registered methods. Loaded on first use: FusionBench is slow
-# to import.
+# Public name -> module, in addition to the registered methods. Loaded on first use, because
+# FusionBench is slow to import.
 _EXPORTS = {
     "AffineModule": "corrected_model",
     "Chain": "interface",

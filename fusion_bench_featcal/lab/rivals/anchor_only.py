@@ -1,4 +1,4 @@
-"""FeatCal's anchor by itself: the limit of calibration for large lambda, without any data."""
+"""FeatCal's anchor alone: the limit of calibration for large lambda, without data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ from fusion_bench_featcal.settings import FeatCalSettings
 class AnchorOnly(Method):
     """FeatCal's anchor alone: base + rho (merged - base) in place of the calibrated weights.
 
-    It uses no data. FeatCal tends to it for large ridge_lambda.
+    It uses no data. FeatCal converges to it for large ridge_lambda.
     """
 
     anchor_rho: float = same_as(FeatCalSettings, "anchor_rho")
@@ -49,14 +49,14 @@ class AnchorOnly(Method):
     def anchored(self, merged: nn.Module, base: nn.Module | ExpertSource) -> nn.Module:
         """Return a copy of a model with `base + rho (merged - base)` (Eq. 11).
 
-        The modules are those that FeatCal would calibrate. Over task arithmetic with scale s it is
-        task arithmetic with scale `rho s` on those modules.
+        It changes the modules that FeatCal would calibrate. Over task arithmetic with scale s it is
+        equal to task arithmetic with scale `rho s` on these modules.
 
         Raises:
             CalibrationError: If the base does not fit, or modules cannot be calibrated.
         """
         settings, family = self.calibration_settings, resolve_family(self.family, merged)
-        # The shown model may share tensors with the merged one.
+        # The model in the family's view may share tensors with the merged one.
         model = copied_module(family.view.shown(merged))
         stages, norms = family.stages(model), self.calibrate_norm
         blocks = find_all_modules(model, stages, settings, calibrate_norm=norms).values()

@@ -1,4 +1,4 @@
-"""BatchNorm's statistics alone, estimated again: REPAIR (arXiv 2211.08403) of a merged model."""
+"""Re-estimated statistics of BatchNorm: REPAIR (arXiv 2211.08403) of a merged model."""
 
 from typing import Any
 
@@ -15,16 +15,16 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 @method("featcal_baselines/batch_norm_statistics", source="REPAIR, arXiv 2211.08403")
 class BatchNormStatistics(SampleSettings):
-    """BatchNorm's running statistics of a merged model, estimated again on calibration samples.
+    """BatchNorm's running statistics of a merged model, re-estimated on calibration samples.
 
-    No parameter changes. All tasks weigh the same, and each BatchNorm receives what those before it
-    give with their new statistics. FeatCal does it on the way (batch_norm=reestimate).
+    No parameter changes. All tasks have equal weight, and each BatchNorm receives features that
+    were normalised by the new statistics before it. FeatCal includes this (batch_norm=reestimate).
     """
 
     family: Any = same_as(FeatCalSettings, "family")
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
-        """Return a copy of the merged model with new statistics; no expert runs.
+        """Return a copy of the merged model with new statistics. No expert runs.
 
         Raises:
             CalibrationError: If it has no BatchNorm in its blocks, or the run cannot go on.

@@ -1,4 +1,4 @@
-"""Mergers that go through the experts block by block, in the loop of calibration."""
+"""Mergers that process the experts block by block, in the loop of calibration."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ from fusion_bench_featcal.streams.streams import Streams
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Merger(MergingRule, ModelSettings, SampleSettings):
-    """A merger of any model family on FeatCal's samples.
+    """A merger for any model family on FeatCal's samples.
 
-    It is a rule of calibration. A subclass is a rule such as `rules.regmean.RegMean`, too.
+    It is a rule of calibration. A subclass also inherits a rule such as `rules.regmean.RegMean`.
     """
 
     modules: Sequence[str] | None = same_as(
@@ -50,7 +50,7 @@ class Merger(MergingRule, ModelSettings, SampleSettings):
         """Refuse a pool without a base, without data, or with models of several kinds.
 
         Raises:
-            CalibrationError: Naming what is missing.
+            CalibrationError: Naming the missing model or data.
         """
         inputs.require_base("is needed for its structure")
         super().check(inputs)
@@ -85,11 +85,12 @@ class Merger(MergingRule, ModelSettings, SampleSettings):
         """Merge experts block by block in forward order.
 
         Args:
-            base: The base model, which gives structure, dtype and device. It is not changed.
+            base: The base model, with the structure, dtype and device of the result. It is not
+                changed.
             experts: Each task's expert: a module, or a source of its weights.
-            batches: Each task's unlabeled model inputs, as `calibrate` takes them.
+            batches: Each task's unlabeled model inputs, as for `calibrate`.
             device: Device of the computation; None: the base's.
-            autocast: Makes the context of forward passes. Statistics are never inside it.
+            autocast: Returns the context of forward passes. Statistics are computed outside it.
 
         Returns:
             The merged model.
@@ -120,18 +121,18 @@ class Merger(MergingRule, ModelSettings, SampleSettings):
         return result.model.to(home)
 
     def streams_type(self, base: nn.Module) -> Callable[..., Streams]:
-        """Return what makes the streams of the samples."""
+        """Return the class of the streams of samples, or a function that creates them."""
         return ExpertStreams
 
 
 def load_means(model: nn.Module, experts: Mapping[str, ExpertModel], scale: float) -> None:
-    """Set every floating tensor of a model, which has the base's values, to the experts' mean.
+    """Set every floating-point tensor of a model to the experts' mean. Starts from the base.
 
     Args:
         model: The model.
         experts: The experts by task. One tensor of each is in memory at a time.
-        scale: Factor of a parameter's step from the base. Buffers, such as running variances, are
-            means.
+        scale: Factor of a parameter's step from the base. Buffers, such as running variances,
+            become means.
     """
     tensors = model.state_dict(keep_vars=True)
     for tensor, name in {id(t): (t.data, name) for name, t in tensors.items()}.values():
@@ -143,10 +144,10 @@ def load_means(model: nn.Module, experts: Mapping[str, ExpertModel], scale: floa
 
 
 class ExpertStreams(Streams):
-    """Streams in which sums are over the inputs of the modules of each expert's blocks.
+    """Streams that sum over the inputs of each expert's modules.
 
     With the rule's `features=merged` an expert's block runs on the features of the merged blocks
-    before it; else on the expert's.
+    before it, else on the expert's features.
     """
 
     @property
@@ -157,11 +158,11 @@ class ExpertStreams(Streams):
 
     @property
     def runs_experts(self) -> bool:
-        """Return True: their inputs are summed."""
+        """Return True: the inputs of experts are summed."""
         return True
 
     def tensors_of(self, block: str) -> list[str]:
-        """Return the names of an expert's tensors that running its block needs."""
+        """Return the names of an expert's tensors for running its block."""
         if self.behind_merged:
             return names_under(self.model.state_dict(), [block])
         return super().tensors_of(block)
@@ -189,10 +190,10 @@ class ExpertStreams(Streams):
         return {group.name: batch.noted.pop(group.name) for group in groups}
 
     def advance(self, block: str) -> None:
-        """Run all batches through a merged block, or the first one alone.
+        """Run all batches through a merged block, or only the first batch.
 
-        Where experts run on their own features, the merged model's serve only to find the groups of
-        modules, for which one batch is enough.
+        If experts run on their features, the merged model's features only serve to group modules,
+        for which one batch is enough.
         """
         if self.behind_merged:
             return super().advance(block)
@@ -202,7 +203,7 @@ class ExpertStreams(Streams):
 
 
 class BlockStep(nn.Module):
-    """One block of a model as a module, whose parameters can be replaced in a call."""
+    """One block of a model as a module. Its parameters can be replaced in a call."""
 
     def __init__(self, runner: Runner, model: nn.Module, block: str) -> None:
         super().__init__()
@@ -210,7 +211,7 @@ class BlockStep(nn.Module):
         self._step = lambda call: runner.step(model, block, call)[0]
 
     def forward(self, call: Any) -> Tensor:
-        """Run the block; its hidden output."""
+        """Run the block and return its hidden output."""
         return self._step(call)
 
     def run_with(self, tensors: Mapping[str, Tensor], call: Any) -> Tensor:

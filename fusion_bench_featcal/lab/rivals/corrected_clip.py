@@ -1,4 +1,4 @@
-"""Merged CLIP vision models with corrections, as FusionBench evaluates them."""
+"""Merged CLIP vision models with corrections, for evaluation by FusionBench."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,10 +15,10 @@ NORMALIZE = ("none", "pre")
 
 
 class CorrectedModel(Corrected):
-    """A merged model, which it forwards like, with corrections of its projected features.
+    """A merged model with corrections of its projected features. Its forward is the merged one's.
 
-    FusionBench names the task after the forward pass, with features of norm 1. Corrections of
-    features that are not normalised (`normalize: none`) act on the last pass, which is remembered.
+    FusionBench passes the task after the forward pass, with features of norm 1. Corrections of
+    features that are not normalised (`normalize: none`) use the last pass, which is stored.
 
     Attributes:
         projection: CLIP's visual projection.
@@ -69,8 +69,8 @@ class CorrectedModel(Corrected):
             features have norm 1, except with `normalize: pre`, as in FusionBench.
 
         Raises:
-            CalibrationError: If there is no correction for the task, or the features are not those
-                of the images last passed through this model.
+            CalibrationError: If there is no correction for the task, or the features do not belong
+                to the images last passed through this model.
         """
         given, correction = compute_features_fn, self.correction(dataset_name)
         features = given if isinstance(given, Tensor) else given(self)
@@ -93,7 +93,7 @@ class CorrectedModel(Corrected):
         )
 
     def _again(self, task: str, args: Any, kwargs: Any, output: Any) -> Tensor:
-        """Return corrected features of a forward pass that was uncorrected."""
+        """Return corrected features of an uncorrected forward pass."""
         return self._corrected(task, output)
 
     def _corrected(self, task: str, output: Any) -> Tensor:
@@ -113,8 +113,8 @@ class CorrectedModel(Corrected):
 class LayerCorrectedModel(CorrectedModel):
     """A merged model with corrections behind every block and of its projected features.
 
-    Those behind blocks act while the model runs, so evaluation by FusionBench costs two passes;
-    `features` costs one.
+    The corrections after blocks act during a forward pass, so evaluation by FusionBench costs two
+    passes. `features` costs one.
     """
 
     stem = "layer_corrections"

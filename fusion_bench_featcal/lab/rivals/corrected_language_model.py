@@ -1,4 +1,4 @@
-"""A merged language model with its tasks' corrections, told the task when it is used."""
+"""A merged language model with a correction for each task, which must be set before use."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,11 +19,11 @@ _OF_THE_MODEL = (
 
 
 class CorrectedLanguageModel(Corrected):
-    """Answers and scores like the merged model, with a task's correction before the head.
+    """Answers and scores like the merged model, with the task's correction before the head.
 
     `with model.for_task("banking77"): model.generate(...)`, or `model.task = "banking77"`. The
-    correction acts at every decoded position. Without a task nothing is computed: the uncorrected
-    model is `model.model`.
+    correction acts at every decoded position. Without a task any use raises. The uncorrected model
+    is `model.model`.
 
     Attributes:
         final_norm: Name of the module whose output is corrected.
@@ -69,17 +69,17 @@ class CorrectedLanguageModel(Corrected):
             return self.model(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate with the merged model, corrected at every decoded position of the set task."""
+        """Generate with the merged model, corrected for the set task at every decoded position."""
         with self.correcting():
             return self.model.generate(*args, **kwargs)
 
     def correct(self, states: Tensor, task: str) -> Tensor:
-        """Correct final states `[..., d]` of a task, in float32, in their own dtype again."""
+        """Correct final states `[..., d]` for a task, in float32, and return their dtype."""
         return self.correction(task)(states.float()).to(states.dtype)
 
     @contextmanager
     def correcting(self) -> Iterator[None]:
-        """Context in which the merged model's last norm gives corrected states.
+        """Context in which the merged model's last norm returns corrected states.
 
         Raises:
             CalibrationError: If no task is set.

@@ -18,8 +18,8 @@ from fusion_bench_featcal.json_files import json_text, plain, read_json
 from fusion_bench_featcal.settings import CalibrationError
 
 VARIANT = "uncorrected"
-"""Weights of the merged model carry this in their file's name, so that the folder does not load as
-a plain model: that would silently leave the corrections out."""
+"""Part of the name of the merged model's weight file, so that the folder does not load as a plain
+model, which would silently omit the corrections."""
 
 
 class SurgeryModule(nn.Module):
@@ -59,7 +59,7 @@ class LayerSurgery(nn.Module):
 
 
 class Corrected(nn.Module):
-    """A frozen merged model with a correction for each task, whose name it must be given.
+    """A frozen merged model with a correction for each task. Its use requires the task's name.
 
     Names that differ only in dots and dashes raise a ValueError.
 
@@ -68,14 +68,14 @@ class Corrected(nn.Module):
         corrections: Each task's correction, under its task's key.
         tasks: The tasks' names.
         samples: Task -> `{"samples": number, "split": name}` of its correction.
-        curves: Task -> its training's curve, (step, loss).
+        curves: Task -> its training curve, (step, loss).
         seen: Task -> positions of the test items that its correction was fitted on, and the number
-            of all. They are not saved.
+            of all test items. Not saved.
     """
 
     is_surgery_model = True  # FusionBench's protocol
-    stem: ClassVar[str]  # name of the files beside the merged model's
-    # The constructor's arguments that are saved beside the tensors.
+    stem: ClassVar[str]  # name of the files next to the merged model's
+    # Constructor arguments that are saved with the tensors.
     described: ClassVar[tuple[str, ...]] = ("samples", "curves")
 
     def __init__(
@@ -112,7 +112,7 @@ class Corrected(nn.Module):
         return self.corrections[_key(task)]
 
     def added(self) -> dict[str, int]:
-        """Return module -> parameters that deployment needs beyond the merged model's."""
+        """Return module -> parameters that deployment needs in addition to the merged model's."""
         counts = {
             name: sum(parameter.numel() for parameter in module.parameters(recurse=False))
             for name, module in self.corrections.named_modules()
@@ -120,10 +120,10 @@ class Corrected(nn.Module):
         return {name: count for name, count in counts.items() if count}
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
-        """Save the merged model, by its own `save_pretrained`, and the corrections beside it."""
+        """Save the merged model by its `save_pretrained`, and the corrections in that folder."""
         self.model.save_pretrained(folder, variant=VARIANT, **kwargs)
         weights, description = self._files(folder)
-        # A module that tasks share is saved once, under the first of them.
+        # A module shared by tasks is saved once, under the first task.
         tensors = {
             f"{part}.{name}": parameter.data.contiguous()
             for part, module in self.named_children()
@@ -145,7 +145,7 @@ class Corrected(nn.Module):
             **kwargs: Arguments of `from_pretrained` of the merged model's class.
 
         Raises:
-            CalibrationError: If the folder holds no such model, or a file is damaged.
+            CalibrationError: If the folder has no such model, or a file is damaged.
         """
         weights, text = cls._files(folder)
         if not (weights.is_file() and text.is_file()):
@@ -178,7 +178,7 @@ class Corrected(nn.Module):
 
     @classmethod
     def _loaded(cls, folder: Any, tensors: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the merged model, and what else is saved with the corrections."""
+        """Load the merged model, and further objects that are saved with the corrections."""
         raise NotImplementedError
 
 
@@ -191,7 +191,7 @@ def corrected_outputs(
     Args:
         model: The model.
         names: Names of the modules.
-        corrections: The correction of each module's output, or of its first entry.
+        corrections: The correction of each module's output, or of the output's first entry.
 
     Yields:
         A list to which every correction adds its features, averaged over tokens, `[batch, d]`.
@@ -218,7 +218,7 @@ def corrected_outputs(
 
 
 def _correction(tensors: Mapping[str, Tensor], task: str, file: Path) -> nn.Module:
-    """Rebuild a task's correction; the names of its tensors tell its kind."""
+    """Rebuild a task's correction, whose kind follows from the names of its tensors."""
     modules: dict[str, dict[str, Tensor]] = {}
     prefix = f"corrections.{_key(task)}."
     for name, tensor in tensors.items():
@@ -237,5 +237,5 @@ def _correction(tensors: Mapping[str, Tensor], task: str, file: Path) -> nn.Modu
 
 
 def _key(task: str) -> str:
-    """Return a task's name as a module's: FusionBench replaces the same two characters."""
+    """Return a task's name as a module's name. FusionBench replaces the same two characters."""
     return "task_" + task.replace("-", "_").replace(".", "_")

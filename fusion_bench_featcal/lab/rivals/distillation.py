@@ -1,4 +1,4 @@
-"""Distillation of final features by gradients: a reference for corrections in closed form."""
+"""Distillation of final features by gradients: a reference for closed-form corrections."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,12 +25,12 @@ from fusion_bench_featcal.streams.samples import naming_task, take_samples
 
 @method("featcal_baselines/distillation", source="ours")
 class Distillation(ModelSettings, TextSettings, SampleSettings):
-    """Distillation: a merged model's blocks are trained towards the experts' final features.
+    """Distillation: training of a merged model's blocks towards the experts' final features.
 
     The loss is the squared distance to the expert's final features relative to their squared norm,
-    averaged over tasks. No labels are compared with answers: in language models they only say which
-    positions count. Embeddings, the norm behind the last block and the head stay as merged. It
-    needs several times the model's memory.
+    averaged over tasks. Labels are not used as targets. In language models they only determine the
+    counted positions. Embeddings, the norm after the last block and the head keep merged weights.
+    It needs several times the model's memory.
     """
 
     learning_rate: float = setting(
@@ -44,8 +44,8 @@ class Distillation(ModelSettings, TextSettings, SampleSettings):
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
         """Train the merged model's blocks, with one expert in memory at a time.
 
-        Samples and the experts' features stay in memory. Training is in float32 or better and
-        without dropout; the result has the merged model's dtype, and carries `curves`.
+        Samples and the experts' features stay in memory. Training is in float32 or wider and
+        without dropout. The result has the merged model's dtype, and an attribute `curves`.
 
         Raises:
             CalibrationError: If samples or features are unusable, or the training diverges.
@@ -74,12 +74,12 @@ class Distillation(ModelSettings, TextSettings, SampleSettings):
             self.drawn[task] = sum(batch.samples for batch in taken)
         return lessons
 
-    @torch.inference_mode(False)  # tensors made in inference mode cannot be trained
+    @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
     @torch.enable_grad()
     def _train(
         self, model: nn.Module, trained: Sequence[str], lessons: Mapping[str, Sequence[Lesson]]
     ) -> dict[str, list[float]]:
-        """Train parameters of a model in place; by task the loss of every update, from before it.
+        """Train parameters of a model in place. Returns each update's loss, before it, by task.
 
         Raises:
             CalibrationError: If the training diverges, naming the setting.
@@ -97,7 +97,7 @@ class Distillation(ModelSettings, TextSettings, SampleSettings):
         losses: dict[str, list[Tensor]] = {task: [] for task in lessons}
         for _ in progress_bar(range(self.steps), what="distilling: ", unit="step"):
             optimizer.zero_grad()
-            for task, positions in drawn.items():  # one at a time: memory is one batch's
+            for task, positions in drawn.items():  # task by task, so that memory is one batch's
                 loss = _distance(model, lessons[task][int(next(positions))]) / norms[task]
                 (loss / len(drawn)).backward()
                 losses[task].append(loss.detach())

@@ -23,7 +23,7 @@ _OF_A_RUN = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatCal(FeatCalSettings, Method):
-    """Calibrates a merged model; its settings are those of a calibration."""
+    """Calibrates a merged model. Its settings are the calibration's settings."""
 
     name = "featcal"
 
@@ -65,7 +65,7 @@ class FeatCal(FeatCalSettings, Method):
 def calibrated(
     method: Method, merged: nn.Module, inputs: MethodInputs, settings: FeatCalSettings
 ) -> CalibrationResult:
-    """Calibrate a merged model on a pool for a method, which stores the numbers of samples.
+    """Calibrate a merged model for a method, and store the numbers of samples in it.
 
     Raises:
         CalibrationError: If the calibration cannot go on.

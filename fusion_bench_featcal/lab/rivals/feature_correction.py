@@ -1,4 +1,4 @@
-"""Correction of a merged model's final features, task by task, from each task's expert."""
+"""Correction of a merged model's final features, separately for each task with its expert."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,9 +30,9 @@ from fusion_bench_featcal.streams.samples import naming_task
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureCorrection(Method):
-    """A correction of final features as a post-merging method. A subclass has `fit_all`."""
+    """A correction of final features as a post-merging method. Subclasses implement `fit_all`."""
 
-    texts: ClassVar[bool] = True  # whether it corrects language models, too
+    texts: ClassVar[bool] = True  # whether it also corrects language models
 
     batch_size: int = setting(
         16,
@@ -82,12 +82,12 @@ class FeatureCorrection(Method):
     generated_tokens: int = same_as(FeatCalSettings, "generated_tokens")
     max_length: int | None = same_as(FeatCalSettings, "max_length")
 
-    # Task -> the loss of every update of the last fit.
+    # Task -> loss of every update in the last fit.
     losses: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings, defaults included."""
+        """All settings, including defaults."""
         return {"method": self.name} | super().settings
 
     @property
@@ -96,7 +96,7 @@ class FeatureCorrection(Method):
         return "test" if self.stream == "test_tta" else self.calibration_split
 
     def fit_all(self, features: Mapping[str, TaskFeatures]) -> dict[str, nn.Module]:
-        """Fit all tasks' corrections, which are frozen and on the features' device.
+        """Fit all tasks' corrections. They are frozen and on the features' device.
 
         Raises:
             CalibrationError: If features do not vary, or a training diverges.
@@ -104,7 +104,7 @@ class FeatureCorrection(Method):
         raise NotImplementedError
 
     def fit(self, merged: Tensor, expert: Tensor, task: str = "") -> Any:
-        """Fit one task's correction alone.
+        """Fit the correction of one task.
 
         Args:
             merged: Features of the merged model, `[n, d]`.
@@ -118,7 +118,7 @@ class FeatureCorrection(Method):
         return self.fit_all({task: TaskFeatures(merged.detach(), expert.detach())})[task]
 
     def check(self, inputs: MethodInputs) -> None:
-        """Find the feature that is corrected and open the data.
+        """Find the feature to correct and open the data.
 
         Raises:
             CalibrationError: If the models have none, or a task lacks data.
@@ -133,7 +133,8 @@ class FeatureCorrection(Method):
             check_projection(inputs.models, self.clip_model)
         else:
             find_final_norm(inputs.models, self.final_norm)
-            # The head reads states as they are, and texts are padded to the length of their batch.
+            # The head reads states without padding masks, and texts are padded to their batch's
+            # length.
             for name, needed in (("normalize", "none"), ("recompute", False)):
                 if (value := getattr(self, name, needed)) != needed:
                     raise CalibrationError(
@@ -145,8 +146,8 @@ class FeatureCorrection(Method):
     def batches(self, inputs: MethodInputs) -> dict[str, Any]:
         """Draw each task's samples; nothing is read yet.
 
-        The draw is FeatCal's: with the same seed, split and number, the same samples. A task with
-        fewer than `samples_per_task` is taken whole.
+        The draw is FeatCal's: equal seed, split and number give equal samples. If a task has fewer
+        than `samples_per_task`, all are used.
 
         Raises:
             CalibrationError: If the pool lacks the split for a task, or has no samples.
@@ -160,7 +161,7 @@ class FeatureCorrection(Method):
                     f"modelpool.{split}_datasets.{task}, or choose another stream. The pool's "
                     f"{split}_datasets are: {', '.join(available) or 'none'}"
                 )
-        # The data's targets would be the answers that the model is tested on.
+        # Targets of the test data would reveal the correct answers.
         answers = self.stream == "test_tta" and text_kind(inputs.modelpool) is not None
         settings = self.calibration_settings.replace(
             batch_size=self.batch_size,
@@ -170,7 +171,7 @@ class FeatureCorrection(Method):
         return inputs.batches(settings)
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> Corrected:
-        """Correct a merged model, which the result holds.
+        """Correct a merged model, which becomes part of the result.
 
         Every sample passes through merged model and expert once, with one expert in memory at a
         time, and the corrections are fitted to the features.
@@ -190,7 +191,7 @@ class FeatureCorrection(Method):
         for task in pool.model_names:
             data = batches[task]
             if isinstance(data, TextBatches):
-                # An expert that writes answers has left before it is loaded again.
+                # Frees an expert that wrote answers before it is loaded again.
                 data = data.checked(merged)
             expert = load_pool_model(pool, task).to(device).eval()
             features[task] = self._collect(merged, expert, site, data, task)

@@ -1,4 +1,4 @@
-"""Features that a model's head receives, and the positions of them that matter."""
+"""Features that a model's head receives, and their counted positions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _AUTO = FeatCalSettings(decoder_rows="auto")
 
 
 def final_features(model: nn.Module, inputs: Any) -> Tensor:
-    """Return the features that a model's head receives, or that it ends with.
+    """Return the features that a model's head receives, or its output if it has no head.
 
     Args:
         model: The model.
@@ -43,12 +43,12 @@ def final_features(model: nn.Module, inputs: Any) -> Tensor:
 def final_rows(model: nn.Module, family: Family, inputs: Any) -> CountedRows | None:
     """Return the positions of the final features that predict a target; None: all.
 
-    Without labels it is the last position of a model that writes on; of others, all that are no
-    padding.
+    Without labels, the last position of a model that generates text. For other models, all
+    positions except padding.
 
     Args:
         model: The model.
-        family: Cuts it into blocks.
+        family: The family that cuts it into blocks.
         inputs: A batch of the model's inputs.
     """
     rows = rows_named(_AUTO, inputs)
@@ -65,7 +65,7 @@ def final_rows(model: nn.Module, family: Family, inputs: Any) -> CountedRows | N
 
 @dataclass(frozen=True)
 class FinalStates:
-    """The corrected feature of language models: states behind the last norm, before the head.
+    """The corrected feature of language models: states after the last norm, before the head.
 
     Attributes:
         final_norm: Name of the last norm.
@@ -83,14 +83,14 @@ class FinalStates:
         return self.states(model, batch)[rows]
 
     def states(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return states at all positions, `[batch, positions, d]`; the head is not run."""
+        """Return states at all positions, `[batch, positions, d]`. The head does not run."""
         return _run_until(model, norm_of(model, self.final_norm), dict(batch), behind=True)
 
 
 def target_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the decoder's positions that predict a target token: bool, `[batch, positions]`.
 
-    Prompts, padding and labels of -100 give none.
+    Prompts, padding and labels of -100 predict none.
 
     Raises:
         CalibrationError: If there are no labels.
@@ -108,7 +108,7 @@ def target_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def norm_of(model: nn.Module, name: str) -> nn.Module:
-    """Return a language model's last norm; a CalibrationError if it has no such module."""
+    """Return a language model's last norm. Raises a CalibrationError if there is none."""
     try:
         return model.get_submodule(name)
     except AttributeError:
@@ -144,7 +144,7 @@ def _no_final_norm(model: str, name: str) -> CalibrationError:
 
 
 def _run_until(model: nn.Module, module: nn.Module, inputs: Any, *, behind: bool = False) -> Tensor:
-    """Run a model up to one of its modules; return that module's input, or its output `behind`."""
+    """Run a model up to one of its modules. Returns that module's input, or output if `behind`."""
     captured: list[Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...], *output: Tensor) -> None:

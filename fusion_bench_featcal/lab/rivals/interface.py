@@ -11,11 +11,11 @@ from fusion_bench_featcal.method_inputs import MethodInputs
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice of the settings that made a model, which it may carry as `choice`.
+    """Choice of a model's settings, stored on the model as `choice`.
 
     Attributes:
-        tried: Number of settings that were compared on calibration samples, >= 1.
-        chosen: Changes of the given settings, such as `rank=4`; or `as given`.
+        tried: Number of settings compared on calibration samples, >= 1.
+        chosen: Changes of the given settings, such as `rank=4`, or `as given`.
     """
 
     tried: int
@@ -28,37 +28,37 @@ class Choice:
 
 
 class PostMerging(Protocol):
-    """One way to improve a merged model; a YAML entry names it by `_target_`."""
+    """A way to improve a merged model. YAML names its class by `_target_`."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings, defaults included, fit for JSON."""
+        """All settings, including defaults, fit for JSON."""
         ...
 
     def check(self, inputs: MethodInputs) -> None:
-        """Refuse what cannot work, before a model is loaded."""
+        """Refuse unusable models, data or settings before a model is loaded."""
         ...
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
-        """Return the improved model; `merged` may be changed.
+        """Return the improved model. `merged` may be changed.
 
         The model may have `curves`, task -> list of (step, loss), if it was trained, and `choice`
-        if its settings were chosen: both are reported.
+        if its settings were chosen. Both are reported.
         """
         ...
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Task -> {"samples": number, "split": name} of the data that made the model."""
+        """Task -> {"samples": number, "split": name} of the data used."""
         ...
 
     def added(self, model: nn.Module) -> dict[str, int]:
-        """Module -> parameters that the improved model has beside the merged one's."""
+        """Module -> parameters that the improved model has in addition to the merged one's."""
         ...
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Several methods, each applied to the model that the one before it made.
+    """Several methods, each applied to the result of the previous one.
 
     Attributes:
         steps: Name -> method, in the order of application.
@@ -83,7 +83,7 @@ class Chain:
         return merged
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Per task the largest number that a step uses, and all splits."""
+        """Return for each task the largest number that a step uses, and all splits."""
         by_step = [step.samples(model, tasks) for step in self.steps.values()]
         used: dict[str, dict[str, Any]] = {}
         for task in tasks:
@@ -94,7 +94,7 @@ class Chain:
         return used
 
     def added(self, model: nn.Module) -> dict[str, int]:
-        """Return the modules that all steps add."""
+        """Return the modules added by all steps."""
         return {
             f"{name}.{module}": count
             for name, step in self.steps.items()
@@ -103,7 +103,7 @@ class Chain:
 
 
 def seed_of(settings: Mapping[str, Any]) -> int | None:
-    """Return the seed in a method's settings, or in those of the first step that has one."""
+    """Return the seed in a method's settings, or in the first step's that has one."""
     seed = settings.get("seed")
     if isinstance(seed, int):
         return seed

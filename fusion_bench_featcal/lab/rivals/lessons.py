@@ -1,4 +1,4 @@
-"""Experts' features on samples, which other models are compared with."""
+"""Experts' features on samples, for comparison with other models."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class Lesson:
 
     Attributes:
         inputs: Inputs of the model or of a block.
-        rows: The positions that count; None: all.
-        target: The expert's features there, `[n, d]`.
+        rows: The counted positions; None: all.
+        target: The expert's features at these positions, `[n, d]`.
     """
 
     inputs: Any
@@ -51,7 +51,7 @@ def expert_lessons(
         batches: Batches of the models' inputs.
         inputs: The pool and the device.
         settings: `family` is used.
-        student: Model of the lessons, whose dtype the expert gets; None: the expert.
+        student: Model that the lessons are for, whose dtype the expert gets; None: the expert.
 
     Returns:
         A lesson for each batch.
@@ -68,7 +68,7 @@ def expert_lessons(
         batch = to_device(batch, device)
         features, rows = final_features(expert, batch), final_rows(model, family, batch)
         if rows is not None and features.shape[:-1] != rows.shape:
-            rows = None  # pooled
+            rows = None  # the features are pooled
         lessons.append(Lesson(batch, rows, rows_of(features, rows)))
     check_features(lessons[0].features(model), lessons[0].target, "")
     norm = mean_square(lessons)

@@ -7,7 +7,7 @@ from fusion_bench_featcal.rules import lot, regmean
 
 @method("featcal_baselines/regmean", source="Jin et al., ICLR 2023", without=["features"])
 class RegMean(regmean.RegMean, Merger):
-    """RegMean: linear weights by regression on the experts' own features.
+    """RegMean: linear weights by regression on the experts' features.
 
     All other parameters are the experts' mean. Same solution as regmean/clip_regmean, for any model
     family.
@@ -28,6 +28,6 @@ class RegMeanPlusPlus(RegMean):
 class Lot(lot.Lot, Merger):
     """LOT Merging: the task vector that fits all experts best, block by block.
 
-    It is found by regression on the experts' own features. Directions without samples keep the
+    It is computed by regression on the experts' features. Directions without samples keep the
     base's weights.
     """

@@ -33,16 +33,16 @@ def load_outside(
 ) -> None:
     """Solve the model's linear layers, convolutions and LayerNorms outside the blocks.
 
-    Their inputs are those in a whole pass of each expert over its samples. Everything else outside
-    the blocks (biases, shifts, embeddings) stays as it is.
+    Their inputs are recorded in a whole pass of each expert over its samples. Everything else
+    outside the blocks (biases, shifts, embeddings) does not change.
 
     Args:
-        model: The model, which gets the solutions.
+        model: The model, which receives the solutions.
         base: The base model.
         experts: The experts by task.
         batches: Each task's model inputs.
         settings: `samples_per_task` and `family` are used.
-        rule: Makes the sums of a layer.
+        rule: Creates the sums of a layer.
 
     Raises:
         CalibrationError: If the model is a language model.
@@ -75,7 +75,7 @@ def load_outside(
 
 
 def _groups_outside(model: nn.Module, settings: FeatCalSettings, first: Batch) -> list[Group]:
-    """Return the layers outside the blocks that run and share their weight with no other."""
+    """Return the layers outside the blocks that run and share their weight with no other layer."""
     family = resolve_family(settings.family, model)
     stages = family.stages(family.view.shown(model))
     blocks = tuple(f"{block}." for stage in stages for block in stage)

@@ -1,8 +1,8 @@
-"""ProbSurgery (ICML 2025): Surgery whose correction is a normal distribution while it is trained.
+"""ProbSurgery (ICML 2025): Surgery with a correction that is normally distributed in training.
 
-On features of norm 1 the authors' constants do harm: the noise starts at 1 in every coordinate,
-where a coordinate is about 0.04, and their KL weight holds it above the signal. The setting
-`kl_weight: scaled` fits both to the size of the features.
+On features of norm 1 the authors' constants are harmful: the noise starts at 1 in every coordinate,
+but coordinates are about 0.04, and the KL weight keeps it above the signal. The setting `kl_weight:
+scaled` adapts both to the size of the features.
 """
 
 import math
@@ -19,10 +19,10 @@ from fusion_bench_featcal.lab.rivals.surgery import Surgery
 from fusion_bench_featcal.lab.rivals.training import TaskFeatures, initial_weight, task_generator
 from fusion_bench_featcal.setting_fields import setting
 
-# Standard deviation of the noise in units of the features' root mean square, where the authors'
-# weight leaves it on features of ViT-B/32 (0.44 at width 512).
+# Standard deviation of the noise in units of the features' root mean square, at which the authors'
+# weight keeps it on features of ViT-B/32 (0.44 at width 512).
 _RELATIVE_NOISE = 0.145
-# Where residuals are small beside the noise, the objective is least at sigma = 1.25 w d:
+# If residuals are small relative to the noise, the objective is smallest at sigma = 1.25 w d:
 # sqrt(pi / 2) is 1.25.
 _NOISE_PER_WEIGHT = 1.25
 
@@ -36,10 +36,10 @@ class KlTerm(NamedTuple):
 
 @method("prob_surgery", source="ICML 2025", without=("rank",))
 class ProbSurgery(Surgery):
-    """ProbSurgery: Surgery with a wider module, whose correction is random in training.
+    """ProbSurgery: Surgery with a wider module and a correction that is random in training.
 
     It is sampled from a normal distribution. The method needs the task's name at inference. The
-    defaults are those of the authors' code.
+    defaults come from the authors' code.
     """
 
     hidden: int = setting(128, "Width of each task's module.", ge=1, group="module and fit")
@@ -64,13 +64,13 @@ class ProbSurgery(Surgery):
             )
 
     def fit_all(self, features: Mapping[str, TaskFeatures]) -> dict[str, nn.Module]:
-        """Train all tasks' modules; the results subtract the mean of the distribution."""
+        """Train all tasks' modules. The results subtract the mean of the distribution."""
         trained: dict[str, Any] = super().fit_all(features)
         deployed = {module: module.deployed() for module in set(trained.values())}
         return {task: deployed[module] for task, module in trained.items()}
 
     def _modules(self, features: Mapping[str, TaskFeatures]) -> dict[str, Any]:
-        """Return each task's module before training, or the one of all tasks."""
+        """Return each task's module before training, or a common one for all tasks."""
         if not self.shared:
             return super()._modules(features)
         merged, expert = zip(*((f.merged, f.expert) for f in features.values()), strict=True)
@@ -78,7 +78,7 @@ class ProbSurgery(Surgery):
         return dict.fromkeys(features, self.module(every, "shared"))
 
     def module(self, features: TaskFeatures, name: str) -> "ProbSurgeryModule":
-        """Return a module before training, whose mean is 0 everywhere; `name` seeds it."""
+        """Return a module before training, with mean 0 everywhere, seeded by `name`."""
         width = features.expert.shape[1]
         hidden = self.scaled(self.hidden, width)
         down = initial_weight(hidden, width, task_generator(self.seed, name, "weights"))
@@ -132,8 +132,8 @@ def standard_normal_kl(mean: Tensor, log_variance: Tensor) -> Tensor:
 def kl_term(expert_features: Tensor, kl_weight: float | str) -> KlTerm:
     """Return the regulariser's constants for features `[n, d]`.
 
-    A number is the weight of the authors' module; `scaled` takes the weight at which the noise
-    settles at 0.145 of the features' root mean square, and starts it there.
+    A number is used with the authors' module. With `scaled` the weight is chosen so that the noise
+    converges to 0.145 of the features' root mean square, and it starts at that value.
     """
     if not isinstance(kl_weight, str):
         return KlTerm(float(kl_weight), 0.0)

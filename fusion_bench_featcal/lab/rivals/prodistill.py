@@ -1,9 +1,9 @@
 """ProDistill (arXiv 2502.12706): coefficients of task vectors trained block by block by gradients.
 
-A reference line for methods in closed form: the same few unlabeled samples, the same order of
-blocks, but Adam in place of a solve. A parameter of a block is `W_0 + sum_i c_i * (W_i - W_0)`,
-with a coefficient for each entry. A block receives the features of the trained blocks before it,
-and its targets are the outputs of each sample's expert.
+A reference for closed-form methods: the same few unlabeled samples and order of blocks, but Adam in
+place of a solve. A parameter of a block is `W_0 + sum_i c_i * (W_i - W_0)`, with a coefficient for
+each entry. A block receives the features of the trained blocks before it, and its targets are the
+outputs of each sample's expert.
 """
 
 import logging
@@ -59,31 +59,31 @@ class ProDistill(Merger):
     )
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
-        """Return no turn: every parameter of a block is trained."""
+        """Return no turn, because every parameter of a block is trained."""
         return []
 
     def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
-        """Refuse: no turn has a group."""
+        """Raise: there are no turns, so this is never used."""
         raise NotImplementedError
 
     def start_scale(self, tasks: int) -> float:
-        """Return that of task arithmetic with the first coefficient."""
+        """Return the scale of task arithmetic with the initial coefficient."""
         return self.coefficient * tasks
 
     def streams_type(self, base: nn.Module) -> Callable[..., Streams]:
-        """Return what makes the streams that train blocks."""
+        """Return a function that creates the streams for training blocks."""
         return partial(TrainingStreams, base=base)
 
 
 @dataclass(frozen=True)
 class TrainingStreams(Streams):
-    """Streams that train each block before its samples pass on. Their rule is `ProDistill`."""
+    """Streams that train each block before its samples advance. Their rule is `ProDistill`."""
 
     base: Any = None  # the base model
 
     @property
     def runs_experts(self) -> bool:
-        """Return True: their outputs are the targets."""
+        """Return True: the outputs of experts are the targets."""
         return True
 
     def follow(
@@ -102,10 +102,10 @@ class TrainingStreams(Streams):
         load_updates(self.model, block, self._trained(block, lessons), self.rule.remedy)
         super().advance(block)
 
-    @torch.inference_mode(False)  # tensors made in inference mode cannot be trained
+    @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
     @torch.enable_grad()
     def _trained(self, block: str, lessons: Sequence[Lesson]) -> dict[str, Tensor]:
-        """Train the coefficients of a block; its parameters.
+        """Train the coefficients of a block and return the block's parameters.
 
         Raises:
             CalibrationError: If the training diverges, naming the setting.

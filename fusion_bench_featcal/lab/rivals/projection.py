@@ -44,7 +44,7 @@ def project(output: Any, model: nn.Module, projection: nn.Module) -> Tensor:
             "correct: surgery methods work on CLIP vision models"
         )
     weight = next(projection.parameters(), None)
-    if weight is None:  # stands for the projection of models that project themselves
+    if weight is None:  # placeholder in models that project features themselves
         return projection(pooled)
     if pooled.shape[-1] != weight.shape[-1]:
         raise CalibrationError(
@@ -55,7 +55,7 @@ def project(output: Any, model: nn.Module, projection: nn.Module) -> Tensor:
 
 
 def check_projection(models: PoolModels, clip_model: str | None) -> None:
-    """Look for the projection of `load_projection` before any model is loaded.
+    """Check that a projection for `load_projection` exists, before any model is loaded.
 
     Raises:
         CalibrationError: If the base's files have none.
@@ -71,7 +71,7 @@ def load_projection(models: PoolModels, clip_model: str | None) -> nn.Linear:
 
     Args:
         models: The pool's; its base model's checkpoint is the default.
-        clip_model: Folder or hub id of the checkpoint of a CLIP model that has one.
+        clip_model: Folder or hub id of a CLIP checkpoint with a projection.
 
     Raises:
         CalibrationError: If there is none.

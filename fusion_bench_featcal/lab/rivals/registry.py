@@ -1,4 +1,4 @@
-"""Registration of methods: each is one frozen dataclass in a module of this folder."""
+"""Registration of methods. Each is one frozen dataclass in a module of this folder."""
 
 import dataclasses
 import pkgutil
@@ -38,19 +38,19 @@ _METHODS: dict[str, "type[Method]"] = {}
     field_specifiers=(setting, same_as, dataclasses.field),
 )
 def method(option: str, *, source: str, without: Sequence[str] = ()) -> Callable[[T], T]:
-    """Register a subclass of `Method`, and make it a dataclass.
+    """Register a subclass of `Method`, and turn it into a dataclass.
 
-    Its docstring is the description in YAML and in the documentation.
+    Its docstring becomes the description in YAML and in the documentation.
 
     Args:
-        option: Name on the command line, `method=<option>`. The part behind the last `/` is its
-            name in reports.
+        option: Name on the command line, `method=<option>`. The part after the last `/` is the name
+            in reports.
         source: The paper.
-        without: Inherited settings that the method does not have; they keep their default.
+        without: Inherited settings that the method does not have. They keep their defaults.
     """
 
     def register(kind: T) -> T:
-        # The dataclass of a class has no field for what the class annotates as ClassVar.
+        # A dataclass has no field for attributes that the class annotates as ClassVar.
         kind.__annotations__ |= dict.fromkeys(without, ClassVar[Any])
         kind = dataclass(frozen=True, kw_only=True, eq=False)(kind)
         kind.option, kind.source, kind.name = option, source, option.rpartition("/")[2]
@@ -61,7 +61,7 @@ def method(option: str, *, source: str, without: Sequence[str] = ()) -> Callable
 
 
 def all_methods() -> dict[str, "type[Method]"]:
-    """Import the modules of this folder, and return the methods that they register, by option."""
+    """Import the modules of this folder, and return their registered methods by option."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         import_module(f"{__package__}.{module.name}")
     return dict(sorted(_METHODS.items()))
@@ -90,7 +90,7 @@ class Method(Settings):
 
     @property
     def calibration_settings(self) -> FeatCalSettings:
-        """The settings that the method shares with a calibration; the others have their default."""
+        """The settings that the method shares with a calibration, with defaults for all others."""
         return shared_part(self, FeatCalSettings)
 
     @property
@@ -105,11 +105,11 @@ class Method(Settings):
         }
 
     def check(self, inputs: "MethodInputs") -> None:
-        """Refuse what cannot work before a model is loaded. By default nothing is refused."""
+        """Refuse unusable models or data before a model is loaded. The default refuses none."""
 
     @cached_property
     def drawn(self) -> dict[str, int]:
-        """Number of samples per task that made the last model."""
+        """Number of samples per task used for the last model."""
         return {}
 
     def note_samples(self, log: CalibrationLog) -> None:
@@ -118,7 +118,7 @@ class Method(Settings):
         self.drawn.update({record["task"]: record["samples"] for record in log.of_kind("task")})
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Task -> {"samples": number, "split": name} of the data that made the last model."""
+        """Task -> {"samples": number, "split": name} of the data used for the last model."""
         split = self.calibration_settings.calibration_split
         return {t: {"samples": self.drawn[t], "split": split} for t in tasks if t in self.drawn}
 
@@ -129,7 +129,7 @@ class Method(Settings):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleSettings(Method):
-    """Settings of a method that draws samples as FeatCal does."""
+    """Settings of a method that draws samples like FeatCal."""
 
     samples_per_task: int = same_as(FeatCalSettings, "samples_per_task", group="data")
     batch_size: int = same_as(FeatCalSettings, "batch_size")
@@ -140,7 +140,7 @@ class SampleSettings(Method):
         """Compare the models and open the data.
 
         Raises:
-            CalibrationError: If a task lacks data, or a model is of another kind than the others.
+            CalibrationError: If a task lacks data, or models are of different kinds.
         """
         from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 
@@ -150,7 +150,7 @@ class SampleSettings(Method):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextSettings(Method):
-    """Settings of a method that reads texts as FeatCal does."""
+    """Settings of a method that reads texts like FeatCal."""
 
     calibration_targets: str = same_as(FeatCalSettings, "calibration_targets", group="texts only")
     generated_tokens: int = same_as(FeatCalSettings, "generated_tokens")
@@ -159,7 +159,7 @@ class TextSettings(Method):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelSettings(Method):
-    """Settings of a method that goes through a model block by block."""
+    """Settings of a method that processes a model block by block."""
 
     family: Any = same_as(FeatCalSettings, "family", group="models")
     ignore_config: Any = same_as(FeatCalSettings, "ignore_config")

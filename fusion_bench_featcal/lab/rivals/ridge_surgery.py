@@ -1,6 +1,7 @@
 """Ridge surgery: the best affine correction of a task's features, in closed form.
 
-It shows how much of Surgery's gain needs training: the same features are corrected, in no steps.
+It shows how much of Surgery's gain needs training: the same features are corrected without
+training.
 """
 
 import logging
@@ -27,7 +28,7 @@ GRID = tuple(10.0 ** (exponent / 2) for exponent in range(-8, 5))
 class RidgeSurgery(FeatureCorrection):
     """Ridge surgery: an affine correction of each task's final feature in closed form.
 
-    There is no training. It needs the task's name at inference.
+    Nothing is trained. It needs the task's name at inference.
     """
 
     ridge_lambda: float | str = setting(
@@ -56,9 +57,9 @@ class RidgeSurgery(FeatureCorrection):
     def fit_all(self, features: Mapping[str, TaskFeatures]) -> dict[str, nn.Module]:
         """Fit each task's affine correction: ridge regression of the drift on merged features.
 
-        With x and e the features of the merged model and the expert it minimises
-        `sum |(x - e) - (A x + b)|^2 + lambda n v |A|^2`, v the mean variance of x's coordinates; b
-        is free. A large lambda leaves only the mean drift to be removed. It is solved in float64.
+        With x and e the features of the merged model and the expert it minimises `sum |(x - e) - (A
+        x + b)|^2 + lambda n v |A|^2`, with v the mean variance of x's coordinates and b not
+        penalised. With a large lambda only the mean drift is removed. It is solved in float64.
 
         Raises:
             CalibrationError: If features do not vary, or `auto` has fewer than two samples.
@@ -70,7 +71,7 @@ class RidgeSurgery(FeatureCorrection):
         drift = features - expert.double()
         centred, centred_drift = features - features.mean(dim=0), drift - drift.mean(dim=0)
         left, values, right = torch.linalg.svd(centred, full_matrices=False)
-        # Below rounding a direction holds no information: one sample, or repeated ones.
+        # Below rounding a direction has no information: one sample, or repeated samples.
         values = torch.where(values > values.max() * 1e-7, values, 0)
         strength = self.ridge_lambda
         _check(features, values, task, leaves_out=isinstance(strength, str))
@@ -78,11 +79,11 @@ class RidgeSurgery(FeatureCorrection):
         power, scale = values.square(), centred.square().sum() / features.shape[1]
 
         def share(strength: float) -> Tensor:
-            """Return the share of each direction that is fitted; 0 where there is no energy."""
+            """Return the shrinkage factor of each direction, 0 without energy."""
             return torch.nan_to_num(power / (power + strength * scale))
 
         def left_out_error(strength: float) -> float:
-            """Sum squared residuals of each sample without it: 1 / (1 - leverage) times its own."""
+            """Sum squared leave-one-out residuals: residuals times 1 / (1 - leverage)."""
             residual = centred_drift - left * share(strength) @ target
             leverage = 1 / len(left) + (left.square() * share(strength)).sum(dim=1)
             return float((residual / (1 - leverage)[:, None]).square().sum())

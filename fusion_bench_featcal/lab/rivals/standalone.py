@@ -1,4 +1,4 @@
-"""Methods run by themselves, by FusionBench's `method=surgery` and the like."""
+"""Methods as separate runs, by FusionBench's `method=surgery` and others."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -37,17 +37,17 @@ log = logging.getLogger(__name__)
 
 
 class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
-    """A method of ours as a FusionBench method, which checks, runs, evaluates and reports it.
+    """A method of this package as a FusionBench method, which checks, runs and evaluates it.
 
-    Keys: those of the method, and for post-merging methods `base_method` (config of the upstream
-    merger; None takes the pool's `_merged_` model).
+    Keys: the method's settings and, for post-merging methods, `base_method` (config of the upstream
+        merger; None uses the pool's `_merged_` model).
     """
 
     setting_kinds: ClassVar[Sequence[Any]]  # the method's class is the first one
     base_method: Any = None
 
     def __init__(self, **keys: Any) -> None:
-        """Check everything that can be checked before a model is loaded.
+        """Check all settings before a model is loaded.
 
         Raises:
             ValueError: If a key is unknown or a value is not accepted.
@@ -61,12 +61,12 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
         super().__init__(**meta)
 
     def on_run_start(self) -> None:
-        """Take the suite's task pool if none was named; check the log directory."""
+        """Use the suite's task pool if none was named, and check the log directory."""
         prepare_run(self._program, self.log_dir)
 
     @ends_cleanly
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
-        """Make the model, and report it if the program runs this method itself.
+        """Build the model, and report it if the program runs this method itself.
 
         Args:
             modelpool: Base, experts and data.
@@ -75,8 +75,7 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
             The merged or improved model.
 
         Raises:
-            CalibrationError: If the run cannot go on; most reasons are noticed before anything is
-                merged.
+            CalibrationError: If the run cannot go on. Most reasons are detected before merging.
         """
         method, program = self.method, self._program
         taskpool = getattr(program, "taskpool", None)
@@ -103,12 +102,12 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
         merged: nn.Module | None,
         make: Callable[[], nn.Module],
     ) -> nn.Module:
-        """Make the model; save, evaluate and report it as FeatCal's is."""
+        """Build the model. Save, evaluate and report it like FeatCal's."""
         method, pool, processor = self.method, inputs.modelpool, None
-        with suppress(CalibrationError):  # not every method needs one
+        with suppress(CalibrationError):  # some methods need no processor
             processor = inputs.processor
         results = RunResults(self, pool, processor, upstream=upstream, row=method.name)
-        if merged is None:  # as `method=compare` notes them for a merger
+        if merged is None:  # a merger, recorded as by `method=compare`
             settings = plain(getattr(self._program, "_method", None)) or method.settings
         else:
             settings = method.settings

@@ -20,15 +20,15 @@ from fusion_bench_featcal.setting_fields import setting
 from fusion_bench_featcal.settings import CalibrationError
 
 PUBLISHED_FEATURES = 512
-"""Width of the features for which the authors chose their modules' widths."""
+"""Width of the features for the authors' choice of module widths."""
 
 
 @method("surgery", source="Yang et al., ICML 2024, arXiv 2402.02705")
 class Surgery(FeatureCorrection):
     """Representation Surgery: a small trained module per task corrects the final feature.
 
-    It needs the task's name at inference. The defaults are the authors'. FusionBench's own, which
-    always merges by AdaMerging first, is method=surgery/adamerging_surgery.
+    It needs the task's name at inference. The defaults are the authors'. FusionBench's version,
+    which always merges by AdaMerging first, is method=surgery/adamerging_surgery.
     """
 
     rank: int = setting(16, "Width of each task's module.", ge=1, group="module and fit")
@@ -55,7 +55,7 @@ class Surgery(FeatureCorrection):
     def _collect(
         self, merged: nn.Module, expert: nn.Module, site: Any, batches: Any, task: str
     ) -> TaskFeatures:
-        """Run merged model and expert on a task's samples; with `recompute` in every update."""
+        """Run merged model and expert on a task's samples, with `recompute` in every update."""
         if not self.recompute:
             return super()._collect(merged, expert, site, batches, task)
         batches = list(batches)
@@ -68,17 +68,17 @@ class Surgery(FeatureCorrection):
         return replace(super()._collect(merged, expert, site, batches, task), again=again)
 
     def scaled(self, width: int, features: int) -> int:
-        """Return a module's width for so many features, at least 1."""
+        """Return a module's width for a number of features, at least 1."""
         if self.width == "absolute":
             return width
         return max(1, round(width * features / PUBLISHED_FEATURES))
 
     def _modules(self, features: Mapping[str, TaskFeatures]) -> dict[str, Any]:
-        """Return each task's module before training; tasks may share one."""
+        """Return each task's module before training. Tasks may share one."""
         return {task: self.module(given, task) for task, given in features.items()}
 
     def module(self, features: TaskFeatures, name: str) -> nn.Module:
-        """Return a module before training, which corrects nothing; `name` seeds it."""
+        """Return a module before training, which corrects nothing, seeded by `name`."""
         generator = task_generator(self.seed, name, "weights")
         width = features.expert.shape[1]
         return initial_surgery(width, self.scaled(self.rank, width), generator)
@@ -90,7 +90,7 @@ class Surgery(FeatureCorrection):
 
         Args:
             module: The task's module.
-            features: The task's features; those of several sites have a difference each.
+            features: The task's features. Each of several sites has a separate difference.
             positions: The batch, as positions of samples.
             noise: The task's generator for random numbers.
         """
@@ -100,7 +100,7 @@ class Surgery(FeatureCorrection):
         return torch.stack([*map(functional.l1_loss, corrected, targets)]).sum()
 
     def fit_all(self, features: Mapping[str, TaskFeatures]) -> dict[str, nn.Module]:
-        """Train all tasks' modules, by one Adam or by one for each task.
+        """Train all tasks' modules, with one Adam for all or one for each task.
 
         Raises:
             CalibrationError: If the training diverges.
@@ -111,7 +111,7 @@ class Surgery(FeatureCorrection):
         trained = [self._train({task: given}) for task, given in features.items()]
         return {task: module for modules in trained for task, module in modules.items()}
 
-    @torch.inference_mode(False)  # tensors made in inference mode cannot be trained
+    @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
     @torch.enable_grad()
     def _train(self, features: Mapping[str, TaskFeatures]) -> dict[str, nn.Module]:
         """Train by one Adam (no weight decay, no schedule), one update for each task in turn."""
@@ -124,7 +124,7 @@ class Surgery(FeatureCorrection):
         for _ in range(self.steps):
             for task, update in updates.items():
                 loss = next(update)
-                # Zeros in place of None: Adam then moves the other tasks' modules, too.
+                # Zeros instead of None, so that Adam also moves the other tasks' modules.
                 optimizer.zero_grad(set_to_none=False)
                 loss.backward()
                 optimizer.step()
@@ -136,12 +136,12 @@ class Surgery(FeatureCorrection):
                     f"task {task!r}: training diverged, its weights are not finite. Lower "
                     f"method.learning_rate (now {self.learning_rate})"
                 )
-            # Read at once: reading each would wait for the device.
+            # Read at once, because reading each loss would wait for the device.
             self.losses[task] = torch.stack(losses[task]).tolist()
         return modules
 
     def _updates(self, task: str, module: nn.Module, features: TaskFeatures) -> Iterator[Tensor]:
-        """Yield the loss of each update, computed when it is asked for."""
+        """Yield the loss of each update, computed on request."""
         batches, noise = (task_generator(self.seed, task, use) for use in ("batches", "noise"))
         samples = len(features.merged)
         for positions in shuffled_batches(samples, self.batch_size, self.steps, batches):

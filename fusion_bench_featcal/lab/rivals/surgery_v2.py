@@ -1,4 +1,4 @@
-"""SurgeryV2 (arXiv 2410.14389): a small trained module per task behind every block."""
+"""SurgeryV2 (arXiv 2410.14389): a small trained module per task after every block."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from fusion_bench_featcal.lab.rivals.training import TaskFeatures, initial_surge
 from fusion_bench_featcal.settings import CalibrationError
 
 Sites = Callable[..., list[Tensor]]
-"""Computes features at all sites, of a model, its inputs and corrections: see `site_features`."""
+"""Computes features at all sites from a model, inputs and corrections: see `site_features`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SiteFeatures(TaskFeatures):
-    """Features behind every block, and the final ones.
+    """Features after every block, and final features.
 
-    `merged` are inputs: the merged model runs in every update, for each correction changes the
-    input of later blocks. `expert` are the expert's features, all sites side by side.
+    `merged` are inputs: the merged model runs in every update, because each correction changes the
+    input of later blocks. `expert` are the expert's features of all sites, concatenated.
 
     Attributes:
         model: The merged model.
@@ -37,14 +37,14 @@ class SiteFeatures(TaskFeatures):
     widths: Sequence[int]
 
     def corrected(self, rows: Tensor, module: nn.Module) -> list[Tensor]:
-        """Return the merged model's corrected features of inputs, a tensor for each site."""
+        """Return the merged model's corrected features for inputs, a tensor for each site."""
         return self.sites(self.model, rows, module)
 
 
 @method(
     "featcal_baselines/surgery_v2",
     source="arXiv 2410.14389",
-    # Texts have no part, and the merged model always runs in every update.
+    # Not for texts, and the merged model runs in every update anyway.
     without=(
         "final_norm", "normalize", "calibration_targets", "generated_tokens", "max_length",
         "recompute",
@@ -53,8 +53,8 @@ class SiteFeatures(TaskFeatures):
 class SurgeryV2(Surgery):
     """SurgeryV2: a small trained module per task after every block corrects all tokens.
 
-    Another corrects the final projected feature. CLIP vision models only. It needs the task's name
-    at inference.
+    Another one corrects the final projected feature. CLIP vision models only. It needs the task's
+    name at inference.
     """
 
     texts = False
@@ -78,12 +78,12 @@ class SurgeryV2(Surgery):
         batches: Iterable[Tensor],
         task: str = "",
     ) -> Any:
-        """Train one task's modules alone.
+        """Train the modules of one task.
 
         Args:
-            merged: The merged model; it is frozen, not changed.
+            merged: The merged model. It is frozen, not changed.
             expert: The task's expert, on the same device.
-            blocks: Names of the blocks behind which there are modules, in forward order.
+            blocks: Names of the blocks with a module after them, in forward order.
             final: Computes a model's final features of inputs.
             batches: The task's inputs, `[batch, ...]` each.
             task: The task's name, for seeds and messages.
@@ -98,7 +98,7 @@ class SurgeryV2(Surgery):
         return self.fit_all({task: _expert_features(merged, expert, sites, batches, task)})[task]
 
     def module(self, features: Any, name: str) -> LayerSurgery:
-        """Return modules before training, which correct nothing; `name` seeds them."""
+        """Return modules before training, which correct nothing, seeded by `name`."""
         generator = task_generator(self.seed, name, "weights")
         modules = [
             initial_surgery(w, self.scaled(self.rank, w), generator) for w in features.widths
@@ -135,7 +135,7 @@ def site_features(
     inputs: Tensor,
     surgery: Any = None,
 ) -> list[Tensor]:
-    """Return a model's token mean behind each block and its final features, `[batch, d]` each.
+    """Return a model's token mean after each block and its final features, `[batch, d]` each.
 
     Args:
         blocks: Names of the blocks, in forward order.

@@ -1,4 +1,4 @@
-"""Data of a correction, small modules before training, random numbers, and curves of a loss."""
+"""Training of corrections: data, initial modules, random numbers, and loss curves."""
 
 import hashlib
 import math
@@ -12,7 +12,7 @@ from fusion_bench_featcal.lab.rivals.corrected_model import SurgeryModule
 from fusion_bench_featcal.settings import CalibrationError
 
 CURVE_WINDOW = 20
-"""Updates whose mean loss is one point of a curve."""
+"""Number of updates whose mean loss is one point of a curve."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class TaskFeatures:
     Attributes:
         merged: Features of the merged model, `[n, d]`.
         expert: Features of the task's expert on the same samples, `[n, d]`.
-        again: Computes both again for positions of samples; None: they are kept.
+        again: Computes both again for positions of samples; None: both are stored.
     """
 
     merged: Tensor
@@ -42,7 +42,7 @@ class TaskFeatures:
 
 
 def check_features(merged: Tensor, expert: Tensor, task: str) -> None:
-    """Check the two sides of a task's correction, `[n, d]` each.
+    """Check the features of both models for a task's correction, `[n, d]` each.
 
     Raises:
         CalibrationError: If they differ in shape, are no matrices, are empty or not finite.
@@ -64,22 +64,22 @@ def check_features(merged: Tensor, expert: Tensor, task: str) -> None:
 def thinned(losses: Sequence[float]) -> list[tuple[int, float]]:
     """Return the losses of every update as a curve, `(steps done, loss)`.
 
-    The point of step 0 is the loss of the first update's batch, which is computed before any weight
-    changes. Every further point is the mean over `CURVE_WINDOW` updates (the last may have fewer),
-    at the number of the last of them.
+    The point at step 0 is the loss of the first update's batch, computed before any weight changes.
+    Every further point is the mean over `CURVE_WINDOW` updates (the last may have fewer), at the
+    number of the last of them.
     """
     points = [(0, value) for value in losses[:1]]
     for start in range(0, len(losses), CURVE_WINDOW):
         window = losses[start : start + CURVE_WINDOW]
         points.append((start + len(window), math.fsum(window) / len(window)))
-    # Six digits show everything, and keep the files small.
+    # Six digits are precise enough, and keep the files small.
     return [(step, float(f"{value:.6g}")) for step, value in points]
 
 
 def task_generator(seed: int, task: str, purpose: str) -> torch.Generator:
     """Return a random generator for one task and purpose (such as `batches`), on the CPU.
 
-    The random numbers of a task then depend neither on the other tasks nor on the device.
+    The random numbers of a task depend neither on other tasks nor on the device.
     """
     digest = hashlib.sha256(f"{seed}:{task}:{purpose}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -95,7 +95,7 @@ def initial_weight(rows: int, columns: int, generator: torch.Generator) -> Tenso
 
 
 def initial_surgery(width: int, rank: int, generator: torch.Generator) -> SurgeryModule:
-    """Return a module before training, on the CPU, which corrects nothing: U is zero."""
+    """Return a module before training, on the CPU. It corrects nothing, because U is zero."""
     return SurgeryModule(initial_weight(rank, width, generator), torch.zeros(width, rank))
 
 

@@ -30,17 +30,17 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 log = logging.getLogger(__name__)
 
 LEAST_SAMPLES = 16
-"""With fewer samples for some task nothing is held out, and the settings stay as given."""
+"""With fewer samples for any task nothing is held out, and the settings do not change."""
 
 _HELD_OUT = 4
-"""One in so many samples is held out."""
+"""One sample in this number is held out."""
 
 _DRAW = {"samples_per_task", "seed", "calibration_split"}
 _READING = {
     "batch_size", "calibration_targets", "generated_tokens", "max_length", "family",
     "ignore_config",
 }  # fmt: skip
-"""Settings of a method for reading samples and models, which the scores need, too."""
+"""Settings of a method for reading samples and models, which the scores also need."""
 
 
 def _is_config(value: Any) -> bool:
@@ -54,13 +54,13 @@ def _are_changes(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Search(Method):
-    """Settings to compare, and the samples on which they are compared.
+    """Settings to compare, and the samples for comparing them.
 
     Every candidate is fitted on three quarters of the samples and scored on the others by the mean
-    cosine of final features with the experts' (no labels); the best is fitted on all. Where tasks
-    have different numbers of samples, three quarters of the smallest number are taken of each. With
-    fewer than `LEAST_SAMPLES` samples of some task the settings stay as given. Samples are drawn as
-    these settings say, whatever those of the method say.
+    cosine of final features with the experts' (no labels). The best is fitted on all samples. If
+    tasks have different numbers of samples, each uses three quarters of the smallest number. With
+    fewer than `LEAST_SAMPLES` samples for any task the settings do not change. Samples are drawn by
+    these settings, not by the method's.
     """
 
     name = "tuned"
@@ -92,11 +92,11 @@ class Search(Method):
 
     @property
     def drawn_keys(self) -> set[str]:
-        """Settings of the draw that the method has."""
+        """Draw settings that the method has."""
         raise NotImplementedError
 
     def config(self, change: Mapping[str, Any], samples: int | None) -> dict[str, Any]:
-        """Return the method's config with a change, and so many samples per task (None: all)."""
+        """Return the method's config with a change and a number of samples per task (None: all)."""
         draw = {name: getattr(self, name) for name in _DRAW}
         draw["samples_per_task"] = samples or self.samples_per_task
         return {**self.of, **change, **{name: draw[name] for name in self.drawn_keys}}
@@ -104,13 +104,13 @@ class Search(Method):
     def best(
         self, inputs: MethodInputs, make: Callable[[Mapping[str, Any]], nn.Module]
     ) -> nn.Module:
-        """Make a model with each candidate's config, and again with the best one on all samples.
+        """Build a model with each candidate's config, and again with the best one on all samples.
 
         Returns:
             The model, with `choice`.
 
         Raises:
-            CalibrationError: If the settings as given do not work. Others are left out.
+            CalibrationError: If the given settings do not work. Failing candidates are left out.
         """
         settings, changes = self.calibration_settings, [{}, *self.candidates]
         samples = min(batches.samples for batches in inputs.batches(settings).values())
@@ -142,7 +142,7 @@ class Search(Method):
 def held_out_lessons(
     inputs: MethodInputs, settings: FeatCalSettings, fitted: int
 ) -> dict[str, list[Lesson]]:
-    """Run every expert once over its samples behind those that methods are fitted on."""
+    """Run every expert once over the samples after the ones that methods are fitted on."""
     return {
         task: expert_lessons(task, replace(drawn, indices=drawn.indices[fitted:]), inputs, settings)
         for task, drawn in inputs.batches(settings).items()
@@ -160,12 +160,12 @@ def score(model: nn.Module, lessons: Mapping[str, Sequence[Lesson]]) -> float:
 
 
 def _cosines(model: nn.Module, task: str, lesson: Lesson) -> Tensor:
-    """Return cosines `[n]` with the expert's features, of corrected features if there are such."""
+    """Return cosines `[n]` with the expert's features, of corrected features if available."""
     target = lesson.target
     if isinstance(model, CorrectedLanguageModel):
         with model.for_task(task), model.correcting():
             features = lesson.features(model.model)
-    elif isinstance(model, Corrected):  # of images, corrected behind the projection
+    elif isinstance(model, Corrected):  # for images, corrected after the projection
         projection: Any = model.projection
         corrected: Any = model
         features, target = corrected.features(task, **lesson.inputs), projection(target.float())
@@ -178,7 +178,7 @@ def _cosines(model: nn.Module, task: str, lesson: Lesson) -> Tensor:
 class Tuned(Search):
     """A post-merging method with the settings that are best on held-out calibration samples."""
 
-    # With the settings as given, and the one that made the last model.
+    # With the given settings, and the method of the last model.
     _methods: list[Any] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -196,28 +196,28 @@ class Tuned(Search):
     def _method(self, config: Mapping[str, Any]) -> Any:
         try:
             return instantiate(config, _recursive_=False, _convert_="all")
-        except Exception as error:  # Hydra wraps what a constructor raises
+        except Exception as error:  # Hydra wraps the constructor's error
             change = {key: value for key, value in config.items() if self.of.get(key) != value}
             raise ValueError(f"candidate {change}: {error.__cause__ or error}") from error
 
     @property
     def drawn_keys(self) -> set[str]:
-        """Settings of the draw that the method has."""
+        """Draw settings that the method has."""
         return _DRAW & {*self._methods[0].settings}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings as given, the draw and the candidates."""
+        """The given settings, the draw and the candidates."""
         draw = {name: getattr(self, name) for name in _DRAW}
         return self._methods[0].settings | draw | {"candidates": list(self.candidates)}
 
     def check(self, inputs: MethodInputs) -> None:
-        """Check the settings as given. Candidates that do not fit the models are left out later."""
+        """Check the given settings. Candidates that do not fit the models are left out later."""
         self._methods[0].check(inputs)
         inputs.batches(self.calibration_settings)
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
-        """Choose the settings, and improve the merged model with them; the result has `choice`."""
+        """Choose the settings, and improve the merged model with them. The result has `choice`."""
 
         def make(config: Mapping[str, Any]) -> nn.Module:
             self._methods[1:] = [method := self._method(config)]
@@ -231,24 +231,24 @@ class Tuned(Search):
         return model
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the last method's samples; without any, those that its settings were chosen on."""
+        """Return the last method's samples, or else the samples its settings were chosen on."""
         return super().samples(model, tasks) | self._methods[-1].samples(model, tasks)
 
     def added(self, model: nn.Module) -> dict[str, int]:
-        """Return the modules that the last method added."""
+        """Return the modules added by the last method."""
         return self._methods[-1].added(model)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TunedMerger(Search):
-    """A merger, FusionBench's or ours, with the best of several settings; chosen as by `Tuned`.
+    """A merger of FusionBench or this package with the best of several settings, as in `Tuned`.
 
-    Of FusionBench's mergers those that read data themselves read it all, held-out samples included.
+    FusionBench's mergers that read data themselves read all of it, including held-out samples.
     """
 
     @property
     def drawn_keys(self) -> set[str]:
-        """Settings of the draw that a merger of ours has. To others the names may mean more."""
+        """Settings of the draw that a merger of ours has. Other mergers may use them for more."""
         target = self.of.get("_target_")
         kind = None if target is None else import_target("method.of", target)
         return _DRAW & {*names_of(getattr(kind, "setting_kinds", ()))}
@@ -259,11 +259,10 @@ class TunedMerger(Search):
         inputs.batches(self.calibration_settings)
 
     def merge(self, inputs: MethodInputs) -> nn.Module:
-        """Merge with every candidate, and return the best; it has `choice`.
+        """Merge with every candidate, and return the best model, which has `choice`.
 
         Raises:
-            CalibrationError: If a task lacks data, or the merger cannot go on with its settings as
-                given.
+            CalibrationError: If a task lacks data, or the merger fails with its given settings.
         """
 
         def make(config: Mapping[str, Any]) -> nn.Module:
