@@ -1,4 +1,6 @@
-"""Calibration samples: each task's own, the same whatever else is calibrated."""
+"""Calibration samples: each task's, the same whatever else is calibrated."""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,39 +16,35 @@ from fusion_bench_featcal.tasks import load_images
 
 
 def numbered(count: int) -> list[dict]:
-    """Items whose picture tells their number; no labels."""
+    """Items whose picture shows their number; no labels."""
     return [{"image": np.full((2, 2, 3), number, np.uint8)} for number in range(count)]
 
 
 class Pool:
-    """As much of a model pool as calibration asks for."""
+    """The part of a model pool that calibration needs."""
 
-    def __init__(self, split: str = "train", **tasks) -> None:
+    def __init__(self, split: str = "train", **tasks: Any) -> None:
         self.train_dataset_names = self.val_dataset_names = self.test_dataset_names = []
         setattr(self, f"{split}_dataset_names", list(tasks))
         setattr(self, f"load_{split}_dataset", tasks.__getitem__)
 
 
-def settings(**changes) -> FeatCalSettings:
-    return FeatCalSettings(samples_per_task=10, batch_size=4).replace(**changes)
+def settings(**changes: Any) -> FeatCalSettings:
+    return FeatCalSettings(**{"samples_per_task": 10, "batch_size": 4} | changes)
 
 
-def drawn(pool, tasks=("a",), processor=channels_first, **changes) -> dict[str, list[int]]:
+def drawn(pool: Any, tasks: Any = ("a",), **changes: Any) -> dict[str, list[int]]:
     """The numbers of the pictures in each task's batches."""
-    batches = calibration_batches(pool, tasks, settings(**changes), lambda image: processor(image))
+    batches = calibration_batches(pool, tasks, settings(**changes), channels_first)
     pixels = {task: torch.cat([b["pixel_values"] for b in batches[task]]) for task in tasks}
-    return {
-        task: (values[:, 0, 0, 0] * 255).round().int().tolist() for task, values in pixels.items()
-    }
+    return {t: (values[:, 0, 0, 0] * 255).round().int().tolist() for t, values in pixels.items()}
 
 
 def test_batches_hold_distinct_samples_in_batch_size():
     batches = calibration_batches(Pool(a=numbered(30)), ["a"], settings(), channels_first)
-    shapes = [batch["pixel_values"].shape for batch in batches["a"]]
-    assert shapes == [(4, 3, 2, 2), (4, 3, 2, 2), (2, 3, 2, 2)]
-    assert len(batches["a"]) == 3
-    twice = [torch.cat([batch["pixel_values"] for batch in batches["a"]]) for _ in range(2)]
-    assert torch.equal(*twice)
+    for _ in range(2):
+        shapes = [batch["pixel_values"].shape for batch in batches["a"]]
+        assert shapes == [(4, 3, 2, 2), (4, 3, 2, 2), (2, 3, 2, 2)] and len(batches["a"]) == 3
     assert len(set(drawn(Pool(a=numbered(30)))["a"])) == 10
 
 
@@ -55,34 +53,28 @@ def test_a_tasks_samples_do_not_depend_on_other_tasks_or_batches():
     pool = Pool(z=numbered(20), a=numbered(50), b=numbered(50))
     assert drawn(pool, ("b", "z", "a"))["a"] == alone
     assert drawn(pool, ("a", "b"), batch_size=7)["a"] == alone
-    assert drawn(pool)["a"] == alone
     assert drawn(pool, samples_per_task=20)["a"][:10] == alone
     assert drawn(pool, ("a", "b"))["b"] != alone
     assert drawn(pool, seed=43)["a"] != alone
+    for split in ("train", "val", "test"):
+        chosen = drawn(Pool(split, a=numbered(10)), calibration_split=split)
+        assert sorted(chosen["a"]) == list(range(10))
 
 
 def test_draw_is_the_same_on_every_machine():
-    expected = [55, 45, 44, 90, 39]  # what every published number was made with
+    expected = [55, 45, 44, 90, 39]  # the samples of every published number
     assert draw_samples(100, "mini_mnist", settings(samples_per_task=5)) == expected
 
 
-@pytest.mark.parametrize("split", ["train", "val", "test"])
-def test_split_is_the_one_asked_for(split):
-    pool = Pool(split, a=numbered(10))
-    assert sorted(drawn(pool, calibration_split=split)["a"]) == list(range(10))
-
-
 def test_transformers_processor_on_a_folder_through_fusion_benchs_pool(tmp_path):
-    folder = write_class_folders(tmp_path / "a")
-    target = {"_target_": "fusion_bench_featcal.tasks.load_images", "path": str(folder)}
+    folder = str(write_class_folders(tmp_path / "a"))
+    target = {"_target_": LOAD, "path": folder}
     pool = BaseModelPool({}, train_datasets=OmegaConf.create({"a": target}))
     processor = CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-    (batch,) = calibration_batches(
-        pool, ["a"], settings(samples_per_task=12, batch_size=12), processor
-    )["a"]
-    items = load_images(str(folder))
-    order = draw_samples(12, "a", settings(samples_per_task=12))
-    pictures = [items[index]["image"] for index in order]
+    every = settings(samples_per_task=12, batch_size=12)
+    (batch,) = calibration_batches(pool, ["a"], every, processor)["a"]
+    items = load_images(folder)
+    pictures = [items[index]["image"] for index in draw_samples(12, "a", every)]
     expected = processor(images=pictures, return_tensors="pt")["pixel_values"]
     assert torch.equal(batch["pixel_values"], expected)
 
@@ -94,80 +86,60 @@ def test_fewer_samples_than_asked_for_are_all_taken_with_one_warning(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "task a has 9 samples, fewer than method.samples_per_task = 10: all of them are used"
     ]
-    assert samples_used(pool, ["a", "b", "c"], 10, "train") == {
-        "a": {"samples": 9, "split": "train"},
-        "b": {"samples": 10, "split": "train"},
-    }
-    assert samples_used(Pool(a=numbered(9)), ["a"], 4, "train")["a"]["samples"] == 4
+    used = samples_used(pool, ["a", "b", "c"], 10, "train")
+    assert used == {t: {"samples": n, "split": "train"} for t, n in (("a", 9), ("b", 10))}
+    assert samples_used(pool, ["a"], 4, "train")["a"]["samples"] == 4
 
 
-def test_damaged_file_is_named(tmp_path):
-    folder = write_class_folders(tmp_path / "a")
-    (folder / "star" / "00.png").write_bytes(b"no picture at all")
-    pool = Pool(a=load_images(str(folder)))
-    batches = calibration_batches(pool, ["a"], settings(samples_per_task=12), channels_first)
-    with pytest.raises(CalibrationError, match=r"task 'a'.*star/00\.png cannot be read"):
-        list(batches["a"])
-
-
-class Grumpy(list):
-    def __getitem__(self, index):
+class Unreadable(list):
+    def __getitem__(self, index: Any) -> Any:
         raise OSError("disk on fire")
 
 
-@pytest.mark.parametrize(
-    ("items", "message"),
-    [
-        (Grumpy(numbered(10)), r"item \d+ cannot be read \(disk on fire"),
-        ([*numbered(9), {"image": 3.5}], r"train_datasets\.a, item 9: not an image but float"),
-        (
-            [{"image": picture(n, (4 + (n == 7), 4))} for n in range(10)],
-            r"sizes.*\[3, 4, [45]\] and \[3, 4, [45]\].*modelpool\.processor",
-        ),
-    ],
-)
-def test_items_that_cannot_be_used_are_named_when_they_are_read(items, message):
-    batches = calibration_batches(Pool(a=items), ["a"], settings(batch_size=1), channels_first)
+ITEMS: list[tuple[Any, str]] = [
+    (Unreadable(numbered(10)), r"item \d+ cannot be read \(disk on fire"),
+    ([*numbered(9), {"image": 3.5}], r"train_datasets\.a, item 9: not an image but float"),
+    ([{"image": picture(n, (4 + (n == 7), 4))} for n in range(10)],
+     r"sizes.*\[3, 4, [45]\] and \[3, 4, [45]\].*modelpool\.processor"),
+    ("DAMAGED", r"star/00\.png cannot be read"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("items", "message"), ITEMS)
+def test_items_that_cannot_be_used_are_named_when_they_are_read(items, message, tmp_path):
+    if items == "DAMAGED":
+        folder = write_class_folders(tmp_path / "a")
+        (folder / "star" / "00.png").write_bytes(b"no picture at all")
+        items = load_images(str(folder))
+    chosen = settings(batch_size=1, samples_per_task=len(items))
+    batches = calibration_batches(Pool(a=items), ["a"], chosen, channels_first)
     with pytest.raises(CalibrationError, match=f"task 'a'.*{message}"):
         list(batches["a"])
 
 
-@pytest.mark.parametrize(
-    ("pool", "task", "changes", "message"),
-    [
-        (
-            Pool(abc=[], d=[]), "abd", {},
-            r"task 'abd' has no calibration data \(nearest: 'abc'\): set "
-            r"modelpool\.train_datasets\.abd or method\.calibration_split \(now train\).*"
-            "are: abc, d",
-        ),
-        (Pool(a=[]), "a", {"calibration_split": "val"}, "The pool's val_datasets are: none"),
-        (Pool(a=[]), "a", {}, r"'a' has 0 samples in modelpool\.train_datasets\.a"),
-    ],
-)  # fmt: skip
-def test_tasks_without_data_are_refused(pool, task, changes, message):
+LOAD = "fusion_bench_featcal.tasks.load_images"
+NO_DATA = (
+    r"task 'abd' has no calibration data \(nearest: 'abc'\): set modelpool\.train_datasets\.abd or "
+    r"method\.calibration_split \(now train\).*are: abc, d"
+)
+REFUSED: list[tuple[Any, str, dict[str, Any], str]] = [
+    (Pool(abc=[], d=[]), "abd", {}, NO_DATA),
+    (Pool(a=[]), "a", {"calibration_split": "val"}, "The pool's val_datasets are: none"),
+    (Pool(a=[]), "a", {}, r"'a' has 0 samples in modelpool\.train_datasets\.a"),
+    *((CLIPVisionModelPool(DictConfig({}), train_datasets=OmegaConf.create({"a": entry})), "a", {},
+       rf"(?s)modelpool\.train_datasets\.a.*{message}")
+      for entry, message in (
+          ({"_target_": LOAD, "path": "./nowhere"}, "cannot be loaded: data './nowhere' does not"),
+          ({"_target_": LOAD, "path": "./nowhere", "splitt": "x"}, "cannot be loaded: .*'splitt'"),
+          ({"_target_": LOAD, "path": "who/what"}, r"correct the path, .*train or test\)\.$"),
+          ({"_target_": LOAD, "path": "who/what", "split": "train"}, "'who/what'.*HF_HUB_OFFL"),
+          ({"_target_": "datasets.load_dataset", "path": "who/what"},
+           "'who/what'.*HF_HUB_OFFLINE is"),
+          ("who/what", "who/what.*HF_HUB_OFFLINE is"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pool", "task", "changes", "message"), REFUSED)
+def test_data_that_cannot_be_loaded(pool, task, changes, message):
     with pytest.raises(CalibrationError, match=message):
         calibration_batches(pool, [task], settings(**changes), channels_first)
-
-
-LOAD = "fusion_bench_featcal.tasks.load_images"
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"_target_": LOAD, "path": "./nowhere"}, "cannot be loaded: data './nowhere' does not"),
-        ({"_target_": LOAD, "path": "./nowhere", "splitt": "x"}, "cannot be loaded: .*'splitt'"),
-        ({"_target_": LOAD, "path": "who/what"}, r"correct the path, .*train or test\)\.$"),
-        ({"_target_": LOAD, "path": "who/what", "split": "train"}, "data 'who/what'.*HF_HUB_OFFL"),
-        (
-            {"_target_": "datasets.load_dataset", "path": "who/what"},
-            "'who/what'.*HF_HUB_OFFLINE is",
-        ),
-        ("who/what", "who/what.*HF_HUB_OFFLINE is"),
-    ],
-)
-def test_data_that_cannot_be_loaded(entry, message):
-    pool = CLIPVisionModelPool(DictConfig({}), train_datasets=OmegaConf.create({"a": entry}))
-    with pytest.raises(CalibrationError, match=rf"(?s)modelpool\.train_datasets\.a.*{message}"):
-        calibration_batches(pool, ["a"], settings(), channels_first)

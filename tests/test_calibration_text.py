@@ -1,5 +1,6 @@
 """Calibration samples of text pools: drawn as images are, and answered by experts if asked."""
 
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -7,112 +8,96 @@ import pytest
 import torch
 from fusion_bench.modelpool import CausalLMPool, Seq2SeqLMPool
 from omegaconf import OmegaConf
-from tiny_texts import TASKS, llama_model, sentences, t5_model, with_data, word_tokenizer, write
+from tiny_texts import (
+    TASKS,
+    llama_model,
+    load_t5,
+    sentences,
+    t5_model,
+    with_data,
+    word_tokenizer,
+    write,
+)
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.calibration_data import calibration_batches, draw_samples
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 
 SETTINGS = FeatCalSettings(samples_per_task=6, batch_size=4)
-T5 = {"_target_": "transformers.AutoModelForSeq2SeqLM.from_pretrained"}
+kinds = pytest.mark.parametrize("kind", ["causal", "seq2seq"])
 
 
-def pool_of(kind: str, models: dict[str, Any], **options: Any) -> Any:
+def pool_of(kind: str, models: dict[str, Any]) -> Any:
     pool = Seq2SeqLMPool if kind == "seq2seq" else CausalLMPool
-    return with_data(pool(OmegaConf.create(models), tokenizer=None, **options))  # type: ignore[arg-type]
+    return with_data(pool(OmegaConf.create(models), tokenizer=None))  # type: ignore[arg-type]
 
 
-def batches(kind="causal", pool=None, rows: Any = sentences, **changes) -> dict[str, list]:
-    chosen = with_data(pool or pool_of(kind, {"one": "x", "two": "x"}), rows)
+def batches(kind: str = "causal", rows: Any = sentences, pool: Any = None, **changes: Any) -> Any:
+    chosen = with_data(pool or pool_of(kind, dict.fromkeys(TASKS, "x")), rows)
     tokenizer = word_tokenizer(ends=kind == "seq2seq")
-    found = calibration_batches(chosen, TASKS, SETTINGS.replace(**changes), tokenizer)
-    return {task: list(found[task]) for task in TASKS}
+    drawn = calibration_batches(chosen, TASKS, SETTINGS.replace(**changes), tokenizer)
+    return {task: list(drawn[task]) for task in TASKS}
 
 
-def texts(parts: list[dict], key: str) -> list[list[int]]:
-    """One list of tokens a sample, without padding."""
-    mask = "attention_mask" if key == "input_ids" else None
-    return [
-        row[keep.bool()].tolist()
-        for part in parts
-        for row, keep in zip(part[key], part[mask] if mask else part[key] != -100, strict=True)
-    ]
+def assert_same(first: list[dict], second: list[dict]) -> None:
+    for one, other in zip(first, second, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_prompts_beyond_an_experts_vocabulary(tmp_path):
-    models = {task: write(llama_model(), tmp_path / task) for task in TASKS}
-    pool = pool_of("causal", models)
-    given = [{"input_ids": [3, 4]}] * 5 + [{"input_ids": [3, 99]}]
-    with pytest.raises(CalibrationError, match=r"task 'one', .*item 5: input_ids has .* id 99"):
-        batches(pool=pool, rows=lambda _: given, calibration_targets="generated")
+def texts(batches: list[dict], key: str) -> list[list[int]]:
+    """One list of tokens per sample, without padding."""
+    rows = []
+    for batch in batches:
+        keep = batch["attention_mask"].bool() if key == "input_ids" else batch[key] != -100
+        rows += [row[used].tolist() for row, used in zip(batch[key], keep, strict=True)]
+    return rows
 
 
 def test_samples_are_drawn_as_images_are_whatever_the_batch_size():
-    found = batches()
-    assert [part["input_ids"].shape[0] for part in found["one"]] == [4, 2]
-    order = draw_samples(12, "one", SETTINGS)
-    tokenizer = word_tokenizer()
-    expected = [
-        [*tokenizer(f"{row['prompt']} {row['target']}")["input_ids"], 1]
-        for row in (sentences("one")[index] for index in order)
-    ]
-    assert texts(found["one"], "input_ids") == expected
+    drawn, tokenizer = batches(), word_tokenizer()
+    assert [batch["input_ids"].shape[0] for batch in drawn["one"]] == [4, 2]
+    rows = [sentences("one")[index] for index in draw_samples(12, "one", SETTINGS)]
+    expected = [[*tokenizer(f"{r['prompt']} {r['target']}")["input_ids"], 1] for r in rows]
+    assert texts(drawn["one"], "input_ids") == expected
     assert texts(batches(batch_size=5)["one"], "input_ids") == expected
     assert texts(batches(samples_per_task=3)["one"], "input_ids") == expected[:3]
     assert texts(batches(seed=1)["one"], "input_ids") != expected
 
 
-def test_tokenised_rows_give_the_same_batches_as_plain_texts():
-    tokenizer = word_tokenizer(ends=True)
-
-    def tokenised(task):
-        padded = {"padding": "max_length", "max_length": 16}
-        rows = []
-        for row in sentences(task):
-            labels = tokenizer(row["target"], **padded)["input_ids"]
-            rows.append(
-                {**tokenizer(row["prompt"], **padded), "labels": [i if i else -100 for i in labels]}
-            )
-        return datasets.Dataset.from_list(rows).with_format("torch")
-
-    plain, ready = batches("seq2seq"), batches("seq2seq", rows=tokenised)
-    for ours, theirs in zip(plain["two"], ready["two"], strict=True):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+def tokenised(task: str) -> Any:
+    tokenizer, rows = word_tokenizer(ends=True), []
+    padded = {"padding": "max_length", "max_length": 16}
+    for row in sentences(task):
+        ids = tokenizer(row["target"], **padded)["input_ids"]
+        labels = [i if i else -100 for i in ids]
+        rows.append({**tokenizer(row["prompt"], **padded), "labels": labels})
+    return datasets.Dataset.from_list(rows).with_format("torch")
 
 
-@pytest.mark.parametrize("name", ["completion", "response", "output", "answer"])
-def test_answers_in_columns_of_other_names(name):
-    def renamed(task):
-        return [{"prompt": row["prompt"], name: row["target"], "x": 3} for row in sentences(task)]
-
+def test_rows_may_be_tokenised_or_have_columns_of_other_names():
     for kind in ("causal", "seq2seq"):
-        for ours, other in zip(
-            batches(kind)["one"], batches(kind, rows=renamed)["one"], strict=True
-        ):
-            assert ours.keys() == other.keys()
-            assert all(torch.equal(ours[key], other[key]) for key in ours)
+        wanted = batches(kind)["two"]
+        for name in ("completion", "response", "output", "answer"):
+            renamed = lambda task, name=name: [  # noqa: E731
+                {"prompt": row["prompt"], name: row["target"], "x": 3} for row in sentences(task)
+            ]
+            assert_same(batches(kind, renamed)["two"], wanted)
+    assert_same(batches(kind, tokenised)["two"], wanted)
 
 
-@pytest.mark.parametrize("kind", ["causal", "seq2seq"])
-def test_generated_targets_are_the_experts_own_greedy_answers(kind, tmp_path):
+@kinds
+def test_generated_targets_are_the_experts_greedy_answers(kind: str, tmp_path: Path):
     make = llama_model if kind == "causal" else t5_model
     experts = {task: make(seed).float() for seed, task in enumerate(TASKS, start=1)}
-    entry = {} if kind == "causal" else T5
-    models = {
-        task: {**entry, "pretrained_model_name_or_path": write(expert, tmp_path / task)}
-        if entry
-        else write(expert, tmp_path / task)
-        for task, expert in experts.items()
-    }
-    pool = pool_of(kind, models)
+    paths = {task: write(expert, tmp_path / task) for task, expert in experts.items()}
+    pool = pool_of(kind, paths if kind == "causal" else load_t5(paths))
     unlabeled = lambda task: [{"prompt": row["prompt"]} for row in sentences(task)]  # noqa: E731
-    found = batches(kind, pool, rows=unlabeled, calibration_targets="generated", generated_tokens=3)
+    drawn = batches(kind, unlabeled, pool, calibration_targets="generated", generated_tokens=3)
     tokenizer = word_tokenizer(ends=kind == "seq2seq")
     for task, expert in experts.items():
-        for index, labels in zip(
-            draw_samples(12, task, SETTINGS), texts(found[task], "labels"), strict=True
-        ):
+        answers = texts(drawn[task], "labels")
+        for index, labels in zip(draw_samples(12, task, SETTINGS), answers, strict=True):
             ids = torch.tensor([tokenizer(sentences(task)[index]["prompt"])["input_ids"]])
             answer: Any = expert.generate(ids, max_new_tokens=3, do_sample=False)  # type: ignore[operator]
             answer = answer[0, 1:] if kind == "seq2seq" else answer[0, ids.shape[1] :]
@@ -120,56 +105,53 @@ def test_generated_targets_are_the_experts_own_greedy_answers(kind, tmp_path):
             assert len(labels) == 3 or labels[-1] == 1
 
 
-def test_an_encoder_decoder_without_targets_is_told_what_to_set():
-    rows = lambda task: [{"prompt": row["prompt"]} for row in sentences(task)]  # noqa: E731
-    with pytest.raises(CalibrationError, match=r"task 'one', modelpool\.train_datasets\.one, item"):
-        batches("seq2seq", rows=rows)
-
-
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("kind", "rows", "message"),
     [
-        ({"train": []}, r"got a mapping of train: set"),
-        (iter([]), "Load it without streaming"),
-        (["a"] * 12, r"item \d+: a text is a mapping, got str"),
-        ([], "task 'one' has 0 samples"),
+        ("causal", {"train": []}, r"got a mapping of train: set"),
+        ("causal", iter([]), "Load it without streaming"),
+        ("causal", ["a"] * 12, r"item \d+: a text is a mapping, got str"),
+        ("causal", [], "task 'one' has 0 samples"),
+        ("seq2seq", [{"prompt": "a"}] * 12, r"task 'one', modelpool\.train_datasets\.one, item"),
     ],
 )
-def test_data_of_another_kind(rows, message):
+def test_data_of_another_kind(kind: str, rows: Any, message: str):
     with pytest.raises(CalibrationError, match=message):
-        batches(rows=lambda task: rows)
+        batches(kind, lambda task: rows)
 
 
-@pytest.mark.parametrize("kind", ["causal", "seq2seq"])
-def test_tokenizer_is_loaded_and_compared_with_the_experts_own(kind, tmp_path):
-    tokenizer = word_tokenizer(ends=True)
-    folder = str(tmp_path / "base")
+def test_prompts_beyond_an_experts_vocabulary(tmp_path: Path):
+    pool = pool_of("causal", {task: write(llama_model(), tmp_path / task) for task in TASKS})
+    rows = [{"input_ids": [3, 4]}] * 5 + [{"input_ids": [3, 99]}]
+    with pytest.raises(CalibrationError, match=r"task 'one', .*item 5: input_ids has .* id 99"):
+        batches("causal", lambda _: rows, pool, calibration_targets="generated")
+
+
+@kinds
+def test_tokenizer_is_loaded_and_compared_with_the_experts(kind: str, tmp_path: Path):
+    tokenizer, folder, more = word_tokenizer(ends=True), str(tmp_path / "a"), tmp_path / "b"
     tokenizer.save_pretrained(folder)
-    more = word_tokenizer(words=(*tokenizer.convert_ids_to_tokens(range(23)), "extra"))
-    more.save_pretrained(tmp_path / "more")
-    pool = pool_of(kind, {"_pretrained_": folder, "one": folder, "two": str(tmp_path / "more")})
-    name = "_tokenizer" if kind == "seq2seq" else "tokenizer"
-    for entry in (
-        folder,
-        OmegaConf.create(
-            {
-                "_target_": "transformers.AutoTokenizer.from_pretrained",
-                "pretrained_model_name_or_path": folder,
-            }
-        ),
-    ):
-        setattr(pool, name, entry)
+    word_tokenizer(words=(*tokenizer.convert_ids_to_tokens(range(23)), "extra")).save_pretrained(
+        more
+    )
+    pool = pool_of(kind, {"_pretrained_": folder, "one": folder, "two": str(more)})
+    entry = {"_target_": "transformers.AutoTokenizer.from_pretrained"}
+    entry["pretrained_model_name_or_path"] = folder
+    for named in (folder, OmegaConf.create(entry)):
+        setattr(pool, "_tokenizer" if kind == "seq2seq" else "tokenizer", named)
         assert load_input_processor(pool).get_vocab() == tokenizer.get_vocab()
-    other = word_tokenizer(words=("<pad>", "</s>", "<unk>", *reversed("abcdefghijklmnopqrst")))
-    other.save_pretrained(tmp_path / "more")
+    words = ("<pad>", "</s>", "<unk>", *reversed("abcdefghijklmnopqrst"))
+    word_tokenizer(words=words).save_pretrained(more)
     with pytest.raises(CalibrationError, match=r"'two' has another.* 20 of 23.*'a' \(3 here"):
         load_input_processor(pool)
 
 
-def test_a_tokenizer_that_is_missing_is_named(tmp_path):
+def test_a_tokenizer_that_is_missing_is_named(tmp_path: Path):
     pool = pool_of("causal", {"one": str(tmp_path)})
-    with pytest.raises(CalibrationError, match=r"set modelpool\.tokenizer"):
-        load_input_processor(pool)
-    pool.tokenizer = str(tmp_path / "nowhere")
-    with pytest.raises(CalibrationError, match=r"modelpool\.tokenizer=.*nowhere: there is no"):
-        load_input_processor(pool)
+    for tokenizer, message in (
+        (None, r"set modelpool\.tokenizer"),
+        ("nowhere", r"modelpool\.tokenizer=nowhere: there is no"),
+    ):
+        pool.tokenizer = tokenizer
+        with pytest.raises(CalibrationError, match=message):
+            load_input_processor(pool)

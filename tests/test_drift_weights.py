@@ -23,61 +23,43 @@ from fusion_bench_featcal.agreement import (
 from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.problem import Request
 
-FAR_TASKS: dict[str, Any] = {**PLUS, "held_out": 2, "task_weights": "drift"}
+DRIFT: dict[str, Any] = {**PLUS, "held_out": 2, "task_weights": "drift"}
 Outcome = Mapping[str, tuple[float, float, float]]
 """By task: cosine, the merged model's cosine, drift."""
 
 
-def settings_of(**more: Any) -> FeatCalSettings:
-    return FeatCalSettings(**(FAR_TASKS | more))
+def outcome(a: float = 0.9, b: float = 0.9, c: float = 0.9, drift: float = 0.1) -> Outcome:
+    return {"a": (a, 0.5, 0.1), "b": (b, 0.5, 0.1), "c": (c, 0.5, drift)}
 
 
-def compared(script: "Scripted", **more: Any) -> Any:
-    """Run scripted calibrations, of models that nobody looks at."""
-    request = Request(nn.Identity(), None, {}, {}, settings_of(**more), torch.device("cpu"))
-    return calibrate_and_compare(request, script)
+FAR = outcome(c=0.6, drift=0.4)
+SMALL = outcome(0.97, 0.97, 0.97)
 
 
 def result_of(outcome: Outcome) -> Any:
     log = CalibrationLog()
     for task, (cosine, merged, drift) in outcome.items():
         for block in ("first", "last"):  # the last block's record counts
-            last = block == "last"
-            log.add(
-                "task",
-                {
-                    "task": task,
-                    "held_out": 2,
-                    "held_out_cosine": cosine if last else 0.0,
-                    "held_out_cosine_merged": merged,
-                    "held_out_drift": drift,
-                },
-            )
+            values = {"held_out": 2, "held_out_drift": drift, "held_out_cosine_merged": merged}
+            log.add("task", {"task": task, **values, "held_out_cosine": cosine * (block == "last")})
     return SimpleNamespace(log=log, reads={"totals": {"experts_read": 10}})
 
 
-class Scripted:
-    """Stands for calibrations, given what each will find."""
+def compared(*outcomes: Outcome, **more: Any) -> tuple[Any, list[FeatCalSettings]]:
+    """Outcome of calibrations with given outcomes, and the settings of each."""
+    calls: list[FeatCalSettings] = []
 
-    def __init__(self, *outcomes: Outcome) -> None:
-        self.outcomes, self.calls = list(outcomes), list[FeatCalSettings]()
+    def calibrate(request: Request) -> Any:
+        calls.append(request.settings)
+        return result_of(outcomes[len(calls) - 1])
 
-    def __call__(self, request: Request) -> Any:
-        self.calls.append(request.settings)
-        return result_of(self.outcomes[len(self.calls) - 1])
-
-
-def flat(cosine: float, drift: float = 0.1) -> Outcome:
-    return {"a": (cosine, 0.5, drift), "b": (cosine, 0.5, drift), "c": (cosine, 0.5, drift)}
-
-
-FAR: Outcome = {"a": (0.9, 0.5, 0.1), "b": (0.9, 0.5, 0.1), "c": (0.6, 0.5, 0.4)}
+    settings = FeatCalSettings(**DRIFT | more)
+    request = Request(nn.Identity(), None, {}, {}, settings, torch.device("cpu"))
+    return calibrate_and_compare(request, calibrate), calls
 
 
 def test_a_far_task_gets_weight_in_proportion_to_its_drift():
-    script = Scripted(FAR, flat(0.97))
-    best = compared(script, checkpoint_dir="here")
-    first, second = script.calls
+    best, (first, second) = compared(FAR, SMALL, checkpoint_dir="here")
     assert (first.task_weights, first.checkpoint_dir) == (None, "here")
     assert second.task_weights == pytest.approx({"a": 0.5, "b": 0.5, "c": 2.0})
     assert second.checkpoint_dir == "here/drift_weights"
@@ -89,53 +71,39 @@ def test_a_far_task_gets_weight_in_proportion_to_its_drift():
     assert outcome_of(CalibrationLog()) == []
 
 
-BEHIND: Outcome = {**flat(0.99), "b": (0.5, 0.5, 0.1)}
-
-
-@pytest.mark.parametrize(("second", "kept"), [(flat(0.7), False), (BEHIND, False), (FAR, False)])
-def test_a_second_calibration_that_helps_less_is_dropped(second: Outcome, kept: bool):
-    best = compared(Scripted(FAR, second))
+@pytest.mark.parametrize("second", [outcome(0.7, 0.7, 0.7), outcome(0.99, 0.5, 0.99), FAR])
+def test_a_second_calibration_that_helps_less_is_dropped(second: Outcome):
+    best, _ = compared(FAR, second)
     (record,) = best.log.of_kind("drift_weights")
-    assert record["kept"] is kept and "dropped" in outcome_of(best.log)[0]
+    assert not record["kept"] and "dropped" in outcome_of(best.log)[0]
     assert Agreement.of(best.log).mean == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize(
-    ("outcome", "more"),
-    [(flat(0.9), {}), (FAR, {"task_weights": None}), (FAR, {"task_weights": {"c": 2.0}}), ({}, {})],
+    ("first", "weights"), [(outcome(), "drift"), (FAR, None), (FAR, {"c": 2.0}), ({}, "drift")]
 )
-def test_one_calibration_where_drift_is_even_or_weights_are_given(outcome, more):
-    script = Scripted(outcome)
-    compared(script, **more)
-    assert [call.task_weights for call in script.calls] == [more.get("task_weights")]
+def test_one_calibration_if_drift_is_even_or_weights_are_given(first: Outcome, weights: Any):
+    _, calls = compared(first, task_weights=weights)
+    assert [call.task_weights for call in calls] == [None if weights == "drift" else weights]
 
 
-PAPERS: dict[str, Any] = {"rule": "paper", "task_weights": None}
+PAPER: dict[str, Any] = {"rule": "paper", "task_weights": None}
 
 
 @pytest.mark.parametrize(
-    ("settings", "behind", "said", "unsaid"),
+    ("settings", "behind", "advice", "other"),
     [
-        ({}, "c", ["other samples, or leaving their experts out"], ["featcal/plus"]),
-        (PAPERS, "abc", ["FeatCal+ (method=featcal/plus), or leaving"], ["other samples"]),
+        ({}, "c", "other samples, or leaving their experts out", "featcal/plus"),
+        (PAPER, "abc", "FeatCal+ (method=featcal/plus), or leaving", "other samples"),
     ],
 )
-def test_advice_fits_the_run(
-    settings: dict[str, Any], behind: str, said: list[str], unsaid: list[str]
-):
-    outcome = {task: (0.4 if task in behind else 0.9, 0.5, 0.1) for task in "abc"}
-    (line,) = warnings_of(Agreement.of(result_of(outcome).log), settings_of(**settings))
+def test_advice_fits_the_run(settings: dict[str, Any], behind: str, advice: str, other: str):
+    agreement = Agreement.of(result_of(outcome(**dict.fromkeys(behind, 0.4))).log)
+    (line,) = warnings_of(agreement, FeatCalSettings(**DRIFT | settings))
     named = [task for task in "abc" if f"{task} (cosine 0.4000, merged 0.5000)" in line]
     assert named == list(behind) and line.count("cosine") == len(behind)
-    assert all(text in line for text in said) and not any(text in line for text in unsaid)
-
-
-def test_no_advice_where_all_tasks_are_closer():
-    assert warnings_of(Agreement.of(result_of(FAR).log), settings_of()) == []
-
-
-SAMPLES_ALONE = {"_target_": "fusion_bench_featcal.rules.plus.Plus", "gamma": 0.0}
-FAR_SUITE: dict[str, Any] = FAR_TASKS | {"rule": SAMPLES_ALONE, "held_out": 8}
+    assert advice in line and other not in line
+    assert warnings_of(Agreement.of(result_of(FAR).log), FeatCalSettings(**DRIFT)) == []
 
 
 def far_suite() -> Suite:
@@ -146,31 +114,26 @@ def far_suite() -> Suite:
     )
 
 
-def test_the_model_that_is_kept_is_that_of_its_weights():
-    result = run_fast(far_suite(), **FAR_SUITE)
+def test_the_kept_model_is_that_of_its_weights_and_is_resumed(tmp_path: Path):
+    rule = {"_target_": "fusion_bench_featcal.rules.plus.Plus", "gamma": 0.0}
+    settings: dict[str, Any] = DRIFT | {"rule": rule, "held_out": 8}
+    suite, folder = far_suite(), tmp_path / "blocks"
+    result = run_fast(suite, checkpoint_dir=str(folder), **settings)
     (record,) = result.log.of_kind("drift_weights")
-    weights = record["weights"] if record["kept"] else {}
     assert max(record["weights"], key=record["weights"].__getitem__) == "task_2"
-    once: dict[str, Any] = FAR_SUITE | {"task_weights": weights}
-    alone = run_fast(far_suite(), **once)
+    weights = record["weights"] if record["kept"] else {}
+    alone = run_fast(suite, **settings | {"task_weights": weights})
     assert_identical(result.model, alone.model)
     json.dumps(result.log.plain_records())
+    assert (folder / "drift_weights").is_dir()
+    again = run_fast(suite, checkpoint_dir=str(folder), resume=True, **settings)
+    assert_identical(again.model, result.model)
+    assert again.log.of_kind("resumed")
 
 
-def test_each_calibration_has_a_folder_of_its_own(tmp_path: Path):
-    suite, folder = far_suite(), tmp_path / "blocks"
-    whole = run_fast(suite, **FAR_SUITE)
-    first = run_fast(suite, checkpoint_dir=str(folder), **FAR_SUITE)
-    again = run_fast(suite, checkpoint_dir=str(folder), resume=True, **FAR_SUITE)
-    for result in (first, again):
-        assert_identical(result.model, whole.model)
-    assert (folder / "drift_weights").is_dir() and again.log.of_kind("resumed")
-
-
-def test_factors_scale_the_tasks_weights():
+def test_only_the_ratio_of_task_weights_matters():
     suite = clip_suite(tasks=2)
     plain = run_fast(suite, **PLUS).model
     same = run_fast(suite, task_weights={"task_0": 3.0, "task_1": 3.0}, **PLUS).model
-    assert distance(same, plain) < 1e-9  # no common factor matters
-    other = run_fast(suite, task_weights={"task_0": 3.0}, **PLUS).model
-    assert distance(other, plain) > 1e-4
+    assert distance(same, plain) < 1e-9
+    assert distance(run_fast(suite, task_weights={"task_0": 3.0}, **PLUS).model, plain) > 1e-4

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a run cleanly; a process that waits for another says so."""
+"""SIGTERM and Ctrl-C end a run cleanly."""
 
 import os
 import signal
@@ -21,50 +21,44 @@ from fusion_bench_featcal.lab.rivals import (
     SurgeryV2Algorithm,
 )
 
-PROGRAM = SimpleNamespace()
+PROGRAM: Any = SimpleNamespace()
 
 
-def stopped(signum: int, program: Any = PROGRAM) -> Any:
-    """Send a signal to a process of its own inside the context; what it ended with."""
+def kill_oneself(signum: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), signum)
+    time.sleep(60)
 
-    def work(_: int) -> None:
+
+def ended(work: Any, program: Any = PROGRAM) -> int | str | None:
+    """Exit code of work inside the context, in a process of its own."""
+
+    def run(_: int) -> None:
         # A command in the background of a shell ignores Ctrl-C, and so would its children.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with ending_cleanly(program, lambda: "go on"):
-            os.kill(os.getpid(), signum)
-            time.sleep(60)
+            work()
 
-    (result,) = in_forks(1, work)
-    return result
+    (result,) = in_forks(1, run)
+    assert isinstance(result, SystemExit)
+    return result.code
+
+
+def converted() -> None:
+    """A library that turns the end into an error of its own."""
+    try:
+        kill_oneself()
+    except SystemExit as stop:
+        raise ValueError("no shape") from stop
 
 
 def test_signals_become_exit_codes() -> None:
-    for signum, program, code in (
-        (signal.SIGTERM, PROGRAM, 143), (signal.SIGTERM, None, 143), (signal.SIGINT, PROGRAM, 130),
-    ):  # fmt: skip
-        result = stopped(signum, program)
-        assert isinstance(result, SystemExit) and result.code == code
-
-
-def test_an_exception_that_a_library_makes_of_the_signal_ends_the_run_as_well() -> None:
-    def work(_: int) -> None:
-        with ending_cleanly(PROGRAM, lambda: "go on"):
-            try:
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(60)
-            except SystemExit as stop:
-                raise ValueError("no shape") from stop
-
-    (result,) = in_forks(1, work)
-    assert isinstance(result, SystemExit) and result.code == 143
-
-
-def test_interrupt_stays_one_where_no_program_runs() -> None:
+    assert ended(kill_oneself) == ended(kill_oneself, None) == ended(converted) == 143
+    assert ended(lambda: kill_oneself(signal.SIGINT)) == 130
     with pytest.raises(KeyboardInterrupt), ending_cleanly(None, lambda: ""):
         raise KeyboardInterrupt
 
 
-def test_handler_is_there_in_the_main_thread_and_for_the_time_of_a_run_only() -> None:
+def test_handler_is_set_in_the_main_thread_and_for_the_time_of_a_run_only() -> None:
     before, seen = signal.getsignal(signal.SIGTERM), []
 
     def look() -> None:
@@ -87,8 +81,7 @@ def test_handler_is_there_in_the_main_thread_and_for_the_time_of_a_run_only() ->
 def test_every_method_ends_so(algorithm: Any) -> None:
     class Pool:
         def __getattr__(self, name: str) -> Any:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
+            kill_oneself()
 
     (result,) = in_forks(1, lambda _: algorithm().run(Pool()))
     assert isinstance(result, SystemExit) and result.code == 143
@@ -110,20 +103,15 @@ def test_stopped_command_leaves_no_temporary_files_and_says_how_to_go_on(
     kept = signum == signal.SIGTERM
     words = [f"path.log_dir={tmp_path}/log", f"method.activations_dir={tmp_path}/activations"]
     words += [f"method.checkpoint_dir={tmp_path}/blocks"] if kept else []
-
-    def began() -> bool:
-        text = (tmp_path / "output").read_text()
-        return (tmp_path / "blocks/block-0000.safetensors").exists() or (
-            not kept and "calibrating featcal " in text
-        )
-
-    with open(tmp_path / "output", "w") as output:
-        run = subprocess.Popen([*COMMAND, *words], cwd=tmp_path, stdout=output, stderr=output)
-        while run.poll() is None and not began():
+    output, first = tmp_path / "output", tmp_path / "blocks/block-0000.safetensors"
+    with open(output, "w") as file:
+        run = subprocess.Popen([*COMMAND, *words], cwd=tmp_path, stdout=file, stderr=file)
+        while run.poll() is None and not first.exists():
+            if not kept and "calibrating featcal " in output.read_text():
+                break
             time.sleep(0.05)
         run.send_signal(signum)
-        assert run.wait() == (143 if kept else 130), (tmp_path / "output").read_text()[-4000:]
-    last = (tmp_path / "output").read_text().strip().splitlines()[-1]
+        assert run.wait() == (143 if kept else 130), output.read_text()[-4000:]
+    last = output.read_text().strip().splitlines()[-1]
     assert ("method.resume=true" if kept else "Set method.checkpoint_dir") in last
-    assert not list((tmp_path / "activations").iterdir())
-    assert not list(tmp_path.rglob("*.part"))
+    assert not [*(tmp_path / "activations").iterdir(), *tmp_path.rglob("*.part")]

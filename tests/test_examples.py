@@ -1,4 +1,4 @@
-"""The examples run, and show what they are there to show."""
+"""The examples run and are copied by `featcal example`."""
 
 import json
 import os
@@ -12,24 +12,29 @@ from typing import Any
 
 import pytest
 from cli_runs import fusion_bench
+from reports import error_of, featcal
 
 from fusion_bench_featcal import example_files
-from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.example_files import EXAMPLES as NAMES
 from fusion_bench_featcal.suites import image
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
+def run(words: list[str], folder: Path, log: str) -> dict[str, Any]:
+    """Report of a command with few samples."""
+    words = [word.replace("samples_per_task=16", "samples_per_task=4") for word in words]
+    fusion_bench([*words, "path.log_dir=log"], folder)
+    return json.loads((folder / log / "report.json").read_text())
+
+
 @pytest.mark.slow
-def test_a_method_of_one_s_own_needs_one_file_in_the_folder_of_the_run(tmp_path: Path):
-    folder = tmp_path / "run"
-    _, command = example_files.copy_example("own-method", folder)
-    program, *arguments = shlex.split(command)
+def test_a_method_of_ones_own_needs_one_file_in_the_folder_of_the_run(tmp_path: Path):
+    _, command = example_files.copy_example("own-method", tmp_path / "run")
+    program, *words = shlex.split(command)
     assert program == "fusion_bench"
-    arguments[arguments.index("method.samples_per_task=16")] = "method.samples_per_task=4"
-    fusion_bench([*arguments, "path.log_dir=log", "method.results_dir=kept"], folder)
-    report = json.loads((folder / "log" / "task_arithmetic" / "report.json").read_text())
+    words.append("method.results_dir=kept")
+    report = run(words, tmp_path / "run", "log/task_arithmetic")
     rows = report["rows"]
     assert report["settings"]["scaled"] == {"scale": 1.3}
     assert rows["scaled"]["average"] != rows["task_arithmetic"]["average"]
@@ -37,24 +42,19 @@ def test_a_method_of_one_s_own_needs_one_file_in_the_folder_of_the_run(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_family_of_one_s_own_is_named_in_yaml(tmp_path: Path, monkeypatch: Any, capsys: Any):
-    folder = tmp_path / "run"
-    shutil.copytree(EXAMPLES / "own_family", folder)
+def test_a_family_of_ones_own_is_named_in_yaml(tmp_path: Path, monkeypatch: Any, capsys: Any):
+    folder = shutil.copytree(EXAMPLES / "own_family", tmp_path / "run")
     command = (folder / "my_family.py").read_text().split('"""')[1].partition("fusion_bench ")[2]
-    words = [word.replace("=16", "=4") for word in shlex.split(command)]
-    words += ["method.presets={}", "method.compare_with=[]", "path.log_dir=log"]
-    fusion_bench(words, folder)
-    lines = (folder / "log/calibration_log.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    words = [*shlex.split(command), "method.presets={}", "method.compare_with=[]"]
+    report = run(words, folder, "log")
+    records = map(json.loads, (folder / "log/calibration_log.jsonl").read_text().splitlines())
     blocks = {record["block"] for record in records if record.get("kind") == "block"}
     assert {name[-8:] for name in blocks} == {"layers.2", "layers.3"}
-    report = json.loads((folder / "log/report.json").read_text())
     options = {"_target_": "my_family.LastBlocks", "count": 2}
     assert report["settings"]["featcal"]["family"] == options
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert main(["plan", *words[:2]]) == 0
-    assert "family last_blocks: 2 tasks" in capsys.readouterr().out
+    assert "family last_blocks: 2 tasks" in featcal("plan", *words[:2]).out
 
 
 def test_python_api_calibrates_the_bundled_suite():
@@ -64,22 +64,19 @@ def test_python_api_calibrates_the_bundled_suite():
     assert calibrated > merged
 
 
-def test_every_example_is_listed(capsys):
-    assert main(["example"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_every_example_is_listed():
+    lines = featcal("example").out.splitlines()
     assert [line.split()[0] for line in lines[: len(NAMES)]] == list(NAMES)
     sources = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
     assert {example.source for example in NAMES.values()} == sources
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_is_copied_with_its_files(name, tmp_path, capsys):
-    folder = tmp_path / "a new" / "folder"
-    assert main(["example", name, str(folder)]) == 0
-    first, *commands = capsys.readouterr().out.splitlines()
+def test_an_example_is_copied_with_its_files(name: str, tmp_path: Path):
+    folder, source = tmp_path / "a new" / "folder", EXAMPLES / NAMES[name].source
+    first, *commands = featcal("example", name, folder).out.splitlines()
     assert shlex.split(first) == ["cd", str(folder)]
     assert commands == list(NAMES[name].commands)
-    source = EXAMPLES / NAMES[name].source
     files = [path for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     for path in files or [source]:
         copy = folder / path.relative_to(source if files else EXAMPLES)
@@ -87,38 +84,30 @@ def test_an_example_is_copied_with_its_files(name, tmp_path, capsys):
         assert os.access(copy, os.X_OK) == os.access(path, os.X_OK)
     for command in commands:
         program, *words = shlex.split(command)
-        files = [word for word in (program, *words) if (folder / word).is_file()]
-        assert program == "fusion_bench" or files
+        assert program == "fusion_bench" or any((folder / w).is_file() for w in (program, *words))
     assert [path.name for path in folder.parent.iterdir()] == ["folder"]
 
 
-def test_an_example_is_copied_into_the_working_folder(tmp_path, monkeypatch, capsys):
+def test_an_example_is_copied_into_the_working_folder(tmp_path: Path, monkeypatch: Any):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert main(["example", "own-method", "."]) == 0
-    assert capsys.readouterr().out.startswith("cd .\n")
+    assert featcal("example", "own-method", ".").out.startswith("cd .\n")
     assert [path.name for path in Path().iterdir()] == ["my_methods.py"]
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
-def test_what_cannot_be_copied_is_said_in_one_line(tmp_path, capsys):
-    def error(*words: str) -> str:
-        assert main(["example", *words]) == 2
-        captured = capsys.readouterr()
-        assert not captured.out
-        (line,) = captured.err.splitlines()
-        return line
-
-    assert "no example 'own-tsk'; there are own-task, " in error("own-tsk", str(tmp_path / "a"))
-    assert "featcal example own-task DIR: name a folder" in error("own-task")
+def test_mistakes_get_one_line(tmp_path: Path):
+    unknown = error_of("example", "own-tsk", tmp_path / "a")
+    assert "no example 'own-tsk'; there are own-task, " in unknown
+    assert "featcal example own-task DIR: name a folder" in error_of("example", "own-task")
     (tmp_path / "file").write_text("")
     for folder in (tmp_path, tmp_path / "file"):
         message = f"example own-task: {folder} exists and is not empty; choose another folder"
-        assert message in error("own-task", str(folder))
+        assert message in error_of("example", "own-task", folder)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_an_installed_package_has_its_examples_inside(tmp_path):
+def test_an_installed_package_has_its_examples_inside(tmp_path: Path):
     package = tmp_path / "fusion_bench_featcal"
     (package / "examples" / "own_task").mkdir(parents=True)
     assert example_files.examples_folder(package) == package / "examples"

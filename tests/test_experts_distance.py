@@ -1,7 +1,8 @@
-"""Experts far farther from the base than the others are named."""
+"""Experts that lie unusually with respect to the base are named; files are closed after reads."""
 
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -13,62 +14,56 @@ from fusion_bench_featcal.experts.far_experts import far_experts
 
 
 def model(distance: float, seed: int) -> nn.Module:
-    """A base of ones, and `distance` times a random direction of its own."""
-    made = nn.Sequential(nn.Embedding(500, 8), *(nn.Linear(8, 8) for _ in range(20)))
+    """A base of ones, moved by `distance` in a random direction."""
+    net = nn.Sequential(nn.Embedding(500, 8), *(nn.Linear(8, 8) for _ in range(20)))
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + distance * noise)
-    return made
+    for parameter in net.parameters():
+        parameter.data.copy_(1 + distance * torch.randn(parameter.shape, generator=generator))
+    return net
 
 
-@pytest.mark.parametrize("streamed", [True, False])
-def test_an_expert_far_from_the_base_is_named_with_its_ratio(
-    tmp_path: Path, streamed: bool
-) -> None:
-    base = model(0, 0)
-    experts = {}
-    for seed, (name, distance) in enumerate({"a": 0.1, "b": 0.12, "far": 0.8, "c": 0.1}.items()):
+def notes_of(folder: Path, *experts: tuple[float, int], base: nn.Module | None = None) -> list[str]:
+    """Notes on experts of distances and seeds, of which those of odd seeds are in files."""
+    named, base = {}, base or model(0, 0)
+    for number, (distance, seed) in enumerate(experts):
         expert = model(distance, seed)
-        save_file(expert.state_dict(), tmp_path / f"{name}.safetensors")
-        path = tmp_path / f"{name}.safetensors"
-        source = SafetensorsExpert(path) if streamed else InMemoryExpert(expert)
-        experts[name] = ExpertModel(name, source, base)
-    (note,) = far_experts(experts, base)
-    assert note.startswith("expert far lies ")
-    assert 7 < float(note.split()[3]) < 9
+        save_file(expert.state_dict(), folder / f"{number}.safetensors")
+        file = SafetensorsExpert(folder / f"{number}.safetensors")
+        source = file if seed % 2 else InMemoryExpert(expert)
+        named[str(number)] = ExpertModel(str(number), source, model(0, 0))
+    return far_experts(named, base)
 
 
-def test_no_expert_is_far_among_equals_or_alone_or_beside_copies_of_the_base() -> None:
-    base = model(0, 0)
+@pytest.mark.parametrize("seed", [2, 5])
+def test_an_expert_far_from_the_base_is_named_with_its_ratio(tmp_path: Path, seed: int) -> None:
+    (note,) = notes_of(tmp_path, (0.1, 0), (0.12, 1), (0.8, seed), (0.1, 3))
+    assert note.startswith("expert 2 lies ") and 7 < float(note.split()[3]) < 9
 
-    def named(*distances: float) -> list[str]:
-        made = [InMemoryExpert(model(d, seed)) for seed, d in enumerate(distances)]
-        experts = {str(n): ExpertModel(str(n), source, base) for n, source in enumerate(made)}
-        return far_experts(experts, base)
 
-    assert named(0.1, 0.2, 0.15) == []
-    assert named(5.0) == []
-    assert [note.partition(" on a")[0] for note in named(0.0, 0.0, 1.0)] == [
-        "expert 0 equals the base",
-        "expert 1 equals the base",
+def test_experts_at_like_distances_are_not_named(tmp_path: Path) -> None:
+    assert notes_of(tmp_path, (0.1, 0), (0.2, 1), (0.15, 2)) == []
+    assert notes_of(tmp_path, (5.0, 0)) == []
+    assert notes_of(tmp_path, (0.1, 1), (0.1, 2)) == []
+
+
+def test_copies_of_the_base_equal_experts_and_siblings_as_base_are_named(tmp_path: Path) -> None:
+    equal = notes_of(tmp_path, (0.0, 0), (0.0, 1), (1.0, 2))
+    assert [note.partition(" on a")[0] for note in equal] == [
+        "expert 0 equals the base", "expert 1 equals the base"
+    ]  # fmt: skip
+    assert notes_of(tmp_path, (0.1, 1), (0.1, 1)) == [
+        "experts 0 and 1 are the same on a sample of weights: check their paths"
     ]
-
-
-def test_experts_with_a_sibling_as_base_are_named() -> None:
-    experts = {
-        str(n): ExpertModel(str(n), InMemoryExpert(model(0.1, n)), model(0, 0)) for n in (1, 2)
-    }
-    assert far_experts(experts, model(0, 0)) == []
-    (note,) = far_experts(experts, model(0.1, 3))
-    assert note.startswith("the changes from the base to experts 1 and 2 have a cosine of ")
+    (note,) = notes_of(tmp_path, (0.1, 1), (0.1, 2), base=model(0.1, 3))
+    assert note.startswith("the changes from the base to experts 0 and 1 have a cosine of ")
     assert 0.4 < float(note.split("a cosine of ")[1].split()[0]) < 0.6
 
 
-def test_equal_experts_are_named() -> None:
-    base = model(0, 0)
-    experts = {n: ExpertModel(n, InMemoryExpert(model(0.1, 1)), base) for n in ("one", "two")}
-    assert far_experts(experts, base) == [
-        "experts one and two are the same on a sample of weights: check their paths"
-    ]
+def test_file_is_open_only_while_a_tensor_of_it_is_read(tmp_path: Path) -> None:
+    file, process = tmp_path / "model.safetensors", psutil.Process()
+    save_file({"a": torch.ones(3, 5), "b": torch.zeros(4)}, file)
+    source = SafetensorsExpert(tmp_path)
+    assert source.names() == {"a", "b"} and source.shape("a") == (3, 5)
+    assert torch.equal(source.tensor("a"), torch.ones(3, 5))
+    assert str(file) not in {entry.path for entry in process.memory_maps()}
+    assert str(file) not in {entry.path for entry in process.open_files()}

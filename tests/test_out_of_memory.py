@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import run_fast
-from tiny_models import clip_suite, residual_suite
-from torch import nn
+from calibrations import assert_identical, run_fast
+from tiny_models import Suite, clip_suite, residual_suite
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.experts.working_model import WorkingModel
@@ -30,70 +29,57 @@ LACKING: list[Callable[[], Exception]] = [
 ]
 
 
-def raise_in(module: nn.Module, error: Exception, calls: int = 0) -> None:
-    """Let a module raise once it has run so many times."""
-    ran = []
+def failing(error: Exception, name: str, calls: int = 0) -> Suite:
+    """A suite of which one of the merged model's modules raises once it has run so many times."""
+    suite, ran = clip_suite(), []
 
-    def fail(_: nn.Module, args: tuple[Any, ...]) -> None:
+    def fail(_: Any, args: tuple[Any, ...]) -> None:
         ran.append(1)
         if len(ran) > calls and not args[0].is_meta:
             raise error
 
-    module.register_forward_pre_hook(fail)
+    suite.merged.get_submodule(name).register_forward_pre_hook(fail)
+    return suite
+
+
+FIRST, SECOND = clip_suite().blocks
 
 
 @pytest.mark.parametrize("make", LACKING, ids=lambda make: type(make()).__name__)
 def test_place_and_settings_are_named(make: Callable[[], Exception]):
-    suite = clip_suite()
     error = make()
-    raise_in(suite.merged.get_submodule(suite.blocks[1] + ".mlp.fc1"), error, calls=1)
     with pytest.raises(CalibrationError) as raised:
-        run_fast(suite)
+        run_fast(failing(error, f"{SECOND}.mlp.fc1", calls=1))
     message = str(raised.value)
     assert raised.value.__cause__ is error
-    assert f"out of memory (cpu) at {suite.blocks[1]} · task_0" in message
-    assert "method.activations=disk" in message
-    assert "method.batch_size" in message
-    assert "method.modules" in message
-
-
-def test_features_on_disk_are_removed(tmp_path: Path):
-    suite = clip_suite()
-    raise_in(suite.merged.get_submodule(suite.blocks[0]), MemoryError())
-    with pytest.raises(CalibrationError, match=r"method\.batch_size"):
-        run_fast(suite, activations="disk", activations_dir=tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    for words in (f"out of memory (cpu) at {SECOND} · task_0", "method.activations=disk",
+                  "method.batch_size", "method.modules"):  # fmt: skip
+        assert words in message
 
 
 def test_before_any_sample_was_seen_all_settings_are_named():
-    suite = residual_suite()
-
     class NoRoom:
         def __iter__(self) -> Iterator[Any]:
             raise MemoryError
 
     inputs: Any = {"task_0": NoRoom(), "task_1": NoRoom()}
     with pytest.raises(CalibrationError, match=r"inputs · task_0.*samples_per_task"):
-        run_fast(replace(suite, inputs=inputs), samples_per_task=4)
+        run_fast(replace(residual_suite(), inputs=inputs), samples_per_task=4)
 
 
 def test_blocks_of_the_model_that_do_not_fit(monkeypatch: Any):
-    suite = residual_suite()
-
     def no_room(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(WorkingModel, "tensor", no_room)
-    with pytest.raises(CalibrationError, match=rf"at {suite.blocks[0]}: .*stream_experts"):
-        run_fast(suite)
+    with pytest.raises(CalibrationError, match=r"at layers\.0: .*stream_experts"):
+        run_fast(residual_suite())
 
 
 def test_other_errors_pass_as_they_are():
-    suite = clip_suite()
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    raise_in(suite.merged.get_submodule(suite.blocks[0]), error, calls=1)
     with pytest.raises(RuntimeError) as raised:
-        run_fast(suite)
+        run_fast(failing(error, FIRST, calls=1))
     assert raised.value is error
     assert not is_out_of_memory(ValueError("memory"))
 
@@ -105,43 +91,34 @@ def test_largest_sums_come_first_behind_the_part_in_which_experts_run(
     assert divided([1, 2, 3], at_once, torch.device("cpu")) == parts
 
 
-def test_finished_blocks_stay_whole(tmp_path: Path):
-    suite = clip_suite()
-    whole = run_fast(suite).model
-    raise_in(suite.merged.get_submodule(suite.blocks[1]), MemoryError())
-    with pytest.raises(CalibrationError, match=rf"out of memory \(cpu\) at {suite.blocks[1]}: "):
-        run_fast(suite, checkpoint_dir=tmp_path)
-    assert not list(tmp_path.glob("*.part"))
-    resumed = run_fast(clip_suite(), checkpoint_dir=tmp_path, resume=True).model
-    for name, value in resumed.state_dict().items():
-        assert torch.equal(value, whole.state_dict()[name]), name
+def test_features_on_disk_are_removed_and_finished_blocks_stay(tmp_path: Path):
+    blocks, activations = tmp_path / "blocks", tmp_path / "activations"
+    disk: dict[str, Any] = {"activations": "disk", "activations_dir": activations}
+    with pytest.raises(CalibrationError, match=rf"out of memory \(cpu\) at {SECOND}: "):
+        run_fast(failing(MemoryError(), SECOND), checkpoint_dir=blocks, **disk)
+    assert not list(blocks.glob("*.part")) and not list(activations.iterdir())
+    resumed = run_fast(clip_suite(), checkpoint_dir=blocks, resume=True)
+    assert resumed.log.of_kind("resumed")
+    assert_identical(resumed.model, run_fast(clip_suite()).model)
 
 
-_LIMITED = """
-import resource, sys, torch, transformers.pytorch_utils
+LIMITED = """
+import resource, torch
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
 from torch import nn
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(2))
+class Wide(nn.Linear):
     def forward(self, x):
-        for block in self.blocks:
-            x = torch.relu(block(x).repeat(1, 4000)).reshape(len(x), 4000, 256).mean(1)
-        return x
+        return torch.relu(super().forward(x).repeat(1, 4000)).reshape(len(x), 4000, 256).mean(1)
 
-torch.manual_seed(0)
-model = Net()
-settings = FeatCalSettings(
-    samples_per_task=512, batch_size=512, family={"name": "replay", "blocks": ["blocks.*"]}
-)
-def data():
-    yield torch.randn(512, 256)
+model = nn.Sequential(Wide(256, 256), Wide(256, 256))
+family = {"name": "replay", "blocks": ["*"]}
+settings = FeatCalSettings(samples_per_task=512, batch_size=512, family=family)
+batches = {"one": [torch.randn(512, 256)]}
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, resource.RLIM_INFINITY))
 try:
-    calibrate(model, model, {"one": model}, {"one": data()}, settings, progress=False)
+    calibrate(model, model, {"one": model}, batches, settings, progress=False)
 except CalibrationError as error:
     print(error)
 """
@@ -149,6 +126,6 @@ except CalibrationError as error:
 
 @pytest.mark.slow
 def test_memory_that_really_runs_out():
-    done = subprocess.run([sys.executable, "-c", _LIMITED], capture_output=True, text=True)
-    assert "out of memory (cpu) at blocks." in done.stdout, done.stdout + done.stderr
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
+    assert "out of memory (cpu) at " in done.stdout, done.stdout + done.stderr
     assert "method." in done.stdout

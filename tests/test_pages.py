@@ -11,18 +11,12 @@ import write_tables
 
 from fusion_bench_featcal.results.long_table import write_lines
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-
 
 def test_generated_parts_are_fresh() -> None:
     command = [sys.executable, "scripts/write_tables.py", "--check"]
-    check = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    root = Path(__file__).resolve().parent.parent
+    check = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert check.returncode == 0, check.stdout + check.stderr
-
-
-def leave(file: Path, content: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content), encoding="utf-8")
 
 
 def test_results_of_the_make_targets_are_taken(
@@ -31,23 +25,24 @@ def test_results_of_the_make_targets_are_taken(
     runs, results = tmp_path / "runs", tmp_path / "results"
     monkeypatch.setattr(write_tables, "RESULTS", results)
     rows = [{"name": "featcal", "seeds": [1, 2]}]
-    leave(runs / "tables/TA6/report.json", {"kind": "combined", "rows": rows})
-    leave(runs / "TA6/task_arithmetic-42/report.json", {"device": {"cpu": "x"}, "versions": {}})
-    leave(runs / "tables/grid/report.json", {"kind": "comparison", "rows": rows})
-    leave(runs / "toy/samples/report.json", {"kind": "study", "points": []})
-    leave(runs / "toy/report.json", {"kind": "run"})
+    reports = {
+        "tables/TA6": {"kind": "combined", "rows": rows},
+        "TA6/task_arithmetic-42": {"device": {"cpu": "x"}, "versions": {}},
+        "tables/grid": {"kind": "comparison", "rows": rows},
+        "toy/samples": {"kind": "study", "points": []},
+        "toy": {"kind": "run"},
+    }
+    for name, content in reports.items():
+        (runs / name).mkdir(parents=True, exist_ok=True)
+        (runs / name / "report.json").write_text(json.dumps(content))
     (runs / "plain").mkdir()
     write_lines(runs / "plain/lines.csv", [{"row": "featcal", "value": 1}])
     write_lines(runs / "toy/lines.csv", [{"row": "featcal", "block": "0", "value": 1}])
     write_tables.take(runs)
     files = {file.relative_to(results).as_posix() for file in results.rglob("*.json")}
-    assert files == {
-        "runs/TA6.json",
-        "comparison/grid.json",
-        "studies/toy/samples.json",
-        "diagnosis/toy/run.json",
-    }
-    taken = json.loads((results / "runs/TA6.json").read_text(encoding="utf-8"))
+    assert files == {"runs/TA6.json", "comparison/grid.json", "studies/toy/samples.json",
+                     "diagnosis/toy/run.json"}  # fmt: skip
+    taken = json.loads((results / "runs/TA6.json").read_text())
     assert taken["rows"][0]["runs"] == 2 and taken["device"] == {"cpu": "x"}
 
 

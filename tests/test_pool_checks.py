@@ -1,8 +1,9 @@
-"""Mistakes in a pool are refused, or warned of, before any of its models is loaded."""
+"""Mistakes in a pool are refused before any of its models is loaded."""
 
 import json
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,17 +15,19 @@ import lightning
 import pytest
 import torch
 from fusion_bench import BaseModelPool
-from fusion_bench.modelpool import CausalLMPool, CLIPVisionModelPool, Seq2SeqLMPool
+from fusion_bench.modelpool import CausalLMPool, CLIPVisionModelPool
 from fusion_bench.taskpool.dummy import DummyTaskPool
 from fusion_bench.utils.hydra_utils import get_default_config_path
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from image_pools import AVERAGE
 from model_names import UNUSABLE_NAMES
+from model_types import suite_named
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from tiny_models import scatter
-from tiny_texts import TASKS, llama_model, t5_model, with_data, word_tokenizer, write
-from transformers import CLIPVisionConfig, CLIPVisionModel
+from tiny_models import clip_model, gpt2_suite, scatter
+from tiny_texts import TASKS, with_data, word_tokenizer, write
+from torch import nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
@@ -35,213 +38,222 @@ from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels, 
 from fusion_bench_featcal.fusionbench.program import take_default_taskpool
 from fusion_bench_featcal.lab.rivals import RegMeanAlgorithm, RidgeSurgeryAlgorithm
 
-MERGER = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
 NAMES = ("_pretrained_", *TASKS)
 FC1 = "layers.0.mlp.fc1.weight"
-UNUSABLE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.int8)
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+UNREADABLE = f"{WEIGHTS} is no readable safetensors file"
+Models = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of a base and two experts, by name."""
+    folder = tmp_path_factory.mktemp("towers")
+    return {n: write(scatter(clip_model(), k, 0.1), folder / n) for k, n in enumerate(NAMES)}
+
+
+@pytest.fixture
+def models(towers: dict[str, str], tmp_path: Path) -> Models:
+    """The same, with a copy of the last expert that a test may damage."""
+    return towers | {"two": str(shutil.copytree(towers["two"], tmp_path / "two"))}
+
+
+def clip_pool(models: Models) -> Any:
+    return CLIPVisionModelPool(OmegaConf.create(models), processor=None)
 
 
 def fabric(precision: Any = "32-true") -> lightning.Fabric:
     return lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
 
 
-def tower(seed: int = 0, **options: Any) -> Any:
-    torch.manual_seed(0)
-    size = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
-    config = CLIPVisionConfig(**size, num_hidden_layers=2, image_size=8, patch_size=4, **options)
-    return scatter(CLIPVisionModel(config), seed, 0.1)
+def checked(pool: Any, **settings: Any) -> None:
+    """Run the checks, which must not load a model."""
+    if not any(isinstance(model, nn.Module) for model in pool._models.values()):
+        pool.load_model = lambda *_, **__: pytest.fail("a model was loaded")
+    check_pool_models(PoolModels(pool), fabric())
+    check_pool_settings(PoolModels(pool), FeatCalSettings(**settings))
 
 
-def towers(folder: Path) -> dict[str, str]:
-    return {name: write(tower(n), folder / name.strip("_")) for n, name in enumerate(NAMES)}
+def refusal(pool: Any, **settings: Any) -> str:
+    with pytest.raises((CalibrationError, ValueError)) as caught:
+        checked(pool, **settings)
+    assert len(str(caught.value)) < 800
+    return str(caught.value)
 
 
-def clip_pool(models: Any, **options: Any) -> Any:
-    made: Any = OmegaConf.create(models)
-    return CLIPVisionModelPool(made, processor=None, **options)
+def rewritten(file: str, change: Callable[[bytes], bytes]) -> Callable[[Models], object]:
+    """Change the content of a file of the last expert."""
+    return lambda m: (path := Path(m["two"], file)).write_bytes(change(path.read_bytes()))
 
 
-def change_config(folder: str, **changes: Any) -> None:
-    file = Path(folder) / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+def indexed(content: str) -> Callable[[Models], object]:
+    def change(models: Models) -> None:
+        Path(models["two"], WEIGHTS).unlink()
+        Path(models["two"], INDEX).write_text(content)
+
+    return change
 
 
-@contextmanager
-def nothing_is_loaded(pool: Any) -> Iterator[None]:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a model was loaded")
+def stored_as(dtype: torch.dtype) -> Callable[[Models], object]:
+    def change(models: Models) -> None:
+        file = Path(models["two"], WEIGHTS)
+        tensors = load_file(file)
+        key = next(key for key in tensors if key.endswith(FC1))
+        save_file(tensors | {key: tensors[key].to(dtype)}, file, {"format": "pt"})
 
-    pool.load_model = refuse
-    yield
-
-
-def refusal(pool: Any, settings: FeatCalSettings | None = None) -> str:
-    """Message of the checks before any loading."""
-    with nothing_is_loaded(pool), pytest.raises((CalibrationError, ValueError)) as caught:
-        check_pool_models(PoolModels(pool), fabric())
-        check_pool_settings(PoolModels(pool), settings or FeatCalSettings())
-    message = str(caught.value)
-    assert len(message) < 800
-    return message
+    return change
 
 
-def test_models_that_fit_pass_without_a_word(tmp_path, caplog):
-    pool = clip_pool(towers(tmp_path))
-    with nothing_is_loaded(pool):
-        check_pool_models(PoolModels(pool), fabric())
-        check_pool_settings(PoolModels(pool), FeatCalSettings())
+def configured(**changes: Any) -> Callable[[Models], object]:
+    return rewritten("config.json", lambda text: json.dumps(json.loads(text) | changes).encode())
+
+
+def other_merged(models: Models) -> None:
+    """A merged model with a config of its own."""
+    configured(layer_norm_eps=0.2)(models)
+    models.update(_merged_=models["two"], two=models["one"])
+
+
+def replayed(pattern: str) -> dict[str, Any]:
+    return {"family": {"name": "replay", "blocks": [pattern]}}
+
+
+# A change of the models, settings of the run, and words of the message.
+ROWS: list[tuple[Callable[[Models], object], dict[str, Any], tuple[str, ...]]] = [
+    *((lambda m, name=name: m.update({name: m.pop("one")}), {},
+       ("modelpool.models: ", repr(name[:100]))) for name in (*UNUSABLE_NAMES, "Two")),
+    *((lambda m, entry=entry: m.update(two=entry), {},
+       (f"modelpool.models.two is {entry!r}, which is no model",))
+      for entry in (5, None, True, "", ["a"])),
+    (lambda m: m.clear(), {}, ("modelpool.models is empty",)),
+    (lambda m: m.update(two={"_target_": "no_such_package.load", "path": "x"}), {},
+     ("modelpool.models.two._target_=no_such_package.load cannot be imported",)),
+    *((lambda m, place=place: m.update(two=place), {},
+       (f"modelpool.models.two={place}: there is no such file or folder here", "Correct it"))
+      for place in ("no/folder/of/mine", "who/what")),
+    (lambda m: Path(m["two"], "config.json").unlink(), {}, ("no config.json in ",)),
+    (rewritten("config.json", lambda _: b"{"), {}, ("two/config.json is damaged",)),
+    (indexed('{"weight_map": {"a": 5}}'), {}, (f"lacks the shards ['5'] that {INDEX} names",)),
+    (indexed('{"weight_map": [1]}'), {}, (f"{INDEX} is damaged: its weight_map is",)),
+    (indexed('{"weight_map": {}}'), {}, ("its weight_map is",)),
+    (indexed("[3]"), {}, (f"{INDEX} is damaged: it is no mapping",)),
+    (indexed("{"), {}, (f"{INDEX} is damaged",)),
+    (indexed('{"weight_map": {"a": "b.safetensors"}}'), {},
+     ("lacks the shards ['b.safetensors']",)),
+    *((rewritten(WEIGHTS, lambda data, kept=kept, more=more: data[:kept] + more), {},
+       (UNREADABLE,)) for kept in (0, 4, 30, 3000) for more in (b"", b"\xff" * 64)),
+    *((stored_as(dtype), {}, (f"{FC1}' of ",)) for dtype in (
+        torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.int8)),
+    (configured(hidden_act="relu", layer_norm_eps=0.1), {},
+     ("'two' is another function than the base", "method.ignore_config=[hidden_act,layer_norm_eps]",
+      "hidden_act='relu' (there 'quick_gelu'), layer_norm_eps=0.1 (there 1e-05)")),
+    (other_merged, {}, ("model '_merged_' is another",)),
+    (lambda m: None, {"family": "llama"}, ("no decoder layers",)),
+    (lambda m: None, replayed("no.such.*"), ("'no.such.*' matches no module",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_message(number: int, models: Models):
+    change, settings, words = ROWS[number]
+    change(models)
+    message = refusal(clip_pool(models), **settings)
+    assert all(word in message for word in words), message
+    assert "\n" not in message and "Could not resolve" not in message
+    if "two" in models and "family" not in settings and "models.two" not in words[0]:
+        assert "modelpool.models" in message or "'_merged_'" in message
+    if words[0].endswith("file or folder here"):
+        with pytest.raises(CalibrationError) as caught:  # a run without checks has the same words
+            load_pool_model(CLIPVisionModelPool(OmegaConf.create(models), processor=None), "two")
+        assert str(caught.value) == message
+
+
+def test_models_that_fit_pass_without_a_word(models: Models, caplog: pytest.LogCaptureFixture):
+    checked(clip_pool(models))
+    for precision in ("bf16-mixed", None):  # of forward passes
+        check_pool_models(PoolModels(clip_pool(models)), fabric(precision))
+    configured(hidden_act="relu")(models)
+    checked(clip_pool(models), ignore_config=["hidden_act"])
     assert not caplog.records
 
 
-# Names
+def test_families_are_known_by_structure_or_by_the_class_that_is_loaded(tmp_path: Path):
+    gpt2 = write(gpt2_suite().base.float(), tmp_path / "gpt2")
+    texts = CausalLMPool(OmegaConf.create(dict.fromkeys(NAMES, gpt2)), tokenizer=word_tokenizer())
+    checked(with_data(texts))
+    vit: Any = suite_named("vit").base.float()
+    folder = write(vit, tmp_path / "vit")
+    entry = {"_target_": "transformers.AutoModel.from_pretrained"}
+    entry["pretrained_model_name_or_path"] = folder
+    blocks = next(n for n, m in vit.vit.named_modules() if isinstance(m, nn.ModuleList))
+    for models in ({"_pretrained_": entry, "one": entry}, {"_pretrained_": folder, "one": folder}):
+        pool: Any = BaseModelPool(OmegaConf.create(models))  # type: ignore[arg-type]
+        checked(pool)
+        if entry in models.values():
+            checked(pool, **replayed(f"{blocks}.*"))
+    configured(architectures=["ModelOfTheirOwn"])({"two": folder})
+    checked(pool)  # the run tells
 
 
-@pytest.mark.parametrize("name", [*UNUSABLE_NAMES, "Two"])
-def test_names_of_experts_that_no_file_or_column_can_have(name, tmp_path):
-    places = towers(tmp_path)
-    models = {name if model == "one" else model: place for model, place in places.items()}
-    message = refusal(clip_pool(models))
-    assert message.startswith("modelpool.models: ") and repr(name[:100]) in message
-
-
-# Precision
+def test_unknown_model_in_memory_is_refused_with_the_repeated_blocks_to_try():
+    model = nn.ModuleDict({n: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for n in "ab"})
+    expected = r"auto does not know ModuleDict .*blocks: \[a\.\*\]\} or .*blocks: \[b\.\*\]\}"
+    with pytest.raises(ValueError, match=expected):
+        checked(BaseModelPool({"_pretrained_": model, "one": model}))  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(
     ("algorithm", "precision"),
     [
-        (FeatCalAlgorithm(base_method=MERGER), "bf16-true"),
-        (RidgeSurgeryAlgorithm(base_method=MERGER), "16-true"),
+        (FeatCalAlgorithm(base_method=AVERAGE), "bf16-true"),
+        (RidgeSurgeryAlgorithm(base_method=AVERAGE), "16-true"),
         (RegMeanAlgorithm(), "64-true"),
     ],
-    ids=["featcal", "ridge_surgery", "regmean"],
 )
-def test_precision_without_effect_is_refused(algorithm, precision, tmp_path):
-    pool = clip_pool(towers(tmp_path))
-    algorithm.fabric = fabric(precision)
+def test_precision_without_effect_is_refused(algorithm: Any, precision: str, models: Models):
+    pool, algorithm.fabric = clip_pool(models), fabric(precision)
+    pool.load_model = lambda *_: pytest.fail("a model was loaded")
     expected = rf"fabric\.precision={precision} .*fabric\.precision=32-true.* torch_dtype"
-    with nothing_is_loaded(pool), pytest.raises(CalibrationError, match=expected):
+    with pytest.raises(CalibrationError, match=expected):
         algorithm.run(pool)
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", None])
-def test_precisions_of_forward_passes_are_kept(precision, tmp_path):
-    check_pool_models(PoolModels(clip_pool(towers(tmp_path))), fabric(precision))
-
-
-# Entries, files and what they hold
-
-
-@pytest.mark.parametrize("entry", [5, None, True, "", ["a"]], ids=str)
-def test_entry_that_is_no_model_is_named(entry, tmp_path):
-    message = refusal(clip_pool(towers(tmp_path) | {"two": entry}))
-    assert message.startswith(f"modelpool.models.two is {entry!r}, which is no model")
-
-
-def test_pool_without_models_is_refused():
-    assert "modelpool.models is empty" in refusal(clip_pool({}))
-
-
-def test_missing_module_of_a_target_is_named(tmp_path):
-    entry = {"_target_": "no_such_package.load", "path": "x"}
-    message = refusal(clip_pool(towers(tmp_path) | {"two": entry}))
-    assert "modelpool.models.two._target_=no_such_package.load cannot be imported" in message
-
-
-def damaged_index(content: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors.index.json").write_text(content)
-
-    return damage
-
-
-def cut(kept: int, filler: bytes = b"") -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        file = folder / "model.safetensors"
-        file.write_bytes(file.read_bytes()[:kept] + filler)
-
-    return damage
-
-
-def stored_as(dtype: torch.dtype) -> Callable[[Path], None]:
-    def store(folder: Path) -> None:
-        file = folder / "model.safetensors"
-        tensors = load_file(file)
-        key = next(key for key in tensors if key.endswith(FC1))
-        save_file(tensors | {key: tensors[key].to(dtype)}, file, {"format": "pt"})
-
-    return store
-
-
-NOISE = b"\xff" * 64
-INDEX, FILE = "model.safetensors.index.json", "model.safetensors is no readable safetensors file"
-DAMAGES: list[tuple[Callable[[Path], object], str]] = [
-    (lambda folder: (folder / "config.json").unlink(), "no config.json in "),
-    (lambda folder: (folder / "config.json").write_text("{"), "two/config.json is damaged"),
-    (damaged_index('{"weight_map": {"a": 5}}'), f"lacks the shards ['5'] that {INDEX} names"),
-    (damaged_index('{"weight_map": [1]}'), f"{INDEX} is damaged: its weight_map is"),
-    (damaged_index('{"weight_map": {}}'), "its weight_map is"),
-    (damaged_index("[3]"), f"{INDEX} is damaged: it is no mapping"),
-    (damaged_index("{"), f"{INDEX} is damaged"),
-    (damaged_index('{"weight_map": {"a": "b.safetensors"}}'), "lacks the shards ['b.safetensors']"),
-    *((cut(kept, filler), FILE) for kept in (0, 4, 30, 3000) for filler in (b"", NOISE)),
-    *((stored_as(dtype), f"{FC1}' of ") for dtype in UNUSABLE),
-]
-
-
-@pytest.mark.parametrize("number", range(len(DAMAGES)))
-def test_damaged_file_is_named_with_its_model(number, tmp_path):
-    damage, expected = DAMAGES[number]
-    models = towers(tmp_path)
-    damage(Path(models["two"]))
-    message = refusal(clip_pool(models))
-    assert expected in message and "modelpool.models.two" in message
-    assert "existing folder" not in message
 
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """Without the right to read everything."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
+    """Without root's right to read everything."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
     try:
         yield
     finally:
-        os.seteuid(0)
+        if root:
+            os.seteuid(0)
 
 
-@pytest.mark.parametrize("part", ["model.safetensors", "config.json", ""])
-def test_unreadable_file_says_so(part):
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json", ""])
+def test_unreadable_file_is_named(name: str, models: Models):
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        models = towers(Path(folder))
-        pool = clip_pool(models)
-        for path in Path(folder).rglob("*"):
+        for model, path in models.items():
+            models[model] = str(shutil.copytree(path, Path(folder, model.strip("_"))))
+        pool, file = clip_pool(models), Path(models["two"], name)
+        for path in (Path(folder), *Path(folder).rglob("*")):
             path.chmod(0o755)
-        place = Path(models["two"]) / part
-        place.chmod(0)
+        file.chmod(0)
         try:
             with as_nobody():
                 message = refusal(pool)
         finally:
-            place.chmod(0o755)
+            file.chmod(0o755)
     assert "cannot be read: permission denied" in message.lower()
-    assert str(place) in message
-    assert "modelpool.models.two" in message
+    assert str(file) in message and "modelpool.models.two" in message
 
 
-def test_expert_whose_file_goes_away_is_named_with_it(tmp_path):
-    models = towers(tmp_path)
-    source = PoolModel(clip_pool(models), "two").files
-    assert source is not None
-    expert = ExpertModel("two", source, tower())
-    name = next(iter(expert.keys))
-    file = Path(models["two"]) / "model.safetensors"
-    content = load_file(file)
-    save_file({key: value[:1] for key, value in content.items() if value.dim()}, file)
+def test_expert_whose_file_changes_or_goes_away_is_named(models: Models):
+    source: Any = PoolModel(clip_pool(models), "two").files
+    expert = ExpertModel("two", source, clip_model())
+    name, file = next(iter(expert.keys)), Path(models["two"], WEIGHTS)
+    save_file({key: value[:1] for key, value in load_file(file).items() if value.dim()}, file)
     with pytest.raises(CalibrationError, match=r"expert 'two': .*safetensors has changed"):
         expert.tensor(name)
     file.unlink()
@@ -250,71 +262,37 @@ def test_expert_whose_file_goes_away_is_named_with_it(tmp_path):
         expert.tensor(name)
 
 
-@pytest.mark.parametrize("place", ["no/folder/of/mine", "who/what"])
-def test_model_that_is_not_there_is_told_before_the_words_of_the_hub(place, tmp_path):
-    pool = clip_pool(towers(tmp_path) | {"two": place})
-    with pytest.raises(CalibrationError) as caught:
-        load_pool_model(pool, "two")
-    message = str(caught.value)
-    assert message.startswith(f"modelpool.models.two={place}: there is no such file or folder here")
-    assert "Correct it" in message and "\n" not in message and "Could not resolve" not in message
-    assert message == refusal(pool)
-
-
-def test_loader_that_fails_in_its_own_way_is_named():
-    pool: Any = BaseModelPool({"one": {"_target_": "builtins.divmod", "_args_": [1, 0]}})  # type: ignore[arg-type]
-    with pytest.raises(CalibrationError, match=r"model 'one' .*zero.*modelpool\.models\.one"):
-        load_pool_model(pool, "one")
-
-
-def test_plain_name_in_a_pool_that_takes_none_is_told_the_form(tmp_path):
-    pool: Any = BaseModelPool(towers(tmp_path))  # type: ignore[arg-type]
-    with pytest.raises(CalibrationError, match=r"write \{_target_: .*from_pretrained, ") as caught:
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"_target_": "builtins.divmod", "_args_": [1, 0]},
+         r"model 'one' .*zero.*modelpool\.models\.one"),
+        ("TOWER", r"write \{_target_: .*from_pretrained, "),
+    ],
+)  # fmt: skip
+def test_loader_that_fails_is_named(entry: Any, message: str, models: Models):
+    pool: Any = BaseModelPool({"one": models["one"] if entry == "TOWER" else entry})  # type: ignore[dict-item]
+    with pytest.raises(CalibrationError, match=message) as caught:
         load_pool_model(pool, "one")
     assert "existing folder" not in str(caught.value)
 
 
-def test_sequence_to_sequence_models_may_be_plain_names(tmp_path):
-    models = {
-        name: write(t5_model(n).float(), tmp_path / name.strip("_")) for n, name in enumerate(NAMES)
-    }
-    pool: Any = with_data(
-        Seq2SeqLMPool(OmegaConf.create(models), tokenizer=word_tokenizer(ends=True))
-    )
-    result = FeatCalAlgorithm(base_method=MERGER, samples_per_task=4, calibrate_norm=False).run(
-        pool
-    )
-    assert type(result) is type(t5_model())
-
-
-def test_causal_pool_without_a_tokenizer_says_what_to_set(tmp_path):
-    models = {name: write(llama_model(n).float(), tmp_path / name) for n, name in enumerate(NAMES)}
-    pool = with_data(CausalLMPool(OmegaConf.create(models), tokenizer=None))
-    with nothing_is_loaded(pool), pytest.raises(CalibrationError, match=r"modelpool\.tokenizer"):
-        FeatCalAlgorithm(base_method=MERGER).run(pool)
-
-
-# Where FusionBench is started
-
-
-def program_of(*words: str) -> Any:
-    """A program's task pool and model pool as Hydra composes them, with Hydra's own config set."""
+@pytest.mark.parametrize("words", [[], ["taskpool=dummy"]], ids=str)
+def test_dummy_task_pool_is_kept_if_it_was_asked_for(
+    words: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # restores it afterwards
+    words = ["method=featcal", "modelpool=clip-vit-mini_TA6", *words]
     with initialize_config_dir(str(get_default_config_path()), version_base=None):
-        config = compose("fabric_model_fusion", list(words), return_hydra_config=True)
+        config = compose("fabric_model_fusion", words, return_hydra_config=True)
     HydraConfig.instance().set_config(config)
-    return SimpleNamespace(
+    program: Any = SimpleNamespace(
         taskpool=DummyTaskPool(),
         _modelpool=config.modelpool,
         _instantiate_and_setup=lambda default: default._target_,
     )
-
-
-@pytest.mark.parametrize("words", [[], ["taskpool=dummy"]], ids=str)
-def test_dummy_task_pool_is_kept_where_it_was_asked_for(words, caplog, monkeypatch):
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # restores it afterwards
-    program = program_of("method=featcal", "modelpool=clip-vit-mini_TA6", *words)
     with caplog.at_level(logging.DEBUG, logger="fusion_bench_featcal"):
         take_default_taskpool(program)
-    assert (program.taskpool is None) == bool(words)
+    assert (program.taskpool is None) == ("taskpool=dummy" in words)
     assert len(caplog.records) == 1
-    assert ("nothing is evaluated" in caplog.text) == bool(words)
+    assert ("nothing is evaluated" in caplog.text) == ("taskpool=dummy" in words)

@@ -1,33 +1,37 @@
-"""A calibration in several processes is that of one: the same model, the same log."""
+"""A calibration in several processes is that of one: the same model, log and output folder."""
 
 import copy
-import json
 import os
 import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from calibrations import Overheard, assert_identical, assert_same, samples_in, with_rule
+from calibrations import Overheard, assert_identical, assert_same, run_fast, samples_in
 from golden.golden_models import MAKERS
+from killing import finished_blocks
 from process_group import in_processes
+from safetensors.torch import save_model
 from tiny_convs import net_suite, tower_suite
-from tiny_models import Suite, clip_suite
+from tiny_models import Suite, clip_suite, t5_suite
 
-from fusion_bench_featcal import CalibrationError, CalibrationResult, FeatCalSettings
-from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.processes import LostProcessError, Processes, TorchProcesses
+from fusion_bench_featcal import CalibrationError, CalibrationResult, SafetensorsExpert
+from fusion_bench_featcal.experts import hollow_copy
+from fusion_bench_featcal.json_files import read_json
+from fusion_bench_featcal.output.folder import OutputFolder
+from fusion_bench_featcal.processes import LostProcessError, Processes
 from fusion_bench_featcal.rules.paper import Paper
 from fusion_bench_featcal.rules.plus import Plus
-from fusion_bench_featcal.team import Team
 
-Change = Callable[[Any, Processes], Any]
+Change = Callable[[Suite, Processes], Any]
 RULES: dict[str, Any] = {"paper": Paper(), "plus": Plus()}
+PROCESSES = "number of processes (fabric.devices x fabric.num_nodes)"
+rules = pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
 
 
 def golden(name: str) -> Suite:
@@ -41,32 +45,23 @@ def few_samples() -> Suite:
     return suite
 
 
-def run(
-    suite: Suite,
-    rule: Any,
-    processes: Processes | None = None,
-    change: Change | None = None,
-    **more: Any,
-) -> CalibrationResult:
-    """Calibrate. `change` may change what one of the processes hands over."""
-    handed = copy.copy(suite)
-    handed.experts, handed.inputs = dict(suite.experts), dict(suite.inputs)
-    if change is not None and processes is not None:
-        change(handed, processes)
-    settings = FeatCalSettings(
-        **{"samples_per_task": samples_in(suite), "family": suite.family, **more}
-    )
-    models = handed.merged, handed.base, handed.experts
-    return calibrate(*models, handed.inputs, with_rule(settings, rule), processes=processes)
-
-
 def together(
-    suite: Suite, rule: Any, size: int, change: Change | None = None, **more: Any
-) -> list[CalibrationResult | Any]:
-    """Each process's result, or its error."""
-    return in_processes(
-        size, lambda processes: run(suite, rule, processes, change, **more), join=TorchProcesses
-    )
+    suite: Suite, size: int, change: Change | None = None, rule: Any = RULES["paper"], **more: Any
+) -> list[Any]:
+    """Each process's result or error; `change` may change what one of them hands over."""
+
+    def work(processes: Processes) -> CalibrationResult:
+        handed = replace(suite, experts={**suite.experts}, inputs={**suite.inputs})
+        if change is not None:
+            change(handed, processes)
+        settings = {"samples_per_task": samples_in(suite), "rule": rule, **more}
+        return run_fast(handed, processes=processes, **settings)
+
+    return in_processes(size, work)
+
+
+def kept(suite: Suite, folder: Path, size: int, *change: Change, **more: Any) -> list[Any]:
+    return together(suite, size, *change, checkpoint_dir=str(folder), **more)
 
 
 def records(result: CalibrationResult) -> list[dict[str, Any]]:
@@ -74,142 +69,78 @@ def records(result: CalibrationResult) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if k != "seconds"} for r in result.log.records]
 
 
-def assert_alike(found: Any, wanted: Any, bound: float) -> None:
+def assert_alike(log: Any, wanted: Any, bound: float) -> None:
     """Compare logs: numbers up to a bound, all else and all order exactly."""
-    assert [list(record) for record in found] == [list(record) for record in wanted]
-    for ours, theirs in zip(found, wanted, strict=True):
+    assert [list(record) for record in log] == [list(record) for record in wanted]
+    for ours, theirs in zip(log, wanted, strict=True):
         for key, value in theirs.items():
             is_number = isinstance(value, float)
             assert ours[key] == (pytest.approx(value, rel=bound, abs=bound) if is_number else value)
 
 
-def assert_one_model(found: list[CalibrationResult]) -> None:
+def assert_one_model(results: list[CalibrationResult]) -> None:
     """All processes end with the same bits."""
-    for result in found[1:]:
-        assert records(result) == records(found[0])
-        assert_identical(result.model, found[0].model)
+    for result in results[1:]:
+        assert records(result) == records(results[0])
+        assert_identical(result.model, results[0].model)
+
+
+def assert_all_raise(errors: list[Any], message: str, kind: type[Exception]) -> None:
+    for error in errors:
+        assert isinstance(error, kind) and re.search(message, str(error)), error
 
 
 CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any], tuple[int, ...]]] = {
     "clip": (clip_suite, {}, (2, 5)),
     "few samples": (few_samples, {"samples_per_task": 99}, (5,)),
     "one task": (lambda: clip_suite(tasks=1), {}, (3,)),
-    "held out, copies": (clip_suite, {"held_out": 2, "augment": "jitter"}, (2, 5)),
+    "held out, copies": (clip_suite, {"held_out": 2, "augment": "jitter"}, (5,)),
     "t5": (lambda: golden("t5"), {}, (2, 5)),
     "gemma2": (lambda: golden("gemma2"), {}, (3,)),
     "gpt2": (lambda: golden("gpt2"), {}, (2,)),
-    "convolutions": (net_suite, {}, (2, 5)),
+    "convolutions": (net_suite, {}, (5,)),
     "statistics": (lambda: tower_suite("resnet"), {}, (2,)),
 }
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+@rules
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_model_and_log_are_those_of_one_process(case: Any, rule: Any):
     make, more, sizes = case
     suite = make()
-    wanted = run(suite, rule, **more)
+    wanted = run_fast(suite, rule=rule, **{"samples_per_task": samples_in(suite)} | more)
     for size in sizes:
-        found = together(suite, rule, size, **more)
-        assert_one_model(found)
+        results = together(suite, size, rule=rule, **more)
+        assert_one_model(results)
         # Other sizes of batches alone move what Plus solves in one process by 3e-12.
-        assert_same(found[0].model, wanted.model, 1e-11 if isinstance(rule, Plus) else 1e-12)
-        assert_alike(records(found[0]), records(wanted), 1e-6)
-
-
-def test_output_folder_of_several_processes_is_gone_on_with(tmp_path: Path):
-    suite = golden("t5")
-    settings = FeatCalSettings(
-        samples_per_task=samples_in(suite),
-        family=suite.family,
-        checkpoint_dir=str(tmp_path),
-        resume=True,
-    )
-
-    def work(processes: Processes) -> CalibrationResult:
-        models, rule = (suite.merged, suite.base, suite.experts), RULES["paper"]
-        return calibrate(*models, suite.inputs, with_rule(settings, rule), processes=processes)
-
-    first = in_processes(2, work, join=TorchProcesses)
-    manifest = json.loads((tmp_path / "blocks.json").read_text())
-    assert_one_model(first)
-    file = sorted(tmp_path.glob("block-*.safetensors"))[-1]
-    file.unlink()
-    again = in_processes(2, work, join=TorchProcesses)
-    assert file.exists()
-    assert_identical(again[0].model, first[0].model)
-    assert_identical(again[1].model, first[0].model)
-    assert list(manifest["run"]["samples"]) == list(suite.inputs)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 40])
-@pytest.mark.parametrize("counts", [(3,), (4, 4, 4), (1, 9, 2, 5, 3)])
-def test_every_batch_is_dealt_once_in_contiguous_runs(size: int, counts: tuple[int, ...]):
-    tasks = [f"task {number}" for number in range(len(counts))]
-    batches = {
-        task: [SimpleNamespace(samples=2, start=2 * n) for n in range(count)]
-        for task, count in zip(tasks, counts, strict=True)
-    }
-    dealt: list[Any] = []
-    for rank in range(size):
-        team = Team(team_process(rank, size), tasks, torch.device("cpu"))
-        mine = team.tasks
-        assert mine == tasks[tasks.index(mine[0]) : tasks.index(mine[-1]) + 1]
-        assert all(len(team.members(task)) == 1 for task in mine[1:-1])
-        for task in tasks:
-            cut = team.cut(task, batches[task])
-            assert task in mine or not cut
-            dealt += cut
-    assert dealt == [batch for task in tasks for batch in batches[task]]
-
-
-def team_process(rank: int, size: int) -> Processes:
-    processes = Processes()
-    processes.rank, processes.size = rank, size
-    return processes
+        assert_same(results[0].model, wanted.model, 1e-11 if isinstance(rule, Plus) else 1e-12)
+        assert_alike(records(results[0]), records(wanted), 1e-6)
 
 
 def test_experts_and_samples_of_other_processes_are_never_read():
-    suite = clip_suite()
-    suite.inputs = {f"task_{n}": suite.inputs["task_0"] for n in range(4)}
-    suite.experts = {task: suite.experts["task_0"] for task in suite.inputs}
+    suite, tasks = clip_suite(), [f"task_{n}" for n in range(4)]
 
-    class Asked:
-        def __init__(self, batches: list[Any]) -> None:
-            self.batches, self.asked = batches, False
+    class Watched:
+        is_read = False
 
         def __iter__(self) -> Iterator[Any]:
-            self.asked = True
-            return iter(self.batches)
+            self.is_read = True
+            return iter(suite.inputs["task_0"])
 
     def touched(processes: Processes) -> tuple[list[str], list[str]]:
-        experts = {task: Overheard(expert) for task, expert in suite.experts.items()}
-        batches = {task: Asked(batches) for task, batches in suite.inputs.items()}
-        handed: Any = copy.copy(suite)
-        handed.experts, handed.inputs = experts, batches
-        settings = FeatCalSettings(samples_per_task=7)
-        calibrate(
-            handed.merged,
-            handed.base,
-            experts,
-            handed.inputs,
-            with_rule(settings, RULES["paper"]),
-            processes=processes,
-        )
-        return [t for t in experts if experts[t].read], [t for t in batches if batches[t].asked]
+        experts: Any = {task: Overheard(suite.experts["task_0"]) for task in tasks}
+        batches: Any = {task: Watched() for task in tasks}
+        watched = replace(suite, experts=experts, inputs=batches)
+        run_fast(watched, processes=processes, samples_per_task=7)
+        return [t for t in tasks if experts[t].read], [t for t in tasks if batches[t].is_read]
 
-    first, second = in_processes(2, touched, join=TorchProcesses)
-    assert first == (["task_0", "task_1"],) * 2
-    assert second == (["task_2", "task_3"],) * 2
+    assert in_processes(2, touched) == [(tasks[:2],) * 2, (tasks[2:],) * 2]
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+@rules
 def test_groups_are_solved_in_the_process_that_has_the_least_to_do(rule: Any):
-    suite = clip_suite()
-
     def factorised(processes: Processes) -> int:
-        calls: list[int] = []
-        original = torch.linalg.cholesky_ex
+        calls, original = [], torch.linalg.cholesky_ex
 
         def counted(system: torch.Tensor, **more: Any) -> Any:
             calls.append(1)
@@ -217,70 +148,25 @@ def test_groups_are_solved_in_the_process_that_has_the_least_to_do(rule: Any):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.linalg, "cholesky_ex", counted)
-            run(suite, rule, processes)
+            run_fast(clip_suite(), rule=rule, processes=processes)
         return len(calls)
 
     alone = factorised(Processes())
-    counts = in_processes(2, factorised, join=TorchProcesses)
+    counts = in_processes(2, factorised)
     assert sum(counts) == alone and min(counts) >= alone // 5
 
 
-def spoil_the_last_task(suite: Suite, _: Processes) -> None:
+def spoil_samples(suite: Suite, _: Processes) -> None:
+    suite.inputs["task_2"] = copy.deepcopy(suite.inputs["task_2"])
     suite.inputs["task_2"][-1]["pixel_values"][0] = float("nan")
 
 
-def take_all_samples_away(suite: Suite, _: Processes) -> None:
+def take_samples(suite: Suite, _: Processes) -> None:
     suite.inputs["task_2"] = []
 
 
-def fail_oddly(suite: Suite, _: Processes) -> None:
-    def broken() -> Iterator[Any]:
-        raise KeyError("pixels")
-        yield
-
-    suite.inputs["task_2"] = broken()  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (spoil_the_last_task, r"task task_2: calibration batch \d, input 'pixel_values', has NaN"),
-        (take_all_samples_away, r"task task_2 has 0 calibration samples"),
-        (fail_oddly, r"pixels"),
-    ],
-)
-def test_failing_process_ends_all_with_its_error(change: Change, message: str):
-    first, second = map(str, together(clip_suite(), Paper(), 2, change))
-    assert re.search(message, first) and re.search(message, second)
-    assert re.search(r"\(process 1 of 2", first)
-
-
-def test_dead_process_ends_the_others():
-    def lose(suite: Suite, processes: Processes) -> None:
-        def dying() -> Iterator[Any]:
-            os.kill(os.getpid(), signal.SIGKILL)
-            yield
-
-        if processes.rank == 1:
-            suite.inputs["task_1"] = dying()  # type: ignore[assignment]
-
-    first, second, third = together(clip_suite(), Paper(), 3, lose)
-    assert second == -signal.SIGKILL
-    for error in (first, third):
-        assert isinstance(error, LostProcessError)
-        assert re.search("process [02] of 3 has lost contact", str(error))
-        assert "method.resume=true" in str(error)
-
-
-def test_hanging_process_ends_the_others():
-    def work(processes: Processes) -> None:
-        if processes.rank == 1:
-            time.sleep(5.0)
-            return
-        run(clip_suite(), Paper(), processes)
-
-    first = in_processes(2, work, join=TorchProcesses, patience=2.0)[0]
-    assert isinstance(first, LostProcessError)
+def broken_samples(suite: Suite, _: Processes) -> None:
+    suite.inputs["task_2"] = map({}.__getitem__, ["pixels"])  # type: ignore[assignment]
 
 
 def other_merged(suite: Suite, processes: Processes) -> None:
@@ -292,27 +178,162 @@ def fewer_tasks(suite: Suite, processes: Processes) -> None:
         del suite.experts["task_2"], suite.inputs["task_2"]
 
 
-@pytest.mark.parametrize(("change", "what"), [(other_merged, "weights"), (fewer_tasks, "tasks")])
-def test_processes_that_were_not_started_alike_are_refused(change: Change, what: str):
-    for error in together(clip_suite(), Paper(), 2, change):
-        assert isinstance(error, CalibrationError)
-        assert f"process 1 was started with other {what} than process 0" in str(error)
+def full_disk(*_: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    os.replace = fail  # in this process only
 
 
-def test_other_settings_are_refused():
-    def work(processes: Processes) -> CalibrationResult:
-        return run(clip_suite(), Paper(ridge_lambda=1.0 + processes.rank), processes)
+STARTED = "process 1 was started with other {} than process 0"
+ERRORS: dict[str, tuple[Change, str]] = {
+    "spoilt": (
+        spoil_samples, r"task task_2: calibration batch \d, input 'pixel_values', has NaN.*"),
+    "no samples": (take_samples, "task task_2 has 0 calibration samples"),
+    "other error": (broken_samples, "pixels"),
+    "other model": (other_merged, STARTED.format("weights")),
+    "other tasks": (fewer_tasks, STARTED.format("tasks")),
+    "full disk": (full_disk, "No space left on device"),
+}  # fmt: skip
 
-    for error in in_processes(2, work, join=TorchProcesses):
-        assert "process 1 was started with other settings than process 0" in str(error)
+
+@pytest.mark.parametrize(("change", "message"), ERRORS.values(), ids=list(ERRORS))
+def test_failing_process_ends_all_with_its_error(change: Change, message: str, tmp_path: Path):
+    errors = kept(clip_suite(), tmp_path, 2, change)
+    assert_all_raise(errors, message, Exception)
+    if change in (spoil_samples, take_samples, broken_samples):
+        assert re.search(r"\(process 1 of 2", str(errors[0]))
 
 
-def test_same_processes_go_on_after_a_calibration_that_failed():
+def test_other_settings_are_refused_and_a_failure_does_not_end_the_processes():
+    def work(processes: Processes) -> Any:
+        with pytest.raises(CalibrationError, match=STARTED.format("settings")):
+            rule = Paper(ridge_lambda=1.0 + processes.rank)
+            run_fast(clip_suite(), rule=rule, processes=processes)
+        return run_fast(clip_suite(), processes=processes)
+
+    assert_one_model(in_processes(2, work))
+
+
+def test_dead_process_ends_the_others():
+    def lose(suite: Suite, processes: Processes) -> None:
+        if processes.rank == 1:
+            dying = (os.kill(os.getpid(), signal.SIGKILL) for _ in range(1))
+            suite.inputs["task_1"] = dying  # type: ignore[assignment]
+
+    first, second, third = together(clip_suite(), 3, lose)
+    assert second == -signal.SIGKILL
+    assert_all_raise([first, third], "process [02] of 3 has lost contact", LostProcessError)
+    assert_all_raise([first, third], r"method\.resume=true", LostProcessError)
+
+
+def test_hanging_process_ends_the_others():
+    def work(processes: Processes) -> None:
+        if processes.rank == 1:
+            time.sleep(5.0)
+        else:
+            run_fast(clip_suite(), processes=processes)
+
+    assert isinstance(in_processes(2, work, patience=2.0)[0], LostProcessError)
+
+
+def killed(suite: Suite, folder: Path, size: int, *, rank: int, after: int) -> list[Any]:
+    """Run, and kill one process when it has gone past so many blocks."""
+    write, done = OutputFolder.write, []
+
+    def dying(_: Suite, processes: Processes) -> None:
+        def die(self: OutputFolder, block: str, *rest: Any) -> Any:
+            if len(done) == after and processes.rank == rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done.append(block)
+            return write(self, block, *rest)
+
+        setattr(OutputFolder, "write", die)  # noqa: B010 - a method is not for assigning to
+
+    return kept(suite, folder, size, dying)
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "rank", "after"),
+    [
+        pytest.param(clip_suite, 5, 0, 1, marks=pytest.mark.slow),
+        (t5_suite, 2, 1, 2),
+        pytest.param(t5_suite, 5, 3, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_resumed_run_ends_with_the_same_bits(
+    make: Callable[[], Suite], size: int, rank: int, after: int, tmp_path: Path
+):
+    suite = make()
+    wanted = kept(suite, tmp_path / "whole", size)
+    lost = killed(suite, tmp_path / "lost", size, rank=rank, after=after)
+    assert lost.pop(rank) == -signal.SIGKILL
+    assert all(isinstance(error, LostProcessError) for error in lost)
+    written = after + (rank > 0)  # the first process writes, and has not missed this one yet
+    assert finished_blocks(tmp_path / "lost") == written
+    results = kept(suite, tmp_path / "lost", size, resume=True)
+    for same in (wanted, results):
+        assert_one_model(same)
+    assert_identical(results[0].model, wanted[0].model)
+    (resumed,) = results[0].log.of_kind("resumed")
+    assert resumed["blocks"] == written
+    results[0].log.records.pop()
+    assert records(results[0]) == records(wanted[0])
+
+
+def test_folder_has_the_content_of_that_of_one_process(tmp_path: Path):
     suite = clip_suite()
+    run_fast(suite, checkpoint_dir=str(tmp_path / "one"))
+    kept(suite, tmp_path / "five", 5)
+    folders = [tmp_path / "one", tmp_path / "five"]
+    names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert names[0] == names[1]
+    one, several = (read_json(folder / "blocks.json", sealed=True) for folder in folders)
+    assert [content["run"]["run"].pop(PROCESSES) for content in (one, several)] == [1, 5]
+    samples = [content["run"].pop("samples") for content in (one, several)]
+    assert list(samples[0]) == list(samples[1])  # digests are of each process's part
+    assert list(several["blocks"]) == list(one["blocks"])
 
-    def twice(processes: Processes) -> CalibrationResult:
-        with pytest.raises(CalibrationError):
-            run(suite, Paper(), processes, take_all_samples_away)
-        return run(suite, Paper(), processes)
 
-    assert_one_model(in_processes(2, twice, join=TorchProcesses))
+def test_folder_of_another_run_is_refused(tmp_path: Path):
+    def other_expert(suite: Suite, _: Processes) -> None:
+        suite.experts["task_1"] = clip_suite(seed=3).experts["task_1"]
+
+    def other_samples(suite: Suite, _: Processes) -> None:
+        suite.inputs["task_1"] = clip_suite(seed=3).inputs["task_1"]
+
+    suite = clip_suite()
+    kept(suite, tmp_path / "0", 2)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "0").iterdir()}
+    message = re.escape(PROCESSES) + r" \(2 then, {} now\)"
+    with pytest.raises(CalibrationError, match=message.format(1)):
+        run_fast(suite, checkpoint_dir=str(tmp_path / "0"), resume=True)
+    for size, words, *change in (
+        (3, message.format(3)),
+        (2, "weights of expert task_1", other_expert),
+        (2, "samples of task task_1", other_samples),
+    ):
+        errors = kept(suite, tmp_path / "0", size, *change, resume=True)
+        assert_all_raise(errors, words, CalibrationError)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "0").iterdir()} == before
+
+    def apart(processes: Processes) -> None:
+        folder = tmp_path / str(processes.rank)
+        run_fast(suite, processes=processes, checkpoint_dir=str(folder), resume=True)
+
+    words = r"sees other files in method\.checkpoint_dir"
+    assert_all_raise(in_processes(2, apart), words, CalibrationError)
+
+
+def test_model_in_files_is_calibrated_by_several_processes_as_one_in_memory(tmp_path: Path):
+    suite = clip_suite()
+    wanted = together(suite, 2)[0].model
+    save_model(suite.merged, str(tmp_path / "merged.safetensors"))
+    structure = replace(suite, merged=hollow_copy(suite.merged))
+    more: dict[str, Any] = {"merged_weights": SafetensorsExpert(tmp_path / "merged.safetensors")}
+    for result in kept(structure, tmp_path / "out", 2, **more):
+        assert all(parameter.is_meta for parameter in result.model.parameters())
+    written = SafetensorsExpert(tmp_path / "out")
+    assert written.names() == dict(wanted.named_parameters()).keys()
+    for name, tensor in wanted.named_parameters():
+        assert torch.equal(written.tensor(name), tensor), name

@@ -23,8 +23,7 @@ from fusion_bench_featcal.files import (
 )
 from fusion_bench_featcal.fusionbench.saving import check_save_target, save_model
 from fusion_bench_featcal.results import ReportError
-
-Usage = namedtuple("Usage", "total used free")
+from fusion_bench_featcal.suites import image
 
 
 class Tiny(nn.Module):
@@ -41,8 +40,10 @@ class Tiny(nn.Module):
 
 
 class Pool(BaseModelPool):
-    def save_model(self, model: Any, path: str, max_shard_size: str = "5GB") -> None:  # type: ignore[override]
-        model.save_pretrained(path)
+    def save_model(  # type: ignore[override]
+        self, model: Any, path: str, max_shard_size: str = "5GB", dtype: str = ""
+    ) -> None:
+        (model.to(getattr(torch, dtype)) if dtype else model).save_pretrained(path)
 
 
 def pool(**models: Any) -> Any:
@@ -59,21 +60,26 @@ def value_at(target: Path) -> float:
     return weight[0].item()
 
 
+def program_with(path: Any, **options: Any) -> Any:
+    return SimpleNamespace(
+        merged_model_save_path=str(path), merged_model_save_kwargs=options, log_dir=None
+    )
+
+
 def test_folder_is_replaced_as_a_whole_and_other_files_stay(tmp_path: Path) -> None:
-    target = tmp_path / "log"
+    target, blocks = tmp_path / "log", tmp_path / "log" / "blocks"
     save(1, target)
     (target / "model-00001-of-00002.safetensors").write_text("an older model's")
-    (target / "blocks").mkdir()
-    (target / "blocks" / "block-0000.safetensors").write_text("kept")
+    blocks.mkdir()
+    (blocks / "block-0000.safetensors").write_text("kept")
     with open(target / "run.log", "w") as run_log:
         save(2, target)
         run_log.write("goes on")
     assert value_at(target) == 2
-    assert {f.name for f in target.iterdir()} == {
-        "pytorch_model.bin", "config.json", "blocks", "run.log"
-    }  # fmt: skip
+    names = {"pytorch_model.bin", "config.json", "blocks", "run.log"}
+    assert {file.name for file in target.iterdir()} == names
     assert (target / "run.log").read_text() == "goes on"
-    assert (target / "blocks" / "block-0000.safetensors").read_text() == "kept"
+    assert (blocks / "block-0000.safetensors").read_text() == "kept"
     assert [entry.name for entry in tmp_path.iterdir()] == ["log"]
 
 
@@ -84,19 +90,18 @@ def test_crash_leaves_the_old_model_or_the_new_one(moment: int, tmp_path: Path) 
     (target / "notes.txt").write_text("mine")
 
     def crash(_: int) -> None:
-        left = iter(range(moment))
+        steps = iter(range(moment))
 
         def dying(function: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
-                if next(left, None) is None:
+                if next(steps, None) is None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return function(*args, **kwargs)
 
             return call
 
-        for place, name in ((files, "sync"), (os, "link"), (os, "rename"),
-                            (files, "remove")):  # fmt: skip
-            setattr(place, name, dying(getattr(place, name)))
+        for module, name in ((files, "sync"), (os, "link"), (os, "rename"), (files, "remove")):
+            setattr(module, name, dying(getattr(module, name)))
         save(2, target)
 
     assert in_forks(1, crash) == [-signal.SIGKILL]
@@ -106,31 +111,27 @@ def test_crash_leaves_the_old_model_or_the_new_one(moment: int, tmp_path: Path) 
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(122, "Quota")])
-def test_full_disk_names_path_and_room_and_leaves_the_old_model(error, tmp_path, monkeypatch):
-    target = tmp_path / "saved"
+def test_full_disk_is_named_and_leaves_the_old_model(tmp_path: Path, monkeypatch) -> None:
+    target, usage = tmp_path / "saved", namedtuple("usage", "total used free")
     save(1, target)
+    for error in (OSError(28, "No space left on device"), OSError(122, "Quota")):
 
-    def full(*_: Any, **__: Any) -> None:
-        raise error
+        def full(*_: Any, error: OSError = error, **__: Any) -> None:
+            raise error
 
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CalibrationError, match=r"saved: (No space|Quota).*4 KiB, and .* free"):
-        save(2, target)
-    assert value_at(target) == 1
-    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
-
-
-def test_too_little_room_is_noticed_before_writing(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(10, 10, 100))
+        monkeypatch.setattr(torch, "save", full)
+        with pytest.raises(CalibrationError, match=r"saved: (No space|Quota).*4 KiB, and .* free"):
+            save(2, target)
+        assert value_at(target) == 1
+        assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10, 10, 100))
     with pytest.raises(CalibrationError, match=r"too little room.*0 KiB are free"):
         save(2, tmp_path / "saved")
-    program = program_with(tmp_path / "saved")
     with pytest.raises(CalibrationError, match=r"merged_model_save_path.*base's size takes 4 KiB"):
-        check_save_target(program, pool())
+        check_save_target(program_with(tmp_path / "saved"), pool())
 
 
-def test_only_what_dead_processes_of_this_host_left_is_removed(tmp_path: Path) -> None:
+def test_only_leftovers_of_dead_processes_of_this_host_are_removed(tmp_path: Path) -> None:
     (dead,) = in_forks(1, lambda _: os.getpid())
     host = owner_mark().removesuffix(f"-{os.getpid()}")
     mine = temporary_neighbour(tmp_path / "x").name
@@ -144,84 +145,57 @@ def test_only_what_dead_processes_of_this_host_left_is_removed(tmp_path: Path) -
     assert {entry.name for entry in tmp_path.iterdir()} == kept
 
 
-def program_with(path: Any, **options: Any) -> Any:
-    return SimpleNamespace(
-        merged_model_save_path=str(path), merged_model_save_kwargs=options, log_dir=None
-    )
+HERE, EXPERT = "is the current folder or one above it", r"modelpool\.models\.one"
+PLACES: list[tuple[str, dict[str, Any], str]] = [  # FOLDER has a file and the folder of an expert
+    ("", {}, HERE), (".", {}, HERE), ("..", {}, HERE),
+    ("FOLDER/file", {}, "is a file"),
+    ("FOLDER/file/model", {}, "cannot write .*(File exists|Not a dir)"),
+    ("/proc/nowhere/model", {}, "cannot write"),
+    ("FOLDER/expert", {}, EXPERT), ("FOLDER/expert/a/b", {}, EXPERT), ("FOLDER", {}, EXPERT),
+    ("/proc", {}, "is a mount point"),
+    ("new", {"max_shard_sise": "1GB"}, r"kwargs.*Pool cannot save with .*max_shard_sise"),
+    ("new", {"push_to_hub": True, "private": True}, r"kwargs.*Pool cannot save with .*private"),
+]  # fmt: skip
 
 
-PLACES = {  # in FOLDER lie a file and the folder of an expert
-    "empty": ("", "is the current folder or one above it"),
-    "here": (".", "is the current folder or one above it"),
-    "above": ("..", "is the current folder or one above it"),
-    "file": ("FOLDER/file", "is a file"),
-    "below a file": ("FOLDER/file/model", "cannot write .*(File exists|Not a dir)"),
-    "read-only": ("/proc/nowhere/model", "cannot write"),
-    "expert": ("FOLDER/expert", r"modelpool\.models\.one"),
-    "in an expert": ("FOLDER/expert/a/b", r"modelpool\.models\.one"),
-    "above an expert": ("FOLDER", r"modelpool\.models\.one"),
-    "mount": ("/proc", "is a mount point"),
-}
-
-
-@pytest.mark.parametrize(("path", "message"), PLACES.values(), ids=PLACES)
-def test_place_is_refused(path: str, message: str, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(("path", "options", "message"), PLACES)
+def test_places_and_options_are_refused_first(
+    path: str, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch
+) -> None:
     folder = tmp_path / "folder"
-    for made in (tmp_path / "here", folder / "expert"):
-        made.mkdir(parents=True)
+    for name in ("here", "folder/expert"):
+        (tmp_path / name).mkdir(parents=True)
     (folder / "file").touch()
     monkeypatch.chdir(tmp_path / "here")
-    path = path.replace("FOLDER", str(folder))
+    program = program_with(path.replace("FOLDER", str(folder)), **options)
     models = pool(_pretrained_=Tiny(0), one={"_target_": "x", "path": str(folder / "expert")})
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises((ValueError, ReportError), match=rf"(?s){message}") as seen:
-        check_save_target(program_with(path), models)
-    assert "merged_model_save_path" in str(seen.value)
+    with pytest.raises((ValueError, ReportError), match=rf"(?s){message}") as caught:
+        check_save_target(program, models)
+    assert "merged_model_save_" in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_pool_that_saves_a_file_may_replace_one(tmp_path: Path) -> None:
+def test_files_and_links_are_replaced_and_dtypes_of_saved_models_are_their_own(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "state.pt").write_text("old")
     models = BaseModelPool({"_pretrained_": Tiny(0)})  # type: ignore[dict-item]
     check_save_target(program_with(tmp_path / "state.pt"), models)
     save_model(models, Tiny(3), tmp_path / "state.pt")
     assert torch.load(tmp_path / "state.pt")["weight"][0] == 3
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_shard_sise": "1GB"}, r"Pool cannot save with .*max_shard_sise"),
-        ({"push_to_hub": True, "private": True}, r"Pool cannot save with .*private"),
-    ],
-)
-def test_options_that_cannot_be_meant_are_refused_first(options, message, tmp_path) -> None:
-    with pytest.raises(ValueError, match=rf"merged_model_save_kwargs.*{message}"):
-        check_save_target(program_with(tmp_path / "saved", **options), pool())
-
-
-def test_model_that_is_saved_in_another_dtype_is_not_changed(tmp_path: Path) -> None:
-    class Converting(Pool):
-        def save_model(self, model: Any, path: str, model_dtype: str = "") -> None:  # type: ignore[override]
-            model.to(getattr(torch, model_dtype)).save_pretrained(path)
-
-    model = Tiny(1)
-    save_model(Converting({}), model, tmp_path / "saved", model_dtype="bfloat16")
-    assert model.weight.dtype == torch.float32
-    assert torch.load(tmp_path / "saved" / "pytorch_model.bin")["weight"].dtype == torch.bfloat16
-
-
-def test_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "saved").symlink_to(tmp_path / "disk")
     save(1, tmp_path / "saved")
     save(2, tmp_path / "saved")
     assert (tmp_path / "saved").is_symlink() and value_at(tmp_path / "disk") == 2
+    model = Tiny(1)
+    save_model(pool(), model, tmp_path / "narrow", dtype="bfloat16")
+    assert model.weight.dtype == torch.float32
+    assert torch.load(tmp_path / "narrow" / "pytorch_model.bin")["weight"].dtype == torch.bfloat16
 
 
 def test_real_model_is_saved_over_a_sharded_one(tmp_path: Path) -> None:
-    from fusion_bench_featcal.suites import image
-
     model = CLIPVisionModel.from_pretrained(image.path())
     model.save_pretrained(tmp_path / "saved", max_shard_size="2MB")
     with torch.no_grad():

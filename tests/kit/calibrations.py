@@ -31,16 +31,12 @@ def samples_in(suite: Suite) -> int:
 
 def settings_of(knobs: Knobs, suite: Suite, **more: Any) -> FeatCalSettings:
     values = {
-        "ridge_lambda": knobs.lam,
-        "mix_alpha": knobs.alpha,
-        "anchor_rho": knobs.rho,
-        "eps": knobs.eps,
-        "calibrate_bias": knobs.bias,
-        "calibrate_norm": knobs.norm,
+        "ridge_lambda": knobs.lam, "mix_alpha": knobs.alpha, "anchor_rho": knobs.rho,
+        "eps": knobs.eps, "calibrate_bias": knobs.bias, "calibrate_norm": knobs.norm,
         "token_weights": "demo_last_block" if knobs.demo_last_block else "uniform",
         "modules": [f"!{end}" for end in suite.left] or None,
         "samples_per_task": more.get("samples_per_task") or samples_in(suite),
-    }
+    }  # fmt: skip
     if not isinstance(more.get("rule", ""), str):  # an object has numbers of its own
         values = {name: values[name] for name in values if name not in OF_THE_RULE}
         more = {name: more[name] for name in more if name not in OF_THE_RULE}
@@ -55,16 +51,11 @@ def with_rule(settings: FeatCalSettings, rule: Any) -> FeatCalSettings:
 
 def cast(inputs: Mapping[str, list], dtype: torch.dtype) -> dict[str, list]:
     def one(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: one(part) for name, part in value.items()}
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    def all_of(batch: Any) -> Any:
-        is_table = isinstance(batch, Mapping)
-        return {k: one(v) for k, v in batch.items()} if is_table else one(batch)
-
-    return {
-        task: [all_of(batch) for batch in batches] if isinstance(batches, list) else batches
-        for task, batches in inputs.items()
-    }
+    return {task: [*map(one, b)] if isinstance(b, list) else b for task, b in inputs.items()}
 
 
 def run_fast(
@@ -74,40 +65,20 @@ def run_fast(
     dtype = next(suite.merged.parameters()).dtype
     options: dict[str, Any] = {"progress": False}
     options |= {name: more.pop(name) for name in OPTIONS & set(more)}
-    return calibrate(
-        suite.merged,
-        suite.base if has_base else None,
-        suite.experts,
-        cast(suite.inputs, dtype),
-        settings_of(knobs, suite, **more),
-        family=family or suite.family,
-        **options,
-    )
+    models = suite.merged, suite.base if has_base else None, suite.experts
+    settings, family = settings_of(knobs, suite, **more), family or suite.family
+    return calibrate(*models, cast(suite.inputs, dtype), settings, family=family, **options)
 
 
 def run_slow(
-    suite: Suite,
-    knobs: Knobs = PAPER,
-    *,
-    has_base: bool = True,
-    decoder_rows: str = "all",
+    suite: Suite, knobs: Knobs = PAPER, *, has_base: bool = True, decoder_rows: str = "all",
     features: torch.dtype = torch.float64,
-) -> Outcome:
-    """The oracle, told which rows every block and module sees."""
+) -> Outcome:  # fmt: skip
+    """The oracle with the rows of every block and module."""
     modules = modules_of(suite.merged, suite.blocks, suite.left)
-    masks, other_masks = counted_rows(suite, modules, decoder_rows)
-    return calibrate_slowly(
-        suite.merged,
-        suite.base if has_base else None,
-        suite.experts,
-        suite.inputs,
-        suite.blocks,
-        modules,
-        knobs,
-        masks,
-        other_masks,
-        features,
-    )
+    models = suite.merged, suite.base if has_base else None, suite.experts
+    rows = counted_rows(suite, modules, decoder_rows)
+    return calibrate_slowly(*models, suite.inputs, suite.blocks, modules, knobs, *rows, features)
 
 
 def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: str) -> tuple:

@@ -4,67 +4,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tiny_convs
+import tiny_models as tiny
 import torch
+import transformers
 from calibrations import PAPER, distance, replay, run_fast, run_slow
-from tiny_models import (
-    REPLAY,
-    VISION_LANGUAGE_REPLAY,
-    VOCABULARY,
-    WHISPER_REPLAY,
-    Suite,
-    normal,
-    sentences,
-    suite_of,
-    t5_batch,
-    t5_model,
-    vision_language_batch,
-    vision_language_model,
-    whisper_batch,
-    whisper_model,
-    without_labels,
-)
+from tiny_models import VOCABULARY, Suite, sentences, without_labels
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForSequenceClassification,
-    DeiTForImageClassification,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM
 
 from fusion_bench_featcal.families import resolve_family
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
+    "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2
+}  # fmt: skip
 TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCABULARY, "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
 IMAGE: dict[str, Any] = {"image_size": 8, "patch_size": 4}
 GROUPED: dict[str, Any] = {"num_key_value_heads": 1, "head_dim": 4}
 GPT: dict[str, Any] = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
 ROTARY: dict[str, Any] = GPT | {"rotary_dim": 2}
 RELATIVE: dict[str, Any] = {
-    "relative_attention": True,
-    "pos_att_type": ["p2c", "c2p"],
-    "position_biased_input": False,
+    "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
     "type_vocab_size": 0,
-}
-
-
+}  # fmt: skip
 Made = tuple[nn.Module, dict[str, list]]
 
 
@@ -74,13 +41,12 @@ class Row:
 
     Attributes:
         name: The row's name.
-        kind: The kind of model, as the table says it.
-        make: Makes a model and each task's batches; None where this release of transformers lacks
+        kind: The kind of model in the table's words.
+        make: Makes a model and each task's batches; None if this release of transformers lacks
             the type.
         family: The family that `auto` should find.
         left: Ends of the names of modules that cannot be calibrated.
         replay: The family to compare with; None: `replay` with the same blocks.
-        slow: Runs the oracle.
     """
 
     name: str
@@ -89,38 +55,27 @@ class Row:
     family: str = "stack"
     left: tuple[str, ...] = ()
     replay: Any = None
-    slow: Callable[[Suite], Any] = run_slow
 
     def suite(self, seed: int = 1) -> Suite | None:
-        """Base, experts and merger in float64; None where the type is lacking."""
+        """Base, experts and merger in float64; None if the type is lacking."""
         torch.manual_seed(seed)
         made = self.make()
         if made is None:
             return None
         model, inputs = made
         blocks = [b for stage in resolve_family("auto", model).stages(model) for b in stage]
-        return replace(suite_of(model.eval(), inputs, blocks, seed), left=self.left)
+        return replace(tiny.suite_of(model.eval(), inputs, blocks, seed), left=self.left)
 
 
-@dataclass(frozen=True)
-class Examined:
-    """The outcome of a row.
-
-    Attributes:
-        family: The family that a calibration with `auto` used.
-        blocks: Pattern of the blocks.
-        replay_gap: Largest difference of a parameter to a calibration with `replay`.
-        oracle_gap: Largest relative distance of a parameter to the oracle's.
-        moved: The same to the merged model.
-        reloaded: Whether the saved model, loaded by its class, has the same parameters.
-    """
+class Examined(NamedTuple):
+    """The outcome of a row: largest differences of a parameter to other models."""
 
     family: str
     blocks: str
     replay_gap: float
-    oracle_gap: float
-    moved: float
-    reloaded: bool
+    oracle_gap: float  # relative
+    moved: float  # relative, to the merged model
+    reloaded: bool  # the saved model, loaded by its class, has the same parameters
 
 
 def examined(row: Row, folder: Path) -> Examined | None:
@@ -139,7 +94,7 @@ def examined(row: Row, folder: Path) -> Examined | None:
         family=result.log.family,
         blocks=f"{suite.blocks[0].rpartition('.')[0]}.*",
         replay_gap=max(float((p - q).abs().max()) for p, q in pairs if p.numel()),
-        oracle_gap=distance(model, row.slow(suite).model),
+        oracle_gap=distance(model, run_slow(suite).model),
         moved=distance(model, suite.merged),
         # Apertus loads some parameters in bfloat16, whatever dtype is asked for.
         reloaded=all(torch.equal(p.to(q.dtype), q) for p, _, q in zip(*parameters, strict=True)),
@@ -150,38 +105,30 @@ def texts() -> dict[str, list]:
     """Two tasks; sentences of unequal length, of which one is filled up on the right."""
     lengths = {"task_0": [[5, 7, 3], [4, 6]], "task_1": [[2, 6, 4], [5, 3]]}
     return {
-        task: [
-            without_labels(sentences(part, max(part) + 1, seed=100 * index + number))
-            for number, part in enumerate(lengths[task])
-        ]
+        task: [without_labels(sentences(part, max(part) + 1, seed=100 * index + number))
+               for number, part in enumerate(lengths[task])]
         for index, task in enumerate(lengths)
-    }
+    }  # fmt: skip
 
 
 def long_texts() -> dict[str, list]:
     """Two tasks with enough tokens for every expert of a mixture."""
+    lengths = [15, 9, 13, 16, 12]
     return {
-        f"task_{index}": [
-            without_labels(sentences([15, 9, 13, 16, 12], 16, seed=10 * index + number))
-            for number in range(4)
-        ]
+        f"task_{index}": [without_labels(sentences(lengths, 16, seed=10 * index + number))
+                          for number in range(4)]
         for index in range(2)
-    }
+    }  # fmt: skip
 
 
 def images() -> dict[str, list]:
     """Two tasks of noise."""
     return {
-        f"task_{index}": [{"pixel_values": normal(10 * index + n, size, 3, 8, 8)} for n in range(2)]
+        f"task_{index}": [
+            {"pixel_values": tiny.normal(10 * index + n, size, 3, 8, 8)} for n in range(2)
+        ]
         for index, size in enumerate((4, 3))
     }
-
-
-def _made(model_type: str, kind: Any, config: dict[str, Any]) -> nn.Module | None:
-    if model_type not in CONFIG_MAPPING:
-        return None
-    made = AutoConfig.for_model(model_type, **config)
-    return kind.from_config(made) if hasattr(kind, "from_config") else kind(made)
 
 
 def _row(
@@ -209,7 +156,7 @@ def _decoder(model_type: str, config: Mapping[str, Any] = GROUPED, **more: Any) 
 
 
 def _classifier(model_type: str, **config: Any) -> Row:
-    make = AutoModelForSequenceClassification.from_config
+    make = transformers.AutoModelForSequenceClassification.from_config
     return _row(model_type, "text classifier", make, texts, TEXT | {"num_labels": 3} | config)
 
 
@@ -219,7 +166,7 @@ def _encoder(model_type: str, **config: Any) -> Row:
 
 def _image_classifier(
     model_type: str,
-    make: Any = AutoModelForImageClassification.from_config,
+    make: Any = transformers.AutoModelForImageClassification.from_config,
     left: tuple[str, ...] = (),
     **config: Any,
 ) -> Row:
@@ -243,35 +190,36 @@ def _mixture(model_type: str, **config: Any) -> Row:
 
 
 def _whisper() -> Made:
-    return whisper_model(), {
-        f"task_{n}": [whisper_batch([4, 1, 3], 10 * n), whisper_batch([2, 5], 10 * n + 1)]
+    batch = tiny.whisper_batch
+    return tiny.whisper_model(), {
+        f"task_{n}": [batch([4, 1, 3], 10 * n), batch([2, 5], 10 * n + 1)] for n in range(2)
+    }
+
+
+def _t5() -> Made:
+    batch = tiny.t5_batch
+    return tiny.t5_model(), {
+        f"task_{n}": [batch([3, 6, 5], [4, 1, 3], 10 * n), batch([5, 2], [2, 3], 10 * n + 1)]
         for n in range(2)
     }
 
 
 def _network(name: str) -> Made:
-    given = tiny_convs.images(sizes=(4, 3), side=16).items()
-    inputs = {task: [{"pixel_values": batch} for batch in batches] for task, batches in given}
+    noise = tiny_convs.images(sizes=(4, 3), side=16).items()
+    inputs = {task: [{"pixel_values": batch} for batch in batches] for task, batches in noise}
     return tiny_convs.MAKES[name](), inputs
 
 
 def _vision_language(kind: str) -> Row:
     def make() -> Made:
         lengths = ([4, 2], [3, 1])
-        return vision_language_model(kind), {
-            f"task_{n}": [vision_language_batch(part, 10 * n + sum(part)) for part in lengths]
+        return tiny.vision_language_model(kind), {
+            f"task_{n}": [tiny.vision_language_batch(part, 10 * n + sum(part)) for part in lengths]
             for n in range(2)
         }
 
-    more: dict[str, Any] = {"family": "vision_language", "replay": VISION_LANGUAGE_REPLAY}
+    more: dict[str, Any] = {"family": "vision_language", "replay": tiny.VISION_LANGUAGE_REPLAY}
     return Row(kind, "vision-language", make, **more)
-
-
-def _t5() -> Made:
-    return t5_model(), {
-        f"task_{n}": [t5_batch([3, 6, 5], [4, 1, 3], 10 * n), t5_batch([5, 2], [2, 3], 10 * n + 1)]
-        for n in range(2)
-    }
 
 
 DECODERS = (
@@ -321,7 +269,7 @@ ENCODERS = (
 )  # fmt: skip
 VISION = (
     *map(_image_classifier, ("vit", "dinov2", "dinov2_with_registers", "ijepa", "vit_msn")),
-    _image_classifier("deit", DeiTForImageClassification),
+    _image_classifier("deit", transformers.DeiTForImageClassification),
     _image_classifier("beit", left=("relative_position_bias",), use_relative_position_bias=True),
     _image_classifier("siglip", vision_config=SIZES | IMAGE, text_config=SIZES | TEXT),
     _tower("siglip_vision_model"),
@@ -331,8 +279,8 @@ VISION = (
 )
 OTHERS = (
     _tower("clip_vision_model", family="clip"),
-    Row("t5", "encoder-decoder", _t5, family="t5", replay=REPLAY),
-    Row("whisper", "encoder-decoder", _whisper, family="whisper", replay=WHISPER_REPLAY),
+    Row("t5", "encoder-decoder", _t5, family="t5", replay=tiny.REPLAY),
+    Row("whisper", "encoder-decoder", _whisper, family="whisper", replay=tiny.WHISPER_REPLAY),
     *map(_vision_language, ("qwen2_vl", "qwen2_5_vl")),
 )
 MIXTURES = (

@@ -1,27 +1,26 @@
-"""A second opinion on the calibration: slow, plain, and independent of the package.
+"""Slow reference of the paper's calibration, which imports nothing of the package.
 
 Whole models run forward in float64, hooks keep every input of every calibrated module, and each
-update is read off an explicit stacked least-squares system. Nothing is shared between modules,
-nothing is summed on the way, nothing of the package is imported: what the two agree on is unlikely
-to be a mistake they have in common. It is meant for models of a few hundred parameters.
+update is read off an explicit stacked least-squares system. Nothing is shared between modules and
+nothing is summed on the way. It is meant for models of a few hundred parameters.
 """
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from conv_oracle import as_rows, is_convolution, normalise_batches, of_groups
 from torch import Tensor, nn
+from torch.nn import functional
 
 Batch = Tensor | Mapping  # one tensor, or keyword arguments
-Masks = Sequence[Tensor] | None  # one `[samples, tokens]` a batch; None: all count one
-Models = Mapping[str, nn.Module]
-Features = dict[str, list[Tensor]]  # by module name, one a call
+Masks = Sequence[Tensor] | None  # one `[samples, tokens]` per batch; None: all count one
+Features = dict[str, list[Tensor]]  # by module name, one per call
 
-CLASS_TOKEN_ONLY = 0.01  # what the demo's rule leaves to the other tokens of the last block
+CLASS_TOKEN_ONLY = 0.01  # weight of the other tokens of the last block in the demo's rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class Knobs:
 
 @dataclass
 class Outcome:
-    """The calibrated model (float64), and each block's drift by task, from `drift`.
+    """The calibrated model (float64), and drift by block and task.
 
     Four numbers: mean and relative drift before the block's update, mean and relative after it.
     """
@@ -50,7 +49,7 @@ class Outcome:
 
 @dataclass
 class Rows:
-    """What one task shows to one module: rows `[n, d]` of both sides and `[n]` weights, sum one."""
+    """Rows `[n, d]` of one task and module on both sides, and weights `[n]` of sum one."""
 
     cal: Tensor
     exp: Tensor
@@ -60,11 +59,15 @@ class Rows:
         """Eq. 10."""
         return alpha * self.exp + (1 - alpha) * self.cal
 
+    def of_group(self, number: int, count: int) -> "Rows":
+        """The rows of one group of channels."""
+        return Rows(self.cal.chunk(count, 1)[number], self.exp.chunk(count, 1)[number], self.p)
+
 
 def calibrate_slowly(
     merged: nn.Module,
     base: nn.Module | None,
-    experts: Models,
+    experts: Mapping[str, nn.Module],
     inputs: Mapping[str, Sequence[Batch]],
     blocks: Sequence[str],
     modules: Mapping[str, Sequence[str]],
@@ -76,68 +79,56 @@ def calibrate_slowly(
     """Calibrate a float64 copy of `merged`, block by block.
 
     `inputs` maps a task to its batches, `modules` a block to the full names of its modules, and
-    `row_weights` a task to one `[samples, tokens]` tensor per batch (absent: every row counts one),
-    `other_rows` the full name of a block or module that sees other rows to the like. `features` is
-    the dtype in which models run and keep their parameters; all else is float64 always.
+    `row_weights` a task to one `[samples, tokens]` tensor per batch (absent: every row counts one);
+    `other_rows` has the weights of blocks and modules that see other rows. `features` is the dtype
+    in which models run and keep their parameters; all else is float64 always.
     """
     outcome = Outcome(model=copy.deepcopy(merged).double().eval())
     doubled = {task: copy.deepcopy(expert).double().eval() for task, expert in experts.items()}
     anchor = anchors(merged, base, knobs)
-    common = row_weights or dict.fromkeys(doubled)
+    others, common = other_rows or {}, row_weights or dict.fromkeys(doubled)
     names = [name for block in blocks for name in modules[block]]
 
-    def recorded(model: nn.Module, task: str) -> tuple[Features, Features]:
-        return record(in_dtype(model, features), inputs[task], names, blocks)
+    def recorded(models: Mapping[str, nn.Module]) -> dict[str, tuple[Features, Features]]:
+        same = {id(m): m if features == torch.float64 else copy.deepcopy(m).to(features)
+                for m in models.values()}  # fmt: skip
+        return {t: record(same[id(m)], inputs[t], names, blocks) for t, m in models.items()}
 
-    theirs = {task: recorded(expert, task) for task, expert in doubled.items()}
-    seen = {task: recorded(outcome.model, task) for task in doubled}
+    ours = dict.fromkeys(doubled, outcome.model)
+    theirs, seen = recorded(doubled), recorded(ours)
     for block in blocks:
         if normalise_batches(outcome.model, inputs, block):
-            seen = {task: recorded(outcome.model, task) for task in doubled}
-        block_masks = (other_rows or {}).get(block, common)
-        new: dict[str, Tensor] = {}
+            seen = recorded(ours)
+        block_masks, new = others.get(block, common), dict[str, Tensor]()
         for name in modules[block]:
             light = block == blocks[-1] and not name.endswith(("k_proj", "v_proj"))
-            light = light and knobs.demo_last_block
-            masks = (other_rows or {}).get(name, block_masks)
+            masks = others.get(name, block_masks)
             shape = partial(as_rows, outcome.model.get_submodule(name))
             rows = {
-                task: gather(
-                    shape(seen[task][0][name]), shape(theirs[task][0][name]), masks[task], light
-                )
+                task: gather(shape(seen[task][0][name]), shape(theirs[task][0][name]), masks[task],
+                             light=light and knobs.demo_last_block)
                 for task in doubled
-            }
-            new.update(solve(name, outcome.model, doubled, anchor, rows, knobs))
-        with torch.no_grad():
-            for name, value in new.items():
-                outcome.model.get_parameter(name).copy_(value.to(features))
+            }  # fmt: skip
+            new |= solve(name, outcome.model, doubled, anchor, rows, knobs)
+        for name, value in new.items():
+            outcome.model.get_parameter(name).data.copy_(value.to(features))
         normalise_batches(outcome.model, inputs, block)
-        before, seen = seen, {task: recorded(outcome.model, task) for task in doubled}
+        before, seen = seen, recorded(ours)
         for task in doubled:
-            features_of_expert, read = theirs[task][1][block], block_masks[task]
+            wanted, read = theirs[task][1][block], block_masks[task]
             if block == blocks[-1] and has_class_token(merged):
-                read = [only_first(features) for features in features_of_expert]
-            outcome.drift[block, task] = tuple(
-                value
-                for side in (before, seen)
-                for value in drift(side[task][1][block], features_of_expert, read)
-            )
+                read = [functional.one_hot(torch.zeros(len(f), dtype=torch.long), f.shape[1])
+                        for f in wanted]  # fmt: skip
+            sides = (before[task][1][block], seen[task][1][block])
+            drifts = [drift(gather(side, wanted, read)) for side in sides]
+            outcome.drift[block, task] = drifts[0] + drifts[1]
     return outcome
-
-
-def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model itself if it has that dtype, else a copy that does."""
-    same = next(model.parameters()).dtype == dtype
-    return model if same else copy.deepcopy(model).to(dtype)
 
 
 def anchors(merged: nn.Module, base: nn.Module | None, knobs: Knobs) -> dict[str, Tensor]:
     """Eq. 11 for every parameter; without a base, which rho = 1 does not need, the merged ones."""
-    if base is None:
-        if knobs.rho != 1:
-            raise ValueError(f"rho = {knobs.rho} needs a base model")
-        base = merged
-    start = dict(base.named_parameters())
+    assert base is not None or knobs.rho == 1, f"rho = {knobs.rho} needs a base model"
+    start = dict((base or merged).named_parameters())
     return {
         name: knobs.rho * value.detach().double() + (1 - knobs.rho) * start[name].detach().double()
         for name, value in merged.named_parameters()
@@ -151,32 +142,32 @@ def record(
     received: Features = {name: [] for name in names}
     returned: Features = {name: [] for name in blocks}
 
-    def keep(place: list[Tensor], value: Any) -> None:
+    def keep(kept: list[Tensor], value: Any) -> None:
         tensor = value if isinstance(value, Tensor) else value[0]
-        place.append(tensor.detach().double().clone())
+        kept.append(tensor.detach().double().clone())
 
-    def receive(place: list[Tensor], _: nn.Module, args: tuple, named: dict) -> None:
-        keep(place, args or tuple(named.values()))
+    def receive(kept: list[Tensor], _: nn.Module, args: tuple, named: dict) -> None:
+        keep(kept, args or tuple(named.values()))
 
-    def give(place: list[Tensor], _: nn.Module, args: tuple, result: Any) -> None:
-        keep(place, result)
+    def give(kept: list[Tensor], _: nn.Module, args: tuple, result: Any) -> None:
+        keep(kept, result)
 
     handles = []
-    for name, place in received.items():
+    for name, kept in received.items():
         module = model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(partial(receive, place), with_kwargs=True))
-    for name, place in returned.items():
-        handles.append(model.get_submodule(name).register_forward_hook(partial(give, place)))
+        handles.append(module.register_forward_pre_hook(partial(receive, kept), with_kwargs=True))
+    for name, kept in returned.items():
+        handles.append(model.get_submodule(name).register_forward_hook(partial(give, kept)))
     try:
-        with torch.no_grad():
-            for batch in batches:
-                run(model, batch)
+        for batch in batches:
+            run(model, batch)
     finally:
         for handle in handles:
             handle.remove()
     return received, returned
 
 
+@torch.no_grad()
 def run(model: nn.Module, batch: Batch) -> None:
     """One forward pass with floating-point inputs in the model's dtype."""
     dtype = next(model.parameters()).dtype
@@ -191,15 +182,17 @@ def run(model: nn.Module, batch: Batch) -> None:
         model(**{name: wide(value) for name, value in batch.items()})
 
 
-def gather(cal: list[Tensor], exp: list[Tensor], row_weights: Masks, light: bool) -> Rows:
-    """All calls as one table of rows, those of weight zero left out, whatever they hold.
+def gather(
+    cal: list[Tensor], exp: list[Tensor], row_weights: Masks, *, light: bool = False
+) -> Rows:
+    """All calls as one table of rows, without those of weight zero.
 
     `light` turns down all tokens but the first.
     """
     weights = []
     for index, feature in enumerate(cal):
         weight = feature.new_ones(feature.shape[:-1])
-        if row_weights is not None:  # a module may run several times a batch
+        if row_weights is not None:  # a module may run several times per batch
             mask = row_weights[index * len(row_weights) // len(cal)]
             if weight.ndim != 2 or weight.shape == mask.shape:  # else a table of relative positions
                 weight = weight * mask.double().reshape(weight.shape)
@@ -207,15 +200,15 @@ def gather(cal: list[Tensor], exp: list[Tensor], row_weights: Masks, light: bool
             weight[:, 1:] *= CLASS_TOKEN_ONLY
         weights.append(weight.reshape(-1))
     weight = torch.cat(weights)
-    count = weight > 0
-    flat = [torch.cat([f.reshape(-1, f.shape[-1]) for f in side])[count] for side in (cal, exp)]
-    return Rows(cal=flat[0], exp=flat[1], p=weight[count] / weight[count].sum())
+    counted = weight > 0
+    flat = [torch.cat([f.reshape(-1, f.shape[-1]) for f in side])[counted] for side in (cal, exp)]
+    return Rows(cal=flat[0], exp=flat[1], p=weight[counted] / weight[counted].sum())
 
 
 def solve(
     name: str,
     model: nn.Module,
-    experts: Models,
+    experts: Mapping[str, nn.Module],
     anchor: Mapping[str, Tensor],
     rows: Mapping[str, Rows],
     knobs: Knobs,
@@ -223,104 +216,75 @@ def solve(
     """New parameters of one module, by parameter name."""
     module: Any = model.get_submodule(name)
     theirs: dict[str, Any] = {task: expert.get_submodule(name) for task, expert in experts.items()}
-    if type(module).__name__.endswith(("LayerNorm", "GroupNorm")):
+    kind, pair = type(module).__name__, (f"{name}.weight", f"{name}.bias")
+    if kind.endswith(("LayerNorm", "GroupNorm")):
         if not knobs.norm:
             return {}
-        pair = (f"{name}.weight", f"{name}.bias")
-        done = type(module).__name__ == "GroupNorm"  # where rows were normalised
-        inputs = {
-            task: (r.cal if done else normalised(r.cal, module.eps), r.p)
-            for task, r in rows.items()
-        }
+        z = {t: (r.cal if kind == "GroupNorm" else normalised(r.cal, module.eps), r.p)
+             for t, r in rows.items()}  # fmt: skip
         affines = {task: (t.weight.detach(), t.bias.detach()) for task, t in theirs.items()}
-        new = stacked_norm(inputs, affines, (anchor[pair[0]], anchor[pair[1]]), knobs.lam)
+        new = stacked_norm(z, affines, (anchor[pair[0]], anchor[pair[1]]), knobs.lam)
         return dict(zip(pair, new, strict=True))
-    if is_convolution(module):
-        return of_groups(name, module, theirs, anchor, rows, knobs)
-    turned = type(module).__name__ == "Conv1D"  # this one stores inputs x outputs
+    groups = module.groups if is_convolution(module) else 1
+    biased = knobs.bias and module.bias is not None
 
-    def upright(weight: Tensor) -> Tensor:
-        weight = weight.detach().double()
-        return weight.T if turned else weight
+    def weight_of(value: Tensor, group: int) -> Tensor:
+        """`[outputs, inputs]` of one group; GPT-2's Conv1D stores inputs first."""
+        value = value.detach().double()
+        return (value.T if kind == "Conv1D" else value).chunk(groups)[group].flatten(1)
 
-    weights = {task: upright(their.weight) for task, their in theirs.items()}
-    biases = None
-    if knobs.bias and module.bias is not None:
-        biases = {task: their.bias.detach().double() for task, their in theirs.items()}
-    anchors = (upright(anchor[f"{name}.weight"]), anchor.get(f"{name}.bias"))
-    new, bias = solve_linear(rows, weights, biases, anchors, knobs)
-    solved = {f"{name}.weight": new.T if turned else new}
-    return solved if bias is None else solved | {f"{name}.bias": bias}
+    def bias_of(value: Any, group: int) -> Any:
+        return value.detach().double().chunk(groups)[group] if biased else None
+
+    solved = []
+    for group in range(groups):
+        seen = {task: r.of_group(group, groups) for task, r in rows.items()}
+        weights = {task: weight_of(their.weight, group) for task, their in theirs.items()}
+        biases = {task: bias_of(their.bias, group) for task, their in theirs.items()}
+        start = weight_of(anchor[pair[0]], group), bias_of(anchor.get(pair[1]), group)
+        solved.append(solve_linear(seen, weights, biases if biased else None, start, knobs))
+    weight = torch.cat([weight for weight, _ in solved])
+    new = {pair[0]: weight.T if kind == "Conv1D" else weight.reshape(module.weight.shape)}
+    return new | {pair[1]: torch.cat([bias for _, bias in solved])} if biased else new
 
 
 def solve_linear(
     rows: Mapping[str, Rows],
     weights: Mapping[str, Tensor],
     biases: Mapping[str, Tensor] | None,
-    anchors: tuple[Tensor, Tensor | None],
+    anchor: tuple[Tensor, Any],
     knobs: Knobs,
-) -> tuple[Tensor, Tensor | None]:
-    """New weight `[m, d]`, and new bias where the experts' are given.
+) -> tuple[Tensor, Any]:
+    """New weight `[m, d]`, and new bias if the experts' are given (Eqs. 13 to 15, 51 to 55).
 
-    Without a bias anchor, lambda does not pull the bias.
+    One tall system in W'; eps pulls towards zero, not towards the anchor.
     """
-    task_weight = {task: 1 / second_moment(r).square().sum().sqrt() for task, r in rows.items()}
-    new = stacked_weight(rows, weights, anchors[0], task_weight, knobs)
+    moments = {t: torch.einsum("n,ni,nj->ij", r.p, r.cal, r.cal) for t, r in rows.items()}
+    scales = {t: (r.p / moments[t].square().sum().sqrt()).sqrt()[:, None] for t, r in rows.items()}
+    eye = torch.eye(anchor[0].shape[1], dtype=torch.float64)
+    pieces = [(knobs.lam**0.5 * eye, knobs.lam**0.5 * anchor[0].T)]
+    pieces.append((knobs.eps**0.5 * eye, torch.zeros_like(anchor[0].T)))
+    outputs = {task: r.target(knobs.alpha) @ weights[task].T for task, r in rows.items()}
+    pieces += [(scales[task] * r.cal, scales[task] * outputs[task]) for task, r in rows.items()]
+    new = least_squares(pieces).T
     if biases is None:
         return new, None
-    errors = {
-        task: biases[task] + r.target(knobs.alpha) @ weights[task].T - r.cal @ new.T
-        for task, r in rows.items()
-    }
-    return new, stacked_bias(rows, errors, anchors[1], task_weight, knobs.lam)
-
-
-def second_moment(rows: Rows) -> Tensor:
-    """Eq. 13, left."""
-    return torch.einsum("n,ni,nj->ij", rows.p, rows.cal, rows.cal)
+    # a constant explains a part of the error that the new weight leaves
+    errors = {task: biases[task] + outputs[task] - r.cal @ new.T for task, r in rows.items()}
+    pieces = [(scales[task], scales[task] * errors[task]) for task in rows]
+    pull = torch.full((1, 1), knobs.lam**0.5, dtype=torch.float64)
+    pieces.append((pull, pull * anchor[1]))
+    return new, least_squares(pieces)[0]
 
 
 def least_squares(pieces: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Solution of all the equations stacked on one another."""
-    return torch.linalg.lstsq(*(torch.cat(side) for side in zip(*pieces, strict=True))).solution
-
-
-def stacked_weight(
-    rows: Mapping[str, Rows],
-    weights: Mapping[str, Tensor],
-    anchor: Tensor,
-    task_weight: Mapping[str, Tensor],
-    knobs: Knobs,
-) -> Tensor:
-    """Eq. 15 as one tall system in W'; eps pulls towards zero, not towards the anchor."""
-    eye = torch.eye(anchor.shape[1], dtype=torch.float64)
-    pieces = [(knobs.lam**0.5 * eye, knobs.lam**0.5 * anchor.T)]
-    pieces.append((knobs.eps**0.5 * eye, torch.zeros_like(anchor.T)))
-    for task, r in rows.items():
-        scale = (task_weight[task] * r.p).sqrt()[:, None]
-        pieces.append((scale * r.cal, scale * (r.target(knobs.alpha) @ weights[task].T)))
-    return least_squares(pieces).T
-
-
-def stacked_bias(
-    rows: Mapping[str, Rows],
-    errors: Mapping[str, Tensor],
-    anchor: Tensor | None,
-    task_weight: Mapping[str, Tensor],
-    lam: float,
-) -> Tensor:
-    """Eq. 51-55: what a constant can still explain of the error that the new weight leaves."""
-    pieces = []
-    for task, r in rows.items():
-        scale = (task_weight[task] * r.p).sqrt()[:, None]
-        pieces.append((scale, scale * errors[task]))
-    if anchor is not None:
-        pieces.append((pieces[0][0].new_full((1, 1), lam**0.5), lam**0.5 * anchor[None]))
-    return least_squares(pieces)[0]
+    left, right = (torch.cat(side, -2) for side in zip(*pieces, strict=True))
+    return torch.linalg.lstsq(left, right).solution
 
 
 def normalised(x: Tensor, eps: float) -> Tensor:
-    """Input of a LayerNorm's gain and shift."""
+    """Input of a norm's gain and shift."""
     centred = x - x.mean(dim=-1, keepdim=True)
     return centred / (centred.square().mean(dim=-1, keepdim=True) + eps).sqrt()
 
@@ -328,44 +292,100 @@ def normalised(x: Tensor, eps: float) -> Tensor:
 def stacked_norm(
     rows: Mapping[str, tuple[Tensor, Tensor]],
     affines: Mapping[str, tuple[Tensor, Tensor]],
-    anchor: tuple[Tensor, Tensor] | None,
+    anchor: tuple[Tensor, Tensor],
     lam: float,
 ) -> tuple[Tensor, Tensor]:
     """Eq. 56-59: per channel two unknowns, every task weighing the same.
 
-    `rows` holds normalised inputs `[n, d]` and weights `[n]` of sum one.
+    `rows` has normalised inputs `[n, d]` and weights `[n]` of sum one.
     """
-    solved: list[Tensor] = []
-    for channel in range(len(next(iter(affines.values()))[0])):
-        pieces = []
-        for task, (inputs, p) in rows.items():
-            z, scale = inputs[:, channel], p.sqrt()
-            gain, shift = (part[channel] for part in affines[task])
-            left = torch.stack([scale * z, scale], dim=1)
-            pieces.append((left, (scale * (z * gain + shift))[:, None]))
-        if anchor is not None:
-            pair = torch.stack([part[channel] for part in anchor])[:, None]
-            pieces.append((lam**0.5 * torch.eye(2, dtype=torch.float64), lam**0.5 * pair))
-        solved.append(least_squares(pieces)[:, 0])
-    gain, shift = torch.stack(solved, dim=1)
+    pair = torch.stack([part.double() for part in anchor], -1)[..., None]  # [d, 2, 1]
+    pull = lam**0.5 * torch.eye(2, dtype=torch.float64)
+    pieces = [(pull.expand(len(pair), 2, 2), lam**0.5 * pair)]
+    for task, (z, p) in rows.items():
+        gain, shift = affines[task]
+        unknowns = torch.stack([z, torch.ones_like(z)], -1).transpose(0, 1)  # [d, n, 2]
+        scale = p.sqrt()[:, None]
+        pieces.append((scale * unknowns, scale * (z * gain + shift).T[..., None]))
+    gain, shift = least_squares(pieces)[..., 0].unbind(1)
     return gain, shift
 
 
 def has_class_token(model: nn.Module) -> bool:
-    """Return whether nothing but the first position is read behind the last block."""
+    """Return True if the head reads nothing but the first position."""
     return any(name.endswith("class_embedding") for name, _ in model.named_parameters())
 
 
-def only_first(features: Tensor) -> Tensor:
-    """A mask of the first position of each sample, given features `[batch, positions, d]`."""
-    mask = torch.zeros(features.shape[:2])
-    mask[:, 0] = 1
-    return mask
-
-
-def drift(cal: list[Tensor], exp: list[Tensor], row_weights: Masks) -> tuple[float, float]:
+def drift(rows: Rows) -> tuple[float, float]:
     """Mean over rows of |h_cal - h_exp| (Eq. 2), and root mean square relative to |h_exp|."""
-    rows = gather(cal, exp, row_weights, light=False)
     squares = (rows.cal - rows.exp).square().sum(dim=-1)
     power = rows.p @ rows.exp.square().sum(dim=-1)
     return float(rows.p @ squares.sqrt()), float((rows.p @ squares / power).sqrt())
+
+
+# Convolutions and BatchNorms: position by position, group by group.
+
+
+def is_convolution(module: nn.Module) -> bool:
+    return type(module).__name__ in ("Conv1d", "Conv2d")
+
+
+def as_rows(module: Any, features: list[Tensor]) -> list[Tensor]:
+    """Inputs of a module with a row for each position, `[n, ..., d]`."""
+    if is_convolution(module):
+        return [patches(module, x) for x in features]
+    if type(module).__name__ == "GroupNorm":
+        whole = [x.reshape(len(x), module.num_groups, -1) for x in features]
+        features = [normalised(w, module.eps).reshape(x.shape)
+                    for w, x in zip(whole, features, strict=True)]  # fmt: skip
+        return [x.movedim(1, -1) for x in features]
+    if getattr(module, "data_format", "") == "channels_first":
+        return [x.movedim(1, -1) for x in features]
+    return features
+
+
+def patches(module: Any, x: Tensor) -> Tensor:
+    """Every patch that the kernel sees, `[n, positions, in * kernel]`, cut out one by one."""
+    dims, padding = len(module.kernel_size), module.padding
+    spans = [d * (k - 1) for k, d in zip(module.kernel_size, module.dilation, strict=True)]
+    if padding == "same":
+        pairs = [(span // 2, span - span // 2) for span in spans]
+    else:
+        pairs = [(0, 0)] * dims if padding == "valid" else [(p, p) for p in padding]
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    x = functional.pad(x, [side for pair in pairs[::-1] for side in pair], mode=mode)
+    cuts = [
+        [slice(start, start + span + 1, dilation) for start in range(0, size - span, step)]
+        for size, span, step, dilation in zip(
+            x.shape[2:], spans, module.stride, module.dilation, strict=True
+        )
+    ]
+    return torch.stack([x[:, :, *cut].flatten(1) for cut in itertools.product(*cuts)], dim=1)
+
+
+def normalise_batches(model: nn.Module, inputs: Any, block: str) -> bool:
+    """Give a block's BatchNorms new statistics, each from whole forward passes; return any had."""
+    inside = model.get_submodule(block).named_modules(prefix=block)
+    norms = [name for name, module in inside if "BatchNorm" in type(module).__name__]
+    order: list[str] = []
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(lambda *_, n=name: order.append(n))
+        for name in norms
+    ]
+    if norms:
+        run(model, next(iter(inputs.values()))[0])
+    for hook in hooks:
+        hook.remove()
+    for name in order:
+        module: Any = model.get_submodule(name)
+        rows, weights = [], []
+        for batches in inputs.values():
+            received, _ = record(model, batches, [name], [])
+            x = torch.cat([x.movedim(1, -1).reshape(-1, x.shape[1]) for x in received[name]])
+            rows.append(x)
+            weights.append(x.new_full((len(x),), 1 / (len(x) * len(inputs))))
+        table, weight = torch.cat(rows), torch.cat(weights)
+        mean = weight @ table
+        module.running_mean.copy_(mean)
+        module.running_var.copy_(weight @ (table - mean).square())
+    return bool(norms)

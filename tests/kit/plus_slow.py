@@ -1,4 +1,4 @@
-"""A second opinion on FeatCal+: slow, plain, in float64.
+"""Slow reference of FeatCal+ in float64.
 
 Whole models run forward for every group of modules. Rows stay in one table with their weights and
 folds, and the rows out of an expert's weights are explicit too, each with both signs.
@@ -22,7 +22,7 @@ ENOUGH, FAMILIAR, LEAST = 64, 0.3, 1 / 4
 GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0, math.inf)
 START = 2  # where the search begins
 SKETCHED = 16  # more outputs than this are compared through as many random sums of them
-ALL_ROWS = ("k_proj", "v_proj")  # what reads every token of CLIP's last block
+ALL_ROWS = ("k_proj", "v_proj")  # they read every token of CLIP's last block
 
 
 @dataclass
@@ -58,7 +58,7 @@ class RowMasks:
         return module.bias is not None and self.biases
 
     def closing(self, name: str) -> bool:
-        """True where only the first token is read behind the module."""
+        """True if only the first token is read behind the module."""
         last = self.suite.blocks[-1]
         is_clip = type(self.suite.merged.get_submodule(last)).__name__ == "CLIPEncoderLayer"
         is_last = self.suite.family == "auto" and is_clip and name.startswith(f"{last}.")
@@ -73,7 +73,7 @@ class RowMasks:
         sizes = [size_of(batch) for batch in batches]
         weights, samples = [], []
         for index, call in enumerate(calls):
-            batch = index * len(batches) // len(calls)  # a module may run several times a batch
+            batch = index * len(batches) // len(calls)  # a module may run several times per batch
             weight = call.new_ones(call.shape[:-1])
             if masks is not None:
                 weight = weight * masks[task][batch].double().reshape(weight.shape)
@@ -94,17 +94,17 @@ def calibrated_plus(
     factors: Mapping[str, float] | None = None,
 ) -> dict[str, Tensor]:
     """New parameters by name of the suite's merged model."""
-    model = copy.deepcopy(suite.merged).double().eval()
-    base = copy.deepcopy(suite.base).double()
+    model, base = (copy.deepcopy(m).double().eval() for m in (suite.merged, suite.base))
     experts = {task: copy.deepcopy(e).double().eval() for task, e in suite.experts.items()}
     masks = RowMasks(suite, decoder_rows=decoder_rows, biases=biases)
     batch = next(iter(suite.inputs.values()))[0]
     new: dict[str, Tensor] = {}
     gammas: dict[str, float] = {}
     for block in suite.blocks:
-        names = [name for name in modules_of(model, [block])[block] if is_linear(model, name)]
+        names = [n for n in modules_of(model, [block])[block] if is_linear(model, n)]
         theirs = {task: listen(e, suite.inputs[task], block, names) for task, e in experts.items()}
         for group in groups_of(model, batch, names, masks):
+            first, biased = group[0], masks.biased(group[0])
             ours = {task: listen(model, suite.inputs[task], block, names) for task in experts}
             if not gammas:
                 trust = trust_in(group, base, experts, ours, masks)
@@ -114,20 +114,19 @@ def calibrated_plus(
                     gammas[task] = gamma * lack / familiar**2
             tables = []
             for task, expert in experts.items():
-                q, sample = masks.counting(group[0], task, ours[task].received[group[0]])
+                q, sample = masks.counting(first, task, ours[task].received[first])
                 used = q > 0
-                x = ours[task].inputs(group[0])[used]
+                x, p = ours[task].inputs(first)[used], q[used] / q.sum()
                 u = (theirs[task].outputs(group) - ours[task].outputs(group))[used]
-                p = q[used] / q.sum()
                 p = (factors or {}).get(task, 1.0) * p / (x.T @ (p[:, None] * x)).norm()  # Eq. 14
-                centre = x - (p @ x) / p.sum() if masks.biased(group[0]) else x
+                centre = x - (p @ x) / p.sum() if biased else x
                 energy = gammas[task] * float(p @ centre.square().sum(1)) / float(p.sum())
                 (weight, _), (their_weight, _) = (parameters_of(m, group) for m in (model, expert))
                 tau = their_weight - parameters_of(base, group)[0]
                 memory = tau * (energy / tau.square().sum().clamp_min(1e-300)).sqrt()
                 answer = memory @ (their_weight - weight).T
                 tables.append((x, u, p, sample[used] % FOLDS, memory, answer))
-            solved = solved_group(group, model, tables, masks.biased(group[0]))
+            solved = solved_group(group, model, tables, biased)
             load(model, solved)
             new |= solved
     return new
@@ -138,9 +137,8 @@ def listen(model: nn.Module, batches: list, block: str, names: list[str]) -> See
 
 
 def load(model: nn.Module, new: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, value in new.items():
-            model.get_parameter(name).copy_(value)
+    for name, value in new.items():
+        model.get_parameter(name).data.copy_(value)
 
 
 def size_of(batch: Batch) -> int:
@@ -166,8 +164,7 @@ def groups_of(model: nn.Module, batch: Batch, names: list[str], masks: RowMasks)
         model.get_submodule(name).register_forward_pre_hook(partial(note, name), with_kwargs=True)
         for name in names
     ]
-    with torch.no_grad():
-        run(model, batch)
+    run(model, batch)
     for handle in handles:
         handle.remove()
     groups: dict[Any, list[str]] = {}
@@ -189,45 +186,39 @@ def parameters_of(model: nn.Module, names: Sequence[str]) -> tuple[Tensor, Tenso
 
 
 def trust_in(group, base, experts, ours, masks) -> dict[str, float]:
-    """Likeness of an expert's weights to its own samples beyond that to other tasks'."""
+    """Likeness of an expert's weights to its samples beyond that to other tasks'."""
     if len(experts) == 1:
         return dict.fromkeys(experts, FAMILIAR)
-    start, _ = parameters_of(base, group)
-    seen, steps = {}, {}
+    start, seen, steps = parameters_of(base, group)[0], {}, {}
     for task, expert in experts.items():
         q, _ = masks.counting(group[0], task, ours[task].received[group[0]])
         x = ours[task].inputs(group[0])
         tau = parameters_of(expert, group)[0] - start
         seen[task], steps[task] = x.T @ (q[:, None] * x), tau.T @ tau
 
-    def cosine(a: Tensor, b: Tensor) -> float:
-        return float((a * b).sum() / (a.norm() * b.norm()))
-
-    def mean(values) -> float:
-        values = list(values)
-        return sum(values) / len(values)
+    def mean_cosine(a: Tensor, *others: Tensor) -> float:
+        return sum(float((a * b).sum() / (a.norm() * b.norm())) for b in others) / len(others)
 
     trust = {}
     for task, step in steps.items():
-        own = cosine(step, seen[task])
-        others = mean(cosine(step, x) for x in seen.values())
-        alike = mean(cosine(step, other) for other in steps.values())
-        trust[task] = (own - others) / (own * (1 - alike))
+        direct = mean_cosine(step, seen[task])
+        excess = direct - mean_cosine(step, *seen.values())
+        trust[task] = excess / (direct * (1 - mean_cosine(step, *steps.values())))
     return trust
 
 
-def moments(tables, folds, biased: bool):
+def moments(tables, folds: list[int], biased: bool):
     """Means, Gram and cross matrix of some folds, with their shares of the rows out of weights."""
     d, m = tables[0][0].shape[1], tables[0][1].shape[1]
     total, x_sum, u_sum = 0.0, torch.zeros(d).double(), torch.zeros(m).double()
     gram, cross = torch.zeros(d, d).double(), torch.zeros(m, d).double()
     for x, u, p, fold, memory, answer in tables:
         chosen = torch.isin(fold, torch.tensor(folds))
-        part = p[chosen]
+        part, x, u = p[chosen], x[chosen], u[chosen]
         total += float(part.sum())
-        x_sum, u_sum = x_sum + part @ x[chosen], u_sum + part @ u[chosen]
-        gram += x[chosen].T @ (part[:, None] * x[chosen]) + part.sum() * memory.T @ memory
-        cross += u[chosen].T @ (part[:, None] * x[chosen]) + part.sum() * answer.T @ memory
+        x_sum, u_sum = x_sum + part @ x, u_sum + part @ u
+        gram += x.T @ (part[:, None] * x) + part.sum() * memory.T @ memory
+        cross += u.T @ (part[:, None] * x) + part.sum() * answer.T @ memory
     x_mean, u_mean, gram, cross = x_sum / total, u_sum / total, gram / total, cross / total
     if biased:
         gram, cross = gram - torch.outer(x_mean, x_mean), cross - torch.outer(u_mean, x_mean)
@@ -242,8 +233,7 @@ def ridge_map(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
 
 
 def held_out_error(tables, fold: int, ridge: float, biased: bool) -> float:
-    others = [k for k in range(FOLDS) if k != fold]
-    x_mean, u_mean, gram, cross = moments(tables, others, biased)
+    x_mean, u_mean, gram, cross = moments(tables, [k for k in range(FOLDS) if k != fold], biased)
     change = ridge_map(gram, cross, ridge)
     bias = u_mean - change @ x_mean if biased else torch.zeros_like(u_mean)
     error, probes = 0.0, sketch(len(u_mean))
@@ -262,15 +252,14 @@ def sketch(m: int) -> Tensor:
     return signs.T.double() / 4
 
 
-def downhill(errors: list[float], start: int) -> int:
+def downhill(errors: list[float]) -> int:
     """The place of the nearest minimum uphill in lambda, or else downhill."""
-    up = start
+    up = down = START
     while up + 1 < len(errors) and errors[up + 1] < errors[up]:
         up += 1
-    down = start
     while down > 0 and errors[down - 1] < errors[down]:
         down -= 1
-    return up if up > start else down
+    return up if up > START else down
 
 
 def solved_group(group: list[str], model: nn.Module, tables, biased: bool) -> dict[str, Tensor]:
@@ -278,18 +267,16 @@ def solved_group(group: list[str], model: nn.Module, tables, biased: bool) -> di
     ridge = 1.0
     if len(used) > 1:
         errors = [sum(held_out_error(tables, k, ridge, biased) for k in used) for ridge in GRID]
-        ridge = GRID[downhill(errors, START)]
+        ridge = GRID[downhill(errors)]
     x_mean, u_mean, gram, cross = moments(tables, list(range(FOLDS)), biased)
     change = ridge_map(gram, cross, ridge)
+    sizes = [len(parameters_of(model, [name])[1]) for name in group]
     weight, bias = parameters_of(model, group)
-    weight, bias = weight + change, bias + u_mean - change @ x_mean
-    new, start = {}, 0
-    for name in group:
-        module = model.get_submodule(name)
-        m = len(parameters_of(model, [name])[1])
-        part = weight[start : start + m]
-        new[f"{name}.weight"] = part.T if type(module).__name__ == "Conv1D" else part
+    weights, biases = (weight + change).split(sizes), (bias + u_mean - change @ x_mean).split(sizes)
+    new = {}
+    for name, part, shift in zip(group, weights, biases, strict=True):
+        is_turned = type(model.get_submodule(name)).__name__ == "Conv1D"
+        new[f"{name}.weight"] = part.T if is_turned else part
         if biased:
-            new[f"{name}.bias"] = bias[start : start + m]
-        start += m
+            new[f"{name}.bias"] = shift
     return new

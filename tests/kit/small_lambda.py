@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import tiny_models as tiny
 import torch
 from calibrations import distance, run_fast, run_slow
 from oracle import Knobs
-from tiny_models import Suite, clip_suite, decoder_suite, gpt2_suite, residual_suite, t5_suite
 from tiny_open_clip import converted
 from torch import nn
 
@@ -25,28 +25,25 @@ class Errors(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A family's tiny suite of a seed, and the runs of the package and of the oracle on it."""
+    """A family's tiny suite of a seed; `shown` makes the package's models of the oracle's."""
 
-    make: Callable[[int], Suite]
+    make: Callable[..., tiny.Suite]
     shown: Callable[[nn.Module], nn.Module] = lambda model: model
-    """The oracle's model as the package sees it, where that is another class."""
 
     def errors(self, seed: int, knobs: Knobs = SMALL, **settings: Any) -> Errors:
         """Errors with float32 models."""
-        suite = self.make(seed).to(torch.float32)
-        right = run_slow(suite, knobs).model
-        at_best = run_slow(suite, knobs, features=torch.float32).model
+        suite = self.make(seed=seed).to(torch.float32)
+        wanted = self.shown(run_slow(suite, knobs).model)
+        at_best = self.shown(run_slow(suite, knobs, features=torch.float32).model)
         models = {"merged": self.shown(suite.merged), "base": self.shown(suite.base)}
         experts = {task: self.shown(expert) for task, expert in suite.experts.items()}
-        shown = replace(suite, experts=experts, **models)
-        found = run_fast(shown, knobs, **settings).model
-        wanted = self.shown(right)
-        return Errors(distance(found, wanted), distance(self.shown(at_best), wanted))
+        model = run_fast(replace(suite, experts=experts, **models), knobs, **settings).model
+        return Errors(distance(model, wanted), distance(at_best, wanted))
 
 
-def open_clip_inputs(seed: int) -> Suite:
+def open_clip_inputs(seed: int) -> tiny.Suite:
     """A CLIP suite whose batches are plain tensors, as open_clip's models take them."""
-    suite = clip_suite(seed=seed)
+    suite = tiny.clip_suite(seed=seed)
     suite.inputs = {t: [b["pixel_values"] for b in batches] for t, batches in suite.inputs.items()}
     return suite
 
@@ -57,15 +54,15 @@ def as_tower(model: nn.Module) -> nn.Module:
 
 
 CASES = {
-    "clip": Case(lambda seed: clip_suite(seed=seed)),
-    "clip, 1 image a task": Case(lambda seed: clip_suite(seed=seed, sizes=(1,), width=24)),
+    "clip": Case(tiny.clip_suite),
+    "clip, 1 image a task": Case(lambda seed: tiny.clip_suite(seed=seed, sizes=(1,), width=24)),
     "open_clip": Case(open_clip_inputs, shown=as_tower),
-    "t5": Case(lambda seed: t5_suite(seed=seed)),
-    "umt5": Case(lambda seed: t5_suite(seed=seed, kind="umt5")),
-    "llama": Case(lambda seed: decoder_suite("llama", seed=seed)),
-    "qwen3": Case(lambda seed: decoder_suite("qwen3", seed=seed)),
-    "gemma2": Case(lambda seed: decoder_suite("gemma2", seed=seed)),
-    "phi3": Case(lambda seed: decoder_suite("phi3", seed=seed)),
-    "gpt2 (replay)": Case(lambda seed: gpt2_suite(seed=seed)),
-    "residual network (replay)": Case(lambda seed: residual_suite(seed=seed)),
+    "t5": Case(tiny.t5_suite),
+    "umt5": Case(lambda seed: tiny.t5_suite(seed=seed, kind="umt5")),
+    **{
+        make: Case(lambda seed, make=make: tiny.decoder_suite(make, seed=seed))
+        for make in ("llama", "qwen3", "gemma2", "phi3")
+    },
+    "gpt2 (replay)": Case(tiny.gpt2_suite),
+    "residual network (replay)": Case(tiny.residual_suite),
 }

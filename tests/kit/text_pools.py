@@ -10,6 +10,7 @@ from tiny_texts import (
     TASKS,
     WORDS,
     llama_model,
+    load_t5,
     sentences,
     t5_model,
     with_data,
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.pools import CausalLMPool
 
-LOAD_T5 = "transformers.AutoModelForSeq2SeqLM.from_pretrained"
+NAMES = ("_pretrained_", *TASKS)
 MAKERS: dict[str, Any] = {"seq2seq": t5_model, "causal": llama_model}
 NORMS = {"seq2seq": "decoder.final_layer_norm", "causal": "model.norm"}
 
@@ -29,21 +30,28 @@ def text_tokenizer(kind: str) -> Any:
     return word_tokenizer(ends=kind == "seq2seq")
 
 
+def llamas(folder: Path, rows: dict[str, int]) -> dict[str, str]:
+    """A base and two experts; experts may have more rows of embeddings than there are words."""
+    return {
+        name: write(llama_model(n, rows.get(name, len(WORDS))).float(), folder / name.strip("_"))
+        for n, name in enumerate(NAMES)
+    }
+
+
+def causal_pool(models: dict[str, str], kind: Any = CausalLMPool, **options: Any) -> Any:
+    return with_data(kind(OmegaConf.create(models), tokenizer=word_tokenizer(), **options))
+
+
+def t5_pool(folder: Path) -> Any:
+    models = {n: write(t5_model(k).float(), folder / n.strip("_")) for k, n in enumerate(NAMES)}
+    tokenizer = text_tokenizer("seq2seq")
+    return with_data(Seq2SeqLMPool(OmegaConf.create(load_t5(models)), tokenizer=tokenizer))
+
+
 def text_pool(kind: str, folder: Path, tests: Any = sentences) -> Any:
     """A base and two experts on disk; `tests` makes a task's test rows."""
-    paths = {
-        name: write(MAKERS[kind](number).float(), folder / name.strip("_"))
-        for number, name in enumerate(("_pretrained_", *TASKS))
-    }
-    if kind == "causal":
-        pool: Any = CausalLMPool(OmegaConf.create(paths), tokenizer=text_tokenizer(kind))
-    else:
-        load = {"_target_": "transformers.AutoModelForSeq2SeqLM.from_pretrained"}
-        models = {
-            name: load | {"pretrained_model_name_or_path": path} for name, path in paths.items()
-        }
-        pool = Seq2SeqLMPool(OmegaConf.create(models), tokenizer=text_tokenizer(kind))
-    return with_tests(with_data(pool), tests)
+    pool = causal_pool(llamas(folder, {})) if kind == "causal" else t5_pool(folder)
+    return with_tests(pool, tests)
 
 
 def with_tests(pool: Any, tests: Any) -> Any:
@@ -54,7 +62,7 @@ def with_tests(pool: Any, tests: Any) -> Any:
 
 
 def text_batch(kind: str, *, extra: int = 0, left: bool = False) -> dict[str, Tensor]:
-    """Three texts of unequal length, with as much padding more as asked, before them if `left`."""
+    """Three texts of unequal length, with `extra` positions of padding, on the left or right."""
     prompts, targets = [[5, 6, 7, 8], [9, 4], [10, 11, 12]], [[13, 1], [14, 15, 1], [16, 1]]
     ids, labels = prompts, targets
     if kind == "causal":
@@ -71,28 +79,3 @@ def text_batch(kind: str, *, extra: int = 0, left: bool = False) -> dict[str, Te
         "attention_mask": padded([[1] * len(row) for row in ids], 0, left),
         "labels": padded(labels, -100, left and kind == "causal"),
     }
-
-
-def llamas(folder: Path, rows: dict[str, int]) -> dict[str, str]:
-    """A base and two experts; experts may have more rows of embeddings than there are words."""
-    names = ("_pretrained_", *TASKS)
-    return {
-        name: write(llama_model(n, rows.get(name, len(WORDS))).float(), folder / name.strip("_"))
-        for n, name in enumerate(names)
-    }
-
-
-def causal_pool(models: dict[str, str], kind: Any = CausalLMPool, **options: Any) -> Any:
-    tokenizer = word_tokenizer()
-    return with_data(kind(OmegaConf.create(models), tokenizer=tokenizer, **options))
-
-
-def t5_pool(folder: Path) -> Any:
-    models = {
-        name: {
-            "_target_": LOAD_T5,
-            "pretrained_model_name_or_path": write(t5_model(n).float(), folder / name.strip("_")),
-        }
-        for n, name in enumerate(("_pretrained_", *TASKS))
-    }
-    return with_data(Seq2SeqLMPool(OmegaConf.create(models), tokenizer=word_tokenizer(ends=True)))

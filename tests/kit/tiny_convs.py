@@ -118,42 +118,23 @@ def batched_suite() -> Suite:
 
 def resnet(kind: str = "basic") -> nn.Module:
     widths = [4, 8] if kind == "basic" else [8, 16]
-    config = ResNetConfig(
-        num_channels=3,
-        embedding_size=4,
-        hidden_sizes=widths,
-        depths=[1, 2],
-        layer_type=kind,
-        num_labels=3,
-    )
+    config = ResNetConfig(num_channels=3, embedding_size=4, hidden_sizes=widths, depths=[1, 2],
+                          layer_type=kind, num_labels=3)  # fmt: skip
     return ResNetForImageClassification(config)
 
 
 def convnext() -> nn.Module:
-    config = ConvNextConfig(
-        hidden_sizes=[4, 6],
-        depths=[1, 2],
-        num_stages=2,
-        patch_size=2,
-        num_labels=3,
-        layer_scale_init_value=0.5,
-    )
+    config = ConvNextConfig(hidden_sizes=[4, 6], depths=[1, 2], num_stages=2, patch_size=2,
+                            num_labels=3, layer_scale_init_value=0.5)  # fmt: skip
     return ConvNextForImageClassification(config)
 
 
 def segformer() -> nn.Module:
     config = SegformerConfig(
-        num_encoder_blocks=2,
-        depths=[1, 2],
-        sr_ratios=[2, 1],
-        hidden_sizes=[4, 6],
-        patch_sizes=[3, 3],
-        strides=[2, 2],
-        num_attention_heads=[1, 2],
-        mlp_ratios=[2, 2],
+        num_encoder_blocks=2, depths=[1, 2], sr_ratios=[2, 1], hidden_sizes=[4, 6], num_labels=3,
+        patch_sizes=[3, 3], strides=[2, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
         decoder_hidden_size=8,
-        num_labels=3,
-    )
+    )  # fmt: skip
     return SegformerForImageClassification(config)
 
 
@@ -172,8 +153,6 @@ def tower_suite(make: str, *, seed: int = 1, side: int = 16, **shape: Any) -> Su
     torch.manual_seed(seed)
     model = MAKES[make]()
     (blocks,) = resolve_family("auto", model).stages(model)
-    given = {
-        task: [{"pixel_values": batch} for batch in batches]
-        for task, batches in images(seed=seed, side=side, **shape).items()
-    }
-    return with_statistics(suite_of(model, given, blocks, seed), seed)
+    noise = images(seed=seed, side=side, **shape).items()
+    inputs = {task: [{"pixel_values": batch} for batch in batches] for task, batches in noise}
+    return with_statistics(suite_of(model, inputs, blocks, seed), seed)

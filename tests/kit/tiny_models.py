@@ -8,19 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    GPT2Config,
-    GPT2Model,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, CLIPVisionConfig, CLIPVisionModel
 
 VOCABULARY = 30
 NO_TARGET = -100
@@ -43,12 +31,9 @@ class Suite:
 
     def to(self, dtype: torch.dtype) -> "Suite":
         """Copies of the models in another dtype; inputs stay."""
-        models = {
-            name: copy.deepcopy(model).to(dtype)
-            for name, model in {"merged": self.merged, "base": self.base, **self.experts}.items()
-        }
-        merged, base = models.pop("merged"), models.pop("base")
-        return replace(self, merged=merged, base=base, experts=models)
+        merged, base = (copy.deepcopy(model).to(dtype) for model in (self.merged, self.base))
+        experts = {task: copy.deepcopy(e).to(dtype) for task, e in self.experts.items()}
+        return replace(self, merged=merged, base=base, experts=experts)
 
 
 def scatter(model: nn.Module, seed: int, size: float) -> nn.Module:
@@ -108,18 +93,20 @@ def modules_of(
 
     Routers of mixtures and their experts are left out.
     """
-    found = {}
-    for block in blocks:
-        found[block] = []
-        for name, module in model.get_submodule(block).named_modules(prefix=block):
-            kind = type(module).__name__
-            norm = kind in ("LayerNorm", "ConvNextLayerNorm") and module.weight is not None
-            affine = norm and module.bias is not None
-            known = kind in ("Linear", "Conv1D", "FalconLinear", "Conv1d", "Conv2d", "GroupNorm")
-            routed = ".experts." in name or name.endswith(".gate")
-            if (affine or known) and not routed and not name.endswith(left or ("/",)):
-                found[block].append(name)
-    return found
+    linear = ("Linear", "Conv1D", "FalconLinear", "Conv1d", "Conv2d", "GroupNorm")
+
+    def is_calibrated(name: str, module: Any) -> bool:
+        kind = type(module).__name__
+        norm = kind in ("LayerNorm", "ConvNextLayerNorm") and module.weight is not None
+        routed = ".experts." in name or name.endswith(".gate")
+        affine = norm and module.bias is not None
+        return (affine or kind in linear) and not routed and not name.endswith(left or ("/",))
+
+    return {
+        block: [name for name, module in model.get_submodule(block).named_modules(prefix=block)
+                if is_calibrated(name, module)]
+        for block in blocks
+    }  # fmt: skip
 
 
 def clip_model(
@@ -128,29 +115,17 @@ def clip_model(
     """CLIP's image tower on images of 8 x 8 pixels in patches of 4 x 4: five tokens."""
     torch.manual_seed(seed)
     config = CLIPVisionConfig(
-        hidden_size=width,
-        intermediate_size=hidden,
-        num_hidden_layers=depth,
-        num_attention_heads=heads,
-        image_size=8,
-        patch_size=4,
-        projection_dim=width,
-    )
+        hidden_size=width, intermediate_size=hidden, num_hidden_layers=depth, projection_dim=width,
+        num_attention_heads=heads, image_size=8, patch_size=4,
+    )  # fmt: skip
     return CLIPVisionModel(config).eval()
 
 
 def clip_suite(
-    *,
-    width: int = 12,
-    heads: int = 3,
-    depth: int = 2,
-    hidden: int = 20,
-    tasks: int = 3,
-    sizes: Sequence[int] = (4, 3),
-    seed: int = 0,
+    *, tasks: int = 3, sizes: Sequence[int] = (4, 3), seed: int = 0, **shape: int
 ) -> Suite:
     """Tiny CLIP suite in float64; each task's images are cut into batches of `sizes`."""
-    model = clip_model(width=width, heads=heads, depth=depth, hidden=hidden, seed=seed)
+    model = clip_model(seed=seed, **shape)
     inputs = {}
     for index in range(tasks):
         images = normal(seed + 10 * index, sum(sizes), 3, 8, 8) * (index + 1) / tasks
@@ -191,30 +166,27 @@ class ResidualNet(nn.Module):
 def residual_suite(*, tasks: int = 2, sizes: Sequence[int] = (9, 6), seed: int = 0) -> Suite:
     """Residual network on plain `[samples, features]` tensors: a row is a sample."""
     torch.manual_seed(seed)
-    model = ResidualNet()
     inputs: dict[str, list] = {
         f"task_{index}": batched((index + 1) * normal(seed + index, sum(sizes), 4) + index, sizes)
         for index in range(tasks)
     }
-    return replayed(model, inputs, [f"layers.{i}" for i in range(3)], seed)
+    return replayed(ResidualNet(), inputs, [f"layers.{i}" for i in range(3)], seed)
 
 
 def gpt2_suite(*, padded: int = 6, tasks: int = 2, seed: int = 0) -> Suite:
     """GPT-2, whose linear modules are Conv1D, on sentences filled up to `padded` tokens."""
     torch.manual_seed(seed)
-    ends: Any = {"bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=8, n_layer=2, n_head=2, **ends
-    )
-    model = GPT2Model(config).eval()
-    inputs: dict[str, list] = {}
-    for index in range(tasks):
-        lengths = [[2, 5, 3], [4, 1, 5, 2]]
-        inputs[f"task_{index}"] = [
-            without_labels(sentences(part, padded, seed=seed + 10 * index + i))
-            for i, part in enumerate(lengths)
-        ]
-    return replayed(model, inputs, ["h.0", "h.1"], seed)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=8, n_layer=2, n_head=2, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    lengths = [[2, 5, 3], [4, 1, 5, 2]]
+    inputs: dict[str, list] = {
+        f"task_{index}": [without_labels(sentences(part, padded, seed=seed + 10 * index + i))
+                          for i, part in enumerate(lengths)]
+        for index in range(tasks)
+    }  # fmt: skip
+    return replayed(transformers.GPT2Model(config).eval(), inputs, ["h.0", "h.1"], seed)
 
 
 def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -242,18 +214,11 @@ def decoder_model(make: str = "llama", *, seed: int = 0, **config: Any) -> nn.Mo
     """Two blocks of four heads, of which two share keys and values, on 30 tokens."""
     torch.manual_seed(seed)
     shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 20,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
+        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 20,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
         "tie_word_embeddings": False,
-    }
+    }  # fmt: skip
     made = AutoConfig.for_model(make, **(shape | MAKES[make] | config))
     return AutoModelForCausalLM.from_config(made).eval()
 
@@ -277,15 +242,9 @@ def sentences(
 
 
 def decoder_suite(
-    make: str = "llama",
-    *,
-    side: str = "right",
-    extra: int = 0,
-    tied: bool = False,
-    depth: int = 2,
-    tasks: int = 2,
-    seed: int = 0,
-) -> Suite:
+    make: str = "llama", *, side: str = "right", extra: int = 0, tied: bool = False,
+    depth: int = 2, tasks: int = 2, seed: int = 0,
+) -> Suite:  # fmt: skip
     """Suite in float64, in batches of unequal length; `extra` positions of padding more."""
     inputs: dict[str, list] = {
         f"task_{index}": [
@@ -296,24 +255,6 @@ def decoder_suite(
     }
     model = decoder_model(make, tie_word_embeddings=tied, num_hidden_layers=depth, seed=seed)
     return suite_of(model, inputs, [f"model.layers.{index}" for index in range(depth)], seed)
-
-
-def parallel_suite(make: str, *, seed: int) -> Suite:
-    """Decoders with parallel branches and without a family of their own."""
-    torch.manual_seed(seed)
-    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    shape = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 12}
-    shape |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(make, **shape, **ends)).eval()
-    inputs: dict[str, list] = {
-        f"task_{index}": [
-            without_labels(sentences(part, max(part) + 1, seed=seed + 10 * index + i))
-            for i, part in enumerate([[5, 2, 4], [3, 6, 4 + index]])
-        ]
-        for index in range(2)
-    }
-    inner = "gpt_neox" if make == "gpt_neox" else "model"
-    return replayed(model, inputs, [f"{inner}.layers.{index}" for index in range(2)], seed)
 
 
 ROUNDING = 2e-6
@@ -345,15 +286,10 @@ def vision_language_model(kind: str = "qwen2_vl", seed: int = 0) -> nn.Module:
     else:
         rotary = {"rope_parameters": rotary | {"rope_type": "default", "rope_theta": 10000.0}}
     text: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 20,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 40,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
-    }
+        "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40,
+        "max_position_embeddings": 64, "tie_word_embeddings": False,
+    }  # fmt: skip
     shape = {"depth": 2, "patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2}
     vision: dict[str, Any] = shape | {"num_heads": 2}
     if kind == "qwen2_vl":
@@ -362,15 +298,10 @@ def vision_language_model(kind: str = "qwen2_vl", seed: int = 0) -> nn.Module:
         vision |= {"hidden_size": 8, "out_hidden_size": 16, "intermediate_size": 12}
         vision |= {"window_size": 8, "fullatt_block_indexes": [1]}
     config = AutoConfig.for_model(
-        kind,
-        text_config=text | rotary,
-        vision_config=vision,
-        image_token_id=30,
-        video_token_id=31,
-        vision_start_token_id=32,
-        vision_end_token_id=33,
-    )
-    return AutoModelForImageTextToText.from_config(config).eval()
+        kind, text_config=text | rotary, vision_config=vision, image_token_id=30,
+        video_token_id=31, vision_start_token_id=32, vision_end_token_id=33,
+    )  # fmt: skip
+    return transformers.AutoModelForImageTextToText.from_config(config).eval()
 
 
 def vision_language_batch(lengths: Sequence[int], seed: int) -> dict[str, Tensor]:
@@ -404,11 +335,11 @@ def whisper_model(seed: int = 0, **config: Any) -> nn.Module:
         sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 12}
     ends: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     known: dict[str, Any] = sizes | ends | {"decoder_start_token_id": 1} | config
-    made = WhisperConfig(
+    made = transformers.WhisperConfig(
         vocab_size=VOCABULARY, d_model=8, num_mel_bins=4, max_source_positions=6,
         max_target_positions=16, suppress_tokens=None, begin_suppress_tokens=None, **known,
     )  # fmt: skip
-    return WhisperForConditionalGeneration(made).eval()
+    return transformers.WhisperForConditionalGeneration(made).eval()
 
 
 def whisper_batch(target_lengths: Sequence[int], seed: int) -> dict[str, Tensor]:
@@ -419,33 +350,19 @@ def whisper_batch(target_lengths: Sequence[int], seed: int) -> dict[str, Tensor]
 
 
 def t5_model(
-    kind: str = "t5",
-    *,
-    gated: bool = True,
-    untied: bool = False,
-    depths: tuple[int, int] = (2, 2),
-    width: int = 8,
-    heads: int = 2,
-    seed: int = 0,
-    **config: Any,
-) -> nn.Module:
+    kind: str = "t5", *, gated: bool = True, untied: bool = False,
+    depths: tuple[int, int] = (2, 2), width: int = 8, heads: int = 2, seed: int = 0, **config: Any,
+) -> nn.Module:  # fmt: skip
     """Random model; `untied` gives the head weights of its own, as FLAN-T5's checkpoints do."""
     torch.manual_seed(seed)
     shape = {
-        "vocab_size": VOCABULARY,
-        "d_model": width,
-        "d_kv": 3,
-        "d_ff": 10,
-        "num_layers": depths[0],
-        "num_decoder_layers": depths[1],
-        "num_heads": heads,
-        "feed_forward_proj": "gated-gelu" if gated else "relu",
-        "relative_attention_num_buckets": 8,
-        "relative_attention_max_distance": 10,
-        "decoder_start_token_id": 0,
-    }
+        "vocab_size": VOCABULARY, "d_model": width, "d_kv": 3, "d_ff": 10, "num_heads": heads,
+        "num_layers": depths[0], "num_decoder_layers": depths[1],
+        "feed_forward_proj": "gated-gelu" if gated else "relu", "decoder_start_token_id": 0,
+        "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10,
+    }  # fmt: skip
     made = AutoConfig.for_model(kind, **(shape | config))
-    model = AutoModelForSeq2SeqLM.from_config(made).eval()
+    model = transformers.AutoModelForSeq2SeqLM.from_config(made).eval()
     if untied:
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     return model
@@ -495,6 +412,6 @@ def masked_language_suite() -> Suite:
         vocab_size=VOCABULARY,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = AutoModelForMaskedLM.from_config(config).eval()
+    model = transformers.AutoModelForMaskedLM.from_config(config).eval()
     inputs: dict[str, list] = {"a": [sentences([3, 6], 7)], "b": [sentences([5, 4], 6, seed=1)]}
     return suite_of(model, inputs, [f"bert.encoder.layer.{n}" for n in range(2)], 1)

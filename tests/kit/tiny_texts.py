@@ -65,6 +65,12 @@ def write(model: Any, folder: Path, tokenizer: Any = None) -> str:
     return str(folder)
 
 
+def load_t5(paths: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Entries of a pool that load T5s."""
+    target = "transformers.AutoModelForSeq2SeqLM.from_pretrained"
+    return {n: {"_target_": target, "pretrained_model_name_or_path": p} for n, p in paths.items()}
+
+
 def with_data(pool: Any, rows: Any = sentences) -> Any:
     """Give a pool the two tasks' texts as training data."""
     pool._train_datasets = {task: {} for task in TASKS}

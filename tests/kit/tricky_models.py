@@ -28,11 +28,7 @@ def block_of(**makers: MakeBlock) -> Callable[[Callable[[Any, Tensor], Tensor]],
     """Turn a function into a maker of blocks of the named modules."""
 
     def maker(run: Callable[[Any, Tensor], Tensor]) -> MakeBlock:
-        @wraps(run)
-        def make() -> nn.Module:
-            return Block(run, {name: make_module() for name, make_module in makers.items()})
-
-        return make
+        return wraps(run)(lambda: Block(run, {name: make() for name, make in makers.items()}))
 
     return maker
 
@@ -126,41 +122,10 @@ def fused_attention(block: Any, hidden: Tensor) -> Tensor:
     return hidden + block.only(mixed[:, 0])
 
 
-@block_of(
-    only=linear,
-    experts=lambda: nn.ParameterDict({"stacked": nn.Parameter(torch.randn(3, 4, 4))}),
-)
+@block_of(only=linear, experts=lambda: nn.ParameterDict({"stacked": torch.randn(3, 4, 4)}))
 def mixture(block: Any, hidden: Tensor) -> Tensor:
     """Experts of a mixture, stacked in one parameter `[experts, 4, 4]`."""
     return hidden + block.only(torch.einsum("nd,edf->nf", hidden, block.experts["stacked"]))
-
-
-class Routed(nn.Module):
-    """Experts with biases among which a router sends every row to `top_k`."""
-
-    def __init__(self, top_k: int = 1, *, largest: bool = True) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(4, 3), nn.ModuleList(linear() for _ in range(3))
-        self.top_k, self.largest = top_k, largest
-
-    def forward(self, features: Tensor) -> Tensor:
-        hidden = features.flatten(0, -2)
-        shares = self.gate(hidden).softmax(-1)
-        places = shares.topk(self.top_k, largest=self.largest).indices
-        total = torch.zeros_like(hidden)
-        for number, expert in enumerate(self.experts):
-            rows = (places == number).any(-1).nonzero()[:, 0]
-            if len(rows):
-                total.index_add_(0, rows, shares[rows, number, None] * expert(hidden[rows]))
-        return total.reshape(features.shape)
-
-
-def routed(block: Any, hidden: Tensor) -> Tensor:
-    return hidden + block.only(hidden) + block.mixture(hidden)
-
-
-everywhere = block_of(mixture=partial(Routed, 3), only=linear)(routed)
-least_likely = block_of(mixture=partial(Routed, largest=False), only=linear)(routed)
 
 
 @block_of(filter=partial(nn.ConvTranspose2d, 1, 1, 1), only=linear)
@@ -214,16 +179,22 @@ class Masked(nn.Module):
         return self.layers[0](x)
 
 
-class Remembering(ResidualNet):
+class Linked(ResidualNet):
+    """Blocks that receive more than the hidden features."""
+
+    Block: type[nn.Module] = ResidualBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block(6, 9) for _ in range(3))
+
+
+class Remembering(Linked):
     """Later blocks receive what the first one gave."""
 
     class Block(ResidualBlock):
         def forward(self, hidden: Tensor, first: Tensor | None = None) -> Tensor:
             return super().forward(hidden) + (0 if first is None else 0.1 * first)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(self.Block(6, 9) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = first = self.layers[0](self.embed(x))
@@ -232,7 +203,7 @@ class Remembering(ResidualNet):
         return self.head(hidden)
 
 
-class Sharing(ResidualNet):
+class Sharing(Linked):
     """Blocks hand a mapping around, into which each writes what the next one reads."""
 
     class Block(ResidualBlock):
@@ -240,10 +211,6 @@ class Sharing(ResidualNet):
             before = shared.get("before", 0)
             shared["before"] = super().forward(hidden)
             return shared["before"] + 0.1 * before
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(self.Block(6, 9) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden, shared = self.embed(x), {}
