@@ -6,41 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiny_models as tiny
 import torch
+import tricky_models as tricky
 from calibrations import PLUS, assert_identical, assert_same, run_fast
 from model_types import suite_named
 from oracle import Knobs
 from tiny_convs import Batched, Net, images, with_statistics
-from tiny_models import (
-    Suite,
-    batched,
-    clip_model,
-    clip_suite,
-    decoder_suite,
-    normal,
-    replayed,
-    residual_suite,
-    t5_suite,
-)
+from tiny_models import Suite, clip_model, clip_suite, decoder_suite, residual_suite, t5_suite
 from torch import Tensor, nn
-from tricky_models import (
-    Backwards,
-    Masked,
-    Remembering,
-    biased,
-    by_size,
-    fused_attention,
-    idle,
-    in_place_residual,
-    mixture,
-    net_suite,
-    plain,
-    same_tensor_changed,
-    shares_sometimes,
-    stack_suite,
-    tied,
-    transposed_convolution,
-)
+from tricky_models import Masked, net_suite, plain, stack_suite
 
 from fusion_bench_featcal import CalibrationError
 
@@ -95,15 +70,15 @@ class NormTwice(Batched):
 
 def masked(mask: Any, block: nn.Module | None = None) -> Suite:
     block, mask = block or nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), torch.tensor(mask)
-    batch = {"x": normal(0, *mask.shape, 4), "attention_mask": mask}
-    return replayed(Masked(block), {"task": [batch]}, ["layers.0"], seed=0)
+    batch = {"x": tiny.normal(0, *mask.shape, 4), "attention_mask": mask}
+    return tiny.replayed(Masked(block), {"task": [batch]}, ["layers.0"], seed=0)
 
 
 def convolved(mask: str | None) -> Suite:
     """A convolution beside a mask."""
-    batch = {"x": normal(1, 4, 3, 7), "attention_mask": torch.tensor([[1, 1, 0]] * 4)}
+    batch = {"x": tiny.normal(1, 4, 3, 7), "attention_mask": torch.tensor([[1, 1, 0]] * 4)}
     conv = nn.Conv1d(3, 3, 3, padding=1)
-    suite = replayed(Masked(conv), {"task_0": [batch]}, ["layers.0"], 9)
+    suite = tiny.replayed(Masked(conv), {"task_0": [batch]}, ["layers.0"], 9)
     suite.family["mask"] = mask
     return suite
 
@@ -112,13 +87,13 @@ def rebatched(block: Any, **sizes: tuple[int, ...]) -> Suite:
     """Seven samples per task, cut into batches of these sizes."""
     suite = stack_suite(block, sizes=(7,), seed=2)
     for task, cut in sizes.items():
-        suite.inputs[task] = batched(torch.cat(suite.inputs[task]), cut)
+        suite.inputs[task] = tiny.batched(torch.cat(suite.inputs[task]), cut)
     return suite
 
 
 def normed_twice() -> Suite:
     net = Net([NormTwice()], nn.Identity())
-    return with_statistics(replayed(net, images(seed=9), ["layers.0"], 9))
+    return with_statistics(tiny.replayed(net, images(seed=9), ["layers.0"], 9))
 
 
 def relabelled(*, keep: bool) -> Suite:
@@ -238,8 +213,8 @@ ROWS: list[Row] = [
         lambda s: spoil(NAN, POST_NORM, s.experts["task_1"], s.merged)),
     row(overflowing,
         rf"task task_\d, block {FIRST}, module {FIRST}.*overflows.*fabric\.precision"),
-    row(lambda: stack_suite(biased, tasks=3).to(torch.float32), r"task task_1, block layers\.\d, "
-        r"module layers\.\d\.only:.*overflow.*fabric\.precision.*modelpool\.models\.task_1",
+    row(lambda: stack_suite(tricky.biased, tasks=3).to(torch.float32),
+        r"task task_1, block layers\.\d, module .*overflow.*fabric\.precision.*models\.task_1",
         lambda s: s.experts["task_1"].get_parameter("layers.0.only.weight").data.mul_(1e38),
         **PLUS),
     # systems without a solution
@@ -254,9 +229,9 @@ ROWS: list[Row] = [
         family={"name": "replay", "blocks": ["block.*"]}),
     row(residual_suite, r"layers\.2.*method\.token_weights=demo_last_block.*uniform",
         knobs=Knobs(demo_last_block=True)),
-    row(lambda: net_suite(Remembering()), family="stack", message=
+    row(lambda: net_suite(tricky.Remembering()), family="stack", message=
         r"family=stack: the blocks of Remembering .* Set method\.family=\{name: replay"),
-    row(lambda: net_suite(Backwards()), r"Backwards runs the blocks \['layers\.2', .*once"),
+    row(lambda: net_suite(tricky.Backwards()), r"Backwards runs the blocks \['layers\.2', .*once"),
     row(lambda: masked([[1] * 5] * 2, Pooled()),
         r"task task, block layers\.0: module layers\.0\.only.*\(2,\).*\(2, 5\)"),
     *(row(lambda value=value: masked([[1.0, 1.0], [1.0, value]]),
@@ -267,23 +242,23 @@ ROWS: list[Row] = [
     *(row(clip_suite, NO_MATCH, modules=patterns)
       for patterns in (["mlp.fc3"], ["*", "!mlp.fc3"], ["q_prj"])),
     row(clip_suite, r"method\.modules leaves no module", modules=["!*"]),
-    row(lambda: stack_suite(tied), r"layers\.0\.(first|second)\.weight.*one parameter.*modules"),
-    *(row(lambda: stack_suite(idle), SPARE, **more) for more in ({}, PLUS)),
-    row(lambda: rebatched(by_size, task_1=(2, 2, 2, 1)),
+    row(lambda: stack_suite(tricky.tied), r"layers\.0\.(first|second)\.weight.*one parameter.*"),
+    *(row(lambda: stack_suite(tricky.idle), SPARE, **more) for more in ({}, PLUS)),
+    row(lambda: rebatched(tricky.by_size, task_1=(2, 2, 2, 1)),
         r"layers\.0\.second.*method\.modules=\['!layers\.0\.second'\]", **PLUS),
-    *(row(lambda sizes=sizes: rebatched(shares_sometimes, **sizes),
+    *(row(lambda sizes=sizes: rebatched(tricky.shares_sometimes, **sizes),
           rf"task {next(iter(sizes))}, block .*first.*method\.modules=\['!", **more)
       for sizes, more in (({"task_1": (2, 5)}, {}), ({"task_0": (5, 2)}, PLUS),
                           ({"task_1": (2, 2, 2, 1)}, {}))),
     *(row(lambda block=block: stack_suite(block),
           r"module .*first: .*overwrites its input.*method\.modules=\['!")
-      for block in (in_place_residual, same_tensor_changed)),
+      for block in (tricky.in_place_residual, tricky.same_tensor_changed)),
     *(row(lambda block=block: stack_suite(block),
           rf"block layers\.0: module layers\.0\.{name} .*{kind}.*{weight}.*method\.modules")
       for block, name, kind, weight in (
-          (fused_attention, "attention", "MultiheadAttention", "in_proj_weight"),
-          (mixture, "experts", "ParameterDict", "stacked"),
-          (transposed_convolution, "filter", "ConvTranspose2d", "weight"))),
+          (tricky.fused_attention, "attention", "MultiheadAttention", "in_proj_weight"),
+          (tricky.mixture, "experts", "ParameterDict", "stacked"),
+          (tricky.transposed_convolution, "filter", "ConvTranspose2d", "weight"))),
     row(normed_twice, r"layers\.0\.norm runs 2 times.*method\.modules=\['!layers\.0\.norm"),
     row(lambda: suite_named("deberta-v2"),
         r"receives a table of relative positions.*modules=\['!.*attention\.self", **PLUS),
@@ -311,9 +286,9 @@ def test_token_ids_of_an_unknown_table(monkeypatch: pytest.MonkeyPatch):
 
 def test_refused_modules_that_are_excluded_stay_as_merged():
     for block, excluded in (
-        (fused_attention, ["!attention", "!attention.*"]),
-        (mixture, ["!experts"]),
-        (transposed_convolution, ["!filter"]),
+        (tricky.fused_attention, ["!attention", "!attention.*"]),
+        (tricky.mixture, ["!experts"]),
+        (tricky.transposed_convolution, ["!filter"]),
     ):
         suite = stack_suite(block)
         model = run_fast(suite, modules=excluded).model

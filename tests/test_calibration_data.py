@@ -7,6 +7,7 @@ import pytest
 import torch
 from fusion_bench.modelpool import BaseModelPool, CLIPVisionModelPool
 from omegaconf import DictConfig, OmegaConf
+from sample_pools import Pool
 from tiny_images import channels_first, picture, write_class_folders
 from transformers import CLIPImageProcessor
 
@@ -18,15 +19,6 @@ from fusion_bench_featcal.tasks import load_images
 def numbered(count: int) -> list[dict]:
     """Items whose picture shows their number; no labels."""
     return [{"image": np.full((2, 2, 3), number, np.uint8)} for number in range(count)]
-
-
-class Pool:
-    """The part of a model pool that calibration needs."""
-
-    def __init__(self, split: str = "train", **tasks: Any) -> None:
-        self.train_dataset_names = self.val_dataset_names = self.test_dataset_names = []
-        setattr(self, f"{split}_dataset_names", list(tasks))
-        setattr(self, f"load_{split}_dataset", tasks.__getitem__)
 
 
 def settings(**changes: Any) -> FeatCalSettings:
@@ -56,9 +48,11 @@ def test_a_tasks_samples_do_not_depend_on_other_tasks_or_batches():
     assert drawn(pool, samples_per_task=20)["a"][:10] == alone
     assert drawn(pool, ("a", "b"))["b"] != alone
     assert drawn(pool, seed=43)["a"] != alone
-    for split in ("train", "val", "test"):
-        chosen = drawn(Pool(split, a=numbered(10)), calibration_split=split)
-        assert sorted(chosen["a"]) == list(range(10))
+    for split in ("val", "test"):
+        pool = Pool()
+        setattr(pool, f"{split}_dataset_names", ["a"])
+        setattr(pool, f"load_{split}_dataset", lambda _: numbered(10))
+        assert sorted(drawn(pool, calibration_split=split)["a"]) == list(range(10))
 
 
 def test_draw_is_the_same_on_every_machine():
@@ -98,21 +92,14 @@ class Unreadable(list):
 
 ITEMS: list[tuple[Any, str]] = [
     (Unreadable(numbered(10)), r"item \d+ cannot be read \(disk on fire"),
-    ([*numbered(9), {"image": 3.5}], r"train_datasets\.a, item 9: not an image but float"),
     ([{"image": picture(n, (4 + (n == 7), 4))} for n in range(10)],
      r"sizes.*\[3, 4, [45]\] and \[3, 4, [45]\].*modelpool\.processor"),
-    ("DAMAGED", r"star/00\.png cannot be read"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("items", "message"), ITEMS)
-def test_items_that_cannot_be_used_are_named_when_they_are_read(items, message, tmp_path):
-    if items == "DAMAGED":
-        folder = write_class_folders(tmp_path / "a")
-        (folder / "star" / "00.png").write_bytes(b"no picture at all")
-        items = load_images(str(folder))
-    chosen = settings(batch_size=1, samples_per_task=len(items))
-    batches = calibration_batches(Pool(a=items), ["a"], chosen, channels_first)
+def test_items_that_cannot_be_used_are_named_when_they_are_read(items, message):
+    batches = calibration_batches(Pool(a=items), ["a"], settings(batch_size=1), channels_first)
     with pytest.raises(CalibrationError, match=f"task 'a'.*{message}"):
         list(batches["a"])
 

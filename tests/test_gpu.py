@@ -1,6 +1,6 @@
-"""On a GPU: the CPU's model, no waiting while tasks visit a block, features wherever they wait.
+"""On a GPU: the CPU's model, no synchronisation inside a block, features stored anywhere.
 
-Deselected where there is no CUDA device.
+Deselected without a CUDA device.
 """
 
 from pathlib import Path
@@ -12,7 +12,6 @@ from calibrations import assert_identical, distance, run_fast
 from test_streamed import calibrated, tensors_in_memory
 from tiny_models import Suite, clip_suite, decoder_suite, t5_suite
 
-from fusion_bench_featcal import CalibrationResult
 from fusion_bench_featcal.rules.paper import PaperSums
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.streams import Streams
@@ -20,41 +19,44 @@ from fusion_bench_featcal.streams.task_rows import AffineRows, LinearRows
 
 pytestmark = pytest.mark.gpu
 
-GPU = torch.device("cuda")
-SUITES = {"clip": clip_suite, "llama": decoder_suite, "t5": t5_suite}
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 # RMS norms, rotary angles and T5's softmax are computed in float32 inside float64 models.
-BOUNDS = {"clip": 1e-9, "llama": 2e-6, "t5": 2e-6}
-
-VISITS: dict[Any, tuple[str, ...]] = {
+SUITES: dict[str, tuple[Any, float]] = {
+    "clip": (clip_suite, 1e-9), "llama": (decoder_suite, 2e-6), "t5": (t5_suite, 2e-6)
+}  # fmt: skip
+VISITS: dict[Any, tuple[str, ...]] = {  # work between two looks of the host at numbers
     Streams: ("follow", "inputs_of", "advance"),
     LinearRows: ("add", "finished"),
     AffineRows: ("add", "finished"),
     PaperSums: ("add",),
     Checks: ("add",),
 }
-"""Work between two looks of the host at numbers."""
 
 
-def run(suite: Suite, device: torch.device, **more: Any) -> CalibrationResult:
-    """A calibration on a device of models that lie on the CPU."""
-    return run_fast(suite, device=device, **more)
+@pytest.fixture(params=SUITES)
+def case(request: pytest.FixtureRequest) -> tuple[Suite, float]:
+    make, bound = SUITES[request.param]
+    return make(), bound
 
 
-@pytest.mark.parametrize("name", SUITES)
-def test_the_model_is_the_cpus(name: str):
-    suite = SUITES[name]()
-    found, wanted = (run(suite, device) for device in (GPU, torch.device("cpu")))
-    assert distance(found.model, suite.merged) > 1e-3
-    assert distance(found.model, wanted.model) < BOUNDS[name]
-    places = [
-        [(r.get("block"), r.get("task"), r.get("rows")) for r in result.log.records]
-        for result in (found, wanted)
+def test_the_model_is_the_cpus_wherever_features_are_stored(case: tuple[Suite, float]):
+    suite, bound = case
+    result, wanted = (run_fast(suite, device=device) for device in (GPU, CPU))
+    assert distance(result.model, suite.merged) > 1e-3
+    assert distance(result.model, wanted.model) < bound
+    visits = [
+        [(r.get("block"), r.get("task"), r.get("rows")) for r in each.log.records]
+        for each in (result, wanted)
     ]
-    assert places[0] == places[1]
+    assert visits[0] == visits[1]
+    on_device = run_fast(suite, device=GPU, activations="device").model
+    for place in ("host", "disk", "auto"):
+        assert_identical(run_fast(suite, device=GPU, activations=place).model, on_device)
 
 
-@pytest.mark.parametrize("name", SUITES)
-def test_nothing_waits_while_tasks_visit_a_block(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_waits_while_tasks_visit_a_block(
+    case: tuple[Suite, float], monkeypatch: pytest.MonkeyPatch
+):
     def watched(work: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             torch.cuda.set_sync_debug_mode("error")
@@ -65,29 +67,18 @@ def test_nothing_waits_while_tasks_visit_a_block(name: str, monkeypatch: pytest.
 
         return call
 
-    suite = SUITES[name]()
-    run(suite, GPU)  # libraries wait when they are used first
+    run_fast(case[0], device=GPU)  # libraries wait when they are used first
     for kind, names in VISITS.items():
         for name in names:
             monkeypatch.setattr(kind, name, watched(getattr(kind, name)))
-    run(suite, GPU)
+    run_fast(case[0], device=GPU)
 
 
-@pytest.mark.parametrize("name", SUITES)
-def test_features_wait_anywhere_and_come_back_the_same(name: str):
-    suite = SUITES[name]()
-    wanted = run(suite, GPU, activations="device").model
-    for place in ("host", "disk", "auto"):
-        assert_identical(run(suite, GPU, activations=place).model, wanted)
-
-
-@pytest.mark.parametrize("name", SUITES)
 def test_one_block_of_a_model_in_files_is_on_the_device(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: tuple[Suite, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    suite = SUITES[name]()
-    wanted = run(suite, torch.device("cpu")).model
+    suite, bound = case
     with tensors_in_memory(monkeypatch) as outside:
-        found = calibrated(suite, tmp_path, device=GPU, activations="host")
+        model = calibrated(suite, tmp_path, device=GPU, activations="host")
     assert outside == set()
-    assert distance(found, wanted) < BOUNDS[name]
+    assert distance(model, run_fast(suite).model) < bound

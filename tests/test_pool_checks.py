@@ -174,7 +174,7 @@ def test_models_that_fit_pass_without_a_word(models: Models, caplog: pytest.LogC
         check_pool_models(PoolModels(clip_pool(models)), fabric(precision))
     configured(hidden_act="relu")(models)
     checked(clip_pool(models), ignore_config=["hidden_act"])
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("fusion_bench_f")]
 
 
 def test_families_are_known_by_structure_or_by_the_class_that_is_loaded(tmp_path: Path):

@@ -12,7 +12,6 @@ import torch
 from fusion_bench import BaseModelPool
 from process_group import in_forks
 from torch import nn
-from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError, files
 from fusion_bench_featcal.files import (
@@ -23,7 +22,6 @@ from fusion_bench_featcal.files import (
 )
 from fusion_bench_featcal.fusionbench.saving import check_save_target, save_model
 from fusion_bench_featcal.results import ReportError
-from fusion_bench_featcal.suites import image
 
 
 class Tiny(nn.Module):
@@ -193,14 +191,3 @@ def test_files_and_links_are_replaced_and_dtypes_of_saved_models_are_their_own(
     save_model(pool(), model, tmp_path / "narrow", dtype="bfloat16")
     assert model.weight.dtype == torch.float32
     assert torch.load(tmp_path / "narrow" / "pytorch_model.bin")["weight"].dtype == torch.bfloat16
-
-
-def test_real_model_is_saved_over_a_sharded_one(tmp_path: Path) -> None:
-    model = CLIPVisionModel.from_pretrained(image.path())
-    model.save_pretrained(tmp_path / "saved", max_shard_size="2MB")
-    with torch.no_grad():
-        next(model.parameters()).add_(1)
-    save_model(Pool({}), model, tmp_path / "saved", image.load_processor())
-    assert not list((tmp_path / "saved").glob("model-*"))
-    loaded = CLIPVisionModel.from_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(next(loaded.parameters()), next(model.parameters()))

@@ -118,14 +118,6 @@ def test_tied_models_stay_tied_when_saved(tmp_path):
     assert same(loaded, tied)
 
 
-@pytest.mark.parametrize("kind", ["t5", "llama"])
-def test_generated_targets_calibrate(kind, tmp_path):
-    pool = t5_pool(tmp_path) if kind == "t5" else causal_pool(llamas(tmp_path, {}))
-    generated: Any = {"calibration_targets": "generated", "generated_tokens": 4}
-    model = FeatCalAlgorithm(**generated, **RUN).run(pool)
-    assert not same(model, FeatCalAlgorithm(**RUN).run(pool))
-
-
 def test_pool_of_a_config_loads_models_in_the_dtype_asked_for(tmp_path):
     config = {
         "_target_": "fusion_bench_featcal.pools.CausalLMPool", "_recursive_": False,

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fusion_bench_featcal
 
@@ -65,12 +65,9 @@ class Screen(NamedTuple):
 
 
 def screen(
-    arguments: Sequence[str],
-    cwd: Path,
-    *,
-    fresh: bool = False,
+    arguments: Sequence[str], cwd: Path, *, fresh: bool = False,
     environment: Mapping[str, str] | None = None,
-) -> Screen:
+) -> Screen:  # fmt: skip
     """Run `fusion_bench` as a person would, stdout and stderr together."""
     # An editable install holds a copy of the Hydra plugin, of the day it was made.
     plugin = cwd / "plugin" / "hydra_plugins" / "fusion_bench_featcal"
@@ -78,13 +75,9 @@ def screen(
         shutil.copytree(SOURCE / "_hydra_plugin", plugin)
     out = cwd / "plugin" / "screen"
     code = _run(arguments, cwd, "80", out, out, environment or {}, fresh=fresh)
-    text = out.read_text()
-    rows = [line[at : at + 80] for line in text.splitlines() for at in _starts(line)]
-    return Screen(code, text, rows)
-
-
-def _starts(line: str) -> range:
-    return range(0, max(len(line), 1), 80)
+    lines = out.read_text().splitlines()
+    rows = [line[at : at + 80] for line in lines for at in range(0, max(len(line), 1), 80)]
+    return Screen(code, out.read_text(), rows)
 
 
 def fusion_bench(
@@ -103,33 +96,24 @@ def fusion_bench(
 
 
 def _environment(columns: str) -> dict[str, str]:
-    known = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
-    return known | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": columns}
+    usual = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
+    return usual | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": columns}
 
 
 def _run(
-    arguments: Sequence[str],
-    cwd: Path,
-    columns: str,
-    out: Path,
-    err: Path,
-    more: Mapping[str, str],
-    *,
-    fresh: bool,
-) -> int:
+    arguments: Sequence[str], cwd: Path, columns: str, out: Path, err: Path,
+    more: Mapping[str, str], *, fresh: bool,
+) -> int:  # fmt: skip
     """Run the command in `cwd`, its output into files; the exit code."""
     for file in (out, err):
         file.write_text("")
     paths = [str(cwd / "plugin"), str(SOURCE.parent)]
     environment = _environment(columns) | {"PYTHONPATH": os.pathsep.join(paths), **more}
     if fresh:
+        words = [sys.executable, "-m", COMMAND, *arguments]
         with out.open("a") as stdout, err.open("a") as stderr:
-            words = [sys.executable, "-m", COMMAND, *arguments]
-            return subprocess.run(
-                words, cwd=cwd, env=environment, stdout=stdout, stderr=stderr
-            ).returncode
-    server = _server()
-    assert server.stdin is not None and server.stdout is not None
+            return subprocess.call(words, cwd=cwd, env=environment, stdout=stdout, stderr=stderr)
+    server: Any = _server()
     run = {"arguments": [*arguments], "cwd": str(cwd), "out": str(out), "err": str(err)}
     run |= {"environment": environment, "paths": paths, "command": COMMAND}
     server.stdin.write(json.dumps(run) + "\n")
@@ -143,10 +127,5 @@ def _server() -> "subprocess.Popen[str]":
     paths = os.pathsep.join([str(SOURCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = _environment("") | {"PYTHONPATH": paths}
     del environment["COLUMNS"]  # consoles that are made on import take it for ever
-    return subprocess.Popen(
-        [sys.executable, "-c", FORKING],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    pipe, words = subprocess.PIPE, [sys.executable, "-c", FORKING]
+    return subprocess.Popen(words, env=environment, stdin=pipe, stdout=pipe, text=True)

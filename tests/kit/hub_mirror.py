@@ -1,8 +1,8 @@
 """A mirror of the Hugging Face hub's protocol on the loopback, whose repositories can fail.
 
-It speaks what `huggingface_hub` and `datasets` ask of the real one to list, download and upload:
-the programming interface under `/api`, and files under `/ID/resolve/REVISION/FILE`. A process uses
-it with `environment`: the real client runs, and no request leaves the machine.
+It answers the requests of `huggingface_hub` and `datasets` to list, download and upload: the
+programming interface under `/api`, and files under `/ID/resolve/REVISION/FILE`. A process uses it
+with `environment`: the real client runs, and no request leaves the machine.
 """
 
 import base64
@@ -15,25 +15,17 @@ from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 Failure = Literal["gated", "missing", "busy", "limited", "cut", "silent", ""]
-"""Requests of a repository: access is restricted; there is none; 503; 429; the connection breaks
-off in the middle of a file; no answer ever comes; nothing fails."""
+"""Access is restricted; there is no repository; 503; 429; the connection breaks off in the middle
+of a file; no answer ever comes; nothing fails."""
 
 
 @dataclass
 class Request:
-    """A request of a client.
-
-    Attributes:
-        method: HTTP method.
-        path: Path without query.
-        first_byte: First byte that is asked for.
-        sent: Bytes of the answer's body.
-    """
+    """A request: its method, path without query, first byte asked for, and bytes of the answer."""
 
     method: str
     path: str
@@ -43,13 +35,9 @@ class Request:
 
 @dataclass
 class Repository:
-    """A repository of models or data.
+    """A repository of models or data: content by path, at its newest revision and at others.
 
-    Attributes:
-        files: Path in the repository -> content, at its newest revision.
-        failure: How its requests fail.
-        times: Number of requests that fail before all is well; None: all fail.
-        revisions: Branch or tag -> files, of further revisions.
+    `times` is the number of requests that fail before all is well; None: all fail.
     """
 
     files: dict[str, bytes]
@@ -106,8 +94,8 @@ class Mirror:
     def environment(self, home: Path) -> dict[str, str]:
         """Environment of a process that uses the mirror, online, with a cache in `home`."""
         offline = {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"}
-        known = {name: value for name, value in os.environ.items() if name not in offline}
-        return known | {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+        usual = {name: value for name, value in os.environ.items() if name not in offline}
+        return usual | {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
 
     def add(self, name: str, files: Path | Mapping[str, bytes], failure: Failure = "",
             times: int | None = None) -> Repository:  # fmt: skip
@@ -136,8 +124,7 @@ class Mirror:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self.stopped.set()
         self._server.shutdown()
         self._server.server_close()
@@ -150,7 +137,6 @@ def etag(content: bytes) -> str:
 
 
 def commit_of(files: Mapping[str, bytes]) -> str:
-    """The commit of some files."""
     content = json.dumps({name: etag(data) for name, data in files.items()})
     return hashlib.sha1(content.encode()).hexdigest()
 
@@ -158,15 +144,6 @@ def commit_of(files: Mapping[str, bytes]) -> str:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     request_: Request
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Keep the terminal clean."""
@@ -182,17 +159,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.request_ = Request(self.command, path, first)
         self.mirror.requests.append(self.request_)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if path == "/api/repos/create":
+            return self._create(json.loads(body))
+        if path == "/api/validate-yaml":
+            return self._json({"errors": [], "warnings": []})
         parts = path.strip("/").split("/")
         is_api = parts[0] == "api"
         parts = parts[is_api:]
         prefix = "datasets/" if parts[0] == "datasets" else ""
         parts = parts[parts[0] in ("datasets", "models") :]
-        if path == "/api/repos/create":
-            return self._create(json.loads(body))
-        if path == "/api/validate-yaml":
-            return self._json({"errors": [], "warnings": []})
-        known = {*self.mirror.repositories, *self.mirror.renamed}
-        length = next((n for n in (2, 1) if prefix + "/".join(parts[:n]) in known), 2)
+        ids = {*self.mirror.repositories, *self.mirror.renamed}
+        length = next((n for n in (2, 1) if prefix + "/".join(parts[:n]) in ids), 2)
         name, rest = prefix + "/".join(parts[:length]), parts[length:]
         repository = self.mirror.repositories.get(name)
         if name in self.mirror.renamed:
@@ -211,8 +188,10 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._file(repository, rest[1], "/".join(rest[2:]), first, last)
 
-    def _create(self, wanted: Mapping[str, Any]) -> None:
-        name = "/".join(part for part in (wanted.get("organization"), wanted["name"]) if part)
+    do_HEAD = do_GET = do_POST = _answer
+
+    def _create(self, asked: Mapping[str, Any]) -> None:
+        name = "/".join(part for part in (asked.get("organization"), asked["name"]) if part)
         self.mirror.repositories.setdefault(name, Repository({}))
         self._json({"url": f"{self.mirror.url}/{name}", "name": name})
 
@@ -220,10 +199,8 @@ class _Handler(BaseHTTPRequestHandler):
         if failure == "silent":
             self.mirror.stopped.wait()
             self.close_connection = True
-        elif failure == "limited":
-            self._send(429, b"Too many requests", {"Retry-After": "0"})
         else:
-            self._send(503, b"Service unavailable", {"Retry-After": "0"})
+            self._send(429 if failure == "limited" else 503, b"Too much", {"Retry-After": "0"})
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": message})
@@ -235,19 +212,20 @@ class _Handler(BaseHTTPRequestHandler):
         if files is None:
             self._refuse(404, "RevisionNotFound", "Invalid rev id")
         elif action == "preupload":
-            asked = [file["path"] for file in json.loads(body)["files"]]
-            plain = {"uploadMode": "regular", "shouldIgnore": False}
-            self._json({"files": [{"path": path, **plain} for path in asked]})
+            asked, plain = (
+                json.loads(body)["files"],
+                {"uploadMode": "regular", "shouldIgnore": False},
+            )
+            self._json({"files": [{"path": file["path"], **plain} for file in asked]})
         elif action == "commit":
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
-                    value = line["value"]
-                    repository.files[value["path"]] = base64.b64decode(value["content"])
+                    content = base64.b64decode(line["value"]["content"])
+                    repository.files[line["value"]["path"]] = content
             url = f"{self.mirror.url}/{name}/commit/{repository.commit}"
             self._json({"commitUrl": url, "commitOid": repository.commit, "success": True})
         elif action == "paths-info":
-            entries = _entries(files, "", recursive=True)
-            asked = parse_qs(body.decode())["paths"]
+            asked, entries = parse_qs(body.decode())["paths"], _entries(files, "", recursive=True)
             self._json([entry for entry in entries if entry["path"] in asked])
         elif action == "tree":
             recursive = "recursive=true" in self.path.lower()
@@ -267,8 +245,7 @@ class _Handler(BaseHTTPRequestHandler):
         files = repository.at(revision)
         if files is None or path not in files:
             code = "RevisionNotFound" if files is None else "EntryNotFound"
-            self._refuse(404, code, "Entry not found")
-            return
+            return self._refuse(404, code, "Entry not found")
         content = files[path]
         headers = {"ETag": f'"{etag(content)}"', "X-Repo-Commit": commit_of(files),
                    "X-Linked-Size": str(len(content)), "Accept-Ranges": "bytes"}  # fmt: skip
@@ -279,6 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
         is_weights = path.endswith(".safetensors") and self.command == "GET"
         is_cut = repository.failure == "cut" and is_weights and repository.fails()
         self._send(206 if is_part else 200, rest, headers, len(rest) // 2 if is_cut else None)
+        return None
 
     def _json(self, answer: Any) -> None:
         self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
@@ -286,9 +264,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, content: bytes, headers: Mapping[str, str],
               stop_at: int | None = None) -> None:  # fmt: skip
         self.send_response(status)
-        for name, value in headers.items():
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command != "HEAD":
             self.request_.sent = len(content[:stop_at])
@@ -302,13 +279,12 @@ def _entries(files: Mapping[str, bytes], folder: str, *, recursive: bool) -> lis
     entries: dict[str, dict[str, Any]] = {}
     start = f"{folder}/" if folder else ""
     for path, data in files.items():
-        if not path.startswith(start):
-            continue
-        steps = path.removeprefix(start).split("/")
+        steps = path.removeprefix(start).split("/") if path.startswith(start) else []
         for depth in range(1, len(steps)):
             inner = start + "/".join(steps[:depth])
             oid = etag(inner.encode())[:40]
             entries[inner] = {"type": "directory", "path": inner, "size": 0, "oid": oid}
-        entries[path] = {"type": "file", "path": path, "size": len(data), "oid": etag(data)[:40]}
-    shown = entries.values()
-    return [e for e in shown if recursive or "/" not in e["path"].removeprefix(start)]
+        if steps:
+            oid = etag(data)[:40]
+            entries[path] = {"type": "file", "path": path, "size": len(data), "oid": oid}
+    return [e for e in entries.values() if recursive or "/" not in e["path"].removeprefix(start)]

@@ -16,17 +16,7 @@ from fusion_bench_featcal.results import Report
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "runs"
 LEVELS = {"base": 0.3, "experts": 0.9, "task_arithmetic": 0.6, "featcal": 0.75}
-COLUMNS: tuple[str, ...] = (
-    "suite",
-    "merger",
-    "row",
-    "task",
-    "block",
-    "class",
-    "seed",
-    "metric",
-    "value",
-)
+COLUMNS = ("suite", "merger", "row", "task", "block", "class", "seed", "metric", "value")
 
 
 class Done(NamedTuple):
@@ -78,17 +68,14 @@ def make_report(
     for name, level in levels.items():
         correct = {task: flags(level) for task in tasks}
         calibrated = name.startswith("featcal")
+        facts: dict[str, Any] = {
+            "settings": {"ridge_lambda": 0.05, "seed": seed, **(settings or {})},
+            "cost": {"seconds": 10.0, "peak_rss_bytes": 2**30},
+            "samples": {task: {"samples": 256, "split": "train"} for task in tasks},
+        }
+        accuracy = {task: flag.mean() for task, flag in correct.items()}
         report.add_row(
-            name,
-            {task: flag.mean() for task, flag in correct.items()},
-            correct=correct if items else None,
-            settings={"ridge_lambda": 0.05, "seed": seed, **(settings or {})}
-            if calibrated
-            else None,
-            cost={"seconds": 10.0, "peak_rss_bytes": 2**30} if calibrated else None,
-            samples={task: {"samples": 256, "split": "train"} for task in tasks}
-            if calibrated
-            else None,
+            name, accuracy, correct=correct if items else None, **(facts if calibrated else {})
         )
     return report
 

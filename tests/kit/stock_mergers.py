@@ -69,22 +69,16 @@ MERGERS = (
     Merger("slerp/slerp", pool=TWO_CLIPS),
     Merger("slerp/slerp_lm", pool=TWO_LLAMAS),
     Merger("linear/llama_expo.*|pruning/magnitude_diff_pruning", pool=ONE_LLAMA),
-    Merger(
-        "linear/(simple_average|task_arithmetic|ties_merging)_for_causallm", pool=LLAMA
-    ),
+    Merger("linear/(simple_average|task_arithmetic|ties_merging)_for_causallm", pool=LLAMA),
     Merger("opcm/opcm_general"),
     Merger("dop/dop_general", words=("num_steps=2",)),
     Merger("doge_ta/doge_ta", words=("K=2",)),
     Merger("trust_region/clip_task_arithmetic"),
-    Merger(
-        "fisher_merging/clip_fisher_merging", words=("num_fisher_examples=4",)
-    ),
+    Merger("fisher_merging/clip_fisher_merging", words=("num_fisher_examples=4",)),
     Merger("regmean/clip_regmean", words=("num_regmean_examples=4",)),
     Merger("adamerging/clip", words=("max_steps=2",)),
     Merger("concrete_subspace/clip_concrete_task_arithmetic", words=("max_steps=2",)),
-    Merger(
-        "concrete_subspace/clip_concrete_(layer|task)_wise_adamerging", words=("max_steps=2",)
-    ),
+    Merger("concrete_subspace/clip_concrete_(layer|task)_wise_adamerging", words=("max_steps=2",)),
     Merger("dummy", "returns the base model, and merges nothing"),
     Merger("linear/linear_interpolation", f"{_BROKEN}: it compares a list with 2"),
     Merger("linear/weighted_average_for_llama", f"{_BROKEN} with transformers 4.57: backbone_only"),

@@ -11,7 +11,6 @@ from transformers import CLIPConfig, CLIPModel
 from fusion_bench_featcal.suites import image
 
 SHAPES = ("circle", "square", "star")
-PROMPT = "a drawing of a {} ."
 
 
 def picture(seed: int, size: tuple[int, int] = (28, 28)) -> Image.Image:
@@ -44,21 +43,12 @@ def write_clip(folder: Path, seed: int = 0) -> Path:
     vocabulary = processor.tokenizer.get_vocab()
     size = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
     ends = {"bos_token_id": len(vocabulary) - 2, "eos_token_id": len(vocabulary) - 1}
-    config = CLIPConfig(
-        text_config={
-            **size,
-            **ends,
-            "num_hidden_layers": 1,
-            "vocab_size": len(vocabulary),
-            "max_position_embeddings": 32,
-        },
-        vision_config={**size, "num_hidden_layers": 2, "image_size": 28, "patch_size": 14},
-        projection_dim=12,
-    )
+    text = {**size, **ends, "num_hidden_layers": 1, "vocab_size": len(vocabulary)}
+    vision = {**size, "num_hidden_layers": 2, "image_size": 28, "patch_size": 14}
+    text["max_position_embeddings"] = 32
     torch.manual_seed(seed)
-    model = CLIPModel(config)
-    with torch.no_grad():  # so that predictions differ from picture to picture
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=12))
+    for parameter in model.parameters():  # so that predictions differ from picture to picture
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder

@@ -60,15 +60,9 @@ class Tower(nn.Module):
     """The vision tower: its weights have open_clip's names."""
 
     def __init__(
-        self,
-        width: int = 12,
-        heads: int = 3,
-        depth: int = 2,
-        hidden: int = 20,
-        *,
-        quick: bool = True,
-        batch_first: bool = True,
-    ) -> None:
+        self, width: int = 12, heads: int = 3, depth: int = 2, hidden: int = 20, *,
+        quick: bool = True, batch_first: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 4, 4, bias=False)
         self.class_embedding = nn.Parameter(torch.randn(width))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,9 @@ def longer(suite: Suite) -> Suite:
 
     def one(batch: Batch) -> Batch:
         ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 17)
-        filled = {**batch, "input_ids": ids}
         return {
             name: torch.cat([value, torch.full((len(value), 3), PADDING[name])], 1)
-            for name, value in filled.items()
+            for name, value in {**batch, "input_ids": ids}.items()
         }
 
     return changed(suite, lambda batches: [one(batch) for batch in batches])
@@ -116,17 +116,15 @@ def parted(suite: Suite, held: int) -> tuple[Suite, Suite]:
     """The suite without every task's last samples, and with these alone."""
 
     def part(batches: list[Batch], *, last: bool) -> list[Batch]:
-        left, found = sum(map(size_of, batches)) - held, []
+        first, chosen = sum(map(size_of, batches)) - held, []
         for batch in batches:
-            count = min(left, size_of(batch))
-            left -= count
-            chosen = cut(batch, slice(count, None) if last else slice(count))
-            found += [chosen] if size_of(chosen) else []
-        return found
+            count = min(first, size_of(batch))
+            first -= count
+            chosen.append(cut(batch, slice(count, None) if last else slice(count)))
+        return [batch for batch in chosen if size_of(batch)]
 
-    first, second = (changed(suite, lambda bs, last=last: part(bs, last=last))
-                     for last in (False, True))  # fmt: skip
-    return first, second
+    first, last = (changed(suite, partial(part, last=side)) for side in (False, True))
+    return first, last
 
 
 def other_family(name: str, suite: Suite) -> Any:
