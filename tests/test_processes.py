@@ -318,8 +318,8 @@ def test_folder_of_another_run_is_refused(tmp_path: Path):
     assert {path.name: path.read_bytes() for path in (tmp_path / "0").iterdir()} == before
 
     def apart(processes: Processes) -> None:
-        folder = tmp_path / str(processes.rank)
-        run_fast(suite, processes=processes, checkpoint_dir=str(folder), resume=True)
+        more = {"rule": RULES["paper"], "checkpoint_dir": str(tmp_path / str(processes.rank))}
+        run_fast(suite, processes=processes, resume=True, **more)
 
     words = r"sees other files in method\.checkpoint_dir"
     assert_all_raise(in_processes(2, apart), words, CalibrationError)

@@ -39,9 +39,9 @@ class Tiny(nn.Module):
 
 class Pool(BaseModelPool):
     def save_model(  # type: ignore[override]
-        self, model: Any, path: str, max_shard_size: str = "5GB", dtype: str = ""
+        self, model: Any, path: str, max_shard_size: str = "5GB", model_dtype: str = ""
     ) -> None:
-        (model.to(getattr(torch, dtype)) if dtype else model).save_pretrained(path)
+        (model.to(getattr(torch, model_dtype)) if model_dtype else model).save_pretrained(path)
 
 
 def pool(**models: Any) -> Any:
@@ -188,6 +188,6 @@ def test_files_and_links_are_replaced_and_dtypes_of_saved_models_are_their_own(
     save(2, tmp_path / "saved")
     assert (tmp_path / "saved").is_symlink() and value_at(tmp_path / "disk") == 2
     model = Tiny(1)
-    save_model(pool(), model, tmp_path / "narrow", dtype="bfloat16")
+    save_model(pool(), model, tmp_path / "narrow", model_dtype="bfloat16")
     assert model.weight.dtype == torch.float32
     assert torch.load(tmp_path / "narrow" / "pytorch_model.bin")["weight"].dtype == torch.bfloat16

@@ -54,7 +54,7 @@ SETTINGS: dict[str, tuple[str, list[Any], list[Any]]] = {
     "token_weights": ("one of uniform, demo_last_block", ["demo_last_block"], ["demo"]),
     "decoder_rows": ("one of all, targets, auto", ["targets"], ["target"]),
     "calibration_split": ("one of train, val, test", ["val"], ["training"]),
-    "calibration_data": ("null or a mapping of tasks to paths, hub ids or configs of data sets",
+    "calibration_data": ("null or a mapping of tasks to paths, hub ids or configs of datasets",
                          [{"a": "a.jsonl", "b": {"_target_": "datasets.load_dataset"}}],
                          [["a.jsonl"], {"math": 3}]),
     "calibration_targets": ("one of labels, generated", ["generated"], ["label"]),
