@@ -130,14 +130,14 @@ MUTATIONS = [
         "tensor_files.py",
         "if digest_file(path) != digest:",
         "if not digest:",
-        "comparison/test_store.py",
+        "comparison/test_reruns.py",
     ),
     Mutation(
         "files of items count by their names alone",
         "lab/compare/data.py",
         "            digest.update(path.read_bytes())\n",
         "            pass\n",
-        "comparison/test_fingerprint.py",
+        "comparison/test_data_digests.py",
     ),
     Mutation(
         "digest of items.npz not checked",
@@ -151,7 +151,7 @@ MUTATIONS = [
         "lab/compare/data.py",
         '"test_tta" else split, number, seed)',
         '"test_tta" else split, number)',
-        "comparison/test_fingerprint.py",
+        "comparison/test_data_digests.py",
     ),
     Mutation(
         "names of users are markup on pages",

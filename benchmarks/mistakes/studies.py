@@ -8,14 +8,14 @@ MUTATIONS = (
         "lab/diagnosis/drift.py",
         "propagation = crossed - expert, features - crossed",
         "propagation = features - expert, features - crossed",
-        "diagnosis/test_split_drift.py",
+        "diagnosis/test_measure.py",
     ),
     Mutation(
         "PCA is not of centred features",
         "lab/diagnosis/drift.py",
         "svdvals(features - features.mean(0))",
         "svdvals(features)",
-        "diagnosis/test_split_drift.py",
+        "diagnosis/test_measure.py",
     ),
     Mutation(
         "a severity has the noise of the one before",
@@ -85,6 +85,6 @@ MUTATIONS = (
         "lab/compare/cells.py",
         "if result is not None:\n                    log",
         "if False:\n                    log",
-        "comparison/test_comparison.py",
+        "comparison/test_reruns.py",
     ),
 )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,25 +23,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "claims" / "wudi--featcal-abc"
 
 
-def leave(
-    path: Path, *, host: str, pid: int, run: str = "other", tries: int = 1, age: float = 0
-) -> Path:
-    """A claim that a process has left behind."""
-    born = psutil.Process().create_time() - age
-    path.parent.mkdir(exist_ok=True)
-    file = path.with_name(f"{path.name}.001")
-    content = {"host": host, "pid": pid, "born": born, "run": run, "tries": tries}
-    file.write_text(json.dumps(content))
-    return file
-
-
+@pytest.fixture(scope="module")
 def dead() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
 
 
-def test_one_holds_a_claim_and_leaves_nothing(path: Path) -> None:
+def test_one_process_holds_a_claim_and_leaves_nothing(path: Path) -> None:
     with claimed(path, "mine"):
         with pytest.raises(Busy), claimed(path, "other"):
             pass
@@ -54,47 +44,43 @@ def test_one_holds_a_claim_and_leaves_nothing(path: Path) -> None:
     assert not list(path.parent.iterdir())
 
 
-def test_a_claim_of_a_dead_process_is_taken_over_at_once(path: Path) -> None:
-    leave(path, host=HERE, pid=dead())
+# Claim that is there -> taken over, busy, or refused after its process died twice in this run.
+CLAIMS = {
+    "dead": ({}, "taken"),
+    "dead, tried once in this run": ({"run": "mine"}, "taken"),
+    "dead, tried twice in this run": ({"run": "mine", "tries": 2}, "refused"),
+    "dead, tried twice in another run": ({"tries": 2}, "taken"),
+    "a process id given again": ({"pid": os.getpid(), "age": 60}, "taken"),
+    "alive": ({"pid": os.getpid()}, "busy"),
+    "another host": ({"host": "elsewhere", "pid": os.getpid()}, "busy"),
+    "another host, long ago": ({"host": "elsewhere", "at": -EXPIRES_SECONDS - 1}, "taken"),
+}
+
+
+@pytest.mark.parametrize("case", CLAIMS)
+def test_claims_of_others(case: str, path: Path, dead: int) -> None:
+    words, outcome = CLAIMS[case]
+    claim = {"host": HERE, "pid": dead, "run": "other", "tries": 1, "age": 0, "at": 0, **words}
+    born, then = psutil.Process().create_time() - claim.pop("age"), time.time() + claim.pop("at")
+    path.parent.mkdir()
+    file = path.with_name(f"{path.name}.001")
+    file.write_text(json.dumps(claim | {"born": born}))
+    os.utime(file, (then, then))
+    if outcome == "busy":
+        with pytest.raises(Busy), claimed(path, "mine"):
+            pass
+        return
+    if outcome == "refused":
+        words_of_it = rf"died 2 times, .* {HERE} \(process {dead}\)"
+        with pytest.raises(CalibrationError, match=words_of_it), claimed(path, "mine"):
+            pass
     with claimed(path, "mine"), pytest.raises(Busy), claimed(path, "third"):
         pass
     assert not list(path.parent.iterdir())
 
 
-def test_a_process_id_that_was_given_again_is_not_the_owners(path: Path) -> None:
-    leave(path, host=HERE, pid=os.getpid(), age=60)
-    with claimed(path, "mine"):
-        pass
-
-
-def test_a_claim_of_another_host_expires(path: Path) -> None:
-    file = leave(path, host="elsewhere", pid=os.getpid())
-    with pytest.raises(Busy), claimed(path, "mine"):
-        pass
-    then = time.time() - EXPIRES_SECONDS - 1
-    os.utime(file, (then, then))
-    with claimed(path, "mine"):
-        pass
-
-
-def test_a_cell_is_tried_twice_in_a_run(path: Path) -> None:
-    leave(path, host=HERE, pid=dead(), run="mine")
-    with claimed(path, "mine"):
-        pass
-    leave(path, host=HERE, pid=(pid := dead()), run="mine", tries=2)
-    said = rf"died 2 times, .* {HERE} \(process {pid}\)"
-    with pytest.raises(CalibrationError, match=said), claimed(path, "mine"):
-        pass
-    with claimed(path, "mine"):  # when the command is repeated
-        pass
-    leave(path, host=HERE, pid=dead(), run="mine", tries=2)
-    with claimed(path, "another run"):
-        pass
-
-
-def test_without_a_place_for_claims_cells_run(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_folder_for_claims_cells_run(path: Path, caplog: Any) -> None:
     path.parent.touch()
-    ran = []
     with claimed(path, "mine"):
-        ran.append(1)
+        ran = True
     assert ran and "no claim in" in caplog.text

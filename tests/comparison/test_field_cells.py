@@ -1,125 +1,77 @@
-"""Rows of the field and tuned rows in a grid: interrupted, resumed, on other data, on little."""
+"""The shipped rows in a grid on bundled models, with little data and with other data."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import pytest
-from comparison_parts import FakeProgram
+from comparison_parts import MERGERS, FakeProgram
 from fusion_bench import BaseTaskPool
 from fusion_bench.modelpool import CLIPVisionModelPool
 from omegaconf import OmegaConf
 
-from fusion_bench_featcal.lab.compare import ComparisonAlgorithm, algorithm
-from fusion_bench_featcal.lab.rivals import AnchorOnly
+from fusion_bench_featcal.lab.compare import ComparisonAlgorithm
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image
 
 YAML = Path(__file__).parents[2] / "config" / "method" / "compare.yaml"
+TASK = "mini_korean"
 ROWS = (
     "surgery:tuned", "prob_surgery:shared", "surgery:recompute", "anchor_only",
     "anchored_regression", "distillation", "featcal:tuned",
 )  # fmt: skip
-DATA_FREE = {"anchor_only"}
 
 
 class EqualTaskPool(BaseTaskPool):
-    """Evaluates nothing: what is compared here is which cells run."""
+    """Evaluates nothing: which cells run is compared here."""
 
-    def __init__(self, tasks: list[str]) -> None:
-        super().__init__()
-        self.test_dataloaders = dict.fromkeys(tasks)
+    test_dataloaders = {TASK: None}  # noqa: RUF012
 
     def evaluate(self, model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {task: {"accuracy": 0.5} for task in self.test_dataloaders}
+        return {TASK: {"accuracy": 0.5}}
 
 
-def pool(tasks: list[str], images: int) -> tuple[Any, dict[str, Any]]:
-    """A pool of bundled models with a few images a task, and these data."""
-    data = {task: image.load_split(task, "train") for task in tasks}
-    for split in data.values():
-        split.grey, split.labels = split.grey[:images].copy(), split.labels[:images].copy()
-    made: Any = CLIPVisionModelPool(
-        models={"_pretrained_": image.path(), **{task: image.path(task) for task in tasks}},  # type: ignore[arg-type]
-        train_datasets=data,
-        test_datasets=data,
-        processor={"_target_": "fusion_bench_featcal.suites.image.load_processor"},  # type: ignore[arg-type]
-    )
-    made.load_train_dataset = made.load_test_dataset = data.__getitem__
+def pool(task: str, images: int) -> tuple[Any, Any]:
+    """A pool of bundled models with a few images of one task, and these data."""
+    data = image.load_split(task, "train")
+    data.grey, data.labels = data.grey[:images].copy(), data.labels[:images].copy()
+    options: dict[str, Any] = {
+        "models": {"_pretrained_": image.path(), task: image.path(task)},
+        "processor": {"_target_": "fusion_bench_featcal.suites.image.load_processor"},
+    }
+    sets: Any = {task: data}
+    made: Any = CLIPVisionModelPool(train_datasets=sets, test_datasets=sets, **options)
+    made.load_train_dataset = made.load_test_dataset = sets.__getitem__
     return made, data
 
 
-def grid(folder: Path, tasks: list[str], samples: int, **choices: Any) -> ComparisonAlgorithm:
+def grid(folder: Path, samples: int, **choices: Any) -> Any:
     """The shipped rows, with few steps."""
     config: Any = OmegaConf.create({"method": OmegaConf.load(YAML)})
     config.method.merge_with({"samples_per_task": samples, "steps": 2})
     methods: Any = OmegaConf.to_container(config.method.post_merging_methods, resolve=True)
     methods["distillation"]["steps"] = 2
-    arithmetic = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}
     keys: dict[str, Any] = {
-        "upstream_mergers": {"task_arithmetic": arithmetic},
+        "upstream_mergers": {"task_arithmetic": MERGERS["task_arithmetic"]},
         "post_merging_methods": methods,
         "post_merging": list(ROWS),
         "references": [],
         "results_dir": str(folder),
     }
-    made = ComparisonAlgorithm(**(keys | choices))
-    program: Any = FakeProgram(EqualTaskPool(tasks))
-    made._program = program
+    made: Any = ComparisonAlgorithm(**(keys | choices))
+    made._program = FakeProgram(EqualTaskPool())
     return made
 
 
-def finished(folder: Path) -> dict[str, int]:
-    """Folder of each finished cell -> when it was written."""
-    files = folder.glob("cells/*/result.json")
-    return {file.parent.name: file.stat().st_mtime_ns for file in files}
-
-
-def rows_of(names: Any) -> set[str]:
-    """Rows of cells' folders, `task_arithmetic--surgery_tuned-<key>`."""
-    known = {row.replace(":", "_"): row for row in ROWS}
-    return {known[name.split("--")[1].rpartition("-")[0]] for name in names} - {"none"}
-
-
-@pytest.mark.slow
-def test_only_what_is_missing_or_depends_on_what_changed_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tasks = ["mini_balinese", "mini_korean"]
-    models, data = pool(tasks, 20)
-
-    def interrupted(self: Any, *arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(AnchorOnly, "post_merge", interrupted)
-        patch.setattr(algorithm, "ending_cleanly", lambda *_: nullcontext())
-        grid(tmp_path, tasks, 16).run(models)
-    before = {name: at for name, at in finished(tmp_path).items() if "none" not in name}
-    assert rows_of(before) == set(ROWS[: ROWS.index("anchor_only")])
-    grid(tmp_path, tasks, 16).run(models)
-    whole = {name: at for name, at in finished(tmp_path).items() if "none" not in name}
-    assert rows_of(whole) == set(ROWS)
-    assert before.items() <= whole.items()  # finished cells are not written again
-
-    drawn = data["mini_korean"]
-    drawn.grey = 255 - drawn.grey
-    grid(tmp_path, tasks, 16).run(models)
-    changed = {name: at for name, at in finished(tmp_path).items() if "none" not in name}
-    assert rows_of(set(changed) - set(whole)) == set(ROWS) - DATA_FREE
-    assert whole.items() <= changed.items()
-
-    other = grid(tmp_path, tasks, 16, post_merging=["surgery:tuned", "featcal:tuned"])
-    other.choices.post_merging_methods["surgery:tuned"]["candidates"] = [{"rank": 4}]
-    other.run(models)
-    again = {name: at for name, at in finished(tmp_path).items() if "none" not in name}
-    assert rows_of(set(again) - set(changed)) == {"surgery:tuned"}
-
-
-def test_one_sample_of_one_task_is_enough(tmp_path: Path) -> None:
-    models, _ = pool(["mini_korean"], 1)
-    grid(tmp_path, ["mini_korean"], 1).run(models)
+def test_one_sample_is_enough_and_rows_run_again_whose_data_changed(tmp_path: Path) -> None:
+    models, data = pool(TASK, 1)
+    grid(tmp_path, 1).run(models)
     report = Report.load(tmp_path / "task_arithmetic")
     assert set(report.rows) == {"task_arithmetic", *ROWS}
     # With so few samples there is nothing to hold out: settings are as given.
     assert report.cost["surgery:tuned"].get("settings_tried", 1) == 1
+    before = {folder.name for folder in (tmp_path / "cells").iterdir()}
+    data.grey = 255 - data.grey
+    few = ["anchor_only", "anchored_regression", "surgery:tuned"]
+    grid(tmp_path, 1, post_merging=few).run(models)
+    new = {folder.name for folder in (tmp_path / "cells").iterdir()} - before
+    names = {name.split("--")[1].rpartition("-")[0] for name in new}
+    assert names == {"anchored_regression", "surgery_tuned"}

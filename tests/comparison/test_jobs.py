@@ -6,70 +6,80 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
-from comparison_parts import MERGERS, Deadly, Scale, Waiting, method
+from comparison_parts import MERGERS, Counting, Deadly, Scale, Waiting, method
+from fusion_bench.utils import instantiate
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal.lab.compare import jobs
-from fusion_bench_featcal.lab.compare.jobs import Workers
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.settings import CalibrationError
 
-TESTS = Path(__file__).resolve().parents[1]
-ENVIRONMENT = os.environ | {
-    "PYTHONPATH": os.pathsep.join(
-        [str(TESTS / "kit"), str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    )
-}
 METHODS = {"double": method(Scale)}
+MERGER = {"simple_average": MERGERS["simple_average"]}
+PATHS = os.pathsep.join(map(str, [Path(__file__).parent, Path(__file__).parents[1] / "kit"]))
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([PATHS, *sys.path])}
+QUIET: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": ENVIRONMENT}
 
 
 def program(folder: Path, methods: Any = METHODS, **choices: Any) -> Any:
     """A program whose pools are named by its config, as the command makes it."""
     chosen = {
         "_target_": "fusion_bench_featcal.lab.compare.ComparisonAlgorithm",
-        "upstream_mergers": {"simple_average": MERGERS["simple_average"]},
+        "upstream_mergers": MERGER,
         "post_merging_methods": methods,
         "results_dir": str(folder),
+        "references": [],
         **choices,
     }
-    config = {
-        "_target_": "comparison_parts.ConfiguredProgram",
-        "method": chosen,
-        "modelpool": {"_target_": "comparison_parts.model_pool"},
-        "taskpool": {"_target_": "comparison_parts.SignTaskPool"},
-    }
-    from hydra.utils import instantiate
+    pools = {"modelpool": "model_pool", "taskpool": "SignTaskPool"}
+    config = {pool: {"_target_": f"comparison_parts.{name}"} for pool, name in pools.items()}
+    target = {"_target_": "comparison_parts.ConfiguredProgram", "_recursive_": False}
+    return instantiate(OmegaConf.create({**target, "method": chosen, **config}))
 
-    return instantiate(OmegaConf.create(config), _recursive_=False)
+
+def run(folder: Path, methods: Any = METHODS, **choices: Any) -> Any:
+    made = program(folder, methods, **choices)
+    made.run()
+    return made
+
+
+def start(folder: Path, methods: Any) -> subprocess.Popen[bytes]:
+    """Another driver on the same store."""
+    code = "import json, sys; from pathlib import Path; from test_jobs import run; "
+    code += "run(Path(sys.argv[1]), json.loads(sys.argv[2]))"
+    return subprocess.Popen([sys.executable, "-c", code, folder, json.dumps(methods)], **QUIET)
 
 
 def table(folder: Path) -> Any:
-    """All that the reports have of results."""
+    """Everything that the reports have of results."""
     report = Report.load(folder / "simple_average")
     items = {row: {t: v.tolist() for t, v in flags.items()} for row, flags in report.items.items()}
     return report.rows, report.samples, report.seeds, items
 
 
-def run(folder: Path, methods: Any = METHODS, **choices: Any) -> None:
-    program(folder, methods, **choices).run()
+def finished(folder: Path) -> dict[str, int]:
+    files = folder.glob("cells/*/result.json")
+    return {file.parent.name: file.stat().st_mtime_ns for file in files}
 
 
-def test_two_jobs_give_the_table_of_one(tmp_path: Path) -> None:
-    two: dict[str, Any] = {"upstream_mergers": MERGERS, "post_merging": ["none"], "references": []}
-    run(tmp_path / "one", **two)
-    made = program(tmp_path / "two", jobs=2, **two)
-    made.run()
+def wait_for(file: Path, process: Any) -> None:
+    while not file.exists():
+        assert process is None or process.poll() is None, "it ended before"
+        time.sleep(0.05)
+
+
+def test_other_processes_give_the_same_table(tmp_path: Path) -> None:
+    run(tmp_path / "here", post_merging=["none"])
+    made = run(tmp_path / "apart", jobs=2, post_merging=["none"])
     assert made.taskpool.evaluated == 0  # here
-    assert table(tmp_path / "two") == table(tmp_path / "one")
-    cells = {path.name for path in (tmp_path / "one" / "cells").iterdir()}
-    assert cells == {path.name for path in (tmp_path / "two" / "cells").iterdir()}
-    assert not list((tmp_path / "two" / "claims").iterdir())
+    assert table(tmp_path / "apart") == table(tmp_path / "here")
+    assert finished(tmp_path / "here").keys() == finished(tmp_path / "apart").keys()
+    assert not list((tmp_path / "apart" / "claims").iterdir())
 
 
 @pytest.mark.slow
@@ -81,69 +91,42 @@ def test_a_cell_that_dies_is_run_once_more_and_the_others_go_on(
         "ever": method(Deadly, folder=str(tmp_path), deaths=9),
         **METHODS,
     }
-    message = r"1 of 6 cells failed.*simple_average, ever: its process died 2 times"
+    message = r"1 of 4 cells failed.*simple_average, ever: its process died 2 times"
     with pytest.raises(CalibrationError, match=message):
-        run(tmp_path / "cells", methods, jobs=2, references=["base", "experts"])
+        run(tmp_path / "cells", methods, jobs=2)
     report = Report.load(tmp_path / "cells" / "simple_average")
-    assert list(report.rows) == ["base", "experts", "simple_average", "once", "double"]
-    assert caplog.text.count("the process of cell simple_average--ever died") == 2
-    assert caplog.text.count("the process of cell simple_average--once died") == 1
-    assert not list((tmp_path / "cells" / "claims").iterdir())
-
-
-_DRIVER = """
-import sys
-from pathlib import Path
-from comparison_parts import Counting, method
-from test_jobs import run
-folder = Path(sys.argv[1])
-methods = {f"m{n}": method(Counting, folder=str(folder), factor=n) for n in range(2, 8)}
-run(folder / "cells", methods, references=[])
-"""
+    assert list(report.rows) == ["simple_average", "once", "double"]
+    deaths = [caplog.text.count(f"the process of cell simple_average--{n} died") for n in methods]
+    assert deaths == [1, 2, 0] and not list((tmp_path / "cells" / "claims").iterdir())
 
 
 @pytest.mark.slow
 def test_several_drivers_do_no_cell_twice(tmp_path: Path) -> None:
-    paths = ENVIRONMENT | {"PYTHONPATH": f"{Path(__file__).parent}:{ENVIRONMENT['PYTHONPATH']}"}
-    drivers = [
-        subprocess.Popen([sys.executable, "-c", _DRIVER, str(tmp_path)], env=paths)
-        for _ in range(3)
-    ]
+    methods = {f"m{n}": method(Counting, folder=str(tmp_path), factor=n) for n in range(2, 8)}
+    drivers = [start(tmp_path / "cells", methods) for _ in range(3)]
     assert [driver.wait(600) for driver in drivers] == [0, 0, 0]
-    assert sorted(path.name[:2] for path in tmp_path.glob("*.ran")) == [
-        "m2",
-        "m3",
-        "m4",
-        "m5",
-        "m6",
-        "m7",
-    ]
+    assert sorted(path.name[:2] for path in tmp_path.glob("*.ran")) == list(methods)
 
 
-@contextmanager
-def dask_cluster(folder: Path, workers: int) -> Iterator[tuple[str, list[Any]]]:
-    """A scheduler and workers as processes; yields the scheduler's file and the workers."""
-    file = folder / "scheduler.json"
-    python, where = [sys.executable, "-m"], ["--scheduler-file", str(file)]
-    options: Any = {"env": ENVIRONMENT, "cwd": folder, "stdout": subprocess.DEVNULL}
-    options["stderr"] = subprocess.DEVNULL
-    command = [*python, "distributed.cli.dask_scheduler", *where, "--port", "0", "--no-dashboard"]
-    started = [subprocess.Popen(command, **options)]
+@pytest.mark.slow
+def test_a_killed_comparison_resumes(tmp_path: Path) -> None:
+    """Finished cells are not touched, the others are made."""
+    methods = {**METHODS, "waiting": method(Waiting, folder=str(tmp_path))}
+    driver = start(tmp_path / "cells", methods)
     try:
-        while not file.exists():
-            assert started[0].poll() is None
-            time.sleep(0.1)
-        command = [*python, "distributed.cli.dask_worker", *where, "--nthreads", "1", "--no-nanny"]
-        command.append("--no-dashboard")
-        started += [
-            subprocess.Popen([*command, "--no-dashboard"], **options) for _ in range(workers)
-        ]
-        yield str(file), started[1:]
+        wait_for(tmp_path / "begun", driver)
     finally:
-        for process in started:
-            process.terminate()
-        for process in started:
-            process.wait(30)
+        driver.kill()
+        driver.wait()
+    before = finished(tmp_path / "cells")
+    titles = sorted(name.rpartition("-")[0] for name in before)
+    assert titles == ["simple_average--double", "simple_average--none"]
+    assert not (tmp_path / "cells" / "report.json").exists()
+    (tmp_path / "go_on").touch()
+    assert run(tmp_path / "cells", methods).taskpool.evaluated == 1
+    assert before.items() < finished(tmp_path / "cells").items()
+    run(tmp_path / "fresh", methods)
+    assert table(tmp_path / "cells") == table(tmp_path / "fresh")
 
 
 @pytest.mark.slow
@@ -151,58 +134,56 @@ def dask_cluster(folder: Path, workers: int) -> Iterator[tuple[str, list[Any]]]:
 def test_dask_gives_the_same_table_though_a_worker_is_killed(tmp_path: Path) -> None:
     pytest.importorskip("distributed")
     methods = {"waiting": method(Waiting, folder=str(tmp_path)), **METHODS}
-    with dask_cluster(tmp_path, workers=2) as (file, workers):
-        made = program(
-            tmp_path / "dask", methods, backend="dask", backend_options={"scheduler_file": file}
+    file = tmp_path / "scheduler.json"
+    options = [*["--scheduler-file", file], "--no-dashboard"]
+    words = [["scheduler", "--port", "0"], *[["worker", "--nthreads", "1", "--no-nanny"]] * 2]
+    python = [sys.executable, "-m"]
+    processes = [
+        subprocess.Popen(
+            [*python, f"distributed.cli.dask_{kind}", *more, *options], cwd=tmp_path, **QUIET
         )
-        driver = kill_in_mid_cell(tmp_path, workers)
-        made.run()
-        driver.join()
+        for kind, *more in words
+    ]
+
+    def kill() -> None:
+        """Kill the worker that waits, and let the cell go on where it runs again."""
+        wait_for(tmp_path / "begun", None)
+        (claim,) = (tmp_path / "dask" / "claims").glob("*waiting*")
+        pid = json.loads(claim.read_text())["pid"]
+        assert pid in [process.pid for process in processes[1:]]
+        os.kill(pid, signal.SIGKILL)
+        (tmp_path / "go_on").touch()
+
+    killer = Thread(target=kill, daemon=True)
+    killer.start()
+    try:
+        wait_for(file, processes[0])
+        cluster = {"backend": "dask", "backend_options": {"scheduler_file": str(file)}}
+        made = run(tmp_path / "dask", methods, **cluster)
+        killer.join()
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait(30)
     assert made.taskpool.evaluated == 0
     run(tmp_path / "here", methods)
     assert table(tmp_path / "dask") == table(tmp_path / "here")
     assert not list((tmp_path / "dask" / "claims").iterdir())
 
 
-def kill_in_mid_cell(folder: Path, workers: list[Any]) -> Any:
-    """Kill the worker that has begun to wait, then let the cell go on where it runs again."""
-    import threading
-
-    def kill() -> None:
-        while not (folder / "begun").exists():
-            time.sleep(0.05)
-        (claim,) = (folder / "dask" / "claims").glob("*waiting*")
-        pid = json.loads(claim.read_text())["pid"]
-        assert pid in [worker.pid for worker in workers]
-        os.kill(pid, signal.SIGKILL)
-        (folder / "go_on").touch()
-
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
-    return thread
-
-
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("choices", "message"),
     [
-        ((1, "loky", {"address": "x"}), "backend_options needs method.backend=dask or ray"),
-        ((2, "ray", None), r"method.backend=ray needs pip install 'fusion_bench_featcal\[ray\]'"),
+        ({"backend_options": {"address": "x"}}, "backend_options needs method.backend=dask or ray"),
+        ({"backend": "ray"}, r"method.backend=ray needs pip install 'fusion_bench_featcal\[ray\]'"),
     ],
 )
 def test_workers_that_cannot_be_are_refused(
-    settings: Any, message: str, monkeypatch: pytest.MonkeyPatch
+    choices: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(CalibrationError, match=message):
-        Workers(*settings)
-
-
-@pytest.mark.slow
-def test_a_worker_of_another_kind_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = {"software": {}, "device": "cuda", "precision": "32-true"}
-    monkeypatch.setattr(jobs, "describe_machine", lambda fabric: other)
-    with pytest.raises(CalibrationError, match=r"the worker has .*, the driver .*cuda"):
-        run(tmp_path / "two", backend="loky", references=[])
+        run(tmp_path, **choices)
 
 
 def test_pools_made_in_python_stay_in_this_process(tmp_path: Path) -> None:
@@ -210,3 +191,11 @@ def test_pools_made_in_python_stay_in_this_process(tmp_path: Path) -> None:
     made.config = None
     with pytest.raises(CalibrationError, match=r"cannot be sent to other processes"):
         made.run()
+
+
+@pytest.mark.slow
+def test_a_worker_of_another_kind_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    other = {"software": {}, "device": "cuda", "precision": "32-true"}
+    monkeypatch.setattr(jobs, "describe_machine", lambda fabric: other)
+    with pytest.raises(CalibrationError, match=r"the worker has .*, the driver .*cuda"):
+        run(tmp_path / "two", backend="loky")

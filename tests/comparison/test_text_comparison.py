@@ -1,4 +1,4 @@
-"""`method=compare` on pools of language models: everything that the default grid has for them."""
+"""`method=compare` on pools of language models."""
 
 import json
 from pathlib import Path
@@ -13,9 +13,7 @@ from text_pools import MAKERS, text_pool, text_tokenizer
 from tiny_texts import TASKS, sentences
 
 from fusion_bench_featcal.lab.compare import inference
-from fusion_bench_featcal.lab.compare.inference import InferenceTimer, Timed
 from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.cost import TASK_ID
 from fusion_bench_featcal.tasks import TextTaskPool
 
 SUITES = {"seq2seq": "flan-t5-mini_TA6", "causal": "llama-mini_TA6"}
@@ -33,7 +31,7 @@ def task_pool(kind: str) -> TextTaskPool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(MAKERS))
-def test_default_grid_of_language_pools_has_no_failing_cell(
+def test_the_default_grid_of_language_pools_has_no_failing_cell(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inference, "REPEATS", 1)
@@ -45,19 +43,16 @@ def test_default_grid_of_language_pools_has_no_failing_cell(
     program: Any = FakeProgram(task_pool(kind))
     program._modelpool = {"featcal": config.modelpool.featcal}
     algorithm._program = program
-    pool = text_pool(kind, tmp_path / "models")
-    algorithm.run(pool)
+    algorithm.run(text_pool(kind, tmp_path / "models"))
     results = tmp_path / "cells"
-    content = json.loads((results / "report.json").read_text())
-    assert content["failed"] == []
+    assert json.loads((results / "report.json").read_text())["failed"] == []
     report = Report.load(results / "wudi")
-    assert {"surgery", "surgery:calibration", "prob_surgery", "prob_surgery:calibration"} <= set(
-        report.rows
-    )
-    assert {"ridge_surgery", "featcal", "featcal:paper_flan_t5", "anchor_only"} <= set(report.rows)
-    assert "surgery_v2" not in report.rows
-    assert report.cost["ridge_surgery"]["modules_added"] == len(TASKS)
-    assert report.cost["ridge_surgery"][TASK_ID] == "yes"
+    expected = {"ridge_surgery", "featcal", "featcal:paper_flan_t5", "anchor_only"}
+    for name in ("surgery", "prob_surgery"):
+        expected |= {name, f"{name}:calibration"}
+    assert expected <= set(report.rows) and "surgery_v2" not in report.rows
+    costs = [report.cost["ridge_surgery"][k] for k in ("modules_added", "task_id_at_inference")]
+    assert costs == [len(TASKS), "yes"]
     assert isinstance(report.cost["featcal"]["inference_seconds_per_sample"], float)
     for alone in ("regmean", "regmean_plusplus", "lot"):
         assert alone in Report.load(results / alone).rows
@@ -65,27 +60,26 @@ def test_default_grid_of_language_pools_has_no_failing_cell(
 
 
 @pytest.mark.parametrize("pool", [*TEXT_POOLS, "open-clip-vit-mini_TA6"])
-def test_pools_leave_out_what_there_is(pool: str) -> None:
+def test_pools_leave_out_entries_that_exist(pool: str) -> None:
     """A misspelt name would leave nothing out, and nobody would know."""
     config = compared(pool)
-    changes = OmegaConf.to_container(config.modelpool.featcal.compare)
-    assert isinstance(changes, dict)
-    method = config.method
-    known = {*method.upstream_mergers, *method.mergers_alone, *method.post_merging_methods}
-    assert set(changes["leave_out"]) <= known
-    assert {"adamerging", "surgery_v2"} <= set(changes["leave_out"])
+    changes: Any = OmegaConf.to_container(config.modelpool.featcal.compare)
+    method, left_out = config.method, set(changes["leave_out"])
+    assert {"adamerging", "surgery_v2"} <= left_out
+    assert left_out <= {
+        *method.upstream_mergers,
+        *method.mergers_alone,
+        *method.post_merging_methods,
+    }
     if pool in TEXT_POOLS:
-        wudi = "lm_head.weight" in changes["upstream_mergers"]["wudi"]["exclude_keys"]
-        assert wudi and "wudi" in method.upstream_mergers
+        assert "lm_head.weight" in changes["upstream_mergers"]["wudi"]["exclude_keys"]
+        assert "wudi" in method.upstream_mergers
 
 
-def test_time_of_a_language_model_is_that_of_answers_of_one_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_language_model_is_timed_on_answers_of_one_length(monkeypatch: Any) -> None:
     monkeypatch.setattr(inference, "REPEATS", 1)
     model: Any = MAKERS["causal"](0).float()
-    lengths = []
-    generate = model.generate
+    generate, lengths = model.generate, []
 
     def counted(**options: Any) -> Any:
         written = generate(**options)
@@ -95,6 +89,5 @@ def test_time_of_a_language_model_is_that_of_answers_of_one_length(
     model.generate = counted
     pool = task_pool("causal")
     pool.setup()
-    fabric = pool.fabric
-    assert isinstance(InferenceTimer(pool, fabric, lambda: model).time(model), Timed)
+    assert inference.InferenceTimer(pool, pool.fabric, lambda: model).time(model) is not None
     assert lengths == [inference.ANSWER] * 4  # model and reference, twice each

@@ -1,4 +1,4 @@
-"""Runs of the diagnosis on pools in Python, what it refuses, and the real command."""
+"""Runs of the diagnosis on pools in Python, its refusals, and the command."""
 
 import gc
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cli_runs import fusion_bench
-from comparison_parts import FakeProgram
+from comparison_parts import MERGERS, FakeProgram
 from fusion_bench import BaseTaskPool
 from fusion_bench.modelpool import CLIPVisionModelPool
 from text_pools import text_pool
@@ -22,15 +22,22 @@ from fusion_bench_featcal.lab.report.diagnosis import by_block, rows_of
 from fusion_bench_featcal.results.long_table import LINES_FILE, Line, means, read_lines, where
 from fusion_bench_featcal.suites import image
 
-MERGER = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}
-FEW = {"base_method": MERGER, "compare_with": ["base", "merged"], "presets": {}, "items": 6,
-       "samples_per_task": 6}  # fmt: skip
+MERGER = "task_arithmetic"
+FEW = {"base_method": MERGERS[MERGER], "compare_with": ["base", "merged"], "presets": {},
+       "items": 6, "samples_per_task": 6}  # fmt: skip
+TASK = "mini_korean"
+
+
+def rows(task: str, count: int | None = None) -> Any:
+    items = image.load_split(task, "test")
+    items.grey, items.labels = items.grey[:count], items.labels[:count]
+    return items
 
 
 def image_pool(tests: Any = None) -> Any:
     """Two tasks of the bundled suite; `tests` are other test items by task."""
     tasks = image.ALPHABETS2
-    tests = {task: image.load_split(task, "test") for task in tasks} if tests is None else tests
+    tests = {task: rows(task) for task in tasks} if tests is None else tests
     options: dict[str, Any] = {
         "models": {"_pretrained_": image.path(), **{task: image.path(task) for task in tasks}},
         "train_datasets": {task: {} for task in tasks},
@@ -48,61 +55,6 @@ def diagnosed(pool: Any, taskpool: Any = None, **options: Any) -> list[Line]:
     algorithm._program = taskpool and FakeProgram(taskpool)
     algorithm.run(pool)
     return algorithm._results.report.lines()
-
-
-def test_rows_and_metrics_of_an_image_pool():
-    lines = diagnosed(image_pool(), items=40)
-    assert rows_of(lines) == ["base", "task_arithmetic", "featcal"]
-    assert set(means(where(lines, metric="items", class_=""), "task").values()) == {40}
-    values = means(lines, "row", "task", "block", "class", "metric")
-    assert len(values) == len(lines)  # every number once
-    counts = Counter(line["metric"] for line in where(lines, row="featcal", class_=""))
-    assert counts == {
-        **dict.fromkeys(
-            ("drift", "relative", "cosine", "mismatch", "propagation", "between", "share"), 8
-        ),
-        **dict.fromkeys(("final_cosine", "task_vector_norm", "task_vector_cosine"), 2),
-        **dict.fromkeys(("pca_share_1", "pca_share_2"), 2),
-    }
-    assert where(lines, row="base", metric="task_vector_cosine") == []
-    assert {line["value"] for line in where(lines, row="base", metric="task_vector_norm")} == {0}
-    assert len(where(lines, row="experts")) == 2 * 3
-
-
-def test_one_row_and_one_expert_besides_the_kept_models(monkeypatch: pytest.MonkeyPatch):
-    def models() -> list[Any]:
-        gc.collect()
-        return [one for one in gc.get_objects() if type(one) is CLIPVisionModel]
-
-    others: Any = weakref.WeakSet(models())  # of other tests
-    whole: list[int] = []
-    compare = measure._compare
-
-    def counted(*args: Any) -> Any:
-        own = [one for one in models() if one not in others]
-        whole.append(sum(next(one.parameters()).device.type != "meta" for one in own))
-        return compare(*args)
-
-    monkeypatch.setattr(measure, "_compare", counted)
-    few = {"ridge_lambda": 0.5}
-    lines = diagnosed(image_pool(), presets={"one": few, "two": few})
-    assert rows_of(lines)[2:] == ["featcal", "featcal:one", "featcal:two"]
-    # The row, the expert, the merged model and the one that is returned, which is the first row.
-    assert whole[:6] == [3, 3, 4, 4, 4, 4], whole
-    assert max(whole) <= 4
-
-
-def test_classes_are_the_items_labels():
-    task = "mini_balinese"
-    lines = where(diagnosed(image_pool(), items=140, tasks=[task]), task=task)
-    sizes = means(where(lines, metric="items"), "class")
-    assert sizes.pop(("",)) == 140
-    assert {name for (name,) in sizes} == set(image.load_arrays(task).classnames)
-    cosines = means(where(lines, row="featcal", metric="final_cosine"), "class")
-    weighted = sum(sizes[name] * cosines[name] for name in sizes) / 140
-    assert weighted == pytest.approx(cosines[("",)], abs=1e-5)
-    few = diagnosed(image_pool(), items=6, tasks=[task])
-    assert where(few, class_="") == few  # hardly any two items share one
 
 
 class LabelledPool(BaseTaskPool):
@@ -130,92 +82,109 @@ class LabelledPool(BaseTaskPool):
         return {task: {"accuracy": float(hits.mean())} for task, hits in right.items()}
 
 
-def test_accuracy_by_class_is_counted_from_the_evaluation():
-    pool, task = LabelledPool(), "mini_korean"
-    references = ["base", "merged", "experts"]
-    lines = diagnosed(image_pool(), pool, compare_with=references, tasks=[task], items=60)
+def test_every_row_and_task_has_every_metric_once() -> None:
+    lines = diagnosed(image_pool(), LabelledPool(flags=False))
+    assert rows_of(lines) == ["base", MERGER, "featcal"]
+    assert set(means(where(lines, metric="items", class_=""), "task").values()) == {6}
+    assert len(means(lines, "row", "task", "block", "class", "metric")) == len(lines)
+    counts = Counter(line["metric"] for line in where(lines, row="featcal", class_=""))
+    blocks = ["drift", "relative", "cosine", "mismatch", "propagation", "between", "share"]
+    tasks = ["final_cosine", "task_vector_norm", "task_vector_cosine", "accuracy"]
+    tasks += ["pca_share_1", "pca_share_2"]
+    assert counts == {**dict.fromkeys(blocks, 8), **dict.fromkeys(tasks, 2)}
+    assert where(lines, row="base", metric="task_vector_cosine") == []
+    assert {line["value"] for line in where(lines, row="base", metric="task_vector_norm")} == {0}
+    assert where(lines, class_="") == lines  # the pool has no flags, and few items share a class
+
+
+def test_classes_are_the_items_labels_and_their_accuracy_is_counted() -> None:
+    pool, references = LabelledPool(), ["base", "merged", "experts"]
+    lines = diagnosed(image_pool(), pool, compare_with=references, tasks=[TASK], items=140)
     assert pool.evaluations == 5  # three rows and two experts: each model once
-    sizes = means(where(lines, metric="test_items"), "class")
-    assert sizes == {(name,): n for name, n in Counter(pool.item_classes[task]).items()}
-    for row in ("base", "task_arithmetic", "featcal", "experts"):
-        values = means(where(lines, row=row, task=task, metric="accuracy"), "class")
+
+    def of(metric: str, row: str | None = None) -> dict[str, float]:
+        more = {} if row is None else {"row": row}
+        chosen = means(where(lines, metric=metric, task=TASK, **more), "class")
+        return {name: value for (name,), value in chosen.items()}
+
+    sizes = of("items")
+    total = sizes.pop("")
+    assert total == 140 and sizes.keys() == set(image.load_arrays(TASK).classnames)
+    cosines, whole = of("final_cosine", "featcal"), sum(sizes.values())
+    weighted = sum(sizes[name] * cosines[name] for name in sizes) / whole
+    assert weighted == pytest.approx(cosines[""], abs=1e-5)
+    sizes = of("test_items")
+    assert sizes == dict(Counter(pool.item_classes[TASK]))
+    for row in ("base", MERGER, "featcal", "experts"):
+        values = of("accuracy", row)
         right = sum(sizes[name] * values[name] for name in sizes)
-        assert right / sum(sizes.values()) == pytest.approx(values[("",)], abs=1e-5)
+        assert right / sum(sizes.values()) == pytest.approx(values[""], abs=1e-5)
 
 
-def test_a_pool_without_flags_has_no_accuracy_by_class():
-    lines = where(diagnosed(image_pool(), LabelledPool(flags=False)), metric="accuracy")
-    assert lines and where(lines, class_="") == lines
+def test_one_row_and_one_expert_besides_the_kept_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    def models() -> list[Any]:
+        gc.collect()
+        return [one for one in gc.get_objects() if type(one) is CLIPVisionModel]
+
+    before: Any = weakref.WeakSet(models())  # of other tests
+    whole: list[int] = []
+    compare = measure._compare
+
+    def counted(*args: Any) -> Any:
+        new = [one for one in models() if one not in before]
+        whole.append(sum(next(one.parameters()).device.type != "meta" for one in new))
+        return compare(*args)
+
+    monkeypatch.setattr(measure, "_compare", counted)
+    few = {"ridge_lambda": 0.5}
+    lines = diagnosed(image_pool(), presets={"one": few, "two": few})
+    assert rows_of(lines)[2:] == ["featcal", "featcal:one", "featcal:two"]
+    # The row, the expert, the merged model and the one that is returned, which is the first row.
+    assert whole[:6] == [3, 3, 4, 4, 4, 4] and max(whole) <= 4, whole
 
 
-@pytest.mark.parametrize("kind", ["seq2seq", "causal"])
-def test_texts(kind: str, tmp_path: Path):
+@pytest.mark.parametrize(("kind", "blocks"), [("seq2seq", 4), ("causal", 2)])
+def test_language_models(kind: str, blocks: int, tmp_path: Path) -> None:
     lines = diagnosed(text_pool(kind, tmp_path), tasks=["one"])
-    assert rows_of(lines) == ["base", "task_arithmetic", "featcal"]
-    assert len(by_block(lines, "featcal", "drift")) == (4 if kind == "seq2seq" else 2)
+    assert rows_of(lines) == ["base", MERGER, "featcal"]
+    assert len(by_block(lines, "featcal", "drift")) == blocks
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("tests", "keys", "message"),
     [
-        ({"items": 1}, r"method\.items must be an integer >= 2, got 1"),
-        ({"split": "tset"}, r"method\.split must be one of train, val, test, got 'tset'"),
-        ({"itmes": 3}, r"method\.itmes"),
+        (None, {"items": 1}, r"method\.items must be an integer >= 2, got 1"),
+        (None, {"split": "tset"}, r"method\.split must be one of train, val, test, got 'tset'"),
+        (None, {"itmes": 3}, r"method\.itmes"),
+        (None, {"tasks": ["mini_corean"]}, rf"method\.tasks: .* 'mini_corean'.*{TASK}"),
+        ({"mini_balinese": 9}, {}, rf"task '{TASK}' has 0 items of the test split, .*"
+         rf"modelpool\.test_datasets\.{TASK} .*method\.tasks"),
+        ({TASK: 1}, {"tasks": [TASK]}, f"'{TASK}' has 1 item of the test split, a diagnosis needs"),
     ],
-)
-def test_keys_are_checked_before_anything_is_loaded(keys: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message) as caught:
-        DiagnosisAlgorithm(**keys)
-    assert "\n" not in str(caught.value)
-
-
-def few_items(task: str, count: int) -> Any:
-    rows = image.load_split(task, "test")
-    rows.grey, rows.labels = rows.grey[:count], rows.labels[:count]
-    return rows
-
-
-@pytest.mark.parametrize(
-    ("pool", "keys", "message"),
-    [
-        (None, {"tasks": ["mini_corean"]}, r"method\.tasks: .* 'mini_corean'.*mini_korean"),
-        (
-            {"mini_balinese": few_items("mini_balinese", 9)},
-            {},
-            r"task 'mini_korean' has 0 items of the test split, .*"
-            r"modelpool\.test_datasets\.mini_korean .*method\.tasks",
-        ),
-        (
-            {"mini_korean": few_items("mini_korean", 1)},
-            {"tasks": ["mini_korean"]},
-            "task 'mini_korean' has 1 item of the test split, a diagnosis needs 2",
-        ),
-    ],
-)
-def test_what_cannot_be_diagnosed_is_refused(pool: Any, keys: Any, message: str):
-    with pytest.raises(CalibrationError, match=message) as caught:
-        DiagnosisAlgorithm(**(FEW | keys)).run(image_pool(pool))
+)  # fmt: skip
+def test_keys_and_data_that_do_not_fit_are_refused(tests: Any, keys: Any, message: str) -> None:
+    few = tests and {task: rows(task, count) for task, count in tests.items()}
+    with pytest.raises((ValueError, CalibrationError), match=message) as caught:
+        DiagnosisAlgorithm(**(FEW | keys)).run(image_pool(few))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["modelpool=clip-vit-mini_alphabets2", "method.samples_per_task=24", "method.items=48"]
     log = tmp_path / "log"
-    result = fusion_bench(
-        ["method=diagnose", "modelpool=clip-vit-mini_alphabets2", "method.samples_per_task=24",
-         "method.items=48", f"path.log_dir={log}"],
-        tmp_path,
-    )  # fmt: skip
+    result = fusion_bench(["method=diagnose", *words, f"path.log_dir={log}"], tmp_path)
     lines = read_lines(log / LINES_FILE)
-    assert rows_of(lines) == ["base", "task_arithmetic", "featcal", "featcal:plus"]
+    assert rows_of(lines) == ["base", MERGER, "featcal", "featcal:plus"]
     assert len(where(lines, metric="share")) == 4 * 2 * 4
     report = json.loads((log / "report.json").read_text())
-    for row, wanted in report["rows"].items():  # the report's rows are those that were measured
+    for row, accuracies in report["rows"].items():  # the report's rows are the measured ones
         values = means(where(lines, row=row, metric="accuracy", class_=""), "task")
-        assert {task: value for (task,), value in values.items()} == pytest.approx(wanted, abs=1e-5)
-    classes = means(where(lines, metric="test_items"), "task", "class")
-    diagnosed = means(where(lines, metric="items"), "task", "class")
-    assert {key for key in diagnosed if key[1]} <= set(classes)  # both pools name the same ones
+        assert {task: v for (task,), v in values.items()} == pytest.approx(accuracies, abs=1e-5)
+    classes, measured = (
+        means(where(lines, metric=metric), "task", "class") for metric in ("test_items", "items")
+    )
+    assert {key for key in measured if key[1]} <= set(classes)  # both pools name the same ones
     assert "featcal: relative drift changes by -" in result.stdout
     assert any(note["text"].startswith("diagnosis: at most 48 items") for note in report["notes"])
     assert main(["report", str(log)]) == 0

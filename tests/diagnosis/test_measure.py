@@ -1,4 +1,4 @@
-"""Drift, its split and final features beside whole forward passes with plain hooks."""
+"""Drift, its two terms and final features beside whole forward passes with plain hooks."""
 
 import copy
 from functools import partial
@@ -14,33 +14,33 @@ from tiny_models import (
     clip_suite,
     decoder_suite,
     gpt2_suite,
+    normal,
     residual_suite,
     t5_suite,
-)
+)  # fmt: skip
 from tiny_open_clip import tower_suite as open_clip_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.lab.diagnosis.drift import COLUMNS as NAMES
+from fusion_bench_featcal.lab.diagnosis.drift import (
+    COLUMNS,
+    drift_metrics,
+    explained_shares,
+    split_drift,
+)
 from fusion_bench_featcal.lab.diagnosis.measure import Measures, measure
 
 EXACT = 1e-12
-COLUMNS = {name: place for place, name in enumerate(NAMES)}
 
 
 def measured(suite: Suite, task: str = "task_0", **options: Any) -> Measures:
     family = resolve_family(suite.family, suite.merged)
-    settings = FeatCalSettings(calibrate_norm=False, decoder_rows=options.pop("rows", "all"))
-    sides = copy.deepcopy(suite.merged), suite.base, copy.deepcopy(suite.experts[task])
+    settings = FeatCalSettings(calibrate_norm=False, decoder_rows="all")
+    merged, expert = copy.deepcopy(suite.merged), copy.deepcopy(suite.experts[task])
     return measure(
-        *sides, task, suite.inputs[task], settings,
-        family, **options,
-    )  # fmt: skip
-
-
-def drift_of(found: Measures) -> Tensor:
-    return torch.stack(list(found.drift.values()))
+        merged, suite.base, expert, task, suite.inputs[task], settings, family, **options
+    )
 
 
 def outputs(model: nn.Module, batch: Any, block: str) -> Tensor:
@@ -58,7 +58,7 @@ def outputs(model: nn.Module, batch: Any, block: str) -> Tensor:
 
 
 def spliced(expert: nn.Module, model: nn.Module, block: str) -> nn.Module:
-    """The expert with one block of the model: what that block makes of the expert's features."""
+    """The expert with one block of the model: it maps the expert's features through that block."""
     both = copy.deepcopy(expert)
     owner, _, name = block.rpartition(".")
     both.get_submodule(owner)._modules[name] = copy.deepcopy(model.get_submodule(block))
@@ -71,13 +71,12 @@ def expected(suite: Suite, task: str, block: str, counted: Any) -> Tensor:
     for batch in suite.inputs[task]:
         expert = suite.experts[task]
         sides = (suite.merged, expert, spliced(expert, suite.merged, block))
-        mine, theirs, crossed = (outputs(side, batch, block).double() for side in sides)
-        for item in range(len(mine)):
-            features = [part[item].reshape(-1, part.shape[-1]) for part in (mine, theirs, crossed)]
-            if mine.ndim == 4:
-                features = [part[item].flatten(1).T for part in (mine, theirs, crossed)]
-            keep = counted(batch, block)[item] if counted else torch.ones(len(features[0]))
-            h, star, cross = (part[keep.bool()] for part in features)
+        features = [outputs(side, batch, block).double() for side in sides]
+        for item in range(len(features[0])):
+            sides = [f[item].flatten(1).T if f.ndim == 4 else f[item].reshape(-1, f.shape[-1])
+                     for f in features]  # fmt: skip
+            keep = counted(batch, block)[item] if counted else torch.ones(len(sides[0]))
+            h, star, cross = (side[keep.bool()] for side in sides)
             drift, mismatch, propagation = h - star, cross - star, h - cross
             cosine = (h * star).sum(1) / (h.norm(dim=1) * star.norm(dim=1))
             columns = [
@@ -93,7 +92,7 @@ def t5_positions(batch: Any, block: str) -> Tensor:
     return batch["attention_mask"] if block.startswith("encoder") else batch["labels"] != -100
 
 
-CASES = {
+CASES: dict[str, Any] = {
     "clip": (clip_suite, None, EXACT),
     "residual_replayed": (residual_suite, None, EXACT),
     "llama": (decoder_suite, lambda batch, _: batch["attention_mask"], ROUNDING),
@@ -105,114 +104,99 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_drift_and_its_split_are_those_of_whole_passes(case):
+def test_drift_and_its_terms_are_those_of_whole_passes(case: str) -> None:
     make, counted, bound = CASES[case]
     suite = make()
-    found = measured(suite)
-    assert list(found.drift) == suite.blocks
-    for block, drift in found.drift.items():
-        wanted = expected(suite, "task_0", block, counted)
-        scale = wanted.abs().max(0).values.clamp(min=1e-3)
-        assert ((drift - wanted).abs() / scale).max() < bound, block
+    measures = measured(suite)
+    assert list(measures.drift) == suite.blocks
+    for block, drift in measures.drift.items():
+        by_hand = expected(suite, "task_0", block, counted)
+        scale = by_hand.abs().max(0).values.clamp(min=1e-3)
+        assert ((drift - by_hand).abs() / scale).max() < bound, block
+        columns = dict(zip(COLUMNS, drift.unbind(-1), strict=True))
+        total = columns["mismatch_sq"] + columns["propagation_sq"] + 2 * columns["product"]
+        assert (total / columns["drift_sq"] - 1).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_two_terms_add_up_to_the_drift(case):
-    drift = drift_of(measured(CASES[case][0]()))
-    parts = {name: drift[..., place] for name, place in COLUMNS.items()}
-    assert (parts["drift"] > 0).all()
-    squares = parts["mismatch_sq"] + parts["propagation_sq"] + 2 * parts["product"]
-    assert (squares / parts["drift_sq"] - 1).abs().max() < 1e-10
-
-
-def test_an_expert_beside_itself_has_no_drift():
+def test_an_expert_beside_itself_has_no_drift_and_models_keep_their_modes() -> None:
     suite = clip_suite()
-    suite.merged = suite.experts["task_0"]
-    found = measured(suite)
-    assert drift_of(found)[..., COLUMNS["drift"]].abs().max() == 0
-    assert (found.cosines - 1).abs().max() < EXACT
-    mine, expert, product = found.vectors or (0.0, 0.0, 0.0)
-    assert mine == expert and product == pytest.approx(mine**2)
+    expert = suite.experts["task_0"].train().requires_grad_(True)
+    settings, inputs = FeatCalSettings(), suite.inputs["task_0"]
+    family = resolve_family("auto", expert)
+    merged = copy.deepcopy(expert)
+    measures = measure(merged, suite.base, expert, "task_0", inputs, settings, family)
+    assert all(drift[:, 0].abs().max() == 0 for drift in measures.drift.values())
+    assert (measures.cosines - 1).abs().max() < EXACT
+    assert merged.training and all(weight.requires_grad for weight in merged.parameters())
 
 
-def test_where_only_the_last_block_differs_all_drift_is_mismatch():
-    suite = clip_suite()
-    expert = suite.experts["task_0"]
-    suite.merged = spliced(expert, suite.base, suite.blocks[-1])
-    drift = drift_of(measured(suite))
-    assert drift[0, :, COLUMNS["drift"]].max() == 0
-    assert drift[1, :, COLUMNS["mismatch"]].min() > 0
-    assert drift[1, :, COLUMNS["propagation"]].max() == 0
-
-
-def test_where_only_the_first_block_differs_later_drift_is_propagation():
-    suite = clip_suite()
-    expert = suite.experts["task_0"]
-    suite.merged = spliced(expert, suite.base, suite.blocks[0])
-    drift = drift_of(measured(suite))
-    assert drift[0, :, COLUMNS["propagation"]].max() == 0
-    assert drift[1, :, COLUMNS["mismatch"]].max() == 0
-    assert drift[1, :, COLUMNS["propagation"]].min() > 0
-
-
-def test_batches_do_not_matter():
-    suite = clip_suite()
-    images = torch.cat([batch["pixel_values"] for batch in suite.inputs["task_1"]])
-    one = measured(suite, "task_1")
-    suite.inputs["task_1"] = [{"pixel_values": image[None]} for image in images]
-    other = measured(suite, "task_1")
-    assert (drift_of(one) - drift_of(other)).abs().max() < 1e-10
-    assert (one.cosines - other.cosines).abs().max() < EXACT
-
-
-def test_final_features_are_pooled_and_projected():
+def test_final_features_are_pooled_and_projected() -> None:
     suite = clip_suite()
     torch.manual_seed(0)
     projection = nn.Linear(12, 7, bias=False).double()
-    found = measured(suite, projection=projection)
+    measures = measured(suite, projection=projection)
     sides = []
     with torch.no_grad():
         for model in (suite.merged, suite.experts["task_0"]):
             batches = suite.inputs["task_0"]
             sides.append(torch.cat([projection(model(**b).pooler_output) for b in batches]))
-    mine, theirs = (side / side.norm(dim=1, keepdim=True) for side in sides)
-    assert (found.cosines - (mine * theirs).sum(1)).abs().max() < EXACT
-    assert (found.features - mine).abs().max() < 1e-6
-    assert (found.expert_features - theirs).abs().max() < 1e-6
+    merged, expert = (side / side.norm(dim=1, keepdim=True) for side in sides)
+    assert (measures.cosines - (merged * expert).sum(1)).abs().max() < EXACT
+    assert (measures.features - merged).abs().max() < 1e-6
+    assert (measures.expert_features - expert).abs().max() < 1e-6
 
 
-def test_final_states_of_a_text_are_those_that_predict_a_target():
-    suite = decoder_suite()
-    found = measured(suite)
-    wanted = []
+def test_final_states_of_a_text_are_those_that_predict_a_target() -> None:
+    suite, cosines = decoder_suite(), []
     for batch in suite.inputs["task_0"]:
-        mine, theirs = (
-            outputs(side, batch, "model.norm") for side in (suite.merged, suite.experts["task_0"])
-        )
+        sides = [outputs(m, batch, "model.norm") for m in (suite.merged, suite.experts["task_0"])]
         for item, labels in enumerate(batch["labels"]):
-            places = (labels != -100).nonzero().flatten() - 1
-            pair = mine[item, places], theirs[item, places]
-            wanted.append(torch.cosine_similarity(*pair, dim=1).mean())
-    assert (found.cosines - torch.stack(wanted)).abs().max() < ROUNDING
+            positions = (labels != -100).nonzero().flatten() - 1
+            pair = [side[item, positions] for side in sides]
+            cosines.append(torch.cosine_similarity(*pair, dim=1).mean())
+    assert (measured(suite).cosines - torch.stack(cosines)).abs().max() < ROUNDING
 
 
-def test_task_vectors_are_compared_over_all_parameters():
+def test_task_vectors_are_compared_over_all_parameters() -> None:
     suite = clip_suite()
-    flat = [
+    base, merged, expert = (
         torch.cat([p.detach().flatten() for p in model.parameters()])
         for model in (suite.base, suite.merged, suite.experts["task_1"])
-    ]
-    mine, expert = flat[1] - flat[0], flat[2] - flat[0]
-    wanted = [mine.norm().item(), expert.norm().item(), (mine @ expert).item()]
-    assert measured(suite, "task_1").vectors == pytest.approx(wanted, rel=1e-10)
+    )
+    vector, other = merged - base, expert - base
+    by_hand = [vector.norm().item(), other.norm().item(), (vector @ other).item()]
+    assert measured(suite, "task_1").vectors == pytest.approx(by_hand, rel=1e-10)
 
 
-def test_the_model_keeps_its_modes():
-    suite = clip_suite()
-    suite.merged.train().requires_grad_(True)
-    family = resolve_family("auto", suite.merged)
-    settings = FeatCalSettings()
-    inputs = suite.inputs["task_0"]
-    measure(suite.merged, None, suite.experts["task_0"], "task_0", inputs, settings, family)
-    assert suite.merged.training
-    assert all(parameter.requires_grad for parameter in suite.merged.parameters())
+# ---- metrics
+
+
+def test_metrics_of_a_block() -> None:
+    h, star, crossed = (normal(seed, 9, 5) for seed in range(3))
+    table = split_drift(h, star, crossed)
+    e, m, p = h - star, crossed - star, h - crossed
+    by_hand = {
+        "drift": e.norm(dim=1).mean(),
+        "relative": (e.square().sum() / star.square().sum()).sqrt(),
+        "cosine": torch.cosine_similarity(h, star).mean(),
+        "mismatch": m.norm(dim=1).mean(),
+        "propagation": p.norm(dim=1).mean(),
+        "between": (m * p).sum() / (m.norm() * p.norm()),
+        "share": 1 - (m * e).sum() / e.square().sum(),  # without that of the mismatch
+    }
+    metrics = drift_metrics(dict(zip(COLUMNS, table.mean(0).tolist(), strict=True)))
+    assert metrics == pytest.approx({name: value.item() for name, value in by_hand.items()})
+    assert set(drift_metrics(dict.fromkeys(COLUMNS, 0.0)).values()) == {0.0}
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    half = [normal(seed, 9, 5).bfloat16() for seed in range(3)]
+    assert torch.equal(split_drift(*half), split_drift(*(side.float() for side in half)))
+
+
+def test_shares_of_variance() -> None:
+    basis, points = torch.linalg.qr(normal(0, 6, 3)).Q, normal(1, 20, 3)
+    variances = torch.linalg.eigvalsh(torch.cov(points.T)).flip(0)
+    shares = explained_shares(points @ basis.T + 3)
+    assert shares == pytest.approx((variances / variances.sum())[:2].tolist())
+    assert explained_shares(torch.ones(4, 3)) == [0, 0]

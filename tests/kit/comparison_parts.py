@@ -4,9 +4,9 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -29,13 +29,16 @@ MERGERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def no_collection() -> Iterator[None]:
     """Models here are tiny, and collecting garbage takes most of a comparison's time."""
-    monkeypatch.setattr(gc, "collect", lambda: 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda: 0)
+        yield
 
 
-def linear(seed: int) -> nn.Module:
+def linear(seed: int, file: str = "", cache_dir: str = "") -> nn.Module:
+    """A random model with one hidden layer; the paths are for configs to name."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
@@ -59,17 +62,18 @@ class SignTaskPool(BaseTaskPool):
     @torch.no_grad()
     def evaluate(self, model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self.evaluated += 1
+        inputs = self._inputs.to(next(model.parameters()).dtype)
         right = {}
         for seed, task in enumerate(TASKS, start=1):
             if task in self.test_dataloaders:
-                same = linear(seed)(self._inputs).argmax(-1) == model(self._inputs).argmax(-1)
+                same = linear(seed)(self._inputs).argmax(-1) == model(inputs).argmax(-1)
                 right[task] = same
         self.item_correct = right
         return {task: {"accuracy": flags.double().mean().item()} for task, flags in right.items()}
 
 
 class FakeProgram:
-    """What a method asks FusionBench's program for."""
+    """The part of FusionBench's program that methods use."""
 
     merged_model_save_path = None
 
@@ -85,14 +89,14 @@ class FakeProgram:
 
 
 class ConfiguredProgram(FakeProgram):
-    """A program whose parts are named by its config."""
+    """A program whose method and pools are named by its config."""
 
     def __init__(self, method: Any, modelpool: Any, taskpool: Any, **more: Any) -> None:
         super().__init__(self._instantiate_and_setup(taskpool))
         self._modelpool, self._method = modelpool, method
         target = f"comparison_parts.{type(self).__name__}"
-        parts = {"method": method, "modelpool": modelpool, "taskpool": taskpool}
-        self.config: Any = OmegaConf.create({"_target_": target, **parts, "_recursive_": False})
+        entries = {"method": method, "modelpool": modelpool, "taskpool": taskpool}
+        self.config: Any = OmegaConf.create({"_target_": target, **entries, "_recursive_": False})
 
     def _instantiate_and_setup(self, config: Any, compat_load_fn: str | None = None) -> Any:
         made = super()._instantiate_and_setup(config, compat_load_fn)
@@ -129,7 +133,7 @@ class Scale:
 
 
 class Failing(Scale):
-    """Fails as programs do, until there is a file."""
+    """Fails until there is a file."""
 
     def __init__(self, until: str) -> None:
         super().__init__()
@@ -142,14 +146,25 @@ class Failing(Scale):
 
 
 class Refusing(Scale):
-    """Finds in time that it cannot work."""
+    """Refuses the pools before anything runs."""
 
     def check(self, inputs: Any) -> None:
         raise CalibrationError("the pool has no such stream")
 
 
+class Seeing(Scale):
+    """Keeps the merged models that it is given, and trains on the first test items of a task."""
+
+    merged: ClassVar[list[Any]] = []
+
+    def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
+        self.merged.append(merged)
+        merged.seen = {"left": ([0, 3, 4], ITEMS), "right": ([*range(ITEMS)], ITEMS)}  # type: ignore[assignment]
+        return merged
+
+
 class Waiting(Scale):
-    """Says that it has begun, then waits to be killed, unless it is told to go on."""
+    """Leaves a file when it begins, and waits for another one."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -208,10 +223,17 @@ class WithHead(Scale):
 
 
 class BrokenMerger(BaseAlgorithm):
-    """Merges nothing."""
+    """Fails to merge."""
 
     def run(self, modelpool: Any) -> None:
         raise ValueError("experts do not agree")
+
+
+class OtherMerger(BaseAlgorithm):
+    """Returns a model of another class than the base."""
+
+    def run(self, modelpool: Any) -> nn.Module:
+        return nn.Linear(2, 2)
 
 
 def method(kind: type, **settings: Any) -> dict[str, Any]:

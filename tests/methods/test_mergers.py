@@ -8,7 +8,6 @@ import torch
 from calibrations import assert_identical, assert_same, distance, replay, run_fast, samples_in
 from fusion_bench_mergers import (
     SAMPLES,
-    TASKS,
     FewSamplesPool,
     their_regmean,
     their_regmean_plusplus,
@@ -34,7 +33,6 @@ from torch import Tensor, nn
 from fusion_bench_featcal import FeatCalSettings, calibrate
 from fusion_bench_featcal.lab.rivals import (
     AnchorOnly,
-    AnchorOnlyAlgorithm,
     Lot,
     RegMean,
     RegMeanAlgorithm,
@@ -196,14 +194,6 @@ def test_lot_is_regmean_where_all_inputs_are_seen_and_the_base_elsewhere() -> No
     assert float((mean[:, 2:] - base[:, 2:]).norm()) > 0.1
 
 
-def test_lot_reproduces_one_expert_on_its_own_samples() -> None:
-    suite = clip_suite(tasks=1)
-    expert, found = suite.experts["task_0"], run(Lot, suite, **PLAIN)
-    for batch in suite.inputs["task_0"]:
-        sides = [model(**batch).last_hidden_state for model in (found, expert)]
-        torch.testing.assert_close(*sides, rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize(("cutoff", "seen"), [(0.0, 5), (1e-3, 4)])
 def test_lot_scales_steps_from_the_base_and_cuts_weak_directions(cutoff: float, seen: int) -> None:
     suite = chain_suite()
@@ -302,40 +292,24 @@ def test_fused_attention_merges_as_its_parts_would(merger: Any) -> None:
     assert_identical(fused.base, before)
 
 
-@pytest.mark.parametrize("make", [clip_suite, gpt2_suite, residual_suite])
-@pytest.mark.parametrize("rho", [0.0, 2.0])
-def test_the_anchor_is_calibration_with_a_huge_lambda(make: Any, rho: float) -> None:
-    suite = make()
-    limit = run_fast(suite, Knobs(eps=1e-8, lam=1e12, rho=rho), family=replay(suite))
-    found = AnchorOnly(anchor_rho=rho, family=replay(suite)).anchored(suite.merged, suite.base)
-    assert_same(found, limit.model)
+ANCHORED: list[tuple[Any, dict[str, Any]]] = [
+    *((make, {"anchor_rho": rho}) for make in (gpt2_suite, residual_suite) for rho in (0.0, 2.0)),
+    (clip_suite, {"anchor_rho": 2.0}),
+    (clip_suite, {"calibrate_bias": False}),
+    (clip_suite, {"calibrate_norm": False}),
+    (clip_suite, {"modules": ["!mlp.*"]}),
+    (clip_suite, {"modules": ["q_proj"], "calibrate_bias": False}),
+]
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"calibrate_bias": False},
-        {"calibrate_norm": False},
-        {"modules": ["!mlp.*"]},
-        {"modules": ["q_proj"], "calibrate_bias": False},
-    ],
-)
-def test_the_anchor_leaves_what_calibration_leaves(parts: Any) -> None:
-    suite = clip_suite()
-    limit = run_fast(suite, Knobs(eps=1e-8, lam=1e12), **parts).model
-    found = AnchorOnly(**parts).anchored(suite.merged, suite.base)
-    assert_same(found, limit)
+@pytest.mark.parametrize(("make", "options"), ANCHORED)
+def test_the_anchor_is_calibration_with_a_huge_lambda(make: Any, options: Any) -> None:
+    suite, options = make(), dict(options)
+    method = AnchorOnly(**options, family=replay(suite))
+    knobs = Knobs(eps=1e-8, lam=1e12, rho=options.pop("anchor_rho", AnchorOnly().anchor_rho))
+    limit = run_fast(suite, knobs, family=replay(suite), **options).model
+    anchored_model = method.anchored(suite.merged, suite.base)
+    assert_same(anchored_model, limit)
     for name, value in suite.merged.named_parameters():
-        same = [torch.equal(model.get_parameter(name), value) for model in (found, limit)]
+        same = [torch.equal(m.get_parameter(name), value) for m in (anchored_model, limit)]
         assert same[0] == same[1], name
-
-
-def test_the_anchor_over_task_arithmetic_is_task_arithmetic_at_another_scale() -> None:
-    base_method = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}
-    pool = FewSamplesPool()
-    found = AnchorOnlyAlgorithm(base_method=base_method, anchor_rho=2.0).run(pool)
-    base, experts = pool.load_model("_pretrained_"), {t: pool.load_model(t) for t in TASKS}
-    merged, twice = (add_up(base, experts, scale) for scale in (0.3, 0.6))
-    for name, value in found.named_parameters():
-        wanted = (twice if "encoder.layers" in name else merged).get_parameter(name)
-        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-6)

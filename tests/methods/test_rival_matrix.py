@@ -11,10 +11,9 @@ import pytest
 import torch
 from rivals import RIVALS, Rival
 from tiny_models import add_up
-from tiny_pools import assert_equal, inputs_of, refusing, tiny_pool
+from tiny_pools import assert_equal, inputs_of, tiny_pool
 from torch import Tensor
 
-from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab import rivals
 
 CONFIGS = Path(__file__).parents[2] / "config" / "method"
@@ -174,18 +173,6 @@ def test_says_what_it_used_and_added(rival, place, methods, places) -> None:
         )
 
 
-@pytest.mark.parametrize("place", ["clip", "causal"])
-@pytest.mark.parametrize("kind", ["RidgeSurgery", "Surgery", "ProbSurgery"])
-def test_corrections_bring_features_nearer_to_the_experts(kind, place, made, places) -> None:
-    where, model = places[place], made(kind, place)
-    task = tasks_of(where.pool)[0]
-    target = output(where.pool.load_model(task).eval(), where.batch)
-    before, after = output(model.model, where.batch), output(model, where.batch, task)
-    if place == "clip":
-        before, target = model.projection(before), model.projection(target)
-    assert (after - target).abs().mean() < (before - target).abs().mean()
-
-
 @KINDS
 def test_its_algorithm_gives_the_same(rival, made, models) -> None:
     if rival.kind == "FeatCal":  # method=featcal has an algorithm of its own
@@ -194,18 +181,3 @@ def test_its_algorithm_gives_the_same(rival, made, models) -> None:
     names = [name for name in models if not (rival.merges and name == "_merged_")]
     pool = tiny_pool({name: models[name] for name in names})
     assert_equal(algorithm.run(pool), made(rival.kind, "clip"))
-
-
-@KINDS
-def test_the_nearest_setting_is_offered(rival) -> None:
-    key = list(rival.method().settings)[-1]
-    for name in (rival.kind, f"{rival.kind}Algorithm"):
-        with pytest.raises(ValueError, match=rf"method\.{key}x .*'{key}'"):
-            getattr(rivals, name)(**{f"{key}x": 1})
-
-
-@pytest.mark.parametrize("rival", WITH_DATA, ids=lambda rival: rival.kind)
-def test_lacking_data_is_refused_before_a_model_is_loaded(rival, models) -> None:
-    pool = refusing(tiny_pool(models, train=0))
-    with pytest.raises(CalibrationError, match=r"train_datasets\.one"):
-        rival.method().check(inputs_of(pool))

@@ -1,16 +1,15 @@
 """Messages for settings, pools, models and features that methods cannot work with."""
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rivals import OURS, RIVALS, TRAINED
-from text_pools import NORMS, text_batch, text_pool
+from text_pools import MAKERS, NORMS, text_batch, text_pool
 from tiny_models import clip_suite, decoder_suite, normal, t5_suite
 from tiny_pools import in_memory, inputs_of, projection_of, refusing, tiny_pool, tower
-from tiny_texts import TASKS, llama_model, sentences, t5_model, with_data, word_tokenizer, write
+from tiny_texts import TASKS, sentences, with_data, word_tokenizer, write
 from torch import nn
 from transformers import CLIPModel, CLIPVisionModel, GPT2Config, GPT2LMHeadModel
 
@@ -49,6 +48,10 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("FeatCal", {"checkpoint_dir": "blocks"}, r"checkpoint_dir.*method\.results_dir"),
     ("SurgeryAlgorithm", {"base_metod": 1}, "'base_method'"),
 ]
+for kind, rival in RIVALS.items():
+    key = list(rival.method().settings)[-1]
+    for name in (kind, f"{kind}Algorithm"):
+        SETTINGS.append((name, {f"{key}x": 1}, rf"method\.{key}x .*'{key}'"))
 
 
 @pytest.mark.parametrize(("kind", "keys", "message"), SETTINGS)
@@ -57,16 +60,13 @@ def test_settings(kind: str, keys: dict[str, Any], message: str) -> None:
         getattr(rivals, kind)(**keys)
 
 
+# ---- pools, before a model is loaded
+
+
 def tower_alone(models: Any, folder: Any) -> Any:
     tower(models, "_pretrained_").save_pretrained(folder / "tower")
     pool = tiny_pool(models | {"_pretrained_": str(folder / "tower")})
     pool._processor = models["_pretrained_"]
-    return pool
-
-
-def in_ram(models: Any, *_: Any) -> Any:
-    pool = tiny_pool(models)
-    pool._models = {name: tower(models, name) for name in models}
     return pool
 
 
@@ -83,8 +83,8 @@ def no_tests(models: Any, folder: Any) -> Any:
     return pool
 
 
-def without(names: str, **options: Any) -> Any:
-    return lambda models, _: tiny_pool({n: p for n, p in models.items() if n != names}, **options)
+def without(name: str, **options: Any) -> Any:
+    return lambda models, _: tiny_pool({n: p for n, p in models.items() if n != name}, **options)
 
 
 def texts(kind: str) -> Any:
@@ -92,15 +92,11 @@ def texts(kind: str) -> Any:
 
 
 MEAN = {"base_method": {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}}
+VAL = {"stream": "calibration", "calibration_split": "val"}
 POOLS: list[tuple[str, dict[str, Any], Any, str]] = [
     ("Surgery", {}, without("", test=0), r"method\.stream=test_tta.*test_datasets\.one.*none"),
     ("RidgeSurgery", {}, without("", train=0), r"method\.stream=calibration.*=train.*\.one"),
-    (
-        "Surgery",
-        {"stream": "calibration", "calibration_split": "val"},
-        without(""),
-        r"calibration_split=val.*modelpool\.val_datasets\.one",
-    ),
+    ("Surgery", VAL, without(""), r"calibration_split=val.*modelpool\.val_datasets\.one"),
     ("Surgery", {}, without("_merged_"), r"modelpool\.models\._merged_"),
     ("RegMean", {}, without("_pretrained_"), r"modelpool\.models\._pretrained_"),
     ("Surgery", {}, tower_alone, r"tower has no visual_projection\.weight.*clip_model"),
@@ -120,6 +116,22 @@ def test_pools_before_a_model_is_loaded(kind, keys, make, message, models, tmp_p
         getattr(rivals, f"{kind}Algorithm")(**keys).run(refusing(pool))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in RIVALS if kind != "AnchorOnly"])
+def test_lacking_data_is_refused_before_a_model_is_loaded(kind, models) -> None:
+    pool = refusing(tiny_pool(models, train=0))
+    with pytest.raises(CalibrationError, match=r"train_datasets\.one"):
+        RIVALS[kind].method().check(inputs_of(pool))
+
+
+# ---- models, samples and features while a method runs
+
+
+def in_ram(models: Any, *_: Any) -> Any:
+    pool = tiny_pool(models)
+    pool._models = {name: tower(models, name) for name in models}
+    return pool
+
+
 def narrow(models: Any, folder: Any) -> Any:
     config = tower(models, "one").config
     config.hidden_size, config.num_attention_heads = 8, 2
@@ -134,22 +146,17 @@ def wrong_ids(_: Any, folder: Any) -> Any:
 
 
 def no_targets(_: Any, folder: Any) -> Any:
-    def rows(task: str) -> list[dict[str, str]]:
-        return [{"prompt": row["prompt"]} for row in sentences(task)]
-
-    return with_data(text_pool("causal", folder), rows)
+    pool = text_pool("causal", folder)
+    return with_data(pool, lambda task: [{"prompt": row["prompt"]} for row in sentences(task)])
 
 
+FEW = {"samples_per_task": 5, "batch_size": 2}
 RUNS: list[tuple[str, dict[str, Any], Any, str]] = [
     ("RidgeSurgery", {}, in_ram, r"is no checkpoint.*method\.clip_model"),
     ("Surgery", TRAINED | OURS, narrow, r"is 8 wide, .* takes 16: check modelpool\.models"),
-    (
-        "RidgeSurgery",
-        {"samples_per_task": 5, "batch_size": 2},
-        wrong_ids,
-        r"task 'one', .*item 4: input_ids has .* id 9999",
-    ),
+    ("RidgeSurgery", FEW, wrong_ids, r"task 'one', .*item 4: input_ids has .* id 9999"),
     ("RidgeSurgery", {}, no_targets, "task one: texts have no targets.*generated"),
+    ("BatchNormStatistics", {}, without(""), "has no BatchNorm in its blocks"),
 ]
 
 
@@ -172,18 +179,14 @@ def two(*shapes: tuple[int, ...]) -> list[Any]:
     return [normal(n, *shape).float() for n, shape in enumerate(shapes)]
 
 
+SIDE, FAST = two((4, 6))[0], {"steps": 5, "learning_rate": 1e30}
 FIT: list[tuple[str, dict[str, Any], list[Any], str]] = [
     ("Surgery", {}, two((4, 6), (5, 6)), r"task 'a'.*\(4, 6\) and \(5, 6\)"),
     ("Surgery", {}, two((4,), (4,)), r"must be \[samples, width\]"),
     ("Surgery", {}, two((0, 6), (0, 6)), r"must be \[samples, width\]"),
-    ("Surgery", {}, [two((4, 6))[0] * torch.nan, *two((4, 6))], "merged model's features are not"),
-    ("Surgery", {}, [*two((4, 6)), two((4, 6))[0] / 0], "expert's features are not finite"),
-    (
-        "Surgery",
-        {"steps": 5, "learning_rate": 1e30},
-        two((20, 6), (20, 6)),
-        r"task 'a'.*method\.learning_rate \(now 1e\+30\)",
-    ),
+    ("Surgery", {}, [SIDE * torch.nan, SIDE], "merged model's features are not"),
+    ("Surgery", {}, [SIDE, SIDE / 0], "expert's features are not finite"),
+    ("Surgery", FAST, two((20, 6), (20, 6)), r"task 'a'.*method\.learning_rate \(now 1e\+30\)"),
     ("RidgeSurgery", {}, two((1, 6), (1, 6)), r"task 'a' has 1 sample.*method\.samples_per_task"),
     ("RidgeSurgery", {}, [torch.ones(5, 4), *two((5, 4))], "task 'a'.*do not vary over 5 samples"),
 ]
@@ -195,117 +198,96 @@ def test_features(kind, keys, sides, message) -> None:
         getattr(rivals, kind)(**keys).fit(*sides, "a")
 
 
-def silent(model: nn.Module) -> nn.Module:
-    """The model with final features of zero."""
-    model.register_forward_hook(
+def silent(suite: Any) -> None:
+    """Final features of an expert are zero."""
+    suite.experts["task_0"].register_forward_hook(
         lambda _, __, output: output.__class__(pooler_output=0 * output.pooler_output)
     )
-    return model
 
 
-def spoiled(model: nn.Module) -> nn.Module:
-    norms = [part for part in model.modules() if isinstance(part, nn.LayerNorm)]
-    for norm in norms:
-        norm.weight.data.fill_(torch.nan)
-    return model
+def narrower(suite: Any) -> None:
+    suite.experts["task_0"] = clip_suite(width=6).base
 
 
-EXPERTS: list[tuple[Any, str]] = [
-    (silent, r"task task_0: the expert's final features .* of 0\."),
-    (
-        lambda _: clip_suite(width=6).base,
-        r"task task_0: .*same samples, got \(4, 12\) and \(4, 6\)",
-    ),
-    (spoiled, "task task_0: .*the expert's features are not finite"),
-]
+def spoiled(suite: Any) -> None:
+    for layer in suite.experts["task_0"].modules():
+        if isinstance(layer, nn.LayerNorm):
+            layer.weight.data.fill_(torch.nan)
 
 
-@pytest.mark.parametrize(("change", "message"), EXPERTS)
-def test_experts_of_distillation(change, message) -> None:
-    suite = clip_suite()
-    suite.experts["task_0"] = change(suite.experts["task_0"])
-    with pytest.raises(CalibrationError, match=message):
-        rivals.Distillation(samples_per_task=7).post_merge(suite.merged, in_memory(suite))
-
-
-def test_samples_and_steps_of_distillation() -> None:
-    suite = decoder_suite()
+def unknown_id(suite: Any) -> None:
     suite.inputs["task_1"][1]["input_ids"][2, 0] = 99
-    method = rivals.Distillation(samples_per_task=7)
-    with pytest.raises(CalibrationError, match=r"task task_1, sample 5: input_ids has .* id 99"):
+
+
+DISTILLED: list[tuple[Any, Any, dict[str, Any], str]] = [
+    (clip_suite, silent, {}, r"task task_0: the expert's final features .* of 0\."),
+    (clip_suite, narrower, {}, r"task task_0: .*same samples, got \(4, 12\) and \(4, 6\)"),
+    (clip_suite, spoiled, {}, "task task_0: .*the expert's features are not finite"),
+    (clip_suite, lambda s: s.inputs.update(task_2=[]), {}, "task task_2 has 0 calibration samples"),
+    (clip_suite, lambda _: None, {"steps": 5, "learning_rate": 1e300},
+     r"diverged.*method\.learning_rate \(now 1e\+300\)"),
+    (decoder_suite, unknown_id, {}, r"task task_1, sample 5: input_ids has .* id 99"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "change", "keys", "message"), DISTILLED)
+def test_experts_samples_and_steps_of_distillation(make, change, keys, message) -> None:
+    suite = make()
+    change(suite)
+    method = rivals.Distillation(samples_per_task=7, **keys)
+    with pytest.raises(CalibrationError, match=message):
         method.post_merge(suite.merged, in_memory(suite))
-    suite = clip_suite()
-    with pytest.raises(CalibrationError, match=r"diverged.*method\.learning_rate \(now 1e\+300\)"):
-        method = rivals.Distillation(samples_per_task=7, steps=5, learning_rate=1e300)
-        method.post_merge(copy.deepcopy(suite.merged), in_memory(suite))
-    suite.inputs["task_2"] = []
-    with pytest.raises(CalibrationError, match="task task_2 has 0 calibration samples"):
-        method.post_merge(suite.merged, in_memory(suite))
 
 
-MERGERS: list[tuple[Any, Any, str]] = [
-    (rivals.Lot(outside=True), t5_suite, r"Set method\.outside=false"),
-    (
-        rivals.ProDistill(learning_rate=1e300, epochs=5),
-        clip_suite,
-        r"layers\.0.*method\.learning_rate",
-    ),
-]
+DIVERGING = {"learning_rate": 1e300, "epochs": 5}
 
 
-@pytest.mark.parametrize(("method", "make", "message"), MERGERS)
+@pytest.mark.parametrize(
+    ("method", "make", "message"),
+    [
+        (rivals.Lot(outside=True), t5_suite, r"Set method\.outside=false"),
+        (rivals.ProDistill(**DIVERGING), clip_suite, r"layers\.0.*method\.learning_rate"),
+    ],
+)
 def test_mergers(method, make, message) -> None:
     suite = make()
     with pytest.raises(CalibrationError, match=message):
         method.merge_models(suite.base, suite.experts, suite.inputs)
 
 
-def test_batch_norm_statistics_of_models_without_batch_norm(models) -> None:
-    method = rivals.BatchNormStatistics()
-    with pytest.raises(CalibrationError, match="has no BatchNorm in its blocks"):
-        method.post_merge(tower(models, "_merged_"), inputs_of(tiny_pool(models)))
+# ---- uses of corrected models
 
 
 def corrected(models: Any, kind: str = "CorrectedModel", **options: Any) -> Any:
-    model = tower(models, "_merged_")
     part = rivals.SurgeryModule(normal(1, 3, 12).float(), normal(2, 12, 3).float())
     parts = options.pop("parts", {"one": part, "two-b.c": part})
+    model = tower(models, "_merged_")
     return getattr(rivals, kind)(model, projection_of(models), parts, **options)
 
 
-def unit(rows: int) -> torch.Tensor:
-    return nn.functional.normalize(normal(0, rows, 12).float(), dim=-1)
+def features(rows: int, task: str = "one", images: int = 0) -> Any:
+    """Asks a model for surgery features of so many rows, after so many images."""
+    unit = nn.functional.normalize(normal(0, rows, 12).float(), dim=-1)
+
+    def use(model: Any) -> None:
+        if images:
+            model(torch.rand(images, 3, 28, 28))
+        model.compute_surgery_features(unit, task)
+
+    return use
 
 
-def after_other_images(model: Any) -> None:
-    model(torch.rand(5, 3, 28, 28))
-    model.compute_surgery_features(unit(5), "one")
-
-
-PART = nn.Identity()
+PART, LAYERS = nn.Identity(), {"kind": "LayerCorrectedModel"}
+NO_TASK = "no feature correction for task"
 USES: list[tuple[dict[str, Any], Any, str]] = [
-    (
-        {"normalize": "pre"},
-        lambda m: m.compute_surgery_features(unit(2), "three"),
-        r"no feature correction for task 'three'.*one, two-b\.c",
-    ),
-    (
-        {},
-        lambda m: m.features(None, torch.rand(1, 3, 28, 28)),
-        "no feature correction for task None",
-    ),
-    (
-        {},
-        lambda m: m.compute_surgery_features(unit(5), "one"),
-        "that are not normalised need the images",
-    ),
-    ({}, after_other_images, "pass them through this model just before"),
-    (
-        {"kind": "LayerCorrectedModel"},
-        lambda m: m.compute_surgery_features(unit(5), "one"),
-        "pass them through this model",
-    ),
+    ({"normalize": "pre"}, features(2, "three"), rf"{NO_TASK} 'three'.*one, two-b\.c"),
+    ({}, lambda m: m.features(None, torch.rand(1, 3, 28, 28)), f"{NO_TASK} None"),
+    ({}, features(5), "that are not normalised need the images"),
+    ({}, features(5, images=4), "pass them through this model just before"),
+    (LAYERS, features(5), "pass them through this model"),
     ({"parts": {"a-b": PART, "a.b": PART}}, lambda m: m, r"'a-b'.*'a\.b'"),
+    ({}, lambda m: type(m).from_pretrained(m.model.name_or_path), "holds no corrected model: .*_c"),
+    (LAYERS, lambda m: type(m).from_pretrained(m.model.name_or_path), "holds no corrected model"),
 ]
 
 
@@ -317,22 +299,16 @@ def test_uses_of_a_corrected_model(options, use, message, models) -> None:
 
 @pytest.mark.parametrize("kind", list(NORMS))
 def test_uses_of_a_corrected_language_model(kind) -> None:
-    made: Any = {"seq2seq": t5_model, "causal": llama_model}[kind](0).float()
+    plain: Any = MAKERS[kind](0).float()
     with pytest.raises(CalibrationError, match=r"has no model\.nom: .*method\.final_norm"):
-        rivals.CorrectedLanguageModel(made, "model.nom", {})
-    model = rivals.CorrectedLanguageModel(made, NORMS[kind], {"one": nn.Identity()})
+        rivals.CorrectedLanguageModel(plain, "model.nom", {})
+    model = rivals.CorrectedLanguageModel(plain, NORMS[kind], {"one": nn.Identity()})
     batch = text_batch(kind)
     for use in (lambda: model(**batch), lambda: model.generate(batch["input_ids"])):
         with pytest.raises(CalibrationError, match=r"no task is told.*for_task.*one"):
             use()
-    with pytest.raises(CalibrationError, match=r"no feature correction for task 'three'.*one"):
+    with pytest.raises(CalibrationError, match=rf"{NO_TASK} 'three'.*one"):
         model.task = "three"
     with pytest.raises(ZeroDivisionError), model.for_task("one"):
         raise ZeroDivisionError
     assert model.task is None
-
-
-@pytest.mark.parametrize("kind", ["CorrectedModel", "LayerCorrectedModel"])
-def test_folders_that_hold_no_corrected_model(kind, models) -> None:
-    with pytest.raises(CalibrationError, match=r"holds no corrected model: .*_corrections"):
-        getattr(rivals, kind).from_pretrained(models["_merged_"])

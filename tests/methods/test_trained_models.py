@@ -138,11 +138,6 @@ def test_half_precision_is_trained_in_float32() -> None:
         assert curve[0][1] == pytest.approx(exact.curves[task][0][1], rel=0.1)
 
 
-def test_one_sample_is_enough() -> None:
-    found = distilled(clip_suite(sizes=(1,)), samples_per_task=1)
-    assert all(curve[-1][1] < curve[0][1] for curve in found.curves.values())
-
-
 def prodistill_by_hand(suite: Suite, method: ProDistill) -> nn.Module:
     """Block by block, with models run whole."""
     tasks = list(suite.experts)
@@ -203,18 +198,3 @@ def test_prodistill_trains_coefficients_as_written_out(family: Any) -> None:
     found = method.merge_models(suite.base, suite.experts, suite.inputs)
     for name, value in prodistill_by_hand(suite, method).named_parameters():
         torch.testing.assert_close(found.get_parameter(name), value, rtol=1e-6, atol=1e-8)
-
-
-@torch.no_grad()
-def test_prodistill_comes_nearer_to_the_experts_than_its_start() -> None:
-    suite, far = clip_suite(), []
-    for settings in ({"learning_rate": 1e-12, "epochs": 1}, {"epochs": 30}):
-        method = ProDistill(**settings)  # type: ignore[arg-type]
-        model = method.merge_models(suite.base, suite.experts, suite.inputs)
-        gaps = [
-            (model(**batch).pooler_output - expert(**batch).pooler_output).square().mean()
-            for task, expert in suite.experts.items()
-            for batch in suite.inputs[task]
-        ]
-        far.append(float(sum(gaps)))
-    assert far[1] < 0.8 * far[0]

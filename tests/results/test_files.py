@@ -38,26 +38,27 @@ from fusion_bench_featcal.results import (
 )
 from fusion_bench_featcal.results.long_table import means
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 
 
 def lines(folder: Path, **names: Any) -> list[dict[str, Any]]:
     """Lines of the long table with given values."""
-    found = lab.load(folder)
-    records = found if isinstance(found, list) else found.to_dict("records")
+    table = lab.load(folder)
+    records = table if isinstance(table, list) else table.to_dict("records")
     return [line for line in records if all(line[name] == value for name, value in names.items())]
 
 
 # ---- written and read
 
 
-def test_a_written_report_loads_as_the_same_and_an_earlier_ones_items_are_gone(tmp_path: Path):
-    @dataclass(frozen=True)
-    class Settings:
-        ridge_lambda: float
-        modules: tuple[str, ...]
-        folder: Path
+@dataclass(frozen=True)
+class Settings:
+    ridge_lambda: float
+    modules: tuple[str, ...]
+    folder: Path
 
+
+def test_a_written_report_loads_as_the_same_and_an_earlier_ones_items_are_gone(tmp_path: Path):
     report = make_report(versions={"torch": "2"})
     settings = Settings(ridge_lambda=0.05, modules=("mlp", "norm"), folder=Path("data"))
     cost = {"seconds": np.float32(1.5), "bytes": torch.tensor(3)}
@@ -75,6 +76,8 @@ def test_a_written_report_loads_as_the_same_and_an_earlier_ones_items_are_gone(t
             np.testing.assert_array_equal(loaded.items[name][task], flag)
     names = {"items.npz", "lines.csv", "report.json", "report.md"}
     assert {path.name for path in folder.iterdir()} == names
+    (tmp_path / "plain").write_text("x")  # as readable as the umask allows
+    assert (folder / "report.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
     make_report(items=False).write(folder)
     assert Report.load(folder).items == {}
 
@@ -125,18 +128,18 @@ def test_the_long_table_of_runs_comparisons_studies_and_diagnoses(
     (seeds[0] / "lines.csv").unlink()  # as an earlier version left it
     assert lines(seeds[0]) == whole and [*whole[0]] == [*COLUMNS]
     assert featcal("report", *seeds, "--out", tmp_path / "tables").code == 0
-    chosen = {"row": "featcal", "metric": "accuracy", "task": "average"}
-    found = lines(tmp_path / "tables", **chosen)
-    assert [line["value"] for line in found] == pytest.approx([0.7, 0.75, 0.8])
+    average = {"metric": "accuracy", "task": "average"}
+    chosen = lines(tmp_path / "tables", row="featcal", **average)
+    assert [line["value"] for line in chosen] == pytest.approx([0.7, 0.75, 0.8])
     assert lines(tmp_path) == lines(tmp_path / "tables")  # each run counts once
-    found = lines(leave_study(tmp_path / "study"), **chosen, samples_per_task=64)
-    assert [line["value"] for line in found] == pytest.approx([0.675, 0.685])
+    study = leave_study(tmp_path / "study")
+    chosen = lines(study, row="featcal", **average, samples_per_task=64)
+    assert [line["value"] for line in chosen] == pytest.approx([0.675, 0.685])
     named = {"row": 'one, "two"\nthree', "block": "0", "class": "c", "metric": "drift"}
-    diagnosed = leave_lines(leave_run(tmp_path / "d"), [named | {"value": 0.1 + 0.2}])
-    (line,) = lines(diagnosed)
-    assert line == dict.fromkeys(COLUMNS, "") | named | {"value": 0.1 + 0.2}
-    assert len(lines(GOLDEN, row="surgery", merger="simple_average", **{"task": "average",
-                     "metric": "accuracy"})) == 2  # fmt: skip
+    named |= {"value": 0.1 + 0.2}
+    (line,) = lines(leave_lines(leave_run(tmp_path / "d"), [named]))
+    assert line == dict.fromkeys(COLUMNS, "") | named
+    assert len(lines(GOLDEN, row="surgery", merger="simple_average", **average)) == 2
 
 
 def test_notes_are_lines(tmp_path: Path):
@@ -155,25 +158,19 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(
 
     run = leave_run(tmp_path / "run")
     (tmp_path / "page.html").write_text("old")
-    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     monkeypatch.setattr(os, "replace", disk_full)
     with pytest.raises(ReportError, match="No space left"):
         make_report(items=False).write(run)
-    told = error_of("report", run, "--html", tmp_path / "page.html")
-    assert "No space left on device" in told and "--html" in told
-    assert {path.name: path.read_bytes() for path in run.iterdir()} | before == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
-    assert (tmp_path / "page.html").read_text() == "old"
-
-
-def test_results_are_as_readable_as_the_umask_says(tmp_path: Path):
-    (tmp_path / "plain").write_text("x")
-    run = leave_run(tmp_path / "run")
-    assert (run / "report.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    message = error_of("report", run, "--html", tmp_path / "page.html")
+    assert "No space left on device" in message and "--html" in message
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    assert after | before == before and tmp_path / "page.html" in after
 
 
 # ---- refused by name
 
+ROW = {"name": "new", "accuracy": {"cars": 0.5, "dtd": 0.5}}
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"accuracy": {"cars": 0.5}}, r"'new'.*missing \['dtd'\]"),
     ({"accuracy": {"cars": 0.5, "dtd": 0.5, "svhn": 0.5}}, r"'new'.*extra \['svhn'\]"),
@@ -187,27 +184,19 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"correct": {"cars": [True, False], "dtd": [True]}}, "2 test items, the test set has 200"),
     ({"correct": {"cars": np.arange(200) < 100}}, "task 'dtd': no flags"),
 ]
+BAD_FLAGS = [
+    ([[True]], r"row 'base', task 'a'.*shape \(1, 1\)"),
+    ([], r"shape \(0,\)"),
+    ([0.5, 1.0], "must be true or false"),
+]
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD_ROWS, ids=lambda value: str(value)[:40])
-def test_bad_rows_are_refused(changes: dict[str, Any], message: str):
-    row = {"name": "new", "accuracy": {"cars": 0.5, "dtd": 0.5}} | changes
-    report = make_report()
+@pytest.mark.parametrize(("changes", "message"), BAD_ROWS + BAD_FLAGS, ids=lambda v: str(v)[:40])
+def test_bad_rows_and_flags_are_refused(changes: Any, message: str, tmp_path: Path):
     with pytest.raises(ReportError, match=message):
-        report.add_row(row.pop("name"), row.pop("accuracy"), **row)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([[True]], r"row 'base', task 'a'.*shape \(1, 1\)"),
-        ([], r"shape \(0,\)"),
-        ([0.5, 1.0], "must be true or false"),
-    ],
-)
-def test_bad_flags_are_refused(tmp_path: Path, flags: list[object], message: str):
-    with pytest.raises(ReportError, match=message):
-        save_items(tmp_path, {"base": {"a": flags}})
+        if isinstance(changes, dict):
+            make_report().add_row(**(ROW | changes))
+        save_items(tmp_path, {"base": {"a": changes}})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -247,8 +236,7 @@ def test_loading_names_what_is_wrong(tmp_path: Path, changes: Any, message: str)
 def test_files_of_earlier_versions_stay_readable(tmp_path: Path):
     """Some had no losses, a digest in every file, and none in arrays."""
     folder = leave_run(tmp_path)
-    whole = Report.load(folder).to_dict()
-    content = content_of(folder)
+    whole, content = Report.load(folder).to_dict(), content_of(folder)
     del content["loss"]
     (folder / "report.json").write_text(json.dumps({"digest": "0a"} | content))
     with np.load(folder / "items.npz") as archive:
@@ -264,26 +252,31 @@ def test_items_of_another_run_are_refused(tmp_path: Path):
         Report.load(one)
 
 
+COLUMNS_OF_LINE_3 = ", line 3: its columns are not those of the first line"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("suite,", "suit,", "its first line has no suite"),
         (",2\n", ",two\n", ", line 3: 'two' is no number"),
         (",2\n", ",nan\n", ", line 3: 'nan' is no number"),
-        (",2\n", "\n", ", line 3: its columns are not those of the first line"),
-        (",2\n", ",2,3\n", ", line 3: its columns are not those of the first line"),
+        (",2\n", "\n", COLUMNS_OF_LINE_3),
+        (",2\n", ",2,3\n", COLUMNS_OF_LINE_3),
     ],
 )
 def test_damaged_lines_are_refused(old: str, new: str, message: str, tmp_path: Path):
     rows = [{"row": "featcal", "metric": "drift", "value": value} for value in (1, 2)]
     file = leave_lines(leave_run(tmp_path), rows) / "lines.csv"
-    text = file.read_text().replace("\r\n", "\n").replace(old, new, 1)
-    file.write_text(text)
-    with pytest.raises(ReportError, match=message) as caught:
+    file.write_text(file.read_text().replace("\r\n", "\n").replace(old, new, 1))
+    text = error_of("report", tmp_path)
+    assert message in text and str(file) in text
+    with pytest.raises(ReportError, match=message):
         lab.load(tmp_path)
-    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
-    if "first line has no" in message:
-        assert message in error_of("report", tmp_path)
+
+
+LINE = {"suite": "toy", "merger": "task_arithmetic", "row": "featcal", "task": "a", "block": "b",
+        "metric": "relative", "value": 1.0}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -291,38 +284,29 @@ def test_damaged_lines_are_refused(old: str, new: str, message: str, tmp_path: P
     [
         ({"suite": "toys"}, "would mix the suites toy, toys"),
         ({"task": "average"}, "would mix a task with what it is part of"),
-        ({"class": "c", "metric": "relative"}, "would mix a class with what it is part of"),
+        ({"class": "c"}, "would mix a class with what it is part of"),
     ],
 )
-def test_numbers_of_a_diagnosis_that_must_not_be_averaged_are_refused(
-    changes: dict[str, str], message: str, tmp_path: Path
-):
-    line = {"suite": "toy", "merger": "task_arithmetic", "row": "featcal", "task": "a",
-            "block": "b", "metric": "relative", "value": 1.0}  # fmt: skip
-    several = [line | {"row": row} for row in ("task_arithmetic", "featcal")]
-    run = leave_lines(leave_run(tmp_path), [*several, several[1] | changes])
-    assert message in error_of("report", run)
-
-
-def test_different_metrics_are_not_averaged():
-    line = {"suite": "toy", "row": "featcal", "task": "a", "metric": "drift", "value": 1.0}
-    assert means([line, line | {"task": "b", "value": 2.0}], "row") == {("featcal",): 1.5}
-    with pytest.raises(ReportError, match="would mix the metrics drift, items"):
-        means([line, line | {"metric": "items"}], "row")
+def test_numbers_that_must_not_be_averaged_are_refused(changes: Any, message: str, tmp_path: Path):
+    several = [LINE | {"row": "task_arithmetic"}, LINE, LINE | changes]
+    assert message in error_of("report", leave_lines(leave_run(tmp_path), several))
+    assert means([LINE, LINE | {"task": "b", "value": 2.0}], "row") == {("featcal",): 1.5}
+    with pytest.raises(ReportError, match="would mix the metrics items, relative"):
+        means([LINE, LINE | {"metric": "items"}], "row")
 
 
 @pytest.mark.parametrize("below", ["", "run/version_0"])
-def test_a_file_in_the_place_of_a_folder_is_named_with_the_setting(tmp_path: Path, below: str):
-    place = tmp_path / "logs"
-    place.write_text("in the way")
+def test_a_file_in_place_of_a_folder_is_named_with_the_setting(tmp_path: Path, below: str):
+    file = tmp_path / "logs"
+    file.write_text("in the way")
     with pytest.raises(ReportError, match=r"logs.*: (File exists|Not a dir).*path\.log_dir"):
-        make_report().write(place / below)
+        make_report().write(file / below)
     with pytest.raises(ReportError, match="Change --out"):
-        prepare_directory(place, "--out")
+        prepare_directory(file, "--out")
     run = leave_run(tmp_path / "run")
     for option in ("--out", "--html", "--figures"):
-        told = error_of("report", run, option, place / below / ("a.html" * (option == "--html")))
-        assert f"Change {option} to a writable directory." in told
+        words = option, file / below / ("a.html" * (option == "--html"))
+        assert f"Change {option} to a writable directory." in error_of("report", run, *words)
 
 
 # ---- damaged and hostile files
@@ -357,44 +341,41 @@ def folder(undamaged: Path, tmp_path: Path) -> Path:
 
 
 def damages(content: bytes, count: int, seed: int) -> Iterator[bytes]:
-    """Flipped bits, other bytes, gaps, doubled parts, cut ends and overwritten parts."""
+    """Other bytes, gaps, doubled and overwritten stretches, and cut ends."""
     generator = random.Random(seed)
     for number in range(count):
         start = generator.randrange(len(content))
         end = min(len(content), start + generator.choice([1, 1, 4, 64, 400]))
-        flipped = bytes([content[start] ^ (1 << generator.randrange(8))])
         before, after = content[:start], content[end:]
         yield [
-            before + flipped + content[start + 1 :],
             before + generator.randbytes(1) + content[start + 1 :],
             before + after,
             content[:end] + content[start:],
             before,
             before + generator.randbytes(end - start) + after,
-        ][number % 6]
+        ][number % 5]
 
 
 def test_damaged_items_are_refused_or_change_nothing(folder: Path):
+    def flags() -> dict[str, Any]:
+        return {t: f.tolist() for t, f in (load_items(run) or {})["featcal"].items()}
+
     run, refused = folder / "average", 0
-    file, whole = run / "items.npz", {t: f.tolist() for t, f in load_items(run)["featcal"].items()}  # type: ignore[index]
+    file, whole = run / "items.npz", flags()
     content = file.read_bytes()
-    single_bits = (
-        content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
-        for at in range(0, len(content) - 66, 7)  # the seal is at the end
-    )
-    for number, damaged in enumerate([*damages(content, 250, seed=9), *single_bits]):
+    for damaged in damages(content, 200, seed=9):
         file.write_bytes(damaged)
         try:
-            loaded = load_items(run)
-            assert loaded is not None
-            assert {t: f.tolist() for t, f in loaded["featcal"].items()} == whole
-            assert number < 250 or damaged == content, "a flipped bit was not noticed"
+            assert flags() == whole
         except ReportError as error:
             refused += 1
             assert "items.npz is damaged" in str(error)
-    assert refused > 125
-    index = np.array([["base", "a"]], dtype=object)
-    np.savez(file, index=index, allow_pickle=True)
+    assert refused > 100
+    for at in range(0, len(content) - 66, 7):  # the seal is at the end
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        with pytest.raises(ReportError, match=r"items\.npz is damaged"):
+            load_items(run)
+    np.savez(file, index=np.array([["base", "a"]], dtype=object), allow_pickle=True)
     with pytest.raises(ReportError, match=r"items\.npz is damaged.*allow_pickle"):
         load_items(run)
 
@@ -410,18 +391,18 @@ def test_items_that_would_fill_the_memory_are_refused(tmp_path: Path):
         load_items(tmp_path)
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Paths of all values in nested lists and mappings."""
     yield path
     listed = enumerate(value) if isinstance(value, list) else ()
     for key, entry in value.items() if isinstance(value, dict) else listed:
-        yield from places(entry, (*path, key))
+        yield from paths_in(entry, (*path, key))
 
 
 def changed(content: Any, path: tuple[Any, ...], value: Any) -> Any:
     """A copy with another value at a path."""
-    whole = [copy.deepcopy(content)]
-    inside: Any = whole
+    inside: Any = [copy.deepcopy(content)]
+    whole = inside
     for key in (0, *path)[:-1]:
         inside = inside[key]
     inside[(0, *path)[-1]] = value
@@ -432,42 +413,33 @@ def changed(content: Any, path: tuple[Any, ...], value: Any) -> Any:
 @pytest.mark.parametrize("name", ["report.json", "average/report.json"])
 def test_hostile_reports_are_read_or_refused(name: str, folder: Path):
     """Every value of any type, everywhere."""
-    file = folder / name
     for flags in folder.rglob("items.npz"):
         flags.unlink()  # intervals from them take time
-    content = json.loads(file.read_text())
-    every = [(path, value) for path in places(content) for value in HOSTILE]
-    codes = set()
+    content, codes = json.loads((folder / name).read_text()), set()
+    every = [(path, value) for path in paths_in(content) for value in HOSTILE]
     for path, value in random.Random(5).sample(every, 80):
-        file.write_text(json.dumps(changed(content, path, value)))
+        (folder / name).write_text(json.dumps(changed(content, path, value)))
         done = featcal("report", folder)
         codes.add(done.code)
         assert done.code == 0 or done.err.startswith("featcal: error: "), (path, value)
     assert codes == {0, 2}
 
 
-def damaged_files() -> Iterator[tuple[str, str, bytes]]:
-    """A file of the comparison, what its refusal names, and its damaged content."""
+def damaged_files() -> Iterator[tuple[str, bytes]]:
+    """Files of the comparison with their damaged content."""
+    raw = [f'{{"kind": "run", "schema": 2, "rows": {text}}}\n'.encode() for text in RAW]
     for name in ("report.json", "average/report.json"):
-        for raw in RAW:
-            text = '{"kind": "run", "schema": 2, "rows": ' + raw + "}\n"
-            yield name, "report.json", text.encode()
-        for raw in (b"\xff\xfe", b"\x00" * 9, b""):
-            yield name, "report.json", raw
-    curves, log = "average/training_curves.jsonl", "average/calibration_log.jsonl"
-    texts = [json.dumps(CURVE | {"losses": losses}) for losses in BAD_CURVES]
-    for text in ["{", "[]", '{"name": "surgery"}', *texts]:
-        yield curves, "training_curves.jsonl", text.encode()
-    records = [json.dumps(LOG | change) for change in BAD_DRIFT]
-    for text in ["{", "[1]", *(f"{json.dumps(LOG)}\n{record}\n" for record in records)]:
-        yield log, "calibration_log.jsonl", text.encode()
+        yield from ((name, content) for content in [*raw, b"\xff\xfe", b"\x00" * 9, b""])
+    curves = [json.dumps(CURVE | {"losses": losses}) for losses in BAD_CURVES]
+    for text in ["{", "[]", '{"name": "surgery"}', *curves]:
+        yield "average/training_curves.jsonl", text.encode()
+    records = [f"{json.dumps(LOG)}\n{json.dumps(LOG | change)}\n" for change in BAD_DRIFT]
+    for text in ["{", "[1]", *records]:
+        yield "average/calibration_log.jsonl", text.encode()
 
 
-@pytest.mark.parametrize(
-    ("name", "named", "content"), [*damaged_files()], ids=lambda v: str(v)[:30]
-)
-def test_damaged_files_are_refused_by_name(
-    name: str, named: str, content: bytes, folder: Path, tmp_path: Path
-):
+@pytest.mark.parametrize(("name", "content"), [*damaged_files()], ids=lambda v: str(v)[:30])
+def test_damaged_files_are_refused_by_name(name: str, content: bytes, folder: Path):
     (folder / name).write_bytes(content)
-    assert named in error_of("report", folder, "--figures", tmp_path / "figures")
+    message = error_of("report", folder, "--figures", folder / "figures")
+    assert Path(name).name in message

@@ -1,4 +1,4 @@
-"""The page of `featcal report --html`: no number missing, escaping, and its script in a browser."""
+"""The page of `featcal report --html`: its numbers, escaping, and its script in a browser."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from pages import Page
-from reports import GOLDEN, LEVELS, error_of, featcal, leave_run
+from reports import LEVELS, error_of, featcal, leave_run
 
 from fusion_bench_featcal.results import Report
 
@@ -39,21 +39,11 @@ def evil(tmp_path_factory: pytest.TempPathFactory) -> str:
     return page_of(run, folder=folder)
 
 
-@pytest.mark.parametrize("runs", [["compare42", "compare43"], ["compare42"]])
-def test_a_page_has_every_number_that_report_prints(runs: list[str], tmp_path: Path):
-    folders = [GOLDEN / run for run in runs]
-    page = page_of(*folders, folder=tmp_path)
-    printed = featcal("report", *folders).out.split("\naccuracy in per cent")[0]
-    numbers = set(re.findall(r"[-+]?\d+\.\d+", printed))
-    assert len(numbers) > 50 and numbers <= set(re.findall(r"[-+]?\d+\.\d+", page))
-    best = [e["text"] for e in Page(page).elements if e.get("class") == "best"]
-    assert best and all(re.fullmatch(r"[\d.]+( ± [\d.]+)?", text) for text in best)
-
-
 def test_names_of_users_are_text(evil: str):
     page = Page(evil)
     (script,) = page.texts("script")
-    assert "alert(" not in script and page.texts("h1") == [EVIL]
+    assert "alert(" not in script and "aria-sort" in script and "filter rows" in script
+    assert page.texts("h1") == [EVIL]
     for tag in ("h3", "li", "th", "td", "text", "article"):
         assert any(EVIL in shown for shown in page.texts(tag)), tag
     assert "\x1b" not in evil and "\u202e" not in evil and r"\x1b[31m" in evil
@@ -89,12 +79,9 @@ def test_names_of_users_are_text_on_the_terminal_and_in_markdown(runs: int, tmp_
         assert "<script" not in text and "\x1b" not in text and "](" not in text
         assert r"[/x]&lt;script>a&lt;/script>\x1b[31m![b]\(http://c)" in text
     assert r"\x1b[31m" in error_of("report", tmp_path / "\x1b[31m")
-
-
-def test_cells_that_would_break_markdown_are_escaped(tmp_path: Path):
     report = Report()
     report.add_row("a|b", {"x|y": 0.5}, cost={"x_bytes": "unavailable"})
-    text = (report.write(tmp_path).parent / "report.md").read_text()
+    text = (report.write(tmp_path / "bars").parent / "report.md").read_text()
     assert "| a\\|b | 50.0 | 50.0 |" in text and "| x_bytes | unavailable |" in text
 
 
@@ -114,17 +101,14 @@ def test_tables_fit_eighty_columns_with_every_number(tasks: int, tmp_path: Path)
 
 def test_a_page_is_a_file_that_ends_in_html(tmp_path: Path):
     run = leave_run(tmp_path / "run")
-    for name, near in (
-        ("page", "page.html"),
-        ("page.json", "page.json.html"),
-        (".", "report.html"),
-    ):
-        told = error_of("report", run, "--html", tmp_path / name)
-        assert told.startswith("--html names a file that ends in .html, such as ")
-        assert f"{tmp_path / near}, not " in told
+    names = {"page": "page.html", "page.json": "page.json.html", ".": "report.html"}
+    for name, near in names.items():
+        message = error_of("report", run, "--html", tmp_path / name)
+        assert message.startswith("--html names a file that ends in .html, such as ")
+        assert f"{tmp_path / near}, not " in message
     (tmp_path / "empty").mkdir()
-    told = error_of("report", tmp_path / "empty", "--html", tmp_path / "page.html")
-    assert told.startswith(f"no run in or below {tmp_path}")
+    message = error_of("report", tmp_path / "empty", "--html", tmp_path / "page.html")
+    assert message.startswith(f"no run in or below {tmp_path}")
     assert not (tmp_path / "page.html").exists()
 
 
@@ -179,13 +163,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return page_of(run, folder=folder)
 
 
-def test_a_page_brings_its_script(page: str):
-    (script,) = Page(page).texts("script")
-    assert "aria-sort" in script and "filter rows" in script
-
-
 @needs_browser
-def test_a_click_on_a_head_sorts_and_a_second_one_reverses(page: str, tmp_path: Path):
+def test_heads_sort_and_a_filter_keeps_rows_with_every_word(page: str, tmp_path: Path):
     script = """
     const result = [];
     for (const name of ["average", "average", "gain over merger"]) {
@@ -193,28 +172,21 @@ def test_a_click_on_a_head_sorts_and_a_second_one_reverses(page: str, tmp_path: 
       result.push([head(name).getAttribute("aria-sort"), rows(),
                    heads().filter(cell => cell.hasAttribute("aria-sort")).length]);
     }
+    const field = document.querySelector("input[type=search]");
+    result.push(["surgery", "RIDGE surgery", "nothing", ""].map(words => {
+      field.value = words;
+      field.dispatchEvent(new Event("input"));
+      return rows().length;
+    }));
     show(result);"""
     over = "task_arithmetic + "
     order = ["experts", f"{over}featcal", f"{over}ridge_surgery", f"{over}surgery",
              "task_arithmetic", "base"]  # fmt: skip
-    first, second, third = in_browser(page, script, tmp_path)
+    first, second, third, filtered = in_browser(page, script, tmp_path)
     assert first == ["descending", order, 1]
     assert second == ["ascending", order[::-1], 1]
-    # Rows without a value stay at the end.
-    assert third[1][:3] == order[1:4]
-
-
-@needs_browser
-def test_a_filter_keeps_rows_with_every_word(page: str, tmp_path: Path):
-    script = """
-    const field = document.querySelector("input[type=search]");
-    const result = ["surgery", "RIDGE surgery", "nothing", ""].map(words => {
-      field.value = words;
-      field.dispatchEvent(new Event("input"));
-      return rows().length;
-    });
-    show(result);"""
-    assert in_browser(page, script, tmp_path) == [2, 1, 0, 6]
+    assert third[1][:3] == order[1:4]  # rows without a value stay at the end
+    assert filtered == [2, 1, 0, 6]
 
 
 @needs_browser

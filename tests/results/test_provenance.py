@@ -1,4 +1,4 @@
-"""Origin of a saved model: experts, reads and digests beside it, and the command that tells it."""
+"""Origin of a saved model: experts, reads and digests beside it, and the command that shows it."""
 
 import hashlib
 import json

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reports import LEVELS, make_report
@@ -17,35 +18,33 @@ from fusion_bench_featcal.results.remarks import (
     tasks_with_high_drift,
 )
 
-
-@pytest.fixture(autouse=True)
-def activated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This environment's programs are on PATH."""
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+PROGRAMS = Path(sys.executable).parent
 
 
 @pytest.mark.parametrize("above", [True, False])
 @pytest.mark.parametrize("other", [True, False])
-def test_next_command_works_in_a_shell_without_the_environment(
+def test_the_next_command_works_in_a_shell_without_the_environment(
     above: bool, other: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs = Path(sys.executable).parent
     if other:  # of another environment
         shutil.copy("/bin/false", tmp_path / "featcal")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.chdir(programs.parent if above else tmp_path)
+    monkeypatch.chdir(PROGRAMS.parent if above else tmp_path)
     *_, report = closing_lines(make_report(), "featcal", None, tmp_path / "run")
-    program, verb, folder = shlex.split(report.removeprefix("next: "))
-    assert program == ("bin/featcal" if above else str(programs / "featcal"))
-    assert [verb, folder] == ["report", str(tmp_path / "run")]
-    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("featcal ")
+    program, *words = shlex.split(report.removeprefix("next: "))
+    assert program == ("bin/featcal" if above else str(PROGRAMS / "featcal"))
+    assert words == ["report", str(tmp_path / "run")]
+    if above != other:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout.startswith("featcal ")
 
 
-def test_last_lines_say_where_the_model_is_or_what_to_type(tmp_path: Path) -> None:
+def test_the_last_lines_name_the_model_or_the_words_that_save_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}")
     folder = tmp_path / "my run"
-    lines = closing_lines(make_report(), "featcal", tmp_path / "model", folder)
-    assert lines == [
+    assert closing_lines(make_report(), "featcal", tmp_path / "model", folder) == [
         f"saved the model of row featcal: {tmp_path / 'model'}",
         f"reports: {folder}",
         f"next: featcal report '{folder}'",
@@ -54,39 +53,31 @@ def test_last_lines_say_where_the_model_is_or_what_to_type(tmp_path: Path) -> No
     assert line == "not saved: merged_model_save_path=DIR saves the model of row featcal"
 
 
-@pytest.mark.parametrize(
-    ("levels", "row", "expected"),
-    [
-        (
-            LEVELS | {"featcal:mini": 0.765, "featcal:other": 0.76},
-            "featcal",
-            "featcal:mini scored 1.5 points higher than featcal",
-        ),
-        (
-            LEVELS | {"featcal": 0.55},
-            "featcal",
-            "the merged model (task_arithmetic) scored 5.0 points higher than featcal",
-        ),
-        (LEVELS | {"featcal:mini": 0.7}, "featcal:mini", 
-         "featcal scored 5.0 points higher than featcal:mini"),
-        (LEVELS | {"surgery": 0.8}, "featcal", "surgery scored 5.0 points higher than featcal"),
-        (LEVELS | {"featcal:mini": 0.75}, "featcal", ""),  # equal ones and references
-    ],
-)  # fmt: skip
-def test_a_row_that_stands_higher_is_named(
-    levels: dict[str, float], row: str, expected: str
-) -> None:
-    _, *lines = closing_lines(make_report(levels), row, None)
-    advice = f"  method.save={expected.split(' ')[0]} saves it (this selects on test data)"
-    assert lines == [expected, advice][: bool(expected) + expected.startswith("featcal")]
+HIGHER: list[tuple[dict[str, float], str, str]] = [
+    ({"featcal:mini": 0.765, "featcal:other": 0.76}, "featcal", "featcal:mini scored 1.5"),
+    ({"featcal": 0.55}, "featcal", "the merged model (task_arithmetic) scored 5.0"),
+    ({"featcal:mini": 0.7}, "featcal:mini", "featcal scored 5.0"),
+    ({"surgery": 0.8}, "featcal", "surgery scored 5.0"),
+    ({"featcal:mini": 0.75}, "featcal", ""),  # equal ones and references
+]
+
+
+@pytest.mark.parametrize(("changes", "row", "text"), HIGHER)
+def test_a_row_that_scored_higher_is_named(changes: Any, row: str, text: str) -> None:
+    _, *lines = closing_lines(make_report(LEVELS | changes), row, None)
+    expected = [f"{text} points higher than {row}"] if text else []
+    if text.startswith("featcal"):
+        save = f"  method.save={text.split(' ')[0]} saves it (this selects on test data)"
+        expected.append(save)
+    assert lines == expected
 
 
 def test_each_task_below_the_merged_model_has_a_sentence() -> None:
     report = Report(upstream="merged")
-    report.add_row("base", {"a": 0.1, "b": 0.1, "c": 0.1})
-    report.add_row("merged", {"a": 0.5, "b": 0.5, "c": 0.5})
-    report.add_row("featcal", {"a": 0.468, "b": 0.7, "c": 0.4999})
-    report.add_row("featcal:mini", {"a": 0.48, "b": 0.49, "c": 0.6})
+    rows = {"base": (0.1, 0.1, 0.1), "merged": (0.5, 0.5, 0.5), "featcal": (0.468, 0.7, 0.4999),
+            "featcal:mini": (0.48, 0.49, 0.6)}  # fmt: skip
+    for name, accuracies in rows.items():
+        report.add_row(name, dict(zip("abc", accuracies, strict=True)))
     assert [note.text for note in tasks_below_merged(report)] == [
         "a ends below the merged model: featcal -3.2, featcal:mini -2.0 points",
         "b ends below the merged model: featcal:mini -1.0 points",
@@ -95,18 +86,14 @@ def test_each_task_below_the_merged_model_has_a_sentence() -> None:
     assert tasks_below_merged(report) == []
 
 
-def test_each_task_that_keeps_a_high_drift_after_the_last_block_has_a_sentence() -> None:
-    drifts = [("0", "near", 0.9), ("0", "far", 0.5), ("1", "near", 0.3), ("1", "far", 0.93)]
-    records = [
+def test_a_task_that_keeps_a_high_drift_after_the_last_block_has_a_sentence() -> None:
+    drifts = [("0", "near", 0.9), ("0", "far", 0.5), ("1", "near", 0.3), ("1", "far", 0.93),
+              ("1", "unknown", None)]  # fmt: skip
+    records: list[dict[str, Any]] = [
         {"kind": "task", "block": block, "task": task, "relative_drift_after": drift}
         for block, task, drift in drifts
     ]
-    records += [
-        {"kind": "task", "block": "1", "task": "unknown", "relative_drift_after": None},
-        {"kind": "task", "block": "1", "task": "unlogged"},
-        {"kind": "block", "block": "1"},
-    ]
+    records += [{"kind": "task", "block": "1", "task": "none"}, {"kind": "block", "block": "1"}]
     (note,) = tasks_with_high_drift("featcal", records)
-    assert note.sentence.startswith(
-        "featcal: far keeps a relative drift of 0.93 after the last block"
-    )
+    text = "featcal: far keeps a relative drift of 0.93 after the last block"
+    assert note.sentence.startswith(text)

@@ -22,22 +22,18 @@ from reports import (
 from fusion_bench_featcal import lab
 from fusion_bench_featcal.results import Report, ReportError
 
-COST = {"seconds": 2.0, "peak_rss_bytes": 2**30, "modules_added": 6, "parameters_added": 1536}
-
 
 @pytest.fixture
 def seeds(tmp_path: Path) -> list[Path]:
     return leave_seeds(tmp_path)
 
 
-def repeated(folder: Path, merged: float, *, seed: int = 42, **changes: Any) -> Path:
-    """A run with experts of 80 and 50 %, and one method with costs."""
-    made = Report(suite="toy", upstream="wudi", seeds={"comparison": seed, "prob_surgery": seed})
-    made.add_row("base", {"a": 0.2, "b": 0.2})
-    made.add_row("experts", {"a": 0.8, "b": 0.5})
-    made.add_row("wudi", {"a": merged, "b": merged})
-    made.add_row("prob_surgery", {"a": 0.6, "b": 0.5}, cost=COST | changes)
-    return made.write(folder).parent
+def leave_rows(folder: Path, merger: str, rows: Any, seed: int, **cost: Any) -> None:
+    """A run whose rows have an accuracy per task; the last row has costs."""
+    report = Report(suite="toy", upstream=merger, seeds={"comparison": seed, [*rows][-1]: seed})
+    for name, accuracies in rows.items():
+        report.add_row(name, accuracies, cost=cost if name == [*rows][-1] and cost else None)
+    report.write(folder)
 
 
 def test_mergers_and_suites_stay_apart(tmp_path: Path):
@@ -46,16 +42,16 @@ def test_mergers_and_suites_stay_apart(tmp_path: Path):
     leave_run(tmp_path / "c", {"experts": 0.9, "wudi": 0.7, "featcal": 0.85}, upstream="wudi")
     assert featcal("report", tmp_path, "--out", tmp_path / "out").code == 0
     rows = [row for row in content_of(tmp_path / "out")["rows"] if row["name"] == "featcal"]
-    found = {(row["suite"], row["upstream"]): row["accuracy"]["average"] for row in rows}
-    assert found == {("toy", "task_arithmetic"): 0.75, ("toy", "wudi"): 0.85,
-                     ("other", "task_arithmetic"): 0.8}  # fmt: skip
+    assert {(row["suite"], row["upstream"]): row["accuracy"]["average"] for row in rows} == {
+        ("toy", "task_arithmetic"): 0.75, ("toy", "wudi"): 0.85, ("other", "task_arithmetic"): 0.8
+    }  # fmt: skip
 
 
 def test_rows_are_compared_with_the_merged_models_of_their_own_runs(tmp_path: Path):
     leave_run(tmp_path / "one", {"task_arithmetic": 0.5}, seed=1)
     leave_run(tmp_path / "two", {"task_arithmetic": 0.6, "featcal": 0.7}, seed=2)
-    found = summary(tmp_path)
-    row, merged = found["task_arithmetic/featcal"], found["task_arithmetic"]
+    rows = summary(tmp_path)
+    row, merged = rows["task_arithmetic/featcal"], rows["task_arithmetic"]
     assert row["gain"] == pytest.approx(0.1) and row["recovered_gap"] is None
     assert merged["deviation"]["average"] == pytest.approx(np.std([0.5, 0.6], ddof=1))
 
@@ -75,10 +71,15 @@ def test_without_items_there_is_no_interval(tmp_path: Path):
 
 def test_costs_and_shares_of_the_experts_are_averaged_with_their_spread(tmp_path: Path):
     for seed, (merged, seconds) in enumerate([(0.4, 2.0), (0.5, 4.0)]):
-        device = {"peak_rss_bytes": "unavailable"} if seed else {}
-        repeated(tmp_path / str(seed), merged, seed=seed, seconds=seconds, **device)
-    found = summary(tmp_path)
-    merger, row = found["wudi"], found["wudi/prob_surgery"]
+        memory = "unavailable" if seed else 2**30
+        rows = {"base": {"a": 0.2, "b": 0.2}, "experts": {"a": 0.8, "b": 0.5},
+                "wudi": {"a": merged, "b": merged}, "surgery": {"a": 0.6, "b": 0.5}}  # fmt: skip
+        cost = {"seconds": seconds, "peak_rss_bytes": memory}
+        leave_rows(tmp_path / str(seed), "wudi", rows, seed, **cost)
+    text = featcal("report", tmp_path).out
+    assert "means over comparisons with the seeds 0, 1\n" in text
+    rows = summary(tmp_path)
+    merger, row = rows["wudi"], rows["wudi/surgery"]
     shares = [(0.4 / 0.8 + 0.4 / 0.5) / 2, (0.5 / 0.8 + 0.5 / 0.5) / 2]
     assert merger["normalised"] == pytest.approx(sum(shares) / 2)
     assert merger["spread"]["normalised"] == pytest.approx(abs(shares[0] - shares[1]) / 2**0.5)
@@ -86,13 +87,11 @@ def test_costs_and_shares_of_the_experts_are_averaged_with_their_spread(tmp_path
     assert row["cost"]["peak_rss_bytes"] == "unavailable" and row["seeds"] == [0, 1]
 
 
-def test_worst_task_is_that_of_the_means_among_gaps_of_a_point(tmp_path: Path):
+def test_the_worst_task_is_that_of_the_means_among_gaps_of_a_point(tmp_path: Path):
     for seed, far in ((1, 0.2), (2, 0.4)):
-        made = Report(suite="toy", upstream="ties", seeds={"calibration": seed})
-        made.add_row("experts", {"far": 0.9, "near": 0.9, "level": 0.9})
-        made.add_row("ties", {"far": 0.1, "near": 0.8, "level": 0.899})
-        made.add_row("featcal", {"far": far, "near": 0.85, "level": 0.89})
-        made.write(tmp_path / str(seed))
+        rows = {"experts": (0.9, 0.9, 0.9), "ties": (0.1, 0.8, 0.899), "featcal": (far, 0.85, 0.89)}
+        named = {n: dict(zip(("far", "near", "level"), v, strict=True)) for n, v in rows.items()}
+        leave_rows(tmp_path / str(seed), "ties", named, seed)
     row = summary(tmp_path)["ties/featcal"]
     assert (row["worst_task"], row["worst_recovered_gap"]) == ("far", pytest.approx(0.25))
     assert summary(tmp_path)["experts"]["worst_task"] is None
@@ -117,8 +116,8 @@ def test_runs_that_cannot_be_averaged_are_refused_with_both_values(
     changes, message = REFUSED[reason]
     words: Any = {"levels": LEVELS} | changes
     odd = leave_run(tmp_path / "z_odd", **words)
-    told = error_of("report", *seeds, odd)
-    assert re.search(message, told), told
+    text = error_of("report", *seeds, odd)
+    assert re.search(message, text), text
     if reason != "other accuracy":
         with pytest.raises(ReportError, match=message):
             lab.load(tmp_path)
@@ -131,19 +130,6 @@ def test_settings_of_methods_in_order_differ_but_for_their_seeds(tmp_path: Path)
     row = summary(tmp_path / "a", tmp_path / "b")["task_arithmetic/featcal"]
     assert len(row["run_seeds"]) == 2
     assert "different featcal.ridge_lambda: 0.05 in " in error_of("report", tmp_path)
-
-
-def test_versions_that_differ_are_noted_and_missing_ones_are_not(tmp_path: Path):
-    versions: list[dict[str, str]] = [
-        {"torch": "2.12", "org/model": "aa", "datasets/rows": "bb"},
-        {"torch": "2.13", "org/model": "cc"},
-        {"torch": "2.12"},
-    ]
-    for seed, known in enumerate(versions):
-        leave_run(tmp_path / str(seed), seed=seed, versions=known)
-    notes = [line for line in featcal("report", tmp_path).out.splitlines() if "versions of" in line]
-    assert notes == ["note: runs used different versions of torch: 2.12, 2.13",
-                     "note: runs used different versions of org/model: aa, cc"]  # fmt: skip
 
 
 # ---- finding and writing
@@ -162,10 +148,11 @@ def test_runs_are_found_below_a_folder_once_and_foreign_reports_passed_over(
 
 def test_a_comparison_is_its_own_runs_and_failures(seeds: list[Path], tmp_path: Path):
     leave_run(tmp_path / "from_before", seed=9)
-    failed = [{"upstream": "wudi", "name": "none", "reason": "out of memory"}]
+    failed = [{"upstream": "wudi", "name": "none", "reason": "out of memory", "seed": 2}]
     assert featcal("report", *seeds, "--out", tmp_path).code == 0
     patch(tmp_path, failed=failed)
-    assert featcal("report", tmp_path, "--out", tmp_path / "again").code == 0
+    again = featcal("report", tmp_path, "--out", tmp_path / "again")
+    assert "wudi, none failed (seed 2): out of memory" in again.out
     content = content_of(tmp_path / "again")
     assert (len(content["runs"]), content["failed"][0]["reason"]) == (3, "out of memory")
     with (tmp_path / "again" / "report.csv").open() as file:
@@ -176,8 +163,8 @@ def test_a_comparison_is_its_own_runs_and_failures(seeds: list[Path], tmp_path: 
 
 def test_a_report_of_several_runs_never_replaces_a_runs_own(seeds: list[Path]):
     before = (seeds[0] / "report.json").read_text()
-    told = error_of("report", *seeds, "--out", seeds[0])
-    assert "holds the report of a run" in told and "--out" in told
+    text = error_of("report", *seeds, "--out", seeds[0])
+    assert "holds the report of a run" in text and "--out" in text
     assert (seeds[0] / "report.json").read_text() == before
 
 

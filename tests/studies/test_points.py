@@ -1,193 +1,276 @@
-"""Points of a study: what its axes make of the config, and what they refuse."""
+"""Points of a study: the config at each of them, and axes that are refused."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from comparison_parts import MERGERS, FakeProgram
+from fusion_bench.utils import instantiate
+from omegaconf import OmegaConf
 
-from fusion_bench_featcal.lab.compare.axes import Design
-from fusion_bench_featcal.lab.compare.points import Point
+from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.lab.compare import StudyAlgorithm
+from fusion_bench_featcal.suites import image
+from fusion_bench_featcal.tasks import corrupted
 
-
-def config(**method: Any) -> DictConfig:
-    names = ["_pretrained_", "a", "b", "c", "d"]
-    return OmegaConf.create(
-        {
-            "method": {
-                "samples_per_task": 256,
-                "post_merging_methods": {
-                    "featcal": {"samples_per_task": "${method.samples_per_task}", "mix_alpha": 0.2}
-                },
-                **method,
-            },
-            "modelpool": {
-                "models": {name: f"path/{name}" for name in names},
-                "train_datasets": {name: {"task": name} for name in names[1:]},
-            },
-            "taskpool": {
-                "test_datasets": {name: "${modelpool.models." + name + "}" for name in names[1:]}
-            },
-        }
-    )  # fmt: skip
+TASKS = ("mini_latin", "mini_greek")
+FOUR = ("a", "b", "c", "d")
+LOAD = "fusion_bench_featcal.suites.image.load_split"
+FEATCAL = {
+    "_target_": "fusion_bench_featcal.lab.compare.FeatCal",
+    "samples_per_task": "${method.samples_per_task}",
+    "mix_alpha": 0.2,
+}
 
 
-def labels(design: Design, **method: Any) -> list[dict[str, Any]]:
-    return [point.labels for point in design.points(config(**method))]
+def config(tasks: Any = FOUR, modelpool: Any = None, **method: Any) -> Any:
+    """A program's config with data for calibration and evaluation."""
+    splits = {
+        f"{split}_datasets": {t: {"_target_": LOAD, "task": t, "split": split} for t in tasks}
+        for split in ("train", "test")
+    }
+    models = {"_pretrained_": "base", **dict.fromkeys(tasks, "expert")}
+    chosen = {"samples_per_task": 256, "upstream_mergers": MERGERS, "seeds": [1], **method}
+    return OmegaConf.create({
+        "method": {"post_merging_methods": {"featcal": FEATCAL}, **chosen},
+        "modelpool": {"models": models, **splits, **(modelpool or {})},
+        "taskpool": {"test_datasets": splits["test_datasets"], "tasks": list(tasks)},
+    })  # fmt: skip
 
 
-def test_product_has_every_combination_with_every_seed() -> None:
-    axes = {"samples_per_task": [8, 64], "ridge_lambda": [0.1, 1, 10]}
-    points = Design(axes=axes, seeds=[1, 2]).points(config())
-    found = [(p.labels["samples_per_task"], p.labels["ridge_lambda"], p.seed) for p in points]
-    assert found == [(n, r, seed) for n in (8, 64) for r in (0.1, 1, 10) for seed in (1, 2)]
+def points(axes: Any, whole: Any = None, **method: Any) -> list[Any]:
+    """Planned points of a study, with their configs."""
+    whole = config() if whole is None else whole
+    OmegaConf.update(whole, "method", {"axes": axes, **method}, force_add=True)
+    before = plain(whole)
+    keys: Any = OmegaConf.to_container(whole.method)
+    algorithm: Any = StudyAlgorithm(study="x", **keys)
+    algorithm._program = FakeProgram(None)
+    algorithm._program.config = whole
+    planned = algorithm.planned(False)
+    assert plain(whole) == before
+    return planned
 
 
-def test_each_axis_moves_by_itself_around_the_present_settings() -> None:
-    axes = {"ridge_lambda": [0.05, 1], "mix_alpha": [0, 0.2]}
-    found = labels(Design(axes=axes, design="each", seeds=[1]))
-    assert found == [
-        {"ridge_lambda": 0.05, "mix_alpha": 0.2},  # the default, and what the config has
-        {"ridge_lambda": 1, "mix_alpha": 0.2},
-        {"ridge_lambda": 0.05, "mix_alpha": 0},
+def labels(*args: Any, **method: Any) -> list[dict[str, Any]]:
+    return [each.point.labels for each in points(*args, **method)]
+
+
+def featcal(each: Any) -> Any:
+    return each.config.method.post_merging_methods.featcal
+
+
+# ---- settings
+
+
+def test_a_product_has_every_combination_with_every_seed() -> None:
+    made = points({"samples_per_task": [8, 64], "ridge_lambda": [0.1, 1, 10]}, seeds=[1, 2])
+    reached = [
+        (featcal(each).samples_per_task, featcal(each).ridge_lambda, each.config.method.seed)
+        for each in made
     ]
+    assert reached == [*itertools.product((8, 64), (0.1, 1, 10), (1, 2))]
+    assert [tuple(each.point.labels.values()) for each in made] == [key[:2] for key in reached]
 
 
-def test_a_pair_adds_its_plane() -> None:
-    axes = {"ridge_lambda": [0.05, 1], "mix_alpha": [0, 0.2], "anchor_rho": [1, 2]}
-    pair = Design(axes=axes, design="each", seeds=[1], pairs=[["ridge_lambda", "mix_alpha"]])
-    found = labels(pair)
-    assert {"ridge_lambda": 1, "mix_alpha": 0, "anchor_rho": 2.0} in found
-    assert len(found) == 4 + 1
-    assert len({tuple(entry.items()) for entry in found}) == len(found)
+KINDS = {"one": {"method.steps": 1}, "two": {"method.steps": 2}}
+EACH: list[tuple[dict[str, Any], Any, list[tuple[Any, ...]]]] = [
+    # The default of a setting, and the value that the config has.
+    ({"ridge_lambda": [0.05, 1], "mix_alpha": [0, 0.2]}, (), [(0.05, 0.2), (1, 0.2), (0.05, 0)]),
+    (
+        {"ridge_lambda": [0.05, 1], "mix_alpha": [0, 0.2], "anchor_rho": [2.0]},
+        [["ridge_lambda", "mix_alpha"]],
+        [(0.05, 0.2, 2.0), (1, 0.2, 2.0), (0.05, 0, 2.0), (1, 0, 2.0)],
+    ),
+    ({"kind": KINDS, "ridge_lambda": [1]}, (), [("one", 0.05), ("two", 0.05), ("one", 1)]),
+    (
+        {"corruption": ["clean", "fog"], "ridge_lambda": [1]},
+        (),
+        [("clean", 0, 0.05), ("fog", 3, 0.05), ("clean", 0, 1)],
+    ),
+]
 
 
-def test_interpolations_resolve_to_the_points_values() -> None:
-    (point,) = Design(axes={"samples_per_task": [8]}, seeds=[7]).points(config())
-    changed = point.changed(config())
-    assert changed.method.post_merging_methods.featcal.samples_per_task == 8
-    assert changed.method.seed == 7
-    assert config().method.samples_per_task == 256
+@pytest.mark.parametrize(("axes", "pairs", "expected"), EACH)
+def test_each_axis_moves_by_itself_around_the_present_settings(
+    axes: Any, pairs: Any, expected: Any
+) -> None:
+    made = points(axes, design="each", pairs=pairs)
+    assert [tuple(each.point.labels.values()) for each in made] == expected
+    if "kind" in axes:
+        assert [each.config.method.steps for each in made] == [1, 2, 1]
 
 
-def test_labels_of_ones_own_change_any_key() -> None:
-    axes = {"data": {"own": {}, "other": {"modelpool.train_datasets": {"a": {"task": "z"}}}}}
-    own, other = Design(axes=axes, seeds=[1]).points(config())
-    assert (own.labels, other.labels) == ({"data": "own"}, {"data": "other"})
-    assert own.changed(config()).modelpool == config().modelpool
-    assert other.changed(config()).modelpool.train_datasets == {"a": {"task": "z"}}
+def test_an_axis_goes_before_the_pools_setting() -> None:
+    methods = {"post_merging_methods": {"featcal": {"mix_alpha": 1}}}
+    whole = config(modelpool={"featcal": {"compare": methods}})
+    present, moved = points({"mix_alpha": [0]}, whole, design="each")
+    assert [each.point.labels["mix_alpha"] for each in (present, moved)] == [1, 0]
+    settings = [each.grid.cells["featcal"].settings["mix_alpha"] for each in (present, moved)]
+    assert settings == [1, 0]
 
 
-def test_subsets_of_tasks_are_in_both_pools() -> None:
-    points = Design(axes={"tasks": [2, 4, 5]}, seeds=[1]).points(config())
-    assert len(points) == 6 + 1  # the pool has no five tasks
-    for point in points:
-        changed, chosen = point.changed(config()), point.labels["subset"].split("+")
-        assert list(changed.modelpool.models) == ["_pretrained_", *chosen]
-        assert list(changed.modelpool.train_datasets) == chosen
-        assert changed.taskpool.test_datasets == {task: f"path/{task}" for task in chosen}
-        assert point.labels["tasks"] == len(chosen)
-
-
-def test_a_task_pools_list_of_tasks_is_cut_as_well() -> None:
-    whole = config()
-    whole.taskpool.tasks = ["a", "b", "c"]
-    point, *_ = Design(axes={"tasks": [2]}, seeds=[1]).points(whole)
-    assert point.changed(whole).taskpool.tasks == ["a", "b"]
-
-
-def test_a_labelled_axis_stays_at_its_first_label() -> None:
-    axes = {"kind": {"one": {"method.x": 1}, "two": {"method.x": 2}}, "ridge_lambda": [1]}
-    points = Design(axes=axes, design="each", seeds=[1]).points(config())
-    found = [(p.labels["kind"], p.labels["ridge_lambda"], p.changes["method.x"]) for p in points]
-    assert found == [("one", 0.05, 1), ("two", 0.05, 2), ("one", 1, 1)]
-
-
-def test_corruptions_stay_clean_beside_other_axes() -> None:
-    axes = {"corruption": ["clean", "fog"], "ridge_lambda": [1]}
-    found = labels(Design(axes=axes, design="each", seeds=[1]))
-    assert [(e["corruption"], e["severity"], e["ridge_lambda"]) for e in found] == [
-        ("clean", 0, 0.05), ("fog", 3, 0.05), ("clean", 0, 1),
-    ]  # fmt: skip
-
-
-def test_an_axis_goes_before_what_the_pool_sets() -> None:
-    whole = config()
-    whole.modelpool.featcal = {"compare": {"post_merging_methods": {"featcal": {"mix_alpha": 1}}}}
-    present, moved = Design(axes={"mix_alpha": [0]}, design="each", seeds=[1]).points(whole)
-    assert (present.labels["mix_alpha"], moved.labels["mix_alpha"]) == (1, 0)
-    suite = moved.changed(whole).modelpool.featcal.compare
-    assert suite.post_merging_methods.featcal.mix_alpha == 0
+def test_labels_change_any_key() -> None:
+    other = {"modelpool.train_datasets": {"a": {"task": "z"}}}
+    own, changed = points({"data": {"own": {}, "other": other}})
+    assert [each.point.labels["data"] for each in (own, changed)] == ["own", "other"]
+    assert own.config.modelpool == config().modelpool
+    assert changed.config.modelpool.train_datasets == {"a": {"task": "z"}}
+    assert own.point.pool_name("clip") == "clip"
+    assert changed.point.pool_name("clip") == "clip (data=other)"
 
 
 def test_points_have_folders_of_their_own() -> None:
     subsets = ["+".join(f"long_task_name_{n}" for n in range(14) if n != out) for out in range(14)]
-    texts = [*subsets, "a/b", "a_b"]
-    points = [Point(labels={"of": t}, seed=s) for t in texts for s in (1, 2)]
-    assert len({point.folder for point in points}) == len(points)
+    made = points({"of": {text: {} for text in [*subsets, "a/b", "a_b"]}}, seeds=[1, 2])
+    assert len({each.point.folder for each in made}) == len(made) == 32
 
 
-def test_reports_of_other_pools_have_another_name() -> None:
-    settings = Point(labels={"n": 8}, changes={"method.samples_per_task": 8}, seed=1)
-    assert settings.pool_name("clip-vit-base-patch32_TA8") == "clip-vit-base-patch32_TA8"
-    fewer = Point(labels={"tasks": 2, "subset": "a+b"}, changes={"modelpool.models": {}}, seed=1)
-    assert fewer.pool_name("clip") == "clip (tasks=2, subset=a+b)"
+# ---- subsets of tasks
+
+
+def test_subsets_of_tasks_are_in_both_pools() -> None:
+    made = points({"tasks": [2, 4, 5]})
+    assert len(made) == 6 + 1  # the pool has no five tasks
+    for each in made:
+        chosen, pool = each.point.labels["subset"].split("+"), each.config.modelpool
+        assert list(pool.models) == ["_pretrained_", *chosen]
+        assert list(pool.train_datasets) == list(each.config.taskpool.test_datasets) == chosen
+        assert each.config.taskpool.tasks == chosen
+        assert each.point.labels["tasks"] == len(chosen)
 
 
 def test_a_sample_of_subsets_is_the_same_each_time() -> None:
-    design = Design(axes={"tasks": [2, 3]}, seeds=[1])
-    found = labels(design, subsets=3)
-    assert found == labels(design, subsets=3)
-    assert [entry["tasks"] for entry in found] == [2, 2, 2, 3, 3, 3]
-    assert len({entry["subset"] for entry in found}) == 6
+    drawn = labels({"tasks": [2, 3]}, subsets=3)
+    assert drawn == labels({"tasks": [2, 3]}, subsets=3)
+    assert [entry["tasks"] for entry in drawn] == [2, 2, 2, 3, 3, 3]
+    assert len({entry["subset"] for entry in drawn}) == 6
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"axes": {"sample_per_task": [8]}}, r"sample_per_task is no axis.*'samples_per_task'"),
-        ({"axes": {"samples_per_task": [8, 0]}}, r"samples_per_task must be an integer >= 1"),
-        ({"axes": {"seed": [1, 2]}}, r"with each seed of method.seeds=\[1, 2\]"),
-        ({"axes": {"modules": [["a"], ["b"]]}}, r"\['a'\] needs a label"),
-        ({"axes": {"steps": [0]}}, r"method.steps must be an integer >= 1, got 0"),
-        ({"axes": {"samples_per_task": 8}}, r"must be a list of values"),
-        ({"axes": {"samples_per_task": []}}, r"must be a list of values"),
-        ({"axes": [8]}, r"method.axes must be a mapping of names to values"),
-        ({"axes": {"own": {"x": 3}}}, r"method.axes.own.x must map dotted keys"),
-        ({"axes": {"tasks": [1]}}, r"method.axes.tasks must be integers >= 2, got 1"),
-        ({"axes": {"tasks": [9]}}, r"method.axes.tasks=\[9\]: the pool has 4 tasks"),
-        ({"axes": {"mix_alpha": [0]}, "pairs": [["mix_alpha", "rho"]]}, r"'rho' is no axis"),
-        ({"axes": {"mix_alpha": [0]}, "pairs": ["mix_alpha"]}, r"pairs must be a list of pairs"),
-        ({"axes": {}, "seeds": []}, r"method.seeds must be a list of at least one"),
-        ({"axes": {}, "seeds": 42}, r"method.seeds must be a list of at least one"),
-        ({"axes": {}, "seeds": [-1]}, r"method.seeds must be a list of at least one integer >= 0"),
-        ({"axes": {}, "design": "grid"}, r"method.design must be one of product, each, got 'grid'"),
-        ({"axes": {"tasks": [2]}, "design": "each"}, r"the axis tasks has no present value"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line(keys: dict[str, Any], message: str) -> None:
+# ---- calibration data
+
+
+def test_clean_comes_once_and_changes_nothing() -> None:
+    kinds = ["clean", "fog", "motion_blur"]
+    made = points({"corruption": {"kinds": kinds, "severities": [1, 5]}})
+    assert [tuple(each.point.labels.values()) for each in made] == [
+        ("clean", 0), ("fog", 1), ("fog", 5), ("motion_blur", 1), ("motion_blur", 5)
+    ]  # fmt: skip
+    assert made[0].point.changes == {}
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_pool_loads_corrupted_images_and_is_evaluated_on_clean_ones(split: str) -> None:
+    axes = {"corruption": {"kinds": ["gaussian_noise"], "severities": [4]}}
+    (point,) = points(axes, config(TASKS))
+    assert plain(point.config.taskpool) == plain(config(TASKS).taskpool)
+    for task in TASKS:
+        clean = image.load_split(task, split)
+        rows = instantiate(point.config.modelpool[f"{split}_datasets"][task])
+        expected = corrupted(clean, "gaussian_noise", 4, task=task)[5]
+        assert rows[5]["image"].tobytes() == expected["image"].tobytes()
+        assert rows[5]["image"].tobytes() != clean[5]["image"].tobytes()
+
+
+def sources(values: Any, whole: Any = None) -> dict[Any, Any]:
+    """Calibration data by source."""
+    made = points({"source": values}, config(TASKS) if whole is None else whole)
+    return {e.point.labels["source"]: plain(e.config.modelpool.train_datasets) for e in made}
+
+
+def test_sources_name_the_data_of_other_tasks() -> None:
+    own = plain(config(TASKS).modelpool.train_datasets)
+    made = sources(["own", "others", "each", "mixed"])
+    assert list(made) == ["own", "others", *TASKS, "mixed"]
+    assert made["own"] == own
+    assert made["mini_greek"] == dict.fromkeys(TASKS, own["mini_greek"])
+    assert [made["others"][t]["data"] for t in TASKS] == [[own[t]] for t in reversed(TASKS)]
+    rows = instantiate(OmegaConf.create(made["mixed"]["mini_latin"]))
+    first = [image.load_split(task, "train")[0]["image"].tobytes() for task in TASKS]
+    assert [rows[index]["image"].tobytes() for index in (0, 1)] == first
+
+
+def test_a_pool_may_have_further_sources() -> None:
+    noise = {"_target_": "fusion_bench_featcal.tasks.NoiseImages", "size": 28}
+    pool = {"featcal": {"sources": {"noise": noise, "fonts": {"_target_": "x"}}}}
+    made = sources(["own", "noise", "sources"], config(TASKS, pool))
+    assert list(made) == ["own", "noise", "fonts"]  # each of them once
+    assert made["noise"] == dict.fromkeys(TASKS, noise)
+    default = sources(["noise"])["noise"]["mini_latin"]
+    assert len(instantiate(OmegaConf.create(default))) == 1000
+
+
+def test_hub_ids_and_folders_become_configs(tmp_path: Path) -> None:
+    entries = {"train_datasets": {"mini_latin": "tanganke/dtd", "mini_greek": str(tmp_path)}}
+    (fog,) = points({"corruption": ["fog"]}, config(TASKS, entries))
+    assert {t: plain(e["data"]) for t, e in fog.config.modelpool.train_datasets.items()} == {
+        "mini_latin": {
+            "_target_": "datasets.load_dataset",
+            "path": "tanganke/dtd",
+            "split": "train",
+        },
+        "mini_greek": {"_target_": "fusion_bench_featcal.tasks.load_images", "path": str(tmp_path)},
+    }
+
+
+# ---- refused
+
+ONE = {"train_datasets": {"mini_latin": {"_target_": LOAD}}}
+ALPHA = {"mix_alpha": [0]}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"axes": {"sample_per_task": [8]}}, r"sample_per_task is no axis.*'samples_per_task'"),
+    ({"axes": {"samples_per_task": [8, 0]}}, r"samples_per_task must be an integer >= 1"),
+    ({"axes": {"seed": [1, 2]}}, r"with each seed of method.seeds=\[1, 2\]"),
+    ({"axes": {"modules": [["a"], ["b"]]}}, r"\['a'\] needs a label"),
+    ({"axes": {"steps": [0]}}, r"method.steps must be an integer >= 1, got 0"),
+    ({"axes": {"samples_per_task": 8}}, r"must be a list of values"),
+    ({"axes": {"samples_per_task": []}}, r"must be a list of values"),
+    ({"axes": [8]}, r"method.axes must be a mapping of names to values"),
+    ({"axes": {"own": {"x": 3}}}, r"method.axes.own.x must map dotted keys"),
+    ({"axes": {"tasks": [1]}}, r"method.axes.tasks must be integers >= 2, got 1"),
+    ({"axes": {"tasks": [9]}}, r"method.axes.tasks=\[9\]: the pool has 4 tasks"),
+    ({"axes": ALPHA, "pairs": [["mix_alpha", "rho"]]}, r"'rho' is no axis"),
+    ({"axes": ALPHA, "pairs": ["mix_alpha"]}, r"pairs must be a list of pairs"),
+    ({"axes": {}, "seeds": []}, r"method.seeds must be a list of at least one"),
+    ({"axes": {}, "seeds": 42}, r"method.seeds must be a list of at least one"),
+    ({"axes": {}, "seeds": [-1]}, r"method.seeds must be a list of at least one integer >= 0"),
+    ({"axes": {}, "design": "grid"}, r"method.design must be one of product, each, got 'grid'"),
+    ({"axes": {"corruption": ["frog"]}}, r"must be one of gaussian_noise.*\(nearest: "),
+    ({"axes": {"corruption": {"severities": [0]}}}, r"severities must be .* 1 to 5, got 0"),
+    ({"axes": {"corruption": {"severities": [6]}}}, r"severities must be .* 1 to 5, got 6"),
+    ({"axes": {"corruption": {"kind": ["fog"]}}}, r"axes\.corruption: unknown key 'kind' "),
+    ({"axes": {"corruption": {"kinds": "fog"}}}, r"kinds must be a list, got 'fog'"),
+    ({"axes": {"corruption": {"severities": 3}}}, r"severities must be a list, got 3"),
+    ({"axes": {"corruption": [["fog"]]}}, r"must be one of gaussian_noise.*, got \['fog'\]"),
+    ({"axes": {"corruption": ["fog"]}, "modelpool": ONE}, r"has none for mini_greek: set modelp"),
+    ({"axes": {"source": ["mixed"]}, "modelpool": ONE}, r"has none for mini_greek: set modelpool"),
+    ({"axes": {"source": ["others"]}, "tasks": TASKS[:1]}, r"a second task, and there is mini_la"),
+    ({"axes": {"source": ["mini_latn"]}}, r"source must name .* \(nearest: 'mini_latin'\)"),
+    ({"axes": {"source": [{"path": "x"}]}}, r"must name .*sources\.NAME\), got {'path'"),
+    ({"axes": {"source": {"mine": "own"}}}, r"must be a list of sources, got {'mine'"),
+    ({"axes": {}, "subsets": 0}, r"method.subsets must be null or an integer >= 1"),
+    ({"axes": {"tasks": [2]}, "design": "each"}, r"the axis tasks has no present value to stay at"),
+    ({"axes": {"tasks": [2]}, "tasks": TASKS[:1]}, r"two experts or more, this one has mini_latin"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSED)
+def test_axes_that_cannot_be_are_refused(keys: dict[str, Any], message: str) -> None:
+    keys, pool = dict(keys), keys.get("modelpool")
+    data = {"corruption", "source"} & {*keys["axes"]}
+    tasks = keys.pop("tasks", TASKS if data else FOUR)
+    keys.pop("modelpool", None)
     with pytest.raises(ValueError, match=message) as caught:
-        Design(**{"seeds": [1], **keys}).points(config())
+        points(keys.pop("axes"), config(tasks, pool), **keys)
     assert "\n" not in str(caught.value)
 
 
-def test_a_study_of_tasks_needs_two_experts() -> None:
-    alone = config()
-    alone.modelpool.models = {"_pretrained_": "x", "a": "y"}
-    with pytest.raises(ValueError, match=r"needs a model pool with two experts or more.* has a"):
-        Design(axes={"tasks": [2]}, seeds=[1]).points(alone)
-
-
-def test_numbers_of_subsets_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"method.subsets must be null or an integer >= 1"):
-        Design(subsets=0)
-
-
-def test_every_variant_of_the_ablation_is_feat_cal_plus_but_for_its_part() -> None:
-    config = Path(__file__).resolve().parents[2] / "config"
-    plus = yaml.safe_load((config / "featcal_settings/plus.yaml").read_text(encoding="utf-8"))
-    page = yaml.safe_load((config / "method/study/ablation.yaml").read_text(encoding="utf-8"))
+def test_every_variant_of_the_ablation_is_feat_cal_plus_but_for_one_setting() -> None:
+    folder = Path(__file__).resolve().parents[2] / "config"
+    plus = yaml.safe_load((folder / "featcal_settings/plus.yaml").read_text(encoding="utf-8"))
+    page = yaml.safe_load((folder / "method/study/ablation.yaml").read_text(encoding="utf-8"))
     draw = {"_target_", "samples_per_task", "calibration_split", "seed"}
     changed = {}
     for name, settings in page["post_merging_methods"].items():

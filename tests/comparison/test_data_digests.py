@@ -1,0 +1,117 @@
+"""Digests of the data that a cell depends on: the drawn samples, by their content."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from comparison_parts import linear
+from fusion_bench import BaseModelPool, BaseTaskPool
+from omegaconf import OmegaConf
+from PIL import Image
+
+from fusion_bench_featcal import FeatCalSettings
+from fusion_bench_featcal.calibration_data import draw_samples
+from fusion_bench_featcal.lab.compare.data import DataDigests, digest_rows
+
+PICTURES = datasets.Dataset.from_dict(
+    {"image": [Image.new("L", (2, 2)), Image.new("L", (2, 2), 3)], "label": [0, 1]},
+    features=datasets.Features({"image": datasets.Image(), "label": datasets.Value("int8")}),
+)
+FEATCAL = {"_target_": "fusion_bench_featcal.lab.compare.FeatCal", "samples_per_task": 3}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"image": torch.zeros(2, 2), "label": 0}, {"image": torch.ones(2, 2), "label": 1}],
+        [(Image.new("RGB", (2, 2)), 0), (Image.new("RGB", (2, 2), "red"), 1)],
+        [{"prompt": "a", "target": "b"}, {"prompt": "a", "target": "c"}],
+        PICTURES,
+    ],
+)
+def test_items_count_with_content_and_labels(rows: Any) -> None:
+    assert digest_rows(rows) == digest_rows(rows, [0, 1])
+    assert len({digest_rows(rows), digest_rows(rows, [0, 0]), digest_rows(rows, [1, 0])}) == 3
+
+
+def test_items_that_are_files_count_with_their_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(b"one")
+    before = digest_rows([{"image": str(file)}])
+    file.write_bytes(b"two")
+    assert digest_rows([{"image": str(file)}]) != before
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows that are numbers."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"value": self.values[index]}
+
+
+def drawn(config: dict[str, Any], train: Any, test: Any = ()) -> dict[str, Any]:
+    """Digests of what a method draws; data are numbers, or the config of a data set."""
+    models: Any = {"left": linear(1)}
+    data = {
+        f"{split}_datasets": OmegaConf.create(
+            {"left": {"_target_": "test_data_digests.Rows", "values": values}
+             if isinstance(values, list) else values}
+        )
+        for split, values in (("train", train), ("test", test))
+        if values
+    }  # fmt: skip
+    return DataDigests(BaseModelPool(models, **data), BaseTaskPool()).drawn(config)
+
+
+@pytest.mark.parametrize("seed", [42, 7])
+def test_only_drawn_samples_count(seed: int) -> None:
+    config, values = FEATCAL | {"seed": seed}, list(range(10))
+    settings = FeatCalSettings(samples_per_task=3, seed=seed)
+    before = drawn(config, values)
+    other = {n: [*values[:n], -1, *values[n + 1 :]] for n in range(10)}
+    changed = {n for n in range(10) if drawn(config, other[n]) != before}
+    assert changed == {*draw_samples(10, "left", settings)}
+
+
+@pytest.mark.parametrize(
+    ("config", "counts"),
+    [
+        ({"_target_": "comparison_parts.Scale"}, (True, True)),  # its draw is unknown
+        ({"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}, (False, False)),
+        ({"name": "clip_layer_wise_adamerging"}, (False, True)),
+        ({"_target_": "fusion_bench_featcal.lab.compare.AnchorOnly"}, (False, False)),
+        (FEATCAL, (True, False)),
+        (FEATCAL | {"stream": "test_tta"}, (False, True)),
+        ({"a": FEATCAL, "b": FEATCAL | {"calibration_split": "test"}}, (True, True)),
+        ({"of": FEATCAL} | FEATCAL | {"calibration_split": "test"}, (True, True)),
+    ],
+)
+def test_the_splits_that_a_method_reads_count(config: Any, counts: tuple[bool, bool]) -> None:
+    before = drawn(config, [1, 2], [1, 2])
+    assert before == drawn(config, [1, 2], [1, 2])
+    assert counts == (
+        drawn(config, [1, 3], [1, 2]) != before,
+        drawn(config, [1, 2], [1, 3]) != before,
+    )
+
+
+def test_corrupted_samples_are_other_data(caplog: pytest.LogCaptureFixture) -> None:
+    clean = {"_target_": "fusion_bench_featcal.suites.image.load_split", "task": "mini_greek"}
+    clean["split"] = "train"
+    corrupted = {"_target_": "fusion_bench_featcal.tasks.corrupted", "data": clean}
+    fog = corrupted | {"corruption": "fog", "severity": 1}
+    changes: list[dict[str, Any]] = [{"severity": 2}, {"seed": 1}, {"task": "left"}]
+    changes += [{"corruption": name} for name in ("gaussian_noise", "motion_blur")]
+    entries = [clean, fog, *(fog | change for change in changes)]
+    digests = [drawn(FEATCAL, entry) for entry in entries]
+    assert len({str(digest) for digest in digests}) == len(entries)
+    assert digests == [drawn(FEATCAL, entry) for entry in entries]
+    assert "counts in fingerprints by class" not in caplog.text

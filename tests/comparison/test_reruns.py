@@ -1,0 +1,269 @@
+"""Finished cells are not run again, but for those that a change or a damage has hit."""
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comparison_parts import MERGERS, Scale, comparison, method, model_pool
+from fusion_bench import BaseModelPool
+from omegaconf import OmegaConf
+
+from fusion_bench_featcal.files import owner_mark, remove
+from fusion_bench_featcal.results import ReportError
+
+MERGER = "task_arithmetic"
+REFERENCES, DOUBLE, OWN = {"base", "experts"}, f"{MERGER}--double", f"{MERGER}--my_own"
+OVER_MERGER = {f"{MERGER}--none", DOUBLE, OWN}
+ALL = REFERENCES | OVER_MERGER
+CODE = "from comparison_parts import Scale\n\n\nclass Own(Scale):\n    x = 1\n"
+FILE, SOURCE = Path("model.bin"), Path("own_method.py")
+
+
+def model_config(seed: int) -> dict[str, Any]:
+    paths = {"file": str(FILE), "cache_dir": "cache"}
+    return {"_target_": "comparison_parts.linear", "seed": seed, **paths}
+
+
+class Command:
+    """A comparison in the current folder, on models that a config names."""
+
+    def __init__(self) -> None:
+        self.methods: Any = {"double": method(Scale), "my:own": {"_target_": "own_method.Own"}}
+        self.mergers = {MERGER: dict(MERGERS[MERGER])}
+        self.models = {n: model_config(s) for s, n in enumerate(("_pretrained_", "left", "right"))}
+        self.tests: Any = {"left": [{"value": 1}, {"value": 2}]}
+        self.seed = 42
+        self.rows: dict[Any, Any] = {}
+
+    def made(self) -> list[str]:
+        """Run it without reports; titles of the cells whose results were written."""
+        before = self._finished()
+        sys.modules.pop("own_method", None)
+        importlib.invalidate_caches()
+        algorithm: Any = comparison(
+            Path(), upstream_mergers=self.mergers, post_merging_methods=self.methods, seed=self.seed
+        )
+        algorithm._program.taskpool._test_datasets = self.tests
+        algorithm.report = lambda _, runs, *__: self.rows.update(
+            {cell: (result.accuracy, result.correct) for cell, result in runs[0].results.items()}
+        )
+        algorithm.run(BaseModelPool(OmegaConf.create(self.models)))
+        return sorted(n.rpartition("-")[0] for n, at in self._finished().items()
+                      if before.get(n) != at)  # fmt: skip
+
+    def _finished(self) -> dict[str, int]:
+        files = Path("results").glob("cells/*/result.json")
+        return {file.parent.name: file.stat().st_mtime_ns for file in files}
+
+    def accuracies(self) -> dict[Any, dict[str, float]]:
+        """Accuracies of all cells, which are those of their items."""
+        for accuracy, correct in self.rows.values():
+            shares = {task: float(torch.as_tensor(flags).double().mean())
+                      for task, flags in correct.items()}  # fmt: skip
+            assert accuracy == pytest.approx(shares)
+        return {cell: accuracy for cell, (accuracy, _) in self.rows.items()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend("")
+        Path("cache").mkdir()
+        FILE.write_bytes(b"weights")
+        SOURCE.write_text(CODE)
+        command = Command()
+        assert command.made() == sorted(ALL)
+    (folder / "accuracies").write_text(repr(command.accuracies()))
+    return folder
+
+
+@pytest.fixture
+def command(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The command beside a copy of its finished results."""
+    monkeypatch.chdir(shutil.copytree(finished, tmp_path / "copy"))
+    monkeypatch.syspath_prepend("")
+    return Command()
+
+
+def unchanged(command: Command) -> bool:
+    return repr(command.accuracies()) == Path("accuracies").read_text()
+
+
+def file_of(pattern: str) -> Path:
+    (file,) = Path("results").glob(pattern)
+    return file
+
+
+def other_bytes(_: Command) -> None:
+    """A model file of the same size and time."""
+    times = FILE.stat().st_atime_ns, FILE.stat().st_mtime_ns
+    FILE.write_bytes(b"weightz")
+    os.utime(FILE, ns=times)
+
+
+def other_code(_: Command) -> None:
+    SOURCE.write_text(CODE.replace("1", "2"))
+
+
+CHANGES: dict[str, tuple[Callable[[Command], Any], set[str]]] = {
+    "nothing": (lambda _: None, set()),
+    "the order of keys": (
+        lambda c: c.mergers.update({MERGER: dict(reversed(c.mergers[MERGER].items()))}), set()
+    ),
+    "a new method": (lambda c: c.methods.update(more=method(Scale)), {f"{MERGER}--more"}),
+    "a method's setting": (lambda c: c.methods.update(double=method(Scale, factor=4)), {DOUBLE}),
+    "a merger's setting": (lambda c: c.mergers[MERGER].update(scaling_factor=0.4), OVER_MERGER),
+    "the seed": (lambda c: setattr(c, "seed", 7), OVER_MERGER),
+    "a model's config": (lambda c: c.models.update(left=model_config(9)), ALL),
+    "a model's file": (other_bytes, ALL),
+    "a file of a cache": (lambda _: Path("cache", "file").touch(), set()),
+    "code outside the package": (other_code, {OWN}),
+    "test items": (lambda c: c.tests["left"][1].update(value=3), ALL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_cells_run_again_that_depend_on_a_change(name: str, command: Command) -> None:
+    change, again = CHANGES[name]
+    change(command)
+    assert command.made() == sorted(again)
+
+
+def test_weights_in_memory_count(tmp_path: Path) -> None:
+    def evaluations() -> int:
+        algorithm: Any = comparison(tmp_path, upstreams=[MERGER])
+        algorithm.report = lambda *_: None
+        algorithm.run(pool)
+        return algorithm._program.taskpool.evaluated
+
+    pool: Any = model_pool()
+    assert (evaluations(), evaluations()) == (4, 0)
+    torch.nn.init.zeros_(pool._models["left"][0].bias)
+    assert evaluations() == 4
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        (None, "does not show its test items"),
+        ({"left": [object()]}, "left counts in fingerprints by class, length and config: "),
+    ],
+)
+def test_test_items_that_cannot_be_digested_are_logged(
+    tests: Any, message: str, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    command.tests = tests
+    assert command.made() == sorted(ALL) and message in caplog.text
+    assert command.made() == []
+
+
+# ---- results that are damaged, or where something else is
+
+RESULT, ITEMS = "result.json", "items.npz"
+WEIGHTS, COST = (f"upstreams/{MERGER}-*/{name}" for name in ("model.safetensors", "cost.json"))
+
+
+def test_no_flipped_bit_goes_unnoticed(command: Command, caplog: pytest.LogCaptureFixture) -> None:
+    """Flips in a file of each cell, and in the merged model, which cells over the merger need."""
+
+    def flip(file: Path, number: int) -> None:
+        content = bytearray(file.read_bytes())
+        content[number * (len(content) - 3) // 8] ^= 1 << number % 8
+        file.write_bytes(content)
+
+    for number in range(9):
+        for cell, title in enumerate(sorted(ALL)):
+            flip(file_of(f"cells/{title}-*/{(RESULT, ITEMS)[(number + cell) % 2]}"), number)
+        flip(file_of((WEIGHTS, COST)[number % 2]), number)
+        caplog.clear()
+        assert command.made() == sorted(ALL) and unchanged(command)
+        assert caplog.text.count("is damaged and made again") == len(ALL) + 1
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "[" * 99999, "{}"])
+def test_a_damaged_reference_is_made_again(damage: str, command: Command) -> None:
+    file_of("cells/base-*/result.json").write_text(damage)
+    assert command.made() == ["base"]
+
+
+@pytest.mark.parametrize("names", [(RESULT, WEIGHTS), (ITEMS, COST)])
+@pytest.mark.parametrize("shape", ["folder", "file for its folder", "file for all", "absent"])
+def test_nothing_in_the_way_stays_there(shape: str, names: Any, command: Command) -> None:
+    files = file_of(f"cells/{DOUBLE}-*/{names[0]}"), file_of(names[1])
+    for file in files:
+        levels = {"file for its folder": file.parent, "file for all": file.parent.parent}
+        blocked = levels.get(shape, file)
+        remove(blocked)
+        if shape == "folder":
+            (file / "inside").mkdir(parents=True)
+        elif shape != "absent":
+            blocked.touch()
+    again = ALL if shape == "file for all" else {DOUBLE}
+    assert command.made() == sorted(again) and unchanged(command)
+    assert all(file.is_file() for file in files)
+
+
+def test_results_that_cannot_be_kept_end_nothing(
+    command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    replace = os.replace
+
+    def full(source: Any, target: Any) -> None:
+        if {"cells", "upstreams"} & {*Path(target).parts}:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    for folder in ("cells", "upstreams"):
+        remove(Path("results") / folder)
+    monkeypatch.setattr(os, "replace", full)
+    assert command.made() == [] and unchanged(command)
+    for text in (f"the result of {DOUBLE} is not kept", f"model that {MERGER} made is not kept"):
+        assert text in caplog.text
+    assert "No space left on device" in caplog.text
+    assert not list(Path("results").rglob("*.part"))
+
+
+def test_leftovers_are_swept_but_not_those_of_a_living_process(command: Command) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    host = owner_mark().removesuffix(f"-{os.getpid()}")
+    cell, folder = file_of("cells/base-*"), Path("results")
+    swept = [at / f".result.json.{host}-{dead.pid}-0.part" for at in (cell, folder)]
+    # A save that ended between its two renames holds the only copy of the old model.
+    kept = [folder / f".merged.{host}-{dead.pid}-0.old", folder / ".download.part",
+            cell / f".result.json.{host}-{os.getppid()}-0.part"]  # fmt: skip
+    for file in (*swept, *kept):
+        file.touch()
+    assert command.made() == []
+    assert not any(file.exists() for file in swept) and all(file.exists() for file in kept)
+
+
+@pytest.mark.parametrize(
+    ("blocked", "message"),
+    [
+        (MERGER, rf"{MERGER} is in the way.*remove it"),
+        ("report.json/x", r"report\.json is in the way.*remove it"),
+        (f"{MERGER}/report.md/x", r"report\.md is in the way.*remove it"),
+        ("", r"results.*: (File exists|Not a dir).*method\.results_dir"),
+    ],
+)
+def test_files_in_the_way_of_reports_are_named_before_any_work(
+    blocked: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "results" / blocked
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    algorithm: Any = comparison(tmp_path, upstreams=[MERGER])
+    with pytest.raises(ReportError, match=message):
+        algorithm.run(model_pool())
+    assert algorithm._program.taskpool.evaluated == 0
