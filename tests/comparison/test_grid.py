@@ -61,10 +61,10 @@ def test_a_pool_leaves_entries_out_and_sets_others() -> None:
     changed = {"wudi": {"exclude_keys": ["head"]}, "ties": {"a": 1}, "absent": {"a": 1}}
     leave_out = {"twice": "it is too much", "simple_average": "it is too plain"}
     suite = {"compare": {"leave_out": leave_out, "upstream_mergers": changed}}
-    made = grid(suite, **choices)
-    assert [merger.name for merger in made.mergers] == ["wudi", "task_arithmetic"]
-    assert made.mergers[0].config == WUDI | {"exclude_keys": ["head"]}
-    assert list(made.cells) == ["scale"]
+    result = grid(suite, **choices)
+    assert [merger.name for merger in result.mergers] == ["wudi", "task_arithmetic"]
+    assert result.mergers[0].config == WUDI | {"exclude_keys": ["head"]}
+    assert list(result.cells) == ["scale"]
     assert list(grid(suite, **choices, post_merging=["twice"]).cells) == ["twice"]
     assert list(grid(**choices, leave_out={"scale": "it is slow"}).cells) == ["twice"]
     with pytest.raises(ValueError, match=r"modelpool\.featcal\.compare: \['upstream'\] unknown"):

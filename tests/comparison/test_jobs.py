@@ -43,9 +43,9 @@ def program(folder: Path, methods: Any = METHODS, **choices: Any) -> Any:
 
 
 def run(folder: Path, methods: Any = METHODS, **choices: Any) -> Any:
-    made = program(folder, methods, **choices)
-    made.run()
-    return made
+    driver = program(folder, methods, **choices)
+    driver.run()
+    return driver
 
 
 def start(folder: Path, methods: Any) -> subprocess.Popen[bytes]:
@@ -75,8 +75,8 @@ def wait_for(file: Path, process: Any) -> None:
 
 def test_other_processes_give_the_same_table(tmp_path: Path) -> None:
     run(tmp_path / "here", post_merging=["none"])
-    made = run(tmp_path / "apart", jobs=2, post_merging=["none"])
-    assert made.taskpool.evaluated == 0  # here
+    driver = run(tmp_path / "apart", jobs=2, post_merging=["none"])
+    assert driver.taskpool.evaluated == 0  # here
     assert table(tmp_path / "apart") == table(tmp_path / "here")
     assert finished(tmp_path / "here").keys() == finished(tmp_path / "apart").keys()
     assert not list((tmp_path / "apart" / "claims").iterdir())
@@ -159,13 +159,13 @@ def test_dask_gives_the_same_table_though_a_worker_is_killed(tmp_path: Path) -> 
     try:
         wait_for(file, processes[0])
         cluster = {"backend": "dask", "backend_options": {"scheduler_file": str(file)}}
-        made = run(tmp_path / "dask", methods, **cluster)
+        driver = run(tmp_path / "dask", methods, **cluster)
         killer.join()
     finally:
         for process in processes:
             process.terminate()
             process.wait(30)
-    assert made.taskpool.evaluated == 0
+    assert driver.taskpool.evaluated == 0
     run(tmp_path / "here", methods)
     assert table(tmp_path / "dask") == table(tmp_path / "here")
     assert not list((tmp_path / "dask" / "claims").iterdir())
@@ -187,10 +187,10 @@ def test_workers_that_cannot_be_are_refused(
 
 
 def test_pools_made_in_python_stay_in_this_process(tmp_path: Path) -> None:
-    made = program(tmp_path, jobs=2)
-    made.config = None
+    driver = program(tmp_path, jobs=2)
+    driver.config = None
     with pytest.raises(CalibrationError, match=r"cannot be sent to other processes"):
-        made.run()
+        driver.run()
 
 
 @pytest.mark.slow

@@ -91,10 +91,10 @@ def generator(seed: int, task: str, purpose: str) -> torch.Generator:
 
 def batches_of(samples: int, method: Any, task: str) -> list[Tensor]:
     """Positions of every update: shuffled anew in each pass."""
-    numbers, found = generator(method.seed, task, "batches"), []
-    while len(found) < method.steps:
-        found += torch.randperm(samples, generator=numbers).split(method.batch_size)
-    return found[: method.steps]
+    numbers, result = generator(method.seed, task, "batches"), []
+    while len(result) < method.steps:
+        result += torch.randperm(samples, generator=numbers).split(method.batch_size)
+    return result[: method.steps]
 
 
 class Adam:
@@ -140,12 +140,12 @@ def trained_by_hand(features: Mapping[str, tuple[Tensor, Tensor]], method: Any) 
         optimizers = {task: Adam(method.learning_rate) for task in features}
     for step in range(method.steps):
         for task, (merged, expert) in features.items():
-            own = modules["shared" if shared else task]
+            weights = modules["shared" if shared else task]
             x, target = merged[positions[task][step]], expert[positions[task][step]]
-            inner = torch.relu(x @ own[0].T)
-            drift, divergence = inner @ own[1].T, torch.zeros(())
+            inner = torch.relu(x @ weights[0].T)
+            drift, divergence = inner @ weights[1].T, torch.zeros(())
             if random:
-                mean, log_variance = drift, inner @ own[2].T
+                mean, log_variance = drift, inner @ weights[2].T
                 draw = torch.randn(mean.shape, generator=noise[task])
                 drift = mean + (log_variance / 2).exp() * draw
                 spread = torch.distributions.Normal(mean, (log_variance / 2).exp())
@@ -154,9 +154,9 @@ def trained_by_hand(features: Mapping[str, tuple[Tensor, Tensor]], method: Any) 
                 divergence = method.kl_weight * divergence
             loss = (x - drift - target).abs().mean() + divergence
             losses[task].append(loss.item())
-            gradients = torch.autograd.grad(loss, own)
-            every = [w for m in modules.values() for w in m] if joint else own
-            places = [next(n for n, w in enumerate(every) if w is one) for one in own]
+            gradients = torch.autograd.grad(loss, weights)
+            every = [w for m in modules.values() for w in m] if joint else weights
+            places = [next(n for n, w in enumerate(every) if w is one) for one in weights]
             optimizers[task].step(every, dict(zip(places, gradients, strict=True)))
-    found = {t: [w.detach() for w in modules["shared" if shared else t]][:2] for t in features}
-    return {"modules": found, "losses": losses}
+    result = {t: [w.detach() for w in modules["shared" if shared else t]][:2] for t in features}
+    return {"modules": result, "losses": losses}

@@ -13,7 +13,7 @@ def models(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def places(models, tmp_path_factory) -> Any:
+def setups(models, tmp_path_factory) -> Any:
     """A pool, its merged model and a batch, of images and of each kind of language model."""
     pool: Any = tiny_pool(models)
     pixels = pixels_of(models, pool.load_train_dataset(TASKS[0]))

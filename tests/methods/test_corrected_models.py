@@ -25,6 +25,7 @@ from tiny_pools import (
     tower,
 )
 from torch import Tensor, nn
+from torch.nn.functional import normalize as unit
 from transformers import CLIPModel
 
 from fusion_bench_featcal import CalibrationError
@@ -72,35 +73,32 @@ def classified(models: Any, model: Any, task: str) -> Tensor:
 @pytest.mark.parametrize("normalize", ["none", "pre"])
 def test_the_classifier_gets_the_tasks_corrected_features(kind, normalize, models) -> None:
     merged, projection = tower(models, "_merged_"), projection_of(models)
-    parts = {task: module(kind, seed) for seed, task in enumerate(TASKS)}
-    model = CorrectedModel(merged, projection, parts, normalize=normalize)
+    modules = {task: module(kind, seed) for seed, task in enumerate(TASKS)}
+    model = CorrectedModel(merged, projection, modules, normalize=normalize)
     features = projection(merged(PIXELS).pooler_output).detach()
-    unit = nn.functional.normalize(features, dim=-1)
+
+    def unit_features(tower: Any) -> Tensor:
+        return unit(projection(tower(PIXELS).pooler_output), dim=-1)
+
     for seed, task in enumerate(TASKS):
-        wanted = written_out(kind, seed, unit if normalize == "pre" else features)
-        torch.testing.assert_close(model.features(task, PIXELS), wanted)
+        given = unit(features, dim=-1) if normalize == "pre" else features
+        by_hand = written_out(kind, seed, given)
+        torch.testing.assert_close(model.features(task, PIXELS), by_hand)
         if normalize == "none":
-            wanted = nn.functional.normalize(wanted, dim=-1)
-        torch.testing.assert_close(classified(models, model, task), wanted)
-
-        def unit_features(tower: Any) -> Tensor:
-            return nn.functional.normalize(projection(tower(PIXELS).pooler_output), dim=-1)
-
-        corrected, given, removed = model.compute_surgery_features(unit_features, task)
-        torch.testing.assert_close(corrected, wanted)
-        torch.testing.assert_close(given - removed, wanted)
+            by_hand = unit(by_hand, dim=-1)
+        torch.testing.assert_close(classified(models, model, task), by_hand)
+        corrected, before, removed = model.compute_surgery_features(unit_features, task)
+        torch.testing.assert_close(corrected, by_hand)
+        torch.testing.assert_close(before - removed, by_hand)
 
 
 def test_a_model_of_another_dtype_than_the_head_is_corrected(models) -> None:
-    parts = {task: module("surgery", 0) for task in TASKS}
-    model = CorrectedModel(tower(models, "_merged_").bfloat16(), projection_of(models), parts)
+    modules = {task: module("surgery", 0) for task in TASKS}
+    model = CorrectedModel(tower(models, "_merged_").bfloat16(), projection_of(models), modules)
     features = model.projection(model(PIXELS.bfloat16()).pooler_output.float())
-    corrected, _, _ = model.compute_surgery_features(
-        nn.functional.normalize(features, dim=-1), TASKS[0]
-    )
-    wanted = nn.functional.normalize(written_out("surgery", 0, features), dim=-1)
+    corrected, _, _ = model.compute_surgery_features(unit(features, dim=-1), TASKS[0])
     assert corrected.dtype == torch.float32
-    torch.testing.assert_close(corrected, wanted)
+    torch.testing.assert_close(corrected, unit(written_out("surgery", 0, features), dim=-1))
 
 
 @pytest.mark.parametrize("kind", ["Surgery", "SurgeryV2"])
@@ -114,13 +112,13 @@ def test_both_task_pools_evaluate_by_task_name(kind, models, monkeypatch) -> Non
     test_sets: Any = {task: pictures(task, "test", 10) for task in TASKS}
     options: Any = {"processor": tiny_processor(models), "dataloader_kwargs": {"batch_size": 4}}
     clip_model = CLIPModel.from_pretrained(models["_pretrained_"])
-    theirs = CLIPVisionModelTaskPool(test_sets, clip_model=clip_model, **options)
-    ours = ClipTaskPool(test_sets, base_model=models["_pretrained_"], **options)
+    stock = CLIPVisionModelTaskPool(test_sets, clip_model=clip_model, **options)
+    taskpool = ClipTaskPool(test_sets, base_model=models["_pretrained_"], **options)
     reports = []
-    for pool in (theirs, ours):
+    for pool in (stock, taskpool):
         pool._fabric_instance = cpu_fabric()
         reports.append(pool.evaluate(model))
-    plain = ours.evaluate(model.model)
+    plain = taskpool.evaluate(model.model)
     for task in TASKS:
         assert reports[0][task]["accuracy"] == pytest.approx(reports[1][task]["accuracy"])
         assert reports[1][task]["loss"] != plain[task]["loss"]
@@ -172,13 +170,13 @@ def states_of(model: Any, kind: str, batch: dict[str, Tensor]) -> Tensor:
 @KINDS
 def test_scores_are_the_heads_of_corrected_states(kind) -> None:
     model, batch = model_of(kind), text_batch(kind)
-    parts = {"one": module("surgery", 1, WIDTH)}
-    corrected = CorrectedLanguageModel(model, NORMS[kind], parts)
+    modules = {"one": module("surgery", 1, WIDTH)}
+    corrected = CorrectedLanguageModel(model, NORMS[kind], modules)
     states = states_of(model, kind, batch)
-    wanted = written_out("surgery", 1, states.flatten(0, 1)).view_as(states)
+    expected = written_out("surgery", 1, states.flatten(0, 1)).view_as(states)
     with torch.no_grad(), corrected.for_task("one"):
-        found, head = corrected(**batch).logits, model.get_output_embeddings()
-        torch.testing.assert_close(found, head(wanted))
+        result, head = corrected(**batch).logits, model.get_output_embeddings()
+        torch.testing.assert_close(result, head(expected))
         assert torch.equal(model(**batch).logits, model_of(kind)(**batch).logits)
 
 
@@ -194,11 +192,11 @@ def test_a_correction_acts_at_every_decoded_position_of_its_task_alone(kind) -> 
     """Behind it the head prefers one token, whatever it is given."""
     model = model_of(kind)
     head = model.get_output_embeddings().weight.detach()
-    parts = {
+    modules = {
         n: AffineModule(torch.eye(WIDTH), -100 * head[t].clone())
         for n, t in zip("ab", (9, 17), strict=True)
     }
-    corrected = CorrectedLanguageModel(model, NORMS[kind], parts)
+    corrected = CorrectedLanguageModel(model, NORMS[kind], modules)
     best = [int((head @ head[token]).argmax()) for token in (9, 17)]
     assert best[0] != best[1]
     for task, token in zip("ab", best, strict=True):
@@ -215,12 +213,15 @@ def test_ties_and_settings_of_generation_survive_saving(kind, tied, tmp_path) ->
     if tied:
         base.get_output_embeddings().weight = base.get_input_embeddings().weight
     base.generation_config.repetition_penalty = 1.5
-    parts = {"one": module("surgery", 1, WIDTH), "two": module("ridge", 2, WIDTH)}
-    told: Any = {"samples": {"one": {"samples": 6, "split": "test"}}, "curves": {"one": [(0, 1.5)]}}
-    model = CorrectedLanguageModel(base, NORMS[kind], parts, **told)
+    modules = {"one": module("surgery", 1, WIDTH), "two": module("ridge", 2, WIDTH)}
+    notes: Any = {
+        "samples": {"one": {"samples": 6, "split": "test"}},
+        "curves": {"one": [(0, 1.5)]},
+    }
+    model = CorrectedLanguageModel(base, NORMS[kind], modules, **notes)
     model.save_pretrained(tmp_path)
     loaded = CorrectedLanguageModel.from_pretrained(tmp_path)
-    assert (loaded.tasks, loaded.samples, loaded.curves) == (("one", "two"), *told.values())
+    assert (loaded.tasks, loaded.samples, loaded.curves) == (("one", "two"), *notes.values())
     head, embeddings = loaded.get_output_embeddings(), loaded.get_input_embeddings()
     assert (head.weight is embeddings.weight) == tied
     assert loaded.generation_config.repetition_penalty == 1.5

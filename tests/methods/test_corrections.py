@@ -8,15 +8,7 @@ import torch
 from rivals import OURS, TRAINED, Rival, distance, planted_drift, trained_by_hand
 from text_pools import NORMS, text_pool, text_tokenizer, with_tests
 from tiny_models import normal
-from tiny_pools import (
-    TASKS,
-    assert_equal,
-    inputs_of,
-    pictures,
-    projection_of,
-    tiny_pool,
-    tower,
-)
+from tiny_pools import TASKS, assert_equal, inputs_of, pictures, projection_of, tiny_pool, tower
 from tiny_texts import sentences, with_data
 from torch import Tensor, nn
 
@@ -26,7 +18,7 @@ from fusion_bench_featcal.tasks import TextTaskPool
 SHORT = TRAINED | OURS
 
 
-def made(models: Any, kind: str, pool: Any = None, **settings: Any) -> tuple[Any, Any]:
+def trained(models: Any, kind: str, pool: Any = None, **settings: Any) -> tuple[Any, Any]:
     merged = tower(models, "_merged_")
     return Rival(kind, SHORT).run(inputs_of(pool or tiny_pool(models)), merged, **settings)
 
@@ -34,12 +26,12 @@ def made(models: Any, kind: str, pool: Any = None, **settings: Any) -> tuple[Any
 @torch.no_grad()
 def features_of(models: Any, method: Any, pool: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """Projected features of merged model and expert on the drawn samples."""
-    projection, found = projection_of(models), {}
+    projection, result = projection_of(models), {}
     for task, batches in method.batches(inputs_of(pool)).items():
         pixels = torch.cat([batch["pixel_values"] for batch in batches])
         sides = [tower(models, name)(pixels).pooler_output for name in ("_merged_", task)]
-        found[task] = tuple(map(projection, sides))
-    return found
+        result[task] = tuple(map(projection, sides))
+    return result
 
 
 SURGERIES: list[tuple[str, dict[str, Any]]] = [
@@ -56,14 +48,14 @@ SURGERIES: list[tuple[str, dict[str, Any]]] = [
 def test_surgery_trains_as_written_out(kind, settings, models) -> None:
     pool = tiny_pool(models)
     settings = settings | {"learning_rate": 1e-2, "steps": 7, "batch_size": 3}
-    method, model = made(models, kind, pool, **settings)
-    known = trained_by_hand(features_of(models, method, pool), method)
-    for task, (down, up) in known["modules"].items():
+    method, model = trained(models, kind, pool, **settings)
+    reference = trained_by_hand(features_of(models, method, pool), method)
+    for task, (down, up) in reference["modules"].items():
         module = model.correction(task)
         # A tenth of a step: rounding can turn a sign in the gradient of an L1 loss.
         torch.testing.assert_close(module.down, down, rtol=0, atol=1e-3)
         torch.testing.assert_close(module.up, up, rtol=0, atol=1e-3)
-        assert method.losses[task] == pytest.approx(known["losses"][task], rel=1e-4)
+        assert method.losses[task] == pytest.approx(reference["losses"][task], rel=1e-4)
         first, mean = method.losses[task][0], sum(method.losses[task]) / 7
         assert model.curves[task] == [
             (0, pytest.approx(first, rel=1e-5)),
@@ -71,7 +63,7 @@ def test_surgery_trains_as_written_out(kind, settings, models) -> None:
         ]
     shared = settings.get("shared", False)
     assert (model.correction("one") is model.correction("two-b.c")) == shared
-    sizes = sum(map(torch.numel, known["modules"]["one"])) * (1 if shared else 2)
+    sizes = sum(map(torch.numel, reference["modules"]["one"])) * (1 if shared else 2)
     assert sum(model.added().values()) == sizes
 
 
@@ -103,7 +95,7 @@ def test_gradients_are_taken_where_they_are_off() -> None:
 
 
 def test_curves_have_a_point_every_twenty_updates(models) -> None:
-    method, model = made(models, "Surgery", steps=45)
+    method, model = trained(models, "Surgery", steps=45)
     losses = method.losses["one"]
     means = [
         sum(losses[start : start + 20]) / len(losses[start : start + 20]) for start in (0, 20, 40)
@@ -163,7 +155,7 @@ def test_few_samples_are_reproduced(samples, strength) -> None:
 
 
 @torch.no_grad()
-def site_features(model: Any, x: Any, blocks: list[str], final: Any, parts: Any = None) -> list:
+def site_features(model: Any, x: Any, blocks: list[str], final: Any, sites: Any = None) -> list:
     """Token means behind every block and final features, with corrections in the blocks."""
     seen: list[Tensor] = []
 
@@ -176,26 +168,26 @@ def site_features(model: Any, x: Any, blocks: list[str], final: Any, parts: Any 
 
         return change
 
-    corrections = [None] * len(blocks) if parts is None else parts.blocks
+    corrections = [None] * len(blocks) if sites is None else sites.blocks
     pairs = zip(blocks, corrections, strict=True)
     hooks = [model.get_submodule(name).register_forward_hook(hook(part)) for name, part in pairs]
     features = final(model, x)
     for handle in hooks:
         handle.remove()
-    return [*seen, features if parts is None else parts.final(features)]
+    return [*seen, features if sites is None else sites.final(features)]
 
 
-def total_drift(merged: Any, expert: Any, *args: Any, parts: Any = None) -> float:
+def total_drift(merged: Any, expert: Any, *args: Any, sites: Any = None) -> float:
     x, blocks, final = args
-    sides = site_features(merged, x, blocks, final, parts), site_features(expert, x, blocks, final)
+    sides = site_features(merged, x, blocks, final, sites), site_features(expert, x, blocks, final)
     return sum(float((a - b).abs().mean()) for a, b in zip(*sides, strict=True))
 
 
 def test_surgery_v2_trains_on_the_drift_behind_every_block_and_applies_it(models) -> None:
     """The loss of an update is that with the modules of the updates before it."""
     settings: dict[str, Any] = {"rank": 3, "batch_size": 8, "optimizer": "per_task"}
-    method, found = made(models, "SurgeryV2", steps=6, learning_rate=1e-2, **settings)
-    _, before = made(models, "SurgeryV2", steps=5, learning_rate=1e-2, **settings)
+    method, result = trained(models, "SurgeryV2", steps=6, learning_rate=1e-2, **settings)
+    _, before = trained(models, "SurgeryV2", steps=5, learning_rate=1e-2, **settings)
     projection = projection_of(models)
     merged = tower(models, "_merged_")
     blocks = [n for n, m in merged.named_modules() if type(m).__name__ == "CLIPEncoderLayer"]
@@ -206,13 +198,13 @@ def test_surgery_v2_trains_on_the_drift_behind_every_block_and_applies_it(models
     for task, batches in method.batches(inputs_of(tiny_pool(models))).items():
         pixels = torch.cat([batch["pixel_values"] for batch in batches])
         expert = tower(models, task)
-        for step, parts in ((0, None), (5, before.correction(task))):
-            wanted = total_drift(merged, expert, pixels, blocks, final, parts=parts)
-            assert method.losses[task][step] == pytest.approx(wanted, rel=1e-4)
-        wanted = site_features(merged, pixels, blocks, final, found.correction(task))[-1]
-        torch.testing.assert_close(found.features(task, pixels), wanted)
-        assert torch.equal(found(pixels).pooler_output, merged(pixels).pooler_output)
-        assert all(bool(weight.any()) for weight in found.correction(task).parameters())
+        for step, sites in ((0, None), (5, before.correction(task))):
+            expected = total_drift(merged, expert, pixels, blocks, final, sites=sites)
+            assert method.losses[task][step] == pytest.approx(expected, rel=1e-4)
+        expected = site_features(merged, pixels, blocks, final, result.correction(task))[-1]
+        torch.testing.assert_close(result.features(task, pixels), expected)
+        assert torch.equal(result(pixels).pooler_output, merged(pixels).pooler_output)
+        assert all(bool(weight.any()) for weight in result.correction(task).parameters())
         assert method.losses[task][5] < method.losses[task][0]
 
 
@@ -276,16 +268,16 @@ def test_a_planted_drift_of_a_language_model_is_removed(texts) -> None:
     for batch in method.batches(inputs_of(alone))["one"]:
         rows = batch["labels"][:, kind == "causal" :] >= 0
         with model.for_task("one"):
-            found, drifted, target = (m(**batch).logits for m in (model, merged, expert))
-        found, drifted, target = (x[:, : rows.shape[1]][rows] for x in (found, drifted, target))
-        assert (found - target).abs().mean() < 0.01 * (drifted - target).abs().mean()
+            result, drifted, target = (m(**batch).logits for m in (model, merged, expert))
+        result, drifted, target = (x[:, : rows.shape[1]][rows] for x in (result, drifted, target))
+        assert (result - target).abs().mean() < 0.01 * (drifted - target).abs().mean()
 
 
 def test_the_test_stream_learns_from_the_experts_answers_alone(texts) -> None:
     """Other answers of the test split, or none at all, change nothing."""
     kind, pool = texts
     few = Rival("RidgeSurgery", TEXTS | {"stream": "test_tta"})
-    method, known = few.run(inputs_of(pool), pool.load_model("_pretrained_"))
+    method, reference = few.run(inputs_of(pool), pool.load_model("_pretrained_"))
     stream, tokenizer = method.batches(inputs_of(pool))["two"], text_tokenizer(kind)
     expert, answers = pool.load_model("two").eval(), []
     for index in stream.indices:
@@ -296,7 +288,7 @@ def test_the_test_stream_learns_from_the_experts_answers_alone(texts) -> None:
     for change in ({}, {"target": "t s r q"}):
         rows = lambda task, c=change: [{"prompt": r["prompt"]} | c for r in sentences(task)]  # noqa: E731
         other = with_tests(copy.copy(pool), rows)
-        assert_equal(few.run(inputs_of(other), pool.load_model("_pretrained_"))[1], known)
+        assert_equal(few.run(inputs_of(other), pool.load_model("_pretrained_"))[1], reference)
 
 
 def test_the_task_pool_tells_the_task(texts) -> None:
@@ -313,5 +305,5 @@ def test_language_models_of_other_families_name_their_norm(texts) -> None:
     kind, pool = texts
     pool = with_data(copy.copy(pool))
     few = Rival("RidgeSurgery", TEXTS)
-    found = few.run(inputs_of(pool), pool.load_model("one"), final_norm=NORMS[kind])[1]
-    assert_equal(found, few.run(inputs_of(pool), pool.load_model("one"))[1])
+    result = few.run(inputs_of(pool), pool.load_model("one"), final_norm=NORMS[kind])[1]
+    assert_equal(result, few.run(inputs_of(pool), pool.load_model("one"))[1])

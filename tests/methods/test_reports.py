@@ -21,13 +21,13 @@ KEYS: Any = {"anchor_rho": -2.0, "family": BLOCKS, "base_method": MERGERS["simpl
 
 def anchor(folder: Path, *, is_run: bool = True, taskpool: Any = None) -> Any:
     """A method with a program, which runs it or another one."""
-    made: Any = AnchorOnlyAlgorithm(**KEYS)
+    algorithm: Any = AnchorOnlyAlgorithm(**KEYS)
     logger = CSVLogger(root_dir=folder, name="logs", version="")
-    made.fabric = lightning.Fabric(accelerator="cpu", devices=1, loggers=logger)
+    algorithm.fabric = lightning.Fabric(accelerator="cpu", devices=1, loggers=logger)
     program: Any = FakeProgram(taskpool or SignTaskPool())
-    program.method = made if is_run else None
-    made._program = program
-    return made
+    program.method = algorithm if is_run else None
+    algorithm._program = program
+    return algorithm
 
 
 def test_the_improved_model_stands_beside_the_merged_one(tmp_path: Path) -> None:
@@ -76,18 +76,10 @@ def test_the_model_is_saved_before_it_is_evaluated(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_merges_corrects_evaluates_and_saves(tmp_path: Path) -> None:
-    fusion_bench(
-        [
-            "method=surgery",
-            "method@method.base_method=simple_average",
-            "modelpool=clip-vit-mini_alphabets2",
-            "method.steps=3",
-            "method.samples_per_task=8",
-            "merged_model_save_path=saved",
-            "report_save_path=runs/report.json",
-        ],
-        cwd=tmp_path,
-    )
+    words = ["method=surgery", "method@method.base_method=simple_average", "method.steps=3"]
+    words += ["modelpool=clip-vit-mini_alphabets2", "method.samples_per_task=8"]
+    words += ["merged_model_save_path=saved", "report_save_path=runs/report.json"]
+    fusion_bench(words, cwd=tmp_path)
     report = json.loads((tmp_path / "runs" / "report.json").read_text())
     assert {"mini_balinese", "mini_korean", "average"} <= report.keys()
     loaded = CorrectedModel.from_pretrained(tmp_path / "saved")

@@ -21,31 +21,31 @@ KINDS = pytest.mark.parametrize("rival", RIVALS.values(), ids=RIVALS)
 WITH_DATA = [rival for rival in RIVALS.values() if rival.kind != "AnchorOnly"]
 
 
-def at(*places: str) -> Any:
-    """The cases of every rival at these places."""
-    cases = [(rival, place) for rival in RIVALS.values() for place in places]
+def at(*setups: str) -> Any:
+    """The cases of every rival at these setups."""
+    cases = [(rival, setup) for rival in RIVALS.values() for setup in setups]
     fitting = [case for case in cases if case[0].texts or case[1] == "clip"]
-    ids = [f"{rival.kind}-{place}" for rival, place in fitting]
-    return pytest.mark.parametrize(("rival", "place"), fitting, ids=ids)
+    ids = [f"{rival.kind}-{setup}" for rival, setup in fitting]
+    return pytest.mark.parametrize(("rival", "setup"), fitting, ids=ids)
 
 
 @pytest.fixture(scope="module")
-def methods(places) -> Any:
-    """The rival of a place, and its model there, made once."""
+def methods(setups) -> Any:
+    """The rival of a setup, and its model there, made once."""
 
-    def make(kind: str, place: str) -> Any:
-        return RIVALS[kind].run(inputs_of(places[place].pool), places[place].merged())
+    def make(kind: str, setup: str) -> Any:
+        return RIVALS[kind].run(inputs_of(setups[setup].pool), setups[setup].merged())
 
     return cache(make)
 
 
 @pytest.fixture(scope="module")
-def made(methods) -> Any:
-    return lambda kind, place: methods(kind, place)[1]
+def model_of(methods) -> Any:
+    return lambda kind, setup: methods(kind, setup)[1]
 
 
-def run(rival: Rival, place: SimpleNamespace, pool: Any = None, **settings: Any) -> Any:
-    return rival.run(inputs_of(pool or place.pool), place.merged(), **settings)[1]
+def run(rival: Rival, setup: SimpleNamespace, pool: Any = None, **settings: Any) -> Any:
+    return rival.run(inputs_of(pool or setup.pool), setup.merged(), **settings)[1]
 
 
 @torch.no_grad()
@@ -56,8 +56,8 @@ def output(model: Any, batch: dict[str, Tensor], task: str | None = None) -> Ten
             return model(**batch).logits
     if hasattr(model, "corrections"):
         return model.features(task, **batch)
-    found = model(**batch)
-    return found.pooler_output if "pixel_values" in batch else found.logits
+    result = model(**batch)
+    return result.pooler_output if "pixel_values" in batch else result.logits
 
 
 def tasks_of(pool: Any) -> list[str]:
@@ -72,8 +72,8 @@ def test_every_method_with_a_config_is_a_row() -> None:
 
 
 @at("clip", "seq2seq", "causal")
-def test_tensors_are_finite_and_of_the_merged_models_shapes(rival, place, made, places) -> None:
-    model, merged = made(rival.kind, place), places[place].merged()
+def test_tensors_are_finite_and_of_the_merged_models_shapes(rival, setup, model_of, setups) -> None:
+    model, merged = model_of(rival.kind, setup), setups[setup].merged()
     assert all(bool(torch.isfinite(value).all()) for value in model.state_dict().values())
     if rival.corrects:
         return assert_equal(model.model, merged)
@@ -84,50 +84,50 @@ def test_tensors_are_finite_and_of_the_merged_models_shapes(rival, place, made, 
 
 @at("clip", "seq2seq")
 def test_a_run_repeats_itself_on_models_in_memory_and_leaves_them(
-    rival, place, made, places, models
+    rival, setup, model_of, setups, models
 ) -> None:
-    where = places[place]
+    where = setups[setup]
     loaded = {name: where.pool.load_model(name).eval() for name in where.pool._models}
-    kept, pool = copy.deepcopy(loaded), copy.copy(where.pool)
+    before, pool = copy.deepcopy(loaded), copy.copy(where.pool)
     pool._models = loaded
     options: Any = {}
-    if rival.corrects and place == "clip":
+    if rival.corrects and setup == "clip":
         options["clip_model"] = models["_pretrained_"]
-    assert_equal(run(rival, where, pool, **options), made(rival.kind, place))
+    assert_equal(run(rival, where, pool, **options), model_of(rival.kind, setup))
     for name, model in loaded.items():
-        assert_equal(model, kept[name])
+        assert_equal(model, before[name])
 
 
 @pytest.mark.parametrize("rival", WITH_DATA, ids=lambda rival: rival.kind)
-def test_another_seed_is_another_model(rival, made, places) -> None:
-    assert_equal(run(rival, places["clip"], seed=7), made(rival.kind, "clip"), equal=False)
+def test_another_seed_is_another_model(rival, model_of, setups) -> None:
+    assert_equal(run(rival, setups["clip"], seed=7), model_of(rival.kind, "clip"), equal=False)
 
 
 @at("clip", "causal")
-def test_without_strength_nothing_changes(rival, place, places) -> None:
+def test_without_strength_nothing_changes(rival, setup, setups) -> None:
     if rival.nothing is None:
         return
-    where = places[place]
-    model, wanted = run(rival, where, **rival.nothing), where.merged()
+    where = setups[setup]
+    model, expected = run(rival, where, **rival.nothing), where.merged()
     if rival.start != "merged":
         base = where.pool.load_model("_pretrained_")
         experts = {task: where.pool.load_model(task) for task in tasks_of(where.pool)}
-        wanted = add_up(base, experts, rival.start)
+        expected = add_up(base, experts, rival.start)
     for task in tasks_of(where.pool):
-        found, known = output(model, where.batch, task), output(wanted.eval(), where.batch)
-        if rival.corrects and place == "clip":
-            known = model.projection(known)
-        torch.testing.assert_close(found, known, rtol=1e-5, atol=1e-5)
+        result, reference = output(model, where.batch, task), output(expected.eval(), where.batch)
+        if rival.corrects and setup == "clip":
+            reference = model.projection(reference)
+        torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-5)
 
 
 @at("clip", "seq2seq", "causal")
-def test_saved_and_loaded_it_is_the_same(rival, place, made, places, tmp_path) -> None:
-    model, batch = made(rival.kind, place), places[place].batch
+def test_saved_and_loaded_it_is_the_same(rival, setup, model_of, setups, tmp_path) -> None:
+    model, batch = model_of(rival.kind, setup), setups[setup].batch
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name]), name
-    for task in tasks_of(places[place].pool):  # products of unaligned tensors round differently
+    for task in tasks_of(setups[setup].pool):  # products of unaligned tensors round differently
         torch.testing.assert_close(output(loaded, batch, task), output(model, batch, task))
     if rival.corrects:
         for name in ("tasks", "samples", "curves"):
@@ -138,32 +138,32 @@ def test_saved_and_loaded_it_is_the_same(rival, place, made, places, tmp_path) -
 
 
 @at("clip", "causal")
-def test_answers_are_not_read(rival, place, made, places) -> None:
+def test_answers_are_not_read(rival, setup, model_of, setups) -> None:
     """Labels of images; answers of texts where the experts' own are taken."""
-    pool, kept = copy.copy(places[place].pool), places[place].pool.load_train_dataset
+    pool, before = copy.copy(setups[setup].pool), setups[setup].pool.load_train_dataset
     settings: dict[str, Any] = {}
-    if place == "clip":
+    if setup == "clip":
         change: dict[str, Any] = {"label": 7}
     elif "calibration_targets" in rival.method().settings:
         change, settings = {"target": "t s"}, {"calibration_targets": "generated"}
         settings["generated_tokens"] = 3
     else:
         return
-    pool.load_train_dataset = lambda task: [row | change for row in kept(task)]
+    pool.load_train_dataset = lambda task: [row | change for row in before(task)]
     pool.load_test_dataset = lambda task: pytest.fail("test data was read")
-    known = run(rival, places[place], **settings) if settings else made(rival.kind, place)
-    assert_equal(run(rival, places[place], pool, **settings), known)
+    reference = run(rival, setups[setup], **settings) if settings else model_of(rival.kind, setup)
+    assert_equal(run(rival, setups[setup], pool, **settings), reference)
     if settings:
-        assert_equal(run(rival, places[place], pool), made(rival.kind, place), equal=False)
+        assert_equal(run(rival, setups[setup], pool), model_of(rival.kind, setup), equal=False)
 
 
 @at("clip", "seq2seq", "causal")
-def test_says_what_it_used_and_added(rival, place, methods, places) -> None:
-    where, (method, model) = places[place], methods(rival.kind, place)
+def test_says_what_it_used_and_added(rival, setup, methods, setups) -> None:
+    where, (method, model) = setups[setup], methods(rival.kind, setup)
     tasks = tasks_of(where.pool)
     used = {"samples": 8, "split": "train"}
-    wanted = {} if rival.kind == "AnchorOnly" else dict.fromkeys(tasks, used)
-    assert method.samples(model, [*tasks, "another"]) == wanted
+    expected = {} if rival.kind == "AnchorOnly" else dict.fromkeys(tasks, used)
+    assert method.samples(model, [*tasks, "another"]) == expected
     parts = getattr(model, "corrections", torch.nn.Module())
     assert sum(method.added(model).values()) == sum(part.numel() for part in parts.parameters())
     assert json.loads(json.dumps(method.settings)).items() >= dict(rival.few).items()
@@ -174,10 +174,10 @@ def test_says_what_it_used_and_added(rival, place, methods, places) -> None:
 
 
 @KINDS
-def test_its_algorithm_gives_the_same(rival, made, models) -> None:
+def test_its_algorithm_gives_the_same(rival, model_of, models) -> None:
     if rival.kind == "FeatCal":  # method=featcal has an algorithm of its own
         return
     algorithm = getattr(rivals, f"{rival.kind}Algorithm")(**rival.few)
     names = [name for name in models if not (rival.merges and name == "_merged_")]
     pool = tiny_pool({name: models[name] for name in names})
-    assert_equal(algorithm.run(pool), made(rival.kind, "clip"))
+    assert_equal(algorithm.run(pool), model_of(rival.kind, "clip"))

@@ -41,15 +41,15 @@ def distilled(suite: Suite, inputs: Any = None, **settings: Any) -> Any:
 )
 def test_loss_falls_and_only_blocks_change(make: Any) -> None:
     suite = make()
-    found = distilled(suite)
-    assert all(curve[-1][1] < 0.7 * curve[0][1] for curve in found.curves.values())
+    result = distilled(suite)
+    assert all(curve[-1][1] < 0.7 * curve[0][1] for curve in result.curves.values())
     blocks, changed = tuple(f"{block}." for block in suite.blocks), 0
-    for name, value in found.named_parameters():
+    for name, value in result.named_parameters():
         before = suite.merged.get_parameter(name)
         assert torch.equal(value, before) or name.startswith(blocks), name
         assert value.requires_grad == before.requires_grad
         changed += not torch.equal(value, before)
-    inside = sum(name.startswith(blocks) for name, _ in found.named_parameters())
+    inside = sum(name.startswith(blocks) for name, _ in result.named_parameters())
     assert changed > 0.8 * inside
 
 
@@ -89,11 +89,11 @@ def distilled_by_hand(suite: Suite, steps: int, rate: float, seed: int) -> tuple
 def test_distillation_trains_as_written_out() -> None:
     """So the loss, its batches and their order, and the weight of tasks are the described ones."""
     suite = clip_suite(sizes=(2, 2, 3))
-    found = distilled(suite, steps=5, seed=3)
-    known, losses = distilled_by_hand(suite, steps=5, rate=3e-3, seed=3)
-    for name, value in known.named_parameters():
-        torch.testing.assert_close(found.get_parameter(name), value, rtol=1e-5, atol=1e-7)
-    for task, curve in found.curves.items():
+    result = distilled(suite, steps=5, seed=3)
+    reference, losses = distilled_by_hand(suite, steps=5, rate=3e-3, seed=3)
+    for name, value in reference.named_parameters():
+        torch.testing.assert_close(result.get_parameter(name), value, rtol=1e-5, atol=1e-7)
+    for task, curve in result.curves.items():
         mean = sum(losses[task]) / 5
         assert curve == [
             (0, pytest.approx(losses[task][0], rel=1e-5)),
@@ -103,13 +103,13 @@ def test_distillation_trains_as_written_out() -> None:
 
 def test_positions_that_predict_nothing_have_no_part_in_the_loss() -> None:
     suite = decoder_suite(extra=3)
-    known, padded, moved = distilled(suite, steps=3), copy.deepcopy(suite), copy.deepcopy(suite)
+    reference, padded, moved = distilled(suite, steps=3), copy.deepcopy(suite), copy.deepcopy(suite)
     for batch in (batch for batches in padded.inputs.values() for batch in batches):
         batch["input_ids"][batch["attention_mask"] == 0] = 7
-    assert_identical(distilled(padded, steps=3), known)
+    assert_identical(distilled(padded, steps=3), reference)
     for batch in (batch for batches in moved.inputs.values() for batch in batches):
         batch["labels"][batch["attention_mask"] > 0] = 5  # all positions predict something
-    assert distilled(moved, steps=3).curves != known.curves
+    assert distilled(moved, steps=3).curves != reference.curves
 
 
 def test_each_expert_runs_once_over_its_samples() -> None:
@@ -130,10 +130,10 @@ def test_half_precision_is_trained_in_float32() -> None:
     suite = clip_suite(sizes=(7,))
     for batches in suite.inputs.values():
         batches[0]["pixel_values"] = batches[0]["pixel_values"].float()
-    found = distilled(suite.to(torch.bfloat16), learning_rate=1e-4)  # steps bfloat16 would lose
+    result = distilled(suite.to(torch.bfloat16), learning_rate=1e-4)  # steps bfloat16 would lose
     exact = distilled(suite.to(torch.float32), steps=1)
-    assert all(value.dtype == torch.bfloat16 for value in found.parameters())
-    for task, curve in found.curves.items():
+    assert all(value.dtype == torch.bfloat16 for value in result.parameters())
+    for task, curve in result.curves.items():
         assert curve[-1][1] < 0.97 * curve[0][1]
         assert curve[0][1] == pytest.approx(exact.curves[task][0][1], rel=0.1)
 
@@ -195,6 +195,6 @@ CHAIN = ChainFamily("chain", lambda _: [["layers.0", "layers.1", "layers.2"]])
 def test_prodistill_trains_coefficients_as_written_out(family: Any) -> None:
     suite = residual_suite()
     method = ProDistill(epochs=3, batches_per_step=2, family=family)
-    found = method.merge_models(suite.base, suite.experts, suite.inputs)
+    result = method.merge_models(suite.base, suite.experts, suite.inputs)
     for name, value in prodistill_by_hand(suite, method).named_parameters():
-        torch.testing.assert_close(found.get_parameter(name), value, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(result.get_parameter(name), value, rtol=1e-6, atol=1e-8)

@@ -34,7 +34,7 @@ def cosine(sides: Any) -> float:
 
 
 @torch.no_grad()
-def scores_by_hand(models: Any, pool: Any, model: Any) -> float:
+def score_by_hand(models: Any, pool: Any, model: Any) -> float:
     """Mean over tasks of the mean cosine of (corrected, projected) features on held-out samples."""
     scores, projection = [], projection_of(models)
     for task, drawn in inputs_of(pool).batches(FeatCalSettings(**DRAW)).items():
@@ -48,49 +48,49 @@ def scores_by_hand(models: Any, pool: Any, model: Any) -> float:
     return sum(scores) / len(scores)
 
 
-def test_the_best_on_a_held_out_quarter_is_fitted_on_all(models) -> None:
-    pool, scores = tiny_pool(models, train=30), {}
-    for strength in (1e3, 1.0, 1e-2):
-        method = RidgeSurgery(ridge_lambda=strength, samples_per_task=15, batch_size=4)
-        model = method.post_merge(tower(models, "_merged_"), inputs_of(pool))
-        scores[strength] = scores_by_hand(models, pool, model)
-    best = max(scores, key=lambda strength: scores[strength])
-    assert best != 1e3 and len(set(scores.values())) == 3
-    found = chosen(models, tuned())
-    assert (found.choice.tried, found.choice.chosen) == (3, f"ridge_lambda={best}")
-    whole = RidgeSurgery(ridge_lambda=best, samples_per_task=20, batch_size=4)
-    assert_equal(found, whole.post_merge(tower(models, "_merged_"), inputs_of(pool)))
-    assert found.samples["one"] == {"samples": 20, "split": "train"}
+@pytest.mark.parametrize("kind", ["correction", "merger"])
+def test_the_best_on_a_held_out_quarter_is_fitted_on_all(kind, models) -> None:
+    names = models if kind == "correction" else ("_pretrained_", *TASKS)
+    pool: Any = tiny_pool({name: models[name] for name in names}, train=30)
 
+    def fitted(value: float, samples: int) -> Any:
+        few: dict[str, Any] = {"samples_per_task": samples, "batch_size": 4}
+        if kind == "merger":
+            return RegMean(off_diagonal=value, **few).merge(inputs_of(pool))
+        method = RidgeSurgery(ridge_lambda=value, **few)
+        return method.post_merge(tower(models, "_merged_"), inputs_of(pool))
 
-def test_mergers_are_chosen_by_their_own_features(models) -> None:
-    pool = tiny_pool({name: models[name] for name in ("_pretrained_", *TASKS)}, train=30)
-    candidates = [{"off_diagonal": 0.0}, {"off_diagonal": 1.0}]
-    # its own draw is all of the samples, of which some would be held out and fitted, too
-    of = {"_target_": f"{OWN}RegMeanAlgorithm", "batch_size": 4}
-    found: Any = TunedMergerAlgorithm(of=of, candidates=candidates, **DRAW).run(pool)
-    scores = {}
-    for kept in (0.95, 0.0, 1.0):
-        merger = RegMean(off_diagonal=kept, samples_per_task=15, batch_size=4)
-        scores[kept] = scores_by_hand(models, pool, merger.merge(inputs_of(pool)))
-    best = max(scores, key=lambda kept: scores[kept])
-    change = "as given" if best == 0.95 else f"off_diagonal={best}"
-    assert (found.choice.tried, found.choice.chosen) == (3, change)
-    whole = RegMean(off_diagonal=best, samples_per_task=20, batch_size=4)
-    assert_equal(found, whole.merge(inputs_of(pool)))
+    if kind == "merger":
+        key, given, values = "off_diagonal", 0.95, (0.0, 1.0)
+        # its own draw is all of the samples, of which some would be held out and fitted, too
+        of = {"_target_": f"{OWN}RegMeanAlgorithm", "batch_size": 4}
+        candidates = [{key: value} for value in values]
+        model: Any = TunedMergerAlgorithm(of=of, candidates=candidates, **DRAW).run(pool)
+    else:
+        key, given, values = "ridge_lambda", 1e3, (1.0, 1e-2)
+        model = chosen(models, tuned())
+        assert model.samples["one"] == {"samples": 20, "split": "train"}
+    scores = {value: score_by_hand(models, pool, fitted(value, 15)) for value in (given, *values)}
+    best = max(scores, key=lambda value: scores[value])
+    assert len(set(scores.values())) == 3 and (kind == "merger" or best != given)
+    change = "as given" if best == given else f"{key}={best}"
+    assert (model.choice.tried, model.choice.chosen) == (3, change)
+    assert_equal(model, fitted(best, 20))
 
 
 def test_settings_stay_as_given_where_samples_are_few(models, caplog) -> None:
     caplog.set_level("INFO")
     method = tuned()
-    found = chosen(models, method, train=15)
-    assert (found.choice.tried, found.choice.chosen) == (1, "as given")
+    result = chosen(models, method, train=15)
+    assert (result.choice.tried, result.choice.chosen) == (1, "as given")
     assert "15 samples per task: too few" in caplog.text
-    known = RidgeSurgery(ridge_lambda=1e3, samples_per_task=20, batch_size=4)
-    model: Any = known.post_merge(tower(models, "_merged_"), inputs_of(tiny_pool(models, train=15)))
-    assert_equal(found, model)
-    assert method.added(found) == found.added()
-    assert method.samples(found, TASKS) == model.samples
+    reference = RidgeSurgery(ridge_lambda=1e3, samples_per_task=20, batch_size=4)
+    model: Any = reference.post_merge(
+        tower(models, "_merged_"), inputs_of(tiny_pool(models, train=15))
+    )
+    assert_equal(result, model)
+    assert method.added(result) == result.added()
+    assert method.samples(result, TASKS) == model.samples
 
 
 def features(model: Any, kind: str, batch: dict[str, Tensor]) -> Tensor:
@@ -112,8 +112,8 @@ def test_texts_are_scored_where_they_answer(kind, tmp_path, caplog) -> None:
     of = RIDGE | DRAW | {"stream": "calibration", "batch_size": 5}
     candidates = [{"normalize": "pre"}, {"ridge_lambda": 1.0}]
     method = Tuned(of=of, candidates=candidates, **DRAW)
-    found: Any = method.post_merge(pool.load_model("_pretrained_"), inputs_of(pool))
-    assert (found.choice.tried, found.choice.chosen) == (2, "ridge_lambda=1.0")
+    result: Any = method.post_merge(pool.load_model("_pretrained_"), inputs_of(pool))
+    assert (result.choice.tried, result.choice.chosen) == (2, "ridge_lambda=1.0")
     assert "{'normalize': 'pre'} is left out" in caplog.text
     few = RidgeSurgery(ridge_lambda=1.0, samples_per_task=15, batch_size=5)
     model: Any = few.post_merge(pool.load_model("_pretrained_"), inputs_of(pool))
@@ -124,23 +124,23 @@ def test_texts_are_scored_where_they_answer(kind, tmp_path, caplog) -> None:
             states = features(model.model, kind, batch)
             sides.append((model.correct(states, task), features(expert, kind, batch)))
         scores.append(cosine(map(torch.cat, zip(*sides, strict=True))))
-    told = re.findall(r"'ridge_lambda': 1.0}: cosine (\S+) on held-out", caplog.text)
-    assert float(told[0]) == pytest.approx(sum(scores) / 2, abs=1e-4)
+    logged = re.findall(r"'ridge_lambda': 1.0}: cosine (\S+) on held-out", caplog.text)
+    assert float(logged[0]) == pytest.approx(sum(scores) / 2, abs=1e-4)
 
 
 def test_the_draw_is_the_same_whatever_the_method_says(models) -> None:
     """Else held-out samples would be fitted."""
-    found = chosen(models, tuned(of={"seed": 7, "samples_per_task": 29}))
-    known = chosen(models, tuned())
-    assert_equal(found, known)
-    assert found.choice == known.choice
+    result = chosen(models, tuned(of={"seed": 7, "samples_per_task": 29}))
+    reference = chosen(models, tuned())
+    assert_equal(result, reference)
+    assert result.choice == reference.choice
 
 
 def test_data_that_a_data_free_method_was_chosen_on_are_told(models) -> None:
     method = Tuned(of={"_target_": f"{OWN}AnchorOnly"}, candidates=[{"anchor_rho": 1.5}], **DRAW)
-    found = chosen(models, method)
-    assert method.samples(found, TASKS)["one"] == {"samples": 20, "split": "train"}
-    assert method.added(found) == {}
+    result = chosen(models, method)
+    assert method.samples(result, TASKS)["one"] == {"samples": 20, "split": "train"}
+    assert method.added(result) == {}
 
 
 @pytest.mark.parametrize(

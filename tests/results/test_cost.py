@@ -198,9 +198,12 @@ def test_energy_that_cannot_be_measured_is_unavailable(
 
 def test_versions_are_the_installed_ones_of_what_decides_numbers() -> None:
     names = {"python", "torch", "transformers", "fusion-bench", "lightning", "fusion-bench-featcal"}
-    found = versions()
-    assert names <= set(found)
-    assert (found["python"], found["torch"]) == (platform.python_version(), version("torch"))
+    installed = versions()
+    assert names <= set(installed)
+    assert (installed["python"], installed["torch"]) == (
+        platform.python_version(),
+        version("torch"),
+    )
 
 
 def test_the_device_is_described(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,13 +170,13 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(
 
 # ---- refused by name
 
-ROW = {"name": "new", "accuracy": {"cars": 0.5, "dtd": 0.5}}
+ROW = {"name": "new", "accuracies": {"cars": 0.5, "dtd": 0.5}}
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
-    ({"accuracy": {"cars": 0.5}}, r"'new'.*missing \['dtd'\]"),
-    ({"accuracy": {"cars": 0.5, "dtd": 0.5, "svhn": 0.5}}, r"'new'.*extra \['svhn'\]"),
-    ({"accuracy": {"cars": 50.0, "dtd": 0.5}}, "'new', task 'cars': accuracy 50.0"),
-    ({"accuracy": {"cars": NAN, "dtd": 0.5}}, "'new', task 'cars': accuracy nan"),
-    ({"accuracy": {}}, "'new' has no task"),
+    ({"accuracies": {"cars": 0.5}}, r"'new'.*missing \['dtd'\]"),
+    ({"accuracies": {"cars": 0.5, "dtd": 0.5, "svhn": 0.5}}, r"'new'.*extra \['svhn'\]"),
+    ({"accuracies": {"cars": 50.0, "dtd": 0.5}}, "'new', task 'cars': accuracy 50.0"),
+    ({"accuracies": {"cars": NAN, "dtd": 0.5}}, "'new', task 'cars': accuracy nan"),
+    ({"accuracies": {}}, "'new' has no task"),
     ({"name": "featcal"}, "'featcal' is already"),
     ({"settings": {"x": NAN}}, "new.x: nan cannot be written"),
     ({"settings": {"x": object()}}, "new.x: a object cannot"),

@@ -199,18 +199,18 @@ def test_colours_are_the_systems(page: str, tmp_path: Path, scheme: int, colour:
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_overflows_the_screen(tmp_path: Path, width: int):
+def test_nothing_overflows_a_phone_or_a_screen(tmp_path: Path):
     tasks = tuple(f"a_task_with_a_long_name_{number}" for number in range(12))
     run = leave_run(tmp_path / "run", LEVELS, tasks, suite="a_suite_with_a_name" * 4)
     # A window of a browser is never as narrow as a phone, but a frame may be.
     text = escape(page_of(run, folder=tmp_path))
-    frame = f'<body><iframe width="{width}" srcdoc="{text}"></iframe></body>'
+    frames = [f'<iframe width="{width}" srcdoc="{text}"></iframe>' for width in (390, 1280)]
     script = """
-    addEventListener("load", () => {
-      const inside = document.querySelector("iframe").contentDocument.documentElement;
+    addEventListener("load", () => show([...document.querySelectorAll("iframe")].map(frame => {
+      const inside = frame.contentDocument.documentElement;
       const boxes = [...inside.querySelectorAll(".scroll")];
       const scrolls = boxes.some(box => box.scrollWidth > box.clientWidth);
-      show([inside.scrollWidth - inside.clientWidth, scrolls]);
-    });"""
-    assert in_browser(frame, script, tmp_path) == [0, True]
+      return [inside.scrollWidth - inside.clientWidth, scrolls];
+    })));"""
+    page = f"<body>{''.join(frames)}</body>"
+    assert in_browser(page, script, tmp_path) == [[0, True]] * 2

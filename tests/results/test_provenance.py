@@ -69,10 +69,10 @@ def test_digests_are_those_of_the_weights_that_were_read(saved: tuple[Path, Path
 def test_explanation_says_whose_weights_each_module_was_made_from(
     saved: tuple[Path, Path], capsys: Any
 ):
-    found = {folder: Provenance.find(folder) for folder in saved}
-    assert found[saved[0]].experts_of() == found[saved[1]].experts_of()
-    omitted = found[saved[0]].reads["plan"]["omitted"]
-    for modules in found[saved[0]].experts_of().values():
+    provenance = {folder: Provenance.find(folder) for folder in saved}
+    assert provenance[saved[0]].experts_of() == provenance[saved[1]].experts_of()
+    omitted = provenance[saved[0]].reads["plan"]["omitted"]
+    for modules in provenance[saved[0]].experts_of().values():
         for module, experts in modules.items():
             for expert, whose in experts.items():
                 assert whose == ("merged" if module in omitted[expert] else "own")
@@ -83,7 +83,7 @@ def test_explanation_says_whose_weights_each_module_was_made_from(
     assert "layers.0 (8 modules)" in shown
     assert "files of the model: as they were written" in shown
     assert main(["explain", str(saved[1]), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["experts_of"] == found[saved[1]].experts_of()
+    assert json.loads(capsys.readouterr().out)["experts_of"] == provenance[saved[1]].experts_of()
 
 
 def test_changed_files_are_found(saved: tuple[Path, Path], tmp_path: Path, capsys: Any):
@@ -110,11 +110,10 @@ def test_nothing_is_hashed_unless_it_is_asked_for():
     suite = clip_suite(tasks=2, sizes=(2,))
     assert run_fast(suite).reads["hashes"] is None
     hashes = run_fast(suite, hashed=True).reads["hashes"]
-    for task, expert in suite.experts.items():
-        own = expert.state_dict()
-        read = hashes["models"][task]["tensors"]
-        assert read == {name: digest_tensor(own[name]) for name in read}
     assert len(hashes["models"]) == 3
+    for task, expert in suite.experts.items():
+        read, weights = hashes["models"][task]["tensors"], expert.state_dict()
+        assert read == {name: digest_tensor(weights[name]) for name in read}
     with torch.no_grad():
         next(suite.merged.parameters()).add_(1e-3)
     assert run_fast(suite, hashed=True).reads["hashes"]["merged"] != hashes["merged"]

@@ -21,8 +21,8 @@ def against(reference: str, *runs: Path) -> dict[str, tuple[float, float, float,
     """Rows of a table of differences: points, ends of the interval, corrected p, outcome."""
     done = featcal("report", *runs, "--against", reference)
     assert done.code == 0, done.err
-    found = DIFFERENCE.findall(done.out)
-    return {name: (*map(float, numbers), outcome) for name, *numbers, outcome in found}  # type: ignore
+    result = DIFFERENCE.findall(done.out)
+    return {name: (*map(float, numbers), outcome) for name, *numbers, outcome in result}  # type: ignore
 
 
 def correlated(seed: int, levels: dict[str, float], sizes: tuple[int, ...] = (60, 140)) -> Any:
@@ -55,11 +55,11 @@ def test_statistics_are_those_of_an_independent_script(seeds: int, tmp_path: Pat
         if "/" in name:
             assert interval(row) == pytest.approx(gain, abs=1e-6), name
     reference = "task_arithmetic/featcal"
-    wanted = check_statistics.against(again, reference)
-    found = against(reference, *runs)
-    assert found.keys() == wanted.keys()
-    for name, (*shown, _) in found.items():
-        estimate, low, high, _, p = wanted[name]
+    expected = check_statistics.against(again, reference)
+    result = against(reference, *runs)
+    assert result.keys() == expected.keys()
+    for name, (*shown, _) in result.items():
+        estimate, low, high, _, p = expected[name]
         # Rows in another order are drawn otherwise; p has two digits.
         assert shown[:3] == pytest.approx([100 * estimate, 100 * low, 100 * high], abs=0.5), name
         assert shown[3] == pytest.approx(p, rel=0.1, abs=1e-6), name
@@ -88,13 +88,13 @@ def test_tasks_count_equally_whatever_their_size(tmp_path: Path):
 def test_recovered_gap_is_the_closed_share_and_needs_a_gap(tmp_path: Path):
     rows = usual(7)
     rows |= {"again": rows["ties"], "like_experts": rows["experts"]}
-    found = summary(leave_flags(tmp_path / "run", rows))
+    result = summary(leave_flags(tmp_path / "run", rows))
     key = "recovered_gap_interval"
-    assert interval(found["ties/again"], key) == (0.0, 0.0, 0.0)
-    assert interval(found["ties/like_experts"], key) == pytest.approx((1.0, 1.0, 1.0))
+    assert interval(result["ties/again"], key) == (0.0, 0.0, 0.0)
+    assert interval(result["ties/like_experts"], key) == pytest.approx((1.0, 1.0, 1.0))
     merged, experts, row = (np.mean([f.mean() for f in rows[n].values()]) for n in
                             ("ties", "experts", "row"))  # fmt: skip
-    share, low, high = interval(found["ties/row"], key)
+    share, low, high = interval(result["ties/row"], key)
     assert share == pytest.approx((row - merged) / (experts - merged))
     assert low < share < high < low + 0.6
     few = {"experts": [1, 0, 1, 0], "ties": [0, 1, 0, 0], "row": [1, 0, 1, 0]}
@@ -108,8 +108,8 @@ def test_recovered_gap_is_the_closed_share_and_needs_a_gap(tmp_path: Path):
 @pytest.mark.parametrize(("apart", "p"), [(2, 0.5), (4, 0.125), (0, 1.0)])
 def test_few_items_that_tell_rows_apart_prove_nothing(apart: int, p: float, tmp_path: Path):
     rows = {"ties": {"a": flags(0, 100)}, "row": {"a": flags(apart / 100, 100)}}
-    *_, found, outcome = against("ties", leave_flags(tmp_path, rows))["ties/row"]
-    assert found == pytest.approx(p, abs=0.01) and outcome == "tie"
+    *_, result, outcome = against("ties", leave_flags(tmp_path, rows))["ties/row"]
+    assert result == pytest.approx(p, abs=0.01) and outcome == "tie"
 
 
 @pytest.mark.parametrize("over", ["seeds", "suites"])
@@ -119,14 +119,14 @@ def test_few_seeds_or_suites_have_students_interval_and_p(over: str, tmp_path: P
         more: Any = {"suite": f"suite{n}"} if over == "suites" else {"seed": n}
         levels = {"task_arithmetic": 0.5, "x": 0.5 + gain}
         leave_run(tmp_path / str(n), levels, items=over == "seeds", **more)
-    found = against("task_arithmetic" if over == "seeds" else "x", tmp_path)
-    (name, (points, low, high, p, _)), *_ = found.items()
+    result = against("task_arithmetic" if over == "seeds" else "x", tmp_path)
+    (name, (points, low, high, p, _)), *_ = result.items()
     sign = 1 if over == "seeds" else -1
-    wanted: Any = stats.ttest_1samp([sign * 100 * gain for gain in gains], 0.0)
-    assert p == pytest.approx(wanted.pvalue, rel=0.06)
+    expected: Any = stats.ttest_1samp([sign * 100 * gain for gain in gains], 0.0)
+    assert p == pytest.approx(expected.pvalue, rel=0.06)
     assert points == pytest.approx(sign * 100 * np.mean(gains), abs=0.06), name
     if over == "suites":
-        assert (low, high) == pytest.approx(tuple(wanted.confidence_interval(0.95)), abs=0.06)
+        assert (low, high) == pytest.approx(tuple(expected.confidence_interval(0.95)), abs=0.06)
 
 
 def test_rows_are_compared_over_the_seeds_that_both_have(tmp_path: Path):
@@ -135,8 +135,8 @@ def test_rows_are_compared_over_the_seeds_that_both_have(tmp_path: Path):
     for seed, rows in levels.items():
         rows |= {"task_arithmetic": 0.5}
         leave_run(tmp_path / str(seed), rows, seed=seed)
-    found = against("task_arithmetic/y", tmp_path)
-    assert found["task_arithmetic/x"][0] == 5.0 and found["task_arithmetic/z"][0] == -10.0
+    result = against("task_arithmetic/y", tmp_path)
+    assert result["task_arithmetic/x"][0] == 5.0 and result["task_arithmetic/z"][0] == -10.0
     shown = " ".join(featcal("report", tmp_path, "--against", "task_arithmetic/y").out.split())
     common = "in common with task_arithmetic/y"
     assert f"one seed {common}, intervals are given the seed: task_arithmetic/x" in shown

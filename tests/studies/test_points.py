@@ -66,13 +66,13 @@ def featcal(each: Any) -> Any:
 
 
 def test_a_product_has_every_combination_with_every_seed() -> None:
-    made = points({"samples_per_task": [8, 64], "ridge_lambda": [0.1, 1, 10]}, seeds=[1, 2])
+    planned = points({"samples_per_task": [8, 64], "ridge_lambda": [0.1, 1, 10]}, seeds=[1, 2])
     reached = [
         (featcal(each).samples_per_task, featcal(each).ridge_lambda, each.config.method.seed)
-        for each in made
+        for each in planned
     ]
     assert reached == [*itertools.product((8, 64), (0.1, 1, 10), (1, 2))]
-    assert [tuple(each.point.labels.values()) for each in made] == [key[:2] for key in reached]
+    assert [tuple(each.point.labels.values()) for each in planned] == [key[:2] for key in reached]
 
 
 KINDS = {"one": {"method.steps": 1}, "two": {"method.steps": 2}}
@@ -97,10 +97,10 @@ EACH: list[tuple[dict[str, Any], Any, list[tuple[Any, ...]]]] = [
 def test_each_axis_moves_by_itself_around_the_present_settings(
     axes: Any, pairs: Any, expected: Any
 ) -> None:
-    made = points(axes, design="each", pairs=pairs)
-    assert [tuple(each.point.labels.values()) for each in made] == expected
+    planned = points(axes, design="each", pairs=pairs)
+    assert [tuple(each.point.labels.values()) for each in planned] == expected
     if "kind" in axes:
-        assert [each.config.method.steps for each in made] == [1, 2, 1]
+        assert [each.config.method.steps for each in planned] == [1, 2, 1]
 
 
 def test_an_axis_goes_before_the_pools_setting() -> None:
@@ -124,17 +124,17 @@ def test_labels_change_any_key() -> None:
 
 def test_points_have_folders_of_their_own() -> None:
     subsets = ["+".join(f"long_task_name_{n}" for n in range(14) if n != out) for out in range(14)]
-    made = points({"of": {text: {} for text in [*subsets, "a/b", "a_b"]}}, seeds=[1, 2])
-    assert len({each.point.folder for each in made}) == len(made) == 32
+    planned = points({"of": {text: {} for text in [*subsets, "a/b", "a_b"]}}, seeds=[1, 2])
+    assert len({each.point.folder for each in planned}) == len(planned) == 32
 
 
 # ---- subsets of tasks
 
 
 def test_subsets_of_tasks_are_in_both_pools() -> None:
-    made = points({"tasks": [2, 4, 5]})
-    assert len(made) == 6 + 1  # the pool has no five tasks
-    for each in made:
+    planned = points({"tasks": [2, 4, 5]})
+    assert len(planned) == 6 + 1  # the pool has no five tasks
+    for each in planned:
         chosen, pool = each.point.labels["subset"].split("+"), each.config.modelpool
         assert list(pool.models) == ["_pretrained_", *chosen]
         assert list(pool.train_datasets) == list(each.config.taskpool.test_datasets) == chosen
@@ -154,11 +154,11 @@ def test_a_sample_of_subsets_is_the_same_each_time() -> None:
 
 def test_clean_comes_once_and_changes_nothing() -> None:
     kinds = ["clean", "fog", "motion_blur"]
-    made = points({"corruption": {"kinds": kinds, "severities": [1, 5]}})
-    assert [tuple(each.point.labels.values()) for each in made] == [
+    planned = points({"corruption": {"kinds": kinds, "severities": [1, 5]}})
+    assert [tuple(each.point.labels.values()) for each in planned] == [
         ("clean", 0), ("fog", 1), ("fog", 5), ("motion_blur", 1), ("motion_blur", 5)
     ]  # fmt: skip
-    assert made[0].point.changes == {}
+    assert planned[0].point.changes == {}
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -176,18 +176,18 @@ def test_a_pool_loads_corrupted_images_and_is_evaluated_on_clean_ones(split: str
 
 def sources(values: Any, whole: Any = None) -> dict[Any, Any]:
     """Calibration data by source."""
-    made = points({"source": values}, config(TASKS) if whole is None else whole)
-    return {e.point.labels["source"]: plain(e.config.modelpool.train_datasets) for e in made}
+    planned = points({"source": values}, config(TASKS) if whole is None else whole)
+    return {e.point.labels["source"]: plain(e.config.modelpool.train_datasets) for e in planned}
 
 
 def test_sources_name_the_data_of_other_tasks() -> None:
     own = plain(config(TASKS).modelpool.train_datasets)
-    made = sources(["own", "others", "each", "mixed"])
-    assert list(made) == ["own", "others", *TASKS, "mixed"]
-    assert made["own"] == own
-    assert made["mini_greek"] == dict.fromkeys(TASKS, own["mini_greek"])
-    assert [made["others"][t]["data"] for t in TASKS] == [[own[t]] for t in reversed(TASKS)]
-    rows = instantiate(OmegaConf.create(made["mixed"]["mini_latin"]))
+    planned = sources(["own", "others", "each", "mixed"])
+    assert list(planned) == ["own", "others", *TASKS, "mixed"]
+    assert planned["own"] == own
+    assert planned["mini_greek"] == dict.fromkeys(TASKS, own["mini_greek"])
+    assert [planned["others"][t]["data"] for t in TASKS] == [[own[t]] for t in reversed(TASKS)]
+    rows = instantiate(OmegaConf.create(planned["mixed"]["mini_latin"]))
     first = [image.load_split(task, "train")[0]["image"].tobytes() for task in TASKS]
     assert [rows[index]["image"].tobytes() for index in (0, 1)] == first
 
@@ -195,9 +195,9 @@ def test_sources_name_the_data_of_other_tasks() -> None:
 def test_a_pool_may_have_further_sources() -> None:
     noise = {"_target_": "fusion_bench_featcal.tasks.NoiseImages", "size": 28}
     pool = {"featcal": {"sources": {"noise": noise, "fonts": {"_target_": "x"}}}}
-    made = sources(["own", "noise", "sources"], config(TASKS, pool))
-    assert list(made) == ["own", "noise", "fonts"]  # each of them once
-    assert made["noise"] == dict.fromkeys(TASKS, noise)
+    planned = sources(["own", "noise", "sources"], config(TASKS, pool))
+    assert list(planned) == ["own", "noise", "fonts"]  # each of them once
+    assert planned["noise"] == dict.fromkeys(TASKS, noise)
     default = sources(["noise"])["noise"]["mini_latin"]
     assert len(instantiate(OmegaConf.create(default))) == 1000
 
