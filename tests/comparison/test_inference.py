@@ -47,32 +47,33 @@ class SurgeryTower(Tower):
         return (compute(self),)
 
 
-def images(number: int, *sizes: int) -> Any:
+def items(number: int, *sizes: int) -> Any:
     return [(torch.ones(sizes[i % len(sizes)]), 0) for i in range(number)]
 
 
-def pool(items: Any, **changes: Any) -> Any:
-    loaders = {"first": SimpleNamespace(dataset=items), "second": None}
+def pool(dataset: Any, **changes: Any) -> Any:
+    loaders = {"first": SimpleNamespace(dataset=dataset), "second": None}
     clip = SimpleNamespace(visual_projection=nn.Linear(4, 4))
     return SimpleNamespace(**{"test_dataloaders": loaders, "clip_model": clip} | changes)
 
 
 def timed(clock: Any, model: Any, taskpool: Any = None, reference: Any = (1.0,)) -> Any:
     """Time a model whose reference takes the given times."""
-    taskpool = taskpool or pool(images(100, 4))
+    taskpool = taskpool or pool(items(100, 4))
     return InferenceTimer(taskpool, FABRIC, lambda: Tower(clock, *reference)).time(model)
 
 
-def test_the_median_without_the_first_call_is_divided_by_the_batch(clock: Any) -> None:
-    model = Tower(clock, 0.2, 0.016, 0.004, 0.008)
-    assert timed(clock, model).seconds == pytest.approx(0.008 / BATCH)
-    assert (model.calls, model.seen) == (1 + REPEATS, BATCH)
-
-
-def test_a_slow_model_runs_twice(clock: Any) -> None:
-    model = Tower(clock, 9.0, 7.0)
-    assert timed(clock, model, pool(images(2, 4))).seconds == pytest.approx(7.0 / 2)
-    assert model.calls == 2
+@pytest.mark.parametrize(
+    ("times", "images", "seconds", "calls"),
+    [
+        ((0.2, 0.016, 0.004, 0.008), 100, 0.008 / BATCH, 1 + REPEATS),  # the median but the first
+        ((9.0, 7.0), 2, 7.0 / 2, 2),  # a slow model runs twice
+    ],
+)
+def test_a_batch_is_timed_several_times(times, images, seconds, calls, clock: Any) -> None:
+    model = Tower(clock, *times)
+    assert timed(clock, model, pool(items(images, 4))).seconds == pytest.approx(seconds)
+    assert (model.calls, model.seen) == (calls, min(images, BATCH))
 
 
 def test_a_machine_that_slows_down_changes_no_ratio(clock: Any) -> None:
@@ -88,7 +89,7 @@ def test_without_room_for_the_reference_the_model_is_timed_alone(clock: Any) -> 
     def too_large() -> nn.Module:
         raise torch.OutOfMemoryError
 
-    timer = InferenceTimer(pool(images(100, 4)), FABRIC, too_large)
+    timer = InferenceTimer(pool(items(100, 4)), FABRIC, too_large)
     assert timer.time(Tower(clock, 0.016)) == pytest.approx((0.001, None))
 
 
@@ -111,8 +112,8 @@ def test_a_correction_counts(clock: Any, normalize: str) -> None:
     "taskpool",
     [
         SimpleNamespace(),
-        pool(images(20, 4), clip_model=None),
-        *map(pool, ([], [{"text": "no image"}], [("text", 0)], images(20, 4, 5), None)),
+        pool(items(20, 4), clip_model=None),
+        *map(pool, ([], [{"text": "no image"}], [("text", 0)], items(20, 4, 5), None)),
     ],
 )
 def test_without_images_and_a_projection_there_is_no_time(clock: Any, taskpool: Any) -> None:
