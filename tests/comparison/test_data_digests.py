@@ -58,7 +58,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def drawn(config: dict[str, Any], train: Any, test: Any = ()) -> dict[str, Any]:
-    """Digests of what a method draws; data are numbers, or the config of a data set."""
+    """Digests of what a method draws; data are numbers, or the config of a dataset."""
     models: Any = {"left": linear(1)}
     data = {
         f"{split}_datasets": OmegaConf.create(
