@@ -204,12 +204,20 @@ def test_methods_get_the_merged_model_bit_by_bit_with_its_ties(kind: str, tmp_pa
         assert merged[1].weight is merged[0].weight
 
 
+ROWS = [
+    "anchor_only", "anchored_regression", "distillation", "featcal:tuned", "prob_surgery:shared",
+    "ridge_surgery", "surgery:recompute", "surgery:tuned",
+]  # fmt: skip
+
+
 @pytest.mark.slow
-def test_the_command_compares_and_leaves_reports(tmp_path: Path) -> None:
+def test_the_command_runs_shipped_rows_and_leaves_reports(tmp_path: Path) -> None:
+    quoted = ",".join(f"'{row}'" for row in ROWS)
     words = [
         "method=compare", "modelpool=clip-vit-mini_alphabets2", "method.alone=[]",
-        "method.upstreams=[simple_average]", "method.post_merging=[anchor_only,ridge_surgery]",
-        "method.samples_per_task=8", f"path.log_dir={tmp_path}/log",
+        "method.upstreams=[simple_average]", f"method.post_merging=[{quoted}]",
+        "method.samples_per_task=8", "method.steps=2", f"path.log_dir={tmp_path}/log",
+        "method.post_merging_methods.distillation.steps=2",
     ]  # fmt: skip
     result = fusion_bench(words, tmp_path)
     assert "+ ridge_surgery" in result.stdout and "8 train" in result.stdout
@@ -219,12 +227,11 @@ def test_the_command_compares_and_leaves_reports(tmp_path: Path) -> None:
     content = content_of(log)
     assert (content["failed"], content["suite"]) == ([], "clip-vit-mini_alphabets2")
     report = Report.load(log / "simple_average")
-    methods = ["anchor_only", "ridge_surgery"]
-    assert list(report.rows) == ["base", "experts", "simple_average", *methods]
+    assert list(report.rows) == ["base", "experts", "simple_average", *ROWS]
     assert report.cost["ridge_surgery"]["modules_added"] == 2
     for row in ("ridge_surgery", "experts"):
         assert isinstance(report.cost[row]["inference_seconds_per_sample"], float)
     assert (log / "config_resolved.yaml").is_file()
     assert list(log.glob("events.out.tfevents.*"))  # of FusionBench's default logger
-    assert len(list(kept.glob("cells/*/result.json"))) == 5
+    assert len(list(kept.glob("cells/*/result.json"))) == len(report.rows)
     assert len(list(kept.glob("upstreams/*/model.safetensors"))) == 1

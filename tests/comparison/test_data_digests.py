@@ -44,25 +44,12 @@ def test_items_that_are_files_count_with_their_bytes(tmp_path: Path) -> None:
     assert len(digests) == 2
 
 
-class Rows(torch.utils.data.Dataset):
-    """Rows that are numbers."""
-
-    def __init__(self, values: Any) -> None:
-        self.values = values
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, index: int) -> Any:
-        return {"value": self.values[index]}
-
-
 def drawn(config: dict[str, Any], train: Any, test: Any = ()) -> dict[str, Any]:
     """Digests of what a method draws; data are numbers, or the config of a dataset."""
     models: Any = {"left": linear(1)}
     data = {
         f"{split}_datasets": OmegaConf.create(
-            {"left": {"_target_": "test_data_digests.Rows", "values": values}
+            {"left": {"_target_": "comparison_parts.Numbers", "values": values}
              if isinstance(values, list) else values}
         )
         for split, values in (("train", train), ("test", test))

@@ -2,12 +2,10 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -131,42 +129,13 @@ def test_a_killed_comparison_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of distributed
-def test_dask_gives_the_same_table_though_a_worker_is_killed(tmp_path: Path) -> None:
-    pytest.importorskip("distributed")
-    methods = {"waiting": method(Waiting, folder=str(tmp_path)), **METHODS}
-    file = tmp_path / "scheduler.json"
-    options = [*["--scheduler-file", file], "--no-dashboard"]
-    words = [["scheduler", "--port", "0"], *[["worker", "--nthreads", "1", "--no-nanny"]] * 2]
-    python = [sys.executable, "-m"]
-    processes = [
-        subprocess.Popen(
-            [*python, f"distributed.cli.dask_{kind}", *more, *options], cwd=tmp_path, **QUIET
-        )
-        for kind, *more in words
-    ]
-
-    def kill() -> None:
-        """Kill the worker that waits, and let the cell go on where it runs again."""
-        wait_for(tmp_path / "begun", None)
-        (claim,) = (tmp_path / "dask" / "claims").glob("*waiting*")
-        pid = json.loads(claim.read_text())["pid"]
-        assert pid in [process.pid for process in processes[1:]]
-        os.kill(pid, signal.SIGKILL)
-        (tmp_path / "go_on").touch()
-
-    killer = Thread(target=kill, daemon=True)
-    killer.start()
-    try:
-        wait_for(file, processes[0])
-        cluster = {"backend": "dask", "backend_options": {"scheduler_file": str(file)}}
-        driver = run(tmp_path / "dask", methods, **cluster)
-        killer.join()
-    finally:
-        for process in processes:
-            process.terminate()
-            process.wait(30)
+def test_a_dask_cluster_gives_the_same_table(tmp_path: Path) -> None:
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(2, threads_per_worker=1, dashboard_address=None) as cluster:
+        address = {"address": cluster.scheduler_address}
+        driver = run(tmp_path / "dask", backend="dask", backend_options=address)
     assert driver.taskpool.evaluated == 0
-    run(tmp_path / "here", methods)
+    run(tmp_path / "here")
     assert table(tmp_path / "dask") == table(tmp_path / "here")
     assert not list((tmp_path / "dask" / "claims").iterdir())
 

@@ -39,6 +39,7 @@ class Command:
         self.mergers = {MERGER: dict(MERGERS[MERGER])}
         self.models = {n: model_config(s) for s, n in enumerate(("_pretrained_", "left", "right"))}
         self.tests: Any = {"left": [{"value": 1}, {"value": 2}]}
+        self.train = {"left": {"_target_": "comparison_parts.Numbers", "values": [1, 2]}}
         self.seed = 42
         self.rows: dict[Any, Any] = {}
 
@@ -54,7 +55,8 @@ class Command:
         algorithm.report = lambda _, runs, *__: self.rows.update(
             {cell: (result.accuracy, result.correct) for cell, result in runs[0].results.items()}
         )
-        algorithm.run(BaseModelPool(OmegaConf.create(self.models)))
+        models, train = OmegaConf.create(self.models), OmegaConf.create(self.train)
+        algorithm.run(BaseModelPool(models, train_datasets=train))
         return sorted(n.rpartition("-")[0] for n, at in self._finished().items()
                       if before.get(n) != at)  # fmt: skip
 
@@ -127,6 +129,7 @@ CHANGES: dict[str, tuple[Callable[[Command], Any], set[str]]] = {
     "a model's file": (other_bytes, ALL),
     "a file of a cache": (lambda _: Path("cache", "file").touch(), set()),
     "code outside the package": (other_code, {OWN}),
+    "training data": (lambda c: c.train["left"].update(values=[1, 3]), {DOUBLE, OWN}),
     "test items": (lambda c: c.tests["left"][1].update(value=3), ALL),
 }  # fmt: skip
 

@@ -1,9 +1,9 @@
 """Files of runs: what is written is read back the same; damage is refused by name."""
 
-import copy
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -391,37 +391,20 @@ def test_items_that_would_fill_the_memory_are_refused(tmp_path: Path):
         load_items(tmp_path)
 
 
-def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of all values in nested lists and mappings."""
-    yield path
-    listed = enumerate(value) if isinstance(value, list) else ()
-    for key, entry in value.items() if isinstance(value, dict) else listed:
-        yield from paths_in(entry, (*path, key))
-
-
-def changed(content: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """A copy with another value at a path."""
-    inside: Any = [copy.deepcopy(content)]
-    whole = inside
-    for key in (0, *path)[:-1]:
-        inside = inside[key]
-    inside[(0, *path)[-1]] = value
-    return whole[0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["report.json", "average/report.json"])
 def test_hostile_reports_are_read_or_refused(name: str, folder: Path):
-    """Every value of any type, everywhere."""
+    """Values of any type in place of others."""
     for flags in folder.rglob("items.npz"):
         flags.unlink()  # intervals from them take time
-    content, codes = json.loads((folder / name).read_text()), set()
-    every = [(path, value) for path in paths_in(content) for value in HOSTILE]
-    for path, value in random.Random(5).sample(every, 80):
-        (folder / name).write_text(json.dumps(changed(content, path, value)))
+    text, codes = (folder / name).read_text(), set()
+    leaves = re.finditer(r'(?<=[:\[,] )("[^"\n]*"(?!:)|-?\d[\d.e+-]*|null|true|false)', text)
+    every = [(leaf.span(), value) for leaf in leaves for value in HOSTILE]
+    for (start, end), value in random.Random(5).sample(every, 80):
+        (folder / name).write_text(text[:start] + json.dumps(value) + text[end:])
         done = featcal("report", folder)
         codes.add(done.code)
-        assert done.code == 0 or done.err.startswith("featcal: error: "), (path, value)
+        assert done.code == 0 or done.err.startswith("featcal: error: "), (text[start:end], value)
     assert codes == {0, 2}
 
 
