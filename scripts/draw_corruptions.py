@@ -12,6 +12,7 @@ from fusion_bench_featcal.data.corruptions import CORRUPTIONS, SEVERITIES, corru
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.suites.image import load_split
 
+INK = "#808080"  # readable on light and dark pages, as the figure is transparent
 SHOWN = {"mini_fashion_mnist": 60, "mini_latin": 3}  # task -> position of an image
 FILE = Path(__file__).resolve().parents[1] / "docs" / "figures" / "corruptions.png"
 
@@ -28,13 +29,13 @@ def draw() -> Figure:
             axes.imshow(picture, interpolation="nearest")
             axes.set(xticks=[], yticks=[])
             axes.spines[:].set_visible(False)
-        line[0].set_ylabel(name.replace("_", "\n"), fontsize=9)
+        line[0].set_ylabel(name.replace("_", "\n"), fontsize=9, color=INK)
     for axes, title in zip(grid[0], ["clean", *(f"severity {s}" for s in SEVERITIES)], strict=True):
-        axes.set_title(title, fontsize=9, loc="center")
+        axes.set_title(title, fontsize=9, loc="center", color=INK)
     return figure
 
 
 if __name__ == "__main__":
     buffer = io.BytesIO()
-    draw().savefig(buffer, format="png", dpi=110)
+    draw().savefig(buffer, format="png", dpi=110, transparent=True)
     write_atomic(FILE, buffer.getvalue(), "docs/figures")
