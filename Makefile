@@ -77,8 +77,9 @@ studies: $(VENV)/.installed ## every study on the bundled suites, then their tab
 	PATH="$(abspath $(BIN)):$$PATH" examples/studies.sh $(STUDIES)
 	$(BIN)/python scripts/write_tables.py --take $(STUDIES)
 
-tables: $(VENV)/.installed ## write the tables of README and docs, from demo-full's, compare-full's, diagnose's and studies' runs if there are any
+tables: $(VENV)/.installed ## write the tables of README and docs and the front page's figure, from demo-full's, compare-full's, diagnose's and studies' runs if there are any
 	$(BIN)/python scripts/write_tables.py --take $(wildcard $(RUNS) $(COMPARISONS) $(DIAGNOSES) $(STUDIES))
+	$(BIN)/python scripts/draw_accuracies.py
 
 docs: $(DOCS)/.installed ## build the documentation site in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
