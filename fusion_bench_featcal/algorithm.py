@@ -74,10 +74,14 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             ValueError: If a key is unknown or a value is not accepted.
         """
         meta = take_fusion_bench_keys(keys)
-        made = read_settings(keys, self.setting_kinds, "featcal")
-        self.settings: FeatCalSettings = made[0]
+        settings_objects = read_settings(keys, self.setting_kinds, "featcal")
+        self.settings: FeatCalSettings = settings_objects[0]
         check_family(self.settings.family)
-        values = {name: getattr(kind, name) for kind in made for name in names_of([type(kind)])}
+        values = {
+            name: getattr(kind, name)
+            for kind in settings_objects
+            for name in names_of([type(kind)])
+        }
         vars(self).update(values | self.settings.as_dict())
         # The model pool may define a preset with this name.
         is_preset = self.save.startswith(_PRESET) and self.presets is None

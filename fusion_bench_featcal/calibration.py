@@ -88,8 +88,8 @@ def parts_of(problem: Problem, turn: Sequence[Group]) -> list[Sequence[Group]]:
     """Divide a turn into groups whose sums fit in memory together."""
     hollow, device = problem.structure, problem.streams.runner.device
     sizes = [sums_of(group, hollow, problem.rule, problem.dtype) for group in turn]
-    parts = problem.team.of_first(lambda: divided(sizes, problem.sums_at_once, device))
-    return [[turn[index] for index in part] for part in parts]
+    divisions = problem.team.of_first(lambda: divided(sizes, problem.sums_at_once, device))
+    return [[turn[index] for index in part] for part in divisions]
 
 
 def trusting(problem: Problem, block: str) -> Problem:

@@ -117,12 +117,12 @@ class TextBatches:
         check_token_ids(batch, model, lambda row: self.at(start + row))
 
 
-def text_rows(rows: Any, place: str) -> Any:
+def text_rows(rows: Any, label: str) -> Any:
     """Check a dataset of texts and return its rows as plain values.
 
     Raises:
         CalibrationError: If it is streamed, or is not one split.
     """
-    require_numbered(rows, place)
+    require_numbered(rows, label)
     plain = getattr(rows, "with_format", None)
     return rows if plain is None else plain(None)

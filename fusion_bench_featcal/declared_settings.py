@@ -86,7 +86,7 @@ class DeclaredSettings:
     )
     augment: Any = setting(
         None,
-        "Changed copies of samples that are used besides them. `auto` jitters images and copies "
+        "Changed copies of samples, used in addition to them. `auto` jitters images and copies "
         "nothing else, `jitter` refuses anything but images; a change of your own is "
         "{_target_: my_module.change, copies: 3}.",
         accepts="null, auto, jitter, or a mapping with `_target_` and, if given, `copies` >= 1",

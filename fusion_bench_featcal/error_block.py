@@ -41,9 +41,12 @@ def error_block(error: BaseException, more: str = "", *, prefix: str = "error") 
     if "\n".join(lines) != text:
         lines[-1] += " ..."
     if not expected:
-        place = [_made_by(wrapper), *[_place(frame) for frame in frames if _is_ours(frame)][-1:]]
-        if any(place):
-            lines.append("  " + ", ".join(filter(None, place)))
+        locations = [
+            _made_by(wrapper),
+            *[_place(frame) for frame in frames if _is_ours(frame)][-1:],
+        ]
+        if any(locations):
+            lines.append("  " + ", ".join(filter(None, locations)))
     return "\n".join([*lines, more] if more else lines)
 
 

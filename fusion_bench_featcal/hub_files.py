@@ -132,10 +132,10 @@ def needed_files(names: Iterable[str], *, weights: bool = True) -> list[str]:
     used = [name for name in top if not any(fnmatch(name, pattern) for pattern in _UNUSED)]
     files = [name for name in used if any(fnmatch(name, pattern) for pattern in _CONFIGS)]
     for single, shards in _WEIGHTS if weights else ():
-        found = [n for n in used if n in single] or [n for n in used if fnmatch(n, shards)]
-        if found:
-            index = [INDEX] if INDEX in top and found[0].endswith(".safetensors") else []
-            return files + found + index
+        weights_files = [n for n in used if n in single] or [n for n in used if fnmatch(n, shards)]
+        if weights_files:
+            index = [INDEX] if INDEX in top and weights_files[0].endswith(".safetensors") else []
+            return files + weights_files + index
     return files
 
 

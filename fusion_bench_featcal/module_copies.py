@@ -22,9 +22,9 @@ def copied_module(model: nn.Module, stand_ins: Mapping[int, Any] | None = None) 
         model: The model.
         stand_ins: Objects to use in place of copies, by the id of the original.
     """
-    made = copy.deepcopy(model, dict(stand_ins or {}))
-    pairs = zip(model.modules(), made.modules(), strict=True)
-    return _rebind(made, {id(original): copied for original, copied in pairs})
+    twin = copy.deepcopy(model, dict(stand_ins or {}))
+    pairs = zip(model.modules(), twin.modules(), strict=True)
+    return _rebind(twin, {id(original): copied for original, copied in pairs})
 
 
 def bind_own_functions(model: nn.Module) -> nn.Module:
@@ -69,9 +69,9 @@ def _rebound(value: Any, swap: Callable[[nn.Module], nn.Module]) -> Any:
     cells = [_rebound_cell(cell, swap) for cell in value.__closure__]
     if all(new is old for new, old in zip(cells, value.__closure__, strict=True)):
         return value
-    made = FunctionType(value.__code__, value.__globals__, value.__name__, None, tuple(cells))
-    made.__defaults__, made.__kwdefaults__ = value.__defaults__, value.__kwdefaults__
-    return made
+    function = FunctionType(value.__code__, value.__globals__, value.__name__, None, tuple(cells))
+    function.__defaults__, function.__kwdefaults__ = value.__defaults__, value.__kwdefaults__
+    return function
 
 
 def _rebound_cell(cell: CellType, swap: Callable[[nn.Module], nn.Module]) -> CellType:

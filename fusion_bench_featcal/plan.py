@@ -97,15 +97,17 @@ def plan_of(request: Request) -> Plan:
     """
     shapes, settings, device = Shapes.of(request), request.settings, request.device
     size, on_cpu, memory = shapes.size, device.type == "cpu", shapes.memory()
-    kept = size * (not request.streamed)  # 0 if the calibrated model is written by block
-    parts = {"model": kept, "loaded": request.whole * size}
-    parts |= {part: memory[part] for part in LABELS if part not in parts}
+    kept_model = size * (not request.streamed)  # 0 if the calibrated model is written by block
+    components = {"model": kept_model, "loaded": request.whole * size}
+    components |= {part: memory[part] for part in LABELS if part not in components}
     resident = psutil.Process().memory_info().rss
     busy = max(memory["busy"], memory["begin"])
     whole = (not request.streamed) + request.whole - request.loaded
-    host = kept + whole * size + parts["features"] * (request.storage == "host") + LIBRARIES
-    host += busy if on_cpu else max(parts["block"], parts["outside"])
-    on_disk = parts["features"] * (request.storage == "disk")
+    host = (
+        kept_model + whole * size + components["features"] * (request.storage == "host") + LIBRARIES
+    )
+    host += busy if on_cpu else max(components["block"], components["outside"])
+    on_disk = components["features"] * (request.storage == "disk")
     free, free_gpu = free_bytes(CPU) or 0, None if on_cpu else free_bytes(device)
     # Other systems extend swap space by themselves, and processes may be on several machines.
     is_exact = sys.platform == "linux" and request.processes == 1
@@ -121,7 +123,7 @@ def plan_of(request: Request) -> Plan:
         tasks=request.tasks,
         samples=max(shapes.samples),
         processes=request.processes,
-        parts=parts,
+        parts=components,
         storage=request.storage,
         host=resident + host,
         gpu=None if on_cpu else busy,

@@ -156,16 +156,18 @@ class Shapes:
 
     def _memory_at(self, block: str, features: Features) -> Counter[str]:
         """Return the bytes of each part of the memory at one block."""
-        solved, held, batches = self._dealt()
+        solved, held_out, batches = self._dealt()
         sides, tensors = 1 + self.runs_experts, self.model.state_dict(keep_vars=True)
-        waiting = sides * features.numbers(solved + held, batches) + features.numbers(held, 0)
+        waiting = sides * features.numbers(solved + held_out, batches) + features.numbers(
+            held_out, 0
+        )
         names = tensors_of_block(self.model, self.family, block)
         read, new = size_of(tensors[name] for name in names), 0
         samples = min(self.request.settings.batch_size, max(self.samples))
-        rows, parts = samples * features.positions, self._parts(block)
-        noted = [sum(group.noted for group in part) for part in parts]
+        rows, divisions = samples * features.positions, self._parts(block)
+        noted = [sum(group.noted for group in part) for part in divisions]
         memory = Counter(block=sides * read)
-        for index, part in enumerate(parts):
+        for index, part in enumerate(divisions):
             later = solved * features.positions * sum(noted[max(index, 1) :])
             stored = self.itemsize * (waiting + later)
             inputs = rows * (sum(g.received for g in part) + sum(noted) * (index == 0))
@@ -173,29 +175,29 @@ class Shapes:
             passing = max([samples * features.shared, *(g.passing(rows) for g in part)])
             batch = self.itemsize * (inputs + 3 * passing)
             sums, of_task = sum(g.sums for g in part), sum(g.rows for g in part)
-            weights, made = sum(g.weights for g in part), sum(g.new for g in part)
+            weights, new_parameters = sum(g.weights for g in part), sum(g.new for g in part)
             solve = max((g.solving for g in part), default=0)
             adding = max((g.adding for g in part), default=0)
-            expert = made if index else (sides - 1) * read
-            most = max(expert + of_task + max(batch, adding), made + solve)
+            expert = new_parameters if index else (sides - 1) * read
+            most = max(expert + of_task + max(batch, adding), new_parameters + solve)
             most += read + new + sums + weights
             most += stored * (self.request.storage == "device")
             memory |= Counter(features=stored, batch=batch, sums=sums + of_task, solve=solve)
-            memory |= Counter(weights=weights + made, busy=most)
-            new += made
+            memory |= Counter(weights=weights + new_parameters, busy=most)
+            new += new_parameters
         return memory
 
     def _parts(self, block: str) -> list[list["GroupBytes"]]:
         """Return a block's groups in order, as lists that are summed at once."""
         rule, request = self.rule, self.request
         dtype = rule.dtype(request.tasks, request.device)
-        parts: list[list[GroupBytes]] = []
+        divisions: list[list[GroupBytes]] = []
         for turn in rule.turns(self.groups(block)) or [[]]:
             groups = [GroupBytes.of(group, self.model, rule, dtype) for group in turn]
             sizes = [group.sums + group.rows for group in groups]
             cuts = divided(sizes, request.settings.sums_at_once, request.device)
-            parts += [[groups[index] for index in cut] for cut in cuts]
-        return parts
+            divisions += [[groups[index] for index in cut] for cut in cuts]
+        return divisions
 
     def groups(self, block: str) -> list[Group]:
         """Return the groups of a block's modules."""
@@ -214,14 +216,18 @@ class Shapes:
         """Return samples and copies, held-out samples, and batches of the busiest process."""
         settings = self.request.settings
         images = torch.empty(1, 3, 1, 1, device="meta") if takes_images(self.model) else None
-        solved = held = batches = 0
+        solved = held_out = batches = 0
         for samples in self.samples:
-            apart = min(number_held_out(samples, settings.held_out), samples - 1)
-            copies = 1 + number_of_copies(samples - apart, settings.augment, images)
-            solved, held = solved + (samples - apart) * copies, held + apart
-            batches += math.ceil((samples - apart) / settings.batch_size) * copies + (apart > 0)
-        solved, held, batches = (math.ceil(n * self.request.share) for n in (solved, held, batches))
-        return solved, held, batches
+            number_apart = min(number_held_out(samples, settings.held_out), samples - 1)
+            copies = 1 + number_of_copies(samples - number_apart, settings.augment, images)
+            solved, held_out = solved + (samples - number_apart) * copies, held_out + number_apart
+            batches += math.ceil((samples - number_apart) / settings.batch_size) * copies + (
+                number_apart > 0
+            )
+        solved, held_out, batches = (
+            math.ceil(n * self.request.share) for n in (solved, held_out, batches)
+        )
+        return solved, held_out, batches
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,10 @@ class Progress:
         self._processes = processes
         self.bar = progress_bar(total=visits, unit="visit", show=show and processes.rank == 0)
 
-    def at(self, place: str) -> None:
+    def at(self, work: str) -> None:
         """Set the name of the current work."""
-        self._processes.doing = place
-        self.bar.set_description(f"FeatCal {place}", refresh=sys.stderr.isatty())
+        self._processes.doing = work
+        self.bar.set_description(f"FeatCal {work}", refresh=sys.stderr.isatty())
 
     def step(self) -> None:
         """Count a visit."""

@@ -49,8 +49,8 @@ MUTATIONS = [
         "evaluated before it is saved",
         "fusionbench/run_results.py",
         "        self.saver.offer(result.model, facts)\n"
-        "        self.add_made(name, result.model, **made, seed=settings.seed)\n",
-        "        self.add_made(name, result.model, **made, seed=settings.seed)\n"
+        "        self.add_made(name, result.model, **details, seed=settings.seed)\n",
+        "        self.add_made(name, result.model, **details, seed=settings.seed)\n"
         "        self.saver.offer(result.model, facts)\n",
         "test_run_order.py",
     ),
@@ -71,15 +71,15 @@ MUTATIONS = [
     Mutation(
         "prompt counts among the targets",
         "data/text_samples.py",
-        "labels = [IGNORED] * len(prompt) + (text.shown or target)",
-        "labels = prompt + (text.shown or target)",
+        "labels = [IGNORED] * len(prompt) + (text.scored or target)",
+        "labels = prompt + (text.scored or target)",
         "data/test_text_samples.py",
     ),
     Mutation(
         "rows that are held back are calibrated on",
         "folders/tasks.py",
-        "order[: min(wanted, available - held)]",
-        "order[:wanted]",
+        "order[: min(requested, available - held_back)]",
+        "order[:requested]",
         "folders/test_calibrate_command.py",
     ),
     Mutation(

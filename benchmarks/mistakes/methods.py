@@ -139,8 +139,8 @@ MUTATIONS = [
     Mutation(
         "settings are chosen on samples that were fitted",
         "lab/rivals/tuned.py",
-        "indices=drawn.indices[fitted:]",
-        "indices=drawn.indices[:fitted]",
+        "indices=task_batches.indices[fitted:]",
+        "indices=task_batches.indices[:fitted]",
         "methods/test_tuned.py",
     ),
     Mutation(

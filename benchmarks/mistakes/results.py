@@ -28,10 +28,10 @@ MUTATIONS = [
         "tasks weigh by their items in intervals",
         "results/intervals.py",
         "        observed = observed + counts @ values / items\n"
-        "        resampled = resampled + np.concatenate(parts) / items\n",
+        "        resampled = resampled + np.concatenate(resampled_parts) / items\n",
         "        total = sum(map(len, columns.values())) / len(columns)\n"
         "        observed = observed + counts @ values / total\n"
-        "        resampled = resampled + np.concatenate(parts) / total\n",
+        "        resampled = resampled + np.concatenate(resampled_parts) / total\n",
         "results/test_statistics.py",
     ),
     Mutation(

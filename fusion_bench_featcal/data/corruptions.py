@@ -133,10 +133,14 @@ def plasma(side: int, decay: float, random: np.random.Generator) -> np.ndarray:
         corners = heights[::step, ::step]
         right, below = np.roll(corners, -1, axis=1), np.roll(corners, -1, axis=0)
         centres = _disturbed(corners + right + below + np.roll(right, -1, axis=0), spread, random)
-        above, left = np.roll(centres, 1, axis=0), np.roll(centres, 1, axis=1)
+        rows_before, columns_before = np.roll(centres, 1, axis=0), np.roll(centres, 1, axis=1)
         heights[half::step, half::step] = centres
-        heights[::step, half::step] = _disturbed(corners + right + centres + above, spread, random)
-        heights[half::step, ::step] = _disturbed(corners + below + centres + left, spread, random)
+        heights[::step, half::step] = _disturbed(
+            corners + right + centres + rows_before, spread, random
+        )
+        heights[half::step, ::step] = _disturbed(
+            corners + below + centres + columns_before, spread, random
+        )
         step, spread = half, spread / decay**2
     heights -= heights.min()
     return heights / heights.max()

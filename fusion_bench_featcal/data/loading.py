@@ -16,16 +16,16 @@ def naming_setting(setting: str, value: Any = None) -> Iterator[None]:
     Raises:
         CalibrationError: If it cannot be loaded, with the setting and the cause.
     """
-    shown = setting if value is None else f"{setting}={value!r}"
+    description = setting if value is None else f"{setting}={value!r}"
     try:
         yield
     except CalibrationError as error:
         raise CalibrationError(f"{setting}: {error}") from error
     except Exception as error:
         if is_of_hub(error):
-            raise hub_error(error, shown) from error
+            raise hub_error(error, description) from error
         # for a missing path, split or column
         if not isinstance(error, OSError | ValueError | KeyError | TypeError):
             raise
         hint, reason = offline_hint() if isinstance(error, OSError) else "", str(error).rstrip(".")
-        raise CalibrationError(f"{shown} cannot be loaded: {reason}.{hint}") from error
+        raise CalibrationError(f"{description} cannot be loaded: {reason}.{hint}") from error

@@ -16,7 +16,7 @@ _CONTEXTS = ("input", "context")
 _ROLES = {"human": "user", "gpt": "assistant"}
 
 
-def plain_row(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+def plain_row(row: Mapping[str, Any], label: str) -> dict[str, Any]:
     """Return a row of any common format in one of four formats.
 
     They are `messages`, `prompt` with or without `target`, `text`, or an unchanged tokenised row.
@@ -25,7 +25,7 @@ def plain_row(row: Mapping[str, Any], place: str) -> dict[str, Any]:
 
     Args:
         row: The row.
-        place: Its name in messages.
+        label: Its name in messages.
 
     Raises:
         CalibrationError: If it has none of these, or several answers.
@@ -40,10 +40,10 @@ def plain_row(row: Mapping[str, Any], place: str) -> dict[str, Any]:
         return {"text": values["text"]}
     if form is None:
         raise CalibrationError(
-            f"{place}: a text is a row with prompt (and target), with messages, with text, or "
+            f"{label}: a text is a row with prompt (and target), with messages, with text, or "
             f"with input_ids; this one has {sorted(row)}"
         )
-    prompt, target = values[form], _answer_of(values, place)
+    prompt, target = values[form], _answer_of(values, label)
     if isinstance(prompt, list):  # TRL's conversational form
         answer = target if isinstance(target, list) else _answered(target)
         return {"messages": _turns([*prompt, *answer])}
@@ -53,9 +53,9 @@ def plain_row(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     return {"prompt": prompt} if target is None else {"prompt": prompt, "target": target}
 
 
-def lacks_answer(row: Mapping[str, Any], place: str) -> bool:
+def lacks_answer(row: Mapping[str, Any], label: str) -> bool:
     """Return whether a row has a prompt without an answer, which an expert must generate."""
-    plain = plain_row(row, place)
+    plain = plain_row(row, label)
     if "messages" in plain:
         last = list(plain["messages"])[-1:]
         return not any(
@@ -80,7 +80,7 @@ def _turns(chat: Any) -> Any:
     ]
 
 
-def _answer_of(row: Mapping[str, Any], place: str) -> Any:
+def _answer_of(row: Mapping[str, Any], label: str) -> Any:
     """Return the answer to a row's prompt: its `target`, else another column of `TARGETS`, or None.
 
     Raises:
@@ -90,6 +90,6 @@ def _answer_of(row: Mapping[str, Any], place: str) -> Any:
     first = next(iter(answers), "target")
     if first != "target" and any(answer != answers[first] for answer in answers.values()):
         raise CalibrationError(
-            f"{place}: which of {', '.join(answers)} is the answer? Name that column target"
+            f"{label}: which of {', '.join(answers)} is the answer? Name that column target"
         )
     return answers.get(first)

@@ -30,11 +30,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Text:
-    """A row in token ids before truncation. `shown` is the target, -100 where it is not counted."""
+    """A row in token ids before truncation. `scored` is the target, -100 for uncounted tokens."""
 
     prompt: list[int]
     target: list[int] | None = None
-    shown: list[int] | None = None
+    scored: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TextEncoder:
                 f"{name}: no target, which an encoder-decoder needs. Give the rows labels (or a "
                 "target), or set method.calibration_targets=generated"
             )
-        if text.target is not None and not self._has_words(text.shown or text.target):
+        if text.target is not None and not self._has_words(text.scored or text.target):
             raise CalibrationError(
                 f"{name}: the target is empty. Give it a text, choose another "
                 "method.calibration_split, or set method.calibration_targets=generated"
@@ -123,7 +123,7 @@ class TextEncoder:
             labels = self._within(target, limit, f"{name}, target", len(target))
             return Sample(self._within(prompt, limit, name, len(prompt)), labels)
         length, prompt = len(prompt) + len(target), prompt[: max(limit - len(target), limit // 2)]
-        labels = [IGNORED] * len(prompt) + (text.shown or target)
+        labels = [IGNORED] * len(prompt) + (text.scored or target)
         return Sample(self._within(prompt + target, limit, name, length), labels[:limit])
 
     def _within(self, ids: list[int], limit: int, name: str, length: int) -> list[int]:
@@ -178,9 +178,11 @@ class TextEncoder:
             return _Text(ids)
         if self.kind == "seq2seq":
             return _Text(ids, [token for token in labels if token != IGNORED])
-        shown = [label for label, counts in zip(labels, mask, strict=True) if counts]
-        start = next((i for i, label in enumerate(shown) if label != IGNORED), len(shown))
-        return _Text(ids[:start], ids[start:], shown[start:])
+        counted_labels = [label for label, counts in zip(labels, mask, strict=True) if counts]
+        start = next(
+            (i for i, label in enumerate(counted_labels) if label != IGNORED), len(counted_labels)
+        )
+        return _Text(ids[:start], ids[start:], counted_labels[start:])
 
     def _chat(self, messages: Any, name: str) -> _Text:
         if self.kind == "seq2seq" or not getattr(self.tokenizer, "chat_template", None):
@@ -264,14 +266,16 @@ def pad_samples(samples: Sequence[Sample], encoder: TextEncoder) -> dict[str, Te
         `input_ids`, `attention_mask` and, if samples have labels, `labels`, each `[batch, length]`,
         int64. Labels are -100 on padding.
     """
-    left = encoder.tokenizer.padding_side == "left"
+    pads_left = encoder.tokenizer.padding_side == "left"
     batch = {
-        "input_ids": pad_rows([sample.ids for sample in samples], encoder.pad_id, left=left),
-        "attention_mask": pad_rows([[1] * len(sample.ids) for sample in samples], 0, left=left),
+        "input_ids": pad_rows([sample.ids for sample in samples], encoder.pad_id, left=pads_left),
+        "attention_mask": pad_rows(
+            [[1] * len(sample.ids) for sample in samples], 0, left=pads_left
+        ),
     }
     if any(sample.labels is not None for sample in samples):
         labels = [sample.labels or [IGNORED] * len(sample.ids) for sample in samples]
-        batch["labels"] = pad_rows(labels, IGNORED, left=left and encoder.kind == "causal")
+        batch["labels"] = pad_rows(labels, IGNORED, left=pads_left and encoder.kind == "causal")
     return batch
 
 
@@ -279,8 +283,8 @@ def pad_rows(rows: Sequence[list[int]], fill: int, *, left: bool) -> Tensor:
     """Return rows of unequal length as one int64 tensor, padded on one side."""
     padded = torch.full((len(rows), max(map(len, rows))), fill, dtype=torch.long)
     for row, ids in zip(padded, rows, strict=True):
-        place = slice(len(row) - len(ids), None) if left else slice(len(ids))
-        row[place] = torch.tensor(ids, dtype=torch.long)
+        target = slice(len(row) - len(ids), None) if left else slice(len(ids))
+        row[target] = torch.tensor(ids, dtype=torch.long)
     return padded
 
 

@@ -24,16 +24,18 @@ def differing_tokens(tokenizer: Any, folder: Path) -> str:
         return ""
     vocabulary = tokenizer.get_vocab()
     try:
-        others = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False).get_vocab()
+        folder_vocabulary = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False
+        ).get_vocab()
     except Exception as error:  # any error of the tokenizer's library
         raise CalibrationError(
             f"the tokenizer in {folder} cannot be loaded: {first_line(error)}"
         ) from error
-    differing = sorted(t for t, number in vocabulary.items() if others.get(t) != number)
-    if not (others and differing):
+    differing = sorted(t for t, number in vocabulary.items() if folder_vocabulary.get(t) != number)
+    if not (folder_vocabulary and differing):
         return ""
     token = differing[0]
     return (
         f"{len(differing)} of {len(vocabulary)} tokens differ, such as {token!r} "
-        f"({vocabulary[token]} here, {others.get(token)} there)"
+        f"({vocabulary[token]} here, {folder_vocabulary.get(token)} there)"
     )

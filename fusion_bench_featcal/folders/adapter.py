@@ -65,8 +65,8 @@ class Adapter:
         )
         for name, module in base.named_modules():
             other = calibrated.get_submodule(name)
-            own = dict(module.named_parameters(recurse=False))
-            pairs = {key: (value, other.get_parameter(key)) for key, value in own.items()}
+            parameters = dict(module.named_parameters(recurse=False))
+            pairs = {key: (value, other.get_parameter(key)) for key, value in parameters.items()}
             if all(torch.equal(value, new) for value, new in pairs.values()):
                 continue
             shared = any(uses[id(part)] > 1 for pair in pairs.values() for part in pair)
@@ -151,14 +151,16 @@ def factors(change: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """
     smaller = min(change.shape)
     if smaller <= _WHOLE:
-        left, values, right = torch.linalg.svd(change, full_matrices=False)
-        right = right.T
+        left_vectors, values, right_vectors = torch.linalg.svd(change, full_matrices=False)
+        right_vectors = right_vectors.T
     else:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            left, values, right = torch.svd_lowrank(change, min(2 * rank + 10, smaller), niter=4)
+            left_vectors, values, right_vectors = torch.svd_lowrank(
+                change, min(2 * rank + 10, smaller), niter=4
+            )
     roots = values[:rank].sqrt()
-    down, up = (right[:, :rank] * roots).T, left[:, :rank] * roots
+    down, up = (right_vectors[:, :rank] * roots).T, left_vectors[:, :rank] * roots
     more = rank - len(roots)
     return F.pad(down, (0, 0, 0, more)), F.pad(up, (0, more))
 
@@ -167,11 +169,11 @@ def check_base(base: ModelFolder | None, home: ModelFolder) -> None:
     """Refuse a base of another class or size: an adapter could not change it into the model."""
     if base is None:
         raise ValueError("--as-lora needs --base, the model that the adapter changes")
-    shapes, others = (
+    shapes, home_shapes = (
         {name: tensor.shape for name, tensor in model.empty.state_dict().items()}
         for model in (base, home)
     )
-    if base.architecture is not home.architecture or shapes != others:
+    if base.architecture is not home.architecture or shapes != home_shapes:
         raise ValueError(
             f"--as-lora: {base.option} and {home.option} are not of one class and size "
             f"({base.architecture.__name__}, {home.architecture.__name__}). Leave --as-lora out"

@@ -68,27 +68,32 @@ def open_image_task(
     """
     columns = request.columns_of(task)
     refuse_unknown_keys(columns, _COLUMNS, f"--columns {task}")
-    used, held = open_parts(task, request, partial(_items, columns=columns), spread=True)
+    calibration_part, test_part = open_parts(
+        task, request, partial(_items, columns=columns), spread=True
+    )
     workers = decode_workers(request.settings, processor)
 
     def batches(part: Part) -> TaskBatches:
         size = request.settings.batch_size
         return TaskBatches(task, part.rows, part.indices, size, processor, workers=workers)
 
-    is_evaluated, notes, tests = bool(held.indices and heads), [], None
+    is_evaluated, notes, tests = bool(test_part.indices and heads), [], None
     if is_evaluated:
-        labels, names = _labels(held)
+        labels, names = _labels(test_part)
         if isinstance(heads, ZeroShot):
             prompts = [request.prompt_of(task).replace("{}", name) for name in names]
             logits = partial(heads.logits, heads.head(prompts))
         else:
-            numbers, notes = label_numbers(names, heads or (), held.option)
+            numbers, notes = label_numbers(names, heads or (), test_part.option)
             labels, logits = torch.tensor(numbers)[labels], class_logits
-        tests = LabelTests(batches(held), labels, logits)
+        tests = LabelTests(batches(test_part), labels, logits)
     read = [columns.get(name, name) for name in _COLUMNS[: 1 + is_evaluated]]
     is_folder = Path(split_of(request.data[task])[0]).expanduser().is_dir()
-    notes = [sentence(task, request, used, held, () if is_folder else read), *notes]
-    return Task(batches(used), len(used.indices), 0, tests, notes)
+    notes = [
+        sentence(task, request, calibration_part, test_part, () if is_folder else read),
+        *notes,
+    ]
+    return Task(batches(calibration_part), len(calibration_part.indices), 0, tests, notes)
 
 
 def _labels(part: Part) -> tuple[Tensor, list[str]]:

@@ -92,8 +92,8 @@ def with_merge_config(
                 f"--expert {name}={location} is no model that {merged} was merged from: its {FILE} "
                 f"names {', '.join(listed)}"
             )
-    if left := [v for v in listed if not any(_is_same(v, e) for e in experts.values())]:
-        notes.append(f"merged from {', '.join(left)} as well, for which no --expert stands")
+    if unnamed := [v for v in listed if not any(_is_same(v, e) for e in experts.values())]:
+        notes.append(f"merged from {', '.join(unnamed)} as well, for which no --expert stands")
     return base or merge.base, experts, "--expert"
 
 
@@ -111,9 +111,9 @@ def read_merge(merged: Path) -> Merge | None:
     file = merged / FILE
     try:
         content = read_yaml(file)
-        parts = list(_parts(content))
-        models = [_reference(model, merged) for part in parts for model in _models(part)]
-        named = next((part["base_model"] for part in parts if part.get("base_model")), None)
+        sections = list(_parts(content))
+        models = [_reference(model, merged) for part in sections for model in _models(part)]
+        named = next((part["base_model"] for part in sections if part.get("base_model")), None)
         base = None if named is None else _reference(named, merged)
     except FileNotFoundError:
         return None
@@ -121,7 +121,7 @@ def read_merge(merged: Path) -> Merge | None:
         start = "" if str(file) in str(error) else f"{file}: "
         raise UnreadableConfig(f"{start}{error}. {_ADVICE}") from error
     method = str(content.get("merge_method"))
-    if method == "passthrough" or any(map(_stacks, parts)):
+    if method == "passthrough" or any(map(_stacks, sections)):
         slices = f"{method} from slices of different layers"
         stacked = "passthrough, which stacks layers" if method == "passthrough" else slices
         raise ValueError(
@@ -130,12 +130,12 @@ def read_merge(merged: Path) -> Merge | None:
         )
     if base is not None and method in _BASE_IS_MERGED:
         models, base = [*models, base], None
-    known, locations = _with_adapters(models, base, file)
+    base_location, locations = _with_adapters(models, base, file)
     experts = _named(locations)
     if not experts or len(experts) < len(locations):
         problem = f"the names of {', '.join(locations)} do not differ" if experts else "no models"
         raise UnreadableConfig(f"{file}: {problem}. {_ADVICE}")
-    return Merge(method, known, experts)
+    return Merge(method, base_location, experts)
 
 
 def _parts(content: Any, label: str = "it") -> Iterator[Mapping[str, Any]]:
@@ -197,20 +197,22 @@ def _with_adapters(
 ) -> tuple[str | None, list[str]]:
     """Return the base and the experts' locations. For adapters on the base, the adapters'."""
     adapted = {_resolved(model.model): model.model for model in models if model.adapter}
-    known = None if base is None else base.model
-    if known is None and len(adapted) == 1:
-        (known,) = adapted.values()
-    others = [location for key, location in adapted.items() if key != _resolved(known or "")]
-    if others or (base is not None and base.adapter):
+    base_location = None if base is None else base.model
+    if base_location is None and len(adapted) == 1:
+        (base_location,) = adapted.values()
+    other_locations = [
+        location for key, location in adapted.items() if key != _resolved(base_location or "")
+    ]
+    if other_locations or (base is not None and base.adapter):
         raise ValueError(
-            f"{file} adds LoRA adapters to {', '.join(others) or 'the base'}, of which featcal "
-            "cannot say what they were tuned from: merge each into a folder of its own (PEFT's "
-            "merge_and_unload) and name it by --expert NAME=DIR"
+            f"{file} adds LoRA adapters to {', '.join(other_locations) or 'the base'}, of which "
+            "featcal cannot say what they were tuned from: merge each into a folder of its own "
+            "(PEFT's merge_and_unload) and name it by --expert NAME=DIR"
         )
     locations = {_resolved(m.adapter or m.model): m.adapter or m.model for m in models}
-    if known is not None:
-        locations.pop(_resolved(known), None)
-    return known, list(locations.values())
+    if base_location is not None:
+        locations.pop(_resolved(base_location), None)
+    return base_location, list(locations.values())
 
 
 def _resolved(location: str) -> Path:
@@ -223,10 +225,10 @@ def _named(locations: Collection[str]) -> dict[str, str]:
     """Name models by the shortest unique ends of their locations, in the form of file names."""
     split = {_split(location): location for location in locations}
     named = {}
-    for parts, location in split.items():
-        tails = [parts[-length:] for length in range(1, len(parts) + 1)]
+    for path_parts, location in split.items():
+        tails = [path_parts[-length:] for length in range(1, len(path_parts) + 1)]
         free = [t for t in tails if sum(other[-len(t) :] == t for other in split) == 1]
-        tail = free[0] if free else parts
+        tail = free[0] if free else path_parts
         named["-".join(part for part in tail if part.strip("/."))] = location
     return named
 

@@ -81,7 +81,7 @@ class ModelFolder:
         if name in _CLIP:
             return "clip"
         for kind, names in _classes().items():
-            if any(name == known or name in _several(known) for known in names.values()):
+            if any(name == other or name in _several(other) for other in names.values()):
                 return kind
         raise ValueError(
             f"{self.option} is a {name}; featcal calibrate takes language models, text and image "
@@ -151,7 +151,7 @@ class ModelFolder:
             stored = self._files
         except FileNotFoundError:
             return
-        tied = [each for each in (name, *aliases(model)[name]) if each in stored.names()]
+        tied = [alias for alias in (name, *aliases(model)[name]) if alias in stored.names()]
         if name in tied and not torch.equal(stored.tensor(name), stored.tensor(tied[-1])):
             head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
 
@@ -279,5 +279,5 @@ def _classes() -> dict[Kind, Any]:
     }
 
 
-def _several(known: Any) -> Any:
-    return () if isinstance(known, str) else known
+def _several(names: Any) -> Any:
+    return () if isinstance(names, str) else names

@@ -136,8 +136,12 @@ class Models:
 
     def _source(self, model: ModelFolder) -> ExpertSource:
         source, rows = model.source(self.base), (self.home.config or {}).get("vocab_size")
-        own = (model.config or {}).get("vocab_size")
-        return CommonRows(source, rows) if own and rows and own > rows else source
+        vocabulary_size = (model.config or {}).get("vocab_size")
+        return (
+            CommonRows(source, rows)
+            if vocabulary_size and rows and vocabulary_size > rows
+            else source
+        )
 
     @cached_property
     def _runnable(self) -> dict[str, ExpertModel]:

@@ -133,14 +133,14 @@ class Request:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], source: str = "featcal calibrate") -> "Request":
+    def of(cls, options_given: Mapping[str, Any], source: str = "featcal calibrate") -> "Request":
         """Build a request from options, and from a recipe if `merged` names one.
 
         Args:
-            given: Options by name. They have priority over the recipe's.
+            options_given: Options by name. They have priority over the recipe's.
             source: Name of the caller, for messages.
         """
-        values = _checked(given, source)
+        values = _checked(options_given, source)
         recipe = Path(values.get("merged") or "").expanduser()
         if recipe.suffix in (".yaml", ".yml"):
             del values["merged"]
@@ -182,10 +182,12 @@ class Request:
         """Settings of the calibration: the preset's, changed by `set`."""
         for name in _ELSEWHERE.keys() & self.set.keys():
             raise ValueError(f"--set {name}: use {_ELSEWHERE[name]}")
-        given = {name: _number(value) for name, value in self.set.items()}
-        refuse_unknown_settings(given, FeatCalSettings.names(), owner="featcal")
+        numbers = {name: _number(value) for name, value in self.set.items()}
+        refuse_unknown_settings(numbers, FeatCalSettings.names(), owner="featcal")
         run = {"checkpoint_dir": str(self.checkpoints), "resume": self.resume}
-        return FeatCalSettings(**{"max_length": MAX_LENGTH, **PRESETS[self.preset], **given, **run})
+        return FeatCalSettings(
+            **{"max_length": MAX_LENGTH, **PRESETS[self.preset], **numbers, **run}
+        )
 
     @cached_property
     def merger(self) -> tuple[str | None, float]:
@@ -282,10 +284,10 @@ class Request:
 def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return options that are not None, with paths as texts. Refuse unknown names and values."""
     refuse_unknown_keys(values, [field.name for field in settings_of(Request)], source)
-    given = {name: _plain(value) for name, value in values.items() if value is not None}
-    if problems := problems_of(Request(**given)):
+    set_values = {name: _plain(value) for name, value in values.items() if value is not None}
+    if problems := problems_of(Request(**set_values)):
         raise ValueError(f"{source}: {'; '.join(problems)}")
-    return given
+    return set_values
 
 
 def _plain(value: Any) -> Any:

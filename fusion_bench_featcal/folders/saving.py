@@ -85,40 +85,40 @@ def write_weights(models: Models, result: CalibrationResult, folder: Path) -> No
             shutil.copyfile(home.folder / name, folder / name)
     whole = home.whole.state_dict()
     keys = pair_names(home.name, "model", stored, whole, aliases(home.whole)).values()
-    others = {key: stored.tensor(key) for key in keys if key not in calibrated.names()}
-    write_shards(folder, calibrated, others, models.request.largest_file)
+    outside_blocks = {key: stored.tensor(key) for key in keys if key not in calibrated.names()}
+    write_shards(folder, calibrated, outside_blocks, models.request.largest_file)
 
 
 def write_shards(
-    folder: Path, blocks: SafetensorsExpert, others: Mapping[str, Tensor], limit: int
+    folder: Path, blocks: SafetensorsExpert, outside_blocks: Mapping[str, Tensor], limit: int
 ) -> None:
     """Convert a model stored as files of its blocks to transformers' format.
 
     Args:
         folder: A folder without weights.
         blocks: Files of blocks. Above the limit they become shards without changes.
-        others: The model's other tensors.
+        outside_blocks: The model's other tensors.
         limit: Largest number of bytes of a model in one file.
 
     Raises:
         OSError: It cannot be written.
     """
     names = blocks.names()
-    size = sum(map(blocks.nbytes, names)) + sum(tensor.nbytes for tensor in others.values())
+    size = sum(map(blocks.nbytes, names)) + sum(tensor.nbytes for tensor in outside_blocks.values())
     if size <= limit:
         # Memory-mapped: the files belong to this run, and together they are as large as the model.
         mapped = [load_file(file).items() for file in blocks.files]
-        write_tensors(folder / "model.safetensors", dict(chain(*mapped, others.items())))
+        write_tensors(folder / "model.safetensors", dict(chain(*mapped, outside_blocks.items())))
         return
-    files = blocks.files + ([None] if others else [])
+    files = blocks.files + ([None] if outside_blocks else [])
     weights = {}
     for number, file in enumerate(files, start=1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         if file is None:
-            write_tensors(folder / name, others)
+            write_tensors(folder / name, outside_blocks)
         else:
             link_or_copy(file, folder / name)
-        weights |= dict.fromkeys(others if file is None else blocks.names_in(file), name)
+        weights |= dict.fromkeys(outside_blocks if file is None else blocks.names_in(file), name)
     write_index(folder, dict(sorted(weights.items())), size)
 
 
@@ -160,10 +160,10 @@ def _write_processor(models: Models, processor: Any, folder: Path) -> None:
 
     transformers 5 writes tokenizers that release 4 cannot load.
     """
-    others = set(folder.iterdir())
+    existing_files = set(folder.iterdir())
     processor.save_pretrained(folder)
     source = Path(models.processor_folder)
     is_new_template = models.request.chat_template is not None
-    for file in set(folder.iterdir()) - others:
+    for file in set(folder.iterdir()) - existing_files:
         if (source / file.name).is_file() and not (is_new_template and file.suffix == ".jinja"):
             shutil.copyfile(source / file.name, file)

@@ -103,17 +103,17 @@ def open_parts(
     """
     option, settings = f"--data {task}={request.data[task]}", request.settings
     rows = open_rows(request.data[task], "train", option)
-    available, wanted = len(rows), settings.samples_per_task
+    available, requested = len(rows), settings.samples_per_task
     if available == 0:
         raise ValueError(f"{option} has no rows")
     order = sample_order(available, task, settings.seed)
     if request.no_eval:
-        return Part(option, rows, order[:wanted]), Part(option, rows, [])
+        return Part(option, rows, order[:requested]), Part(option, rows, [])
     if task not in request.eval:
-        held = min(request.eval_rows, available // HELD_BACK)
-        calibration = Part(option, rows, order[: min(wanted, available - held)])
-        return calibration, Part(option, rows, order[available - held :])
-    calibration = Part(option, rows, order[:wanted])
+        held_back = min(request.eval_rows, available // HELD_BACK)
+        calibration = Part(option, rows, order[: min(requested, available - held_back)])
+        return calibration, Part(option, rows, order[available - held_back :])
+    calibration = Part(option, rows, order[:requested])
     option = f"--eval {task}={request.eval[task]}"
     rows = open_rows(request.eval[task], "test", option)
     most = min(request.eval_rows, len(rows))

@@ -66,8 +66,8 @@ def open_texts(
                 f"{', '.join(available)}"
             )
     if columns:
-        others = {n: n for n in names if names == usual and n in available}
-        by_column = {column: name for name, column in {**others, **columns}.items()}
+        usual_columns = {n: n for n in names if names == usual and n in available}
+        by_column = {column: name for name, column in {**usual_columns, **columns}.items()}
         return rows.select_columns(list(by_column)).rename_columns(by_column)
     if not {*available} & {*usual}:
         pairs = ",".join(f"{n}={c}" for n, c in list(zip(names, available, strict=False))[:2])
@@ -91,7 +91,7 @@ def open_language_task(
     """
     columns = request.columns_of(task)
     open_rows = partial(open_texts, columns=columns, names=_OF_MODELS, usual=FORMATS)
-    used, held = open_parts(task, request, open_rows)
+    calibration_part, test_part = open_parts(task, request, open_rows)
 
     def batches(part: Part) -> TextBatches:
         settings = request.settings
@@ -106,16 +106,18 @@ def open_language_task(
             settings = settings.replace(calibration_targets="generated")
         return TextBatches(*part, settings, encoder, load_expert, request.device)
 
-    calibration = batches(used)
+    calibration = batches(calibration_part)
     length = max(calibration.lengths())
-    tests = LanguageTests(batches(held)) if held.indices else None
+    tests = LanguageTests(batches(test_part)) if test_part.indices else None
     measure = "" if tests is None else tests.measure()
-    read = dict.fromkeys(name for i in used.indices for name in _columns_read(used.rows[i]))
+    read = dict.fromkeys(
+        name for i in calibration_part.indices for name in _columns_read(calibration_part.rows[i])
+    )
     columns_read = [columns.get(name, name) for name in read]
-    notes = [sentence(task, request, used, held, columns_read, measure)]
+    notes = [sentence(task, request, calibration_part, test_part, columns_read, measure)]
     if calibration.settings.calibration_targets == "generated":
         notes.append(f"{task}: no targets in --data, so its expert writes them")
-    return Task(calibration, len(used.indices), length, tests, notes)
+    return Task(calibration, len(calibration_part.indices), length, tests, notes)
 
 
 def _columns_read(row: Mapping[str, Any]) -> list[str]:
@@ -210,22 +212,22 @@ def open_classifier_task(
     """
     columns, names = request.columns_of(task), _OF_CLASSIFIERS
     open_rows = partial(open_texts, columns=columns, names=names, usual=names)
-    used, held = open_parts(task, request, open_rows)
+    calibration_part, test_part = open_parts(task, request, open_rows)
     encode = partial(
         _encoded,
         tokenizer=tokenizer,
         limit=min(max_length or 512, tokenizer.model_max_length),
         batch_size=request.settings.batch_size,
     )
-    batches, notes, tests = encode(used), [], None
-    if held.indices:
-        labels, notes = _labels(held, classes)
-        tests = LabelTests(encode(held), labels)
-    available = used.rows.column_names
-    read = [columns.get(n, n) for n in names[: 2 + bool(held.indices)] if n in available]
-    notes = [sentence(task, request, used, held, read), *notes]
+    batches, notes, tests = encode(calibration_part), [], None
+    if test_part.indices:
+        labels, notes = _labels(test_part, classes)
+        tests = LabelTests(encode(test_part), labels)
+    available = calibration_part.rows.column_names
+    read = [columns.get(n, n) for n in names[: 2 + bool(test_part.indices)] if n in available]
+    notes = [sentence(task, request, calibration_part, test_part, read), *notes]
     length = max(batch["input_ids"].shape[1] for batch in batches)
-    return Task(batches, len(used.indices), length, tests, notes)
+    return Task(batches, len(calibration_part.indices), length, tests, notes)
 
 
 def _encoded(part: Part, *, tokenizer: Any, limit: int, batch_size: int) -> list[dict[str, Tensor]]:

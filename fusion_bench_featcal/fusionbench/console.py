@@ -131,14 +131,14 @@ class FeatCalJob(Callback):
         self._full = _shows_everything((config.get("method") or {}).get("debug"))
         # Unresolved, because a word may contain an invalid interpolation.
         words: Any = OmegaConf.to_container(config.hydra.overrides.task)
-        asked = {str(word).lower() for word in words}
-        if self._full or config.get("dry_run") or "print_function_call=true" in asked:
+        arguments = {str(word).lower() for word in words}
+        if self._full or config.get("dry_run") or "print_function_call=true" in arguments:
             return
-        if "print_config=true" in asked:
+        if "print_config=true" in arguments:
             from fusion_bench.utils.rich_utils import print_config_tree
 
-            shown = OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"])
-            print_config_tree(shown, print_order=["method", "modelpool", "taskpool"])
+            shown_config = OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"])
+            print_config_tree(shown_config, print_order=["method", "modelpool", "taskpool"])
         file = _log_file()
         devnull = self._stack.enter_context(open(os.devnull, "w"))  # noqa: SIM115
         self._stack.enter_context(redirect_stdout(file.stream if file else devnull))
@@ -164,8 +164,8 @@ class FeatCalJob(Callback):
             if ScreenFilter.logged_error is not error:  # FusionBench only logs errors of its run
                 log.error(error, exc_info=error)
             file = _log_file()
-            place = f"{file.baseFilename}, or on the screen with " if file else ""
-            block = error_block(error, f"traceback: {place}method.debug=true")
+            log_location = f"{file.baseFilename}, or on the screen with " if file else ""
+            block = error_block(error, f"traceback: {log_location}method.debug=true")
             job_return.return_value = SystemExit(1 if is_helper(os.environ) else f"\n{block}")
         sys.stdout.flush()
 

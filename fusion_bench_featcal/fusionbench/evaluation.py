@@ -61,14 +61,14 @@ def evaluate(
         The evaluation, for the requested tasks only.
     """
     loaders = getattr(taskpool, "test_dataloaders", None) if task_names(taskpool) else None
-    asked = None if tasks is None else set(tasks)
+    requested = None if tasks is None else set(tasks)
     pool: Any = taskpool
     device = getattr(getattr(taskpool, "fabric", None), "device", torch.device("cpu"))
     kernel = with_kernel(choose_kernel(linear_kernel, device), nullcontext)
     earlier = _reports(log_dir)
     try:
-        if loaders is not None and asked is not None:
-            pool.test_dataloaders = {t: loader for t, loader in loaders.items() if t in asked}
+        if loaders is not None and requested is not None:
+            pool.test_dataloaders = {t: loader for t, loader in loaders.items() if t in requested}
         with kernel():
             raw = taskpool.evaluate(model)
     finally:
@@ -83,7 +83,7 @@ def evaluate(
         for task, values in raw.items()
         if task not in (AVERAGE, "model_info")
         and isinstance(values, Mapping)
-        and (asked is None or task in asked)
+        and (requested is None or task in requested)
     }
     correct = getattr(taskpool, "item_correct", None)
     if correct is not None:
@@ -101,7 +101,9 @@ def join(evaluations: Iterable[Evaluation]) -> Evaluation:
     raw = {task: row.raw[task] for row in rows for task in row.accuracy}
     accuracy = {task: value for row in rows for task, value in row.accuracy.items()}
     flags = [row.correct for row in rows]
-    correct = {task: each[task] for each in flags if each is not None for task in each}
+    correct = {
+        task: row_flags[task] for row_flags in flags if row_flags is not None for task in row_flags
+    }
     return Evaluation(raw, accuracy, None if None in flags else correct)
 
 

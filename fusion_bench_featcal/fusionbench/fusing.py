@@ -83,13 +83,15 @@ def fill(
 def _merged_tensor(
     name: str, first: ExpertModel, experts: Sequence[ExpertModel], merge: Merge
 ) -> Tensor:
-    kept = first.tensor(name)
+    first_tensor = first.tensor(name)
     try:
-        merged = merge(kept, [expert.stored(name).to(kept.dtype) for expert in experts])
+        merged = merge(
+            first_tensor, [expert.stored(name).to(first_tensor.dtype) for expert in experts]
+        )
     except (TypeError, ValueError, RuntimeError):
-        if kept.is_floating_point():
+        if first_tensor.is_floating_point():
             raise
-        return kept  # a count, such as BatchNorm's number of batches
+        return first_tensor  # a count, such as BatchNorm's number of batches
     if merged.is_floating_point() and not all_finite(merged):
         raise CalibrationError(
             f"the merged tensor {name!r} is NaN or infinite, while base and experts are "

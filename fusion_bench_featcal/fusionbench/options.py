@@ -116,8 +116,11 @@ def read_settings(values: Mapping[str, Any], kinds: Sequence[type], owner: str) 
     """
     refuse_unknown_settings(values, names_of(kinds), owner=owner)
     # FusionBench instantiates a merger from OmegaConf's config.
-    given = {key: v if key == "base_method" else plain(v) for key, v in values.items()}
-    return [kind(**{key: given[key] for key in names_of([kind]) if key in given}) for kind in kinds]
+    plain_values = {key: v if key == "base_method" else plain(v) for key, v in values.items()}
+    return [
+        kind(**{key: plain_values[key] for key in names_of([kind]) if key in plain_values})
+        for kind in kinds
+    ]
 
 
 def checked_settings(values: Mapping[str, Any]) -> FeatCalSettings:

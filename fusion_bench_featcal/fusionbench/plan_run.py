@@ -73,8 +73,8 @@ def run_request(
     if merger is not None and settings.expert_read_budget is not None:
         size = sum(value.nbytes for value in model.state_dict().values())
         read = sum((_is_local(expert) and expert.file_bytes) or size for expert in experts)
-        left = budget_left(settings.expert_read_budget, read, method_name(merger))
-        settings = settings.replace(expert_read_budget=left)
+        rest = budget_left(settings.expert_read_budget, read, method_name(merger))
+        settings = settings.replace(expert_read_budget=rest)
     used = [*experts, *([base] if base else [])]
     return Request(
         model=model,
@@ -82,10 +82,10 @@ def run_request(
         tasks=len(experts),
         length=length or settings.max_length or (None if takes_images(model) else LENGTH),
         target_length=target_length,
-        whole=sum(not _streams(each, settings) for each in used),
+        whole=sum(not _streams(entry, settings) for entry in used),
         itemsize=stored_itemsize(experts[0].files) if _is_local(experts[0]) else None,
         device=torch.device(device),
-        fetches=sum(not all(map(is_here, each.locations.values())) for each in used),
+        fetches=sum(not all(map(is_here, entry.locations.values())) for entry in used),
         processes=_processes(devices),
     )
 

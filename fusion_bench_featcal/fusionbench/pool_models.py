@@ -202,8 +202,10 @@ class PoolModels(dict[str, PoolModel]):
 
     def fetch(self) -> None:
         """Download at once all files that the hub's cache lacks. Raises as `fetch_all`."""
-        locations = [(n, place) for n, model in self.items() for place in model.locations.values()]
-        fetch_all({f"modelpool.models.{name}={place}": place for name, place in locations})
+        locations = [
+            (n, location) for n, model in self.items() for location in model.locations.values()
+        ]
+        fetch_all({f"modelpool.models.{name}={location}": location for name, location in locations})
 
 
 class ExpertSources(Mapping[str, Any]):

@@ -44,8 +44,8 @@ def join_processes(algorithm: Any) -> Processes:
     alone = fabric_alone(fabric, first=processes.rank == 0)
     program = algorithm._program
     pools = [getattr(program, name, None) for name in ("modelpool", "taskpool")]
-    parts: list[Any] = [algorithm, program, *pools]
-    for part in parts:
+    components: list[Any] = [algorithm, program, *pools]
+    for part in components:
         if hasattr(part, "_fabric_instance"):
             part._fabric_instance = alone
     if program is not None and processes.rank > 0:

@@ -141,10 +141,10 @@ class RunResults:
         of_model = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
         counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
         samples = {task: {"samples": count, "split": split} for task, count in counts.items()}
-        made: dict[str, Any] = {"settings": values, "cost": cost, "samples": samples}
+        details: dict[str, Any] = {"settings": values, "cost": cost, "samples": samples}
         facts = CardFacts(name, base_method, of_model, counts, result.reads)
         self.saver.offer(result.model, facts)
-        self.add_made(name, result.model, **made, seed=settings.seed)
+        self.add_made(name, result.model, **details, seed=settings.seed)
 
     def add_made(
         self,
@@ -166,7 +166,7 @@ class RunResults:
             samples: Task -> {"samples", "split"}; empty for methods without data.
             seed: Seed of samples and training; None for methods without randomness.
         """
-        if any(drawn["split"] == "test" for drawn in samples.values()):
+        if any(entry["split"] == "test" for entry in samples.values()):
             text = f"{name} was made with samples of the test split"
             self.report.note(Note(SAMPLES, text))
         if seed is not None:
@@ -177,9 +177,12 @@ class RunResults:
         """Write, log and show the report. Return the model with its evaluation for FusionBench."""
         self.report.note(*tasks_below_merged(self.report))
         first = [BASE, EXPERTS, self.report.upstream]  # references are evaluated last
-        for kept in (self.report.rows, self.report.loss, self.report.settings, self.report.items):
-            for name in [*(n for n in first if n in kept), *(n for n in kept if n not in first)]:
-                kept[name] = kept.pop(name)  # type: ignore[index, arg-type, assignment]
+        for by_row in (self.report.rows, self.report.loss, self.report.settings, self.report.items):
+            for name in [
+                *(n for n in first if n in by_row),
+                *(n for n in by_row if n not in first),
+            ]:
+                by_row[name] = by_row.pop(name)  # type: ignore[index, arg-type, assignment]
         self.report.versions |= commits()
         if self._log_dir is not None:
             self.report.write(self._log_dir)
@@ -195,17 +198,17 @@ class RunResults:
         log_results(self._fabric, [(self.report, self._log_dir)])
         return self.saver.model
 
-    def _add_row(self, name: str, model: nn.Module, **made: Any) -> None:
+    def _add_row(self, name: str, model: nn.Module, **details: Any) -> None:
         """Evaluate a model and report it. Without a task pool, report only settings and cost."""
         if self._taskpool is None:
-            for field, value in made.items():
+            for field, value in details.items():
                 getattr(self.report, field)[name] = dict(value)
             return
         log.info("evaluating %s", name)
         row = self._evaluated(name, model)
         if name == self._returned_row:
             self._returned = row
-        self.report.add_row(name, row.accuracy, correct=row.correct, loss=row.loss, **made)
+        self.report.add_row(name, row.accuracy, correct=row.correct, loss=row.loss, **details)
 
     def _evaluated(
         self, name: str, model: nn.Module, tasks: Sequence[str] | None = None

@@ -232,8 +232,12 @@ class RowSaver:
         target, pool = self._options.target, self._modelpool
         if target is not None:
             text = self._card() if self._options.card else None
-            made: dict[str, Any] = {"card": text, "facts": self._facts, **self._options.pool}
-            self._files = save_model(pool, model, target, self._processor, **made)
+            save_options: dict[str, Any] = {
+                "card": text,
+                "facts": self._facts,
+                **self._options.pool,
+            }
+            self._files = save_model(pool, model, target, self._processor, **save_options)
             self.folder = target
         if self._program is not None:  # FusionBench would save the model again
             self._program.save_merged_model = lambda merged_model: None

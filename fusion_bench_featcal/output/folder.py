@@ -138,7 +138,7 @@ class OutputFolder(InMemory):
         if block not in self._finished:
             return {}
         path = self.folder / self._files[block]
-        remedy = f"{path} to calibrate its block and later ones anew, or the whole folder"
+        remedy = f"{path} to calibrate its block and later ones again, or the whole folder"
         with _naming_damage(path, remedy):
             tensors = read_tensors(path, self._content["blocks"][block]["digest"])
         return {name: tensors[key] for name, key in self._names(block, model).items()}
@@ -247,7 +247,7 @@ def _naming_damage(path: Path, remedy: str) -> Iterator[None]:
         yield
     except ReportError as error:
         raise CalibrationError(
-            f"{path} (method.checkpoint_dir) cannot be used: {error}. Remove {remedy} to begin anew"
+            f"{path} (method.checkpoint_dir) cannot be used: {error}. Remove {remedy} to start over"
         ) from error
 
 

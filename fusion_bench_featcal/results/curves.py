@@ -29,7 +29,7 @@ Curves = dict[str, list[tuple[int, float]]]
 """Task -> steps done and loss, in order; step 0 is before training."""
 
 
-def as_curves(content: Any, place: str) -> Curves:
+def as_curves(content: Any, label: str) -> Curves:
     """Check curves read from JSON: task -> list of `[step, loss]`.
 
     Raises:
@@ -41,12 +41,12 @@ def as_curves(content: Any, place: str) -> Curves:
             for task, points in content.items()
         }
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise ReportError(f"{place}: a curve is a list of [step, loss]: {error}") from error
+        raise ReportError(f"{label}: a curve is a list of [step, loss]: {error}") from error
     for task, points in curves.items():
         steps = [step for step, _ in points]
         finite = all(math.isfinite(loss) for _, loss in points)
         if not points or steps != sorted(set(steps)) or not finite:
-            raise ReportError(f"{place}: task '{task}': steps must rise and losses be finite")
+            raise ReportError(f"{label}: task '{task}': steps must rise and losses be finite")
     return curves
 
 
@@ -74,9 +74,9 @@ def load_curves(directory: str | Path) -> dict[str, Curves]:
     path = Path(directory) / CURVES_FILE
     curves: dict[str, Curves] = {}
     for number, record in enumerate(read_lines(path) if path.exists() else (), start=1):
-        place = f"{path}, line {number}"
-        check_types(record, _CURVE, place)
-        part = as_curves({record["task"]: record["losses"]}, place)
+        label = f"{path}, line {number}"
+        check_types(record, _CURVE, label)
+        part = as_curves({record["task"]: record["losses"]}, label)
         curves.setdefault(record["name"], {}).update(part)
     return curves
 

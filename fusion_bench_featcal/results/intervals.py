@@ -187,12 +187,12 @@ def macro_means(
         items = counts.sum()
         generator = np.random.default_rng([BOOTSTRAP_SEED, _number(task)])
         size = max(1, _MOST_DRAWN // len(counts))
-        parts = [
+        resampled_parts = [
             generator.multinomial(items, counts / items, size=min(size, resamples - start)) @ values
             for start in range(0, resamples, size)
         ]
         observed = observed + counts @ values / items
-        resampled = resampled + np.concatenate(parts) / items
+        resampled = resampled + np.concatenate(resampled_parts) / items
     return observed / len(columns), resampled / len(columns)
 
 

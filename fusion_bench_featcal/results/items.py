@@ -19,13 +19,13 @@ Items = dict[str, dict[str, NDArray[np.bool_]]]
 """Row name -> task -> bool `[items]`, in the test set's order."""
 
 
-def as_correct(values: Any, place: str) -> NDArray[np.bool_]:
+def as_correct(values: Any, label: str) -> NDArray[np.bool_]:
     """Convert one task's flags (array, list or CPU tensor of bool or 0/1) to bool `[items]`."""
     array = np.asarray(values)
     if array.ndim != 1 or array.size == 0:
-        raise ReportError(f"{place}: expected one flag per test item, got shape {array.shape}")
+        raise ReportError(f"{label}: expected one flag per test item, got shape {array.shape}")
     if array.dtype != np.bool_ and not np.isin(array, (0, 1)).all():
-        raise ReportError(f"{place}: flags per test item must be true or false")
+        raise ReportError(f"{label}: flags per test item must be true or false")
     return array.astype(np.bool_)
 
 
@@ -89,9 +89,9 @@ def _unpacked(content: bytes, path: Path) -> Items:
         if size > _MOST_BYTES:
             raise ValueError(f"it unpacks to {size} bytes")
         for number, (row, task) in enumerate(json.loads(archive["index"].tobytes())):
-            place = f"{path}: row {row!r}, task {task!r}"
+            label = f"{path}: row {row!r}, task {task!r}"
             tasks = items.setdefault(row, {})
             if not isinstance(row, str) or not isinstance(task, str) or task in tasks:
                 raise ValueError(f"row {row!r}, task {task!r} is no new entry")
-            tasks[task] = as_correct(archive[f"array_{number}"], place)
+            tasks[task] = as_correct(archive[f"array_{number}"], label)
     return items

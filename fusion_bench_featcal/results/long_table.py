@@ -29,7 +29,7 @@ ACCURACY, LOSS, NORMALISED, GAIN, SHARE, COST = (
 LINES_FILE = "lines.csv"
 VALUE = "value"
 DIMENSIONS = ("suite", "merger", "row", "task", "block", "class", "seed", "metric")
-"""Columns of every table besides `value`. A dimension that does not apply is empty."""
+"""Columns of every table in addition to `value`. A dimension that does not apply is empty."""
 
 Line = dict[str, Any]
 """Dimension -> name, and `value` -> number. Labels of a study's point are further dimensions."""

@@ -9,11 +9,11 @@ from .long_table import AVERAGE, LEAST_GAP, Row
 
 def samples_range(entries: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return samples per task and their splits, such as `256` and `train`; empty if none."""
-    drawn = list(entries)
-    if not drawn:
+    used = list(entries)
+    if not used:
         return []
-    counts = sorted({int(entry["samples"]) for entry in drawn})
-    splits = sorted({str(entry["split"]) for entry in drawn})
+    counts = sorted({int(entry["samples"]) for entry in used})
+    splits = sorted({str(entry["split"]) for entry in used})
     number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return [number, " and ".join(splits)]
 

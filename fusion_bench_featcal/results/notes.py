@@ -58,5 +58,5 @@ class Note:
 
 def chosen(notes: Iterable[Note], *without: str) -> list[Note]:
     """Return notes in the order of their kinds, without excluded kinds."""
-    kept = (note for note in notes if note.kind not in without)
-    return sorted(kept, key=lambda note: KINDS.index(note.kind))
+    remaining = (note for note in notes if note.kind not in without)
+    return sorted(remaining, key=lambda note: KINDS.index(note.kind))

@@ -45,27 +45,27 @@ class Provenance:
         Raises:
             ReportError: If there is neither file, or it is damaged.
         """
-        place = folder / PROVENANCE
+        file = folder / PROVENANCE
         row = FEATCAL if preset is None else f"{FEATCAL}:{preset}"
-        if place.is_file() and preset is not None:
+        if file.is_file() and preset is not None:
             raise ReportError(f"{folder} is a saved model, which has one row: leave out --preset")
-        if not place.is_file():
-            place = folder / f"reads{file_suffix(row)}.json"
-        if not place.is_file():
-            there = sorted(path.name for path in folder.glob("reads*.json"))
+        if not file.is_file():
+            file = folder / f"reads{file_suffix(row)}.json"
+        if not file.is_file():
+            available = sorted(path.name for path in folder.glob("reads*.json"))
             raise ReportError(
-                f"{folder} has no {PROVENANCE} and no {place.name}: give the folder of a saved "
+                f"{folder} has no {PROVENANCE} and no {file.name}: give the folder of a saved "
                 "model or the log directory of a method=featcal run"
-                + (f", and --preset for one of {', '.join(there)}" if there else "")
+                + (f", and --preset for one of {', '.join(available)}" if available else "")
             )
-        content = read_json(place)
-        reads = content.get("reads") if place.name == PROVENANCE else content
+        content = read_json(file)
+        reads = content.get("reads") if file.name == PROVENANCE else content
         if not isinstance(reads, Mapping) or not isinstance(reads.get("modules"), Mapping):
             raise ReportError(
-                f"{place} does not list calibrated modules: no calibration made this model, or an "
+                f"{file} does not list calibrated modules: no calibration made this model, or an "
                 "earlier version wrote the file"
             )
-        return cls(place, content.get("row", row), reads, content.get("files", {}))
+        return cls(file, content.get("row", row), reads, content.get("files", {}))
 
     def experts_of(self) -> dict[str, dict[str, dict[str, str]]]:
         """Return block -> calibrated module -> expert -> `OWN`, or `MERGED` if it was not read."""

@@ -33,13 +33,13 @@ def tasks_below_merged(report: Report) -> list[Note]:
         return []
     notes = []
     for task in report.tasks:
-        shown = [
+        losses = [
             f"{name} {100 * drop:+z.1f}"
             for name, row in report.rows.items()
             if (drop := row[task] - merged[task]) <= -_SHOWN and name not in (BASE, EXPERTS)
         ]
-        if shown:
-            text = f"{task} ends below the merged model: {', '.join(shown)} points"
+        if losses:
+            text = f"{task} ends below the merged model: {', '.join(losses)} points"
             notes.append(Note(BELOW, text, task=task))
     return notes
 
@@ -84,8 +84,8 @@ def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note
         and record["block"] == worst["block"]
         and record.get("relative_drift_after")
     }
-    *others, largest = [0.0, 0.0, *sorted(scales.values())]
-    task = max(scales, key=scales.__getitem__) if largest > LARGE_UPDATE * others[-1] > 0 else ""
+    *smaller, largest = [0.0, 0.0, *sorted(scales.values())]
+    task = max(scales, key=scales.__getitem__) if largest > LARGE_UPDATE * smaller[-1] > 0 else ""
     text = (
         f"module {worst['module']}: the update is {worst['relative_update']:.3g} times as large as "
         "the merged weights. Check the scale of weights and calibration samples"
@@ -134,8 +134,8 @@ def _higher_row(report: Report, saved_row: str) -> list[str]:
     if saved_row not in report.rows:
         return []
     averages = {name: row[AVERAGE] for name, row in report.rows.items()}
-    others = {name for name in averages if name not in (BASE, EXPERTS)}
-    best = max(others, key=averages.__getitem__)
+    candidates = {name for name in averages if name not in (BASE, EXPERTS)}
+    best = max(candidates, key=averages.__getitem__)
     gain = averages[best] - averages[saved_row]
     if gain < _SHOWN:
         return []
@@ -158,12 +158,14 @@ def next_lines(folder: Path) -> list[str]:
 
 def featcal_program() -> str:
     """Return the command for this environment's `featcal` in the user's shell."""
-    own = shutil.which("featcal", path=sysconfig.get_path("scripts"))
+    installed = shutil.which("featcal", path=sysconfig.get_path("scripts"))
     on_path = shutil.which("featcal")
-    if own is None or (on_path is not None and os.path.samefile(own, on_path)):
+    if installed is None or (on_path is not None and os.path.samefile(installed, on_path)):
         return "featcal"
     here = Path.cwd()
-    return shlex.quote(str(Path(own).relative_to(here) if here in Path(own).parents else own))
+    return shlex.quote(
+        str(Path(installed).relative_to(here) if here in Path(installed).parents else installed)
+    )
 
 
 def closing_lines_of_a_comparison(folder: Path) -> list[str]:

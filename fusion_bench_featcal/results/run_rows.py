@@ -33,9 +33,11 @@ from .schema import SCHEMA, TOLERANCE, check_row
 
 def finite_losses(loss: Mapping[str, float | None]) -> tuple[dict[str, float], dict[str, str]]:
     """Return the losses that are finite by task, and a sentence for each that is not."""
-    given = {task: float(value) for task, value in loss.items() if value is not None}
-    finite = {task: value for task, value in given.items() if math.isfinite(value)}
-    return finite, {t: f"the loss of {t} is {v}" for t, v in given.items() if t not in finite}
+    known_losses = {task: float(value) for task, value in loss.items() if value is not None}
+    finite = {task: value for task, value in known_losses.items() if math.isfinite(value)}
+    return finite, {
+        t: f"the loss of {t} is {v}" for t, v in known_losses.items() if t not in finite
+    }
 
 
 @dataclass(kw_only=True)
@@ -116,8 +118,8 @@ class RunRows:
         if correct is not None:
             self._add_items(name, row, correct)
         self.rows[name] = {**row, AVERAGE: mean(row)}
-        made = ((self.settings, settings), (self.cost, cost), (self.samples, samples))
-        for column, value in made:
+        details = ((self.settings, settings), (self.cost, cost), (self.samples, samples))
+        for column, value in details:
             if value is not None:
                 column[name] = plain(value, name)
         finite, infinite = finite_losses({task: (loss or {}).get(task) for task in self.tasks})
@@ -133,18 +135,18 @@ class RunRows:
     def _add_items(self, name: str, row: Mapping[str, float], correct: Mapping[str, Any]) -> None:
         items = {}
         for task, accuracy in row.items():
-            place = f"row '{name}', task '{task}'"
+            label = f"row '{name}', task '{task}'"
             if task not in correct:
-                raise ReportError(f"{place}: no flags per test item")
-            flags = items[task] = as_correct(correct[task], place)
+                raise ReportError(f"{label}: no flags per test item")
+            flags = items[task] = as_correct(correct[task], label)
             if abs(float(flags.mean()) - accuracy) > TOLERANCE:
                 raise ReportError(
-                    f"{place}: {flags.sum()} of {flags.size} test items are right, "
+                    f"{label}: {flags.sum()} of {flags.size} test items are right, "
                     f"which is not the accuracy {accuracy:.6f}"
                 )
             size = self.test_sets.get(task, {}).get("items", flags.size)
             if size != flags.size:
-                raise ReportError(f"{place}: {flags.size} test items, the test set has {size}")
+                raise ReportError(f"{label}: {flags.size} test items, the test set has {size}")
         for task, flags in items.items():
             self.test_sets.setdefault(task, {})["items"] = flags.size
         self.items[name] = items

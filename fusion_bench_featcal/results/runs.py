@@ -36,10 +36,10 @@ def check_averages(reports: Mapping[Path, RunRows]) -> None:
 
 
 def _check_test_sets(first: _Run, run: _Run) -> None:
-    suite, tasks, others = run[1].suite, first[1].tasks, run[1].tasks
-    if set(tasks) != set(others):
+    suite, tasks, run_tasks = run[1].suite, first[1].tasks, run[1].tasks
+    if set(tasks) != set(run_tasks):
         raise ReportError(
-            f"runs of {suite} have different tasks: {_difference(first, tasks, run, others)}"
+            f"runs of {suite} have different tasks: {_difference(first, tasks, run, run_tasks)}"
         )
     for task, test_set in first[1].test_sets.items():
         for key, value in run[1].test_sets.get(task, {}).items():
@@ -98,9 +98,9 @@ def notes_of_runs(reports: Mapping[Path, RunRows]) -> list[Note]:
         names.add(name)
         for note in report.notes:
             having.setdefault(replace(note, merger=""), {})[name] = None
-    every = "" if len(names) == 1 else "all mergers" if are_alike else "all runs"
+    everywhere = "" if len(names) == 1 else "all mergers" if are_alike else "all runs"
     notes = [
-        replace(note, merger="; ".join(named) if len(named) < len(names) else every)
+        replace(note, merger="; ".join(named) if len(named) < len(names) else everywhere)
         for note, named in having.items()
     ]
     return notes + [Note(RECORD, text) for text in _differing_records(runs)]

@@ -78,101 +78,101 @@ _OPTIONAL = {"loss", "labels"}  # earlier reports lack them
 _DERIVED = {"kind", "schema", "tasks", "recovered_gap", "recovered_gap_per_task"}
 
 
-def check_types(value: Any, layout: Any, place: str) -> None:
+def check_types(value: Any, layout: Any, label: str) -> None:
     """Check a value read from JSON against a layout."""
     if isinstance(layout, dict):
         if value is None and layout.get("?"):
             return
         if not isinstance(value, dict):
-            raise _wrong(value, "a mapping", place)
+            raise _wrong(value, "a mapping", label)
         for key in layout.get("!", ()):
             if key not in value:
-                raise ReportError(f"{place}: no {key}")
+                raise ReportError(f"{label}: no {key}")
         for key, entry in value.items():
             expected = layout.get("*", layout.get(key))
             if expected is not None:
-                check_types(entry, expected, f"{place}: {key}")
+                check_types(entry, expected, f"{label}: {key}")
     elif isinstance(layout, list):
         if not isinstance(value, list):
-            raise _wrong(value, "a list", place)
+            raise _wrong(value, "a list", label)
         for number, entry in enumerate(value if layout else ()):
-            check_types(entry, layout[0], f"{place}[{number}]")
+            check_types(entry, layout[0], f"{label}[{number}]")
     else:
         types = get_args(layout) or (layout,)
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             names = ("null" if kind is NoneType else kind.__name__ for kind in types)
-            raise _wrong(value, " or ".join(names), place)
+            raise _wrong(value, " or ".join(names), label)
 
 
-def _wrong(value: Any, expected: str, place: str) -> ReportError:
+def _wrong(value: Any, expected: str, label: str) -> ReportError:
     return ReportError(
-        f"{place} must be {expected}, got {type(value).__name__} {str(value)[:40]!r}"
+        f"{label} must be {expected}, got {type(value).__name__} {str(value)[:40]!r}"
     )
 
 
-def _check_kind(content: Any, kind: str, place: str) -> None:
+def _check_kind(content: Any, kind: str, label: str) -> None:
     """Check that a report file is of a kind and of this version's schema."""
     if not isinstance(content, dict) or content.get("kind") != kind:
         name = "the report of a run" if kind == KIND else f"a {kind}"
-        raise ReportError(f'{place} is not {name} (no "kind": "{kind}")')
+        raise ReportError(f'{label} is not {name} (no "kind": "{kind}")')
     if content.get("schema") != SCHEMA:
         raise ReportError(
-            f"{place} has schema {content.get('schema')!r}; this version of fusion_bench_featcal "
+            f"{label} has schema {content.get('schema')!r}; this version of fusion_bench_featcal "
             f"reads schema {SCHEMA}. Use the version that wrote it, or run again."
         )
 
 
-def check_comparison(content: Any, place: str) -> None:
+def check_comparison(content: Any, label: str) -> None:
     """Check the content of a comparison's `report.json`, as far as this package reads it."""
-    _check_kind(content, COMPARISON_KIND, place)
-    check_types(content, COMPARISON, place)
+    _check_kind(content, COMPARISON_KIND, label)
+    check_types(content, COMPARISON, label)
 
 
-def check_run(content: Any, place: str) -> None:
+def check_run(content: Any, label: str) -> None:
     """Check the content of a run's `report.json`.
 
     Raises:
         ReportError: Not a run's report, another schema, a key that is missing, unknown or of
             another type, or a row that contradicts its average or the rows before it.
     """
-    _check_kind(content, KIND, place)
+    _check_kind(content, KIND, label)
     missing = sorted(set(RUN) - _OPTIONAL - set(content))
     unknown = sorted(set(content) - set(RUN) - _DERIVED)
     if missing or unknown:
-        raise ReportError(f"{place}: missing keys {missing}, unknown keys {unknown}")
-    check_types(content, RUN, place)
+        raise ReportError(f"{label}: missing keys {missing}, unknown keys {unknown}")
+    check_types(content, RUN, label)
     tasks: list[str] = []
     for name, row in content["rows"].items():
         if AVERAGE not in row:
-            raise ReportError(f"{place}: row '{name}' has no '{AVERAGE}'")
+            raise ReportError(f"{label}: row '{name}' has no '{AVERAGE}'")
         values = {task: value for task, value in row.items() if task != AVERAGE}
-        check_row(name, values, tasks, place)
+        check_row(name, values, tasks, label)
         tasks = tasks or list(values)
         if abs(mean(values) - row[AVERAGE]) > TOLERANCE:
             raise ReportError(
-                f"{place}: row '{name}': {AVERAGE} {row[AVERAGE]} is not the mean over its tasks"
+                f"{label}: row '{name}': {AVERAGE} {row[AVERAGE]} is not the mean over its tasks"
             )
     for name, row in content.get("loss", {}).items():
         if not set(row) <= set(content["rows"].get(name, ())):
-            raise ReportError(f"{place}: the loss of '{name}' must map the row's task names")
+            raise ReportError(f"{label}: the loss of '{name}' must map the row's task names")
 
 
-def check_row(name: str, row: Mapping[str, float], tasks: list[str], place: str) -> None:
+def check_row(name: str, row: Mapping[str, float], tasks: list[str], label: str) -> None:
     """Check one row's accuracies, without its average, against the tasks of the rows before it.
 
     Raises:
         ReportError: No task, other tasks, or an accuracy outside 0..1.
     """
     if not row:
-        raise ReportError(f"{place}: row '{name}' has no task")
+        raise ReportError(f"{label}: row '{name}' has no task")
     if tasks and set(row) != set(tasks):
         missing, extra = sorted(set(tasks) - set(row)), sorted(set(row) - set(tasks))
         raise ReportError(
-            f"{place}: row '{name}' is not about the same tasks as the rows before: "
+            f"{label}: row '{name}' is not about the same tasks as the rows before: "
             f"missing {missing}, extra {extra}"
         )
     for task, value in row.items():
         if not 0 <= value <= 1:
             raise ReportError(
-                f"{place}: row '{name}', task '{task}': accuracy {value} is not in 0..1"
+                f"{label}: row '{name}', task '{task}': accuracy {value} is not in 0..1"
             )

@@ -123,11 +123,11 @@ class Summary:
             if row.is_reference:
                 references.setdefault((row.name, *row.accuracy.values()), row)
         order = sorted(references.values(), key=lambda row: row.name != BASE)
-        others = [row for row in rows if not row.is_reference]
+        other_rows = [row for row in rows if not row.is_reference]
         # The merger comes before its repairs, whatever the order in the report.
-        mergers = list(dict.fromkeys(row.upstream for row in others))
-        others.sort(key=lambda row: (mergers.index(row.upstream), row.name != row.upstream))
-        return order + others
+        mergers = list(dict.fromkeys(row.upstream for row in other_rows))
+        other_rows.sort(key=lambda row: (mergers.index(row.upstream), row.name != row.upstream))
+        return order + other_rows
 
 
 def summarise_reports(
@@ -194,7 +194,7 @@ def _summary_row(
     shares = _normalised(name, reports, other_experts)
     costs = _costs(name, reports)
     numbers = {what: values for what, values in costs.items() if _are_numbers(values)}
-    drawn = (entry for report in reports for entry in report.samples.get(name, {}).values())
+    used_samples = (entry for report in reports for entry in report.samples.get(name, {}).values())
     return SummaryRow(
         suite=suite,
         upstream=upstream,
@@ -212,7 +212,7 @@ def _summary_row(
             for what, values in {NORMALISED: shares, **numbers}.items()
             if len(values) > 1
         },
-        samples=" ".join(samples_range(drawn)),
+        samples=" ".join(samples_range(used_samples)),
     )
 
 
@@ -256,10 +256,10 @@ def _common_text(values: Sequence[Any]) -> str:
 def _against_merger(name: str, reports: Sequence[RunRows]) -> dict[str, Any]:
     """Return gain, recovered gap and worst task over common runs, with their intervals."""
     upstream = reports[0].upstream
-    sides = [_accuracy(each, reports) for each in (name, upstream, EXPERTS)]
+    sides = [_accuracy(row_name, reports) for row_name in (name, upstream, EXPERTS)]
     row, merged, experts = map(_means, sides)
     of_row, of_merged, of_experts = (side.get(AVERAGE, []) for side in sides)
-    flags = [_flags(each, reports) for each in (name, upstream, EXPERTS)]
+    flags = [_flags(row_name, reports) for row_name in (name, upstream, EXPERTS)]
     gain = share = worst = gain_interval = share_interval = None
     several = len(reports) > 1
     if merged:
@@ -273,9 +273,13 @@ def _against_merger(name: str, reports: Sequence[RunRows]) -> dict[str, Any]:
         share = recovered_share(row[AVERAGE], merged[AVERAGE], experts[AVERAGE])
         by_seed = map(recovered_share, of_row, of_merged, of_experts)
         shares = [value for value in by_seed if value is not None]
-        known = all(flags)
-        items = recovered_gap_interval(*flags) if known else None
-        if share is not None and len(shares) == len(reports) and (items or (several and not known)):
+        has_items = all(flags)
+        items = recovered_gap_interval(*flags) if has_items else None
+        if (
+            share is not None
+            and len(shares) == len(reports)
+            and (items or (several and not has_items))
+        ):
             share_interval = over_seeds(share, shares, items)
     return {
         "gain": gain,
@@ -297,9 +301,9 @@ def _normalised(
     name: str, reports: Sequence[RunRows], other: Mapping[str, Sequence[float]] | None
 ) -> list[float]:
     """Return the normalised average of each run that has one."""
-    others = _means(other) if other else None
+    expert_means = _means(other) if other else None
     shares = (
-        normalised_average(report.rows[name], report.rows.get(EXPERTS) or others)
+        normalised_average(report.rows[name], report.rows.get(EXPERTS) or expert_means)
         for report in reports
     )
     return [share for share in shares if share is not None]

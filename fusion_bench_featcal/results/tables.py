@@ -102,7 +102,9 @@ class Grid:
         for column in self.columns:
             table.add_column(_text(_broken(column)), justify="right", no_wrap=True)
         for number, (head, cells) in enumerate(self.lines):
-            styles = ("bold" if (number, place) in self.best else "" for place in range(len(cells)))
+            styles = (
+                "bold" if (number, position) in self.best else "" for position in range(len(cells))
+            )
             texts = [_text(cell, style) for cell, style in zip(cells, styles, strict=True)]
             table.add_row(_text(head), *texts, end_section=number in self.rules)
         return table
@@ -136,9 +138,9 @@ def print_page(tables: Iterable["Group"], lines: Iterable[str]) -> None:
         terminal.print(_text(line))
 
 
-def page(*parts: str | Sequence[str]) -> str:
+def page(*paragraphs: str | Sequence[str]) -> str:
     """Join the paragraphs of a Markdown page. A sequence becomes a list, empty ones are dropped."""
-    texts = (part if isinstance(part, str) else bullets(part) for part in parts)
+    texts = (part if isinstance(part, str) else bullets(part) for part in paragraphs)
     return without_html("\n\n".join(text for text in texts if text)) + "\n"
 
 
@@ -185,15 +187,15 @@ def short_names(tasks: Sequence[str]) -> dict[str, str]:
 
 def short_blocks(blocks: Sequence[str]) -> list[str]:
     """Drop the parts that all block names share: `encoder.layers.3` becomes `3`."""
-    parts = [block.split(".") for block in blocks]
+    split_names = [block.split(".") for block in blocks]
     if len(blocks) < 2:
         return list(blocks)
-    if len(set(map(len, parts))) > 1:
-        columns = zip(*(words[:-1] for words in parts), strict=False)
+    if len(set(map(len, split_names))) > 1:
+        columns = zip(*(words[:-1] for words in split_names), strict=False)
         shared = len(list(takewhile(lambda words: len(set(words)) == 1, columns)))
-        return [".".join(words[shared:]) for words in parts]
-    differing = [n for n, words in enumerate(zip(*parts, strict=True)) if len(set(words)) > 1]
-    return [".".join(words[place] for place in differing) for words in parts]
+        return [".".join(words[shared:]) for words in split_names]
+    differing = [n for n, words in enumerate(zip(*split_names, strict=True)) if len(set(words)) > 1]
+    return [".".join(words[position] for position in differing) for words in split_names]
 
 
 def best_cells(

@@ -87,14 +87,16 @@ def provenance(report: RunRows) -> list[str]:
     for name, tasks in report.samples.items():
         groups.setdefault(tuple(samples_range(tasks.values())), []).append(name)
     lines = [
-        f"{', '.join(names)}: {counted(drawn[0], 'sample')} per task from the {drawn[1]} split"
-        for drawn, names in groups.items()
-        if drawn
+        f"{', '.join(names)}: {counted(draw[0], 'sample')} per task from the {draw[1]} split"
+        for draw, names in groups.items()
+        if draw
     ]
     seeds = ", ".join(f"{name} {seed}" for name, seed in report.seeds.items())
-    place = ", ".join(str(report.device[key]) for key in ("device", "cpu") if key in report.device)
+    machine = ", ".join(
+        str(report.device[key]) for key in ("device", "cpu") if key in report.device
+    )
     last = [f"seeds {seeds}"] if seeds else []
-    last += [f"on {place}"] if place else []
+    last += [f"on {machine}"] if machine else []
     return [*lines, ", ".join(last)] if last else lines
 
 
@@ -105,9 +107,9 @@ def explanations(summary: Summary, columns: Iterable[Column]) -> list[str]:
 
 def meanings(summary: Summary, columns: Iterable[Column]) -> list[str]:
     """Return the meaning of columns that have values."""
-    shown = with_values(columns, summary.rows)
+    displayed_columns = with_values(columns, summary.rows)
     accuracy = "accuracy in per cent" + spread_meaning(summary.rows)
-    return [accuracy, *(column.meaning for column in shown if column.meaning)]
+    return [accuracy, *(column.meaning for column in displayed_columns if column.meaning)]
 
 
 def note_lines(summary: Summary) -> list[str]:

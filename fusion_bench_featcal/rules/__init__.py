@@ -40,7 +40,7 @@ def rule_of(settings: FeatCalSettings) -> Rule:
         raise ValueError(f"method.rule: {target} is no rule: a dataclass with turns and sums")
     shared = {field.name for field in fields(kind)} & set(FeatCalSettings.names())
     if settings.task_weights is not None and "task_weights" not in shared:
-        raise ValueError(f"method.task_weights: {target} weighs all tasks alike. Set it to null")
+        raise ValueError(f"method.task_weights: {target} weighs all tasks equally. Set it to null")
     values = {name: getattr(settings, name) for name in shared}
     if "task_weights" in shared:
         values["task_weights"] = settings.task_factors  # the weights of `drift` are set later

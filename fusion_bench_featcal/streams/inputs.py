@@ -39,7 +39,7 @@ def joined(batches: Sequence[Any], size: int) -> Any:
         return first  # the same for all samples
     kinds = {f"{list(batch.shape[1:])} {batch.dtype}": len(batch) for batch in batches}
     if len(kinds) > 1 or any(len(batch) != size for batch in batches):
-        raise ValueError(f"tensors that are not alike: {', '.join(kinds)}")
+        raise ValueError(f"tensors of different kinds: {', '.join(kinds)}")
     return torch.cat(list(batches))
 
 

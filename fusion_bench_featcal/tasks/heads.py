@@ -54,9 +54,9 @@ def register_names(
     Raises:
         ValueError: If FusionBench has other class names or prompts for that name.
     """
-    known = known_names(task)
-    if known is not None:
-        names, prompts = known
+    registered = known_names(task)
+    if registered is not None:
+        names, prompts = registered
         same_prompts = [t(names[0]) for t in templates or prompts] == [t(names[0]) for t in prompts]
         if list(classnames) != names or not same_prompts:
             key = "classnames" if list(classnames) != names else "templates"

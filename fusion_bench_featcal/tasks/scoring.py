@@ -52,14 +52,14 @@ def _collate(name: str, batch: Sequence[tuple[Tensor, int]]) -> Batch:
     return stack_pixels(pixels, name, "taskpool.processor"), torch.tensor(labels)
 
 
-def loader_settings(given: Mapping[str, Any] | None) -> dict[str, Any]:
+def loader_settings(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return `dataloader_kwargs` with the default, batches of 128 in the main process.
 
     Raises:
         ValueError: If they would reorder or drop test items, or torch rejects an argument.
     """
     setting = "taskpool.dataloader_kwargs"
-    settings = {"batch_size": 128, "num_workers": 0, **(given or {})}
+    settings = {"batch_size": 128, "num_workers": 0, **(options or {})}
     for key in ("shuffle", "drop_last"):
         if settings.get(key):
             raise ValueError(f"{setting}.{key} must be false: all test items are used, in order.")

@@ -146,8 +146,8 @@ def test_data_that_a_data_free_method_was_chosen_on_are_told(models) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"candidates": []}, "a list of settings to try besides"),
-        ({"candidates": [{}]}, "a list of settings to try besides"),
+        ({"candidates": []}, "a list of further settings to try"),
+        ({"candidates": [{}]}, "a list of further settings to try"),
         ({"of": {"_target_": None}}, "method.of must be the config of a method"),
         ({"candidates": [{"ridge_lamda": 1}]}, r"candidate \{'ridge_lamda': 1\}: .*'ridge_lambda'"),
         ({"candidates": [{"ridge_lambda": -1}]}, "ridge_lambda must be"),

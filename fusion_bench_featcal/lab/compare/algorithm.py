@@ -148,10 +148,10 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         workers = Workers(settings.jobs, settings.backend, settings.backend_options)
         planned = self.planned(workers.are_apart)
         inputs: dict[str, MethodInputs] = {}
-        for each in planned:
-            if each.pools not in inputs:
-                inputs[each.pools] = self.inputs(*self._pools(each, modelpool))
-                check_cells(each.grid, inputs[each.pools])
+        for planned_point in planned:
+            if planned_point.pools not in inputs:
+                inputs[planned_point.pools] = self.inputs(*self._pools(planned_point, modelpool))
+                check_cells(planned_point.grid, inputs[planned_point.pools])
         store = ResultStore(settings.results_dir or Path("outputs") / "comparison" / suite)
         folder = store.folder if self.log_dir is None else Path(self.log_dir)
         check_places(folder, planned[0].grid)
@@ -234,12 +234,12 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             raise CalibrationError(f"{self.name} runs on one device: set fabric.devices=1")
         return MethodInputs(modelpool, taskpool, self.fabric)
 
-    def _pools(self, each: PlannedPoint, modelpool: BaseModelPool) -> list[Any]:
+    def _pools(self, planned_point: PlannedPoint, modelpool: BaseModelPool) -> list[Any]:
         """Return a point's pools: the program's, or others that are created here."""
         program: Any = self._program
-        if each.config is None or not each.point.changes_pools:
+        if planned_point.config is None or not planned_point.point.changes_pools:
             return [modelpool, getattr(program, "taskpool", None)]
-        configs = (OmegaConf.create(plain(each.config[pool])) for pool in POOLS)
+        configs = (OmegaConf.create(plain(planned_point.config[pool])) for pool in POOLS)
         return [program._instantiate_and_setup(config) for config in configs]
 
     def _begun(
@@ -253,17 +253,21 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         log_dir = None if self.log_dir is None else Path(self.log_dir)
         keys: dict[str, CellKeys] = {}
         runs, failed = [], []
-        for each in planned:
-            shared, point, grid = inputs[each.pools], each.point, each.grid
+        for planned_point in planned:
+            shared, point, grid = (
+                inputs[planned_point.pools],
+                planned_point.point,
+                planned_point.grid,
+            )
             maker = CellMaker(grid.cells, shared, store, point.seed, self._program, log_dir)
             try:
-                if each.pools in keys:
+                if planned_point.pools in keys:
                     check_cells(grid, shared)
                 else:  # the first point with these pools, checked by `run`
-                    keys[each.pools] = CellKeys(shared)
-                cells = keys[each.pools].cells(grid, point.seed)
-                notes = dict(each.settings.notes or {})
-                config = as_text(each.config) if are_apart else ""
+                    keys[planned_point.pools] = CellKeys(shared)
+                cells = keys[planned_point.pools].cells(grid, point.seed)
+                notes = dict(planned_point.settings.notes or {})
+                config = as_text(planned_point.config) if are_apart else ""
                 runs.append(GridRun(point, grid, cells, maker, notes, config))
             # If one point's pools or methods raise, the other points continue.
             except Exception as error:

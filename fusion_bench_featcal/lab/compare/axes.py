@@ -226,11 +226,11 @@ def _task_subsets(name: str, values: Any, config: DictConfig) -> Axis:
 
 def _subsets(tasks: Sequence[str], number: int, most: int | None) -> list[tuple[str, ...]]:
     """Return all subsets of a size, or a sample of them that depends on the tasks only."""
-    every = list(itertools.combinations(tasks, number))
-    if most is None or len(every) <= most:
-        return every
-    chosen = random.Random(",".join([*tasks, str(number)])).sample(range(len(every)), most)
-    return [every[index] for index in sorted(chosen)]
+    subsets = list(itertools.combinations(tasks, number))
+    if most is None or len(subsets) <= most:
+        return subsets
+    chosen = random.Random(",".join([*tasks, str(number)])).sample(range(len(subsets)), most)
+    return [subsets[index] for index in sorted(chosen)]
 
 
 def _keep_tasks(config: DictConfig, tasks: Sequence[str]) -> Changes:

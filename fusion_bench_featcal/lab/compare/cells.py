@@ -177,11 +177,11 @@ class CellMaker:
             result.cost[TOTAL_SECONDS] = merging["seconds"] + cost.seconds
         result.samples = method.samples(model, list(result.accuracy))
         result.cost |= _choice(model)
-        seen = getattr(model, "seen", {})
+        fitted_items = getattr(model, "seen", {})
         title = f"{merger.name}--{NONE}"
-        merged_result = self.store.result(title, cell.merged_key) if seen else None
+        merged_result = self.store.result(title, cell.merged_key) if fitted_items else None
         if merged_result is not None:
-            result.cost |= unseen_accuracy(seen, result, merged_result)
+            result.cost |= unseen_accuracy(fitted_items, result, merged_result)
         result.curves = as_curves(getattr(model, "curves", {}), "the model's curves")
         return result
 
@@ -251,12 +251,12 @@ def _choice(model: nn.Module) -> dict[str, Any]:
 
 
 def unseen_accuracy(
-    seen: Mapping[str, tuple[Sequence[int], int]], result: CellResult, merged: CellResult
+    fitted_items: Mapping[str, tuple[Sequence[int], int]], result: CellResult, merged: CellResult
 ) -> dict[str, Any]:
     """Return the accuracy on test items that a model was not fitted on.
 
     Args:
-        seen: Task -> positions of the items it was fitted on, and the number of all items.
+        fitted_items: Task -> positions of the items it was fitted on, and the number of all items.
         result: The model's results.
         merged: The merged model's results.
 
@@ -266,26 +266,38 @@ def unseen_accuracy(
         the task pool's items are not the model pool's.
     """
     averages = []
-    for task, (positions, available) in seen.items():
-        own, other = ((each.correct or {}).get(task) for each in (result, merged))
-        if own is None or other is None or not len(own) == len(other) == available:
+    for task, (positions, available) in fitted_items.items():
+        correct, merged_correct = (
+            (cell_result.correct or {}).get(task) for cell_result in (result, merged)
+        )
+        if (
+            correct is None
+            or merged_correct is None
+            or not len(correct) == len(merged_correct) == available
+        ):
             return {}
-        left = np.setdiff1d(np.arange(available), positions)
-        if len(left):
-            averages.append([float(np.asarray(flags)[left].mean()) for flags in (own, other)])
+        unseen = np.setdiff1d(np.arange(available), positions)
+        if len(unseen):
+            averages.append(
+                [float(np.asarray(flags)[unseen].mean()) for flags in (correct, merged_correct)]
+            )
     if not averages:
-        return {UNSEEN_TASKS: 0} if seen else {}
-    own, other = np.mean(averages, axis=0)
-    return {UNSEEN: float(own), UNSEEN_GAIN: float(own - other), UNSEEN_TASKS: len(averages)}
+        return {UNSEEN_TASKS: 0} if fitted_items else {}
+    correct, merged_correct = np.mean(averages, axis=0)
+    return {
+        UNSEEN: float(correct),
+        UNSEEN_GAIN: float(correct - merged_correct),
+        UNSEEN_TASKS: len(averages),
+    }
 
 
 def _inference(times: Sequence[Timed | None]) -> dict[str, Any]:
     """Return means over models, or none if a model could not be timed."""
-    known = [timed for timed in times if timed is not None]
-    if not known or len(known) < len(times):
+    measured = [timed for timed in times if timed is not None]
+    if not measured or len(measured) < len(times):
         return {SECONDS_PER_SAMPLE: UNAVAILABLE}
-    entries = {SECONDS_PER_SAMPLE: statistics.fmean(timed.seconds for timed in known)}
-    ratios = [timed.relative for timed in known if timed.relative is not None]
-    if len(ratios) == len(known):
+    entries = {SECONDS_PER_SAMPLE: statistics.fmean(timed.seconds for timed in measured)}
+    ratios = [timed.relative for timed in measured if timed.relative is not None]
+    if len(ratios) == len(measured):
         entries[RELATIVE_SECONDS] = statistics.fmean(ratios)
     return entries

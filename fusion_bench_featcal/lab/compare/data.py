@@ -110,9 +110,9 @@ class DataDigests:
         }
         for name, config in configured.items():
             if name not in digests:
-                place = f"taskpool.test_datasets.{name}"
-                load = lambda c=config, p=place: build_part(p, c)  # noqa: E731
-                digests[name] = self._rows(place, load, _key_of(config))
+                setting = f"taskpool.test_datasets.{name}"
+                load = lambda c=config, p=setting: build_part(p, c)  # noqa: E731
+                digests[name] = self._rows(setting, load, _key_of(config))
         return digests
 
     def _drawn_of(self, draw: Draw, task: str) -> Any:
@@ -121,13 +121,13 @@ class DataDigests:
         if draw.samples is None:
             key = config or key
         load = getattr(self.modelpool, f"load_{draw.split}_dataset")
-        place = f"modelpool.{draw.split}_datasets.{task}"
+        setting = f"modelpool.{draw.split}_datasets.{task}"
         choose = partial(_indices, draw, task)
-        return self._rows(place, lambda: load(task), key, choose, config)
+        return self._rows(setting, lambda: load(task), key, choose, config)
 
     def _rows(
         self,
-        place: str,
+        setting: str,
         load: Callable[[], Any],
         key: Any = None,
         choose: Callable[[int], Iterable[int] | None] = lambda size: None,
@@ -144,7 +144,7 @@ class DataDigests:
             raise
         # Datasets may raise anything. The cell that reads them reports it.
         except Exception as error:
-            log.warning("%s counts in fingerprints by class, length and config: %s", place, error)
+            log.warning("%s counts in fingerprints by class, length and config: %s", setting, error)
             length = len(rows) if hasattr(rows, "__len__") else None
             digest = {"class": type(rows).__qualname__, "length": length, "config": config}
         if key is not None:
@@ -177,14 +177,14 @@ def _draws(config: Any, settings: Any) -> Iterator[Draw]:
         for name, step in config.items():  # a chain
             yield from _draws(step, settings.get(name) if isinstance(settings, Mapping) else None)
         return
-    own = kind.startswith(OWN)
+    is_ours = kind.startswith(OWN)
     if isinstance(config.get("of"), Mapping):  # the wrapped method draws as well
         yield from _draws(config["of"], None)
-    if own and kind.rpartition(".")[2] in _WITHOUT_DATA:
+    if is_ours and kind.rpartition(".")[2] in _WITHOUT_DATA:
         return
     values = {**config, **(settings if isinstance(settings, Mapping) else {})}
     number, seed = values.get("samples_per_task"), values.get("seed", 42)
-    if not own or number is None:
+    if not is_ours or number is None:
         yield from (Draw(split) for split in _SPLITS_READ.get(kind, _SPLITS))
         return
     split = str(values.get("calibration_split", "train"))

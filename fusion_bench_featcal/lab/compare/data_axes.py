@@ -33,37 +33,38 @@ def corruption_axis(name: str, values: Any, config: DictConfig) -> Axis:
     Raises:
         ValueError: If a corruption or severity does not exist, or a task has no data.
     """
-    place = f"method.axes.{name}"
-    kinds, severities = _kinds_and_severities(values, place)
+    setting = f"method.axes.{name}"
+    kinds, severities = _kinds_and_severities(values, setting)
     splits = dict.fromkeys([str(config.method.get("calibration_split", "train")), "test"])
     data = {split: _data(config, split) for split in splits}
-    _require_data(data, config, place)
+    _require_data(data, config, setting)
     options = []
     for kind in kinds:
         for severity in severities if kind != CLEAN else [0]:
             changes: Changes = {
                 f"modelpool.{split}_datasets": {
-                    task: _corrupted(entry, kind, severity, task) for task, entry in each.items()
+                    task: _corrupted(entry, kind, severity, task)
+                    for task, entry in split_data.items()
                 }
-                for split, each in data.items()
-                if each and kind != CLEAN
+                for split, split_data in data.items()
+                if split_data and kind != CLEAN
             }
             options.append(Option({name: kind, "severity": severity}, changes))
     return Axis(name, options, Option({name: CLEAN, "severity": 0}, {}))
 
 
-def _kinds_and_severities(values: Any, place: str) -> tuple[list[Any], list[Any]]:
+def _kinds_and_severities(values: Any, setting: str) -> tuple[list[Any], list[Any]]:
     """Return corruptions, including `clean`, and severities of an axis, checked."""
-    given = values if isinstance(values, Mapping) else {"kinds": values}
-    refuse_unknown_keys(given, ["kinds", "severities"], place)
-    kinds = given.get("kinds") or [CLEAN, *CORRUPTIONS]
-    severities = given.get("severities") or [PUBLISHED_SEVERITY]
+    options = values if isinstance(values, Mapping) else {"kinds": values}
+    refuse_unknown_keys(options, ["kinds", "severities"], setting)
+    kinds = options.get("kinds") or [CLEAN, *CORRUPTIONS]
+    severities = options.get("severities") or [PUBLISHED_SEVERITY]
     for key, value in (("kinds", kinds), ("severities", severities)):
         if not isinstance(value, list):
-            raise ValueError(f"{place}.{key} must be a list, got {value!r}")
+            raise ValueError(f"{setting}.{key} must be a list, got {value!r}")
     for kind in kinds:
         for severity in severities if kind != CLEAN else ():
-            settings = f"{place}: a corruption other than {CLEAN}", f"{place}.severities"
+            settings = f"{setting}: a corruption other than {CLEAN}", f"{setting}.severities"
             check_corruption(kind, severity, settings)
     return kinds, severities
 
@@ -82,30 +83,30 @@ def source_axis(name: str, values: Any, config: DictConfig) -> Axis:
     Raises:
         ValueError: If a source does not exist, or a task has no data.
     """
-    place, split = f"method.axes.{name}", str(config.method.get("calibration_split", "train"))
+    setting, split = f"method.axes.{name}", str(config.method.get("calibration_split", "train"))
     if not isinstance(values, list):
-        raise ValueError(f"{place} must be a list of sources, got {values!r}")
+        raise ValueError(f"{setting} must be a list of sources, got {values!r}")
     data = _data(config, split)
-    _require_data({split: data}, config, place)
+    _require_data({split: data}, config, setting)
     pools = {NOISE: _NOISE, **(plain(OmegaConf.select(config, "modelpool.featcal.sources")) or {})}
     several = {EACH: list(data), SOURCES: list(pools)}
     options = []
     for source in (one for value in values for one in several.get(str(value), [value])):
-        sets = {task: _source(source, task, data, pools, place) for task in data}
+        sets = {task: _source(source, task, data, pools, setting) for task in data}
         changes: Changes = {} if source == OWN else {f"modelpool.{split}_datasets": sets}
         options.append(Option({name: str(source)}, changes))
     return Axis(name, options, Option({name: OWN}, {}))
 
 
 def _source(
-    source: Any, task: str, data: Mapping[str, Any], pools: Mapping[str, Any], place: str
+    source: Any, task: str, data: Mapping[str, Any], pools: Mapping[str, Any], setting: str
 ) -> Any:
     """Return the config of a task's calibration data."""
-    known = (OWN, OTHERS, MIXED, EACH, SOURCES, *pools, *data)
-    if source not in known:
+    valid = (OWN, OTHERS, MIXED, EACH, SOURCES, *pools, *data)
+    if source not in valid:
         raise ValueError(
-            f"{place} must name sources out of {', '.join(known)} (others: as "
-            f"modelpool.featcal.sources.NAME), got {source!r}{nearest_hint(source, known)}"
+            f"{setting} must name sources out of {', '.join(valid)} (others: as "
+            f"modelpool.featcal.sources.NAME), got {source!r}{nearest_hint(source, valid)}"
         )
     if source in pools:
         return pools[source]
@@ -113,7 +114,7 @@ def _source(
         return data[task if source == OWN else source]
     names = [other for other in data if source == MIXED or other != task]
     if not names:
-        raise ValueError(f"{place}: {OTHERS} needs a second task, and there is {task} alone")
+        raise ValueError(f"{setting}: {OTHERS} needs a second task, and there is {task} alone")
     sets = [data[other] for other in names]
     return {"_target_": "fusion_bench_featcal.tasks.mixed", "data": sets}
 
@@ -122,8 +123,10 @@ def _data(config: DictConfig, split: str) -> dict[str, Any]:
     """Return configs of a split's data by task, in a form that may be nested in other configs."""
     models = [str(name) for name in config.modelpool.get("models") or {}]
     entries = config.modelpool.get(f"{split}_datasets")
-    held = unresolved(entries) if isinstance(entries, DictConfig) else {}
-    return {task: _as_config(entry, split) for task, entry in held.items() if task in models}
+    split_entries = unresolved(entries) if isinstance(entries, DictConfig) else {}
+    return {
+        task: _as_config(entry, split) for task, entry in split_entries.items() if task in models
+    }
 
 
 def _as_config(entry: Any, split: str) -> Any:
@@ -135,16 +138,16 @@ def _as_config(entry: Any, split: str) -> Any:
     return {"_target_": "datasets.load_dataset", "path": entry, "split": split}
 
 
-def _require_data(data: Mapping[str, Any], config: DictConfig, place: str) -> None:
+def _require_data(data: Mapping[str, Any], config: DictConfig, setting: str) -> None:
     """Refuse a pool without data for a task, which would silently stay unchanged."""
     tasks = [str(name) for name in config.modelpool.get("models") or {}]
-    for place_of_split, (split, held) in enumerate(data.items()):
-        missing = [task for task in tasks if task not in held and not task.startswith("_")]
-        if place_of_split and not held:  # a pool without a test split
+    for position, (split, split_data) in enumerate(data.items()):
+        missing = [task for task in tasks if task not in split_data and not task.startswith("_")]
+        if position and not split_data:  # a pool without a test split
             continue
-        if missing or not held:
+        if missing or not split_data:
             raise ValueError(
-                f"{place} changes calibration data, and the pool has none for "
+                f"{setting} changes calibration data, and the pool has none for "
                 f"{', '.join(missing) or 'any task'}: set modelpool.{split}_datasets."
                 f"{missing[0] if missing else 'TASK'} or method.calibration_split"
             )

@@ -31,12 +31,12 @@ def feature_correction(*, method: str, **settings: Any) -> PostMerging:
         ValueError: If the method is unknown, or a setting is unknown or out of range.
     """
     if method not in CORRECTIONS:
-        known, hint = ", ".join(CORRECTIONS), nearest_hint(method, CORRECTIONS)
-        raise ValueError(f"method.method must be one of {known}, got {method!r}{hint}")
+        names, hint = ", ".join(CORRECTIONS), nearest_hint(method, CORRECTIONS)
+        raise ValueError(f"method.method must be one of {names}, got {method!r}{hint}")
     return CORRECTIONS[method](**settings)
 
 
-def check_target(config: Mapping[str, Any], place: str) -> None:
+def check_target(config: Mapping[str, Any], setting: str) -> None:
     """Import the `_target_` of an entry (or `name`, for older methods), and check its keys.
 
     Raises:
@@ -45,14 +45,14 @@ def check_target(config: Mapping[str, Any], place: str) -> None:
     """
     target = config.get("_target_")
     if target is None:
-        known = AlgorithmFactory.available_algorithms()
-        if config.get("name") not in known:
-            hint = nearest_hint(config.get("name"), known)
+        available = AlgorithmFactory.available_algorithms()
+        if config.get("name") not in available:
+            hint = nearest_hint(config.get("name"), available)
             raise ValueError(
-                f"{place}.name: FusionBench has no method {config.get('name')!r}{hint}"
+                f"{setting}.name: FusionBench has no method {config.get('name')!r}{hint}"
             )
         return
-    kind = import_target(place, target)
+    kind = import_target(setting, target)
     try:
         parameters = inspect.signature(kind).parameters.values()
     except (TypeError, ValueError):  # it has no signature
@@ -60,15 +60,15 @@ def check_target(config: Mapping[str, Any], place: str) -> None:
     names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
     # Keys that the target rejects or ignores.
-    given = [key for key in config if not re.fullmatch(r"_\w+_", str(key)) and key not in names]
-    for key in given:
+    keys = [key for key in config if not re.fullmatch(r"_\w+_", str(key)) and key not in names]
+    for key in keys:
         hint = nearest_hint(key, names)
         # FusionBench's classes accept any key with a warning. Classes of this package check theirs.
         if not takes_any or (hint and not str(target).startswith(OWN)):
-            raise ValueError(f"{place}.{key} is unknown{hint}; it takes {', '.join(names)}")
+            raise ValueError(f"{setting}.{key} is unknown{hint}; it takes {', '.join(names)}")
 
 
-def made_of(config: Mapping[str, Any], place: str) -> Any:
+def made_of(config: Mapping[str, Any], setting: str) -> Any:
     """Return the object of an entry.
 
     Raises:
@@ -78,5 +78,5 @@ def made_of(config: Mapping[str, Any], place: str) -> Any:
         return instantiate(config, _recursive_=False, _convert_="all")
     # Hydra wraps the constructor's error, which is about a setting in any case.
     except Exception as error:
-        reason = str(error.__cause__ or error).replace("method.", f"{place}.")
-        raise ValueError(f"{place}: {reason}") from error
+        reason = str(error.__cause__ or error).replace("method.", f"{setting}.")
+        raise ValueError(f"{setting}: {reason}") from error

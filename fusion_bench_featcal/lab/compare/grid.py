@@ -144,15 +144,15 @@ def make_grid(choices: GridChoices, suite: Mapping[str, Any]) -> Grid:
         _merger(name, alone[name], f"method.mergers_alone.{name}", alone=True)
         for name in chosen_alone
     ]
-    made = {name: _method(name, methods) for name in cells if name != NONE}
+    methods_by_cell = {name: _method(name, methods) for name in cells if name != NONE}
     taken = {*REFERENCES, NONE}
-    for name in [*(merger.name for merger in mergers), *made]:
+    for name in [*(merger.name for merger in mergers), *methods_by_cell]:
         if name in taken:
             raise ValueError(f"{name!r} names two rows of the comparison; rename one in YAML")
         taken.add(name)
     refuse_unusable_names((merger.name for merger in mergers), "method.upstream_mergers")
-    configs = {name: _config(name, methods) for name in made}
-    return Grid(mergers=mergers, cells=made, references=references, configs=configs)
+    configs = {name: _config(name, methods) for name in methods_by_cell}
+    return Grid(mergers=mergers, cells=methods_by_cell, references=references, configs=configs)
 
 
 def _entries(value: Any, changes: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -171,12 +171,12 @@ def _with_presets(
     methods: dict[str, Any], presets: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the methods, with the suite's presets after the cell `featcal`."""
-    every = {}
+    extended = {}
     for name, config in methods.items():
-        every[name] = config
+        extended[name] = config
         if name == FEATCAL and isinstance(config, Mapping):
-            every |= {f"{FEATCAL}:{p}": {**config, **changes} for p, changes in presets.items()}
-    return every
+            extended |= {f"{FEATCAL}:{p}": {**config, **changes} for p, changes in presets.items()}
+    return extended
 
 
 def _chosen(
@@ -213,21 +213,21 @@ def _merger(name: str, config: Any, key: str, *, alone: bool) -> Merger:
 
 def _method(name: str, methods: Mapping[str, Any], within: Sequence[str] = ()) -> PostMerging:
     """Create one method, or the chain for a list of methods."""
-    place = f"method.post_merging_methods.{name}"
+    setting = f"method.post_merging_methods.{name}"
     config = methods[name]
     if isinstance(config, list):
         unknown = [step for step in config if step not in methods or step in (name, *within)]
         if unknown or not config:
-            raise ValueError(f"{place}: a list names other methods, got {config!r}")
+            raise ValueError(f"{setting}: a list names other methods, got {config!r}")
         return Chain({step: _method(step, methods, (*within, name)) for step in config})
     if not isinstance(config, Mapping) or "_target_" not in config:
-        raise ValueError(f"{place} must have a _target_ or be a list of names, got {config!r}")
-    check_target(config, place)
-    method = made_of(config, place)
+        raise ValueError(f"{setting} must have a _target_ or be a list of names, got {config!r}")
+    check_target(config, setting)
+    method = made_of(config, setting)
     missing = [part for part in _PARTS if not hasattr(method, part)]
     if missing:
         raise ValueError(
-            f"{place}: {config['_target_']} is no post-merging method: it lacks {missing}"
+            f"{setting}: {config['_target_']} is no post-merging method: it lacks {missing}"
         )
     return method
 

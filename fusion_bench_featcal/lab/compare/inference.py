@@ -97,13 +97,15 @@ class InferenceTimer:
         while len(times[0]) <= REPEATS and (
             len(times[0]) < 2 or sum(times[0][1:]) < BUDGET_SECONDS
         ):
-            for each, found in zip(models, times, strict=True):
-                found.append(self._seconds(lambda each=each: work(each), device))
-        own, *reference = (found[1:] for found in times)
-        pairs = zip(own, reference[0], strict=True) if reference else ()
+            for timed_model, model_times in zip(models, times, strict=True):
+                model_times.append(
+                    self._seconds(lambda timed_model=timed_model: work(timed_model), device)
+                )
+        model_seconds, *reference = (model_times[1:] for model_times in times)
+        pairs = zip(model_seconds, reference[0], strict=True) if reference else ()
         ratios = [first / second for first, second in pairs]
         relative = statistics.median(ratios) if ratios else None
-        return Timed(statistics.median(own) / samples, relative)
+        return Timed(statistics.median(model_seconds) / samples, relative)
 
     def _seconds(self, work: Callable[[], object], device: torch.device) -> float:
         _wait_for(device)

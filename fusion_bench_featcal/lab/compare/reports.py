@@ -42,16 +42,19 @@ def write_reports(folder: Path, suite: str, run: GridRun) -> list[Path]:
     """
     written = []
     for merger in (merger.name for merger in run.grid.mergers):
-        report, place = _merger_report(run.point.pool_name(suite), merger, run), folder / merger
+        report, merger_folder = (
+            _merger_report(run.point.pool_name(suite), merger, run),
+            folder / merger,
+        )
         if set(report.rows) <= {BASE, EXPERTS}:
             # Prevents reading an earlier run's items as this one's.
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(merger_folder, ignore_errors=True)
             continue
         report.labels = dict(run.point.labels)
-        report.write(place)
+        report.write(merger_folder)
         owned = {cell: result for (owner, cell), result in run.results.items() if owner == merger}
-        write_curves(place, {cell: result.curves for cell, result in owned.items()})
-        written.append(place)
+        write_curves(merger_folder, {cell: result.curves for cell, result in owned.items()})
+        written.append(merger_folder)
     return written
 
 
@@ -62,9 +65,9 @@ def check_places(folder: Path, grid: Grid) -> None:
         ReportError: Naming the obstacle.
     """
     refuse_run(folder, LOG_DIR_SETTING)
-    for place in (folder, *(folder / merger.name for merger in grid.mergers)):
-        folders = [path for path in place.glob("report.*") if path.is_dir()]
-        for obstacle in [place] if place.is_file() else folders:
+    for target in (folder, *(folder / merger.name for merger in grid.mergers)):
+        folders = [path for path in target.glob("report.*") if path.is_dir()]
+        for obstacle in [target] if target.is_file() else folders:
             raise ReportError(
                 f"{obstacle} is in the way of a report: remove it, or change {LOG_DIR_SETTING}"
             )

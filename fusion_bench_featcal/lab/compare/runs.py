@@ -89,7 +89,7 @@ def _outcomes(cells: Sequence[tuple[GridRun, Cell]], workers: Workers) -> Iterab
             yield _logged(cell, run.maker.run(cell, workers.run))
         return
     finished = [run.maker.store.result(cell.title, cell.key) for run, cell in cells]
-    missing = [each for each, result in zip(cells, finished, strict=True) if result is None]
+    missing = [pair for pair, result in zip(cells, finished, strict=True) if result is None]
     jobs = [Job.of(cell, run.maker, run.config, workers.run) for run, cell in missing]
     outcomes = iter(workers.outcomes(jobs))
     for (_, cell), result in zip(cells, finished, strict=True):

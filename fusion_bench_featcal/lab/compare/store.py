@@ -69,10 +69,10 @@ class ResultStore:
         self.folder = prepare_directory(folder, SETTING)
         # The folder may contain foreign files: only names of this package's temporary files are
         # removed.
-        places = [self.folder, *self.folder.glob("*"), *self.folder.glob("cells/*")]
-        places += self.folder.glob("upstreams/*")
-        for place in places:
-            remove_orphans(place, ".")
+        paths = [self.folder, *self.folder.glob("*"), *self.folder.glob("cells/*")]
+        paths += self.folder.glob("upstreams/*")
+        for path in paths:
+            remove_orphans(path, ".")
 
     def result(self, name: str, key: str) -> CellResult | None:
         """Return a finished cell by its name and fingerprint; None if there is no complete one."""
@@ -148,9 +148,9 @@ class ResultStore:
             log.warning("the merged model in %s is damaged and made again: %s", folder, error)
             return None
         model = load_like()
-        known = model.state_dict()
+        tensors = model.state_dict()
         # Replacing tensors keeps the merged model's dtypes, but would separate tied weights.
-        assign = any(known[e].dtype != t.dtype for e, t in state.items() if e in known)
+        assign = any(tensors[e].dtype != t.dtype for e, t in state.items() if e in tensors)
         try:
             model.load_state_dict(state, assign=assign)
         except RuntimeError as error:
@@ -169,10 +169,10 @@ class ResultStore:
 
 def _make_way(folder: Path, files: Sequence[str]) -> None:
     """Create an entry's folder, and remove files and folders that obstruct it."""
-    in_the_way = [place for place in (folder.parent, folder) if not place.is_dir()]
+    in_the_way = [path for path in (folder.parent, folder) if not path.is_dir()]
     in_the_way += [folder / name for name in files if (folder / name).is_dir()]
-    for place in in_the_way:
-        if os.path.lexists(place):
-            log.warning("%s is in the way of a result and is removed", place)
-            remove(place)
+    for path in in_the_way:
+        if os.path.lexists(path):
+            log.warning("%s is in the way of a result and is removed", path)
+            remove(path)
     prepare_directory(folder, SETTING)

@@ -51,16 +51,19 @@ class StudyAlgorithm(ComparisonAlgorithm):
         """Return the points of all axes, like `ComparisonAlgorithm.planned`."""
         config, design = program_config(self._program), self.design
         planned = [self._at(point, config) for point in design.points(config)]
-        labels = {name for each in planned for name in each.point.labels}
+        labels = {name for planned_point in planned for name in planned_point.point.labels}
         for name in set(design.over) - labels:
             raise ValueError(
                 f"method.over: {name!r} is no label of this study's points: "
                 f"{', '.join(sorted(labels)) or 'they have none'}"
             )
-        texts = {json.dumps(each.point.labels, sort_keys=True, default=str) for each in planned}
+        texts = {
+            json.dumps(planned_point.point.labels, sort_keys=True, default=str)
+            for planned_point in planned
+        }
         seeds, cells = (
-            {each.point.seed for each in planned},
-            sum(len(each.grid) for each in planned),
+            {planned_point.point.seed for planned_point in planned},
+            sum(len(planned_point.grid) for planned_point in planned),
         )
         size = f"points: {len(texts)}, seeds: {len(seeds)}, cells: {cells}"
         shared = "finished cells, and those that points share, are not run again"

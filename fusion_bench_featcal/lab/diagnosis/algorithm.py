@@ -60,10 +60,10 @@ class DiagnosedResults(RunResults):
         self._measure(name, model)
         super().add_reference(name, model, settings)
 
-    def add_made(self, name: str, model: nn.Module, **made: Any) -> None:
+    def add_made(self, name: str, model: nn.Module, **details: Any) -> None:
         """Measure and evaluate a calibrated model."""
         self._measure(name, model)
-        super().add_made(name, model, **made)
+        super().add_made(name, model, **details)
 
     def add_base_and_experts(self, references: Sequence[str]) -> None:
         """Add base and experts. The base is measured without a task pool, too."""
@@ -91,7 +91,7 @@ class DiagnosedResults(RunResults):
         projects = kind == "clip_vision_model" and head_of(model) is None
         options: dict[str, Any] = {"projection": self._projected} if projects else {}
         for task, items in self._items.items():
-            found = measure(
+            measures = measure(
                 model,
                 inputs.base(settings),
                 inputs.experts(settings)[task],
@@ -103,9 +103,9 @@ class DiagnosedResults(RunResults):
                 autocast=inputs.fabric.autocast,
                 **options,
             )
-            self.report.more += row_lines(row, task, found, items.classes)
+            self.report.more += row_lines(row, task, measures, items.classes)
             if is_first:
-                self.report.more += expert_lines(task, found, items.classes)
+                self.report.more += expert_lines(task, measures, items.classes)
 
     def _projected(self, features: Tensor) -> Tensor:
         projection = self._projection

@@ -94,17 +94,17 @@ def measure(
     sources = {task: expert} if base is None else {task: expert, "_pretrained_": base}
     try:
         paired = [_paired(model, *entry, family, settings) for entry in sources.items()]
-        parts = []
+        batch_measures = []
         with paired[0].loaded(list(paired[0].keys)) as module, autocast():
             for number, batch in enumerate(take_samples(task, batches, settings, model)):
                 inputs = to_device(batch.inputs, device)
                 check_finite_inputs(inputs, task, number)
                 with naming_task(task):
                     sides = model, module
-                    parts.append(
+                    batch_measures.append(
                         _compare(*sides, inputs, batch.samples, settings, family, projection)
                     )
-        drift, *finals = zip(*parts, strict=True)
+        drift, *finals = zip(*batch_measures, strict=True)
         blocks = {block: torch.cat([part[block] for part in drift]) for block in drift[0]}
         cosines, features, expert_features = (torch.cat(part) for part in finals)
         vectors = None if base is None else _task_vectors(model, *paired)
@@ -170,9 +170,11 @@ def _compare(
     with _hooked(expert, counted, before=cross, after=split):
         finals.append(_final(expert, inputs))
     rows = None if head_of(model) is None else final_rows(model, family, inputs)
-    mine, theirs = (rows_of(projection(side), rows) for side in finals)
-    cosines = cosine_similarity(mine.double(), theirs.double(), dim=1)[:, None]
-    means = [item_means(part, items, rows).cpu() for part in (cosines, mine, theirs)]
+    model_features, expert_features = (rows_of(projection(side), rows) for side in finals)
+    cosines = cosine_similarity(model_features.double(), expert_features.double(), dim=1)[:, None]
+    means = [
+        item_means(part, items, rows).cpu() for part in (cosines, model_features, expert_features)
+    ]
     features = [normalize(mean, dim=1).float() for mean in means[1:]]
     return drift, means[0].flatten(), features[0], features[1]
 
@@ -237,8 +239,8 @@ def _task_vectors(
         if name not in expert.keys or name not in base.keys:
             continue  # a head, which may be different in each model
         start = base.tensor(name).double()
-        mine, theirs = parameter.double() - start, expert.tensor(name).double() - start
-        pairs = ((mine, mine), (theirs, theirs), (mine, theirs))
+        model_step, expert_step = parameter.double() - start, expert.tensor(name).double() - start
+        pairs = ((model_step, model_step), (expert_step, expert_step), (model_step, expert_step))
         sums += torch.stack([(a * b).sum().cpu() for a, b in pairs])
     square, expert_square, product = sums.tolist()
     return square**0.5, expert_square**0.5, product

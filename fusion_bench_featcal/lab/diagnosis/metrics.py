@@ -16,30 +16,30 @@ _DIGITS = 6
 
 
 def row_lines(
-    row: str, task: str, found: Measures, classes: Sequence[str] | None
+    row: str, task: str, measures: Measures, classes: Sequence[str] | None
 ) -> Iterator[Line]:
     """Yield the metrics of a row on one task, given the class of each item, if known."""
-    for block, values in found.drift.items():
+    for block, values in measures.drift.items():
         means = dict(zip(COLUMNS, values.mean(0).tolist(), strict=True))
         for metric, value in drift_metrics(means).items():
             yield _line(row, task, metric, value, block=block)
-    yield _line(row, task, "final_cosine", found.cosines.mean().item())
+    yield _line(row, task, "final_cosine", measures.cosines.mean().item())
     for name, chosen in _by_class(classes).items():
-        yield _line(row, task, "final_cosine", found.cosines[chosen].mean().item(), class_=name)
-    if found.vectors is not None:
-        norm, expert_norm, product = found.vectors
+        yield _line(row, task, "final_cosine", measures.cosines[chosen].mean().item(), class_=name)
+    if measures.vectors is not None:
+        norm, expert_norm, product = measures.vectors
         yield _line(row, task, "task_vector_norm", norm)
         if norm * expert_norm > 0:
             yield _line(row, task, "task_vector_cosine", product / norm / expert_norm)
-    yield from _share_lines(row, task, found.features)
+    yield from _share_lines(row, task, measures.features)
 
 
-def expert_lines(task: str, found: Measures, classes: Sequence[str] | None) -> Iterator[Line]:
+def expert_lines(task: str, measures: Measures, classes: Sequence[str] | None) -> Iterator[Line]:
     """Yield the metrics of an expert alone, and numbers of items."""
-    if found.vectors is not None:
-        yield _line(EXPERTS, task, "task_vector_norm", found.vectors[1])
-    yield from _share_lines(EXPERTS, task, found.expert_features)
-    yield _line("", task, "items", len(found.cosines))
+    if measures.vectors is not None:
+        yield _line(EXPERTS, task, "task_vector_norm", measures.vectors[1])
+    yield from _share_lines(EXPERTS, task, measures.expert_features)
+    yield _line("", task, "items", len(measures.cosines))
     for name, chosen in _by_class(classes).items():
         yield _line("", task, "items", chosen.sum(), class_=name)
 

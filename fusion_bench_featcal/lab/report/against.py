@@ -30,22 +30,22 @@ def show_against(summary: Summary, name: str) -> None:
         _show_over_suites(summary, name)
         return
     [suite], width = summary.suites, console().width
-    found = against(summary.scores, name)
+    suite_differences = against(summary.scores, name)
     sentence = (
         f"average accuracy minus that of {name}, in points; its {100 * LEVEL:.0f} % interval over "
         "test items (paired bootstrap) and, where both rows have several in common, seeds "
         "(Student's t), and p-values with Holm's correction over these rows"
     )
-    grid = difference_grid(found, name)
-    lines = [sentence, *_seed_lines(summary.scores, found, name)]
+    grid = difference_grid(suite_differences, name)
+    lines = [sentence, *_seed_lines(summary.scores, suite_differences, name)]
     print_page(list(titled(f"{suite}: differences", grid.split(width))), lines)
 
 
 def _seed_lines(
-    scores: Mapping[RowKey, BySeed], found: Iterable[Difference], name: str
+    scores: Mapping[RowKey, BySeed], suite_differences: Iterable[Difference], name: str
 ) -> list[str]:
     """Return sentences on rows with only one seed, or none, in common with the named row."""
-    common = {each.row: len(each.seeds) for each in found}
+    common = {difference.row: len(difference.seeds) for difference in suite_differences}
     reference = find_row(scores, name)
     several = [key for key in common if max(len(scores[key]), len(scores[reference])) > 1]
     one = [row_name(key) for key in several if common[key] == 1]

@@ -91,16 +91,16 @@ def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     A name without a fixed style gets one from its letters, or the next one if another such row in
     `names` has that style or colour.
     """
-    looks: dict[str, tuple[str, str]] = {}
+    styles: dict[str, tuple[str, str]] = {}
     chosen: list[tuple[str, str]] = []
     for name in names:
         start = zlib.crc32(name.encode()) % len(_FREE_LOOKS)
         candidates = _FREE_LOOKS[start:] + _FREE_LOOKS[:start]
         colours = Counter(colour for colour, _ in chosen)
         free = min(candidates, key=lambda look: (look in chosen, colours[look[0]]))
-        looks[name] = _LOOKS.get(name, free)
+        styles[name] = _LOOKS.get(name, free)
         chosen += [free] if name not in _LOOKS else []
-    return {name: _keywords(*look) for name, look in looks.items()}
+    return {name: _keywords(*look) for name, look in styles.items()}
 
 
 def _keywords(colour: str, mark: str) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def dots(
     }
     most = max(len(names) for lines in present.values() for names in lines.values())
     size = (2.5, 0.5 + (0.18 + 0.07 * most) * len(categories))
-    looks = marks(rows)
+    styles = marks(rows)
     figure, grid = _frame(list(panels), size, (label, ""), title, lines=categories)
     for axes, (name, panel) in zip(grid, panels.items(), strict=True):
         for height, category in enumerate(categories):
@@ -157,8 +157,8 @@ def dots(
                 value = panel[row][category]
                 if value.over:
                     ends = (value.low, value.high)
-                    axes.hlines(height + shift, *ends, colors=looks[row]["color"], lw=1.3)
-                axes.plot([value.estimate], [height + shift], linestyle="none", **looks[row])
+                    axes.hlines(height + shift, *ends, colors=styles[row]["color"], lw=1.3)
+                axes.plot([value.estimate], [height + shift], linestyle="none", **styles[row])
         axes.grid(visible=False, axis="y")
         axes.tick_params(axis="y", length=0)
         for edge in range(1, len(categories)):
@@ -166,7 +166,7 @@ def dots(
     grid[0].set_yticks(range(len(categories)), categories)
     grid[0].set_ylim(len(categories) - 0.5, -0.5)
     # Where every row is a category, the axis names them.
-    _legend(figure, looks if rows != categories else {}, "none")
+    _legend(figure, styles if rows != categories else {}, "none")
     return figure
 
 
@@ -190,21 +190,24 @@ def curves(
         title: Title of the figure.
         sharex: Give all panels the same horizontal axis.
     """
-    looks = marks(_names(panels.values()))
+    styles = marks(_names(panels.values()))
     figure, grid = _frame(list(panels), (2.6, 2.2), (xlabel, ylabel), title, sharex=sharex)
     for axes, panel in zip(grid, panels.values(), strict=True):
         for row, points in panel.items():
             xs, values = list(points), list(points.values())
-            axes.plot(xs, [v.estimate for v in values], linewidth=1.5, **looks[row])
-            known = {x: value for x, value in points.items() if value.over}
-            lows, highs = [v.low for v in known.values()], [v.high for v in known.values()]
-            if len(known) == 1:
-                axes.vlines(list(known), lows, highs, colors=looks[row]["color"], lw=1.3)
-            elif known:
-                colour = looks[row]["color"]
-                axes.fill_between(list(known), lows, highs, color=colour, alpha=0.18, lw=0)
+            axes.plot(xs, [v.estimate for v in values], linewidth=1.5, **styles[row])
+            with_interval = {x: value for x, value in points.items() if value.over}
+            lows, highs = (
+                [v.low for v in with_interval.values()],
+                [v.high for v in with_interval.values()],
+            )
+            if len(with_interval) == 1:
+                axes.vlines(list(with_interval), lows, highs, colors=styles[row]["color"], lw=1.3)
+            elif with_interval:
+                colour = styles[row]["color"]
+                axes.fill_between(list(with_interval), lows, highs, color=colour, alpha=0.18, lw=0)
         _scale(axes, panels.values() if sharex else [panel])
-    _legend(figure, looks, "-")
+    _legend(figure, styles, "-")
     return figure
 
 
@@ -239,21 +242,23 @@ def blocks(
         title: Title of the figure.
     """
     names = _names(values for panel in panels.values() for values in panel.values())
-    looks = marks(_names(panels.values()))
+    styles = marks(_names(panels.values()))
     figure, grid = _frame(list(panels), (2.6, 2.0), ("block", ylabel), title)
     for axes, panel in zip(grid, panels.values(), strict=True):
         for row, values in panel.items():
             heights = [values.get(name, math.nan) for name in names]
-            axes.plot(heights, linewidth=1.5, **{**looks[row], "markersize": 4})
-    drawn = [v for panel in panels.values() for values in panel.values() for v in values.values()]
-    if min(drawn, default=0.0) >= 0:
+            axes.plot(heights, linewidth=1.5, **{**styles[row], "markersize": 4})
+    all_values = [
+        v for panel in panels.values() for values in panel.values() for v in values.values()
+    ]
+    if min(all_values, default=0.0) >= 0:
         grid[0].set_ylim(bottom=0)
     step = math.ceil(len(names) / 8)
     grid[0].set_xticks(range(0, len(names), step), names[::step])
     if max(map(len, names)) > 3:
         for axes in grid:
             axes.tick_params(axis="x", labelrotation=60)
-    _legend(figure, looks, "-")
+    _legend(figure, styles, "-")
     return figure
 
 
@@ -348,17 +353,17 @@ def _frame(
     return figure, grid[: len(titles)]
 
 
-def _legend(figure: "Figure", looks: Mapping[str, Mapping[str, Any]], linestyle: Any) -> None:
+def _legend(figure: "Figure", styles: Mapping[str, Mapping[str, Any]], linestyle: Any) -> None:
     """Put a legend of rows below the panels and make room for it."""
     from matplotlib.lines import Line2D
 
-    if len(looks) < 2:
+    if len(styles) < 2:
         return
     letters = _LETTERS_PER_INCH * figure.get_figwidth()
-    columns = max(1, int(letters / (max(map(len, looks)) + 6)))
-    handles = [Line2D([], [], linestyle=linestyle, label=r, **look) for r, look in looks.items()]
+    columns = max(1, int(letters / (max(map(len, styles)) + 6)))
+    handles = [Line2D([], [], linestyle=linestyle, label=r, **look) for r, look in styles.items()]
     figure.legend(handles=handles, loc="outside lower left", ncols=columns)
-    figure.set_figheight(figure.get_figheight() + 0.1 + 0.19 * math.ceil(len(looks) / columns))
+    figure.set_figheight(figure.get_figheight() + 0.1 + 0.19 * math.ceil(len(styles) / columns))
 
 
 def svg(figure: "Figure") -> str:

@@ -121,8 +121,8 @@ class Bootstrap:
         if len(gains) > 1:
             p = max(p, _student_p(gains))
         sides = ((task[:, first], task[:, second]) for task in self._columns.values())
-        apart = sum(int((abs(one - two) > _ROUNDING).sum()) for one, two in sides)
-        p = max(p, min(1.0, 2.0 ** (1 - apart)))
+        differing = sum(int((abs(one - two) > _ROUNDING).sum()) for one, two in sides)
+        p = max(p, min(1.0, 2.0 ** (1 - differing)))
         return over_seeds(value, gains, bootstrap_interval(value, resampled)), p
 
 
@@ -160,16 +160,18 @@ def differences(scores: Mapping[RowKey, BySeed], pairs: Iterable[Any]) -> list[D
         return []
     sides = list(dict.fromkeys((key, seeds) for pair, seeds in common.items() for key in pair))
     bootstrap = Bootstrap([stacked(scores[key], seeds) for key, seeds in sides])
-    found = []
+    result = []
     for (a, b), seeds in common.items():
         interval, p = bootstrap.difference(sides.index((a, seeds)), sides.index((b, seeds)))
-        found.append(Difference(a, b, interval, p, seeds=seeds))
-    return _corrected(found)
+        result.append(Difference(a, b, interval, p, seeds=seeds))
+    return _corrected(result)
 
 
-def _corrected(found: Sequence[Difference]) -> list[Difference]:
-    adjusted = holm([each.p for each in found])
-    return [replace(each, adjusted=p) for each, p in zip(found, adjusted, strict=True)]
+def _corrected(uncorrected: Sequence[Difference]) -> list[Difference]:
+    adjusted = holm([difference.p for difference in uncorrected])
+    return [
+        replace(difference, adjusted=p) for difference, p in zip(uncorrected, adjusted, strict=True)
+    ]
 
 
 def holm(values: list[float]) -> list[float]:
@@ -210,15 +212,15 @@ def over_suites(averages: Mapping[RowKey, float], name: str) -> list[Difference]
     reference = find_row([("", *row) for row in rows], name)[1:]
     if lacking := [suite for suite in suites if (suite, *reference) not in averages]:
         raise ReportError(f"--against: {', '.join(lacking)} has no row {name!r}")
-    found = []
+    result = []
     for row in rows:
         if row == reference or any((suite, *row) not in averages for suite in suites):
             continue
         values = {s: averages[(s, *row)] - averages[(s, *reference)] for s in suites}
         interval = student_interval([*values.values()], SUITES)
         p = _student_p([*values.values()])
-        found.append(Difference(("", *row), ("", *reference), interval, p, by_suite=values))
-    return _corrected(found)
+        result.append(Difference(("", *row), ("", *reference), interval, p, by_suite=values))
+    return _corrected(result)
 
 
 def find_row(keys: Iterable[RowKey], name: str) -> RowKey:
@@ -228,14 +230,14 @@ def find_row(keys: Iterable[RowKey], name: str) -> RowKey:
         ReportError: If no row or several have the name.
     """
     names = {key: row_name(key) for key in keys}
-    found = [key for key, text in names.items() if text == name]
-    found = found or [key for key in names if key[2] == name]
-    if len(found) != 1:
-        known = [names[key] for key in found] or list(names.values())
-        near = [] if found else get_close_matches(name, names.values(), 1)
+    matches = [key for key, text in names.items() if text == name]
+    matches = matches or [key for key in names if key[2] == name]
+    if len(matches) != 1:
+        valid = [names[key] for key in matches] or list(names.values())
+        near = [] if matches else get_close_matches(name, names.values(), 1)
         hint = f"; the nearest is {near[0]!r}" if near else ""
-        raise ReportError(f"--against: name one row, got {name!r}{hint}. There are: {known}")
-    return found[0]
+        raise ReportError(f"--against: name one row, got {name!r}{hint}. There are: {valid}")
+    return matches[0]
 
 
 def row_name(key: RowKey) -> str:
@@ -244,17 +246,20 @@ def row_name(key: RowKey) -> str:
     return row if upstream in (None, row) or row in (BASE, EXPERTS) else f"{upstream}/{row}"
 
 
-def difference_grid(found: Sequence[Difference], reference: str) -> Grid:
+def difference_grid(shown_differences: Sequence[Difference], reference: str) -> Grid:
     """Return a line for each difference, with its outcome or the difference in each suite."""
-    suites = list(found[0].by_suite) if found else []
+    suites = list(shown_differences[0].by_suite) if shown_differences else []
     lines = [
         (
-            row_name(each.row),
+            row_name(difference.row),
             [
-                *each.cells,
-                *([f"{100 * each.by_suite[suite]:+z.1f}" for suite in suites] or [each.outcome]),
+                *difference.cells,
+                *(
+                    [f"{100 * difference.by_suite[suite]:+z.1f}" for suite in suites]
+                    or [difference.outcome]
+                ),
             ],
         )
-        for each in found
+        for difference in shown_differences
     ]
     return Grid(f"against {reference}", [*INTERVAL_COLUMNS, *(suites or [""])], lines)

@@ -28,9 +28,9 @@ def figures_of(summary: Summary) -> "dict[str, Figure]":
     figures = {}
     for suite in summary.suites:
         rows = [row for row in summary.rows if row.suite == suite and row.name != BASE]
-        drawn = _of_rows(suite, rows, summary) if rows else {}
+        suite_figures = _of_rows(suite, rows, summary) if rows else {}
         ending = f"-{suite}" if len(summary.suites) > 1 else ""
-        figures |= {f"{name}{ending}": figure for name, figure in drawn.items()}
+        figures |= {f"{name}{ending}": figure for name, figure in suite_figures.items()}
     labels = _labels([Path(run) for run in summary.runs])
     return figures | _drifts(labels) | _trainings(labels) | _diagnoses(labels)
 
@@ -142,8 +142,8 @@ def _diagnoses(labels: Mapping[Path, str]) -> "dict[str, Figure]":
     figures = {}
     for run, label in labels.items():
         ending = f"-{label.removesuffix(': ')}" if label else ""
-        drawn = diagnosis_figures(diagnosis_of(run))
-        figures |= {f"{name}{ending}": figure for name, figure in drawn.items()}
+        run_figures = diagnosis_figures(diagnosis_of(run))
+        figures |= {f"{name}{ending}": figure for name, figure in run_figures.items()}
     return figures
 
 

@@ -26,13 +26,13 @@ class ResultFolders:
         """Number of folders."""
         return len(self.runs) + len(self.comparisons) + len(self.studies)
 
-    def refuse_studies_with(self, others: object) -> None:
+    def refuse_studies_with(self, other_results: object) -> None:
         """Refuse studies combined with anything else.
 
         Raises:
             ReportError: There are studies, and `others` is not empty.
         """
-        if self.studies and others:
+        if self.studies and other_results:
             raise ReportError(
                 f"{self.studies[0]} is a study: report it by itself, without runs or --against; "
                 "its points' folders, below points/, are runs"

@@ -194,7 +194,7 @@ def _card(row: SummaryRow, summary: Summary) -> Card:
     subtitle = f"{row.suite}, {merged_by(row.upstream)}"
     merger = (row.suite, row.upstream, row.upstream)
     merged = [r for r in summary.rows if (r.suite, r.upstream, r.name) == merger]
-    before = "".join(f"{ACCURACY[0].cell(each)} to " for each in merged)
+    before = "".join(f"{ACCURACY[0].cell(merged_row)} to " for merged_row in merged)
     unit = "points over the merged model" if gain != ABSENT else "no merged model to compare with"
     lines = [f"{unit} {limits}".strip(), f"average accuracy: {before}{cells[AVERAGE]} %"]
     if cells["recovered gap"] != ABSENT:
@@ -203,7 +203,9 @@ def _card(row: SummaryRow, summary: Summary) -> Card:
     if row.worst:
         least = "smallest gain" if share == ABSENT else f"{share} of its gap"
         lines.append(f"worst task: {task}, {least}")
-    losses = [each.loss[AVERAGE] for each in (*merged, row) if AVERAGE in each.loss]
+    losses = [
+        merged_row.loss[AVERAGE] for merged_row in (*merged, row) if AVERAGE in merged_row.loss
+    ]
     if losses:
         lines.append("average loss: " + " to ".join(f"{loss:.4f}" for loss in losses))
     return Card(row.name, subtitle, gain, lines)

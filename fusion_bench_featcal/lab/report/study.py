@@ -101,8 +101,10 @@ class Study:
         points: dict[tuple[Any, ...], Point] = {}
         for key, reports in groups.items():
             labels = dict(key)
-            shown = {key: value for key, value in labels.items() if key not in self.over}
-            point = points.setdefault(tuple(shown.items()), Point(shown, [], []))
+            displayed_labels = {key: value for key, value in labels.items() if key not in self.over}
+            point = points.setdefault(
+                tuple(displayed_labels.items()), Point(displayed_labels, [], [])
+            )
             point.summaries.append(summarise_reports(reports))
             point.averaged.append({key: labels[key] for key in self.over if key in labels})
         return list(points.values())
@@ -200,8 +202,10 @@ class Study:
                 *_fewer_samples(points),
                 *(f"note: {note}" for note in note_lines(summary)),
             ]
-        rows = [row for each in summaries for row in each.rows]
-        shown = with_values([c for c in (*ACCURACY, *COSTS) if c.head in self.columns], rows)
+        rows = [row for summary in summaries for row in summary.rows]
+        displayed_columns = with_values(
+            [c for c in (*ACCURACY, *COSTS) if c.head in self.columns], rows
+        )
         meaning = "accuracy in per cent"
         if over:
             meaning += f", mean over {over}, ± half of the {100 * LEVEL:.0f} % interval over "
@@ -210,38 +214,40 @@ class Study:
             meaning += spread_meaning(rows)
         # Each point's report names the tasks that end below the merged model.
         kinds = (BELOW, FAILED) if self.failed else (BELOW,)
-        notes = chosen(dict.fromkeys(note for each in summaries for note in each.notes), *kinds)
+        notes = chosen(
+            dict.fromkeys(note for summary in summaries for note in summary.notes), *kinds
+        )
         return [
             *failures(self.failed),
             meaning,
-            *(column.meaning for column in shown if column.meaning),
+            *(column.meaning for column in displayed_columns if column.meaning),
             *_fewer_samples(points),
             *(f"note: {note.sentence_of_several}" for note in notes),
         ]
 
     def _markdown(self) -> str:
-        parts: list[str | Sequence[str]] = []
+        paragraphs: list[str | Sequence[str]] = []
         for title, grid in self.grids():
-            parts += [f"## {title[0].upper()}{title[1:]}", grid.for_page().markdown()]
+            paragraphs += [f"## {title[0].upper()}{title[1:]}", grid.for_page().markdown()]
         for point in self.points if not self.over else ():
             rows = point.summaries[0].displayed(point.summaries[0].suites[0])
-            parts += [f"### Accuracy per task, {label_text(point.labels) or 'all rows'}"]
-            parts += [task_grid(rows).for_page().markdown()]
-        return page(f"# {self.suite}: {self.name}", *parts, "## Notes", self.sentences())
+            paragraphs += [f"### Accuracy per task, {label_text(point.labels) or 'all rows'}"]
+            paragraphs += [task_grid(rows).for_page().markdown()]
+        return page(f"# {self.suite}: {self.name}", *paragraphs, "## Notes", self.sentences())
 
     def _stored(self, summary: Summary) -> list[dict[str, Any]]:
         """Return the rows of a point in the form of `report.json`."""
         compared = self._differences(summary)
         rows = []
         for row in summary.rows:
-            each = compared.get((row.suite, row.upstream, row.name))
+            difference = compared.get((row.suite, row.upstream, row.name))
             numbers = (int, float)
             rows.append(
                 {
                     **{key: getattr(row, key) for key in _STORED},
                     "half_width": row.average.half,
-                    "against": each.other[2] if each else row.upstream,
-                    "difference": each.interval if each else row.gain_interval,
+                    "against": difference.other[2] if difference else row.upstream,
+                    "difference": difference.interval if difference else row.gain_interval,
                     "cost": {key: n for key, n in row.cost.items() if isinstance(n, numbers)},
                 }
             )
@@ -256,20 +262,20 @@ class Study:
         """Return differences of rows from the rows they change, if test items are known."""
         scores, changed = summary.scores, self._changed
         pairs = {key: (*key[:2], changed[key[2]]) for key in scores if key[2] in changed}
-        known = [(key, other) for key, other in pairs.items() if other in scores]
-        return {each.row: each for each in differences(scores, known)}
+        with_scores = [(key, other) for key, other in pairs.items() if other in scores]
+        return {difference.row: difference for difference in differences(scores, with_scores)}
 
     def _rows_grid(self, summary: Summary, merger: str) -> Grid:
         """Return rows of the only point, with differences from the rows they change."""
-        suite, others, compared = summary.suites[0], self._changed, self._differences(summary)
+        suite, changed_rows, compared = summary.suites[0], self._changed, self._differences(summary)
         lines = []
         for row in summary.displayed(suite):
             if row.upstream != merger and not row.is_reference:
                 continue
             chosen = [column.cell(row) for column in _ROW_COLUMNS]
-            each = compared.get((suite, merger, row.name))
-            difference = each.cells if each else [ABSENT] * len(INTERVAL_COLUMNS)
-            other = others.get(row.name, ABSENT)
+            change = compared.get((suite, merger, row.name))
+            difference = change.cells if change else [ABSENT] * len(INTERVAL_COLUMNS)
+            other = changed_rows.get(row.name, ABSENT)
             lines.append((row.name, [*chosen, other, *difference]))
         heads = [column.head for column in _ROW_COLUMNS]
         return Grid("", [*heads, "against", *INTERVAL_COLUMNS], lines)
@@ -327,8 +333,8 @@ def curves_of(points: Sequence[Point], merger: str) -> dict[str, dict[str, dict[
     """
     curves: dict[str, dict[str, dict[float, Interval]]] = {}
     for axis in points[0].labels:
-        others = {key: value for key, value in points[0].labels.items() if key != axis}
-        line = [point for point in points if others.items() <= point.labels.items()]
+        other_labels = {key: value for key, value in points[0].labels.items() if key != axis}
+        line = [point for point in points if other_labels.items() <= point.labels.items()]
         if len(line) < 2 or not all(isinstance(p.labels[axis], int | float) for p in line):
             continue
         for point in sorted(line, key=lambda point: point.labels[axis]):

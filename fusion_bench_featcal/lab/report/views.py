@@ -90,14 +90,16 @@ def _csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _markdown(summary: Summary) -> str:
-    parts: list[Any] = []
+    paragraphs: list[Any] = []
     for suite in summary.suites:
         for title, grid in suite_grids(summary, suite).items():
-            parts += [f"## {suite}: {title}", grid.for_page().markdown()]
+            paragraphs += [f"## {suite}: {title}", grid.for_page().markdown()]
         if losses := losses_of(summary, suite):
-            parts += [f"## {suite}: loss", losses.markdown()]
+            paragraphs += [f"## {suite}: loss", losses.markdown()]
     runs = [f"`{run}`" for run in summary.runs]
-    return page("# Report of several runs", *parts, "## Notes", sentences(summary), "## Runs", runs)
+    return page(
+        "# Report of several runs", *paragraphs, "## Notes", sentences(summary), "## Runs", runs
+    )
 
 
 def suite_grids(summary: Summary, suite: str) -> dict[str, Grid]:
@@ -159,17 +161,20 @@ def _rows_grid(
     failed: Iterable[FailedCell] = (),
 ) -> Grid:
     """Return rows, and failed cells, each under its upstream merger."""
-    shown = with_values(columns, rows)
-    lines = [(_section(row), _head(row), [column.cell(row) for column in shown]) for row in rows]
+    displayed_columns = with_values(columns, rows)
+    lines = [
+        (_section(row), _head(row), [column.cell(row) for column in displayed_columns])
+        for row in rows
+    ]
     for upstream, name in dict.fromkeys((cell.upstream, cell.name) for cell in failed):
         head = name if upstream in (None, name) else f"+ {name}"
-        lines.append((upstream or "", head, [_FAILED, *[ABSENT] * (len(shown) - 1)]))
+        lines.append((upstream or "", head, [_FAILED, *[ABSENT] * (len(displayed_columns) - 1)]))
     sections = list(dict.fromkeys(section for section, _, _ in lines))
     lines.sort(key=lambda line: sections.index(line[0]))
     if any(row.deviation for row in rows):
         corner = "mean over runs" + ", %" * corner.endswith("%")
     cells = [(head, texts) for _, head, texts in lines]
-    heads = [column.head for column in shown]
+    heads = [column.head for column in displayed_columns]
     return Grid(corner, heads, cells, rules=_rules(section for section, _, _ in lines))
 
 

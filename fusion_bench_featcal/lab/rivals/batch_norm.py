@@ -41,12 +41,12 @@ class BatchNormStatistics(SampleSettings):
     def _norms(self, merged: nn.Module) -> list[str]:
         """Return the names of the BatchNorms in a model's blocks."""
         family = resolve_family(self.family, merged)
-        shown = family.view.shown(merged)
+        viewed_model = family.view.shown(merged)
         norms = [
             name
-            for stage in family.stages(shown)
+            for stage in family.stages(viewed_model)
             for block in stage
-            for name, module in shown.get_submodule(block).named_modules(prefix=block)
+            for name, module in viewed_model.get_submodule(block).named_modules(prefix=block)
             if isinstance(module, _BatchNorm) and module.track_running_stats
         ]
         if not norms:

@@ -72,8 +72,12 @@ class CorrectedModel(Corrected):
             CalibrationError: If there is no correction for the task, or the features do not belong
                 to the images last passed through this model.
         """
-        given, correction = compute_features_fn, self.correction(dataset_name)
-        features = given if isinstance(given, Tensor) else given(self)
+        features_or_function, correction = compute_features_fn, self.correction(dataset_name)
+        features = (
+            features_or_function
+            if isinstance(features_or_function, Tensor)
+            else features_or_function(self)
+        )
         if self.normalize == "pre":
             corrected = correction(features)
         else:

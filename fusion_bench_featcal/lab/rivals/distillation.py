@@ -69,8 +69,8 @@ class Distillation(ModelSettings, TextSettings, SampleSettings):
         for task in inputs.modelpool.model_names:
             with naming_task(task):
                 taken = list(take_samples(task, batches[task], settings, student))
-                given = [batch.inputs for batch in taken]
-                lessons[task] = expert_lessons(task, given, inputs, settings, student)
+                batches_of_inputs = [batch.inputs for batch in taken]
+                lessons[task] = expert_lessons(task, batches_of_inputs, inputs, settings, student)
             self.drawn[task] = sum(batch.samples for batch in taken)
         return lessons
 
@@ -88,7 +88,7 @@ class Distillation(ModelSettings, TextSettings, SampleSettings):
         optimizer = torch.optim.Adam(parameters, lr=self.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.steps)
         norms = {task: mean_square(of_task) for task, of_task in lessons.items()}
-        drawn = {
+        positions_by_task = {
             task: shuffled_batches(
                 len(of_task), 1, self.steps, task_generator(self.seed, task, "batches")
             )
@@ -97,9 +97,12 @@ class Distillation(ModelSettings, TextSettings, SampleSettings):
         losses: dict[str, list[Tensor]] = {task: [] for task in lessons}
         for _ in progress_bar(range(self.steps), what="distilling: ", unit="step"):
             optimizer.zero_grad()
-            for task, positions in drawn.items():  # task by task, so that memory is one batch's
+            for (
+                task,
+                positions,
+            ) in positions_by_task.items():  # task by task, so that memory is one batch's
                 loss = _distance(model, lessons[task][int(next(positions))]) / norms[task]
-                (loss / len(drawn)).backward()
+                (loss / len(positions_by_task)).backward()
                 losses[task].append(loss.detach())
             optimizer.step()
             schedule.step()

@@ -74,8 +74,8 @@ class ProbSurgery(Surgery):
         if not self.shared:
             return super()._modules(features)
         merged, expert = zip(*((f.merged, f.expert) for f in features.values()), strict=True)
-        every = TaskFeatures(torch.cat(merged), torch.cat(expert))
-        return dict.fromkeys(features, self.module(every, "shared"))
+        all_features = TaskFeatures(torch.cat(merged), torch.cat(expert))
+        return dict.fromkeys(features, self.module(all_features, "shared"))
 
     def module(self, features: TaskFeatures, name: str) -> "ProbSurgeryModule":
         """Return a module before training, with mean 0 everywhere, seeded by `name`."""

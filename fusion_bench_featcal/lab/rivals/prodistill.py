@@ -128,7 +128,7 @@ class TrainingStreams(Streams):
         for positions in shuffled_batches(len(lessons), size, steps, generator):
             optimizer.zero_grad()
             parameters = mixed()
-            chosen = [_loss(step, parameters, lessons[int(each)]) for each in positions]
+            chosen = [_loss(step, parameters, lessons[int(position)]) for position in positions]
             loss = torch.stack(chosen).sum()
             loss.backward()
             optimizer.step()

@@ -70,12 +70,12 @@ class RidgeSurgery(FeatureCorrection):
         features = merged.double()
         drift = features - expert.double()
         centred, centred_drift = features - features.mean(dim=0), drift - drift.mean(dim=0)
-        left, values, right = torch.linalg.svd(centred, full_matrices=False)
+        left_vectors, values, right_vectors = torch.linalg.svd(centred, full_matrices=False)
         # Below rounding a direction has no information: one sample, or repeated samples.
         values = torch.where(values > values.max() * 1e-7, values, 0)
         strength = self.ridge_lambda
         _check(features, values, task, leaves_out=isinstance(strength, str))
-        target = left.T @ centred_drift
+        target = left_vectors.T @ centred_drift
         power, scale = values.square(), centred.square().sum() / features.shape[1]
 
         def share(strength: float) -> Tensor:
@@ -84,14 +84,14 @@ class RidgeSurgery(FeatureCorrection):
 
         def left_out_error(strength: float) -> float:
             """Sum squared leave-one-out residuals: residuals times 1 / (1 - leverage)."""
-            residual = centred_drift - left * share(strength) @ target
-            leverage = 1 / len(left) + (left.square() * share(strength)).sum(dim=1)
+            residual = centred_drift - left_vectors * share(strength) @ target
+            leverage = 1 / len(left_vectors) + (left_vectors.square() * share(strength)).sum(dim=1)
             return float((residual / (1 - leverage)[:, None]).square().sum())
 
         if isinstance(strength, str):
             strength = min(GRID, key=left_out_error)
         inverse = torch.where(values > 0, share(strength) / values, 0)
-        matrix = (right.T * inverse @ target).T
+        matrix = (right_vectors.T * inverse @ target).T
         shift = drift.mean(dim=0) - matrix @ features.mean(dim=0)
         log.info("%s: ridge surgery with lambda %g", task, strength)
         return AffineModule(matrix.to(merged.dtype), shift.to(merged.dtype)).eval()

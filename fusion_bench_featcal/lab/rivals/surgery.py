@@ -75,7 +75,7 @@ class Surgery(FeatureCorrection):
 
     def _modules(self, features: Mapping[str, TaskFeatures]) -> dict[str, Any]:
         """Return each task's module before training. Tasks may share one."""
-        return {task: self.module(given, task) for task, given in features.items()}
+        return {task: self.module(task_features, task) for task, task_features in features.items()}
 
     def module(self, features: TaskFeatures, name: str) -> nn.Module:
         """Return a module before training, which corrects nothing, seeded by `name`."""
@@ -108,7 +108,7 @@ class Surgery(FeatureCorrection):
         self.losses.clear()
         if self.optimizer == "joint":
             return self._train(features)
-        trained = [self._train({task: given}) for task, given in features.items()]
+        trained = [self._train({task: task_features}) for task, task_features in features.items()]
         return {task: module for modules in trained for task, module in modules.items()}
 
     @torch.inference_mode(False)  # tensors created in inference mode cannot be trained

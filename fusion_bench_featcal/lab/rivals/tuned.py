@@ -69,7 +69,7 @@ class Search(Method):
     candidates: Any = setting(
         (),
         "Changes of its settings.",
-        accepts="a list of settings to try besides, such as [{steps: 300}]",
+        accepts="a list of further settings to try, such as [{steps: 300}]",
         check=_are_changes,
     )
     samples_per_task: int = same_as(FeatCalSettings, "samples_per_task")
@@ -78,10 +78,10 @@ class Search(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if drawn := sorted({key for change in self.candidates for key in change} & _DRAW):
+        if draw_settings := sorted({key for change in self.candidates for key in change} & _DRAW):
             raise ValueError(
-                f"method.candidates: {drawn} say which samples are drawn, which is the same for "
-                "all: leave them out"
+                f"method.candidates: {draw_settings} say which samples are drawn, which is the "
+                "same for all: leave them out"
             )
 
     @property
@@ -144,8 +144,10 @@ def held_out_lessons(
 ) -> dict[str, list[Lesson]]:
     """Run every expert once over the samples after the ones that methods are fitted on."""
     return {
-        task: expert_lessons(task, replace(drawn, indices=drawn.indices[fitted:]), inputs, settings)
-        for task, drawn in inputs.batches(settings).items()
+        task: expert_lessons(
+            task, replace(task_batches, indices=task_batches.indices[fitted:]), inputs, settings
+        )
+        for task, task_batches in inputs.batches(settings).items()
     }
 
 
@@ -225,9 +227,9 @@ class Tuned(Search):
             return method.post_merge(copied_module(merged), inputs)
 
         model: Any = self.best(inputs, make)
-        drawn = inputs.batches(self.calibration_settings) if model.choice.tried > 1 else {}
+        task_batches = inputs.batches(self.calibration_settings) if model.choice.tried > 1 else {}
         self.drawn.clear()
-        self.drawn.update({task: batches.samples for task, batches in drawn.items()})
+        self.drawn.update({task: batches.samples for task, batches in task_batches.items()})
         return model
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
