@@ -67,25 +67,38 @@ def test_every_form_of_a_picture_becomes_rgb(value, expected):
     np.testing.assert_array_equal(rgb(value), expected)
 
 
+def fail(image):
+    raise ZeroDivisionError("no size")
+
+
+UNREADABLE: list[Any] = [
+    DEEP, Image.fromarray(DEEP), file_of(Image.fromarray(DEEP)), DEEP.astype(np.int32),
+    np.zeros((2, 2), np.float32), np.zeros((3, 4, 5), np.uint8), torch.zeros(2, 2, 3),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("image", "processor", "message"),
     [
-        *((value, "the image cannot be read") for value in (
-            DEEP, Image.fromarray(DEEP), file_of(Image.fromarray(DEEP)), DEEP.astype(np.int32),
-            np.zeros((2, 2), np.float32), np.zeros((3, 4, 5), np.uint8), torch.zeros(2, 2, 3),
-        )),
-        (b"GIF89a", "the image cannot be read: its format is unknown"),
-        (".", r"image file \. cannot be read .*Is a directory"),
-        ("no.png", r"image file no\.png cannot be read .*No such"),
-        ("empty.png", r"image file empty\.png cannot be .*format"),
-        (3.5, "not an image but float"),
+        *((image, RESCALE, "the image cannot be read") for image in UNREADABLE),
+        (b"GIF89a", RESCALE, "the image cannot be read: its format is unknown"),
+        (".", RESCALE, r"image file \. cannot be read .*Is a directory"),
+        ("no.png", RESCALE, r"image file no\.png cannot be read .*No such"),
+        ("empty.png", RESCALE, r"image file empty\.png cannot be .*format"),
+        (3.5, RESCALE, "not an image but float"),
+        (P, fail, r"the processor fails on this 28 x 28 image \(ZeroDivisionE.*: no size"),
+        (P, lambda _: torch.zeros(2, 3, 4, 4), r"must return .*got torch.float32 \[2, 3, 4, 4\]"),
+        (P, lambda _: torch.zeros(3, 4, 4).byte(), r"must return .*got torch.uint8 \[3, 4, 4\]"),
+        (P, lambda _: "nonsense", "must return .*got <class 'str'>"),
     ],
-)  # fmt: skip
-def test_images_that_cannot_be_read_are_named(value, message, tmp_path, monkeypatch):
+)
+def test_images_and_processors_that_do_not_fit_are_named(
+    image, processor, message, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.png").touch()
-    with pytest.raises(CalibrationError, match=f"task 'a', .*train.*, item 0: {message}"):
-        rgb(value)
+    with pytest.raises(CalibrationError, match=f"task 'a', .*train.*, item 0: .*{message}"):
+        list(image_batches([{"image": image}], processor))
 
 
 @pytest.mark.parametrize(
@@ -143,24 +156,6 @@ def test_callable_gets_rgb_pictures_and_arrays_as_they_are():
     list(image_batches([(array,)], lambda x: given.append(x) or x.expand(3, 5, 7)))
     assert given[0].tobytes() == P.convert("L").convert("RGB").tobytes()
     assert given[1] is array
-
-
-def fail(image):
-    raise ZeroDivisionError("no size")
-
-
-@pytest.mark.parametrize(
-    ("processor", "message"),
-    [
-        (fail, r"fails on this 28 x 28 image \(ZeroDivisionE.*: no size"),
-        (lambda _: torch.zeros(2, 3, 4, 4), r"must return .*got torch.float32 \[2, 3, 4, 4\]"),
-        (lambda _: torch.zeros(3, 4, 4).byte(), r"must return .*got torch.uint8 \[3, 4, 4\]"),
-        (lambda _: "nonsense", "must return .*got <class 'str'>"),
-    ],
-)
-def test_unfit_processors_are_named_with_the_item(processor, message):
-    with pytest.raises(CalibrationError, match=f"item 0: the processor {message}"):
-        list(image_batches([(P,)], processor))
 
 
 class Rows:

@@ -3,7 +3,8 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     CLIPModel,
     CLIPVisionModel,
@@ -32,7 +34,6 @@ DECODERS = {
     "mistral": r"mistral|path_to_your",
     "llama": r"llama|vicuna|wizardmath",
 }
-VISION = {"convnext": r"convnext", "resnet": r"resnet", "dinov2": r"dinov2"}
 CLIPS = {"large-patch14": (14, 3), "base-patch16": (7, 2), "base-patch32": (14, 2)}
 # Mixtures multiply bfloat16 rows of a multiple of eight numbers only.
 _SIZES = {
@@ -71,7 +72,8 @@ class StandIns:
         if not folder.exists():
             seed = len(list(folder.parent.iterdir())) if folder.parent.is_dir() else 0
             folder.mkdir(parents=True)
-            _maker(hub_id.lower())(folder, seed)
+            make = next(make for key, make in _MAKERS.items() if re.search(key, hub_id.lower()))
+            make(folder, seed)
         return str(folder)
 
     def images(self, *, image: str = "image", label: str = "label", config: str = "default") -> str:
@@ -120,49 +122,32 @@ def glue(name: str, task: str) -> datasets.DatasetDict:
 
 
 def _triples(number: int) -> list[tuple[str, str, str]]:
-    numbers = [(n, (3 * n + 1) % 20, (7 * n + 2) % 20) for n in range(number)]
-    return [tuple(WORDS[3 + k] for k in three) for three in numbers]
+    letters = WORDS[3:]
+    return [
+        (letters[n], letters[(3 * n + 1) % 20], letters[(7 * n + 2) % 20]) for n in range(number)
+    ]
 
 
-def _maker(hub_id: str) -> Callable[[Path, int], None]:
-    """Writes the stand-in of a hub id, which is in lower case."""
-    if "clip-vit" in hub_id:
-        return _clip_lora(hub_id) if "lora" in hub_id else _clip(hub_id)
-    if "flan-t5" in hub_id:
-        return _t5_lora if "lora" in hub_id else _t5
-    if "gpt2" in hub_id:
-        return _gpt2
-    if "bradly-terry" in hub_id:
-        return _reward
-    for kinds, make in ((VISION, _vision), (DECODERS, _decoder)):
-        for kind, pattern in kinds.items():
-            if re.search(pattern, hub_id):
-                return make(kind)
-    raise ValueError(f"no stand-in for {hub_id}")
+def _save(model: Any, folder: Path, seed: int, processor: Any = None) -> None:
+    scatter(model, seed, 0.05).save_pretrained(folder)
+    if processor is not None:
+        processor.save_pretrained(folder)
 
 
-def _clip(hub_id: str) -> Callable[[Path, int], None]:
-    patch, depth = next(size for name, size in CLIPS.items() if name in hub_id)
-
-    def write(folder: Path, seed: int) -> None:
-        write_clip(folder, seed)
-        config = CLIPModel.config_class.from_pretrained(folder)
-        config.vision_config.patch_size, config.vision_config.num_hidden_layers = patch, depth
-        config.text_config.max_position_embeddings = 256  # the tokenizer splits into letters
-        torch.manual_seed(0)
-        scatter(CLIPModel(config), seed, 0.05).save_pretrained(folder)
-
-    return write
+def _clip(folder: Path, seed: int) -> None:
+    write_clip(folder, seed)
+    config = CLIPModel.config_class.from_pretrained(folder)
+    size = next(size for name, size in CLIPS.items() if name in folder.name.lower())
+    config.vision_config.patch_size, config.vision_config.num_hidden_layers = size
+    config.text_config.max_position_embeddings = 256  # the tokenizer splits into letters
+    torch.manual_seed(0)
+    _save(CLIPModel(config), folder, seed)
 
 
-def _clip_lora(hub_id: str) -> Callable[[Path, int], None]:
-    def write(folder: Path, seed: int) -> None:
-        base = folder.parent / "openai--clip-vit-base-patch16"
-        model: Any = CLIPVisionModel.from_pretrained(base)
-        # FusionBench puts LoRA on the tower inside, which from transformers 5.6 on is the model.
-        _adapter(getattr(model, "vision_model", model), folder, seed, ["q_proj", "v_proj"])
-
-    return write
+def _clip_lora(folder: Path, seed: int) -> None:
+    model: Any = CLIPVisionModel.from_pretrained(folder.parent / "openai--clip-vit-base-patch16")
+    # FusionBench puts LoRA on the tower inside, which from transformers 5.6 on is the model.
+    _adapter(getattr(model, "vision_model", model), folder, seed, ["q_proj", "v_proj"])
 
 
 def _adapter(model: Any, folder: Path, seed: int, targets: list[str]) -> None:
@@ -175,13 +160,10 @@ def _adapter(model: Any, folder: Path, seed: int, targets: list[str]) -> None:
 
 def _t5(folder: Path, seed: int) -> None:
     model = t5_model(untied=True, vocab_size=len(WORDS), d_kv=4, tie_word_embeddings=False)
-    scatter(model, seed, 0.05).save_pretrained(folder)
-    word_tokenizer(ends=True, model_max_length=64).save_pretrained(folder)
+    _save(model, folder, seed, word_tokenizer(ends=True, model_max_length=64))
 
 
 def _t5_lora(folder: Path, seed: int) -> None:
-    from transformers import AutoModelForSeq2SeqLM
-
     size = "large" if "large" in folder.name else "base"
     base = folder.parent / f"google--flan-t5-{size}"
     _adapter(AutoModelForSeq2SeqLM.from_pretrained(base), folder, seed, ["q", "v"])
@@ -195,48 +177,38 @@ def _gpt2(folder: Path, seed: int) -> None:
     merges = "\n".join(f"Ġ {letter}" for letter in letters)
     (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
     torch.manual_seed(0)
-    config: Any = {"n_positions": 512, "n_embd": 8, "n_layer": 2, "n_head": 2, "num_labels": 3}
-    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), len(tokens) - 1)
-    config = GPT2Config(vocab_size=len(tokens), **config)
-    scatter(GPT2ForSequenceClassification(config), seed, 0.05).save_pretrained(folder)
+    sizes: Any = {"n_positions": 512, "n_embd": 8, "n_layer": 2, "n_head": 2, "num_labels": 3}
+    sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), len(tokens) - 1)
+    config = GPT2Config(vocab_size=len(tokens), **sizes)
+    _save(GPT2ForSequenceClassification(config), folder, seed)
 
 
-def _auto(folder: Path, seed: int, auto: Any, config: Any) -> None:
+def _auto(kind: str, auto: Any, processor: Any, folder: Path, seed: int) -> None:
+    """Write a model of a type by one of transformers' automatic classes."""
+    sizes = _SMALL_VISION.get(kind, {name: v for name, v in _SIZES.items()
+                                     if hasattr(AutoConfig.for_model(kind), name)})  # fmt: skip
+    config = AutoConfig.for_model(kind, **sizes)
+    if auto is not AutoModelForCausalLM:
+        config.num_labels = 10 if kind in _SMALL_VISION else 1
+    if folder.name.startswith("MergeBench--Llama"):
+        config.vocab_size += 3  # the published experts have more rows than their base
     torch.manual_seed(0)
-    scatter(auto.from_config(config), seed, 0.05).save_pretrained(folder)
+    _save(auto.from_config(config), folder, seed, processor)
 
 
-def _reward(folder: Path, seed: int) -> None:
-    config = AutoConfig.for_model("llama", **_sizes("llama"), num_labels=1)
-    _auto(folder, seed, AutoModelForSequenceClassification, config)
-    _causal_tokenizer().save_pretrained(folder)
-
-
-def _causal_tokenizer() -> Any:
-    # Two pools pad with Llama 3's own token.
-    return word_tokenizer(words=(*WORDS, "<|end_of_text|>"), model_max_length=64)
-
-
-def _sizes(kind: str) -> Mapping[str, Any]:
-    fields = AutoConfig.for_model(kind)
-    return {name: value for name, value in _SIZES.items() if hasattr(fields, name)}
-
-
-def _decoder(kind: str) -> Callable[[Path, int], None]:
-    def write(folder: Path, seed: int) -> None:
-        config = AutoConfig.for_model(kind, **_sizes(kind))
-        if folder.name.startswith("MergeBench--Llama"):
-            config.vocab_size += 3  # the published experts have more rows than their base
-        _auto(folder, seed, AutoModelForCausalLM, config)
-        _causal_tokenizer().save_pretrained(folder)
-
-    return write
-
-
-def _vision(kind: str) -> Callable[[Path, int], None]:
-    def write(folder: Path, seed: int) -> None:
-        config = AutoConfig.for_model(kind, **_SMALL_VISION[kind], num_labels=10)
-        _auto(folder, seed, AutoModelForImageClassification, config)
-        ConvNextImageProcessor(size={"shortest_edge": 28}, crop_pct=1.0).save_pretrained(folder)
-
-    return write
+# Two pools pad with Llama 3's own token.
+_TOKENIZER = word_tokenizer(words=(*WORDS, "<|end_of_text|>"), model_max_length=64)
+_PROCESSOR = ConvNextImageProcessor(size={"shortest_edge": 28}, crop_pct=1.0)
+_MAKERS: dict[str, Callable[[Path, int], None]] = {
+    "clip-vit.*lora|lora.*clip-vit": _clip_lora,
+    "clip-vit": _clip,
+    "flan-t5.*lora|lora.*flan-t5": _t5_lora,
+    "flan-t5": _t5,
+    "gpt2": _gpt2,
+    "bradly-terry": partial(_auto, "llama", AutoModelForSequenceClassification, _TOKENIZER),
+    **{kind: partial(_auto, kind, AutoModelForImageClassification, _PROCESSOR)
+       for kind in _SMALL_VISION},
+    **{pattern: partial(_auto, kind, AutoModelForCausalLM, _TOKENIZER)
+       for kind, pattern in DECODERS.items()},
+}  # fmt: skip
+"""By a pattern of hub ids in small letters, of which the first that fits counts."""

@@ -87,54 +87,35 @@ def test_pictures_are_in_the_tasks_colours_and_in_one_split(task):
     assert (pixels >= low).all() and (pixels <= high).all()
 
 
-@pytest.mark.parametrize(
-    "load", [image.load_processor, lambda: image.load_split("mini_latin", "test")]
-)
-def test_loading_makes_the_class_names_known_to_fusionbench(load, monkeypatch):
+def test_loading_makes_the_class_names_known_to_fusionbench(monkeypatch):
     table = CLIPTemplateFactory._dataset_mapping
     others = {name: entry for name, entry in table.items() if name not in image.TASKS}
-    monkeypatch.setattr(CLIPTemplateFactory, "_dataset_mapping", others)
-    load()
-    for name in image.TASKS:
-        classnames, templates = get_classnames_and_templates(name)
-        assert [templates[0](word) for word in classnames] == image.load_arrays(name).prompts()
+    for load in (image.load_processor, lambda: image.load_split("mini_latin", "test")):
+        monkeypatch.setattr(CLIPTemplateFactory, "_dataset_mapping", dict(others))
+        load()
+        for name in image.TASKS:
+            classnames, templates = get_classnames_and_templates(name)
+            assert [templates[0](word) for word in classnames] == image.load_arrays(name).prompts()
 
 
 def test_no_text_is_in_two_splits_of_any_tasks():
+    rows = [text.load_rows(task) for task in text.TA6]
     texts = {
-        split: {
-            text.plain_words(written)
-            for task in text.TA6
-            for written, _ in text.load_rows(task)[split]
-        }
+        split: {text.plain_words(written) for row in rows for written, _ in row[split]}
         for split in text.SPLITS
     }
     assert not texts["train"] & (texts["calibration"] | texts["test"])
     assert not texts["calibration"] & texts["test"]
 
 
-def test_texts_are_prompts_in_small_letters_and_targets_in_capitals():
-    rows = load_text_split("clinc_home", "test")
-    assert rows.column_names == ["prompt", "target"]
-    assert len(rows) == 450
-    for prompt, target in zip(rows["prompt"], rows["target"], strict=True):
-        assert prompt.startswith("home intent : ")
-        assert prompt == prompt.lower() and prompt.isascii()
-        assert target == target.upper()
-
-
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        ("What's THIS song?", "what ' s this song ?"),
-        ("  It\u2019s   \u201cfine\u201d ", 'it \' s " fine "'),
-        ("caf\u00e9 for 3:30", "cafe for 3 : 30"),
-        ("\u00a35", "5"),
-    ],
-)
-def test_words_and_punctuation_are_set_apart(written, expected):
-    assert text.plain_words(written) == expected
-    assert text.plain_words(expected) == expected
+def test_words_and_punctuation_are_set_apart():
+    for written, expected in {
+        "What's THIS song?": "what ' s this song ?",
+        "  It\u2019s   \u201cfine\u201d ": 'it \' s " fine "',
+        "caf\u00e9 for 3:30": "cafe for 3 : 30",
+        "\u00a35": "5",
+    }.items():
+        assert text.plain_words(written) == text.plain_words(expected) == expected
 
 
 def test_the_clip_processor_is_the_builders_with_one_token_per_prompt_word(tmp_path):
