@@ -22,8 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(\]\()(?![a-z]+:|#|/)([^()\s#]+)((?:#[^()\s]*)?\))")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[\[(](.*?)\\[\])]</\1>', re.DOTALL)
 TEXT = re.compile(r"(<(?P<tag>t[dh]|p|li)\b[^>]*>)(.*?)(?=</?(?:t[dhr]|p|li|table)\b)", re.DOTALL)
-# A space of a quantity: before a unit, and around the sign of an interval.
-QUANTITY = re.compile(r"(?<=\d) (?=(?:%|±|points?\b|[KMGT]i?B\b|m?s\b|seconds\b))|(?<=±) (?=\d)")
+# A space of a quantity, before a unit or around ±, or after the plus of a table's row.
+QUANTITY = re.compile(
+    r"(?<=\d) (?=(?:%|±|points?\b|[KMGT]i?B\b|m?s\b|seconds\b))|(?<=±) (?=\d)|(?<=^\+) "
+)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".sh": "bash"}
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 
