@@ -332,8 +332,15 @@ def diagnosis_part(suite: str) -> str:
     grids = diagnosis_grids(lines).items()
     tables = [f"*{title}*\n\n{grid.for_page().markdown()}" for title, grid in grids]
     notes = [note["text"] for note in run["notes"] if note["kind"] == DIAGNOSIS]
-    sentences = [f"- {line}" for line in (*diagnosis_sentences(lines), *notes)]
+    texts = (*diagnosis_sentences(lines), *notes)
+    sentences = [
+        f"- {re.sub('; .', lambda end: f'. {end[0][2:].upper()}', text)}" for text in texts
+    ]
     return "\n\n".join([*tables, "\n".join([*sentences, measured(run)])])
+
+
+def _new_sentence(separator: re.Match[str]) -> str:
+    return f". {separator[0][-1].upper()}"
 
 
 # ---- settings and benchmarks
