@@ -52,8 +52,8 @@ class Request:
     """
 
     merged: str | None = setting(
-        None, "the merged model: a folder or hub id, of which mergekit's mergekit_config.yml names "
-        "base and experts; or a recipe.yaml", metavar="MERGED", is_location=True,
+        None, "the merged model, a folder or hub id whose mergekit_config.yml may name base and "
+        "experts, or a recipe.yaml", metavar="MERGED", is_location=True,
     )  # fmt: skip
     merge: str | None = setting(
         None, "without MERGED: task_arithmetic:0.3, simple_average", metavar="HOW"
@@ -71,15 +71,17 @@ class Request:
         "NAME=PATH", options.pair, is_location=True,
     )  # fmt: skip
     columns: Mapping[str, Any] = mapping(
-        "columns of --data and --eval with names of their own, such as "
-        "prompt=instruction,target=output; with NAME: those of one task (repeatable)",
+        "other names of columns of --data and --eval, such as prompt=instruction,target=output. "
+        "NAME: for one task only (repeatable)",
         "[NAME:]PART=COLUMN,...", options.columns,
     )  # fmt: skip
     eval: Mapping[str, str] = mapping(
         "data to evaluate on (default: a fifth of --data, held back)",
         "NAME=PATH", options.pair, is_location=True,
     )  # fmt: skip
-    eval_rows: int = setting(200, "most rows of a task that are evaluated", ge=1, metavar="N")
+    eval_rows: int = setting(
+        200, "maximum rows per task to evaluate (default: 200)", ge=1, metavar="N"
+    )
     no_eval: bool = setting(False, "calibrate and save only")
     out: str | None = setting(None, "a new folder for the model", metavar="DIR", is_recorded=False)
     as_lora: int | None = setting(
@@ -87,8 +89,8 @@ class Request:
         metavar="RANK",
     )  # fmt: skip
     evaluate: Mapping[str, Any] = mapping(
-        "scores beside accuracy and loss, before and after: lm-eval:TASK,..., or "
-        "functions of model and tokenizer, MODULE:FUNCTION,... (repeatable)",
+        "further scores, before and after: lm-eval:TASK,..., or functions of model and "
+        "tokenizer, MODULE:FUNCTION,... (repeatable)",
         "MODULE:NAME,...", options.scorer,
     )  # fmt: skip
     strict: bool = setting(
@@ -105,31 +107,27 @@ class Request:
         None, "tokenizer or image processor (default: MERGED's)", metavar="DIR", is_location=True
     )
     chat_template: str | None = setting(
-        None, "in place of the tokenizer's own", metavar="FILE", is_location=True
+        None, "chat template to use instead of the tokenizer's", metavar="FILE", is_location=True
     )
     text_tower: str | None = setting(
         None, "a whole CLIP, for zero-shot heads", metavar="DIR", is_location=True
     )
     prompt: Mapping[str, str] = mapping(
-        f"prompt of a class for zero-shot heads ({PROMPT}); of one task with its NAME "
-        "(repeatable)", "[NAME=]TEXT", options.prompt,
+        f"prompt of a class for zero-shot heads ({PROMPT}), with NAME for one task (repeatable)",
+        "[NAME=]TEXT", options.prompt,
     )  # fmt: skip
     device: str = setting("cpu", "cpu (default) or cuda")
-    any_base: bool = setting(
-        False, "do not refuse models that lie as far from the base as unrelated ones"
-    )
-    force: bool = setting(
-        False, "do not refuse experts that are no better than guessing on their own rows"
-    )
+    any_base: bool = setting(False, "accept models as far from the base as unrelated ones")
+    force: bool = setting(False, "accept experts that are no better than guessing on their rows")
     shard_size: str | None = setting(
         None, "a larger model is saved as one file for each block (default: 5GB)",
         accepts="a size such as 500MB or 2GB", check=_is_size, metavar="SIZE",
     )  # fmt: skip
     plan: bool = setting(
-        False, "say what would be fetched and run and what it takes, and do nothing",
+        False, "show downloads, steps and memory, and stop",
         is_recorded=False,
     )  # fmt: skip
-    resume: bool = setting(False, "go on after an interruption", is_recorded=False)
+    resume: bool = setting(False, "resume after an interruption", is_recorded=False)
     notes: tuple[str, ...] = ()
 
     @classmethod
