@@ -3,8 +3,8 @@
 python scripts/draw_accuracies.py
 """
 
+from comparison_tables import SUITES, prepared
 from paper import ROOT, read
-from write_tables import SUITES, prepared
 
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.lab.report.charts import dots, svg

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import comparison_tables
 import pytest
-import write_tables
+import take_results
 
 from fusion_bench_featcal.results.long_table import write_lines
 
@@ -23,7 +24,7 @@ def test_results_of_the_make_targets_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs, results = tmp_path / "runs", tmp_path / "results"
-    monkeypatch.setattr(write_tables, "RESULTS", results)
+    monkeypatch.setattr(take_results, "RESULTS", results)
     rows = [{"name": "featcal", "seeds": [1, 2]}]
     reports = {
         "tables/TA6": {"kind": "combined", "rows": rows},
@@ -38,7 +39,7 @@ def test_results_of_the_make_targets_are_taken(
     (runs / "plain").mkdir()
     write_lines(runs / "plain/lines.csv", [{"row": "featcal", "value": 1}])
     write_lines(runs / "toy/lines.csv", [{"row": "featcal", "block": "0", "value": 1}])
-    write_tables.take(runs)
+    take_results.take(runs)
     files = {file.relative_to(results).as_posix() for file in results.rglob("*.json")}
     assert files == {"runs/TA6.json", "comparison/grid.json", "studies/toy/samples.json",
                      "diagnosis/toy/run.json"}  # fmt: skip
@@ -57,5 +58,5 @@ def test_results_of_the_make_targets_are_taken(
 )
 def test_an_average_has_its_interval_and_the_worst_gap(row: dict[str, Any], text: str) -> None:
     usual = {"name": "featcal", "upstream": "merger", "worst_recovered_gap": 0.5}
-    prepared = write_tables.prepared(usual | {"accuracy": {"average": 0.8}} | row)
-    assert write_tables.average(prepared, "80.0") == text
+    prepared = comparison_tables.prepared(usual | {"accuracy": {"average": 0.8}} | row)
+    assert comparison_tables.average(prepared, "80.0") == text
