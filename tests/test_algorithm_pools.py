@@ -13,7 +13,7 @@ from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench.options import checked_choices, method_name
+from fusion_bench_featcal.fusionbench.options import checked_choices
 from fusion_bench_featcal.lab.rivals import FeatCal
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.suites import image
@@ -154,12 +154,3 @@ def test_read_budget_is_refused_if_an_expert_is_loaded_whole(tmp_path: Path) -> 
     ):
         with pytest.raises(CalibrationError, match=refusal):
             run()
-
-
-def test_upstream_row_is_named_after_the_merger() -> None:
-    for target, name in (
-        ("TaskArithmeticAlgorithm", "task_arithmetic"),
-        ("SimpleAverageAlgorithm", "simple_average"), ("WUDIMerging", "wudi_merging"),
-    ):  # fmt: skip
-        assert method_name({"_target_": f"fusion_bench.method.{target}"}) == name
-    assert method_name({"name": "clip_layer_wise_adamerging"}) == "clip_layer_wise_adamerging"

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PAPER, PLUS, assert_identical, replay, run_fast, samples_in
+from calibrations import PAPER, PLUS, assert_identical, replay, run_fast
 from model_types import MIXTURES, Row, suite_named
 from tiny_convs import Net, batched_suite, images, net_suite, tower_suite
 from tiny_models import Suite, suite_of
 from torch import Tensor, nn
 
 from fusion_bench_featcal import Paper, Plus, SafetensorsExpert
-from fusion_bench_featcal.lab.rivals import RegMean
 
 rules = pytest.mark.parametrize("more", [{}, PLUS], ids=["paper", "plus"])
 
@@ -140,17 +139,6 @@ def test_experts_of_mixtures_are_read_from_files(row: Row, tmp_path: Path):
         assert any(".experts.3." in stored for stored in files[name].names())
     from_files = replace(suite, base=files.pop("base"), experts=files)
     assert_identical(run_fast(from_files).model, run_fast(suite).model)
-
-
-def test_regmean_leaves_experts_of_mixtures_at_their_mean():
-    suite: Any = MIXTURES[0].suite()
-    method = RegMean(samples_per_task=samples_in(suite), family=suite.family)
-    model = method.merge_models(suite.base, suite.experts, suite.inputs)
-    inner = [name for name, _ in model.named_parameters() if ".experts." in name]
-    assert inner
-    for name in inner:
-        first, second = (expert.get_parameter(name) for expert in suite.experts.values())
-        torch.testing.assert_close(model.get_parameter(name), (first + second) / 2)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Properties of calibrations: a matrix of models, rules, and variations of a run."""
 
-import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +59,6 @@ VARIATIONS: dict[str, tuple[Callable[[str, Suite, Path, str], Varied], str, bool
     "tasks backwards": (lambda _, s, f, r: (vary.backwards(s), {}), "", False),
     "samples alone": (lambda _, s, f, r: (vary.alone(s), {}), "", False),
     "padding": (lambda _, s, f, r: (vary.longer(s), {}), "t5 llama gpt2", False),
-    "experts in files": (lambda _, s, f, r: (vary.in_files(s, f), {}), "", True),
     "wrapped models": (lambda _, s, f, r: (vary.all_wrapped(s), {}), "clip residual", True),
     "training mode": (lambda _, s, f, r: (s, s.merged.train() and {}), "", True),
     "features on disk": (
@@ -94,13 +92,6 @@ def test_variations_change_nothing(variation: str, name: str, rule: str, tmp_pat
                  for kind in ("module", "task") for record in log.of_kind(kind)]
                 for log in (result.log, wanted.log)]  # fmt: skip
         assert logs[0] == logs[1]
-
-
-def test_to_plus_all_tasks_twice_are_all_tasks_once():
-    suite, wanted = vary.twice(clip_suite()), reference("clip", "plus").model
-    assert_same(run_fast(suite, **PLUS).model, wanted)
-    del suite.experts["task_1 again"], suite.inputs["task_1 again"]  # but a single one weighs
-    assert distance(run_fast(suite, **PLUS).model, wanted) > 1e-3
 
 
 @rules
@@ -200,14 +191,6 @@ def test_dtypes_are_kept_and_models_are_finite(name: str, rule: str):
             assert_same(model, reference(name, rule).model, 1e-3)
 
 
-def test_experts_of_another_dtype_are_read_in_the_merged_dtype():
-    suite = clip_suite(seed=8).to(torch.float32)
-    narrow = suite.to(torch.bfloat16)
-    mixed = replace(suite, experts=narrow.experts)
-    widened = replace(suite, experts=narrow.to(torch.float32).experts)
-    assert_identical(run_fast(mixed).model, run_fast(widened).model)
-
-
 @rules
 def test_a_callers_context_does_not_matter(rule: str):
     suite = clip_suite(seed=16, tasks=2).to(torch.float32)
@@ -286,18 +269,6 @@ def test_a_sample_of_weight_two_is_a_sample_given_twice(rule: str):
     for weights in ([2.0, 1, 1, 1], [1.0, 0.5, 0.5, 0.5]):
         assert_same(run(weights, [0, 1, 2, 3]), wanted)
     assert distance(run([1.0] * 4, [0, 1, 2, 3]), wanted) > 1e-3
-
-
-def test_outputs_do_not_weigh_by_their_size():
-    suite, name = stack_suite(biased, tasks=2, sizes=(5, 4), seed=2), "layers.1.only"
-    loud = copy.deepcopy(suite)
-    for model in (loud.merged, loud.base, *loud.experts.values()):
-        for parameter in model.get_submodule(name).parameters():
-            parameter.data.mul_(10)
-    louder, wanted = (
-        run_fast(each, **PLUS).model.get_parameter(f"{name}.weight") for each in (loud, suite)
-    )
-    torch.testing.assert_close(louder, 10 * wanted, rtol=1e-8, atol=1e-10)
 
 
 def test_only_the_samples_asked_for_are_drawn():

@@ -5,15 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fusion_bench.modelpool import BaseModelPool, CLIPVisionModelPool
+from fusion_bench.modelpool import CLIPVisionModelPool
 from omegaconf import DictConfig, OmegaConf
 from sample_pools import Pool
-from tiny_images import channels_first, picture, write_class_folders
-from transformers import CLIPImageProcessor
+from tiny_images import channels_first, picture
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.calibration_data import calibration_batches, draw_samples, samples_used
-from fusion_bench_featcal.tasks import load_images
 
 
 def numbered(count: int) -> list[dict]:
@@ -58,19 +56,6 @@ def test_a_tasks_samples_do_not_depend_on_other_tasks_or_batches():
 def test_draw_is_the_same_on_every_machine():
     expected = [55, 45, 44, 90, 39]  # the samples of every published number
     assert draw_samples(100, "mini_mnist", settings(samples_per_task=5)) == expected
-
-
-def test_transformers_processor_on_a_folder_through_fusion_benchs_pool(tmp_path):
-    folder = str(write_class_folders(tmp_path / "a"))
-    target = {"_target_": LOAD, "path": folder}
-    pool = BaseModelPool({}, train_datasets=OmegaConf.create({"a": target}))
-    processor = CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-    every = settings(samples_per_task=12, batch_size=12)
-    (batch,) = calibration_batches(pool, ["a"], every, processor)["a"]
-    items = load_images(folder)
-    pictures = [items[index]["image"] for index in draw_samples(12, "a", every)]
-    expected = processor(images=pictures, return_tensors="pt")["pixel_values"]
-    assert torch.equal(batch["pixel_values"], expected)
 
 
 def test_fewer_samples_than_asked_for_are_all_taken_with_one_warning(caplog):

@@ -11,7 +11,6 @@ import pytest
 from reports import error_of, featcal, leave_run
 
 from fusion_bench_featcal import __version__
-from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import Report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,9 +94,3 @@ def test_threads_wait_without_spinning_unless_the_user_chose(chosen: str | None)
     for command in commands:
         out = subprocess.check_output(command, env=environment, cwd=ROOT, text=True)
         assert out.splitlines()[-1] == (chosen or "passive")
-
-
-def test_a_number_is_written_with_its_noun():
-    assert [counted(n, "task") for n in (0, 1, 2)] == ["0 tasks", "1 task", "2 tasks"]
-    assert counted("1 to 2", "sample") == "1 to 2 samples"
-    assert [counted(n, "row of --data") for n in (1, 3)] == ["1 row of --data", "3 rows of --data"]

@@ -87,23 +87,22 @@ def test_one_calibration_if_drift_is_even_or_weights_are_given(first: Outcome, w
     assert [call.task_weights for call in calls] == [None if weights == "drift" else weights]
 
 
-PAPER: dict[str, Any] = {"rule": "paper", "task_weights": None}
-
-
 @pytest.mark.parametrize(
     ("settings", "behind", "advice", "other"),
     [
         ({}, "c", "other samples, or leaving their experts out", "featcal/plus"),
-        (PAPER, "abc", "FeatCal+ (method=featcal/plus), or leaving", "other samples"),
+        ({"rule": "paper", "task_weights": None}, "abc",
+         "FeatCal+ (method=featcal/plus), or leaving", "other samples"),
     ],
-)
+)  # fmt: skip
 def test_advice_fits_the_run(settings: dict[str, Any], behind: str, advice: str, other: str):
+    chosen = FeatCalSettings(**DRIFT | settings)
     agreement = Agreement.of(result_of(outcome(**dict.fromkeys(behind, 0.4))).log)
-    (line,) = warnings_of(agreement, FeatCalSettings(**DRIFT | settings))
+    (line,) = warnings_of(agreement, chosen)
     named = [task for task in "abc" if f"{task} (cosine 0.4000, merged 0.5000)" in line]
     assert named == list(behind) and line.count("cosine") == len(behind)
     assert advice in line and other not in line
-    assert warnings_of(Agreement.of(result_of(FAR).log), FeatCalSettings(**DRIFT)) == []
+    assert warnings_of(Agreement.of(result_of(FAR).log), chosen) == []
 
 
 def far_suite() -> Suite:

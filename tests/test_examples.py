@@ -105,11 +105,3 @@ def test_mistakes_get_one_line(tmp_path: Path):
         message = f"example own-task: {folder} exists and is not empty; choose another folder"
         assert message in error_of("example", "own-task", folder)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_an_installed_package_has_its_examples_inside(tmp_path: Path):
-    package = tmp_path / "fusion_bench_featcal"
-    (package / "examples" / "own_task").mkdir(parents=True)
-    assert example_files.examples_folder(package) == package / "examples"
-    with pytest.raises(FileNotFoundError, match=r"no examples in .*: install fusion_bench_featcal"):
-        example_files.examples_folder(tmp_path)

@@ -1,12 +1,11 @@
 """LoRA experts, made whole tensor by tensor, against experts merged by PEFT or by hand."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from adapters import PLAIN, merged_by_hand, write_adapter
+from adapters import merged_by_hand, write_adapter
 from fusion_bench.modelpool import Seq2SeqLMPool
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
@@ -71,21 +70,6 @@ def test_tensors_are_those_that_peft_merges(form: str, tmp_path: Path):
 
 
 START = "base_model.model."
-
-
-@pytest.mark.parametrize("stored", ["lora_magnitude_vector", "lora_magnitude_vector.weight"])
-def test_dora_by_its_formula(stored: str, tmp_path: Path):
-    """Each output's row has the adapter's norm and the direction of base + scale * B A."""
-    linear, start = nn.Linear(5, 4), f"{START}lin."
-    down, up, magnitude = torch.randn(2, 5), torch.randn(4, 2), torch.rand(4) + 1
-    tensors = {f"{start}lora_A.weight": down, f"{start}lora_B.weight": up}
-    save_file(tensors | {start + stored: magnitude}, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text(json.dumps(PLAIN | {"use_dora": True}))
-    source = LoraExpert(InMemoryExpert(nn.ModuleDict({"lin": linear})), tmp_path)
-    direction = linear.weight + 3 * (up @ down)
-    expected = torch.diag(magnitude / direction.square().sum(dim=1).sqrt()) @ direction
-    torch.testing.assert_close(source.tensor("lin.weight"), expected)
-    assert source.nbytes("lin.weight") == 4 * (20 + 10 + 8 + 4)
 
 
 def pair(name: str) -> dict[str, torch.Tensor]:

@@ -15,6 +15,8 @@ from tricky_models import biased, stack_suite
 from variations import parted
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.samples import hold_out
 
 rules = pytest.mark.parametrize("more", [{}, PLUS], ids=["paper", "plus"])
 SUITES: dict[str, Callable[[], Suite]] = {
@@ -62,6 +64,12 @@ def test_others_make_the_model_and_agreement_is_that_of_whole_models(name: str, 
             assert records[-1][f"held_out_drift{end}"] == pytest.approx(drift, rel=1e-4)
         merged = [r["held_out_drift_merged"] for r in records]
         assert len(merged) == len(suite.blocks) and min(merged) > 0
+
+
+def test_parts_of_batches_have_their_first_sample():
+    batches = [Batch(torch.arange(start, start + 16), 16, start) for start in (0, 16, 32)]
+    dealt = [(b.start, b.samples, b.is_held_out) for b in hold_out(batches, 21)]
+    assert dealt == [(0, 16, False), (16, 5, False), (21, 11, True), (32, 16, True)]
 
 
 @pytest.mark.parametrize(

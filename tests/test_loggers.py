@@ -71,21 +71,6 @@ def test_tensorboard_has_settings_and_numbers(run: Run, tmp_path: Path):
     assert b"ridge_lambda" in plugin and b"scaling_factor" in plugin
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # its own
-def test_mlflow_has_settings_and_numbers(run: Run, tmp_path: Path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    from lightning.pytorch.loggers import MLFlowLogger
-
-    monkeypatch.chdir(tmp_path)
-    address = f"sqlite:///{tmp_path}/mlflow.db"
-    logger = MLFlowLogger(experiment_name="toy", tracking_uri=address)
-    log_results(SimpleNamespace(loggers=[logger]), [run])
-    stored = mlflow.MlflowClient(address).get_run(logger.run_id)
-    assert stored.info.status == "FINISHED"
-    assert stored.data.params[f"{ROW}/ridge_lambda"] == "0.05"
-    assert stored.data.metrics[f"{ROW}/average"] == pytest.approx(0.75)
-
-
 class Failing(CSVLogger):
     """A logger whose server is gone."""
 

@@ -1,8 +1,6 @@
 """Errors of lacking memory say where it ran out and which setting to lower."""
 
 import errno
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -100,32 +98,3 @@ def test_features_on_disk_are_removed_and_finished_blocks_stay(tmp_path: Path):
     resumed = run_fast(clip_suite(), checkpoint_dir=blocks, resume=True)
     assert resumed.log.of_kind("resumed")
     assert_identical(resumed.model, run_fast(clip_suite()).model)
-
-
-LIMITED = """
-import resource, torch
-from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
-from torch import nn
-
-class Wide(nn.Linear):
-    def forward(self, x):
-        return torch.relu(super().forward(x).repeat(1, 4000)).reshape(len(x), 4000, 256).mean(1)
-
-model = nn.Sequential(Wide(256, 256), Wide(256, 256))
-family = {"name": "replay", "blocks": ["*"]}
-settings = FeatCalSettings(samples_per_task=512, batch_size=512, family=family)
-batches = {"one": [torch.randn(512, 256)]}
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, resource.RLIM_INFINITY))
-try:
-    calibrate(model, model, {"one": model}, batches, settings, progress=False)
-except CalibrationError as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
-def test_memory_that_really_runs_out():
-    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
-    assert "out of memory (cpu) at " in done.stdout, done.stdout + done.stderr
-    assert "method." in done.stdout

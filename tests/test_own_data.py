@@ -127,19 +127,3 @@ def test_processor_of_classifiers_is_the_bases_unless_another_is_named(
             assert batch["pixel_values"].shape[-1] == width
     with pytest.raises(CalibrationError, match=r"modelpool\.processor=nobody/none: there is"):
         load_input_processor(classifier_pool(classifiers, "nobody/none"))
-
-
-def test_calibrated_classifier_runs_its_own_weights(classifiers: dict[str, str]) -> None:
-    pool = classifier_pool({name: {"config_path": path} for name, path in classifiers.items()})
-    pictures = [{"image": Image.new("RGB", (28, 28), (9 * n, 5, 200))} for n in range(6)]
-    with_data(pool, lambda task: pictures)
-    family = {"name": "replay", "blocks": ["dinov2.encoder.layer.*"]}
-    settings: dict[str, Any] = {"samples_per_task": 4, "family": family}
-    model: Any = FeatCalAlgorithm(base_method=AVERAGE, **settings).run(pool)
-    plain = Dinov2ForImageClassification(model.config).eval()
-    plain.load_state_dict(model.state_dict())
-    pixels = torch.rand(2, 3, 28, 28, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = plain(pixel_values=pixels).logits
-        torch.testing.assert_close(model(pixels), expected)
-        assert not torch.allclose(expected, pool.load_model("_pretrained_")(pixels))

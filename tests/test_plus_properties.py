@@ -52,13 +52,6 @@ def test_fewer_samples_than_folds_are_enough(samples: int, dtype: torch.dtype):
         assert all(ridge == 1 for ridge in ridges) == (samples == 1)
 
 
-def test_a_task_with_one_sample_beside_others():
-    suite = stack_suite(biased, sizes=(4, 3))
-    whole = plus(suite)
-    suite.inputs["task_1"] = [suite.inputs["task_1"][0][:1]]
-    assert distance(plus(suite, samples_per_task=7), whole) > 1e-3
-
-
 def test_samples_that_are_all_the_same_are_no_error():
     for suite in (small_clip(5).to(torch.float32), residual_suite(sizes=(5,)),
                   stack_suite(plain, sizes=(5,)).to(torch.float32)):  # fmt: skip

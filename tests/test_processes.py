@@ -93,7 +93,7 @@ def assert_all_raise(errors: list[Any], message: str, kind: type[Exception]) -> 
 CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any], tuple[int, ...]]] = {
     "clip": (clip_suite, {}, (2, 5)),
     "few samples": (few_samples, {"samples_per_task": 99}, (5,)),
-    "one task": (lambda: clip_suite(tasks=1), {}, (3,)),
+    "one task": (lambda: clip_suite(tasks=1, sizes=(4, 4)), {}, (2, 3)),
     "held out, copies": (clip_suite, {"held_out": 2, "augment": "jitter"}, (5,)),
     "t5": (lambda: golden("t5"), {}, (2, 5)),
     "gemma2": (lambda: golden("gemma2"), {}, (3,)),

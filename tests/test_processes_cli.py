@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning
 import pytest
 import torch
 from cli_runs import fusion_bench
@@ -20,9 +19,8 @@ from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench.console import is_helper
 from fusion_bench_featcal.fusionbench.program import prepare_run
-from fusion_bench_featcal.fusionbench.program_processes import fabric_alone, share_model
+from fusion_bench_featcal.fusionbench.program_processes import share_model
 from fusion_bench_featcal.processes import OtherProcessError, Processes
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image
@@ -121,16 +119,6 @@ def test_other_methods_and_strategies_are_refused() -> None:
         algorithm.run(None)
 
 
-def test_processes_that_help_are_known_before_they_meet() -> None:
-    for first in ({}, {"LOCAL_RANK": "0", "NODE_RANK": "0"}):
-        assert not is_helper(first)
-    for helper in (
-        {"LOCAL_RANK": "1"}, {"RANK": "2", "LOCAL_RANK": "0"}, {"NODE_RANK": "1"},
-        {"SLURM_PROCID": "3"},
-    ):  # fmt: skip
-        assert is_helper(helper)
-
-
 @pytest.mark.parametrize("can_be_sent", [True, False])
 def test_model_of_the_merger_is_sent_to_all_processes(can_be_sent: bool) -> None:
     merged: Any = clip_suite().merged
@@ -156,12 +144,3 @@ def test_model_of_the_merger_is_sent_to_all_processes(can_be_sent: bool) -> None
     for error in () if can_be_sent else (first, second):
         with pytest.raises(CalibrationError, match=r"method.base_method returned .*devices=1"):
             raise error
-
-
-def test_each_process_works_in_the_precision_that_was_chosen() -> None:
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-    alone = fabric_alone(fabric, first=False)
-    assert alone.world_size == 1 and alone.device == fabric.device and not alone.loggers
-    with alone.autocast():
-        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
-        assert torch.is_autocast_enabled("cpu")

@@ -14,12 +14,7 @@ from process_group import in_forks
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError, files
-from fusion_bench_featcal.files import (
-    clear_leftovers,
-    owner_mark,
-    remove_orphans,
-    temporary_neighbour,
-)
+from fusion_bench_featcal.files import clear_leftovers
 from fusion_bench_featcal.fusionbench.saving import check_save_target, save_model
 from fusion_bench_featcal.results import ReportError
 
@@ -127,20 +122,6 @@ def test_full_disk_is_named_and_leaves_the_old_model(tmp_path: Path, monkeypatch
         save(2, tmp_path / "saved")
     with pytest.raises(CalibrationError, match=r"merged_model_save_path.*base's size takes 4 KiB"):
         check_save_target(program_with(tmp_path / "saved"), pool())
-
-
-def test_only_leftovers_of_dead_processes_of_this_host_are_removed(tmp_path: Path) -> None:
-    (dead,) = in_forks(1, lambda _: os.getpid())
-    host = owner_mark().removesuffix(f"-{os.getpid()}")
-    mine = temporary_neighbour(tmp_path / "x").name
-    kept = {mine, f".x.{host}-{os.getppid()}-0.part", f".x.elsewhere-{dead}-0.part", "x.part"}
-    earlier_start = f".x.{host}-{os.getpid()}-a.part"  # of the same container
-    gone = {f".x.{host}-{dead}-0.part", f"featcal-{host}-{dead}-ab_c.part", earlier_start}
-    for name in kept | gone:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").touch()
-    remove_orphans(tmp_path)
-    assert {entry.name for entry in tmp_path.iterdir()} == kept
 
 
 HERE, EXPERT = "is the current folder or one above it", r"modelpool\.models\.one"

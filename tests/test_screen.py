@@ -98,15 +98,6 @@ def test_default_suite_takes_forty_lines_with_its_tables(tmp_path: Path) -> None
     assert "featcal:plus" in seen.text and "gain over merger" in seen.text
 
 
-def test_surgery_is_short_and_prints_its_config_if_asked_for(tmp_path: Path) -> None:
-    words = ["method=surgery", POOL, "path.log_dir=log", "method.steps=2", "print_config=true"]
-    seen = screen([*words, "method.samples_per_task=8"], tmp_path)
-    assert seen.code == 0, seen.text
-    assert "CONFIG" in seen.text and "made surgery in" in seen.text
-    assert "Instantiate" not in seen.text and "Profiler" not in seen.text
-    assert len(seen.text.split("making surgery")[1].splitlines()) <= 35, seen.text
-
-
 def test_command_in_another_folder_composes(tmp_path: Path) -> None:
     seen = screen([*FEATCAL, "dry_run=true"], tmp_path, fresh=True)
     assert seen.code == 0 and "ridge_lambda: 0.05" in seen.text

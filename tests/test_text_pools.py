@@ -8,7 +8,6 @@ import torch
 from configs import composed
 from fusion_bench.modelpool import CausalLMPool as FusionBenchPool
 from fusion_bench.modelpool import Seq2SeqLMPool
-from fusion_bench.utils import instantiate
 from image_pools import ARITHMETIC
 from omegaconf import OmegaConf
 from text_pools import causal_pool, llamas, t5_pool
@@ -116,14 +115,3 @@ def test_tied_models_stay_tied_when_saved(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert same(loaded, tied)
-
-
-def test_pool_of_a_config_loads_models_in_the_dtype_asked_for(tmp_path):
-    config = {
-        "_target_": "fusion_bench_featcal.pools.CausalLMPool", "_recursive_": False,
-        "models": llamas(tmp_path, {"two": 30}), "tokenizer": "nowhere",
-        "vocabulary": "common_rows", "model_kwargs": {"torch_dtype": "bfloat16"},
-    }  # fmt: skip
-    model = instantiate(OmegaConf.create(config)).load_model("two")
-    assert model.dtype == torch.bfloat16
-    assert len(model.get_input_embeddings().weight) == 23

@@ -50,13 +50,6 @@ def stored(model: nn.Module, folder: Path) -> SafetensorsExpert:
     return SafetensorsExpert(folder)
 
 
-def in_files(suite: Suite, folder: Path) -> Suite:
-    """Base and experts in files."""
-    base: Any = stored(suite.base, folder / "base")
-    experts: Any = {task: stored(e, folder / task) for task, e in suite.experts.items()}
-    return replace(suite, base=base, experts=experts)
-
-
 def wrapped(model: Any) -> Any:
     """Give a model what FusionBench's loaders of classifiers give theirs."""
     original_forward = model.forward
@@ -74,15 +67,6 @@ def all_wrapped(suite: Suite) -> Suite:
 def backwards(suite: Suite) -> Suite:
     """Tasks in the other order."""
     experts, inputs = (dict(reversed(d.items())) for d in (suite.experts, suite.inputs))
-    return replace(suite, experts=experts, inputs=inputs)
-
-
-def twice(suite: Suite) -> Suite:
-    """Every task a second time under another name."""
-    experts, inputs = (
-        d | {f"{task} again": value for task, value in d.items()}
-        for d in (suite.experts, suite.inputs)
-    )
     return replace(suite, experts=experts, inputs=inputs)
 
 
