@@ -1,4 +1,4 @@
-"""FusionBench's stock pools with `method=featcal`, on tiny stand-ins for what they download."""
+"""FusionBench's stock pools and methods with `method=featcal`, on tiny stand-ins for downloads."""
 
 import json
 import re
@@ -7,29 +7,21 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from stock_mergers import MERGERS, merger_of
+from stock_mergers import NAMES as METHODS
 from stock_pools.expected import EXPECTED, RUNS, expected_of, line_of
 from stock_pools.running import NAMES, as_hydra_job, composed, redirected, run
 from stock_pools.stand_ins import StandIns
 from transformers import PreTrainedModel
 
-LAST = {expected_of(name).pattern: name for name in NAMES}
+slow = pytest.mark.slow
+QUICK = {"ties_merging", "slerp/slerp", "linear/llama_expo", "singular_value_calibration/iso_c"}
+WORKING = [name for name in METHODS if not merger_of(name).why_not]
+# Of FusionBench's methods and PEFT, which no part of this package raises.
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings(
-        "ignore:ModelPoolFactory.create_modelpool:DeprecationWarning",
-        "ignore:`is_gradient_checkpointing`:FutureWarning",  # PEFT asks transformers 5 for it
-        "ignore:Input and output embeddings are no longer tied:UserWarning",  # says PEFT
-    ),
+    pytest.mark.filterwarnings(f"ignore::{kind}")
+    for kind in ("DeprecationWarning", "FutureWarning", "UserWarning", "ResourceWarning")
 ]
-
-
-def marked(names: Sequence[str]) -> list[Any]:
-    """Mark all but one config of each kind as slow: they take minutes together."""
-    slow = pytest.mark.slow
-    return [
-        name if name == LAST[expected_of(name).pattern] else pytest.param(name, marks=slow)
-        for name in names
-    ]
 
 
 @pytest.fixture(scope="session")
@@ -38,18 +30,30 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
 
 
 @pytest.fixture(autouse=True)
-def own_folder(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     # One for all: FusionBench's GLUE loaders keep their tables in the current folder.
-    monkeypatch.chdir(stand_ins.root)
+    if "stand_ins" in request.fixturenames:
+        monkeypatch.chdir(request.getfixturevalue("stand_ins").root)
 
 
-def test_there_are_154_and_each_expectation_is_met_by_some() -> None:
-    assert len(NAMES) == 154
+def test_every_config_has_an_entry_and_every_entry_a_config() -> None:
+    assert (len(NAMES), len(METHODS)) == (154, 114)
     assert {entry.pattern for entry in EXPECTED} == {expected_of(name).pattern for name in NAMES}
+    assert {entry.pattern for entry in MERGERS} == {merger_of(name).pattern for name in METHODS}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=slow) for name in WORKING]
+)
+def test_result_of_a_merger_is_calibrated(name: str, stand_ins: StandIns) -> None:
+    merger = merger_of(name)
+    model: Any = run(merger.pool[0], stand_ins, merger.command(name))["merged_model"]
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def check(name: str, stand_ins: StandIns, words: Sequence[str], refused: str) -> None:
-    """Run a pool; check that it is refused in one line where that is expected."""
+    """Run a pool; check that it is refused in one line if that is expected."""
     if refused == RUNS:
         model = run(name, stand_ins, words)["merged_model"]
         assert all(parameter.isfinite().all() for parameter in model.parameters())
@@ -58,11 +62,11 @@ def check(name: str, stand_ins: StandIns, words: Sequence[str], refused: str) ->
         run(name, stand_ins, words)
     line = line_of(caught.value)
     assert re.search(refused, line), line
-    assert "\n" not in line
-    assert len(line) < 500
+    assert "\n" not in line and len(line) < 500
 
 
-@pytest.mark.parametrize("name", marked(NAMES))
+@slow
+@pytest.mark.parametrize("name", NAMES)
 def test_pool_as_it_is_runs_or_is_refused_before_loading(
     name: str, stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,36 +84,31 @@ def test_pool_as_it_is_runs_or_is_refused_before_loading(
     check(name, stand_ins, (), refused)
 
 
-@pytest.mark.parametrize("name", marked([name for name in NAMES if expected_of(name).words]))
-def test_pool_with_what_it_lacks_runs_or_is_refused(name: str, stand_ins: StandIns) -> None:
+@slow
+@pytest.mark.parametrize("name", [name for name in NAMES if expected_of(name).words])
+def test_pool_with_its_missing_parts_runs_or_is_refused(name: str, stand_ins: StandIns) -> None:
     expected = expected_of(name)
     check(name, stand_ins, expected.words_of(name), expected.then)
 
 
-def rows_of(name: str, stand_ins: StandIns, *words: str) -> dict[str, Any]:
-    """Accuracies by row and task of a run with a task pool."""
+DINO = "Dinov2ForImageClassification/dinov2-base-imagenet1k-1-layer"
+OTHERS = ("sun397", "stanford-cars", "resisc45", "eurosat", "svhn", "gtsrb", "dtd")
+TASK_POOLS: list[tuple[str, list[str], set[str]]] = [
+    ("gpt-2_glue", [*expected_of("gpt-2_glue").words, "taskpool=gpt-2_glue"],
+     {"cola", "mnli", "sst2"}),
+    (DINO, ["+modelpool.models.mnist={config_path: some/dinov2-expert}", "DATA",
+            *expected_of(DINO).words[2:],
+            "taskpool=ImageClassificationTaskPool/convnext-base-224_8-tasks",
+            *(f"~taskpool.test_datasets.{task}" for task in OTHERS)], {"mnist", "average"}),
+]  # fmt: skip
+
+
+@slow
+@pytest.mark.parametrize(("name", "words", "tasks"), TASK_POOLS)
+def test_task_pool_evaluates_every_row(
+    name: str, words: list[str], tasks: set[str], stand_ins: StandIns
+) -> None:
     run(name, stand_ins, [*words, "method.compare_with=[base,merged]"])
-    return json.loads((stand_ins.root / "report.json").read_text())["rows"]
-
-
-def test_glue_task_pool_evaluates_every_row_of_gpt2(stand_ins: StandIns) -> None:
-    words = expected_of("gpt-2_glue").words
-    rows = rows_of("gpt-2_glue", stand_ins, *words, "taskpool=gpt-2_glue")
+    rows = json.loads((stand_ins.root / "report.json").read_text())["rows"]
     assert list(rows) == ["base", "task_arithmetic", "featcal"]
-    assert all(set(row) >= {"cola", "mnli", "sst2"} for row in rows.values())
-
-
-def test_image_task_pool_evaluates_every_row_of_classifiers(stand_ins: StandIns) -> None:
-    name = "Dinov2ForImageClassification/dinov2-base-imagenet1k-1-layer"
-    taskpool = "ImageClassificationTaskPool/convnext-base-224_8-tasks"
-    others = ("sun397", "stanford-cars", "resisc45", "eurosat", "svhn", "gtsrb", "dtd")
-    words = (
-        "+modelpool.models.mnist={config_path: some/dinov2-expert}",
-        "DATA",
-        *expected_of(name).words[2:],
-        f"taskpool={taskpool}",
-        *(f"~taskpool.test_datasets.{task}" for task in others),
-    )
-    rows = rows_of(name, stand_ins, *words)
-    assert list(rows) == ["base", "task_arithmetic", "featcal"]
-    assert all(set(row) == {"mnist", "average"} for row in rows.values())
+    assert all(set(row) >= tasks for row in rows.values())

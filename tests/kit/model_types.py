@@ -101,107 +101,82 @@ def examined(row: Row, folder: Path) -> Examined | None:
     )
 
 
+def two(*batches: Callable[[int], Any]) -> dict[str, list]:
+    """Batches of two tasks."""
+    return {f"task_{n}": [batch(n) for batch in batches] for n in range(2)}
+
+
 def texts() -> dict[str, list]:
-    """Two tasks; sentences of unequal length, of which one is filled up on the right."""
-    lengths = {"task_0": [[5, 7, 3], [4, 6]], "task_1": [[2, 6, 4], [5, 3]]}
-    return {
-        task: [without_labels(sentences(part, max(part) + 1, seed=100 * index + number))
-               for number, part in enumerate(lengths[task])]
-        for index, task in enumerate(lengths)
-    }  # fmt: skip
+    """Sentences of unequal length, of which one is filled up on the right."""
+    lengths = [[[5, 7, 3], [4, 6]], [[2, 6, 4], [5, 3]]]
+
+    def batch(task: int, number: int) -> Any:
+        part = lengths[task][number]
+        return without_labels(sentences(part, max(part) + 1, seed=100 * task + number))
+
+    return two(lambda n: batch(n, 0), lambda n: batch(n, 1))
 
 
 def long_texts() -> dict[str, list]:
-    """Two tasks with enough tokens for every expert of a mixture."""
+    """Enough tokens for every expert of a mixture."""
     lengths = [15, 9, 13, 16, 12]
-    return {
-        f"task_{index}": [without_labels(sentences(lengths, 16, seed=10 * index + number))
-                          for number in range(4)]
-        for index in range(2)
-    }  # fmt: skip
+    return two(*(lambda n, k=k: without_labels(sentences(lengths, 16, seed=10 * n + k))
+                 for k in range(4)))  # fmt: skip
 
 
 def images() -> dict[str, list]:
-    """Two tasks of noise."""
-    return {
-        f"task_{index}": [
-            {"pixel_values": tiny.normal(10 * index + n, size, 3, 8, 8)} for n in range(2)
-        ]
-        for index, size in enumerate((4, 3))
-    }
+    return two(*(lambda n, k=k: {"pixel_values": tiny.normal(10 * n + k, 4 - n, 3, 8, 8)}
+                 for k in range(2)))  # fmt: skip
+
+
+def _mixture(config: Any) -> nn.Module:
+    model = AutoModelForCausalLM.from_config(config)
+    model.config._experts_implementation = "eager"  # others have no float64
+    return model
+
+
+# Maker, batches, and config of each kind.
+KINDS: dict[str, tuple[Any, Callable[[], dict[str, list]], dict[str, Any]]] = {
+    "decoder": (AutoModelForCausalLM.from_config, texts, TEXT),
+    "mixture": (_mixture, long_texts,
+                TEXT | GROUPED | {"num_experts_per_tok": 2, "num_experts": 4}),
+    "text classifier": (transformers.AutoModelForSequenceClassification.from_config, texts,
+                        TEXT | {"num_labels": 3}),
+    "encoder": (AutoModel.from_config, texts, TEXT),
+    "image classifier": (transformers.AutoModelForImageClassification.from_config, images,
+                         IMAGE | {"num_labels": 3}),
+    "vision tower": (AutoModel.from_config, images, IMAGE),
+}  # fmt: skip
 
 
 def _row(
-    model_type: str,
-    kind: str,
-    make: Any,
-    inputs: Callable[[], dict[str, list]],
-    config: Mapping[str, Any],
-    *,
-    bare: bool = False,
-    name: str | None = None,
-    **more: Any,
-) -> Row:
+    kind: str, model_type: str, config: Mapping[str, Any] | None = None, *, name: str = "",
+    make: Any = None, **more: Any,
+) -> Row:  # fmt: skip
+    usual, batches, known = KINDS[kind]
+    if kind == "decoder" and config is None:
+        config = GROUPED
+    sizes = SIZES | known | dict(config or {})
+
     def made() -> Made | None:
         if model_type not in CONFIG_MAPPING:
             return None
-        return make(AutoConfig.for_model(model_type, **SIZES | dict(config))), inputs()
+        return (make or usual)(AutoConfig.for_model(model_type, **sizes)), batches()
 
-    return Row(name or (f"{model_type}, bare" if bare else model_type), kind, made, **more)
-
-
-def _decoder(model_type: str, config: Mapping[str, Any] = GROUPED, **more: Any) -> Row:
-    make = AutoModelForCausalLM.from_config
-    return _row(model_type, "decoder", make, texts, TEXT | dict(config), **more)
-
-
-def _classifier(model_type: str, **config: Any) -> Row:
-    make = transformers.AutoModelForSequenceClassification.from_config
-    return _row(model_type, "text classifier", make, texts, TEXT | {"num_labels": 3} | config)
-
-
-def _encoder(model_type: str, **config: Any) -> Row:
-    return _row(model_type, "encoder", AutoModel.from_config, texts, TEXT | config, bare=True)
-
-
-def _image_classifier(
-    model_type: str,
-    make: Any = transformers.AutoModelForImageClassification.from_config,
-    left: tuple[str, ...] = (),
-    **config: Any,
-) -> Row:
-    config = IMAGE | {"num_labels": 3} | config
-    return _row(model_type, "image classifier", make, images, config, left=left)
-
-
-def _tower(model_type: str, family: str = "stack") -> Row:
-    make = AutoModel.from_config
-    return _row(model_type, "vision tower", make, images, IMAGE, bare=True, family=family)
-
-
-def _mixture(model_type: str, **config: Any) -> Row:
-    def make(made: Any) -> nn.Module:
-        model = AutoModelForCausalLM.from_config(made)
-        model.config._experts_implementation = "eager"  # others have no float64
-        return model
-
-    config = TEXT | GROUPED | {"num_experts_per_tok": 2, "num_experts": 4} | config
-    return _row(model_type, "mixture", make, long_texts, config)
+    bare = ", bare" if kind in ("encoder", "vision tower") else ""
+    return Row(name or f"{model_type}{bare}", kind, made, **more)
 
 
 def _whisper() -> Made:
     batch = tiny.whisper_batch
-    return tiny.whisper_model(), {
-        f"task_{n}": [batch([4, 1, 3], 10 * n), batch([2, 5], 10 * n + 1)] for n in range(2)
-    }
+    return tiny.whisper_model(), two(
+        lambda n: batch([4, 1, 3], 10 * n), lambda n: batch([2, 5], 10 * n + 1)
+    )
 
 
 def _t5() -> Made:
-    batch = tiny.t5_batch
-    return tiny.t5_model(), {
-        f"task_{n}": [batch([3, 6, 5], [4, 1, 3], 10 * n), batch([5, 2], [2, 3], 10 * n + 1)]
-        for n in range(2)
-    }
+    first = lambda n: tiny.t5_batch([3, 6, 5], [4, 1, 3], 10 * n)  # noqa: E731
+    return tiny.t5_model(), two(first, lambda n: tiny.t5_batch([5, 2], [2, 3], 10 * n + 1))
 
 
 def _network(name: str) -> Made:
@@ -210,18 +185,15 @@ def _network(name: str) -> Made:
     return tiny_convs.MAKES[name](), inputs
 
 
-def _vision_language(kind: str) -> Row:
-    def make() -> Made:
-        lengths = ([4, 2], [3, 1])
-        return tiny.vision_language_model(kind), {
-            f"task_{n}": [tiny.vision_language_batch(part, 10 * n + sum(part)) for part in lengths]
-            for n in range(2)
-        }
-
-    more: dict[str, Any] = {"family": "vision_language", "replay": tiny.VISION_LANGUAGE_REPLAY}
-    return Row(kind, "vision-language", make, **more)
+def _vision_language(kind: str) -> Made:
+    batch = tiny.vision_language_batch
+    return tiny.vision_language_model(kind), two(
+        lambda n: batch([4, 2], 10 * n + 6), lambda n: batch([3, 1], 10 * n + 4)
+    )
 
 
+_decoder, _classifier = partial(_row, "decoder"), partial(_row, "text classifier")
+_image_classifier = partial(_row, "image classifier")
 DECODERS = (
     *(_decoder(name, family="llama") for name in ("llama", "qwen2", "gemma2", "phi3")),
     *map(
@@ -251,46 +223,39 @@ DECODERS = (
 )  # fmt: skip
 ENCODERS = (
     *map(_classifier, ("bert", "roberta", "xlm-roberta", "mpnet", "esm", "megatron-bert")),
-    _classifier("distilbert", dim=8, hidden_dim=12, n_layers=2, n_heads=2),
-    _classifier("electra", embedding_size=8),
-    _classifier("roformer", embedding_size=8),
-    _classifier("deberta", **RELATIVE),
-    _classifier(
-        "deberta-v2",
-        **RELATIVE | {"share_att_key": True, "position_buckets": 4, "norm_rel_ebd": "layer_norm"},
-    ),
-    _classifier(
-        "modernbert",
-        cls_token_id=1, sep_token_id=2, local_attention=4, global_attn_every_n_layers=2,
-    ),
-    _encoder("bert"),
-    _encoder("roberta"),
-    _encoder("eurobert", num_key_value_heads=1),
+    _classifier("distilbert", {"dim": 8, "hidden_dim": 12, "n_layers": 2, "n_heads": 2}),
+    _classifier("electra", {"embedding_size": 8}),
+    _classifier("roformer", {"embedding_size": 8}),
+    _classifier("deberta", RELATIVE),
+    _classifier("deberta-v2", RELATIVE | {
+        "share_att_key": True, "position_buckets": 4, "norm_rel_ebd": "layer_norm"}),
+    _classifier("modernbert", {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 4,
+                               "global_attn_every_n_layers": 2}),
+    *(_row("encoder", name) for name in ("bert", "roberta")),
+    _row("encoder", "eurobert", {"num_key_value_heads": 1}),
 )  # fmt: skip
 VISION = (
     *map(_image_classifier, ("vit", "dinov2", "dinov2_with_registers", "ijepa", "vit_msn")),
-    _image_classifier("deit", transformers.DeiTForImageClassification),
-    _image_classifier("beit", left=("relative_position_bias",), use_relative_position_bias=True),
-    _image_classifier("siglip", vision_config=SIZES | IMAGE, text_config=SIZES | TEXT),
-    _tower("siglip_vision_model"),
-    _tower("vit"),
-    _tower("dinov3_vit"),
-    _tower("aimv2_vision_model"),
-)
+    _image_classifier("deit", make=transformers.DeiTForImageClassification),
+    _image_classifier("beit", {"use_relative_position_bias": True},
+                      left=("relative_position_bias",)),
+    _image_classifier("siglip", {"vision_config": SIZES | IMAGE, "text_config": SIZES | TEXT}),
+    *(_row("vision tower", name)
+      for name in ("siglip_vision_model", "vit", "dinov3_vit", "aimv2_vision_model")),
+)  # fmt: skip
 OTHERS = (
-    _tower("clip_vision_model", family="clip"),
+    _row("vision tower", "clip_vision_model", family="clip"),
     Row("t5", "encoder-decoder", _t5, family="t5", replay=tiny.REPLAY),
     Row("whisper", "encoder-decoder", _whisper, family="whisper", replay=tiny.WHISPER_REPLAY),
-    *map(_vision_language, ("qwen2_vl", "qwen2_5_vl")),
-)
+    *(Row(kind, "vision-language", partial(_vision_language, kind), family="vision_language",
+          replay=tiny.VISION_LANGUAGE_REPLAY) for kind in ("qwen2_vl", "qwen2_5_vl")),
+)  # fmt: skip
 MIXTURES = (
-    _mixture("mixtral", num_local_experts=4),
-    _mixture("qwen3_moe", moe_intermediate_size=10),
-    _mixture("olmoe", num_key_value_heads=2),
-    _mixture(
-        "qwen2_moe",
-        num_key_value_heads=2, moe_intermediate_size=10, shared_expert_intermediate_size=6,
-    ),
+    _row("mixture", "mixtral", {"num_local_experts": 4}),
+    _row("mixture", "qwen3_moe", {"moe_intermediate_size": 10}),
+    _row("mixture", "olmoe", {"num_key_value_heads": 2}),
+    _row("mixture", "qwen2_moe", {"num_key_value_heads": 2, "moe_intermediate_size": 10,
+                                  "shared_expert_intermediate_size": 6}),
 )  # fmt: skip
 CONVOLUTIONAL = tuple(
     Row(name, "convolutional network", partial(_network, name), family="stages")
