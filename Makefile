@@ -110,9 +110,9 @@ test-newest: $(NEWEST)/.installed ## all tests under the newest transformers 5.x
 
 # What meets transformers through tiny models or not at all: make test covers it.
 ELSEWHERE := results comparison output reads plan packaging \
-	test_processes.py test_processes_cli.py test_out_of_memory.py test_small_lambda.py \
-	test_settings.py test_setting_docs.py test_fuzz.py \
-	test_console.py test_ending.py test_plus_properties.py test_drift_weights.py \
+	test_processes.py test_processes_cli.py test_small_lambda.py \
+	test_settings.py test_fuzz.py \
+	test_ending.py test_plus_properties.py \
 	$(addprefix data/test_,load_images.py image_batches.py)
 
 test-newest-quick: $(NEWEST)/.installed ## test-newest without slow tests and what no transformers release touches

@@ -1,20 +1,28 @@
-"""The literal command on the bundled suite, and the files and lines of its run."""
+"""The literal command on the bundled suite, and the method on pools made in Python."""
 
 import csv
 import json
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cli_runs import fusion_bench
+from fusion_bench import BaseModelPool
+from image_pools import AVERAGE, suite_pool
+from tiny_models import clip_suite
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
-from fusion_bench_featcal import FeatCalSettings
+from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.fusionbench.options import checked_choices
 from fusion_bench_featcal.json_files import read_lines
+from fusion_bench_featcal.lab.rivals import FeatCal
+from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image
 
@@ -143,3 +151,141 @@ def test_failed_run_exits_nonzero_and_leaves_nothing_half_written(
     assert re.search(message, result.stderr + result.stdout)
     assert not (tmp_path / "model").exists()
     assert not [*tmp_path.rglob("report*"), *tmp_path.rglob("*.part")]
+
+
+GREEK = "mini_greek"
+KEYS: list[tuple[dict[str, Any], str]] = [
+    ({"ridge_lamda": 0.1}, r"method\.ridge_lamda .* 'ridge_lambda'"),
+    ({"ridge_lambda": -1, "mix_alpha": 2}, r"method\.ridge_lambda .*; method\.mix_alpha"),
+    ({"family": "bert"}, r"method\.family must be auto, clip"),
+    ({"compare_with": ["expert"]},
+     "method.compare_with must be null or a list of base, experts, merged, got "),
+    ({"compare_with": 5}, "method.compare_with must be null or a list of .*got 5"),
+    ({"base_method": "simple_average"}, r"method@method\.base_method=task_arithmetic"),
+    ({"presets": ["a"]}, r"method\.presets must be null or a mapping of names to settings"),
+    ({"presets": {"a": None}}, r"method\.presets must be a mapping of names to settings"),
+    ({"presets": {"a/b": {}}}, r"method\.presets: 'a/b' cannot name a file"),
+    ({"presets": {"a": {}, "A": {}}}, r"method\.presets: .*'A' differs from 'a' only in case"),
+    ({"presets": {"weak": {"lambda": 1}}}, r"method\.presets\.weak\.lambda.*ridge_lambda"),
+    ({"presets": {"weak": {"mix_alpha": 7}}}, r"method\.presets\.weak\.mix_alpha must be"),
+    ({"presets": {"weak": {"checkpoint_dir": "elsewhere"}}},
+     r"presets\.weak\.checkpoint_dir.*method\.checkpoint_dir"),
+    ({"presets": {"x": {"calibration_data": {"one": "a.jsonl"}}}},
+     r"presets\.x\.calibration_data: set method\.calib"),
+    ({"presets": {"weak": {}}, "save": "featcal:wek"},
+     r"method\.save must be .*featcal:weak.*'featcal:weak'\)"),
+    ({"save": "base"}, r"method\.save must be .*got 'base'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "message"), KEYS, ids=str)
+def test_keys_are_checked_before_anything_is_loaded(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FeatCalAlgorithm(**keys)
+
+
+def memory_pool(*without: str) -> Any:
+    suite = clip_suite(seed=3)
+    models = {"_pretrained_": suite.base, "_merged_": suite.merged, **suite.experts}
+    return BaseModelPool({n: model.float() for n, model in models.items() if n not in without})  # type: ignore[misc]
+
+
+def narrow(folder: Path) -> str:
+    """Folder of an expert with a narrower MLP."""
+    config = CLIPVisionModel.from_pretrained(image.path()).config
+    config.intermediate_size = 64
+    CLIPVisionModel(config).save_pretrained(folder / "narrow")
+    return str(folder / "narrow")
+
+
+def empty(folder: Path) -> str:
+    (folder / "empty").mkdir()
+    return str(folder / "empty")
+
+
+# A pool, settings, and words of the message.
+POOLS: list[tuple[Any, dict[str, Any], str]] = [
+    (lambda f: memory_pool("_merged_"), {}, r"modelpool\.models\._merged_"),
+    (lambda f: memory_pool("_pretrained_"), {}, r"_pretrained_.*method\.anchor_rho"),
+    (lambda f: suite_pool(models={"_pretrained_": str(f / "nowhere")}), {"base_method": AVERAGE},
+     r"modelpool\.models\._pretrained_=.*nowhere: "),
+    (lambda f: suite_pool(models={"_pretrained_": empty(f)}), {"base_method": AVERAGE},
+     r"empty.*no weights in .*modelpool\.models\._pretrained_"),
+    (lambda f: suite_pool(models={"_pretrained_": image.path(), GREEK: narrow(f)}),
+     {"base_method": AVERAGE}, r"expert 'mini_greek': tensor '.*fc1.* has shape"),
+    (lambda f: suite_pool(processor="nobody/no-such-processor"), {"base_method": AVERAGE},
+     r"modelpool\.processor=nobody/no-such-processor: "),
+    (lambda f: suite_pool(), {"base_method": AVERAGE, "save": "featcal:weak"},
+     r"method\.save must be .*got 'featcal:weak'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "settings", "message"), POOLS)
+def test_pools_that_cannot_be_calibrated_are_refused(
+    make: Any, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises((CalibrationError, ValueError), match=message):
+        FeatCalAlgorithm(**{"base_method": None, **settings}).run(make(tmp_path))
+
+
+def test_presets_of_the_pool_are_taken_unless_the_run_has_its_own() -> None:
+    paper = {"presets": {"paper_flan_t5": {"ridge_lambda": 1e-5, "mix_alpha": 0.6}}}
+    chosen = checked_choices(FeatCalSettings(), None, None, paper)
+    assert list(chosen.presets) == ["paper_flan_t5"]
+    assert checked_choices(FeatCalSettings(), {}, None, paper).presets == {}
+    beside_plus = checked_choices(FeatCalSettings.plus(seed=3), None, None, paper).presets
+    expected = FeatCalSettings(seed=3, **paper["presets"]["paper_flan_t5"])
+    assert beside_plus == {"paper_flan_t5": expected}  # it begins with the paper's settings
+    settings = FeatCalSettings(ridge_lambda=1e-5, mix_alpha=0.6, checkpoint_dir="somewhere")
+    assert checked_choices(settings, None, None, paper).presets == {}
+    (preset,) = checked_choices(settings, paper["presets"], None, {}).presets.values()
+    assert preset.checkpoint_dir == "somewhere/preset-paper_flan_t5"
+
+
+def test_merged_model_of_the_pool_is_calibrated_and_keeps_dtype_and_class() -> None:
+    merged, pool = CLIPVisionModel.from_pretrained(image.path()).bfloat16(), suite_pool()
+    load, pool._models["_merged_"] = pool.load_model, image.path()
+    pool.load_model = lambda name: merged if name == "_merged_" else load(name)
+    before = {name: tensor.clone() for name, tensor in merged.state_dict().items()}
+    result = FeatCalAlgorithm(base_method=None, samples_per_task=8).run(pool)
+    assert type(result) is CLIPVisionModel
+    assert {tensor.dtype for tensor in result.parameters()} == {torch.bfloat16}
+    assert all(torch.equal(before[name], merged.state_dict()[name]) for name in before)
+    assert any(not torch.equal(before[name], value) for name, value in result.state_dict().items())
+
+
+def test_checkpoints_of_presets_lie_apart_and_are_resumed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"base_method": AVERAGE, "samples_per_task": 4}
+
+    def run(**more: Any) -> dict[str, torch.Tensor]:
+        return dict(FeatCalAlgorithm(**options | more).run(suite_pool()).state_dict())
+
+    whole = run(stream_experts=False)
+    options |= {"presets": {"weak": {"mix_alpha": 0.1}}, "checkpoint_dir": str(tmp_path)}
+    first = run(stream_experts=True)  # experts that are loaded whole or not make the same model
+    assert (tmp_path / "blocks.json").is_file()
+    assert (tmp_path / "preset-weak" / "block-0003.safetensors").is_file()
+    with pytest.raises(CalibrationError, match=r"checkpoint_dir .*method\.resume=true"):
+        run()
+    resumed = run(resume=True)
+    assert all(torch.equal(whole[n], first[n]) and torch.equal(t, first[n])
+               for n, t in resumed.items())  # fmt: skip
+    with pytest.raises(CalibrationError, match=r"method\.ridge_lambda \(0\.05 then, 1\.0 now\)"):
+        run(resume=True, ridge_lambda=1.0)
+
+
+def test_read_budget_is_refused_if_an_expert_is_loaded_whole(tmp_path: Path) -> None:
+    model = CLIPVisionModel.from_pretrained(image.path(GREEK))
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    pool = suite_pool(models={"_pretrained_": image.path(), GREEK: str(tmp_path)})
+    half: dict[str, Any] = {"expert_read_budget": "50%"}
+    inputs = MethodInputs(pool, None, SimpleNamespace(device=torch.device("cpu")))
+    refusal = r"method\.expert_read_budget cannot be kept: expert 'mini_greek'.*loaded whole"
+    for run in (
+        lambda: FeatCalAlgorithm(base_method=AVERAGE, **half).run(pool),
+        lambda: FeatCalAlgorithm(base_method=AVERAGE, presets={"half": half}).run(pool),
+        lambda: FeatCal(samples_per_task=4, **half).check(inputs),
+    ):
+        with pytest.raises(CalibrationError, match=refusal):
+            run()

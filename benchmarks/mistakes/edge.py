@@ -36,14 +36,14 @@ MUTATIONS = [
         "tasks/text_generation.py",
         "for prompt in prompts], 0, left=True)",
         "for prompt in prompts], 1, left=True)",
-        "test_calibration_text.py",
+        "test_text_pools.py",
     ),
     Mutation(
         "row that is saved ignores method.save",
         "fusionbench/saving.py",
         "        if facts.row != self.row:\n            return\n",
         "",
-        "test_run_order.py",
+        "test_saving.py",
     ),
     Mutation(
         "evaluated before it is saved",
@@ -52,7 +52,7 @@ MUTATIONS = [
         "        self.add_made(name, result.model, **details, seed=settings.seed)\n",
         "        self.add_made(name, result.model, **details, seed=settings.seed)\n"
         "        self.saver.offer(result.model, facts)\n",
-        "test_run_order.py",
+        "test_saving.py",
     ),
     Mutation(
         "temporary folder stays when saving fails",

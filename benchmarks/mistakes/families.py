@@ -10,14 +10,14 @@ MUTATIONS = [
         "experts/joined.py",
         "torch.cat([read(name) for name in names])",
         "torch.cat([read(name) for name in reversed(names)])",
-        "test_experts_joined.py",
+        "test_experts.py::test_matrices_are_joined_as_the_model_has_them",
     ),
     Mutation(
         "experts joined in the order of their names",
         "experts/joined.py",
         'n), "") for m in modules] for n in range(count)]',
         'n), "") for m in modules] for n in reversed(range(count))]',
-        "test_experts_joined.py",
+        "test_experts.py::test_matrices_are_joined_as_the_model_has_them",
     ),
     Mutation(
         "the mask of Whisper's features hides its positions",
@@ -115,14 +115,14 @@ MUTATIONS = [
         "experts/lora.py",
         'return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)',
         "return alpha",
-        "test_experts_lora.py",
+        "test_experts.py",
     ),
     Mutation(
         "DoRA's norms of the base alone",
         "experts/lora.py",
         "(magnitude / weight.norm(dim=1)).unsqueeze(1)",
         "(magnitude / rows.float().norm(dim=1)).unsqueeze(1)",
-        "test_experts_lora.py",
+        "test_experts.py",
     ),
     Mutation(
         "an adapter's factors without the least singular values",

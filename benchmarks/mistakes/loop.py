@@ -298,7 +298,7 @@ MUTATIONS = [
         "experts/lora.py",
         "up[start : start + len(weight)]",
         "up[: len(weight)]",
-        "test_experts_lora.py reads/test_sources.py",
+        "test_experts.py reads/test_sources.py",
     ),
     Mutation(
         "held-out samples compared at all positions",

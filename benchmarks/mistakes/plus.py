@@ -3,7 +3,7 @@
 from mistakes.entry import Mutation
 
 PLUS = "test_calibrate_oracle.py::test_plus_equals_the_oracle"
-EDGES, WEIGHTS = "test_plus_properties.py", "test_drift_weights.py"
+EDGES, WEIGHTS = "test_plus_properties.py", "test_held_out.py"
 COPIES = "streams/test_augmentation.py"
 
 MUTATIONS = [

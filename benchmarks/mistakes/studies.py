@@ -43,7 +43,7 @@ MUTATIONS = (
         "lab/ablations.py",
         "sums.mul_(scale.to",
         "sums.mul_(torch.ones_like(scale).to",
-        "test_ablations.py",
+        "test_plus_properties.py",
     ),
     Mutation(
         "a subset of tasks is evaluated on all",

@@ -12,7 +12,7 @@ import torch
 from adapters import write_adapter
 from calibrations import PLUS, run_fast
 from safetensors.torch import load_file, save_file
-from test_experts_joined import Stored, stored
+from test_experts import Stored, stored
 from tiny_models import Suite, clip_suite, decoder_suite, t5_suite
 from tiny_texts import t5_model
 from torch import Tensor

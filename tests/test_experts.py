@@ -1,0 +1,356 @@
+"""Experts: their configs, distances from the base, joined mixtures, and LoRA adapters."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from adapters import merged_by_hand, write_adapter
+from calibrations import assert_identical, run_fast
+from fusion_bench.modelpool import Seq2SeqLMPool
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+from tiny_models import Suite, clip_suite, gpt2_suite
+from tiny_texts import load_t5, t5_model, with_data, word_tokenizer, write
+from torch import Tensor, nn
+from transformers import CLIPConfig, CLIPVisionConfig, LlamaConfig, Qwen2Config, T5Config
+from transformers.pytorch_utils import Conv1D
+
+from fusion_bench_featcal import CalibrationError, SafetensorsExpert
+from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
+from fusion_bench_featcal.experts.expert_model import fitted_to
+from fusion_bench_featcal.experts.far_experts import far_experts
+from fusion_bench_featcal.experts.lora import LoraExpert
+from fusion_bench_featcal.experts.model_config import check_same_function
+from fusion_bench_featcal.fusionbench.pool_models import PoolModel
+
+WORDS = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen": ("mlp", *("gate_proj", "up_proj", "down_proj")),
+}
+SHAPES = {"gate": (5, 4), "up": (5, 4), "down": (4, 5)}
+FUSED = ["layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj"]
+
+
+class Stored(InMemoryExpert):
+    """A source of tensors that no module has."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__(nn.Identity())
+        self._tensors = tensors
+
+
+def stored(kind: str) -> dict[str, Tensor]:
+    owner, *leaves = WORDS[kind]
+    matrices = {
+        f"layers.0.{owner}.experts.{number}.{leaf}.weight": torch.randn(shape)
+        for number in range(3)
+        for leaf, shape in zip(leaves, SHAPES.values(), strict=True)
+    }
+    return matrices | {
+        f"layers.0.{owner}.gate.weight": torch.randn(3, 4),
+        "norm.weight": torch.ones(4),
+    }
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_matrices_are_joined_as_the_model_has_them(kind: str):
+    tensors = stored(kind)
+    source: Any = fitted_to(FUSED, Stored(tensors))
+    assert source.names() == {*FUSED, "layers.0.mlp.gate.weight", "norm.weight"}
+    owner, gate, up, down = WORDS[kind]
+    for number in range(3):
+        of_expert = {
+            leaf: tensors[f"layers.0.{owner}.experts.{number}.{leaf}.weight"]
+            for leaf in (gate, up, down)
+        }
+        both = torch.cat([of_expert[gate], of_expert[up]])
+        assert torch.equal(source.tensor(FUSED[0])[number], both)
+        assert torch.equal(source.tensor(FUSED[1])[number], of_expert[down])
+    assert torch.equal(source.rows(FUSED[0], 1, 2), source.tensor(FUSED[0])[1:2])
+    for name in source.names():
+        assert source.shape(name) == tuple(source.tensor(name).shape)
+        assert source.nbytes(name) == source.tensor(name).nbytes
+
+
+def model(distance: float, seed: int) -> nn.Module:
+    """A base of ones, moved by `distance` in a random direction."""
+    net = nn.Sequential(nn.Embedding(500, 8), *(nn.Linear(8, 8) for _ in range(20)))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in net.parameters():
+        parameter.data.copy_(1 + distance * torch.randn(parameter.shape, generator=generator))
+    return net
+
+
+def notes_of(folder: Path, *experts: tuple[float, int]) -> list[str]:
+    """Notes on experts of distances and seeds, of which those of odd seeds are in files."""
+    named, base = {}, model(0, 0)
+    for number, (distance, seed) in enumerate(experts):
+        expert = model(distance, seed)
+        save_file(expert.state_dict(), folder / f"{number}.safetensors")
+        file = SafetensorsExpert(folder / f"{number}.safetensors")
+        source = file if seed % 2 else InMemoryExpert(expert)
+        named[str(number)] = ExpertModel(str(number), source, base)
+    return far_experts(named, base)
+
+
+@pytest.mark.parametrize("seed", [2, 5])
+def test_an_expert_far_from_the_base_is_named_with_its_ratio(tmp_path: Path, seed: int) -> None:
+    (note,) = notes_of(tmp_path, (0.1, 0), (0.12, 1), (0.8, seed), (0.1, 3))
+    assert note.startswith("expert 2 lies ") and 7 < float(note.split()[3]) < 9
+
+
+def test_experts_at_like_distances_are_not_named(tmp_path: Path) -> None:
+    assert notes_of(tmp_path, (0.1, 0), (0.2, 1), (0.15, 2)) == []
+    assert notes_of(tmp_path, (5.0, 0)) == []
+    assert notes_of(tmp_path, (0.1, 1), (0.1, 2)) == []
+
+
+def test_copies_of_the_base_and_equal_experts_are_named(tmp_path: Path) -> None:
+    equal = notes_of(tmp_path, (0.0, 0), (0.0, 1), (1.0, 2))
+    assert [note.partition(" on a")[0] for note in equal] == [
+        "expert 0 equals the base", "expert 1 equals the base"
+    ]  # fmt: skip
+    assert notes_of(tmp_path, (0.1, 1), (0.1, 1)) == [
+        "experts 0 and 1 are the same on a sample of weights: check their paths"
+    ]
+
+
+def test_file_is_open_only_while_a_tensor_of_it_is_read(tmp_path: Path) -> None:
+    file, process = tmp_path / "model.safetensors", psutil.Process()
+    save_file({"a": torch.ones(3, 5), "b": torch.zeros(4)}, file)
+    source = SafetensorsExpert(tmp_path)
+    assert source.names() == {"a", "b"} and source.shape("a") == (3, 5)
+    assert torch.equal(source.tensor("a"), torch.ones(3, 5))
+    assert str(file) not in {entry.path for entry in process.memory_maps()}
+    assert str(file) not in {entry.path for entry in process.open_files()}
+
+
+SMALL: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+LLAMA = {"model_type": "llama", **SMALL}
+CHANGES: dict[Any, dict[str, Any]] = {
+    CLIPVisionConfig: {"hidden_act": "relu", "layer_norm_eps": 1e-3, "num_attention_heads": 6,
+                       "patch_size": 16, "image_size": 336},
+    LlamaConfig: {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "num_key_value_heads": 4,
+                  "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "num_hidden_layers": 33,
+                  "max_position_embeddings": 4096},
+    T5Config: {"feed_forward_proj": "gated-gelu", "relative_attention_max_distance": 64},
+}  # fmt: skip
+BOOKKEEPING = {
+    "attention_dropout": 0.5, "initializer_range": 1.0, "_name_or_path": "elsewhere",
+    "torch_dtype": "bfloat16", "transformers_version": "4.30.0", "use_cache": False,
+    "bos_token_id": 9, "eos_token_id": [3, 4], "pad_token_id": 5, "vocab_size": 128,
+    "id2label": {"0": "cat"}, "label2id": {"cat": 0}, "architectures": ["LlamaModel"],
+    "max_length": 512, "do_sample": True, "temperature": 0.1, "pretraining_tp": 2,
+    "_attn_implementation": "eager", "key_of_a_later_release": 3,
+}  # fmt: skip
+
+
+def difference(config: Any, reference: Any, ignored: tuple[str, ...] = ()) -> str:
+    """Message of the comparison; empty if there is none."""
+    try:
+        check_same_function("two", config, reference, ignored)
+    except CalibrationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"), [(kind, *item) for kind, c in CHANGES.items() for item in c.items()]
+)
+def test_key_that_changes_the_function_is_named_with_both_values(kind: Any, key: str, value: Any):
+    reference = kind()
+    expert = reference.to_dict() | {key: value}
+    if key == "feed_forward_proj":
+        del expert["dense_act_fn"], expert["is_gated_act"]
+    if key == "rope_theta" and "rope_parameters" in expert:  # transformers 5
+        expert["rope_parameters"] = {"rope_type": "default", "rope_theta": value}
+    message = difference(expert, reference)
+    shown = {"rope_scaling": "", "rope_theta": "rope_parameters.rope_theta"}
+    assert f"{shown.get(key, key)}=" in message
+    assert str("linear" if isinstance(value, dict) else value) in message
+    assert "modelpool.models.two" in message
+    keys = message.split("method.ignore_config=[")[1].split("]")[0].split(",")
+    assert difference(expert, reference, tuple(keys)) == ""
+
+
+ROPE = {"rope_type": "default", "rope_theta": 5e5}
+CLIP = CLIPConfig(vision_config={"hidden_act": "gelu"}).to_dict()
+PAIRS: list[tuple[Any, Any, str]] = [  # missing keys have the defaults of their class
+    (LlamaConfig().to_dict() | BOOKKEEPING, LlamaConfig(), ""),
+    (LLAMA, LlamaConfig(**SMALL), ""),
+    (LLAMA, LLAMA | {"attention_bias": False, "hidden_act": "silu"}, ""),
+    (LLAMA, LLAMA | {"hidden_act": "gelu"}, "hidden_act='silu' (there 'gelu')"),
+    (LLAMA | {"rope_theta": 5e5, "rope_scaling": None}, LLAMA | {"rope_parameters": ROPE}, ""),
+    (LLAMA | {"rope_theta": 5e5}, LLAMA | {"rope_parameters": ROPE | {"rope_theta": 1e4}},
+     "rope_theta"),
+    (CLIPVisionConfig(hidden_act="gelu"), CLIP, ""),
+    (CLIP, CLIPVisionConfig(hidden_act="gelu"), ""),
+    (CLIPVisionConfig(), CLIP, "hidden_act='quick_gelu' (there 'gelu')"),
+    (Qwen2Config(), LlamaConfig(), "is a 'qwen2' model, the merged model a 'llama' one"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(PAIRS)))
+def test_configs_of_two_models(number: int):
+    config, reference, words = PAIRS[number]
+    message = difference(config, reference)
+    assert words in message and bool(message) == bool(words)
+
+
+def test_models_in_memory_and_in_folders_are_compared_with_the_merged_model(tmp_path: Path):
+    def refuse(suite: Suite, message: str) -> None:
+        with pytest.raises(CalibrationError, match=message):
+            run_fast(suite)
+
+    suite, expert = clip_suite(), clip_suite().experts["task_1"]
+    wanted = run_fast(suite)
+    suite.experts["task_1"].config.hidden_act = "relu"  # type: ignore[union-attr]
+    refuse(suite, r"expert 'task_1' .*hidden_act='relu' .there 'q")
+    ignored = run_fast(suite, ignore_config=["hidden_act"])  # it runs as the merged model does
+    assert_identical(ignored.model, wanted.model)
+    expert.save_pretrained(tmp_path)  # type: ignore[operator]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"layer_norm_eps": 0.5}))
+    stored: Any = SafetensorsExpert(tmp_path)
+    suite.experts["task_1"] = stored
+    refuse(suite, r"'task_1'.*layer_norm_eps=0\.5 .there 1e-05")
+    file.write_text("[1, 2")
+    with pytest.raises(CalibrationError, match=r"config\.json is damaged"):
+        _ = SafetensorsExpert(tmp_path).config
+    suite = clip_suite()
+    suite.base.config.layer_norm_eps = 0.1  # type: ignore[union-attr]
+    refuse(suite, r"base model .*layer_norm_eps=0.1")
+    suite = gpt2_suite()  # replayed experts run in the merged model's modules
+    suite.experts["task_0"].config.activation_function = "relu"  # type: ignore[union-attr]
+    refuse(suite, r"'task_0'.*activation_function='relu'")
+
+
+def mixed() -> nn.Module:
+    """Every kind of module that PEFT adapts, two whose weights are `[inputs, outputs]`, a norm."""
+    torch.manual_seed(0)
+    return nn.ModuleDict(
+        {"emb": nn.Embedding(11, 6), "lin": nn.Linear(6, 7), "conv": nn.Conv2d(3, 4, 3),
+         "norm": nn.LayerNorm(7), "head": nn.Linear(7, 4), "wide": Conv1D(8, 6),
+         "square": Conv1D(6, 6)}
+    )  # fmt: skip
+
+
+FORMS: dict[str, tuple[list[str], dict[str, Any], int]] = {  # the last: changed tensors
+    "embedding": (["lin", "emb"], {}, 2),
+    "whole modules": (["lin"], {"modules_to_save": ["head", "norm"]}, 5),
+    "dora": (["lin", "emb", "conv"], {"use_dora": True}, 3),
+    "dora and all else": (
+        ["lin", "conv"],
+        {"use_dora": True, "use_rslora": True, "modules_to_save": ["norm"],
+         "rank_pattern": {"lin": 3}, "alpha_pattern": {"conv": 5}}, 4),
+    "biases": (["lin"], {"bias": "all"}, 7),
+    "biases of its modules": (["lin"], {"bias": "lora_only"}, 2),
+    "orthogonal": (["lin"], {"init_lora_weights": "orthogonal"}, 1),
+    "inputs first": (["wide", "square"], {}, 2),
+    "dora, inputs first": (["wide", "square"], {"use_dora": True, "bias": "lora_only"}, 4),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+@pytest.mark.parametrize("form", FORMS)
+def test_tensors_are_those_that_peft_merges(form: str, tmp_path: Path):
+    from peft import LoraConfig, get_peft_model
+
+    targets, config, changes = FORMS[form]
+    settings = LoraConfig(r=2, lora_alpha=3, target_modules=targets, **config)
+    wrapped: Any = get_peft_model(mixed(), settings)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(1)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    wrapped.save_pretrained(str(tmp_path))
+    base, source = mixed().state_dict(), LoraExpert(InMemoryExpert(mixed()), tmp_path)
+    merged = wrapped.merge_and_unload().state_dict()
+    assert source.names() == set(merged)
+    for name, tensor in merged.items():
+        torch.testing.assert_close(source.tensor(name), tensor, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(source.rows(name, 1, 3), tensor[1:3], rtol=1e-6, atol=1e-7)
+        assert source.shape(name) == tuple(tensor.shape)
+    assert sum(not torch.equal(base[name], merged[name]) for name in merged) == changes
+
+
+START = "base_model.model."
+
+
+def pair(name: str) -> dict[str, torch.Tensor]:
+    return {f"{START}{name}.lora_{x}.weight": torch.zeros(2, 2) for x in "AB"}
+
+
+ZEROS = torch.zeros(2, 2)
+REFUSED: list[tuple[dict[str, Any], dict[str, torch.Tensor] | None, str]] = [
+    *((change, None, rf"adapter_config.*{word}.*merge_and_unload") for change, word in (
+        ({"lora_bias": True}, "lora_bias"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+        ({"peft_type": "LOHA"}, "LOHA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
+        ({"something_new": 1}, "something_new"))),
+    ({}, {f"{START}lm_head.lora_embedding_A": ZEROS}, "only one of its two"),
+    ({}, {f"{START}nowhere.lora_A.weight": ZEROS}, "only one of its two"),
+    ({}, {f"{START}lm_head.lora_B.bias": torch.zeros(2)}, "no tensor 'lm_head.lora_B.bias'"),
+    ({}, {f"{START}lm_head.weight": torch.zeros(9, 8)}, r"shape \(9, 8\), the base's is \(23"),
+    ({}, pair("lm_head"), r"changes a weight \(2, 2\), the base's is \(23, 8"),
+    ({}, pair("elsewhere"), "no module 'elsewhere'"),
+    ({"r": 7, "rank_pattern": {"q": 2, "v": 2}}, None, r"wo' has ranks 2 and 2, not 7"),
+]  # fmt: skip
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path: Path):
+    base = t5_model().float()
+    for changes, tensors, message in REFUSED:
+        adapter = write_adapter(tmp_path, base, 1, **changes)
+        if tensors is not None:
+            save_file(tensors, adapter / "adapter_model.safetensors")
+        with pytest.raises(CalibrationError, match=message):
+            LoraExpert(InMemoryExpert(base), adapter)
+    adapter = write_adapter(tmp_path, base, 1, r=7, rank_pattern={"(q|v|wo)": 2})
+    LoraExpert(InMemoryExpert(base), adapter)  # modules may have ranks of their own
+
+
+def test_calibration_with_lora_experts_is_that_with_merged_ones(tmp_path: Path):
+    paths, lora = {"_pretrained_": write(t5_model().float(), tmp_path / "base")}, {}
+    for seed, task in enumerate(("one", "two")):
+        adapter = write_adapter(tmp_path / f"lora_{task}", t5_model(), seed)
+        merged = merged_by_hand(t5_model().float(), adapter, 3.0)
+        paths[task] = write(merged, tmp_path / f"whole_{task}")
+        lora[task] = {
+            "_target_": "fusion_bench.modelpool.seq2seq_lm.modelpool.load_lora_model",
+            "base_model_path": paths["_pretrained_"], "peft_model_path": str(adapter),
+        }  # fmt: skip
+    models, start = [], t5_model(5).float()
+    for entries in ({}, lora):
+        config: Any = OmegaConf.create(load_t5(paths) | entries)
+        pool: Any = with_data(Seq2SeqLMPool(config, tokenizer=word_tokenizer(ends=True)))
+        pool._models["_merged_"] = load_t5(paths)["one"]
+        assert not isinstance(PoolModel(pool, "two").source(stream_experts=True), nn.Module)
+
+        def load(name: str, pool: Any = pool) -> Any:
+            assert "peft_model_path" not in pool._models[name]  # never whole
+            return start if name == "_merged_" else Seq2SeqLMPool.load_model(pool, name)
+
+        pool.load_model = load
+        method = FeatCalAlgorithm(samples_per_task=6, calibrate_norm=False, ridge_lambda=1e-2)
+        models.append(method.run(pool).state_dict())
+    for name, tensor in models[0].items():
+        torch.testing.assert_close(models[1][name], tensor, rtol=1e-4, atol=1e-5)
+    assert any(not torch.equal(models[0][name], t) for name, t in start.state_dict().items())
+
+
+def test_adapter_of_a_part_changes_the_bases_tensors_of_that_part(tmp_path: Path):
+    base = nn.ModuleDict({"inner": t5_model().float(), "other": nn.Linear(2, 2)})
+    adapter = write_adapter(tmp_path, base["inner"], seed=3)
+    source = LoraExpert(InMemoryExpert(base), adapter, "inner.")
+    tensors = {name: source.tensor(name).clone() for name in base.state_dict()}
+    merged_by_hand(base["inner"], adapter, 3.0)
+    for name, expected in base.state_dict().items():
+        torch.testing.assert_close(tensors[name], expected)
+    with pytest.raises(CalibrationError, match="the base has no module"):
+        LoraExpert(InMemoryExpert(base), adapter)
