@@ -42,8 +42,7 @@ def test_command_leaves_one_model_and_one_report(tmp_path: Path) -> None:
         done = fusion_bench([*words, 'merged_model_save_path="{log_dir}/model"'], tmp_path)
         saved.append(CLIPVisionModel.from_pretrained(log_dir / "model"))
     shown = done.stdout + done.stderr
-    for line in ("calibrating featcal ", "plan in the busiest of 2", "calibration time: featcal "):
-        assert shown.count(line) == 1
+    assert shown.count("calibrating featcal ") == shown.count("plan in the busiest of 2") == 1
     one, two = (Report.load(tmp_path / f"log{devices}") for devices in (1, 2))
     assert two.cost["featcal"]["processes"] == 2
     assert two.cost["featcal"]["exchanged_bytes"] > 1e6

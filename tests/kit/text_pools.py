@@ -61,8 +61,8 @@ def with_tests(pool: Any, tests: Any) -> Any:
     return pool
 
 
-def text_batch(kind: str, *, extra: int = 0, left: bool = False) -> dict[str, Tensor]:
-    """Three texts of unequal length, with `extra` positions of padding, on the left or right."""
+def text_batch(kind: str, *, left: bool = False) -> dict[str, Tensor]:
+    """Three texts of unequal length, filled up on the left or right."""
     prompts, targets = [[5, 6, 7, 8], [9, 4], [10, 11, 12]], [[13, 1], [14, 15, 1], [16, 1]]
     ids, labels = prompts, targets
     if kind == "causal":
@@ -70,7 +70,7 @@ def text_batch(kind: str, *, extra: int = 0, left: bool = False) -> dict[str, Te
         labels = [[-100] * len(p) + t for p, t in zip(prompts, targets, strict=True)]
 
     def padded(rows: list[list[int]], fill: int, before: bool) -> Tensor:
-        width = max(map(len, rows)) + extra
+        width = max(map(len, rows))
         filled = [[fill] * (width - len(row)) for row in rows]
         return torch.tensor([f + r if before else r + f for r, f in zip(rows, filled, strict=True)])
 

@@ -242,13 +242,13 @@ def sentences(
 
 
 def decoder_suite(
-    make: str = "llama", *, side: str = "right", extra: int = 0, tied: bool = False,
-    depth: int = 2, tasks: int = 2, seed: int = 0,
+    make: str = "llama", *, side: str = "right", tied: bool = False, depth: int = 2,
+    tasks: int = 2, seed: int = 0,
 ) -> Suite:  # fmt: skip
-    """Suite in float64, in batches of unequal length; `extra` positions of padding more."""
+    """Suite in float64, in batches of unequal length."""
     inputs: dict[str, list] = {
         f"task_{index}": [
-            sentences(part, max(part) + extra, side=side, seed=seed + 10 * index + i)
+            sentences(part, max(part), side=side, seed=seed + 10 * index + i)
             for i, part in enumerate([[5, 9, 7], [6, 3, 4, 6]])
         ]
         for index in range(tasks)
@@ -351,12 +351,12 @@ def whisper_batch(target_lengths: Sequence[int], seed: int) -> dict[str, Tensor]
 
 def t5_model(
     kind: str = "t5", *, gated: bool = True, untied: bool = False,
-    depths: tuple[int, int] = (2, 2), width: int = 8, heads: int = 2, seed: int = 0, **config: Any,
+    depths: tuple[int, int] = (2, 2), seed: int = 0, **config: Any,
 ) -> nn.Module:  # fmt: skip
     """Random model; `untied` gives the head weights of its own, as FLAN-T5's checkpoints do."""
     torch.manual_seed(seed)
     shape = {
-        "vocab_size": VOCABULARY, "d_model": width, "d_kv": 3, "d_ff": 10, "num_heads": heads,
+        "vocab_size": VOCABULARY, "d_model": 8, "d_kv": 3, "d_ff": 10, "num_heads": 2,
         "num_layers": depths[0], "num_decoder_layers": depths[1],
         "feed_forward_proj": "gated-gelu" if gated else "relu", "decoder_start_token_id": 0,
         "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10,

@@ -12,9 +12,9 @@ import torch
 from tiny_models import normal
 from torch import Tensor
 
-from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.places import Disk, Here, Host, Waiting, place_of
+from fusion_bench_featcal.streams.places import Disk, Here, Host, Waiting
 
 CPU = torch.device("cpu")
 
@@ -130,22 +130,6 @@ def test_features_arrive_before_they_are_read(monkeypatch: pytest.MonkeyPatch):
             batch.cal = replace(batch.cal, hidden=batch.cal.hidden + 1)
             here = sum(copy() is not None for copy in device)  # later two of each batch
             assert here <= (4 if visit else 2)
-
-
-def test_an_error_in_a_visit_puts_features_away():
-    place, batch = Host(CPU), batch_of(normal(0, 3))
-    with pytest.raises(KeyError), place.at_hand(batch):
-        raise KeyError
-    assert isinstance(batch.cal.hidden, Waiting)
-
-
-def test_settings_name_the_place(tmp_path: Path):
-    def kind(**more: Any) -> type:
-        return type(place_of(FeatCalSettings(**more), CPU))
-
-    assert kind() is kind(activations="device") is kind(activations="host") is Here
-    assert kind(activations="disk", activations_dir=str(tmp_path / "new")) is Disk
-    assert (tmp_path / "new").is_dir()
 
 
 def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
