@@ -217,7 +217,7 @@ def test_the_command_runs_shipped_rows_and_leaves_reports(tmp_path: Path) -> Non
         "method=compare", "modelpool=clip-vit-mini_alphabets2", "method.alone=[]",
         "method.upstreams=[simple_average]", f"method.post_merging=[{quoted}]",
         "method.samples_per_task=8", "method.steps=2", f"path.log_dir={tmp_path}/log",
-        "method.post_merging_methods.distillation.steps=2",
+        "+method.post_merging_methods.distillation.steps=2",
     ]  # fmt: skip
     result = fusion_bench(words, tmp_path)
     assert "+ ridge_surgery" in result.stdout and "8 train" in result.stdout

@@ -193,12 +193,6 @@ def test_no_flipped_bit_goes_unnoticed(command: Command, caplog: pytest.LogCaptu
         assert caplog.text.count("is damaged and made again") == len(ALL) + 1
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "[" * 99999, "{}"])
-def test_a_damaged_reference_is_made_again(damage: str, command: Command) -> None:
-    file_of("cells/base-*/result.json").write_text(damage)
-    assert command.made() == ["base"]
-
-
 @pytest.mark.parametrize("names", [(RESULT, WEIGHTS), (ITEMS, COST)])
 @pytest.mark.parametrize("shape", ["folder", "file for its folder", "file for all", "absent"])
 def test_nothing_in_the_way_stays_there(shape: str, names: Any, command: Command) -> None:

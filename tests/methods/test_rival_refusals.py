@@ -1,5 +1,6 @@
 """Messages for settings, pools, models and features that methods cannot work with."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,41 +18,31 @@ from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab import rivals
 from fusion_bench_featcal.pools import CausalLMPool
 
-STEP = "must be a finite number > 0, got "
+INF = float("inf")
+# Method -> setting -> values that its message refuses.
+VALUES: dict[str, dict[str, list[Any]]] = {
+    "Surgery": {"rank": [0, True], "steps": [1.5], "learning_rate": [INF], "normalize": [None],
+                "seed": [-1], "stream": ["train"], "calibration_split": ["test"],
+                "calibration_targets": ["answers"], "final_norm": [3]},
+    "ProbSurgery": {"hidden": ["x"], "kl_weight": [-1, "auto"]},
+    "RidgeSurgery": {"ridge_lambda": [-0.1]},
+    "Distillation": {"learning_rate": [0], "steps": [0], "batch_size": [0], "family": ["clipp"]},
+    "ProDistill": {"epochs": [0], "learning_rate": [-1]},
+    "RegMean": {"off_diagonal": [1.5], "task_weights": ["mine"], "samples_per_task": [0]},
+}  # fmt: skip
 SETTINGS: list[tuple[str, dict[str, Any], str]] = [
+    *((kind, {key: value}, rf"method\.{key} must be .*, got {re.escape(repr(value))}")
+      for kind, keys in VALUES.items() for key, values in keys.items() for value in values),
+    *((kind, {f"{key}x": 1}, rf"method\.{key}x .*'{key}'")
+      for rival in RIVALS.values() for key in [*rival.method().settings][-1:]
+      for kind in (rival.kind, f"{rival.kind}Algorithm")),
     ("Surgery", {"rank": 0, "steps": 1.5}, r"rank must be an integer >= 1, got 0; method\.steps"),
-    ("Surgery", {"rank": True}, "rank must be an integer >= 1, got True"),
-    ("Surgery", {"learning_rate": float("inf")}, f"learning_rate {STEP}inf"),
-    ("Surgery", {"normalize": None}, "normalize must be one of none, pre, got None"),
-    ("Surgery", {"seed": -1}, "seed must be an integer >= 0, got -1"),
-    ("Surgery", {"stream": "train"}, "stream must be one of test_tta, calibration, got 'train'"),
-    ("Surgery", {"calibration_split": "test"}, "must be one of train, val, got 'test'"),
-    ("Surgery", {"calibration_targets": "answers"}, "must be one of labels, generated, got"),
-    ("Surgery", {"final_norm": 3}, "final_norm must be null or a name, got 3"),
-    ("ProbSurgery", {"hidden": "x"}, "hidden must be an integer >= 1, got 'x'"),
-    ("ProbSurgery", {"kl_weight": -1}, "kl_weight must be scaled or a finite number >= 0, got -1"),
-    ("ProbSurgery", {"kl_weight": "auto"}, "scaled or a finite number >= 0, got 'auto'"),
     ("ProbSurgery", {"shared": True, "optimizer": "per_task"}, r"set method\.optimizer=joint"),
-    ("RidgeSurgery", {"ridge_lambda": -0.1}, r"auto or a finite number >= 0, got -0\.1"),
     ("RidgeSurgery", {"samples_per_task": 1}, r"ridge_lambda=auto.*method\.samples_per_task"),
-    ("Distillation", {"learning_rate": 0}, f"learning_rate {STEP}0"),
-    ("Distillation", {"steps": 0}, "steps must be an integer >= 1, got 0"),
-    ("Distillation", {"batch_size": 0}, "batch_size"),
     ("Distillation", {"ridge_lambda": 1}, r"method\.ridge_lambda is no setting of distillation"),
-    ("Distillation", {"family": "clipp"}, r"method\.family must be"),
-    ("ProDistill", {"epochs": 0}, r"method\.epochs must be"),
-    ("ProDistill", {"learning_rate": -1}, f"learning_rate {STEP}-1"),
-    ("RegMean", {"off_diagonal": 1.5}, r"off_diagonal must be .* >= 0 and at most 1, got 1\.5"),
-    ("RegMean", {"task_weights": "mine"}, "task_weights must be one of equal, unit_gram, got"),
-    ("RegMean", {"samples_per_task": 0}, "samples_per_task must be an integer >= 1, got 0"),
-    ("RegMean", {"ridge_lambda": 1.0}, r"method\.ridge_lambda is no setting"),
     ("FeatCal", {"checkpoint_dir": "blocks"}, r"checkpoint_dir.*method\.results_dir"),
     ("SurgeryAlgorithm", {"base_metod": 1}, "'base_method'"),
-]
-for kind, rival in RIVALS.items():
-    key = list(rival.method().settings)[-1]
-    for name in (kind, f"{kind}Algorithm"):
-        SETTINGS.append((name, {f"{key}x": 1}, rf"method\.{key}x .*'{key}'"))
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "keys", "message"), SETTINGS)

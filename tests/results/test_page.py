@@ -85,20 +85,6 @@ def test_names_of_users_are_text_on_the_terminal_and_in_markdown(runs: int, tmp_
     assert "| a\\|b | 50.0 | 50.0 |" in text and "| x_bytes | unavailable |" in text
 
 
-@pytest.mark.parametrize("tasks", [1, 8, 14])
-def test_tables_fit_eighty_columns_with_every_number(tasks: int, tmp_path: Path):
-    report = Report(suite="clip-vit-large-patch14_TALL20", upstream="task_arithmetic")
-    rows = [*LEVELS, *(f"featcal:preset_{number}" for number in range(9)), "featcal:" + "x" * 90]
-    for number, name in enumerate(rows):
-        level = {"base": 0.1, "experts": 0.9}.get(name, 0.3 + 0.03 * number)
-        report.add_row(name, {f"task_{at}": level + 0.001 * at for at in range(tasks)})
-    report.write(tmp_path)
-    text = featcal("report", tmp_path).out
-    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
-    shown = {f"{100 * value:.1f}" for row in report.rows.values() for value in row.values()}
-    assert shown <= set(text.split())
-
-
 def test_a_page_is_a_file_that_ends_in_html(tmp_path: Path):
     run = leave_run(tmp_path / "run")
     names = {"page": "page.html", "page.json": "page.json.html", ".": "report.html"}

@@ -36,17 +36,6 @@ def leave_rows(folder: Path, merger: str, rows: Any, seed: int, **cost: Any) -> 
     report.write(folder)
 
 
-def test_mergers_and_suites_stay_apart(tmp_path: Path):
-    leave_run(tmp_path / "a")
-    leave_run(tmp_path / "b", LEVELS | {"featcal": 0.8}, ("svhn",), suite="other")
-    leave_run(tmp_path / "c", {"experts": 0.9, "wudi": 0.7, "featcal": 0.85}, upstream="wudi")
-    assert featcal("report", tmp_path, "--out", tmp_path / "out").code == 0
-    rows = [row for row in content_of(tmp_path / "out")["rows"] if row["name"] == "featcal"]
-    assert {(row["suite"], row["upstream"]): row["accuracy"]["average"] for row in rows} == {
-        ("toy", "task_arithmetic"): 0.75, ("toy", "wudi"): 0.85, ("other", "task_arithmetic"): 0.8
-    }  # fmt: skip
-
-
 def test_rows_are_compared_with_the_merged_models_of_their_own_runs(tmp_path: Path):
     leave_run(tmp_path / "one", {"task_arithmetic": 0.5}, seed=1)
     leave_run(tmp_path / "two", {"task_arithmetic": 0.6, "featcal": 0.7}, seed=2)

@@ -137,6 +137,13 @@ def test_one_seed_has_no_interval_over_seeds(finished: Any) -> None:
     assert "±" not in finished.page and "±" in (finished.folder / "report.md").read_text()
 
 
+def test_notes_on_tasks_below_the_merged_model_stay_with_their_points(finished: Any) -> None:
+    reports = [Report.load(file.parent) for file in finished.folder.rglob(f"{MERGER}/report.json")]
+    text = "ends below the merged model"
+    assert any(text in note.text for report in reports for note in report.notes)
+    assert text not in (finished.folder / "report.md").read_text()
+
+
 def test_labels_of_over_are_averaged(folder: Path) -> None:
     assert run(folder, over=["factor"], seeds=[1]) == 0
     loaded = Study.load(folder)
