@@ -80,20 +80,20 @@ MUTATIONS = [
         "folders/tasks.py",
         "order[: min(requested, available - held_back)]",
         "order[:requested]",
-        "folders/test_calibrate_command.py",
+        "folders/test_folder_runs.py",
     ),
     Mutation(
         "a base that is no relative is accepted",
         "folders/models.py",
         "if distance > UNRELATED or math.isnan(distance):",
         "if math.isnan(distance):",
-        "folders/test_refusals.py",
+        "folders/test_folder_refusals.py",
     ),
     Mutation(
         "a classifier is evaluated with its expert's body",
         "folders/models.py",
         "        setattr(model, model.base_model_prefix, body)\n",
         "",
-        "folders/test_calibrate_command.py",
+        "folders/test_folder_runs.py",
     ),
 ]

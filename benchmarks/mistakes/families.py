@@ -129,13 +129,13 @@ MUTATIONS = [
         "folders/adapter.py",
         "roots = values[:rank].sqrt()",
         "roots = values[:rank].sqrt() * (values[:rank] > values[rank - 1])",
-        "folders/test_adapter.py",
+        "folders/test_folder_runs.py",
     ),
     Mutation(
         "a lower accuracy is no reason for the verdict",
         "folders/verdict.py",
         "is_behind |= accuracy.high < 0",
         "pass",
-        "folders/test_verdict.py",
+        "folders/test_verdicts.py",
     ),
 ]

@@ -1,14 +1,15 @@
-"""Folders of tiny models and their data, as people have them before `featcal calibrate`."""
+"""Folders of tiny models and their data, and arguments of `featcal calibrate` for them."""
 
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import datasets
 import torch
 from safetensors.torch import save_file
 from tiny_images import write_class_folders, write_clip
@@ -20,15 +21,66 @@ from transformers import (
     BertForSequenceClassification,
     CLIPImageProcessor,
     CLIPModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     ViTConfig,
     ViTForImageClassification,
 )
 
 CHAT = "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}"
 ROWS = 30
+HELD = ROWS // 5
+FEW = ("--set", "samples_per_task=12", "--set", "batch_size=4", "--force")
+"""Few samples; the experts are noise, and mostly no better than guessing."""
+PAPER = ("--preset", "paper")
+SCORES = """
+def layers(model, tokenizer):
+    tokenizer.chat_template = "changed"
+    return model.config.num_hidden_layers
 
+def several(model, tokenizer):
+    return {"tokens": len(tokenizer("a b")["input_ids"]), "half": 0.5}
+
+def text(model, tokenizer):
+    return "good"
+
+def failing(model, tokenizer):
+    return 1 / 0
+"""
 
 Models = dict[str, Any]
+
+
+def words(
+    folder: Path,
+    *more: str,
+    merged: str | None = "merged",
+    base: str | None = "base",
+    names: Sequence[str] = TASKS,
+    experts: Sequence[str] = TASKS,
+    data: str | Sequence[str] = "{}.jsonl",
+) -> list[str]:
+    """Arguments of `featcal calibrate` for models and data of a folder.
+
+    Args:
+        folder: The folder, in which the result goes to `out`.
+        more: Further arguments.
+        merged: Merged model.
+        base: Base model.
+        names: Names of the tasks.
+        experts: Folders of the experts.
+        data: File of each task, or a pattern for them.
+    """
+    arguments = ["calibrate", *([] if merged is None else [str(folder / merged)])]
+    arguments += [] if base is None else ["--base", str(folder / base)]
+    arguments += ["--out", str(folder / "out"), *FEW]
+    files = [data.format(task) for task in TASKS] if isinstance(data, str) else data
+    for option, locations in (("--expert", experts), ("--data", files)):
+        for name, location in zip(names, locations, strict=False):
+            arguments += [option, f"{name}={folder / location}"]
+    return [*arguments, *more]
 
 
 def made_once(make: Callable[[Path], Models]) -> Callable[[Path], Models]:
@@ -41,8 +93,8 @@ def made_once(make: Callable[[Path], Models]) -> Callable[[Path], Models]:
 
     @wraps(make)
     def copied(folder: Path) -> Models:
-        place, models = original()
-        shutil.copytree(place.name, folder, dirs_exist_ok=True)
+        source, models = original()
+        shutil.copytree(source.name, folder, dirs_exist_ok=True)
         return copy.deepcopy(models)
 
     return copied
@@ -54,33 +106,60 @@ def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     return file
 
 
+def datasets_on_disk(folder: Path, *splits: str, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+    """Save a data set of which each split has the rows, by default the first task's."""
+    table = datasets.Dataset.from_list([dict(row) for row in rows] or sentences(TASKS[0], ROWS))
+    datasets.DatasetDict(dict.fromkeys(splits, table)).save_to_disk(folder)
+
+
 def write_models(
-    folder: Path, base: Any, processor: Any, experts: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    folder: Path,
+    base: Any,
+    processor: Any,
+    experts: Mapping[str, Any] | None = None,
+    merged: Any = None,
+) -> Models:
     """Save base, two experts and their merged model; return them in memory."""
     if experts is None:
         experts = {task: scatter(base, 10 + n, 0.03) for n, task in enumerate(TASKS)}
-    models = {"base": base, **experts, "merged": add_up(base, experts, 0.4)}
+    models = {"base": base, **experts, "merged": merged or add_up(base, experts, 0.4)}
     for name, model in models.items():
         model.save_pretrained(folder / name)
         processor.save_pretrained(folder / name)
     return models
 
 
-@made_once
-def llama_folders(folder: Path) -> dict[str, Any]:
-    """A Llama, two experts, their merged model and texts of each task."""
-    for task in TASKS:
-        write_rows(folder / f"{task}.jsonl", sentences(task, ROWS))
-    return write_models(folder, llama_model(), word_tokenizer())
+def language_folders(make: Callable[[], Any], *, ends: bool = False) -> Callable[[Path], Models]:
+    """Maker of a language model, two experts, their merged model and texts of each task."""
+
+    def folders(folder: Path) -> Models:
+        for task in TASKS:
+            write_rows(folder / f"{task}.jsonl", sentences(task, ROWS))
+        return write_models(folder, make(), word_tokenizer(ends=ends))
+
+    return made_once(folders)
 
 
-@made_once
-def t5_folders(folder: Path) -> dict[str, Any]:
-    """The same with a T5."""
-    for task in TASKS:
-        write_rows(folder / f"{task}.jsonl", sentences(task, ROWS))
-    return write_models(folder, t5_model(), word_tokenizer(ends=True))
+def gpt2_model() -> nn.Module:
+    """Weights as `[inputs, outputs]`, biases."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=23, n_positions=64)
+    config.tie_word_embeddings = False
+    return scatter(GPT2LMHeadModel(config), 0, 0.1)
+
+
+def qwen_model() -> nn.Module:
+    """Biases in some linear modules only, tied embeddings."""
+    torch.manual_seed(0)
+    config = Qwen2Config(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=23)
+    config.update({"num_key_value_heads": 1, "intermediate_size": 24, "tie_word_embeddings": True})
+    return scatter(Qwen2ForCausalLM(config), 0, 0.1)
+
+
+llama_folders = language_folders(llama_model)
+t5_folders = language_folders(t5_model, ends=True)
+gpt2_folders = language_folders(gpt2_model)
+qwen_folders = language_folders(qwen_model)
 
 
 def write_adapters(folder: Path, base: nn.Module) -> None:
@@ -102,51 +181,32 @@ def write_adapters(folder: Path, base: nn.Module) -> None:
 
 
 @made_once
-def classifier_folders(folder: Path) -> dict[str, Any]:
+def classifier_folders(folder: Path) -> Models:
     """BERT sequence classifiers whose heads have two and three classes, and labelled texts."""
     size: Any = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     size |= {"intermediate_size": 12, "vocab_size": 23, "max_position_embeddings": 32}
     torch.manual_seed(0)
     base = scatter(BertForSequenceClassification(BertConfig(**size, num_labels=2)), 0, 0.1)
-    experts = {}
+    experts, same_heads = {}, {}
     for number, task in enumerate(TASKS):
         labels = ["no", "yes", "maybe"][: 2 + number]
-        config = BertConfig(**size, id2label=dict(enumerate(labels)), label2id=_numbered(labels))
+        numbers = {label: number for number, label in enumerate(labels)}
+        config = BertConfig(**size, id2label=dict(enumerate(labels)), label2id=numbers)
         expert = BertForSequenceClassification(config)
-        expert.load_state_dict(base.state_dict() | _head(expert))
+        expert.bert.load_state_dict(base.bert.state_dict())
         experts[task] = scatter(expert, 20 + number, 0.03)
-        rows = [
-            {"text": row["prompt"], "label": labels[n % len(labels)]}
-            for n, row in enumerate(sentences(task, ROWS))
-        ]
+        same_heads[task] = copy.deepcopy(base)
+        same_heads[task].bert = experts[task].bert
+        texts = enumerate(sentences(task, ROWS))
+        rows = [{"text": row["prompt"], "label": labels[n % len(labels)]} for n, row in texts]
         write_rows(folder / f"{task}.jsonl", rows)
+    merged = add_up(base, same_heads, 0.4)
     tokenizer = word_tokenizer(model_max_length=32)
-    merged_of = {task: _with_head_of(base, expert) for task, expert in experts.items()}
-    models = {"base": base, **experts, "merged": add_up(base, merged_of, 0.4)}
-    for name, model in models.items():
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    return models
-
-
-def _numbered(labels: list[str]) -> dict[str, int]:
-    return {label: number for number, label in enumerate(labels)}
-
-
-def _head(model: nn.Module) -> dict[str, Any]:
-    return {n: t for n, t in model.state_dict().items() if n.startswith("classifier.")}
-
-
-def _with_head_of(base: nn.Module, expert: nn.Module) -> nn.Module:
-    """An expert whose head is the base's, so that both add up."""
-    model = scatter(base, 0, 0)
-    tensors = {n: t for n, t in expert.state_dict().items() if not n.startswith("classifier.")}
-    model.load_state_dict(base.state_dict() | tensors)
-    return model
+    return write_models(folder, base, tokenizer, experts, merged)
 
 
 @made_once
-def image_classifier_folders(folder: Path) -> dict[str, Any]:
+def image_classifier_folders(folder: Path) -> Models:
     """ViT image classifiers with heads of three classes, and folders of images."""
     config = ViTConfig(
         hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
@@ -163,7 +223,7 @@ def image_classifier_folders(folder: Path) -> dict[str, Any]:
 
 
 @made_once
-def clip_folders(folder: Path) -> dict[str, Any]:
+def clip_folders(folder: Path) -> Models:
     """Whole CLIPs whose vision towers differ, and folders of images."""
     write_clip(folder / "base")
     base = CLIPModel.from_pretrained(folder / "base")

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import transformers
-from made_folders import clip_folders, image_classifier_folders, llama_folders, t5_folders
+from made_folders import clip_folders, image_classifier_folders, llama_folders, t5_folders, words
 from omegaconf import OmegaConf
-from test_calibrate_command import words
 
 import fusion_bench_featcal
 import fusion_bench_featcal.algorithm  # as every run through FusionBench does
@@ -23,13 +22,21 @@ from fusion_bench_featcal.fusionbench.processors import load_input_processor
 
 IGNORES = int(transformers.__version__.partition(".")[0]) >= 5
 """Code beside a processor or T5's tokenizer is ignored, where transformers 4 refuses to load it."""
-# Classes that load what they are, whatever a config names.
 CONCRETE = {"CLIPModel", "CLIPVisionModel"}
-CONFIG = {"model_type": "odd", "auto_map": {"AutoConfig": "odd.Odd"}}
-TOKENIZER = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}}
-IMAGES = {"image_processor_type": "Odd", "auto_map": {"AutoImageProcessor": "odd.Odd"}}
+"""Classes that load as they are, whatever a config names."""
+GENERATION = "custom_generate/generate.py"
+CODE: dict[str, dict[str, Any]] = {
+    "config.json": {"model_type": "odd", "auto_map": {"AutoConfig": "odd.Odd"}},
+    "tokenizer_config.json": {
+        "tokenizer_class": "Odd",
+        "auto_map": {"AutoTokenizer": ["odd.Odd", None]},
+    },
+    "preprocessor_config.json": {
+        "image_processor_type": "Odd",
+        "auto_map": {"AutoImageProcessor": "odd.Odd"},
+    },
+}
 PROCESSOR = {"processor_class": "Odd", "auto_map": {"AutoProcessor": "odd.Odd"}}
-REFUSED = "contains custom code"
 
 
 def calls(file: Path) -> list[str]:
@@ -58,117 +65,112 @@ def test_every_call_that_could_run_code_forbids_it():
 
 
 @pytest.fixture
-def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """File that exists once planted code ran; whoever is asked on the terminal answers yes."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Iterator[Path]:
+    """An empty folder; whoever is asked on the terminal answers yes. No planted code may run."""
     (tmp_path / "answers").write_text("y\n" * 20)
     with (tmp_path / "answers").open() as answers:
         monkeypatch.setattr(sys, "stdin", answers)
-        yield tmp_path / "ran"
+        yield tmp_path
+    assert not (tmp_path / "ran").exists()
 
 
-def plant(folder: Path, file: str, content: Mapping[str, Any] | None) -> None:
-    """Put code beside a model, and what has transformers load it."""
+def plant(folder: Path, file: str, content: Mapping[str, Any] | None = None) -> None:
+    """Put code beside a model, and the keys that have transformers load it."""
     source = f"open({str(folder.parent / 'ran')!r}, 'w').close()\nclass Odd: ...\n"
     path = folder / file
-    if content is None:
+    if file == GENERATION:
         path.parent.mkdir()
         path.write_text(source + "def generate(model, *args, **options): ...\n")
         return
     (folder / "odd.py").write_text(source)
-    known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(known | dict(content)))
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | dict(content or CODE[file])))
+
+
+REFUSED = "contains custom code"
 
 
 @pytest.mark.parametrize(
     ("make", "model", "file", "content", "message"),
     [
-        (llama_folders, "merged", "config.json", CONFIG, REFUSED),
-        (llama_folders, "merged", "tokenizer_config.json", TOKENIZER, REFUSED),
-        (llama_folders, "one", "tokenizer_config.json", TOKENIZER, "the tokenizer in "),
-        (llama_folders, "one", "custom_generate/generate.py", None, "code beside a model"),
-        (image_classifier_folders, "merged", "preprocessor_config.json", IMAGES, REFUSED),
+        (llama_folders, "merged", "config.json", None, REFUSED),
+        (llama_folders, "merged", "tokenizer_config.json", None, REFUSED),
+        (llama_folders, "one", "tokenizer_config.json", None, "the tokenizer in "),
+        (llama_folders, "one", GENERATION, None, "code beside a model"),
+        (image_classifier_folders, "merged", "preprocessor_config.json", None, REFUSED),
         (clip_folders, "merged", "preprocessor_config.json", PROCESSOR, REFUSED),
-        (clip_folders, "merged", "tokenizer_config.json", TOKENIZER, REFUSED),
+        (clip_folders, "merged", "tokenizer_config.json", None, REFUSED),
     ],
 )
 def test_featcal_calibrate_runs_no_code(
-    code, capfd, make: Callable[[Path], Any], model, file, content, message
+    folder, capfd, make: Callable[[Path], Any], model, file, content, message
 ):
-    folder = code.parent
     make(folder)
     plant(folder / model, file, content)
-    result = main(words(folder, ending=".jsonl" if make is llama_folders else "-images"))
+    code = main(words(folder, data="{}.jsonl" if make is llama_folders else "{}-images"))
     shown = capfd.readouterr()
-    assert not code.exists() and "[y/N]" not in shown.out
+    assert "[y/N]" not in shown.out
     if IGNORES and make is clip_folders:  # transformers' own classes do
-        assert result == 0
+        assert code == 0
         return
-    assert result == 2
+    assert code == 2 and not (folder / "out").exists()
     assert str(folder / model) in shown.err and message in " ".join(shown.err.split())
-    assert not (folder / "out").exists()
 
 
-def load_everything(pool: Any) -> None:
-    """Load what a run loads: experts by FusionBench, tokenizer or processor."""
-    models = PoolModels(pool)
-    for name in models:
-        models[name].config  # noqa: B018
-        load_pool_model(pool, name)
-    load_input_processor(pool)
+LORA = "fusion_bench.modelpool.seq2seq_lm.modelpool.load_lora_model"
 
 
-def language_pool(kind: str, folder: Path, **options: Any) -> Any:
-    from fusion_bench.modelpool import CausalLMPool, Seq2SeqLMPool
+def pool_of(kind: str, folder: Path) -> Any:
+    """A pool of FusionBench: a base and two experts, or with `lora` an adapter of one's base."""
+    from fusion_bench import modelpool
 
     names = {"_pretrained_": "base", "one": "one", "two": "two"}
-    places: Any = {name: str(folder / model) for name, model in names.items()}
+    paths: Any = {name: str(folder / model) for name, model in names.items()}
+    if kind.startswith("images"):
+        if kind == "images, named":
+            paths["_pretrained_"] = {"config_path": paths["_pretrained_"]}
+        pool = modelpool.ResNetForImageClassificationPool
+        return pool(models=OmegaConf.create(paths), type="transformers")
+    load = {"_target_": "transformers.AutoTokenizer.from_pretrained"}
+    load["pretrained_model_name_or_path"] = paths["_pretrained_"]
+    tokenizer = OmegaConf.create(load)
     if kind == "causal":
-        return CausalLMPool(places, **options)
-    lora = "fusion_bench.modelpool.seq2seq_lm.modelpool.load_lora_model"
+        return modelpool.CausalLMPool(paths, tokenizer=tokenizer)
     load = {"_target_": "transformers.AutoModelForSeq2SeqLM.from_pretrained"}
-    models: Any = {n: load | {"pretrained_model_name_or_path": p} for n, p in places.items()}
+    models: Any = {n: load | {"pretrained_model_name_or_path": p} for n, p in paths.items()}
     if kind == "lora":
-        place = {"base_model_path": places["one"], "peft_model_path": places["one"]}
-        models["one"] = {"_target_": lora} | place
-    return Seq2SeqLMPool(models, **options)
+        one = {"base_model_path": paths["one"], "peft_model_path": paths["one"]}
+        models["one"] = {"_target_": LORA} | one
+    return modelpool.Seq2SeqLMPool(models, tokenizer=tokenizer)
+
+
+MAKERS = {"causal": llama_folders, "seq2seq": t5_folders, "lora": t5_folders}
 
 
 @pytest.mark.parametrize(
-    ("kind", "model", "file", "content"),
+    ("kind", "model", "file"),
     [
-        ("causal", "one", "config.json", CONFIG),
-        ("causal", "one", "custom_generate/generate.py", None),
-        ("causal", "one", "tokenizer_config.json", TOKENIZER),
-        ("causal", "base", "tokenizer_config.json", TOKENIZER),
-        ("seq2seq", "one", "config.json", CONFIG),
-        ("seq2seq", "base", "tokenizer_config.json", TOKENIZER),
-        ("lora", "one", "config.json", CONFIG),
+        ("causal", "one", "config.json"),
+        ("causal", "one", GENERATION),
+        ("causal", "one", "tokenizer_config.json"),
+        ("causal", "base", "tokenizer_config.json"),
+        ("seq2seq", "one", "config.json"),
+        ("seq2seq", "base", "tokenizer_config.json"),
+        ("lora", "one", "config.json"),
+        ("images", "base", "preprocessor_config.json"),
+        ("images, named", "base", "preprocessor_config.json"),
     ],
 )
-def test_pools_of_language_models_run_no_code(code, capfd, kind, model, file, content):
-    folder = code.parent
-    (llama_folders if kind == "causal" else t5_folders)(folder)
-    plant(folder / model, file, content)
-    tokenizer = {"_target_": "transformers.AutoTokenizer.from_pretrained"}
-    tokenizer["pretrained_model_name_or_path"] = str(folder / "base")
-    pool = language_pool(kind, folder, tokenizer=OmegaConf.create(tokenizer))
+def test_pools_run_no_code(folder, capfd, kind, model, file):
+    MAKERS.get(kind, image_classifier_folders)(folder)
+    plant(folder / model, file)
+    pool = pool_of(kind, folder)
     ignored = IGNORES and (kind, file) == ("seq2seq", "tokenizer_config.json")
     refused = pytest.raises(CalibrationError, match=str(folder / model))
     with nullcontext() if ignored else refused:
-        load_everything(pool)
-    assert not code.exists() and "[y/N]" not in capfd.readouterr().out
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_pools_of_image_classifiers_run_no_code(code, capfd, named):
-    from fusion_bench.modelpool import ResNetForImageClassificationPool
-
-    folder = code.parent
-    image_classifier_folders(folder)
-    plant(folder / "base", "preprocessor_config.json", IMAGES)
-    entry: Any = {"config_path": str(folder / "base")} if named else str(folder / "base")
-    models = OmegaConf.create({"_pretrained_": entry, "one": str(folder / "one")})
-    pool = ResNetForImageClassificationPool(models=models, type="transformers")
-    with pytest.raises(CalibrationError, match=str(folder / "base")):
+        models = PoolModels(pool) if kind in MAKERS else {}
+        for name in models:
+            models[name].config  # noqa: B018
+            load_pool_model(pool, name)
         load_input_processor(pool)
-    assert not code.exists() and "[y/N]" not in capfd.readouterr().out
+    assert "[y/N]" not in capfd.readouterr().out

@@ -1,0 +1,182 @@
+"""Finished runs of `featcal calibrate`, which several tests read, and its refusals."""
+
+import contextlib
+import io
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import made_folders as made
+import pytest
+import transformers
+from made_folders import PAPER, ROWS, SCORES, words, write_rows
+from tiny_texts import sentences
+
+from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.results import Report
+
+SECONDS = 300
+TEMPLATE = "{{ messages[0]['content'] }}"
+BARE = """
+import sys
+from fusion_bench_featcal.cli import main
+assert main(sys.argv[1:]) == 0
+print("loaded:", *({"fusion_bench", "hydra", "omegaconf", "lightning"} & set(sys.modules)))
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: the folder of its models and data, the models, and the text it printed."""
+
+    folder: Path
+    models: dict[str, Any]
+    screen: str
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
+
+    @property
+    def report(self) -> Report:
+        return Report.load(self.out / "featcal")
+
+    @property
+    def notes(self) -> list[str]:
+        return [note.text for note in self.report.notes]
+
+
+def llama(folder: Path, _: Any) -> list[str]:
+    """All rows that are not held back are asked for."""
+    file = folder / "merged" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"padding_side": "left"}))
+    return words(folder, *PAPER, "--set", f"samples_per_task={ROWS}")
+
+
+def lora_experts(folder: Path, models: Any) -> list[str]:
+    made.write_adapters(folder, models["base"])
+    (folder / "layer_scores.py").write_text(SCORES)
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    more = ("--merge", "simple_average", "--as-lora", "64", "--chat-template", "chat.jinja")
+    more += ("--evaluate", "layer_scores:layers,several", *PAPER)
+    return words(folder, *more, merged=None, experts=("one-lora", "two-lora"))
+
+
+def missing_targets(folder: Path, _: Any) -> list[str]:
+    rows = [{"prompt": row["prompt"]} for row in sentences("one", ROWS)]
+    write_rows(folder / "one.jsonl", rows)
+    return words(folder, "--set", "generated_tokens=3", "--as-lora", "2")
+
+
+def image_table(folder: Path, _: Any) -> list[str]:
+    """One task's images in a table, the other's in folders of classes."""
+    files = sorted((folder / "one-images").rglob("*.png"))
+    rows = [{"picture": str(file), "shape": file.parent.name} for file in files]
+    write_rows(folder / "one.jsonl", rows)
+    columns = ("--columns", "one:image=picture,label=shape")
+    return words(folder, *columns, data=("one.jsonl", "two-images"))
+
+
+def adapter_of(rank: int, *more: str) -> Callable[[Path, Any], list[str]]:
+    return lambda folder, _: words(folder, "--as-lora", str(rank), *more)
+
+
+RUNS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Any], list[str]]]] = {
+    "llama": (made.llama_folders, llama),
+    "lora": (made.llama_folders, lora_experts),
+    "t5": (made.t5_folders, missing_targets),
+    "bert": (made.classifier_folders, adapter_of(1)),
+    "gpt2": (made.gpt2_folders, adapter_of(4, *PAPER, "--no-eval")),
+    "qwen": (made.qwen_folders, adapter_of(4, *PAPER, "--no-eval")),
+    "vit": (made.image_classifier_folders, image_table),
+    "clip": (made.clip_folders, lambda folder, _: words(folder, data="{}-images")),
+}
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Runs by name, each made when a test first asks for it, `llama` in a bare Python."""
+
+    @cache
+    def run(name: str) -> Run:
+        make, prepare = RUNS[name]
+        folder = tmp_path_factory.mktemp(name)
+        models = make(folder)
+        arguments = prepare(folder, models)
+        if name == "llama":
+            command = [sys.executable, "-c", BARE, *arguments]
+            done = subprocess.run(command, text=True, capture_output=True)
+            assert done.returncode == 0, done.stderr
+            return Run(folder, models, done.stdout)
+        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as screen:
+            assert main(arguments) == 0
+        return Run(folder, models, screen.getvalue())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llamas and their texts, which no test changes."""
+    folder = tmp_path_factory.mktemp("models")
+    made.llama_folders(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Llamas and their texts, which a test may change."""
+    made.llama_folders(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def refusal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[list[str]], str]]:
+    """The one line that a command prints on stderr: soon, without a model loaded or a file left."""
+
+    def loaded(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a model was loaded")
+
+    def stop(*_: object) -> None:
+        raise AssertionError(f"no end after {SECONDS} s")
+
+    def refused(arguments: list[str]) -> str:
+        folder = Path(arguments[arguments.index("--out") + 1]).parent
+        before = sorted(folder.iterdir())
+        try:
+            assert main(arguments) == 2
+        except SystemExit as ended:  # a word that the parser refuses
+            assert ended.code == 2
+        assert sorted(folder.iterdir()) == before
+        errors = ("featcal: error", "featcal calibrate: error")
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(errors)]
+        assert len(lines) == 1 and "a model was loaded" not in lines[0], lines
+        return lines[0]
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", loaded)
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    yield refused
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Callable[[list[str]], str]:
+    """The text that a command prints with `--plan`, once all checks have passed."""
+
+    def planned(arguments: list[str]) -> str:
+        code = main([*arguments, "--plan"])
+        printed = capsys.readouterr()
+        assert code == 0 and "nothing was run" in printed.out, printed.err
+        return printed.out
+
+    return planned

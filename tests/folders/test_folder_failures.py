@@ -1,0 +1,211 @@
+"""`featcal calibrate` that fails midway or is killed has one sentence for it, and loses nothing."""
+
+import atexit
+import io
+import os
+import re
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from killing import finished_blocks
+from made_folders import PAPER, ROWS, words, write_models, write_rows
+from process_group import in_forks
+from safetensors.torch import load_file, save_file
+from tiny_models import decoder_model, scatter
+from tiny_texts import TASKS, WORDS, sentences, word_tokenizer
+
+from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.json_files import read_lines
+from fusion_bench_featcal.output.folder import OutputFolder
+
+SECONDS = 600.0
+Fault = Callable[[Path], Any]
+BALLAST: list[torch.Tensor] = []
+
+
+def largest_file(size: int) -> None:
+    """Let the system refuse files above some size, as a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def no_room_for_the_model(folder: Path) -> None:
+    """Finished blocks and their log have room."""
+    largest_file((folder / "merged" / "model.safetensors").stat().st_size - 1)
+
+
+def memory_short(_: Path) -> None:
+    """Take all memory that the system gives, in pieces that are smaller than a tensor."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**22, resource.RLIM_INFINITY))
+    for size in (2**power for power in range(26, 14, -1)):
+        while True:
+            try:
+                BALLAST.append(torch.empty(size, dtype=torch.uint8))
+            except RuntimeError:
+                break
+
+
+def gone(model: str) -> Fault:
+    return lambda folder: (folder / model / "model.safetensors").unlink()
+
+
+def cut_short(model: str) -> Fault:
+    return lambda folder: os.truncate(folder / model / "model.safetensors", 3000)
+
+
+def replaced(folder: Path) -> None:
+    """Write other values, of the same names and shapes."""
+    file = folder / "two" / "model.safetensors"
+    save_file({name: t + 1 for name, t in load_file(file).items()}, file, {"format": "pt"})
+
+
+def hanging(_: Path) -> None:
+    """Let the next file that is read block in the system until Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    opened = Path.open
+
+    def blocked(self: Path, *how: Any, **more: Any) -> Any:
+        if self.parent.name == "one" and self.suffix == ".safetensors":
+            self = self.with_suffix(".pipe")  # nobody writes to it
+            os.mkfifo(self)
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return opened(self, *how, **more)
+
+    Path.open = blocked  # type: ignore[method-assign]
+
+
+def ended(arguments: list[str], folder: Path, fault: Fault) -> tuple[Any, str]:
+    """Exit code and errors of a command in a fork that meets a fault after its first block."""
+
+    def work(_: int) -> tuple[Any, str]:
+        write, screen = OutputFolder.write, io.StringIO()
+
+        def written(self: OutputFolder, block: str, *rest: Any) -> Any:
+            tensors = write(self, block, *rest)
+            fault(folder)
+            OutputFolder.write = write  # type: ignore[method-assign]
+            return tensors
+
+        OutputFolder.write = written  # type: ignore[method-assign]
+        atexit.register = print  # a fork does not get there
+        with redirect_stderr(screen):
+            try:
+                code = main(arguments)
+            except SystemExit as stop:
+                code = stop.code
+        BALLAST.clear()
+        largest_file(resource.RLIM_INFINITY)
+        return code, screen.getvalue()
+
+    (result,) = in_forks(1, work, seconds=SECONDS)
+    return result
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """Folders of models, and the model that an undisturbed command makes of them."""
+    folder = tmp_path_factory.mktemp("whole")
+    for task in TASKS:
+        write_rows(folder / f"{task}.jsonl", sentences(task, ROWS))
+    options: Any = {"vocab_size": len(WORDS), "intermediate_size": 4096}
+    write_models(folder, scatter(decoder_model(**options), 0, 0.05), word_tokenizer())
+    assert main(command(folder)) == 0
+    content = (folder / "out" / "model.safetensors").read_bytes()
+    shutil.rmtree(folder / "out")
+    return folder, content
+
+
+def command(folder: Path) -> list[str]:
+    return words(folder, "--no-eval", "--set", "modules=[q_proj]")
+
+
+FAULTS: dict[str, tuple[Fault, int, str]] = {
+    "no room for a block": (lambda _: largest_file(1024), 1,
+        r"cannot write .*block-0001\.safetensors: .*needs .*B are free.*--out"),
+    "no room for the model": (no_room_for_the_model, 2,
+        r"the model cannot be saved to --out .*/out: .*File too large.* It needs .*iB are free.*"
+        r"--resume: .*/out\.blocks"),
+    "memory short": (memory_short, 1,
+        r"out of memory \(cpu\) at model\.layers\.1.*--set batch_size"),
+    "expert gone": (gone("two"), 1, r"expert 'two': .*two/model\.safetensors could be read"),
+    "expert cut short": (cut_short("two"), 1,
+        r"expert 'two': .*two/model\.safetensors has changed"),
+    "expert replaced": (replaced, 1, r"expert 'two': .*two/model\.safetensors has changed"),
+    "merged gone": (gone("merged"), 1, r"merged model: .*merged/model\.safetensors could be read"),
+    "merged cut short": (cut_short("merged"), 1,
+        r"merged/model\.safetensors has changed.* Check MERGED or --merge"),
+    "folder hangs": (hanging, 1, r"ended before it was done: finished blocks .*--resume"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_one_sentence_and_loses_nothing(name: str, whole: Any, tmp_path: Path):
+    fault, blocks, message = FAULTS[name]
+    source, expected = whole
+    folder = tmp_path / "models"
+    shutil.copytree(source, folder)
+    code, errors = ended(command(folder), folder, fault)
+    assert code == (130 if fault is hanging else 2)
+    assert re.search(message, errors) and len(errors.splitlines()) == 1, errors
+    files = {path.name for path in folder.iterdir()}
+    assert files == {path.name for path in source.iterdir()} | {"out.blocks"}
+    assert finished_blocks(folder / "out.blocks") == blocks
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    assert main([*command(folder), "--resume"]) == 0
+    assert (folder / "out" / "model.safetensors").read_bytes() == expected
+    log = read_lines(folder / "out" / "featcal" / "calibration_log.jsonl")
+    assert [record["blocks"] for record in log if record["kind"] == "resumed"] == [blocks]
+
+
+def killed(arguments: list[str], moment: str) -> None:
+    """Run the command in a process that is killed when its model has appeared."""
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def run(_: int) -> None:
+        replace, remove = os.replace, shutil.rmtree
+
+        def replaced(source: Any, target: Any) -> None:
+            replace(source, target)
+            if moment == "saved" and Path(target).name == "out":
+                die()
+
+        def removed(folder: Any, *rest: Any, **options: Any) -> None:
+            is_blocks = Path(folder).name == "out.blocks"
+            if is_blocks and moment == "removing blocks":
+                (Path(folder) / "blocks.json").unlink()
+                die()
+            remove(folder, *rest, **options)
+            if is_blocks:  # nothing is shown yet
+                die()
+
+        os.replace, shutil.rmtree = replaced, removed
+        main(arguments)
+
+    assert in_forks(1, run, seconds=SECONDS) == [-signal.SIGKILL]
+
+
+@pytest.mark.parametrize("moment", ["saved", "removing blocks", "blocks removed"])
+def test_a_run_that_was_killed_after_saving_ends_well(moment: str, folder: Path, capsys: Any):
+    run, out = words(folder, *PAPER), folder / "out"
+    killed(run, moment)
+    saved = (out / "model.safetensors").read_bytes()
+    assert main([*run, "--set", "seed=1", "--resume"]) == 2  # a model of another command
+    assert f"--out {out} exists and is not empty" in capsys.readouterr().err
+    assert main([*run, *([] if moment == "saved" else ["--resume"])]) == 0
+    assert f"{out}" in capsys.readouterr().out
+    assert not Path(f"{out}.blocks").exists()
+    assert (out / "model.safetensors").read_bytes() == saved
+    assert main(["explain", str(out)]) == 0  # its files are as they were written
+    assert main(["report", str(out)]) == 0
+    assert (out / "featcal" / "calibration_log.jsonl").is_file()
+    assert main(run) == 2  # another run needs another folder

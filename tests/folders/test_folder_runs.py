@@ -1,0 +1,419 @@
+"""`featcal calibrate` on folders of models: its result is the calibration that Python gives."""
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from made_folders import (
+    CHAT,
+    FEW,
+    HELD,
+    PAPER,
+    ROWS,
+    SCORES,
+    classifier_folders,
+    clip_folders,
+    datasets_on_disk,
+    words,
+    write_rows,
+)
+from peft import PeftModel
+from safetensors.torch import load_file
+from tiny_images import picture
+from tiny_texts import TASKS, sentences, word_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    CLIPProcessor,
+    CLIPVisionModel,
+)
+
+from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
+from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.data.draws import sample_order
+from fusion_bench_featcal.data.text_samples import TextEncoder, pad_samples
+from fusion_bench_featcal.folders import calibrate_folder
+from fusion_bench_featcal.folders.model_folder import ModelFolder
+from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.suites.image import load_processor
+
+ALL = ("--set", f"samples_per_task={ROWS}")
+
+
+def report_of(folder: Path) -> Report:
+    return Report.load(folder / "out" / "featcal")
+
+
+def parameters(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def changed(calibrated: Any, merged: Any) -> set[str]:
+    """Names of parameters that differ."""
+    before = parameters(merged)
+    return {n for n, v in parameters(calibrated).items() if not torch.equal(v, before[n])}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    source = SafetensorsExpert(folder)
+    return {name: source.tensor(name) for name in source.names()}
+
+
+def assert_equal(first: Path, second: Path) -> None:
+    others = weights(second)
+    assert weights(first).keys() == others.keys()
+    assert all(torch.equal(value, others[name]) for name, value in weights(first).items())
+
+
+# --- one run of a language model, and its repetitions ---
+
+
+def test_a_language_model_as_calibrated_in_python_without_held_back_rows(finished):
+    run = finished("llama")
+    settings = FeatCalSettings(samples_per_task=ROWS, batch_size=4, max_length=1024)
+    encoder = TextEncoder(word_tokenizer(padding_side="right"), "causal", 1024)
+    batches = {}
+    for task in TASKS:
+        order = sample_order(ROWS, task, 42)[: ROWS - HELD]
+        samples = [encoder.sample(sentences(task, ROWS)[index], "") for index in order]
+        batches[task] = [pad_samples(samples[n : n + 4], encoder) for n in range(0, len(order), 4)]
+    experts = {task: run.models[task] for task in TASKS}
+    merged, base = run.models["merged"], run.models["base"]
+    expected = calibrate(merged, base, experts, batches, settings).model
+    saved = AutoModelForCausalLM.from_pretrained(run.out)
+    for name, value in parameters(saved).items():
+        torch.testing.assert_close(value, expected.get_parameter(name), rtol=1e-5, atol=1e-6)
+    assert changed(saved, merged) == changed(expected, merged) != set()
+
+
+def test_report_and_screen(finished):
+    run = finished("llama")
+    assert list(run.report.rows) == ["experts", "merged", "featcal"]
+    assert set(run.report.loss["featcal"]) == {*TASKS, "average"}
+    assert run.report.test_sets["one"]["items"] == HELD
+    assert run.report.samples["featcal"]["one"]["samples"] == ROWS - HELD
+    assert "plan: " in run.screen and f"; evaluated on {HELD} rows" in run.screen
+    text = " ".join(run.screen.split())  # the last notes are wrapped
+    assert run.notes and [text.count(note) for note in run.notes] == [1] * len(run.notes)
+    assert run.screen.splitlines()[-1].split() == ["loaded:"]  # neither FusionBench nor Hydra
+    assert not (run.folder / "out.blocks").exists()
+    name = "tokenizer_config.json"
+    assert (run.out / name).read_text() == (run.folder / "merged" / name).read_text()
+
+
+def test_the_recipe_beside_a_result_repeats_it(finished, tmp_path, monkeypatch):
+    run = finished("llama")
+    recipe = yaml.safe_load((run.out / "recipe.yaml").read_text())
+    assert recipe["base"] == str(run.folder / "base") and recipe["expert"]["one"].startswith("/")
+    assert "out" not in recipe and "eval_rows" not in recipe
+    monkeypatch.chdir(tmp_path)
+    assert main(["calibrate", str(run.out / "recipe.yaml"), "--out", "again"]) == 0
+    assert_equal(tmp_path / "again", run.out)
+    assert Path("again/recipe.yaml").read_text() == (run.out / "recipe.yaml").read_text()
+
+
+def test_columns_and_splits_of_other_names_are_the_same_rows(finished, folder):
+    rows = [
+        {"q": row["prompt"], "a": row["target"], "prompt": "id"} for row in sentences("one", ROWS)
+    ]
+    write_rows(folder / "one.jsonl", rows)
+    rows = [{"ask": row["prompt"], "a": row["target"]} for row in sentences("two", ROWS)]
+    datasets_on_disk(folder / "saved", "fit", "more", rows=rows)
+    columns = ("--columns", "prompt=q,target=a", "--columns", "two:prompt=ask")
+    assert main(words(folder, *PAPER, *ALL, *columns, data=("one.jsonl", "saved:fit"))) == 0
+    report = report_of(folder)
+    assert report.loss == finished("llama").report.loss
+    assert "one.jsonl (prompt=q, target=a); evaluated on" in report.notes[0].text
+    assert "saved:fit (prompt=ask, target=a); evaluated on" in report.notes[1].text
+
+
+@pytest.mark.parametrize("on_the_way", [False, True])
+def test_models_that_do_not_fit_are_evaluated_from_files(finished, folder, monkeypatch, on_the_way):
+    """Merged on the way or before, in memory or not, in one file or one for each block."""
+    more = ("--merge", "task_arithmetic:0.4") if on_the_way else ()
+    run = words(folder, *PAPER, *ALL, *more, merged=None if on_the_way else "merged")
+    if on_the_way:
+        assert main(run) == 0
+        (folder / "out").rename(folder / "first")
+        before = weights(finished("llama").out)
+        for name, value in weights(folder / "first").items():
+            torch.testing.assert_close(value, before[name], rtol=1e-4, atol=1e-5)
+    first = folder / "first" if on_the_way else finished("llama").out
+    monkeypatch.setattr(ModelFolder, "fits", lambda self, device: False)
+    monkeypatch.setattr(ModelFolder, "load", None)  # no model is in memory
+    assert main([*run, "--shard-size", "2KB"]) == 0
+    assert len(list((folder / "out").glob("model-*.safetensors"))) > 1
+    assert_equal(first, folder / "out")
+    report, expected = report_of(folder), Report.load(first / "featcal")
+    assert (report.rows, report.loss) == (expected.rows, expected.loss)
+    assert report.upstream == ("task_arithmetic" if on_the_way else expected.upstream)
+    monkeypatch.undo()
+    assert AutoModelForCausalLM.from_pretrained(folder / "out").config.model_type == "llama"
+
+
+def test_a_plan_does_nothing(models, plan):
+    before = sorted(models.iterdir())
+    text = plan(words(models))
+    assert sorted(models.iterdir()) == before and "saved: " not in text
+    for part in ("one: 12 samples of ", "read from experts", "are free for"):
+        assert part in text
+
+
+def test_one_is_singular_and_a_merger_that_is_not_known_is_not_named(folder, capsys):
+    row = json.loads((folder / "one.jsonl").read_text().splitlines()[0])
+    write_rows(folder / "row.jsonl", [row])
+    run = words(folder, *PAPER, names=["one"], data=["row.jsonl"])
+    assert main([*run, "--eval", f"one={folder / 'one.jsonl'}"]) == 0
+    assert main(["report", str(folder / "out" / "featcal")]) == 0
+    assert main(["report", str(folder / "out"), "--html", str(folder / "page.html")]) == 0
+    shown, page = capsys.readouterr().out, (folder / "page.html").read_text()
+    for text in (", 1 task\n", "one: 1 sample of", "merged elsewhere"):
+        assert text in shown
+    assert "merged elsewhere" in page
+    for text in (shown, page, (folder / "out" / "featcal" / "report.md").read_text()):
+        plural = r"(?<![\d.])1 (?:tasks|samples|threads|runs)\b|merged by merged"
+        assert not re.findall(plural, text)
+
+
+# --- kinds of models and data ---
+
+
+def test_lora_adapters_are_experts(finished):
+    run = finished("lora")
+    assert f"  merge: simple_average\n  base: {run.folder / 'base'}\n  experts: " in run.screen
+    assert run.screen.count("-lora (LoRA adapter)") == len(TASKS)
+    names = changed(AutoModelForCausalLM.from_pretrained(run.out), run.models["base"])
+    assert any(name.endswith("q_proj.weight") for name in names)
+    assert not any("embed" in name for name in names)
+
+
+def test_scores_of_own_functions_before_and_after(finished):
+    run = finished("lora")
+    for score, value in (("layers", 2), ("several tokens", 2), ("several half", 0.5)):
+        values = f"simple_average {value}, featcal {value}"
+        line = f"evaluated by layer_scores:{score}: {values}"
+        assert line in run.screen and any(note.startswith(line) for note in run.notes)
+    template = AutoTokenizer.from_pretrained(run.out).chat_template
+    assert template == (run.folder / "chat.jinja").read_text()  # functions have a copy
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("text", "layer_scores:text gives no number or numbers by name (ValueError: could not"),
+        ("failing", "layer_scores:failing raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_own_functions_that_fail(folder, monkeypatch, capsys, name, message):
+    monkeypatch.chdir(folder)
+    (folder / "layer_scores.py").write_text(SCORES)
+    assert main(words(folder, *PAPER, "--evaluate", f"layer_scores:{name}")) == 2
+    assert message in capsys.readouterr().err and not (folder / "out").exists()
+
+
+TIED = {"t5": ("shared", "encoder.embed", "decoder.embed"), "qwen": ("model.embed", "lm_head")}
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "rank"), [("lora", 64), ("t5", 2), ("bert", 1), ("gpt2", 4), ("qwen", 4)]
+)
+def test_peft_loads_the_best_adapter_of_its_rank(finished, name, rank):
+    run, tied = finished(name), TIED.get(name, ())
+    kind = type(run.models["base"])
+    base = kind.from_pretrained(run.folder / "base")
+    before = {key: value.clone() for key, value in base.state_dict().items()}
+    after = kind.from_pretrained(run.out).state_dict()
+    adapter = run.out / "adapter"
+    loaded: Any = PeftModel.from_pretrained(base, str(adapter))
+    lost = energy = 0.0
+    for key, value in loaded.merge_and_unload().state_dict().items():
+        expected = after[key]
+        if key.startswith(tied):
+            expected = before[key]
+        elif value.ndim == 2:
+            left, size, right = torch.linalg.svd(after[key] - before[key], full_matrices=False)
+            expected = before[key] + (left[:, :rank] * size[:rank]) @ right[:rank]
+            lost, energy = lost + size[rank:].square().sum(), energy + size.square().sum()
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+    share = f"adapter of rank {rank}: {100 * lost / energy:.1f} % of the change's energy is lost"
+    assert any(note.startswith(share) for note in run.notes)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(run.folder / "base")
+    if losses := run.report.loss:
+        is_whole = losses[f"featcal:lora {rank}"] == pytest.approx(losses["featcal"], rel=1e-4)
+        assert is_whole == (name == "lora")
+
+
+def test_an_encoder_decoder_whose_expert_writes_missing_targets(finished):
+    run = finished("t5")
+    saved = type(run.models["base"]).from_pretrained(run.out)
+    names = changed(saved, run.models["merged"])
+    assert any(name.startswith("decoder") for name in names) and "shared.weight" not in names
+    assert "one: no targets in --data, so its expert writes them" in run.screen
+    assert "two: no targets" not in run.screen
+    assert run.report.rows["experts"]["one"] == 1  # of answers that it has written itself
+
+
+def test_plain_texts_and_chats(folder, capsys):
+    texts = [{"text": f"{row['prompt']} {row['target']}"} for row in sentences("one", ROWS)]
+    write_rows(folder / "one.jsonl", texts)
+    chats = []
+    for row in sentences("two", ROWS):
+        pairs = (("user", row["prompt"]), ("assistant", row["target"]))
+        chats.append({"messages": [{"role": role, "content": text} for role, text in pairs]})
+    write_rows(folder / "two.jsonl", chats)
+    (folder / "chat.jinja").write_text(CHAT)
+    assert main(words(folder, *PAPER, "--chat-template", str(folder / "chat.jinja"))) == 0
+    assert "share of tokens that are right" in capsys.readouterr().out
+
+
+def test_text_classifiers_keep_their_heads(finished):
+    run = finished("bert")
+    names = changed(BertForSequenceClassification.from_pretrained(run.out), run.models["merged"])
+    assert names and all(name.startswith("bert.encoder.") for name in names)
+    head = load_file(run.out / "heads" / "two" / "head.safetensors")
+    assert set(head) == {"classifier.weight", "classifier.bias"}
+    expert = run.models["two"].state_dict()
+    assert all(torch.equal(value, expert[name]) for name, value in head.items())
+    assert run.report.test_sets["two"]["items"] == HELD
+
+
+def test_labels_by_name_are_those_by_number(tmp_path):
+    models = classifier_folders(tmp_path)
+    texts = [row["prompt"] for row in sentences("one")]
+    letters = [letter for pair in zip("abcdef", "ABCDEF", strict=True) for letter in pair]
+    unnamed = [f"LABEL_{n}" for n in range(12)]
+    tasks = {
+        "numbers": (unnamed, range(12)),
+        "digits": (unnamed, [str(n) for n in range(12)]),
+        "positions": (letters, range(12)),
+        "letters": (letters, letters),
+    }
+    run = ["calibrate", str(tmp_path / "merged"), "--base", str(tmp_path / "base"), *FEW, *PAPER]
+    for task, (head, labels) in tasks.items():
+        names = {"id2label": dict(enumerate(head)), "label2id": {n: i for i, n in enumerate(head)}}
+        torch.manual_seed(0)
+        config = BertConfig(**(models["one"].config.to_dict() | names))
+        expert = BertForSequenceClassification(config)
+        expert.bert.load_state_dict(models["one"].bert.state_dict())
+        expert.save_pretrained(tmp_path / task)
+        shutil.copy(tmp_path / "one" / "tokenizer_config.json", tmp_path / task)
+        rows = [{"text": t, "label": label} for t, label in zip(texts, labels, strict=True)]
+        file = f"{task}={write_rows(tmp_path / f'{task}.jsonl', rows)}"
+        run += ["--expert", f"{task}={tmp_path / task}", "--data", file, "--eval", file]
+    assert main([*run, "--set", "samples_per_task=2", "--out", str(tmp_path / "out")]) == 0
+    loss = report_of(tmp_path).loss["experts"]
+    assert loss["numbers"] == loss["digits"] and loss["positions"] == loss["letters"]
+
+
+@pytest.mark.parametrize("kind", [BertForMaskedLM, BertModel])
+def test_a_base_with_another_head_than_its_classifiers(tmp_path, kind, capsys):
+    models = classifier_folders(tmp_path)
+    body = models["base"].bert.state_dict()
+    base = kind(models["base"].config)
+    target = base if kind is BertModel else base.bert
+    target.load_state_dict({name: body[name] for name in target.state_dict()})
+    base.save_pretrained(tmp_path / "base")
+    assert main(words(tmp_path, "--merge", "task_arithmetic:0.4", *PAPER, merged=None)) == 0
+    saved = BertForSequenceClassification.from_pretrained(tmp_path / "out")
+    merged = "bert.embeddings.word_embeddings.weight"  # and not calibrated
+    expected = models["merged"].get_parameter(merged)
+    torch.testing.assert_close(saved.get_parameter(merged), expected, rtol=1e-4, atol=1e-5)
+    assert "heads: " in capsys.readouterr().out
+    assert "## Heads" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_image_classifiers(finished):
+    run = finished("vit")
+    saved = type(run.models["base"]).from_pretrained(run.out)
+    assert changed(saved, run.models["merged"])
+    assert (run.out / "preprocessor_config.json").is_file()
+    assert run.report.test_sets["one"]["items"] == HELD  # of a table with columns of other names
+    with open(run.out / "featcal" / "lines.csv", newline="") as file:
+        lines = [line for line in csv.DictReader(file) if line["metric"] == "loss"]
+    for task in TASKS:  # heads are the same, bodies are not
+        losses = [line["value"] for line in lines if line["task"] == task]
+        assert len(losses) == len(set(losses)) == 3
+
+
+def test_a_whole_clip_keeps_its_text_tower(finished):
+    run = finished("clip")
+    names = changed(type(run.models["base"]).from_pretrained(run.out), run.models["merged"])
+    assert names and all(name.startswith("vision_model.encoder.") for name in names)
+    assert list(run.report.rows) == ["experts", "merged", "featcal"]
+    processor: Any = CLIPProcessor.from_pretrained(run.out)
+    assert processor(text=["a star"], images=picture(0), return_tensors="pt")["input_ids"].numel()
+
+
+def test_vision_towers_alone_take_their_heads_from_a_clip(tmp_path):
+    clip_folders(tmp_path)
+    for name in ("base", *TASKS, "merged"):
+        CLIPVisionModel.from_pretrained(tmp_path / name).save_pretrained(tmp_path / name / "tower")
+        load_processor().save_pretrained(tmp_path / name / "tower")
+    more = (*PAPER, "--text-tower", str(tmp_path / "base"))
+    towers = {"merged": "merged/tower", "base": "base/tower", "experts": ["one/tower", "two/tower"]}
+    assert main(words(tmp_path, *more, data="{}-images", **towers)) == 0
+    assert list(report_of(tmp_path).rows) == ["experts", "merged", "featcal"]
+    assert type(CLIPVisionModel.from_pretrained(tmp_path / "out")) is CLIPVisionModel
+
+
+# --- verdict ---
+
+
+def test_strict_saves_nothing_where_a_task_is_behind(folder, capsys):
+    run = words(folder, "--set", "samples_per_task=24", "--set", "held_out=8", "--strict")
+    assert main(run) == 1
+    shown = capsys.readouterr()
+    (line,) = (line for line in shown.out.splitlines() if line.startswith("verdict: no closer"))
+    assert "Try more samples (--set samples_per_task), " in line
+    assert "--strict: nothing was saved" in shown.err
+    assert not (folder / "out").exists() and not (folder / "out.blocks").exists()
+
+
+def test_strict_saves_where_all_tasks_are_closer(folder, capsys):
+    assert main(words(folder, *PAPER, "--set", "ridge_lambda=1e12", "--strict")) == 0
+    shown, report = capsys.readouterr().out, report_of(folder)
+    verdict = "verdict: 2 of 2 tasks are closer to the experts than the merged model is"
+    assert verdict in shown and report.notes[-1].text == verdict
+    assert all(shown.count(f"gain of {task} on ") == 1 for task in TASKS)
+
+
+# --- recipes and Python ---
+
+
+def test_options_in_python_and_of_the_command_line_win_over_a_recipe(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    files: dict[str, Any] = {"base": "base", "expert": {task: task for task in TASKS}}
+    files["data"] = {task: f"{task}.jsonl" for task in TASKS}
+    settings = {"samples_per_task": 4, "ridge_lambda": "1e-1"}
+    run: dict[str, Any] = {**files, "preset": "paper", "no_eval": True}
+    assert calibrate_folder(merge="task_arithmetic", out="out", set=settings, **run) == Path("out")
+    assert yaml.safe_load(Path("out/recipe.yaml").read_text())["merge"] == "task_arithmetic:0.3"
+    assert "merge: task_arithmetic:0.3" in capsys.readouterr().out
+    recipe = {"merged": "merged", **run, "preset": "plus", "set": {"seed": 1}, "out": "other"}
+    Path("mine.yaml").write_text(yaml.safe_dump(recipe))
+    more = [
+        "--set",
+        "samples_per_task=2",
+        "--preset",
+        "paper",
+        "--resume",
+        "--data",
+        "one=two.jsonl",
+    ]
+    assert main(["calibrate", "mine.yaml", *more]) == 0
+    recipe = yaml.safe_load(Path("other/recipe.yaml").read_text())
+    assert recipe["set"] == {"seed": 1, "samples_per_task": 2} and recipe["preset"] == "paper"
+    assert recipe["data"] == dict.fromkeys(TASKS, str(folder / "two.jsonl"))

@@ -1,0 +1,139 @@
+"""Experts that cannot do their own task, and tasks that end no closer to their experts."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from made_folders import PAPER, ROWS, t5_folders, words
+from tiny_texts import sentences, word_tokenizer
+from transformers import AutoModelForCausalLM
+
+from fusion_bench_featcal import FeatCalSettings
+from fusion_bench_featcal.agreement import Agreement
+from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.data.text_samples import TextEncoder, pad_samples
+from fusion_bench_featcal.folders.expert_checks import weak_experts
+from fusion_bench_featcal.folders.tasks import Score
+from fusion_bench_featcal.folders.verdict import Verdict
+from fusion_bench_featcal.results import Report
+
+
+def test_experts_no_better_than_guessing_need_force(tmp_path, capsys):
+    t5_folders(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    run = words(tmp_path, *PAPER)
+    assert main([word for word in run if word != "--force"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    (loss,) = re.findall(r"own rows: one \(loss (\d\.\d\d) on 6 rows, guessing 3\.14", line)
+    assert float(loss) > 6 and "--chat-template" in line and line.endswith("give --force")
+    assert sorted(tmp_path.iterdir()) == before
+    assert main(run) == 0
+    notes = Report.load(tmp_path / "out" / "featcal").notes
+    assert any(f"one (loss {loss} on 6 rows" in note.text for note in notes)
+
+
+def test_experts_worse_than_the_base(folder, capsys):
+    base: Any = AutoModelForCausalLM.from_pretrained(folder / "base").train()
+    encoder = TextEncoder(word_tokenizer(), "causal")
+    batch = pad_samples([encoder.sample(row, "") for row in sentences("one", ROWS)], encoder)
+    optimizer = torch.optim.Adam(base.parameters(), 0.01)
+    for _ in range(30):
+        optimizer.zero_grad()
+        base(**batch).loss.backward()
+        optimizer.step()
+    base.save_pretrained(folder / "base")
+    assert main([word for word in words(folder, "--any-base") if word != "--force"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "on their own rows: one (loss 3." in line and "on 6 rows, the base 1." in line
+
+
+def score(losses: list[float], right: float, choices: int, kind: Any = "class") -> Score:
+    return Score(right, torch.tensor(losses, dtype=torch.float64), None, choices, kind)
+
+
+WRONG, RIGHT = 6.0, 0.01
+BINARY, MANY = 2, 32000
+BASE = score([2, 3, 2, 2], 0.2, MANY)
+
+
+@pytest.mark.parametrize(
+    ("expert", "base", "better"),
+    [
+        # loses to a guess
+        (score([17, 16, 19, 15, 18], 0, MANY, "answer"), None, "guessing 10.37"),
+        (score([17, 16, 19, 15, 18], 0.05, MANY, "text"), None, "guessing 10.37"),
+        (score([math.log(12)] * 6, 1 / 12, 12), None, "guessing 2.48"),
+        (score([WRONG] * 10 + [RIGHT] * 2, 2 / 12, 12), None, "guessing 2.48"),
+        (score([math.nan] * 6, 0, 12), None, "guessing 2.48"),
+        # an honest expert of few rows, or one that is sure of its errors
+        (score([17, 16, 19], 0, MANY, "answer"), None, None),
+        (score([WRONG] * 3 + [RIGHT] * 3, 0.5, BINARY), None, None),
+        (score([WRONG] * 60 + [RIGHT] * 140, 0.7, BINARY), None, None),
+        (score([0.72, 0.66, 0.70, 0.69, 0.71, 0.73], 0.5, BINARY), None, None),
+        # loses to the base
+        (score([4, 5, 4, 5], 0.1, MANY, "answer"), BASE, "the base 2.25"),
+        (score([4, 5, 4, 5], 0.1, 300), score([2, 3, 2, 2], 0.1, 300), "the base 2.25"),
+        # does not: right more often, close, by too few rows, whole texts, the base itself
+        (score([4, 5, 4, 5], 0.3, MANY, "answer"), BASE, None),
+        (score([2.05, 3.05, 2.05, 2.05], 0, MANY), BASE, None),
+        (score([9, 1, 3, 3], 0, MANY), BASE, None),
+        (score([4, 5, 4, 5], 0, MANY, "text"), BASE, None),
+        (BASE, BASE, None),
+    ],
+)
+def test_a_weak_expert_is_told_from_an_honest_one(expert, base, better):
+    rows = len(expert.losses)
+    expected = [] if better is None else [f"a (loss {expert.loss:.2f} on {rows} rows, {better})"]
+    assert weak_experts({"a": expert}, {} if base is None else {"a": base}) == expected
+
+
+NONE = Agreement({}, {}, {})
+NOISE = torch.linspace(-0.02, 0.02, 20).double()
+
+
+def noisy(loss: float, right: int | None = None) -> Score:
+    flags = None if right is None else torch.arange(20) < right
+    return Score((right or 0) / 20, loss + NOISE, flags, 5, "class")
+
+
+def close(cosine: float) -> Agreement:
+    return Agreement({"one": cosine}, {"one": 0.8}, {"one": 0.1})
+
+
+def verdict_of(merged: Score, calibrated: Score, agreement: Agreement = NONE) -> Verdict:
+    return Verdict.of({"one": merged}, {"one": calibrated}, agreement, FeatCalSettings.plus())
+
+
+def test_a_gain_has_its_interval_and_its_rows():
+    flags = torch.zeros(20).double()
+    flags[10:14] = 1
+    half = 2.0930240544 * float(flags.std()) / 20**0.5  # Student's t of 19 degrees of freedom
+    verdict = verdict_of(noisy(1.0, 10), noisy(0.75, 14))
+    accuracy = f"accuracy +20.0 ± {100 * half:.1f} points"
+    assert verdict.gains == [f"gain of one on 20 rows: {accuracy}, loss -0.250 ± 0.000"]
+    assert verdict.is_good and verdict.sentence.startswith("verdict: 1 of 1 task is closer to the")
+
+
+@pytest.mark.parametrize(
+    ("merged", "calibrated", "agreement", "reason"),
+    [
+        (noisy(1.0), noisy(1.0), NONE, "one (loss +0.000 ± 0.000)"),
+        (noisy(1.0), noisy(0.5), close(0.8), "one (cosine of features 0.8000, merged 0.8000)"),
+        (noisy(1.0), noisy(1.5), close(0.9), "one (loss +0.500 ± 0.000)"),
+        (noisy(1.0, 15), noisy(0.9, 5), close(0.9), "one (accuracy -50.0 ± 24.0 points"),
+    ],
+)
+def test_a_task_that_is_behind(merged, calibrated, agreement, reason):
+    verdict = verdict_of(merged, calibrated, agreement)
+    where = "no closer to their experts than the merged model on held-out samples"
+    assert not verdict.is_good and f"{where}: {reason}" in verdict.sentence
+
+
+def test_chance_is_not_behind_and_nothing_held_out_gives_no_verdict():
+    after = noisy(1.0)
+    after.losses[0] += 0.1
+    assert verdict_of(noisy(1.0, 10), after, close(0.9)).is_good
+    verdict = Verdict.of({}, {}, NONE, FeatCalSettings())
+    assert verdict.sentence == "verdict: none without held-out samples" and verdict.gains == []
