@@ -1,10 +1,9 @@
-"""A calibration that stops goes on from the shards of its model, or says why not."""
+"""A calibration that stops resumes from the shards of its model, or says why not."""
 
 import json
 import os
-import random
+import re
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,63 +18,70 @@ from tiny_models import Suite, clip_suite, gpt2_suite, t5_suite
 from tiny_open_clip import tower_suite
 from torch import nn
 
-from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.files import owner_mark
+from fusion_bench_featcal import CalibrationError, Paper, Plus, SafetensorsExpert, calibrate
+from fusion_bench_featcal.files import ReportError, owner_mark, write_atomic, write_whole
 from fusion_bench_featcal.output import check_output
-from fusion_bench_featcal.output.folder import OutputFolder
 from fusion_bench_featcal.processes import Processes
-from fusion_bench_featcal.rules.paper import Paper
-from fusion_bench_featcal.rules.plus import Plus
-
-PAPER_RULE: Any = Paper()
+from fusion_bench_featcal.tensor_files import read_tensors, write_tensors
 
 
 class Interrupted(BaseException):
-    """Stands for whatever ends a process."""
+    """Stands for an error that ends a process."""
 
 
 def run(suite: Suite, folder: Path | None = None, *, resume: bool = False, rule: Any = None,
         autocast: Any = None, **more: Any) -> Any:  # fmt: skip
-    place, rule = None if folder is None else str(folder), rule if rule is not None else PAPER_RULE
+    path = None if folder is None else str(folder)
     settings = settings_of(
-        Knobs(), suite, family=suite.family, checkpoint_dir=place, resume=resume, **more
+        Knobs(), suite, family=suite.family, checkpoint_dir=path, resume=resume, **more
     )
-    return calibrate(
-        suite.merged, suite.base, suite.experts, suite.inputs, with_rule(settings, rule),
-        autocast=autocast,
-    )  # fmt: skip
+    settings = with_rule(settings, Paper() if rule is None else rule)
+    models = (suite.merged, suite.base, suite.experts)
+    return calibrate(*models, suite.inputs, settings, autocast=autocast)
 
 
-def interrupt(suite: Suite, folder: Path, blocks: int, monkeypatch: Any, **more: Any) -> None:
-    """Run until some blocks are written."""
-    write, written = OutputFolder.write, []
+def interrupt(
+    suite: Suite, folder: Path, blocks: int, error: BaseException | None = None, **more: Any
+) -> str:
+    """Run until some blocks are written, and raise as the next one is; the message."""
+    error, replace, left = error or Interrupted(), os.replace, [blocks]
 
-    def count(self: OutputFolder, block: str, *rest: Any) -> Any:
-        if block not in self._finished:
-            if len(written) == blocks:
-                raise Interrupted
-            written.append(block)
-        return write(self, block, *rest)
+    def counted(source: Any, target: Any) -> None:
+        left[0] -= Path(target).name.startswith("block-")
+        if left[0] < 0:
+            raise error
+        replace(source, target)
 
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr(OutputFolder, "write", count)
+    kinds = (type(error), CalibrationError)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(kinds) as raised:
+        patch.setattr("os.replace", counted)
         run(suite, folder, **more)
+    return str(raised.value)
 
 
 def records(result: Any) -> list[dict[str, Any]]:
-    """The log without what a resumed run adds, times, and the bytes that this run has read."""
-    kept = [record for record in result.log.plain_records() if record["kind"] != "resumed"]
+    """The log without records of resuming, times, and the bytes that this run has read."""
+    varying = ("seconds", "expert_bytes")
     return [
-        {key: value for key, value in r.items() if key not in ("seconds", "expert_bytes")}
-        for r in kept
+        {key: value for key, value in record.items() if key not in varying}
+        for record in result.log.plain_records()
+        if record["kind"] != "resumed"
     ]
+
+
+def restored(result: Any) -> list[int]:
+    return [record["blocks"] for record in result.log.of_kind("resumed")]
 
 
 def listed(folder: Path) -> list[str]:
     return list(json.loads((folder / "blocks.json").read_text())["blocks"])
 
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.iterdir()}
+
+
+# --- resuming ---
 
 SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any], int]] = {
     "clip": (clip_suite, {}, 2),
@@ -94,23 +100,38 @@ SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any], int]] = {
 def test_resumed_model_and_log_are_those_of_an_uninterrupted_run(name: str, tmp_path, monkeypatch):
     make, more, blocks = SUITES[name]
     suite = make()
-    wanted = run(suite, **more)
+    expected = run(suite, **more)
     for kept in range(blocks + 1):
         folder = tmp_path / str(kept)
         if kept < blocks:
-            interrupt(suite, folder, kept, monkeypatch, **more)
+            interrupt(suite, folder, kept, **more)
         else:
             run(suite, folder, **more)
+            monkeypatch.setattr("fusion_bench_featcal.calibration.calibrate_blocks", None)
         assert len(listed(folder)) == kept
-        found = run(suite, folder, resume=True, **more)
-        assert_identical(found.model, wanted.model)
-        assert records(found) == records(wanted)
-        assert [r["blocks"] for r in found.log.of_kind("resumed")] == ([kept] if kept else [])
-        assert found.reads["plan"] == wanted.reads["plan"]
+        result = run(suite, folder, resume=True, **more)
+        assert_identical(result.model, expected.model)
+        assert records(result) == records(expected)
+        assert restored(result) == ([kept] if kept else [])
+        assert result.reads["plan"] == expected.reads["plan"]
+
+
+def test_a_run_may_be_interrupted_again_and_again_and_lose_a_file(tmp_path: Path):
+    suite = t5_suite()
+    interrupt(suite, tmp_path, 1)
+    for _ in range(2):
+        interrupt(suite, tmp_path, 1, resume=True)
+    assert len(listed(tmp_path)) == 3
+    expected = run(suite).model
+    assert_identical(run(suite, tmp_path, resume=True).model, expected)
+    (tmp_path / "block-0001.safetensors").unlink()
+    result = run(suite, tmp_path, resume=True)
+    assert_identical(result.model, expected)
+    assert restored(result) == [1]
 
 
 @pytest.mark.parametrize("name", ["clip", "gpt2", "t5", "open_clip"])
-def test_finished_folder_is_the_model(name: str, tmp_path: Path):
+def test_a_finished_folder_is_the_model(name: str, tmp_path: Path):
     suite = SUITES[name][0]()
     model = run(suite, tmp_path).model
     source = SafetensorsExpert(tmp_path)
@@ -119,46 +140,13 @@ def test_finished_folder_is_the_model(name: str, tmp_path: Path):
     weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(weight_map) == set(first.values())
     assert all(torch.equal(source.tensor(key), state[key]) for key in weight_map)
-    if name == "open_clip":
-        return
-    model.config.dtype = model.dtype
-    model.config.save_pretrained(tmp_path)
-    assert_identical(type(model).from_pretrained(tmp_path, dtype=model.dtype), model)
+    if name != "open_clip":
+        model.config.dtype = model.dtype
+        model.config.save_pretrained(tmp_path)
+        assert_identical(type(model).from_pretrained(tmp_path, dtype=model.dtype), model)
 
 
-def test_finished_run_is_repeated_without_running_anything(tmp_path: Path, monkeypatch: Any):
-    suite = clip_suite()
-    wanted = run(suite, tmp_path)
-    monkeypatch.setattr(torch.nn.MultiheadAttention, "forward", None)
-    monkeypatch.setattr("fusion_bench_featcal.calibration.calibrate_blocks", None)
-    assert_identical(run(suite, tmp_path, resume=True).model, wanted.model)
-
-
-def test_run_may_be_interrupted_again_and_again(tmp_path: Path, monkeypatch):
-    suite = t5_suite()
-    interrupt(suite, tmp_path, 1, monkeypatch)
-    for _ in range(2):
-        interrupt(suite, tmp_path, 1, monkeypatch, resume=True)
-    assert len(listed(tmp_path)) == 3
-    assert_identical(run(suite, tmp_path, resume=True).model, run(suite).model)
-
-
-def test_blocks_from_a_missing_file_on_are_calibrated_anew(tmp_path: Path):
-    suite = t5_suite()
-    wanted = run(suite, tmp_path)
-    (tmp_path / "block-0001.safetensors").unlink()
-    found = run(suite, tmp_path, resume=True)
-    assert_identical(found.model, wanted.model)
-    assert found.log.of_kind("resumed")[0]["blocks"] == 1
-
-
-def test_finished_blocks_without_resume_are_not_touched(tmp_path: Path):
-    suite = clip_suite()
-    run(suite, tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(CalibrationError, match=r"checkpoint_dir .*method\.resume=true.*another"):
-        run(suite, tmp_path)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+# --- refusals ---
 
 
 def nudge(model: Any, inside: str) -> None:
@@ -171,7 +159,7 @@ def nudge(model: Any, inside: str) -> None:
 def other_activation(suite: Suite) -> None:
     for module in suite.merged.modules():
         if hasattr(module, "activation_fn"):
-            module.activation_fn = torch.nn.ReLU()
+            module.activation_fn = nn.ReLU()
 
 
 CHANGES: list[tuple[Callable[[Suite], Any], str]] = [
@@ -188,79 +176,87 @@ CHANGES: list[tuple[Callable[[Suite], Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES)
-def test_what_changed_is_named(change: Callable, message: str, tmp_path: Path, monkeypatch):
+def test_changed_models_and_samples_are_named(change: Callable, message: str, tmp_path: Path):
     suite = clip_suite()
-    interrupt(suite, tmp_path, 1, monkeypatch)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    interrupt(suite, tmp_path, 1)
+    before = contents(tmp_path)
     change(suite)
     with pytest.raises(CalibrationError, match=rf"method\.checkpoint_dir.*{message}"):
         run(suite, tmp_path, resume=True)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("seed", 1), ("batch_size", 3), ("log_drift", False), ("modules", ["fc1"]),
-     ("expert_read_budget", "50%")],
-)  # fmt: skip
-def test_changed_setting_is_named_with_both_values(name: str, value: Any, tmp_path: Path):
-    suite = clip_suite(tasks=1)
-    run(suite, tmp_path)
-    message = rf"method\.{name} \(.* then, .* now\)"
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Suite, Path, Path, nn.Module]:
+    """A finished run, the folder of another one, and the model."""
+    folder, suite = tmp_path_factory.mktemp("finished"), clip_suite(tasks=1).to(torch.float32)
+    run(clip_suite(tasks=1, seed=1).to(torch.float32), folder / "other")
+    return suite, folder / "clip", folder / "other", run(suite, folder / "clip").model
+
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    *[({name: value}, rf"method\.{name} \(.* then, .* now\)")
+      for name, value in (("seed", 1), ("batch_size", 3), ("log_drift", False),
+                          ("modules", ["fc1"]), ("expert_read_budget", "50%"))],
+    ({"rule": Plus()}, r"rule \(.*Paper.* then, .*Plus.* now"),
+    ({"autocast": lambda: torch.autocast("cpu", torch.bfloat16)},
+     r"precision: autocast \(null then, .*bfloat16"),
+    ({"resume": False}, r"checkpoint_dir .*method\.resume=true.*another"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), SETTINGS)
+def test_changed_settings_are_named_with_both_values(finished, changes: Any, message: str):
+    suite, folder, *_ = finished
+    before = contents(folder)
     with pytest.raises(CalibrationError, match=message):
-        run(suite, tmp_path, resume=True, **{name: value})
-    settings = settings_of(
-        Knobs(), suite, checkpoint_dir=str(tmp_path), resume=True, **{name: value}
-    )
-    with pytest.raises(CalibrationError, match=message):  # before a model is loaded
-        check_output(settings, Processes())
+        run(suite, folder, **({"resume": True} | changes))
+    assert contents(folder) == before
+    if message.startswith(r"method\."):
+        path = str(folder)
+        settings = settings_of(Knobs(), suite, checkpoint_dir=path, resume=True, **changes)
+        with pytest.raises(CalibrationError, match=message):  # before a model is loaded
+            check_output(settings, Processes())
 
 
-def test_rule_and_autocast_are_told_apart(tmp_path: Path):
-    suite = clip_suite(tasks=1).to(torch.float32)
-    run(suite, tmp_path)
-    with pytest.raises(CalibrationError, match=r"rule \(.*Paper.* then, .*Plus.* now"):
-        run(suite, tmp_path, resume=True, rule=Plus())
-    with pytest.raises(CalibrationError, match=r"precision: autocast \(null then, .*bfloat16"):
-        run(suite, tmp_path, resume=True, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
-
-
-def test_machine_that_rounds_otherwise_is_warned_of(tmp_path: Path, monkeypatch, caplog):
-    suite = clip_suite(tasks=1)
-    run(suite, tmp_path)
+def test_a_machine_that_rounds_otherwise_is_warned_of(finished, tmp_path, monkeypatch, caplog):
+    suite, folder, *_ = finished
+    shutil.copytree(folder, tmp_path / "copy")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    run(suite, tmp_path, resume=True)
+    run(suite, tmp_path / "copy", resume=True)
     assert "threads" in caplog.text and "77" in caplog.text
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_two_runs_at_once_in_one_folder_are_refused(resume: bool, tmp_path: Path, monkeypatch):
-    suite = clip_suite(tasks=1)
+    """The second one runs while the first one looks at its inputs."""
+    suite, others = clip_suite(tasks=1), [1]
     if resume:
-        interrupt(suite, tmp_path, 0, monkeypatch)
-    read = OutputFolder.read
+        interrupt(suite, tmp_path, 0)
+    forward = nn.LayerNorm.forward
 
-    def meanwhile(self: OutputFolder, *rest: Any) -> Any:
-        with monkeypatch.context() as patch:
-            patch.setattr(OutputFolder, "read", read)
+    def meanwhile(self: nn.LayerNorm, *inputs: Any) -> Any:
+        if others and listed(tmp_path) == [] and others.pop():
             run(suite, tmp_path, resume=True)
-        return read(self, *rest)
+        return forward(self, *inputs)
 
-    monkeypatch.setattr(OutputFolder, "read", meanwhile)
+    monkeypatch.setattr(nn.LayerNorm, "forward", meanwhile)
     with pytest.raises(CalibrationError, match=r"another run has begun to use method\.checkpoint"):
         run(suite, tmp_path, resume=resume)
 
 
-def test_folder_that_cannot_be_made_is_named_before_any_work(tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_named_before_any_work(tmp_path: Path):
     (tmp_path / "taken").write_text("")
+    message = r"taken.*: (File exists|Not a dir).*method\.checkpoint_dir"
     for folder in (tmp_path / "taken", tmp_path / "taken" / "inner"):
-        with pytest.raises(
-            CalibrationError, match=r"taken.*: (File exists|Not a dir).*method\.checkpoint_dir"
-        ):
+        with pytest.raises(CalibrationError, match=message):
             run(clip_suite(tasks=1), folder)
 
 
-def test_what_killed_processes_left_behind_goes_and_other_files_stay(tmp_path: Path):
+# --- files ---
+
+
+def test_files_of_killed_processes_are_removed_and_others_stay(tmp_path: Path):
     (dead,) = in_forks(1, lambda _: os.getpid())
     host = owner_mark().removesuffix(f"-{os.getpid()}")
     gone = [f".block-0000.safetensors.{host}-{dead}-0.part", f".blocks.json.{host}-{dead}-1.part"]
@@ -269,80 +265,33 @@ def test_what_killed_processes_left_behind_goes_and_other_files_stay(tmp_path: P
     for name in (*gone, *kept):
         (tmp_path / name).write_text("half")
     run(clip_suite(tasks=1), tmp_path)
-    there = {entry.name for entry in tmp_path.iterdir()}
-    assert kept <= there and not there & set(gone)
+    names = {entry.name for entry in tmp_path.iterdir()}
+    assert kept <= names and not names & set(gone)
 
 
-def test_full_disk_says_how_much_is_needed_and_leaves_usable_blocks(tmp_path: Path, monkeypatch):
-    suite, replace = clip_suite(tasks=1), os.replace
-    wanted = run(suite).model
-
-    def full(source: Any, target: Any) -> None:
-        if Path(target).name == "block-0001.safetensors":
-            raise OSError(28, "No space left on device")
-        replace(source, target)
-
-    monkeypatch.setattr("os.replace", full)
-    message = r"0001\.safetensors: No space.*needs .*iB, and .*iB are free.*checkpoint_dir"
-    with pytest.raises(CalibrationError, match=message):
-        run(suite, tmp_path)
-    monkeypatch.undo()
-    assert not list(tmp_path.glob(".*"))
-    resumed = run(suite, tmp_path, resume=True)
-    assert [record["blocks"] for record in resumed.log.of_kind("resumed")] == [1]
-    assert_identical(resumed.model, wanted)
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_killed_run_resumes_to_the_same_model(seed: int, tmp_path: Path):
-    suite, generator = (clip_suite, t5_suite)[seed % 2](tasks=1), random.Random(seed)
-    wanted = run(suite).model
-
-    def killed(turn: int, after: bool) -> None:
-        replace, left = os.replace, [turn]
-
-        def replaced(source: Any, target: Any) -> None:
-            left[0] -= 1
-            if left[0] < 0 and not after:
-                _die()
-            replace(source, target)
-            if left[0] < 0:
-                _die()
-
-        os.replace = replaced
-        run(suite, tmp_path, resume=True)
-
-    for _ in range(2):
-        turn, after = generator.randrange(1, 5), generator.random() < 0.5
-        in_forks(1, lambda _, turn=turn, after=after: killed(turn, after))
-    assert_identical(run(suite, tmp_path, resume=True).model, wanted)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Suite, Path, Path, nn.Module]:
-    """A finished run, and another one."""
-    folder, suite = tmp_path_factory.mktemp("finished"), clip_suite(tasks=1)
-    run(clip_suite(tasks=1, seed=1), folder / "other")
-    return suite, folder / "clip", folder / "other", run(suite, folder / "clip").model
+def test_a_full_disk_leaves_usable_blocks_and_says_how_much_is_needed(tmp_path: Path):
+    suite, error = clip_suite(tasks=1), OSError(28, "No space left on device")
+    message = interrupt(suite, tmp_path, 1, error)
+    pattern = r"0001\.safetensors: No space.*needs .*iB, and .*iB are free.*checkpoint_dir"
+    assert re.search(pattern, message) and not list(tmp_path.glob(".*"))
+    result = run(suite, tmp_path, resume=True)
+    assert restored(result) == [1]
+    assert_identical(result.model, run(suite).model)
 
 
 @pytest.mark.parametrize("seed", range(16))
 def test_damage_is_refused_or_harmless(finished, seed: int, tmp_path: Path):
-    suite, folder, other, wanted = finished
+    suite, folder, other, expected = finished
     damaged = tmp_path / "damaged"
     shutil.copytree(folder, damaged)
-    what = damage(damaged, other, seed)
+    kind = damage(damaged, other, seed)
     try:
-        found = run(suite, damaged, resume=True)
+        result = run(suite, damaged, resume=True)
     except CalibrationError as error:
-        assert NAMES_A_SETTING.search(str(error)) and str(damaged) in str(error), (what, error)
+        assert NAMES_A_SETTING.search(str(error)) and str(damaged) in str(error), (kind, error)
     else:
-        assert_identical(found.model, wanted)
-        assert_identical(run(suite, damaged, resume=True).model, wanted)
+        assert_identical(result.model, expected)
+        assert_identical(run(suite, damaged, resume=True).model, expected)
 
 
 @pytest.mark.parametrize(
@@ -356,8 +305,8 @@ def test_damage_is_refused_or_harmless(finished, seed: int, tmp_path: Path):
         ("block-0000.safetensors", b"", r"block-0000\.safetensors.*digest.*Remove .*0000\.safet"),
     ],
 )
-def test_message_names_the_file_and_the_remedy(finished, name, content, message, tmp_path: Path):
-    suite, folder, _, wanted = finished
+def test_a_message_names_the_file_and_the_remedy(finished, name, content, message, tmp_path: Path):
+    suite, folder, _, expected = finished
     damaged = tmp_path / "damaged"
     shutil.copytree(folder, damaged)
     (damaged / name).write_bytes(content)
@@ -365,4 +314,37 @@ def test_message_names_the_file_and_the_remedy(finished, name, content, message,
         run(suite, damaged, resume=True)
     if name.startswith("block-"):
         (damaged / name).unlink()
-        assert_identical(run(suite, damaged, resume=True).model, wanted)
+        assert_identical(run(suite, damaged, resume=True).model, expected)
+
+
+WRITERS = {
+    "bytes": lambda path: write_whole(path, b"new"),
+    "result": lambda path: write_atomic(path, "new"),
+    "tensors": lambda path: write_tensors(path, {"a": torch.ones(3)}),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SystemExit(143)])
+def test_a_file_that_cannot_be_finished_leaves_the_old_one(writer, error, tmp_path, monkeypatch):
+    path = tmp_path / "blocks.json"
+    path.write_bytes(b"old")
+
+    def stop(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("os.fsync", stop)
+    with pytest.raises((OSError, ReportError, SystemExit)):
+        WRITERS[writer](path)
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == b"old"
+
+
+def test_tensors_come_back_as_they_were_and_aligned(tmp_path: Path):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        tensors = {"a": torch.randn(3, 4).to(dtype), "t": torch.randn(3, 4).to(dtype).T}
+        tensors["tied"] = tensors["a"]
+        result = read_tensors(tmp_path / "x", write_tensors(tmp_path / "x", tensors))
+        assert all(torch.equal(result[name], tensor) for name, tensor in tensors.items())
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in result.values())
+    assert read_tensors(tmp_path / "y", write_tensors(tmp_path / "y", {})) == {}
