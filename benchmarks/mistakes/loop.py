@@ -228,7 +228,7 @@ MUTATIONS = [
         "        before = self.sizes.get(key, 0)\n"
         "        self._count(key, stored)\n"
         "        self.sizes[key] += before\n",
-        "reads/test_read_ledger.py reads/test_sources.py",
+        "reads/test_sources.py",
     ),
     Mutation(
         "what does not fit a budget is read where something smaller follows",
@@ -242,7 +242,7 @@ MUTATIONS = [
         "experts/expert_model.py",
         "        if key in self.stand_ins:\n",
         "        if False:\n",
-        "reads/test_sources.py reads/test_read_ledger.py",
+        "reads/test_sources.py",
     ),
     Mutation(
         "held-out samples are summed, too",

@@ -8,7 +8,7 @@ MUTATIONS = [
         "folders/saving.py",
         'return (request.folder / RECIPE).read_text(encoding="utf-8") == request.recipe',
         "return True",
-        "folders/test_calibrate_saving.py",
+        "folders/test_folder_failures.py",
     ),
     Mutation(
         "the clock of every cell is its own",
@@ -204,6 +204,6 @@ MUTATIONS = [
         "fusionbench/fusing.py",
         "return state_dict_div(total, len(experts))",
         "return state_dict_div(total, len(experts) + 1)",
-        "reads/test_fused_merge.py",
+        "reads/test_merging_from_files.py",
     ),
 ]

@@ -86,43 +86,41 @@ def test_weights_are_asked_for_before_the_block_ahead_of_theirs_is_solved(
 ):
     make, more = SUITES[name]
     suite: Suite = make()
-    found, events = heard(suite, tmp_path / "ahead", monkeypatch, **more)
-    asked = [event for event in events if event[0] == "asked"]
+    result, events = heard(suite, tmp_path / "ahead", monkeypatch, **more)
+    asked, reads = ([event for event in events if event[0] == kind] for kind in ("asked", "read"))
     assert len(asked) == len(set(asked))
-    assert {event[1:] for event in asked} <= {e[1:] for e in events if e[0] == "read"}
+    assert {event[1:] for event in asked} <= {event[1:] for event in reads}
     for before, block in itertools.pairwise(["", *suite.blocks]):
-        for event in {e for e in events if e[0] == "read" and e[2].startswith(f"{block}.")}:
+        for event in {event for event in reads if event[2].startswith(f"{block}.")}:
             at_once = event[1] in list(suite.experts)[1:]  # in the block itself, in the first alone
             if before or (at_once and more is not PLUS):  # whose first experts tell trust
                 at = events.index(("asked", *event[1:]))
                 solved = events.index(("solved", block if at_once else before))
                 assert at < events.index(event) and at < solved
     monkeypatch.setattr(Heard, "will_need", lambda *_: None)
-    wanted, _ = heard(suite, tmp_path / "not", monkeypatch, **more)
-    assert found.keys() == wanted.keys() and len(found)
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-
-
-def view_of(kind: str, events: Events, folder: Path) -> Any:
-    """A view of sources that are overheard."""
-    if kind == "joined":
-        return JoinedExperts(Heard(Stored(stored("qwen")), "base", events))
-    if kind == "lora":
-        model = t5_model().float()
-        view = LoraExpert(Heard(model, "base", events), write_adapter(folder, model, 1))
-        view._weights = Heard(view._weights, "adapter", events)  # type: ignore[assignment]
-        return view
-    suite = clip_suite()
-    heard_models = (Heard(model, name, events) for name, model in suite.experts.items())
-    experts = [ExpertModel("x", source, suite.base) for source in heard_models]
-    base = ExpertModel("base", Heard(suite.base, "base", events), suite.base)
-    return MergedOnRead(base, base, experts, 0.3 if kind == "arithmetic" else None)
+    expected, _ = heard(suite, tmp_path / "not", monkeypatch, **more)
+    assert result.keys() == expected.keys() and len(result)
+    assert all(torch.equal(result[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("kind", ["joined", "lora", "arithmetic", "average"])
 def test_views_ask_for_the_tensors_that_they_read(kind: str, tmp_path: Path):
     events: Events = []
-    view = view_of(kind, events, tmp_path)
+    view: Any
+    if kind == "joined":
+        view = JoinedExperts(Heard(Stored(stored("qwen")), "base", events))
+    elif kind == "lora":
+        model = t5_model().float()
+        view = LoraExpert(Heard(model, "base", events), write_adapter(tmp_path, model, 1))
+        view._weights = Heard(view._weights, "adapter", events)
+    else:
+        suite = clip_suite()
+        models = {"base": suite.base, **suite.experts}
+        base, *experts = (
+            ExpertModel(name, Heard(model, name, events), suite.base)
+            for name, model in models.items()
+        )
+        view = MergedOnRead(base, base, experts, 0.3 if kind == "arithmetic" else None)
     for name in sorted(view.names()):
         events.clear()
         view.will_need([name])

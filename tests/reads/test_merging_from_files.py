@@ -1,0 +1,227 @@
+"""Upstream mergers that read files by tensor: FusionBench's own bits, within a read budget."""
+
+import copy
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import write_adapter
+from calibrations import assert_identical
+from fusion_bench import BaseModelPool
+from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
+from image_pools import ARITHMETIC, AVERAGE, suite_pool
+from safetensors.torch import save_file
+from text_pools import causal_pool, llamas, t5_pool
+from tiny_models import Suite, clip_suite, gpt2_suite, residual_suite, t5_suite
+from tiny_open_clip import tower_suite
+from tiny_texts import TASKS, t5_model
+from torch import nn
+from transformers import CLIPVisionModel
+
+from fusion_bench_featcal import CalibrationError, SafetensorsExpert
+from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert, known_bytes
+from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average, fill
+from fusion_bench_featcal.fusionbench.plan_run import run_request
+from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels
+from fusion_bench_featcal.fusionbench.upstream import Upstream
+from fusion_bench_featcal.suites import image
+
+TIES: dict[str, Any] = {"_target_": "fusion_bench.method.TiesMergingAlgorithm", "threshold": 20}
+TIES |= {"scaling_factor": 0.3, "remove_keys": [], "merge_func": "sum"}
+EXPERTS = ("mini_greek", "mini_latin")
+
+
+def counting_suite() -> Suite:
+    """Models with integer buffers; FusionBench takes those whose differences are zero in sum."""
+    suite = residual_suite()
+    models = [suite.base, suite.merged, *suite.experts.values()]
+    for seen, model in zip((3, 3, 1, 5), models, strict=True):
+        model.register_buffer("seen", torch.tensor([seen, 7]))
+        model.layers[1].register_buffer("ids", torch.arange(4))  # type: ignore[index, union-attr]
+    return suite
+
+
+SUITES: dict[str, Callable[[], Suite]] = {
+    "clip": lambda: clip_suite(tasks=2, sizes=(2,)),
+    "t5, untied": lambda: t5_suite(depths=(1, 1), tasks=2, untied=True),
+    "gpt2": gpt2_suite,
+    "open_clip": tower_suite,
+    "integers": counting_suite,
+}
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_merging_by_tensor_has_fusion_benchs_bits(name: str):
+    suite = SUITES[name]()
+    models = {"_pretrained_": suite.base, **suite.experts}
+    opened = {n: ExpertModel(n, InMemoryExpert(m), suite.merged) for n, m in models.items()}
+    experts = [opened[task] for task in suite.experts]
+    for first, merge, upstream in (
+        (next(iter(suite.experts)), _average, SimpleAverageAlgorithm()),
+        ("_pretrained_", _arithmetic(0.3), TaskArithmeticAlgorithm(scaling_factor=0.3)),
+    ):
+        pool = BaseModelPool({name: copy.deepcopy(model) for name, model in models.items()})
+        merged = copy.deepcopy(models[first])
+        fill(merged, opened[first], experts, merge)
+        assert_identical(merged, upstream.run(pool))
+
+
+def test_values_that_are_not_finite_and_counts_of_batches():
+    model = nn.BatchNorm1d(2)
+    expert = ExpertModel("a", InMemoryExpert(model), model)
+    with pytest.raises(CalibrationError, match=r"'weight' is NaN or infinite.*base_method"):
+        fill(copy.deepcopy(model), expert, [expert], lambda first, others: first / 0.0)
+    merged = copy.deepcopy(model)
+    assert merged.num_batches_tracked is not None
+    merged.num_batches_tracked.fill_(3)
+    fill(merged, expert, [expert], _average)
+    assert merged.num_batches_tracked == 0
+    broken = copy.deepcopy(model)
+    nn.init.constant_(broken.weight, float("nan"))
+    other = ExpertModel("b", InMemoryExpert(broken), model)
+    with pytest.raises(CalibrationError, match=r"expert 'b': tensor 'weight' has NaN"):
+        fill(merged, expert, [expert, other], _average)
+
+
+def merged_by(config: Any, pool: Any, *, from_files: bool = True) -> nn.Module:
+    return Upstream(config, PoolModels(pool)).merged_model(None, from_files=from_files)
+
+
+@pytest.mark.parametrize("config", [AVERAGE, ARITHMETIC], ids=["average", "arithmetic"])
+@pytest.mark.parametrize("make", [lambda _: suite_pool(), t5_pool], ids=["clip", "t5"])
+def test_files_are_merged_as_they_load(make: Any, config: Any, tmp_path: Path, caplog):
+    caplog.set_level(logging.INFO)
+    merged = merged_by(config, make(tmp_path))
+    assert "tensor by tensor from files" in caplog.text
+    caplog.clear()
+    expected = merged_by(config, make(tmp_path), from_files=False)
+    assert "tensor by tensor" not in caplog.text
+    assert_identical(merged, expected)
+    assert type(merged) is type(expected)
+
+
+def pool_with(greek: Any) -> Any:
+    """A pool of two experts, of which one is another."""
+    models = {"_pretrained_": image.path(), "mini_greek": greek}
+    return suite_pool(models=models | {"mini_latin": image.path("mini_latin")})
+
+
+def other_dtype(folder: Path, **config: Any) -> Any:
+    """A pool with an expert stored in another precision, and with other keys in its config."""
+    source = SafetensorsExpert(image.path("mini_greek"))
+    tensors = {name: source.tensor(name).float() for name in source.names()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    content = json.loads((Path(image.path("mini_greek")) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | config))
+    return pool_with(str(folder))
+
+
+def named_dtype(_: Path) -> Any:
+    """A pool that loads one expert in another precision."""
+    load = {"_target_": "transformers.CLIPVisionModel.from_pretrained", "torch_dtype": "float16"}
+    return pool_with(load | {"pretrained_model_name_or_path": image.path("mini_greek")})
+
+
+def lora_pool(folder: Path) -> Any:
+    """A pool whose experts are LoRA adapters."""
+    pool = t5_pool(folder)
+    base = pool._models["_pretrained_"]["pretrained_model_name_or_path"]
+    for task in TASKS:
+        adapter = str(write_adapter(folder / f"{task}-lora", t5_model(), 0))
+        load = {"_target_": "fusion_bench.modelpool.seq2seq_lm.modelpool.load_lora_model"}
+        pool._models[task] = load | {"base_model_path": base, "peft_model_path": adapter}
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("config", "pool"),
+    [
+        (TIES, lambda _: suite_pool()),
+        (AVERAGE | {"weights": [1]}, lambda _: suite_pool()),
+        (ARITHMETIC | {"scaling_factor": "0.3"}, lambda _: suite_pool()),
+        (ARITHMETIC, lambda _: BaseModelPool(dict(_pretrained_=nn.Linear(2, 2), a=nn.Identity()))),
+        (ARITHMETIC, named_dtype),
+        (ARITHMETIC, other_dtype),
+        (ARITHMETIC, lambda folder: other_dtype(folder, dtype="bfloat16")),
+        (ARITHMETIC, lora_pool),
+        (ARITHMETIC, lambda f: causal_pool(llamas(f, {"two": 30}), vocabulary="common_rows")),
+    ],
+)
+def test_mergers_that_cannot_read_files_load_models(config: Any, pool: Any, tmp_path, monkeypatch):
+    ran: list[Any] = []
+    linear = nn.Linear(1, 1)
+    run_merger = "fusion_bench_featcal.fusionbench.upstream.run_merger"
+    monkeypatch.setattr(run_merger, lambda *given: ran.append(given) or linear)
+    assert merged_by(config, pool(tmp_path / "other")) is linear and len(ran) == 1
+
+
+# --- read budgets ---
+
+
+def file_bytes(pool: Any, *names: str) -> int:
+    sources = [PoolModel(pool, name).files for name in names]
+    return sum(known_bytes(source, key) for source in sources if source for key in source.names())
+
+
+def reads_of(pool: Any, base_method: Any, **options: Any) -> dict[str, Any]:
+    """The manifest of a run's own calibration."""
+    few: dict[str, Any] = {"samples_per_task": 2, "presets": {}, "mix_alpha": 0.0}
+    method: Any = FeatCalAlgorithm(base_method=base_method, log_drift=False, **few, **options)
+    results, calibrate = [], method._calibrate
+    method._calibrate = lambda *given: results.append(calibrate(*given)) or results[-1]
+    method.run(pool)
+    ((result, cost),) = results
+    assert cost.more["expert_bytes"] == result.reads["totals"]["all_experts_read"]
+    return result.reads
+
+
+@pytest.mark.parametrize(
+    ("base_method", "budget"), [(AVERAGE, "1MB"), (ARITHMETIC, "100%"), (TIES, "100%")]
+)
+def test_a_budget_that_merging_exceeds_is_refused_before_anything_is_loaded(
+    base_method: Any, budget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = suite_pool()
+    monkeypatch.setattr(type(pool), "load_model", lambda *_: pytest.fail("a model was loaded"))
+    message = (
+        rf"method\.expert_read_budget={budget} cannot be kept: \w+ reads every expert whole "
+        rf"\({file_bytes(pool, *EXPERTS)} bytes\).*method\.base_method=null"
+    )
+    with pytest.raises(CalibrationError, match=message):
+        FeatCalAlgorithm(base_method=base_method, expert_read_budget=budget).run(pool)
+
+
+@pytest.mark.parametrize("base_method", [ARITHMETIC, TIES])
+def test_merger_and_calibration_keep_a_budget_together(base_method: Any) -> None:
+    pool = suite_pool()
+    whole = file_bytes(pool, *EXPERTS)
+    reads = reads_of(pool, base_method, expert_read_budget=whole + whole // 3)
+    totals = reads["totals"]
+    assert totals["upstream_experts_read"] == whole
+    assert reads["plan"]["limit"] == whole // 3 >= totals["experts_read"] > 0
+    assert totals["all_experts_read"] == whole + totals["experts_read"]
+    assert totals["merged_stood_in"] > 0 and reads["budget"] == whole + whole // 3
+
+
+def test_a_merged_model_of_the_pool_is_no_expert_read(tmp_path: Path) -> None:
+    CLIPVisionModel.from_pretrained(image.path()).save_pretrained(tmp_path)
+    models = {"_pretrained_": image.path(), "_merged_": str(tmp_path)}
+    pool = suite_pool(models=models | {name: image.path(name) for name in EXPERTS})
+    totals = reads_of(pool, None, expert_read_budget="50%")["totals"]
+    assert totals["merged_read"] == file_bytes(pool, "_merged_")
+    assert totals["upstream_experts_read"] == 0
+    assert 0 < totals["all_experts_read"] <= file_bytes(pool, *EXPERTS) // 2
+
+
+def test_a_plan_subtracts_the_bytes_that_a_merger_reads() -> None:
+    words = ["modelpool=clip-vit-mini_TA6"]
+    budget = run_request([*words, "method.expert_read_budget=1GB"]).settings.expert_read_budget
+    assert isinstance(budget, int) and budget < 10**9
+    with pytest.raises(CalibrationError, match="reads every expert whole"):
+        run_request([*words, "method.expert_read_budget='50%'"])
