@@ -1,4 +1,4 @@
-"""Planned bytes are those of a run: reads, sums and waiting features."""
+"""Planned bytes are the bytes of a run: reads, sums, waiting features and models."""
 
 import gc
 import io
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from calibrations import PAPER, PLUS, settings_of, with_rule
 from model_types import ROWS
 from rich.console import Console
@@ -33,7 +34,7 @@ from fusion_bench_featcal.experts import hollow_copy
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.feature_shapes import features_of
 from fusion_bench_featcal.fusionbench.empty_models import empty_model
-from fusion_bench_featcal.fusionbench.plan_run import log_plan
+from fusion_bench_featcal.fusionbench.plan_run import log_plan, run_request
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.plan import Plan, check, one_line, plan_of, show_plan
 from fusion_bench_featcal.plan_shapes import Request, Shapes
@@ -73,32 +74,30 @@ def equal_batches(inputs: Mapping[str, list]) -> dict[str, list]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "budget"),
+    ("name", "changes"),
     [
-        ({}, None),
-        ({}, "80%"),
-        ({"mix_alpha": 0.0, "log_drift": False}, None),
-        ({"anchor_rho": 1.0}, None),
-        (PLUS, None),
-        (PLUS, "60%"),
+        ("clip", {"mix_alpha": 0.0, "log_drift": False}),
+        ("clip", {"expert_read_budget": "80%"}),
+        ("clip", PLUS | {"expert_read_budget": "60%"}),
+        ("t5", {"anchor_rho": 1.0}),
+        ("t5", {"expert_read_budget": "80%"}),
+        ("t5", PLUS),
+        ("llama", {}),
+        ("llama", PLUS | {"expert_read_budget": "60%"}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["clip", "t5", "llama"])
-def test_bytes_are_those_of_the_run(name: str, changes: Any, budget: Any, tmp_path: Path):
+def test_bytes_are_those_of_the_run(name: str, changes: Any, tmp_path: Path):
     suite = SUITES[name]().to(torch.float32)
-    settings = settings_of(PAPER, suite, **{**changes, "expert_read_budget": budget})
+    settings = settings_of(PAPER, suite, **changes)
     sources: dict[str, Any] = {}
     for task, expert in (suite.experts | {"base": suite.base}).items():
         expert.save_pretrained(tmp_path / task)  # type: ignore[operator]
         sources[task] = SafetensorsExpert(tmp_path / task)
-    inputs = equal_batches(suite.inputs)
-    base = sources.pop("base")
-    totals = calibrate(suite.merged, base, sources, inputs, settings, progress=False).reads[
-        "totals"
-    ]
+    inputs, base = equal_batches(suite.inputs), sources.pop("base")
+    result = calibrate(suite.merged, base, sources, inputs, settings, progress=False)
     request = Request(hollow_copy(suite.merged).to("meta"), settings, len(sources), length=7)
-    plan = plan_of(request)
+    plan, totals = plan_of(request), result.reads["totals"]
     assert (plan.read, plan.base_read) == (totals["experts_read"], totals["base_read"])
 
 
@@ -149,48 +148,43 @@ class SpySums:
 def waiting_bytes(batch: Batch) -> int:
     """Bytes of hidden features, position biases and noted features of a batch, each once."""
     calls = [batch.cal, batch.exp, batch.merged]
-    found = [tensor for noted in batch.noted.values() for tensor in noted]
-    found += [getattr(call, name, None) for call in calls for name in ("hidden", "bias")]
-    found += [call.kwargs.get("encoder_hidden_states") for call in calls if call is not None]
-    return sum({id(t): t.nbytes for t in found if isinstance(t, Tensor)}.values())
+    tensors = [tensor for noted in batch.noted.values() for tensor in noted]
+    tensors += [getattr(call, name, None) for call in calls for name in ("hidden", "bias")]
+    tensors += [call.kwargs.get("encoder_hidden_states") for call in calls if call is not None]
+    return sum({id(t): t.nbytes for t in tensors if isinstance(t, Tensor)}.values())
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", SUITES)
-def test_sums_and_waiting_features_are_those_of_a_run(name: str, rule: str):
+COPIES = [("clip", "plus", {"held_out": 2}), ("clip", "plus", {"augment": "jitter"})]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "copies"),
+    [*((name, rule, {}) for name in SUITES for rule in RULES), *COPIES],
+    ids=str,
+)
+def test_sums_and_waiting_features_are_those_of_a_run(name: str, rule: str, copies: Any):
     suite = SUITES[name]().to(torch.float32)
-    made, changes = RULES[rule]
-    spy, inputs = Spy(made), equal_batches(suite.inputs)
+    instance, changes = RULES[rule]
+    spy, inputs = Spy(instance), equal_batches(suite.inputs)
     first = next(iter(inputs.values()))[0]
     size = len(first["pixel_values"] if name == "clip" else first["input_ids"])
-    more = {"samples_per_task": 2 * size, "batch_size": size, **changes}
+    more = {"samples_per_task": 2 * size, "batch_size": size, **changes, **copies}
     settings = settings_of(PAPER, suite, ridge_lambda=0.05, **more)
-    run = with_rule(settings, spy)
-    calibrate(suite.merged, suite.base, suite.experts, inputs, run)
+    calibrate(suite.merged, suite.base, suite.experts, inputs, with_rule(settings, spy))
     lengths = {"length": 7, "target_length": first["labels"].shape[1]} if name == "t5" else {}
     if name in ("llama", "gpt2"):
         lengths["length"] = first["input_ids"].shape[1]
     request = Request(hollow_copy(suite.merged).to("meta"), settings, len(inputs), **lengths)
     parts = plan_of(request).parts
-    assert parts["sums"] == max(spy.summed)
     assert parts["features"] == max(spy.waiting)
+    if copies:
+        return
+    assert parts["sums"] == max(spy.summed)
     shapes = Shapes.of(request)
-    by_name = [group.sites for block in shapes.modules for group in shapes.groups(block)]
+    planned = [group.sites for block in shapes.modules for group in shapes.groups(block)]
     ran = [group.sites for group in spy.groups]
-    assert {frozenset(site.name for site in sites) for sites in by_name} == {
-        frozenset(site.name for site in sites) for sites in ran
-    }
-
-
-@pytest.mark.parametrize("changes", [{"held_out": 2}, {"augment": "jitter"}], ids=str)
-def test_held_out_samples_and_copies_wait_as_in_a_run(changes: dict[str, Any]):
-    suite, spy = clip_suite().to(torch.float32), Spy(Plus())
-    inputs, more = equal_batches(suite.inputs), {"samples_per_task": 8, "batch_size": 4}
-    settings = settings_of(PAPER, suite, **more, **PLUS, **changes)
-    run = with_rule(settings, spy)
-    calibrate(suite.merged, suite.base, suite.experts, inputs, run)
-    request = Request(hollow_copy(suite.merged).to("meta"), settings, len(inputs))
-    assert plan_of(request).parts["features"] == max(spy.waiting)
+    names = [{frozenset(site.name for site in sites) for sites in all_} for all_ in (planned, ran)]
+    assert names[0] == names[1]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -322,18 +316,22 @@ def test_files_of_a_run_need_room(clip: Request, tmp_path: Path, monkeypatch: py
 
 
 UNKNOWN = ("qwen2_vl", "qwen2_5_vl")  # as many patches as images have
-OTHERS = (*UNKNOWN, "convnext")  # inputs of another size
+OTHER_SIZE = "convnext"  # of inputs
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.name not in OTHERS], ids=lambda row: row.name
+    "row", [row for row in ROWS if row.name != OTHER_SIZE], ids=lambda row: row.name
 )
 def test_features_are_those_that_blocks_receive(row: Any):
     made = row.make()
     if made is None:
         pytest.skip("not in this release of transformers")
     family = resolve_family("auto", made[0])
+    if row.name in UNKNOWN:
+        with pytest.raises(ValueError, match="number of positions"):
+            features_of(family, made[0], family.stages(made[0]), 8, 8)
+        return
     model, inputs = family.view.shown(made[0].double().eval()), next(iter(made[1].values()))[0]
     stages, first = family.stages(model), next(iter(inputs.values()))
     first = inputs.get("pixel_values", inputs.get("input_ids", first))
@@ -346,16 +344,6 @@ def test_features_are_those_that_blocks_receive(row: Any):
             planned = len(call.hidden) * found[block].positions * found[block].width
             assert planned == call.hidden.numel(), block
             _, call = family.step(model, block, call)
-
-
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.name in UNKNOWN], ids=lambda row: row.name
-)
-def test_unknown_numbers_of_positions_are_refused(row: Any):
-    model = row.make()[0]
-    family = resolve_family("auto", model)
-    with pytest.raises(ValueError, match="number of positions"):
-        features_of(family, model, family.stages(model), 8, 8)
 
 
 def test_plans_are_shown(clip: Request):
@@ -384,3 +372,50 @@ def test_runs_log_their_plan(caplog: pytest.LogCaptureFixture, monkeypatch: pyte
     suite = residual_suite()
     settings = FeatCalSettings(family={"name": "replay", "blocks": suite.blocks})
     assert log_plan(suite.merged, settings, 2, CPU) is None
+
+
+PUBLISHED = {
+    "flan-t5-base": (247_577_856, [12, 12], "t5"),
+    "flan-t5-large": (783_150_080, [24, 24], "t5"),
+    "Llama-3.2-3B-Instruct": (3_212_749_824, [28], "llama"),
+    "Llama-3.1-8B-Instruct": (8_030_261_248, [32], "llama"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_and_blocks_are_the_published_ones(name: str):
+    model = empty_model(f"someone/{name}")
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    shapes = Shapes.of(Request(model, FeatCalSettings(), tasks=3))
+    blocks = [len(stage) for stage in shapes.stages]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert (parameters, blocks, shapes.family.name) == PUBLISHED[name]
+
+
+def test_memory_of_a_llama_and_features_of_flan_t5():
+    settings = FeatCalSettings(samples_per_task=10, batch_size=10)
+    model = empty_model("Llama-3.2-3B-Instruct")
+    parts = plan_of(Request(model, settings, tasks=3, length=100)).parts
+    assert parts["model"] == 2 * 3_212_749_824
+    assert parts["features"] == 2 * 2 * 3 * 10 * 100 * 3072
+    assert parts["solve"] == 2 * 4 * 3072 * 2 * 8192
+    request = run_request(["modelpool=flan-t5-base_glue", "method=featcal/paper_flan_t5"])
+    settings, batches = request.settings, 8 * 256 / request.settings.batch_size
+    hidden, bias = 2 * 8 * 256 * 512 * 768 * 4, 2 * batches * 12 * 512**2 * 4
+    assert (request.tasks, settings.samples_per_task) == (8, 256)
+    assert hidden + bias <= plan_of(request).parts["features"] < 1.02 * (hidden + bias)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "opt", "falcon", "bert", "modernbert", "vit"])
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
+def test_class_of_a_configuration_is_the_one_that_it_names(name: str, tmp_path: Path):
+    model: Any = next(row for row in ROWS if row.name == name).make()[0]
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    assert type(empty_model(str(tmp_path))) is type(model)
+    model.config.architectures = None
+    model.config.save_pretrained(tmp_path)
+    causal = transformers.AutoModelForCausalLM._model_mapping
+    is_causal = name != "vit" and type(model.config) in causal
+    mapping = causal if is_causal else transformers.AutoModel._model_mapping
+    assert type(empty_model(str(tmp_path))) is mapping[type(model.config)]

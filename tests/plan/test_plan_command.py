@@ -11,8 +11,6 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.fusionbench.plan_run import run_request
 
-POOL = "modelpool=clip-vit-mini_alphabets2"
-
 
 def test_suite_and_its_overrides(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -23,8 +21,9 @@ def test_suite_and_its_overrides(
     plan = json.loads(capsys.readouterr().out)
     assert (plan["tasks"], plan["samples"], plan["family"]) == (6, 32, "clip")
     assert {"host", "gpu", "parts", "storage", "fetched", "read", "base_read", "disk"} <= set(plan)
-    assert main(words) == 0
-    assert "6 tasks x 32 samples" in capsys.readouterr().out
+    assert main([*words, "fabric.devices=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "6 tasks x 32 samples" in shown and "2 processes. Sizes are of the busiest one" in shown
 
 
 def test_network_whose_config_names_no_image_size(capsys: pytest.CaptureFixture[str]):
@@ -36,19 +35,6 @@ def test_network_whose_config_names_no_image_size(capsys: pytest.CaptureFixture[
     assert 3.5 < features[1] / features[0] < 4.5
     assert main(words) == 2
     assert "names no image size: give the side" in capsys.readouterr().err
-
-
-def test_models_that_are_not_here_are_fetched(tmp_path: Path):
-    words = write_experts(tmp_path, torch.float32)
-    assert run_request(words).fetches == 0
-    assert run_request([*words, "modelpool.models.one=some/model"]).fetches == 1
-    bundled = ["modelpool=flan-t5-base_glue", "method=featcal/paper_flan_t5"]
-    assert run_request(bundled).fetches == 9
-
-
-def test_a_pool_of_experts_alone(tmp_path: Path):
-    words = [*write_experts(tmp_path, torch.float32), "~modelpool.models._pretrained_"]
-    assert run_request([*words, "method.anchor_rho=1"]).tasks == 2
 
 
 def write_experts(folder: Path, dtype: torch.dtype) -> list[str]:
@@ -67,55 +53,47 @@ def write_experts(folder: Path, dtype: torch.dtype) -> list[str]:
     return ["modelpool=clip-vit-mini_TA6", "~modelpool.models", f"+modelpool.models={models}"]
 
 
-def test_headers_tell_the_experts_precision(tmp_path: Path):
+def test_requests_of_pools(tmp_path: Path):
+    """Headers tell the experts' precision; models that are not here are fetched."""
     words = write_experts(tmp_path, torch.float16)
     request = run_request(words)
-    assert (request.tasks, request.itemsize, request.whole) == (2, 2, 0)
+    assert (request.tasks, request.itemsize, request.whole, request.fetches) == (2, 2, 0, 0)
     assert run_request([*words, "method.stream_experts=false"]).whole == 3
+    assert run_request([*words, "modelpool.models.one=some/model"]).fetches == 1
+    alone = ["~modelpool.models._pretrained_", "method.anchor_rho=1"]
+    assert run_request([*words, *alone]).tasks == 2
     (tmp_path / "two" / "model.safetensors").unlink()
     assert run_request(words).whole == 1
+    bundled = ["modelpool=flan-t5-base_glue", "method=featcal/paper_flan_t5"]
+    assert run_request(bundled).fetches == 9
 
 
 @pytest.mark.parametrize(
     ("words", "processes"),
-    [
-        ("fabric.devices=2", 2),
-        ("fabric.devices=[0,1,2]", 3),
-        ("fabric.devices=auto", 1),
-        ("fabric.devices=${oc.env:FOUR}", 4),
-    ],
+    [("=2", 2), ("=[0,1,2]", 3), ("=auto", 1), ("=${oc.env:FOUR}", 4)],
 )
 def test_processes_are_those_that_fabric_would_start(
     words: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("FOUR", "4")
-    request = run_request([*write_experts(tmp_path, torch.float32), words])
+    request = run_request([*write_experts(tmp_path, torch.float32), f"fabric.devices{words}"])
     assert request.processes == processes
-
-
-def test_a_plan_of_two_processes_says_so(capsys: pytest.CaptureFixture[str]):
-    words = ["plan", "modelpool=clip-vit-mini_TA6", "fabric.devices=2"]
-    assert main(words) == 0
-    shown = capsys.readouterr().out
-    assert "6 tasks x 256 samples" in shown
-    assert "2 processes. Sizes are of the busiest one" in shown
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["modelpool=nothing_like_it"], "nothing_like_it"),
-        (["modelpool=clip-vit-mini_TA6", "method.mix_alpha=2"], "method.mix_alpha must be"),
-        (["modelpool=clip-vit-mini_TA6", "modelpool.models._pretrained_=nowhere"], "nowhere"),
-        (["modelpool=open-clip-vit-mini_TA6"], "names no folder or hub id"),
-        (["modelpool=clip-vit-mini_TA6", "method.modules=[nothing]"], "matches no module"),
-        (["modelpool=clip-vit-mini_TA6", "method.family=llama"], "no decoder layers"),
-        (
-            ["modelpool=clip-vit-mini_TA6", "method.expert_read_budget=50%"],
-            "expert_read_budget=50% cannot be kept: task_arithmetic reads every expert whole",
-        ),
+        ("modelpool=nothing_like_it", "nothing_like_it"),
+        ("method.mix_alpha=2", "method.mix_alpha must be"),
+        ("modelpool.models._pretrained_=nowhere", "Llama-3.2-3B-Instruct, clip-vit-base-patch16"),
+        ("modelpool=open-clip-vit-mini_TA6", "names no folder or hub id"),
+        ("method.modules=[nothing]", "matches no module"),
+        ("method.family=llama", "no decoder layers"),
+        ("method.expert_read_budget=50%",
+         "expert_read_budget=50% cannot be kept: task_arithmetic reads every expert whole"),
     ],
-)
-def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", *words]) == 2
+)  # fmt: skip
+def test_mistakes_are_named(words: str, message: str, capsys: pytest.CaptureFixture[str]):
+    pool = [] if words.startswith("modelpool=") else ["modelpool=clip-vit-mini_TA6"]
+    assert main(["plan", *pool, words]) == 2
     assert message in capsys.readouterr().err
