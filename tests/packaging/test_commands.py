@@ -1,4 +1,4 @@
-"""Every command in README.md and docs/ composes, or parses: what is printed there can be typed."""
+"""Every command in README.md and docs/ composes, or parses: printed commands can be typed."""
 
 import re
 import shlex
@@ -17,14 +17,8 @@ BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")
 SHELLS = ("", "bash", "sh", "console")
 PROGRAMS = ("fusion_bench", "fusion_bench.scripts.cli", "featcal")
-OWN_TASK = re.compile(r"<!-- own-task -->\n```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
-
-
-FOLDERS = re.compile(r"<!-- folders -->\n```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
-
-
-def _page(name: str) -> str:
-    return (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
+POOLS = {"my_pool": ("tasks.md", "own-task"), "my_models": ("calibrate.md", "folders")}
+"""Model pool that docs describe -> page and mark of its YAML."""
 
 
 def words_of(line: str) -> list[str]:
@@ -52,38 +46,35 @@ def commands_of(text: str) -> Iterator[tuple[str, ...]]:
             yield tuple(words_of(span.replace("\n", " ")))
 
 
-def commands() -> list[tuple[str, ...]]:
-    """Each command once, in order; programs that are only mentioned are left out."""
-    found = [words for page in PAGES for words in commands_of(page.read_text(encoding="utf-8"))]
-    return [words for words in dict.fromkeys(found) if len(words) > 1]
-
-
-COMMANDS = commands()
+TEXTS = [page.read_text(encoding="utf-8") for page in PAGES]
+COMMANDS = dict.fromkeys(words for text in TEXTS for words in commands_of(text) if len(words) > 1)
+"""Each command once, in order; programs that are only mentioned are left out."""
 
 
 @pytest.fixture
-def folder_with_own_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder_with_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with the model pools that the docs describe, to start in."""
-    block = OWN_TASK.search(_page("tasks.md"))
-    assert block
     # The tutorial on families starts in a copy of this example.
     shutil.copytree(REPOSITORY / "examples" / "own_family" / "config", tmp_path / "config")
     pools = tmp_path / "config" / "modelpool"
     pools.mkdir(parents=True)
-    (pools / "my_pool.yaml").write_text(block[1])
-    (pools / "my_models.yaml").write_text(FOLDERS.findall(_page("calibrate.md"))[0])
+    for name, (page, mark) in POOLS.items():
+        text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+        block = re.search(rf"<!-- {mark} -->\n```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        assert block
+        (pools / f"{name}.yaml").write_text(block[1])
     monkeypatch.chdir(tmp_path)
 
 
 def overrides_of(words: list[str]) -> list[str]:
     """Words of `fusion_bench` without Hydra's options and their values."""
     if "--config-dir" in words:
-        place = words.index("--config-dir")
-        words = words[:place] + words[place + 2 :]
+        position = words.index("--config-dir")
+        words = words[:position] + words[position + 2 :]
     return [word for word in words if not word.startswith("--")]
 
 
-@pytest.mark.usefixtures("folder_with_own_pool")
+@pytest.mark.usefixtures("folder_with_pools")
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_command_is_valid(words: tuple[str, ...]) -> None:
     program, *rest = words
@@ -97,16 +88,12 @@ def test_command_is_valid(words: tuple[str, ...]) -> None:
         compose_here(*options.words)
 
 
-def test_commands_are_found() -> None:
-    """At least those of every page that starts with one."""
-    text = [" ".join(words) for words in COMMANDS]
-    assert "fusion_bench method=featcal modelpool=clip-vit-mini_TA6" in text
-    assert "featcal report outputs/my-comparison --out table" in text
-    assert any(line.startswith("fusion_bench.scripts.cli method=featcal") for line in text)
-    assert sum(line.startswith("fusion_bench") for line in text) >= 30
-
-
-def test_a_command_that_does_not_compose_is_noticed() -> None:
+def test_commands_are_found_and_wrong_ones_noticed() -> None:
+    lines = [" ".join(words) for words in COMMANDS]
+    assert "fusion_bench method=featcal modelpool=clip-vit-mini_TA6" in lines
+    assert "featcal report outputs/my-comparison --out table" in lines
+    assert any(line.startswith("fusion_bench.scripts.cli method=featcal") for line in lines)
+    assert sum(line.startswith("fusion_bench") for line in lines) >= 30
     text = "```\nfusion_bench method=compare \\\n  method.nothing=1\n```\nSee `featcal repot RUN`."
     (compared, reported) = commands_of(text)
     with pytest.raises(Exception, match="nothing"):

@@ -1,4 +1,4 @@
-"""Every YAML that is shipped composes, and what it names exists and takes the keys it is given."""
+"""Every YAML composes wherever the command starts; its targets exist and take their keys."""
 
 import inspect
 from collections.abc import Iterator
@@ -6,11 +6,14 @@ from functools import cache
 from typing import Any
 
 import pytest
-from composing import OUR_CONFIG, compose_here
+from composing import OUR_CONFIG, REPOSITORY, compose_here
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 import fusion_bench_featcal.compat  # noqa: F401
+from fusion_bench_featcal.suites.paths import SUITE_ROOT
 
 CHOSEN = ("method", "modelpool", "taskpool")  # by the user; other groups are included by these
 OPTIONS = [
@@ -22,30 +25,23 @@ HYDRA_KEYS = {"_target_", "_recursive_", "_partial_", "_convert_", "_args_", "_u
 # Keys that FusionBench's pools pass by: they are read from the config, by our algorithm or (as
 # base_model) by other keys of the same file; `debug` by the console.
 READ_FROM_CONFIG = {"default_taskpool", "featcal", "base_model", "debug"}
-
-
-def resolved(config: DictConfig) -> dict[str, Any]:
-    """The config as plain values."""
-    plain = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+LITERAL = ("method=featcal", "modelpool=clip-vit-base-patch32_TA8")
 
 
 @cache
 def composed(group: str, override: str) -> dict[str, Any]:
-    """A group of the program's config, from a folder without configs of its own."""
-    return resolved(compose_here(override)[group])
+    """A group of the program's config as plain values."""
+    plain = OmegaConf.to_container(compose_here(override)[group], resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
 
 
 def targets(node: Any) -> Iterator[dict[str, Any]]:
     """All mappings with a `_target_` in a config, at any depth."""
-    if isinstance(node, dict):
-        if "_target_" in node:
-            yield node
-        for child in node.values():
-            yield from targets(child)
-    elif isinstance(node, list):
-        for child in node:
+    if isinstance(node, dict) and "_target_" in node:
+        yield node
+    if isinstance(node, dict | list):
+        for child in node.values() if isinstance(node, dict) else node:
             yield from targets(child)
 
 
@@ -73,10 +69,8 @@ def known_keys(target: Any) -> set[str] | None:
     ],
 )
 def test_misspelt_keys_are_told_apart(target, taken, misspelt):
-    known = known_keys(get_object(target))
-    assert known is not None
-    assert taken in known
-    assert misspelt not in known
+    keys = known_keys(get_object(target)) or set()
+    assert taken in keys and misspelt not in keys
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
@@ -91,7 +85,7 @@ def test_composes_and_every_target_takes_its_keys(group, option, tmp_path, monke
         known = known_keys(target)
         if known is not None:
             assert keys - known <= READ_FROM_CONFIG, node["_target_"]
-        # What is required must be there: raises TypeError, naming the key.
+        # Required keys must be there: raises TypeError, naming the key.
         signature = inspect.signature(target)
         bind = signature.bind_partial if node.get("_partial_") else signature.bind
         bind(*node.get("_args_", ()), **{key: node[key] for key in keys})
@@ -113,3 +107,33 @@ def test_alias_pool_is_the_original_with_a_task_pool_that_fits(
     assert task_pool["test_datasets"] == original["test_datasets"]
     assert task_pool["base_model"] == f"openai/clip-vit-{backbone}"
     assert [task_pool[key] for key in ("clip_model", "processor", "data_processor")] == [None] * 3
+
+
+@pytest.mark.parametrize("start", ["empty", "repository", "own_config"])
+def test_the_literal_command_composes_from_any_folder(start, tmp_path, monkeypatch):
+    names = [plugin.__name__ for plugin in Plugins.instance().discover(SearchPathPlugin)]
+    assert names.count("FeatCalSearchPath") == 1
+    monkeypatch.chdir(REPOSITORY if start == "repository" else tmp_path)
+    if start == "own_config":
+        (tmp_path / "config" / "method").mkdir(parents=True)
+        (tmp_path / "config" / "method" / "mine.yaml").write_text("scale: 1\n")
+    config = compose_here(*LITERAL)
+    assert config.method._target_ == "fusion_bench_featcal.algorithm.FeatCalAlgorithm"
+    assert config.modelpool.models._pretrained_ == "openai/clip-vit-base-patch32"
+    if start == "own_config":  # which comes first
+        (tmp_path / "config" / "method" / "featcal.yaml").write_text("mine: true\n")
+        assert compose_here("method=featcal").method == {"mine": True}
+
+
+@pytest.mark.parametrize("method", ["ties_merging", "wudi/wudi", "simple_average", None])
+def test_upstream_mergers_of_other_names_or_none(method, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    change = f"method@method.base_method={method}" if method else "method.base_method=null"
+    expected = compose_here(f"method={method}").method if method else None
+    assert compose_here(*LITERAL, change).method.base_method == expected
+
+
+def test_suite_resolver_gives_a_path_in_the_package():
+    compose_here()
+    config = OmegaConf.create({"data": "${featcal_suite:images/mini_mnist.npz}"})
+    assert config.data == str(SUITE_ROOT / "images" / "mini_mnist.npz")

@@ -1,120 +1,139 @@
-"""Commands as they are typed, on models and datasets of the hub: a mirror has small ones."""
+"""The command of README as it is typed, on models and datasets of the hub: a mirror has small ones.
 
+Everything that the pool names is made small under its true name.
+"""
+
+import io
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
+import datasets
+import torch
 from cli_runs import screen
+from composing import compose_here
+from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from hub_mirror import Mirror
-from hub_pools import BINARY, UNUSED, add_pool
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from stock_pools.stand_ins import StandIns
 
+from fusion_bench_featcal.suites.image import ALL8, load_split
+
 LITERAL = ("method=featcal", "modelpool=clip-vit-base-patch32_TA8")
+BINARY = "openai/clip-vit-base-patch32"
+"""The model that has no safetensors file on the hub."""
+UNUSED = {"tf_model.h5": b"tensorflow" * 10_000, "flax_model.msgpack": b"flax" * 10_000}
+RENAMED = {"mnist": "ylecun/mnist", "svhn": "ufldl-stanford/svhn"}
+ROWS = 12
+MODEL_KEYS = {"pretrained_model_name_or_path", "models", "processor", "clip_model", "base_model"}
 
 
-class Hub:
-    """A mirror, and commands that use it with one cache."""
-
-    def __init__(self, mirror: Mirror, folder: Path) -> None:
-        """Nothing is on the mirror yet."""
-        self.mirror = mirror
-        self.stand_ins = StandIns(folder / "made")
-        self.environment = mirror.environment(folder / "home") | {
-            "HF_HUB_OFFLINE": "0",
-            "HF_DATASETS_OFFLINE": "0",
-            "OMP_NUM_THREADS": "1",
-        }
-
-    def run(self, folder: Path, *words: str) -> str:
-        """Run `fusion_bench` in an empty folder; return the screen of a run that ends well."""
-        folder.mkdir(exist_ok=True)
-        done = screen(words, folder, fresh=True, environment=self.environment)
-        assert done.code == 0, done.text[-6000:]
-        return done.text
-
-    def models_sent(self) -> dict[str, dict[str, list[int]]]:
-        """Model -> file -> bytes of each answer with its content."""
-        names = [name for name in self.mirror.repositories if not name.startswith("datasets/")]
-        return {name: self.mirror.files_sent(name) for name in names}
+def models_of(node: Any, key: str = "") -> Iterator[str]:
+    """Hub ids of models and processors in a config."""
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            if not name.endswith("_datasets") and name != "featcal":
+                yield from models_of(value, key if key == "models" else name)
+    elif isinstance(node, str) and key in MODEL_KEYS and "/" in node:
+        yield node
 
 
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+def files_of_model(hub_id: str, folder: Path) -> dict[str, bytes]:
+    """Files of a model as its repository has them, with files that are not read."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    if hub_id == BINARY:
+        stream = io.BytesIO()
+        torch.save(load_file(folder / "model.safetensors"), stream)
+        files["pytorch_model.bin"] = stream.getvalue()
+        del files["model.safetensors"]
+    return files | UNUSED
+
+
+def files_of_data(task: str, config: str) -> dict[str, bytes]:
+    """Pictures of a bundled suite with labels of the task's classes, and a card that names them."""
+    classes = len(get_classnames_and_templates(task)[0])
+    suite = load_split(ALL8[len(task) % len(ALL8)], "train")
+    pictures = []
+    for number in range(ROWS):
+        stream = io.BytesIO()
+        suite[number]["image"].save(stream, "png")
+        pictures.append({"bytes": stream.getvalue(), "path": None})
+    columns = {"image": pictures, "label": [number % classes for number in range(ROWS)]}
+    table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+    stream = io.BytesIO()
+    table.to_parquet(stream)
+    paths = {split: f"{config}/{split}-00000-of-00001.parquet" for split in ("train", "test")}
+    card = ["---", "configs:", f"- config_name: {config}", "  data_files:"]
+    card += [f"  - split: {split}\n    path: {path}" for split, path in paths.items()]
+    files = dict.fromkeys(paths.values(), stream.getvalue())
+    return files | {"README.md": "\n".join([*card, "---", ""]).encode()}
+
+
+def add_pool(mirror: Mirror, stand_ins: StandIns) -> None:
+    """Add models and datasets that the run asks the hub for."""
+    pool: Any = OmegaConf.to_container(compose_here(*LITERAL).modelpool, resolve=True)
+    for hub_id in sorted(set(models_of(pool))):
+        mirror.add(hub_id, files_of_model(hub_id, Path(stand_ins.model(hub_id))))
+    for owner in (pool, pool["default_taskpool"]):
+        entries = [value for key, value in owner.items() if key.endswith("_datasets")]
+        for task, entry in (pair for value in entries for pair in value.items()):
+            path, config = (*entry.get("_args_", [entry.get("path")]), "default")[:2]
+            name = f"datasets/{RENAMED.get(path, path)}"
+            if path in RENAMED:
+                mirror.renamed[f"datasets/{path}"] = name
+            if name not in mirror.repositories:
+                mirror.add(name, files_of_data(task, config))
+
+
+def run(folder: Path, environment: Mapping[str, str], *words: str) -> str:
+    """Run `fusion_bench` in an empty folder; return the screen of a run that ends well."""
+    folder.mkdir()
+    done = screen([*LITERAL, *words], folder, fresh=True, environment=environment)
+    assert done.code == 0, done.text[-6000:]
+    return done.text
+
+
+def test_the_literal_command_runs_to_its_table_and_a_second_time_without_requests(tmp_path):
     with Mirror() as mirror:
-        yield Hub(mirror, tmp_path_factory.mktemp("hub"))
+        add_pool(mirror, StandIns(tmp_path / "made"))
+        environment = mirror.environment(tmp_path / "home") | {"OMP_NUM_THREADS": "1"}
+        environment |= {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
+        text = run(tmp_path / "first", environment)
+        assert re.search(r"(?s)\n +experts +arithmetic +featcal\n.*\naverage ", text)
+        assert "fetching 9 models, " in text and "B/s" not in text  # no bars of downloads
+        names = [name for name in mirror.repositories if not name.startswith("datasets/")]
+        sent = {name: mirror.files_sent(name) for name in names}
+        assert len(sent) == 9
+        for name, files in sent.items():
+            weights = "pytorch_model.bin" if name == BINARY else "model.safetensors"
+            assert weights in files and not files.keys() & UNUSED
+            content = mirror.repositories[name].files
+            assert {file: [len(content[file])] for file in files} == files  # whole, and once
+        (file,) = (tmp_path / "first").glob("outputs/**/report.json")
+        report = json.loads(file.read_text())
+        assert list(report["rows"]) == ["experts", "task_arithmetic", "featcal"]
+        for name in (*sent, "datasets/tanganke/sun397"):
+            assert report["versions"][name] == mirror.repositories[name].commit
 
-
-def test_the_literal_command_runs_to_its_table_and_a_second_time_without_requests(hub, tmp_path):
-    add_pool(hub.mirror, hub.stand_ins, "clip-vit-base-patch32_TA8")
-    text = hub.run(tmp_path / "first", *LITERAL)
-    assert re.search(r"(?s)\n +experts +arithmetic +featcal\n.*\naverage ", text)
-    assert "fetching 9 models, " in text and "| " not in text  # no bars
-    sent = hub.models_sent()
-    assert len(sent) == 9
-    for name, files in sent.items():
-        weights = "pytorch_model.bin" if name == BINARY else "model.safetensors"
-        assert weights in files and not files.keys() & UNUSED
-        held = hub.mirror.repositories[name].files
-        assert {file: [len(held[file])] for file in files} == files  # whole, and once
-    report = read_report(tmp_path / "first")
-    assert list(report["rows"]) == ["experts", "task_arithmetic", "featcal"]
-    for name in sent:
-        assert report["versions"][name] == hub.mirror.repositories[name].commit
-    data = hub.mirror.repositories["datasets/tanganke/sun397"].commit
-    assert report["versions"]["datasets/tanganke/sun397"] == data
-
-    asked = len(hub.mirror.requests)
-    saving = ["merged_model_save_path=saved", "+merged_model_save_kwargs.push_to_hub=true"]
-    saving += ["+merged_model_save_kwargs.repo_id=somebody/repaired"]
-    again = hub.run(tmp_path / "second", *LITERAL, *saving, "taskpool=dummy")
-    assert "fetching" not in again and "converting" not in again
-    later = [request.path for request in hub.mirror.requests[asked:]]
-    uploading = ("/api/repos/create", "/api/validate-yaml", "/api/models/somebody/repaired/")
-    others = [path for path in later if not path.startswith(uploading)]
-    assert len(others) < len(later) and [path for path in others if "/datasets/" not in path] == []
-    pushed = hub.mirror.repositories["somebody/repaired"].files
-    assert b"base_model: openai/clip-vit-base-patch32" in pushed["README.md"]
-    commit = hub.mirror.repositories[BINARY].commit
-    assert json.loads(pushed["provenance.json"])["versions"][BINARY] == commit
-    program = "import sys, transformers as t; t.CLIPVisionModel.from_pretrained(sys.argv[1])"
-    words = [sys.executable, "-W", "error", "-c", program, "somebody/repaired"]
-    subprocess.run(words, env=dict(os.environ) | hub.environment, check=True)
-
-
-POOLS = {
-    "clip-vit-base-patch32_TALL14": 15,
-    "clip-vit-base-patch32_TALL20": 21,
-    "flan-t5-large_glue_lora": 10,
-    "mergebench_llama-3.2-3b-instruct": 4,
-}
-"""Pool -> its models on the hub; FLAN-T5's task pool has its tokenizer from another one."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pool", POOLS)
-def test_pools_run_on_what_the_hub_has(pool, hub, tmp_path):
-    config = add_pool(hub.mirror, hub.stand_ins, pool)
-    words = [f"modelpool={pool}", "merged_model_save_path=saved", "method.samples_per_task=8"]
-    if "mergebench" in pool:
-        words.append("taskpool=dummy")  # lm-eval has datasets of its own
-    hub.run(tmp_path / "run", "method=featcal", *words)
-    provenance = json.loads((tmp_path / "run" / "saved" / "provenance.json").read_text())
-    models = [name for name in provenance["versions"] if "/" in name and "datasets/" not in name]
-    assert len(models) in (POOLS[pool], POOLS[pool] - 1)
-    for name, files in hub.models_sent().items():
-        assert not files.keys() & {*UNUSED, "original/consolidated.00.pth"}
-        assert all(len(times) == 1 for times in files.values()), name
-    assert len(read_report(tmp_path / "run").get("rows", {})) == (0 if "mergebench" in pool else 3)
-    assert set(provenance["samples"]) == {n for n in config["models"] if not n.startswith("_")}
-
-
-def read_report(folder: Path) -> dict[str, Any]:
-    """The report of the only run in a folder."""
-    (file,) = folder.glob("outputs/**/report.json")
-    return json.loads(file.read_text())
+        asked = len(mirror.requests)
+        saving = ["merged_model_save_path=saved", "+merged_model_save_kwargs.push_to_hub=true"]
+        saving += ["+merged_model_save_kwargs.repo_id=somebody/repaired", "taskpool=dummy"]
+        again = run(tmp_path / "second", environment, *saving)
+        assert "fetching" not in again and "converting" not in again
+        later = [request.path for request in mirror.requests[asked:]]
+        uploading = ("/api/repos/create", "/api/validate-yaml", "/api/models/somebody/repaired/")
+        others = [path for path in later if not path.startswith(uploading)]
+        assert len(others) < len(later) and all("/datasets/" in path for path in others)
+        pushed = mirror.repositories["somebody/repaired"].files
+        assert f"base_model: {BINARY}".encode() in pushed["README.md"]
+        commit = mirror.repositories[BINARY].commit
+        assert json.loads(pushed["provenance.json"])["versions"][BINARY] == commit
+        program = "import sys, transformers as t; t.CLIPVisionModel.from_pretrained(sys.argv[1])"
+        words = [sys.executable, "-W", "error", "-c", program, "somebody/repaired"]
+        subprocess.run(words, env=dict(os.environ) | environment, check=True)

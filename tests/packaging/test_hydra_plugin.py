@@ -39,50 +39,41 @@ def run(words: list[str], folder: Path, environment: dict[str, str]):
     )
 
 
-@pytest.fixture(params=["conf", "config"])
-def foreign_app(request, tmp_path: Path) -> Path:
-    """A Hydra program that has nothing to do with FusionBench; its config folder may be ./config"""
+@pytest.mark.parametrize("config", ["conf", "config"])
+def test_a_foreign_program_has_only_its_own_configs_and_groups(config, tmp_path, plugin_path):
+    """Its config folder may be ./config."""
     folder = tmp_path / "app"
-    (folder / request.param / "method").mkdir(parents=True)
-    (folder / request.param / "app.yaml").write_text("size: 1\n")
-    (folder / request.param / "method" / "mine.yaml").write_text("size: 2\n")
-    (folder / "app.py").write_text(APP.format(folder=request.param))
-    return folder
-
-
-def test_a_foreign_program_has_only_its_own_configs(foreign_app, plugin_path):
-    done = run(["app.py"], foreign_app, plugin_path)
+    (folder / config / "method").mkdir(parents=True)
+    (folder / config / "app.yaml").write_text("size: 1\n")
+    (folder / config / "method" / "mine.yaml").write_text("size: 2\n")
+    (folder / "app.py").write_text(APP.format(folder=config))
+    done = run(["app.py"], folder, plugin_path)
     assert done.stdout.splitlines() == ["['hydra', 'main', 'schema']", "False False"], done.stderr
-    done = run(["app.py", "+method=featcal"], foreign_app, plugin_path)
+    done = run(["app.py", "+method=featcal"], folder, plugin_path)
     assert done.returncode == 1
     assert "Available options in 'method':\n\tmine\n" in done.stderr
+    done = run(["app.py", "--help"], folder, plugin_path)
+    assert "method: mine\n" in done.stdout and "modelpool" not in done.stdout
 
 
-def test_a_foreign_program_s_help_lists_only_its_own_groups(foreign_app, plugin_path):
-    done = run(["app.py", "--help"], foreign_app, plugin_path)
-    assert "method: mine\n" in done.stdout
-    assert "modelpool" not in done.stdout
+OURS = ["main", "fusion_bench_featcal", "fusion_bench_featcal"]
 
 
-@pytest.mark.parametrize("folder", [OUR_CONFIG, f"file://{OUR_CONFIG}"])
-def test_our_config_folder_is_one_of_fusion_bench(folder, searched):
-    assert searched(folder) == ["main", "fusion_bench_featcal", "fusion_bench_featcal"]
-
-
-def test_a_folder_with_fusion_bench_s_root_config_is_one(tmp_path, searched):
-    assert searched(tmp_path) == ["main"]
-    (tmp_path / "fabric_model_fusion.yaml").write_text("{}\n")
-    assert searched(tmp_path) == ["main", "fusion_bench_featcal", "fusion_bench_featcal"]
-
-
-@pytest.mark.parametrize("folder", [None, "pkg://conf", "structured://"])
-def test_configs_in_no_folder_are_foreign(folder, searched):
-    assert "fusion_bench_featcal" not in searched(folder)
-
-
-@pytest.fixture
-def searched(monkeypatch):
-    """Providers on the search path of a program whose primary config folder is given."""
+@pytest.mark.parametrize(
+    ("folder", "providers"),
+    [
+        (str(OUR_CONFIG), OURS),
+        (f"file://{OUR_CONFIG}", OURS),
+        ("{empty}", ["main"]),
+        ("{root}", OURS),  # with FusionBench's root config
+        (None, []),
+        ("pkg://conf", ["main"]),
+        ("structured://", ["main"]),
+    ],
+)
+def test_programs_of_a_config_folder_get_ours_if_it_is_fusion_benchs(
+    folder, providers, tmp_path, monkeypatch
+):
     import importlib.util
 
     from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
@@ -92,15 +83,13 @@ def searched(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "PROGRAMS", ("no.program", "of.this.process"))
-
-    def providers(folder) -> list[str]:
-        path = ConfigSearchPathImpl()
-        if folder is not None:
-            path.append("main", str(folder))
-        module.FeatCalSearchPath().manipulate_search_path(path)
-        return [entry.provider for entry in path.get_path()]
-
-    return providers
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "fabric_model_fusion.yaml").write_text("{}\n")
+    path = ConfigSearchPathImpl()
+    if folder is not None:
+        path.append("main", folder.format(empty=tmp_path, root=tmp_path / "root"))
+    module.FeatCalSearchPath().manipulate_search_path(path)
+    assert [entry.provider for entry in path.get_path()] == providers
 
 
 @pytest.mark.slow

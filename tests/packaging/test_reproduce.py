@@ -22,31 +22,24 @@ def reproduce(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     program = folder / "fusion_bench"
     program.write_text(FAKE)
     program.chmod(0o755)
-    places = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record")}
+    paths = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record")}
     command = [sys.executable, str(REPOSITORY / "scripts" / "reproduce.py"), *words]
-    return subprocess.run(command, env=os.environ | places, text=True, capture_output=True)
+    return subprocess.run(command, env=os.environ | paths, text=True, capture_output=True)
 
 
 def test_commands_run_and_failures_are_listed_at_the_end(tmp_path: Path):
     done = reproduce(tmp_path, "--out", str(tmp_path / "out"))
-    ran = (tmp_path / "record").read_text().splitlines()
+    commands = (tmp_path / "record").read_text().splitlines()
     folder = f"path.log_dir={tmp_path}/out/clip/clip-vit-mini_TA6"
-    assert f"method=compare modelpool=clip-vit-mini_TA6 {folder}" in ran
-    assert not any("mergebench" in line for line in ran)
+    assert f"method=compare modelpool=clip-vit-mini_TA6 {folder}" in commands
+    assert not any("mergebench" in line for line in commands)  # the paper's, on request only
     assert done.returncode == 1
     failed = done.stderr.splitlines()
     assert failed[:2] == ["failed:", "fusion_bench method=compare modelpool=flan-t5-mini_TA6"]
     assert not any("llama" in line for line in failed)
 
 
-def test_the_papers_models_run_on_request_only(tmp_path: Path):
-    reproduce(tmp_path, "--paper", "--out", str(tmp_path / "out"))
-    ran = (tmp_path / "record").read_text()
-    assert "modelpool=clip-vit-large-patch14_TALL20 " in ran
-    assert "modelpool=mergebench_llama-3.1-8b-instruct " in ran
-
-
-def test_listing_runs_nothing(tmp_path: Path):
+def test_listing_runs_nothing_and_the_papers_models_run_on_request(tmp_path: Path):
     listed = reproduce(tmp_path, "--list").stdout
     assert not (tmp_path / "record").exists()
     page = (REPOSITORY / "docs" / "paper.md").read_text(encoding="utf-8")
@@ -55,50 +48,38 @@ def test_listing_runs_nothing(tmp_path: Path):
     for _, method, pool in commands:
         lines = [line for line in page.splitlines() if f"`{method}`" in line]
         assert any(pool.removeprefix("modelpool=") in line for line in lines)
+    reproduce(tmp_path, "--paper", "--out", str(tmp_path / "out"))
+    for pool in ("clip-vit-large-patch14_TALL20", "mergebench_llama-3.1-8b-instruct"):
+        assert f"modelpool={pool} " in (tmp_path / "record").read_text()
 
 
-def row(name: str, gain: float, half: float, against: str = "ta") -> dict[str, Any]:
-    """A row of a study: its difference in points from another one."""
+def row(name: str, gain: float, half: float) -> dict[str, Any]:
+    """A row of a study: its difference in points from the merged model."""
     ends = {"estimate": gain / 100, "low": (gain - half) / 100, "high": (gain + half) / 100}
-    return {"name": name, "upstream": "ta", "against": against, "difference": ends}
-
-
-def leave_study(folder: Path, *points: tuple[int, list[dict[str, Any]]]) -> None:
-    """Write a `samples` study with the merged model at every point."""
-    content = {
-        "suite": "toy",
-        "points": [
-            {"labels": {"samples_per_task": n}, "rows": [row("ta", 0, 0), *rows]}
-            for n, rows in points
-        ],
-    }
-    (folder / "samples" / "toy").mkdir(parents=True)
-    (folder / "samples" / "toy" / "report.json").write_text(json.dumps(content))
-
-
-def cells(folder: Path) -> dict[str, str]:
-    """Observation -> ours, of the table."""
-    lines = (line.strip("| ").split(" | ") for line in paper.observations_part(folder).splitlines())
-    return {line[0]: line[2] for line in lines if len(line) > 2}
+    return {"name": name, "upstream": "ta", "against": "ta", "difference": ends}
 
 
 def test_observations_stand_beside_results(tmp_path: Path):
-    few = [row("featcal", 6, 4), row("surgery", -1, 3), row("prob_surgery", 2, 1)]
-    leave_study(tmp_path, (8, few), (512, [row("featcal", 8, 3), row("surgery", 20, 4)]))
-    found = cells(tmp_path)
-    assert found["featcal (n = 8) is above the merged model (n = 8)"] == "+6.0 [+2.0, +10.0] holds"
-    assert found["surgery (n = 8) is below the merged model (n = 8)"].endswith("not decided")
-    assert found["prob_surgery (n = 8) is below the merged model (n = 8)"].endswith("does not hold")
-    # Of two calibrated rows: half of the interval is the root of 4 ** 2 + 3 ** 2.
-    assert found["featcal (n = 8) is above surgery (n = 8)"] == "+7.0 [+2.0, +12.0] holds"
-    assert (
-        found["featcal (n = 512) is above surgery (n = 512)"] == "-12.0 [-17.0, -7.0] does not hold"
-    )
-    assert found["featcal (n = 512) is above prob_surgery (n = 512)"] == "-"
-
-
-def test_a_study_without_results_has_no_table(tmp_path: Path):
     assert paper.observations_part(tmp_path) == ""
+    few = [row("featcal", 6, 4), row("surgery", -1, 3), row("prob_surgery", 2, 1)]
+    many = [row("featcal", 8, 3), row("surgery", 20, 4)]
+    points = [
+        {"labels": {"samples_per_task": n}, "rows": [row("ta", 0, 0), *rows]}
+        for n, rows in ((8, few), (512, many))
+    ]
+    report = tmp_path / "samples" / "toy" / "report.json"
+    report.parent.mkdir(parents=True)
+    report.write_text(json.dumps({"suite": "toy", "points": points}))
+    lines = paper.observations_part(tmp_path).splitlines()
+    cells = {line[0]: line[2] for text in lines if len(line := text.strip("| ").split(" | ")) > 2}
+    assert cells["featcal (n = 8) is above the merged model (n = 8)"] == "+6.0 [+2.0, +10.0] holds"
+    assert cells["surgery (n = 8) is below the merged model (n = 8)"].endswith("not decided")
+    assert cells["prob_surgery (n = 8) is below the merged model (n = 8)"].endswith("does not hold")
+    # Of two calibrated rows: half of the interval is the root of 4 ** 2 + 3 ** 2.
+    assert cells["featcal (n = 8) is above surgery (n = 8)"] == "+7.0 [+2.0, +12.0] holds"
+    many_samples = cells["featcal (n = 512) is above surgery (n = 512)"]
+    assert many_samples == "-12.0 [-17.0, -7.0] does not hold"
+    assert cells["featcal (n = 512) is above prob_surgery (n = 512)"] == "-"
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,19 @@
-"""The documentation: every page is in the navigation, every link leads somewhere, names exist."""
+"""The documentation: pages are in the navigation; links, names and quoted messages exist."""
 
+import ast
 import json
 import re
 import runpy
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from composing import REPOSITORY
+from hydra.utils import get_object
 
 import fusion_bench_featcal
 
@@ -23,25 +27,20 @@ HEADING = re.compile(r"^#+ +(.*?)\s*$", re.MULTILINE)
 CHECK = runpy.run_path(str(REPOSITORY / "scripts" / "check_site.py"))
 
 
-def entries(navigation: object) -> Iterator[str]:
+def entries(navigation: Any) -> Iterator[str]:
     """File names of a navigation, in order."""
     if isinstance(navigation, str):
         yield navigation
-    elif isinstance(navigation, dict):
-        for part in navigation.values():
-            yield from entries(part)
-    elif isinstance(navigation, list):
-        for part in navigation:
+    else:
+        parts = navigation.values() if isinstance(navigation, dict) else navigation or ()
+        for part in parts:
             yield from entries(part)
 
 
 def anchors(text: str) -> set[str]:
     """Anchors of a page's headings, as code hosts and the site make them."""
-    found: dict[str, int] = {}
-    for words in HEADING.findall(FENCED.sub("", text)):
-        slug = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
-        found[slug] = found.get(slug, 0) + 1
-    return set(found)
+    words = [heading.lower() for heading in HEADING.findall(FENCED.sub("", text))]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
 
 
 def test_every_page_is_in_the_navigation():
@@ -50,9 +49,15 @@ def test_every_page_is_in_the_navigation():
     assert sorted(listed) == sorted(path.relative_to(DOCS).as_posix() for path in PAGES)
 
 
-@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.relative_to(REPOSITORY).as_posix())
+@pytest.mark.parametrize(
+    "page", [*TEXTS, NOTEBOOK], ids=lambda path: path.relative_to(REPOSITORY).as_posix()
+)
 def test_links_lead_to_files_and_headings(page: Path):
     text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    if page == NOTEBOOK:
+        cells = json.loads(text)["cells"]
+        text = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+        assert LINK.search(text)
     for name, anchor in LINK.findall(text):
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), f"{name} does not exist"
@@ -61,32 +66,17 @@ def test_links_lead_to_files_and_headings(page: Path):
             assert anchor[1:] in anchors(target.read_text(encoding="utf-8")), f"{name}{anchor}"
 
 
-def test_links_of_the_notebook_lead_to_files():
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    text = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-    names = [name for name, _ in LINK.findall(text)]
-    assert names
-    assert all((NOTEBOOK.parent / name).resolve().is_file() for name in names)
-
-
-def test_the_api_has_all_public_names():
+def test_the_api_has_all_public_names_and_equations_name_functions():
     named = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
-    public = {f"fusion_bench_featcal.{name}" for name in fusion_bench_featcal.__all__}
-    assert public <= set(named)
+    assert {f"fusion_bench_featcal.{name}" for name in fusion_bench_featcal.__all__} <= set(named)
     for name in named:
         module, _, attribute = name.rpartition(".")
         assert hasattr(import_module(module), attribute), name
-
-
-def test_functions_that_compute_the_equations_exist():
     text = (DOCS / "mathematics.md").read_text(encoding="utf-8")
     names = re.findall(r"`((?:core|rules|streams)\.\w+\.\w+(?:\.\w+)?)`", text)
     assert len(names) > 10
     for name in names:
-        package, module, *attributes = name.split(".")
-        value = import_module(f"fusion_bench_featcal.{package}.{module}")
-        for attribute in attributes:
-            value = getattr(value, attribute)
+        get_object(f"fusion_bench_featcal.{name}")
 
 
 def test_every_figure_is_on_a_page():
@@ -97,7 +87,7 @@ def test_every_figure_is_on_a_page():
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "found"),
+    ("name", "content", "problem"),
     [
         ("a.html", '<script src="https://cdn.example/x.js"></script>', "script src="),
         ("a.html", '<link rel="stylesheet" href="//fonts.example/y.css">', "link href="),
@@ -108,12 +98,58 @@ def test_every_figure_is_on_a_page():
         ("a.html", '<span class="arithmatex">$x$</span>', "class arithmatex"),
     ],
 )
-def test_a_page_that_fetches_something_from_elsewhere_is_found(tmp_path, name, content, found):
+def test_a_page_that_fetches_something_from_elsewhere_is_found(tmp_path, name, content, problem):
     (tmp_path / "search").mkdir()
     (tmp_path / "search" / "search_index.json").write_text("{}")
     harmless = '<a href="https://a.example">a</a><img src="b.png"><link rel="canonical" href="//c">'
     (tmp_path / "index.html").write_text(harmless)
     assert not list(CHECK["problems"](tmp_path))
     (tmp_path / name).write_text(content)
-    (problem,) = CHECK["problems"](tmp_path)
-    assert found in problem
+    (line,) = CHECK["problems"](tmp_path)
+    assert problem in line
+
+
+# --- messages that docs/troubleshooting.md quotes ---
+
+CELL = re.compile(r"^\| (`.*?`) \|", re.MULTILINE)
+HINTS = dict.fromkeys(("nearest_hint", "hint"), " (nearest: ...)")
+LEAST_LETTERS = 9
+
+
+@cache
+def messages() -> list[str]:
+    """Every string of the package, with `...` for what is filled in."""
+    strings = []
+    for file in sorted((REPOSITORY / "fusion_bench_featcal").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                strings.append("".join(map(filled, node.values)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                strings.append(re.sub(r"%[sdr]", "...", node.value))
+    return strings
+
+
+def filled(part: ast.expr) -> str:
+    """Words of a part of a message: those of the hint at the nearest name too."""
+    if isinstance(part, ast.Constant):
+        return str(part.value)
+    call = getattr(part, "value", None)
+    name: Any = getattr(getattr(call, "func", call), "id", "")
+    return HINTS.get(name, "...")
+
+
+def is_message(quoted: str, strings: list[str]) -> bool:
+    """Return whether a string has the quoted words in their order."""
+    pattern = re.compile(".*".join(map(re.escape, quoted.split("..."))), re.DOTALL)
+    return any(pattern.search(string) for string in strings)
+
+
+def test_every_quoted_message_is_in_the_code():
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## No message")[0]
+    quoted = [text for cell in CELL.findall(page) for text in re.findall(r"`([^`]+)`", cell)]
+    assert len(quoted) > 40
+    for words in quoted:
+        assert len(re.sub(r"[^a-z]", "", words)) >= LEAST_LETTERS, words
+        assert is_message(words, messages()), words
+    assert is_message("expert ... is ... broken", ["the expert ... is badly broken"])
+    assert not is_message("--base is gone: ...", messages())

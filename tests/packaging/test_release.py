@@ -1,0 +1,154 @@
+"""The package as an index shows it: links, licences and versions; README, notebook and matrix."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from composing import REPOSITORY
+
+from fusion_bench_featcal import __version__
+
+pytest.importorskip("hatchling", reason="the build backend, of the extra `test`")
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+CITATION = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+# --- metadata ---
+
+
+@pytest.fixture(scope="module")
+def metadata() -> Any:
+    """The core metadata that Hatchling makes of pyproject.toml."""
+    from hatchling.metadata.core import ProjectMetadata
+    from hatchling.plugin.manager import PluginManager
+
+    return ProjectMetadata(str(REPOSITORY), PluginManager()).core
+
+
+def test_every_link_of_the_description_is_absolute_and_leads_to_a_file(metadata):
+    address = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
+    links = LINK.findall(metadata.readme)
+    assert len(links) == len(LINK.findall(README))
+    assert all(link.startswith(("https://", "#")) for link in links)
+    inside = [link.removeprefix(f"{address}/") for link in links if link.startswith(address)]
+    assert len(inside) > 10
+    for link in inside:
+        kind, tag, path = link.partition("#")[0].split("/", 2)
+        assert (REPOSITORY / path).exists(), link
+        assert tag == f"v{__version__}"
+        assert kind == ("raw" if path.endswith((".png", ".svg")) else "blob")
+    hook = runpy.run_path(str(REPOSITORY / "scripts" / "package_metadata.py"))
+    text = "[![a](b.png)](c.md) [d](https://e) [f](#g) ![h](i/j.png) [[1]](k)"
+    assert hook["absolute_links"](text, "https://x", "v1") == (
+        "[![a](https://x/raw/v1/b.png)](https://x/blob/v1/c.md) [d](https://e) [f](#g) "
+        "![h](https://x/raw/v1/i/j.png) [[1]](k)"
+    )
+
+
+def test_citation_file_and_bibtex_of_the_page_agree():
+    assert CITATION["version"] == __version__
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", str(CITATION["date-released"]))
+    page = (REPOSITORY / "docs/index.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^@\w+\{.*?^\}", page, re.MULTILINE | re.DOTALL)
+    paper, software = (re.sub(r"[{}\\]", "", " ".join(entry.split())) for entry in entries)
+    (reference,) = CITATION["references"]
+    authors = [f"{a['family-names']}, {a['given-names']}" for a in reference["authors"]]
+    for text in (" and ".join(authors), reference["title"], str(reference["year"])):
+        assert text in paper
+    assert reference["identifiers"][0]["value"] in paper
+    for text in (CITATION["title"], CITATION["version"], str(CITATION["date-released"])):
+        assert text in software
+
+
+def test_every_licence_of_the_expression_has_its_text(metadata):
+    names = set(metadata.license_expression.split(" AND "))
+    texts = {file.removeprefix("LICENSES/").removesuffix(".txt") for file in metadata.license_files}
+    assert texts == names | {"LICENSE"}
+    origins = REPOSITORY / "fusion_bench_featcal" / "suites" / "data" / "ORIGINS.md"
+    named = set(re.findall(r"CC BY(?:-SA)? \d\.0", origins.read_text(encoding="utf-8")))
+    assert {name.replace(" ", "-") for name in named} <= names
+
+
+def test_the_wheel_has_the_template_of_pages_and_announces_types():
+    from hatchling.builders.wheel import WheelBuilder
+
+    files = WheelBuilder(str(REPOSITORY)).recurse_included_files()
+    packed = {file.distribution_path for file in files}
+    assert {f"fusion_bench_featcal/{n}" for n in ("lab/report/page.html", "py.typed")} <= packed
+
+
+# --- README and notebook ---
+
+
+def test_readme_is_short():
+    assert len(README.encode()) < 7000
+    assert len(re.findall(r"^!\[", README, re.MULTILINE)) == 1
+    (table,) = re.findall(r"(?:^\|.*\n)+", README, re.MULTILINE)
+    head_and_rule = 2
+    assert len(table.splitlines()) - head_and_rule <= 5
+    assert table.splitlines()[0].count("|") - 1 <= 4
+    assert not set(table) & set("()[]")
+
+
+def test_python_of_readme_runs_as_printed(tmp_path: Path):
+    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    lines = [line for line in code.splitlines() if line and "import" not in line.split("#")[0]]
+    assert len(lines) <= 10
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    names = {path.name for path in (tmp_path / "calibrated").iterdir()}
+    assert names == {"config.json", "model.safetensors"}
+
+
+def test_the_notebook_was_run_in_order_is_small_and_raises_the_average():
+    text = (REPOSITORY / "examples" / "walkthrough.ipynb").read_text(encoding="utf-8")
+    assert len(text.encode()) < 300_000
+    cells = json.loads(text)["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 4
+    assert all(output.get("name", "stdout") == "stdout" for output in outputs)
+    for cell in cells:  # no path of a machine
+        assert cell["metadata"] == {}
+        words = json.dumps([cell["source"], [o for o in cell.get("outputs", ()) if "text" in o]])
+        assert not any(f"/{folder}/" in words for folder in ("home", "root", "work", "tmp"))
+    printed = "".join(code[-2]["outputs"][0]["text"])
+    average = {line.split()[0]: float(line.split()[-1]) for line in printed.splitlines()[1:]}
+    assert average["base"] < average["merged"] < average["paper"] < average["experts"]
+    assert average["merged"] < average["FeatCal+"] < average["experts"]
+
+
+# --- pairs of Python and FusionBench that `make test-matrix` tries ---
+
+
+def test_pairs_of_the_matrix(tmp_path):
+    pytest.importorskip("packaging")
+    matrix = runpy.run_path(str(REPOSITORY / "scripts" / "run_matrix.py"))
+    printed = "fusion-bench (0.3.1)\nAvailable versions: {}\n  INSTALLED: 0.2.33\n"
+    several = printed.format("0.3.1, 0.3.0, 0.2.100, 0.2.34, 0.2.33, 0.2.32")
+    assert matrix["releases"](several) == ["0.2.33", "0.2.100"]
+    assert matrix["releases"](printed.format("0.2.33, 0.2.32")) == ["0.2.33"]
+    with pytest.raises(SystemExit, match=r"no release of fusion-bench[<>=]"):
+        matrix["releases"]("")
+    this, newest = "{}.{}".format(*sys.version_info), [("3.11", "2"), ("3.12", "2")]
+    assert matrix["named_pythons"]() == ["3.11", "3.12", "3.13"]
+    assert matrix["cells"](["3.11", "3.12"], ["2"]) == newest
+    assert matrix["cells"](["3.11", "3.12"], ["1", "2"]) == [(this, "1"), *newest]
+    assert matrix["find_python"](this) == sys.executable
+    assert matrix["find_python"]("3.99") is None
+    assert "not on this machine" in matrix["try_cell"]("3.99", "0.2.33", tmp_path, [])
+    assert not list(tmp_path.iterdir())
