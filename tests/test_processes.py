@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 from calibrations import Overheard, assert_identical, assert_same, run_fast, samples_in
-from golden.golden_models import MAKERS
 from killing import finished_blocks
 from process_group import in_processes
 from safetensors.torch import save_model
 from tiny_convs import net_suite, tower_suite
-from tiny_models import Suite, clip_suite, t5_suite
+from tiny_models import Suite, clip_suite, decoder_suite, gpt2_suite, t5_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult, SafetensorsExpert
 from fusion_bench_featcal.experts import hollow_copy
@@ -32,11 +31,6 @@ Change = Callable[[Suite, Processes], Any]
 RULES: dict[str, Any] = {"paper": Paper(), "plus": Plus()}
 PROCESSES = "number of processes (fabric.devices x fabric.num_nodes)"
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
-
-
-def golden(name: str) -> Suite:
-    suite = MAKERS[name]()
-    return Suite(suite.merged, suite.base, suite.experts, suite.batches, [], suite.family)
 
 
 def few_samples() -> Suite:
@@ -95,9 +89,9 @@ CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any], tuple[int, ...]]] = 
     "few samples": (few_samples, {"samples_per_task": 99}, (5,)),
     "one task": (lambda: clip_suite(tasks=1, sizes=(4, 4)), {}, (2, 3)),
     "held out, copies": (clip_suite, {"held_out": 2, "augment": "jitter"}, (5,)),
-    "t5": (lambda: golden("t5"), {}, (2, 5)),
-    "gemma2": (lambda: golden("gemma2"), {}, (3,)),
-    "gpt2": (lambda: golden("gpt2"), {}, (2,)),
+    "t5": (t5_suite, {}, (2, 5)),
+    "gemma2": (lambda: decoder_suite("gemma2"), {}, (3,)),
+    "gpt2": (gpt2_suite, {}, (2,)),
     "convolutions": (net_suite, {}, (5,)),
     "statistics": (lambda: tower_suite("resnet"), {}, (2,)),
 }

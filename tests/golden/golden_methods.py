@@ -1,28 +1,35 @@
-"""FusionBench's side: methods run on the bundled suites, described by what they save."""
+"""Methods run on the bundled suites: models that they save, and structure of a run's reports."""
 
 import copy
+import csv
+import json
 import shutil
+import zlib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import fusion_bench_featcal  # noqa: F401
 
 # isort: split
 from fusion_bench.constants.paths import DEFAULT_CONFIG_PATH
 from fusion_bench.utils import instantiate
-from golden_commands import PRESETS
-from golden_models import stable_name
-from golden_parameters import Sketch, sketch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from reports import featcal
 from safetensors.torch import load_file
+from torch import Tensor
 
 CLIP, T5, LLAMA = "clip-vit-mini_alphabets2", "flan-t5-mini_TA6", "llama-mini_TA6"
 FEW = ("samples_per_task=8",)
 ALONE = (*FEW, "presets={}")
 TRAINED = (*FEW, "steps=5", "batch_size=4")
+PRESETS = "presets={mini: {ridge_lambda: 1e-4, mix_alpha: 0.3, anchor_rho: 1.0}}"
+GENERATED = ("calibration_targets=generated", "generated_tokens=3", "max_length=16")
 PEER = "featcal_baselines/"
 RUNS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "featcal": ("featcal", CLIP, ALONE),
@@ -30,22 +37,10 @@ RUNS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "featcal, other data": ("featcal", CLIP, (*ALONE, "seed=7", "calibration_split=test")),
     "featcal, preset": ("featcal", CLIP, (*FEW, PRESETS, "save=featcal:mini")),
     "featcal, t5": ("featcal", T5, ("samples_per_task=4", "presets={}")),
-    "featcal, t5 generated": (
-        "featcal/paper_flan_t5",
-        T5,
-        (
-            "samples_per_task=2",
-            "calibration_targets=generated",
-            "generated_tokens=3",
-            "max_length=16",
-            "presets={}",
-        ),
-    ),
-    "featcal, llama": (
-        "featcal/paper_llama_3b",
-        LLAMA,
-        ("samples_per_task=4", "presets={}", "max_length=64"),
-    ),
+    "featcal, t5 generated": ("featcal/paper_flan_t5", T5,
+        ("samples_per_task=2", *GENERATED, "presets={}")),
+    "featcal, llama": ("featcal/paper_llama_3b", LLAMA,
+        ("samples_per_task=4", "presets={}", "max_length=64")),
     "anchor_only": (PEER + "anchor_only", CLIP, ()),
     "regmean": (PEER + "regmean", CLIP, (*FEW, "task_weights=unit_gram")),
     "regmean_plusplus": (PEER + "regmean_plusplus", CLIP, FEW),
@@ -55,21 +50,78 @@ RUNS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "surgery": ("surgery", CLIP, TRAINED),
     "prob_surgery": ("prob_surgery", CLIP, TRAINED),
     "surgery_v2": (PEER + "surgery_v2", CLIP, TRAINED),
-}
-SLOW = (
-    "featcal, t5",
-    "regmean_plusplus",
-    "lot",
-    "surgery_v2",
-    "featcal, whole",
-    "featcal, other data",
-    "featcal, t5 generated",
-    "regmean",
-    "ridge_surgery, fixed",
-)
+}  # fmt: skip
+SLOW = ("featcal, t5", "regmean_plusplus", "lot", "surgery_v2", "featcal, whole",
+        "featcal, other data", "featcal, t5 generated", "regmean",
+        "ridge_surgery, fixed")  # fmt: skip
 EVALUATED = "featcal, preset"
 """The run whose models are evaluated, which leaves a full report."""
+REPORTS = ("report.json", "lines.csv", "calibration_log.jsonl", "reads.json")
+# {run}: the log directory of that run; {tmp}: an empty folder.
+VERBS = {
+    "version": "--version",
+    "help": "--help",
+    "no verb": "",
+    "unknown verb": "calibrate",
+    "unknown option": "report {run} --nothing",
+    "settings": "settings",
+    "settings of surgery": "settings surgery",
+    "settings as JSON": "settings featcal --json",
+    "settings of nothing": "settings nothing",
+    "suite": "suite",
+    "suite path": "suite path clip-vit-mini",
+    "suite path of nothing": "suite path nothing",
+    "suite check": "suite check",
+    "suite check elsewhere": "suite check {tmp}/nowhere",
+    "suite check of an empty folder": "suite check {tmp}",
+    "suite build of nothing": "suite build --out {tmp}/x --suite nothing",
+    "report": "report {run}",
+    "report written": "report {run} --out {tmp}/report",
+    "report of nothing": "report {tmp}/nowhere",
+    "plan of nothing": "plan method=featcal modelpool=nothing",
+    "plan without words": "plan",
+}
 BOUND = 2e-4
+PROJECTIONS = 4
+
+Sketch = dict[str, list[float]]
+"""Changed parameter -> norm of the change, and its products with four random directions."""
+
+
+def stable_name(name: str) -> str:
+    """Name of a parameter whatever the release: transformers 5.6 dropped this prefix of CLIP's."""
+    return name.removeprefix("vision_model.")
+
+
+def sketch(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Sketch:
+    """Describe the change of every parameter that changed; new parameters count from zero."""
+    changes = {}
+    for name, value in sorted(after.items()):
+        change = value.double() - (before[name].double() if name in before else 0)
+        if bool(change.any()):
+            products = (_directions(name, change.shape) * change).flatten(1).sum(1)
+            numbers = [change.norm().item(), *products.tolist()]
+            changes[name] = [float(f"{number:.6g}") for number in numbers]
+    return changes
+
+
+@cache
+def _directions(name: str, shape: torch.Size) -> Tensor:
+    """Normal numbers that depend on the name alone: drawn in float64, which has one draw."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return (
+        torch.randn(PROJECTIONS, *shape, generator=generator, dtype=torch.float64).float().double()
+    )
+
+
+def differences(result: Sketch, kept: Sketch) -> list[str]:
+    """Parameters that are further apart than BOUND times the norm of the kept change."""
+    gaps = {
+        name: max(abs(a - b) for a, b in zip(result[name], kept[name], strict=True)) / kept[name][0]
+        for name in kept.keys() & result.keys()
+    }
+    wrong = [f"{name}: {gap:.1e} of its norm" for name, gap in gaps.items() if gap > BOUND]
+    return wrong + [f"{name}: in one only" for name in sorted(result.keys() ^ kept.keys())]
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -125,6 +177,38 @@ def method_sketch(name: str, folder: Path) -> Sketch:
         *(f"method.{word}" for word in words),
     )
     _run(config)
-    found = sketch(_base(pool), saved_tensors(folder / "saved"))
+    result = sketch(_base(pool), saved_tensors(folder / "saved"))
     shutil.rmtree(folder / "saved")
-    return found
+    return result
+
+
+def _structure(value: Any) -> Any:
+    """Nested keys with types; of a list the structures that its items have."""
+    if isinstance(value, dict):
+        return {stable_name(key): _structure(part) for key, part in sorted(value.items())}
+    if isinstance(value, list):
+        return sorted({json.dumps(_structure(part)) for part in value})
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return "number" if is_number else type(value).__name__
+
+
+def structure_of(file: Path) -> Any:
+    """Structure of a report, log or read manifest of a run: keys and types, not values."""
+    if file.suffix == ".csv":
+        return next(csv.reader(file.read_text().splitlines()))
+    if file.suffix == ".jsonl":
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        kinds = {str(record.get("kind")): _structure(record) for record in records}
+        return dict(sorted(kinds.items()))
+    content = json.loads(file.read_text())
+    content.pop("hashes", None)  # of the row that is saved, tensor by tensor
+    return _structure(content)
+
+
+def left_by(log_dir: Path, empty: Path) -> dict[str, Any]:
+    """Structures of the reports of the evaluated run, and exit codes of `featcal`."""
+    words = {name: text.format(run=log_dir, tmp=empty).split() for name, text in VERBS.items()}
+    return {
+        "reports": {name: structure_of(log_dir / name) for name in REPORTS},
+        "featcal": {name: featcal(*arguments).code for name, arguments in words.items()},
+    }

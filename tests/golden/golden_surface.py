@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import os
 import re
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,7 @@ import fusion_bench_featcal
 from fusion_bench_featcal import FeatCalSettings, calibrate
 
 CONFIG = Path(__file__).resolve().parents[2] / "config"
-MODULES = ("fusion_bench_featcal.core.moments", "fusion_bench_featcal.core.solve")
-CONTRACT = {
-    MODULES[0]: ["Moments"],
-    MODULES[1]: ["solve_ridge"],
-}
-
-
+CORE = ("fusion_bench_featcal.core.moments.Moments", "fusion_bench_featcal.core.solve.solve_ridge")
 _PATH = re.compile(r"\bfusion_bench_featcal(?:\.\w+)+")
 
 
@@ -44,11 +37,7 @@ def names() -> dict[str, Any]:
     result = fusion_bench_featcal.CalibrationResult
     return {
         "exports": sorted(fusion_bench_featcal.__all__),
-        "core": {
-            f"{module}.{name}": _parameters(getattr(import_module(module), name))
-            for module, wanted in CONTRACT.items()
-            for name in wanted
-        },
+        "core": {name: _parameters(get_object(name)) for name in CORE},
         "settings": {f.name: defaults[f.name] for f in dataclasses.fields(FeatCalSettings)},
         "settings by name": list(FeatCalSettings.names()),
         "calibrate": _parameters(calibrate),
@@ -80,29 +69,29 @@ def _shared(value: Any) -> Any:
 def configs() -> dict[str, Any]:
     """Every YAML with its composed keys; of methods with the values too."""
     options = [p.relative_to(CONFIG).with_suffix("").as_posix() for p in CONFIG.rglob("*.yaml")]
-    found = {}
+    contents = {}
     with initialize_config_dir(str(DEFAULT_CONFIG_PATH), version_base=None):
         for option in sorted(options):
             plain = OmegaConf.to_container(compose(option), resolve=False)
             shown = _shown(plain, values=option.startswith("method/"))
-            found[option] = shown if option.startswith("method/") else _shared(shown)
-    for option in found:
+            contents[option] = shown if option.startswith("method/") else _shared(shown)
+    for option in contents:
         if option.startswith("method/study/"):
-            own = _besides(found[option]["method"]["study"], found["method/compare"]["method"])
-            found[option] = {"method": {"study": own}}
-    return found
+            study, compare = contents[option]["method"]["study"], contents["method/compare"]
+            contents[option] = {"method": {"study": _besides(study, compare["method"])}}
+    return contents
 
 
 def _besides(config: dict[str, Any], inherited: dict[str, Any]) -> dict[str, Any]:
-    """What a config has, at any depth, besides what it inherits."""
-    own = {}
+    """Keys of a config, at any depth, that it does not inherit."""
+    new = {}
     for key, value in config.items():
         other = inherited.get(key)
         if isinstance(value, dict) and isinstance(other, dict) and value != other:
-            own[key] = _besides(value, other)
+            new[key] = _besides(value, other)
         elif key not in inherited or value != other:
-            own[key] = value
-    return own
+            new[key] = value
+    return new
 
 
 def targets() -> list[str]:

@@ -19,21 +19,11 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.append(str(Path(__file__).parents[1] / "kit"))
 
-import golden_commands
 import golden_methods
-import golden_parameters
 import golden_surface
 import golden_views
-import torch
-from golden_reports import file_names, file_structures
 
 DATA = Path(__file__).parent / "data"
-
-
-def parameters(folder: Path) -> dict[str, Any]:
-    """Calibrations of random tiny models, in float64."""
-    cases = golden_parameters.CASES
-    return {name: golden_parameters.calibrated(name, torch.float64, folder) for name in cases}
 
 
 def methods(folder: Path) -> dict[str, Any]:
@@ -42,28 +32,13 @@ def methods(folder: Path) -> dict[str, Any]:
 
 
 def commands(folder: Path) -> dict[str, Any]:
-    """Exit codes, and the files of runs."""
-    codes = golden_commands.run_jobs(folder)
-    verbs = golden_commands.VERBS | golden_commands.SLOW_VERBS
-    empty = folder / "empty"
-    empty.mkdir()
-    places = {"run": folder / "featcal", "compare": folder / "compare", "tmp": empty}
-    runs = {
-        name: {
-            "names": file_names(folder / name),
-            "structures": file_structures(folder / name),
-        }
-        for name in golden_commands.RUNS
-    }
-    return {
-        "fusion_bench": codes,
-        "featcal": golden_commands.verb_codes(verbs, **places),
-        "runs": runs,
-    }
+    """Reports of a run, and exit codes."""
+    golden_methods.method_sketch(golden_methods.EVALUATED, folder)
+    (folder / "empty").mkdir()
+    return golden_methods.left_by(folder / "log", folder / "empty")
 
 
 GROUPS: dict[str, Callable[[Path], Any]] = {
-    "parameters": parameters,
     "methods": methods,
     "commands": commands,
     "names": lambda _: golden_surface.names(),
@@ -91,7 +66,6 @@ def text_of(content: Any) -> str:
 def main(groups: list[str]) -> None:
     """Make groups; all of them by default."""
     logging.disable()
-    DATA.mkdir(exist_ok=True)
     for group in groups or GROUPS:
         with tempfile.TemporaryDirectory() as folder:
             content = GROUPS[group](Path(folder))
