@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 from folders.made_folders import llama_folders, write_rows
+from fusion_bench.modelpool import BaseModelPool
 from sample_pools import text_batch, text_sample, words
-from text_pools import text_pool
-from tiny_texts import TASKS, word_tokenizer
+from tiny_texts import TASKS, llama_model, word_tokenizer
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.calibration_data import calibration_batches
@@ -155,14 +155,14 @@ def test_batches_are_padded_on_the_tokenizers_side(kind, side, ids, labels):
     assert (batch["labels"][order].tolist() if "labels" in batch else None) == labels
 
 
-def test_prompt_leaves_room_for_an_answer(tmp_path):
-    rows = [{"prompt": "a b c d e f g h"}]
-    pool = text_pool("causal", tmp_path)
-    pool.load_train_dataset = lambda _: rows
+def test_prompt_leaves_room_for_an_answer():
+    pool: Any = type("CausalLMPool", (BaseModelPool,), {})({"a": llama_model()})
+    pool._train_datasets = {"a": {}}
+    pool.load_train_dataset = lambda _: [{"prompt": "a b c d e f g h"}]
     settings = FeatCalSettings(
         samples_per_task=1, max_length=6, calibration_targets="generated", generated_tokens=2
     )
-    (batch,) = calibration_batches(pool, TASKS, settings, word_tokenizer())["one"]
+    (batch,) = calibration_batches(pool, ["a"], settings, word_tokenizer())["a"]
     assert words(batch["input_ids"][0, :4]) == "a b c d"
     assert words(batch["labels"][0, :4]) == "_ _ _ _"
     assert torch.equal(batch["labels"][0, 4:], batch["input_ids"][0, 4:])

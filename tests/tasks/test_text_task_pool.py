@@ -187,6 +187,7 @@ PAIR = {"prompt": "a b", "target": "c"}
     [
         ([PAIR], {"model": nn.Linear(2, 2)}, "Linear cannot generate text"),
         ([], {}, "task 'a' has no test rows"),
+        ("none.jsonl", {}, r"taskpool\.test_datasets\.a.*'none\.jsonl' does not exist"),
         ([PAIR, {"prompt": "a"}], {}, r"task 'a', test row 1.*target"),
         ([PAIR], {"tokenizer": "nowhere/at-all"}, r"taskpool\.tokenizer=nowhere/at-all: "),
         ([PAIR, {"input_ids": [9, 99], "labels": [-100, 99]}], {},
