@@ -73,14 +73,14 @@ def divided(sizes: Sequence[int], at_once: str, device: torch.device) -> list[li
 
 
 def return_freed_memory() -> None:
-    """Let this process give freed blocks of 4 MiB or more back to the system at once.
+    """Let this process give freed blocks of 1 MiB or more back to the system at once.
 
     By default glibc keeps blocks of up to 32 MiB for later, which leaves holes between matrices of
     different sizes. Other C libraries have no such setting.
     """
     if platform.libc_ver()[0] == "glibc":
         mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
-        ctypes.CDLL(None).mallopt(mmap_threshold, 4 << 20)
+        ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
