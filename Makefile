@@ -128,9 +128,10 @@ test-llm: $(LLM)/.installed ## the tests that need lm-eval, in an environment of
 test-matrix: $(VENV)/.installed ## make test with each of Python 3.11 to 3.13 that is here, and FusionBench's oldest and newest
 	$(BIN)/python scripts/run_matrix.py --environments $(MATRIX)
 
-lint: $(VENV)/.installed-dev ## ruff: rules and format
+lint: $(VENV)/.installed-dev ## ruff: rules and format; words of names, docstrings and pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/check_words.py
 
 types: $(VENV)/.installed-dev ## pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python

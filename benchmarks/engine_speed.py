@@ -1,13 +1,13 @@
-"""The engine beside the straightforward implementation: time and peak memory, from one run.
+"""Time and peak memory of the engine and of the straightforward implementation, in one run.
 
     python benchmarks/engine_speed.py --layers 2 --samples 32 --repeats 3
     python benchmarks/engine_speed.py --layers 12 --samples 4 --repeats 1     # for peak memory
-    python benchmarks/engine_speed.py --against ../earlier   # beside an earlier version's checkout
+    python benchmarks/engine_speed.py --against ../earlier   # with an earlier version's checkout
 
-Both sides run in turn, each in a process of its own, on the same stored models; what is measured
-begins with reading them and ends with the calibrated model. The least CPU seconds and wall seconds
-of several turns are compared (a machine that does something else besides gives the former more
-faithfully), the largest peak of resident memory, and the results.
+Both sides run in turn, each in a separate process, on the same stored models. Measurements begin
+with reading the models and end with the calibrated model. The comparison uses the smallest CPU and
+wall seconds of several turns (on a busy machine CPU seconds are more reliable), the largest peak of
+resident memory, and the results.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def run_engine(
 
 
 def child(side: str, shape: Shape, folder: Path, changes: Mapping[str, Any]) -> None:
-    """Run one side and print what it took as JSON."""
+    """Run one side and print its costs as JSON."""
     tasks = sorted(path.name for path in folder.glob("task_*"))
     rate = gemm_rate(shape)
     start, cpu = time.perf_counter(), time.process_time()
@@ -79,7 +79,7 @@ def child(side: str, shape: Shape, folder: Path, changes: Mapping[str, Any]) -> 
 
 
 def prepare(shape: Shape, folder: Path) -> None:
-    """Write the models, in a process that ends before anything is measured."""
+    """Write the models in a process that ends before the measurement."""
     code = "import sys; from pathlib import Path; from speed_models import Shape, write_models\n"
     code += f"write_models({shape!r}, Path({str(folder)!r}))"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
@@ -88,7 +88,7 @@ def prepare(shape: Shape, folder: Path) -> None:
 def measure(
     side: str, shape: Shape, folder: Path, changes: list[str], earlier: Path | None = None
 ) -> dict[str, float]:
-    """One side's turn; the side `before` is the engine of an earlier checkout."""
+    """Run one side's turn. The side `before` is the engine of an earlier checkout."""
     script, env, run = __file__, dict(os.environ), side
     if earlier is not None and side == "before":
         script, run = str(earlier / "benchmarks" / "engine_speed.py"), "engine"
@@ -102,7 +102,7 @@ def measure(
 
 
 def largest_difference(folder: Path, sides: Sequence[str] = SIDES) -> tuple[float, str]:
-    """Largest relative difference of a parameter between two sides, in norm, and its name."""
+    """Return the largest relative difference of a parameter between two sides, and its name."""
     one, other = (load_file(folder / f"{side}.safetensors") for side in sides)
     return max(
         (float((one[n].double() - other[n]).norm() / one[n].double().norm()), n) for n in one
@@ -110,7 +110,7 @@ def largest_difference(folder: Path, sides: Sequence[str] = SIDES) -> tuple[floa
 
 
 def table(shape: Shape, turns: dict[str, list[dict[str, float]]]) -> str:
-    """The sides in Markdown, and their ratios."""
+    """Return a Markdown table of the sides and their ratios."""
     first = next(iter(turns))
     least = {s: {k: min(t[k] for t in turns[s]) for k in ("wall", "cpu")} for s in turns}
     peak = {s: max(t["peak"] for t in turns[s]) / 1e9 for s in turns}
@@ -152,7 +152,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Let the sides take turns; print the comparison."""
+    """Run the sides in turn and print the comparison."""
     options = parse()
     shape = Shape.of(options)
     if options.side:
@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def publish(report: str, out: Path | None) -> None:
-    """Print a report, and append it to a file where there is one."""
+    """Print a report, and append it to a file if one is given."""
     print(report)
     if out:
         with out.open("a", encoding="utf-8") as file:

@@ -31,21 +31,21 @@ from fusion_bench_featcal import CalibrationError
 
 
 def fuzz_settings(count: int, first: int) -> int:
-    """Print what came of random settings; how many were wrong."""
+    """Print the outcomes of random settings. Returns the number of wrong ones."""
     results: collections.Counter[str] = collections.Counter()
     wrong = valid = 0
     for seed in range(first, first + count):
         case = random_case(seed)
         valid += case.valid
         try:
-            told = outcome(case)
+            result = outcome(case)
         except Exception as error:
             wrong += 1
-            told = f"WRONG: seed {seed}: {type(error).__name__}"
-            print(f"{told}: {error}\n  {case}", flush=True)
+            result = f"WRONG: seed {seed}: {type(error).__name__}"
+            print(f"{result}: {error}\n  {case}", flush=True)
         kind = "valid" if case.valid else "not valid"
-        setting = re.search(r"method\.\w+|modelpool\.\w+", told)
-        results[f"{kind} | {told.split(':')[0]} | {setting[0] if setting else ''}"] += 1
+        setting = re.search(r"method\.\w+|modelpool\.\w+", result)
+        results[f"{kind} | {result.split(':')[0]} | {setting[0] if setting else ''}"] += 1
     print("| settings | outcome | by | times |\n|---|---|---|--:|")
     print("\n".join(f"| {row} | {times} |" for row, times in sorted(results.items())))
     print(f"\n{count} settings, {valid} of them structurally valid: {wrong} wrong\n")
@@ -53,23 +53,25 @@ def fuzz_settings(count: int, first: int) -> int:
 
 
 def fuzz_damages(count: int, first: int) -> int:
-    """Print what came of damaged checkpoints; how many gave a wrong model."""
+    """Print the outcomes of damaged checkpoints. Returns the number of wrong models."""
     results: collections.Counter[str] = collections.Counter()
     wrong = 0
     for name, make in {"tiny CLIP": clip_suite, "tiny T5": t5_suite}.items():
         suite = make()
-        with tempfile.TemporaryDirectory() as place:
-            kept, other, folder = (Path(place) / part for part in ("kept", "other", "damaged"))
-            wanted = digest_of(run_fast(suite, checkpoint_dir=str(kept)).model)
+        with tempfile.TemporaryDirectory() as temporary:
+            complete, other, folder = (
+                Path(temporary) / part for part in ("kept", "other", "damaged")
+            )
+            digest = digest_of(run_fast(suite, checkpoint_dir=str(complete)).model)
             run_fast(make(seed=1), checkpoint_dir=str(other))
             for seed in range(first, first + count // 2):
-                shutil.copytree(kept, folder)
+                shutil.copytree(complete, folder)
                 what = damage(folder, other, seed)
-                told = resumed_from(suite, folder, wanted)
-                wrong += told.startswith("WRONG")
-                if told.startswith("WRONG"):
-                    print(f"{name}, seed {seed}: {what}: {told}", flush=True)
-                results[f"{name} | {what.split(' ', 1)[1]} | {told.split(':')[0]}"] += 1
+                result = resumed_from(suite, folder, digest)
+                wrong += result.startswith("WRONG")
+                if result.startswith("WRONG"):
+                    print(f"{name}, seed {seed}: {what}: {result}", flush=True)
+                results[f"{name} | {what.split(' ', 1)[1]} | {result.split(':')[0]}"] += 1
                 shutil.rmtree(folder)
     print("| model | a file was | outcome | times |\n|---|---|---|--:|")
     print("\n".join(f"| {row} | {times} |" for row, times in sorted(results.items())))
@@ -77,8 +79,8 @@ def fuzz_damages(count: int, first: int) -> int:
     return wrong
 
 
-def resumed_from(suite: Suite, folder: Path, wanted: str) -> str:
-    """What comes of resuming from a folder that may be damaged."""
+def resumed_from(suite: Suite, folder: Path, digest: str) -> str:
+    """Return the outcome of resuming from a folder that may be damaged."""
     try:
         result: Any = run_fast(suite, checkpoint_dir=str(folder), resume=True)
     except CalibrationError as error:
@@ -86,11 +88,11 @@ def resumed_from(suite: Suite, folder: Path, wanted: str) -> str:
         return "refused" if named else f"WRONG message: {error}"
     except Exception as error:
         return f"WRONG: {type(error).__name__}: {error}"
-    return "the same model" if digest_of(result.model) == wanted else "WRONG: another model"
+    return "the same model" if digest_of(result.model) == digest else "WRONG: another model"
 
 
 def main() -> None:
-    """Fuzz both."""
+    """Run both kinds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--settings", type=int, default=1000)
     parser.add_argument("--damages", type=int, default=300)

@@ -1,11 +1,11 @@
-"""Do cells give the same table in one process, in several, and on workers of a cluster?
+"""Check that cells give equal tables in one process, in several, and on workers of a cluster.
 
     python benchmarks/grid_backends.py [--rows featcal] [--on dask ray]
 
 Runs a small grid of `method=compare` on the bundled image suite for each backend, with an empty
 store of cells, and compares every row's accuracies, samples and seeds and the outcome of every test
 item, without costs. Backends whose library is missing are left out. Writes the seconds of each, and
-their ratio to those of one process, to `results/grid_backends.md`.
+the ratio to one process, to `results/grid_backends.md`.
 """
 
 import argparse
@@ -40,7 +40,7 @@ TITLES = {
 
 @contextmanager
 def workers(backend: str) -> Iterator[list[str]]:
-    """Start what a backend needs, and yield the words of the command that use it."""
+    """Start the services of a backend, and yield the command's arguments for it."""
     if backend in ("one", "jobs"):
         yield ["method.jobs=2"] if backend == "jobs" else []
     elif backend == "ray":
@@ -54,7 +54,7 @@ def workers(backend: str) -> Iterator[list[str]]:
 
 
 def run(folder: Path, backend: str, options: argparse.Namespace) -> float:
-    """Run the grid, and return its seconds without those of the workers' start."""
+    """Run the grid, and return its seconds without the start of the workers."""
     command = [str(Path(sys.executable).with_name("fusion_bench")), "method=compare"]
     command += ["modelpool=clip-vit-mini_TA6", "method.upstreams=[task_arithmetic]"]
     command += ["method.alone=[]", f"method.post_merging=[{options.rows}]"]
@@ -67,14 +67,14 @@ def run(folder: Path, backend: str, options: argparse.Namespace) -> float:
 
 
 def results(folder: Path) -> Any:
-    """Return all that a report holds of results, without costs."""
+    """Return the results in a report, without costs."""
     report = Report.load(folder / "task_arithmetic")
     items = {(row, t): v.tolist() for row, flags in report.items.items() for t, v in flags.items()}
     return report.rows, report.samples, report.seeds, items
 
 
 def main() -> None:
-    """Print the seconds of every backend, and whether its table is that of one process."""
+    """Print the seconds of every backend, and whether its table equals that of one process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="featcal,surgery:calibration,ridge_surgery")
     parser.add_argument("--on", nargs="+", choices=TITLES, default=[*TITLES], help="backends")
@@ -89,8 +89,10 @@ def main() -> None:
     text += f"{os.cpu_count()} cores beside other programs, 8 samples per task.\n\n"
     text += "| cells run in | same table | seconds | ratio |\n|:--|:-:|--:|--:|\n"
     for backend, taken in seconds.items():
-        same, ratio = tables[backend] == tables["one"], taken / seconds["one"]
-        text += f"| {TITLES[backend]} | {'yes' if same else 'NO'} | {taken:.0f} | {ratio:.2f} |\n"
+        is_equal, ratio = tables[backend] == tables["one"], taken / seconds["one"]
+        text += (
+            f"| {TITLES[backend]} | {'yes' if is_equal else 'NO'} | {taken:.0f} | {ratio:.2f} |\n"
+        )
     Path(__file__).parent.joinpath("results/grid_backends.md").write_text(text, encoding="utf-8")
     print(text, end="")
     sys.exit(any(table != tables["one"] for table in tables.values()))

@@ -64,7 +64,7 @@ def bundled() -> Calibrate:
 
 
 class Workload:
-    """Runs of one kind, what they should give, and how long one takes."""
+    """Runs of one kind, with their expected result and duration."""
 
     def __init__(self, name: str, calibrate: Calibrate) -> None:
         """Run it once, uninterrupted."""
@@ -78,16 +78,16 @@ class Workload:
         self.writes = 2 * self.blocks + 3  # shards and manifests, one before them, rest and index
 
     def killed(self, seed: int) -> tuple[str, bool]:
-        """Kill and resume it: what happened, and whether the model is the same."""
+        """Kill and resume a run. Returns the outcome, and whether the model is equal."""
         with tempfile.TemporaryDirectory() as folder:
-            told, digest = try_kill(
+            moment, digest = try_kill(
                 self.calibrate, Path(folder), self.writes, self.blocks, self.seconds, seed
             )
-        return told, digest == self.wanted
+        return moment, digest == self.wanted
 
 
 def main() -> None:
-    """Print every kill and a table of their moments."""
+    """Print every kill and a table of the moments of kills."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--without-suite", action="store_true", help="tiny models only")
@@ -103,12 +103,13 @@ def main() -> None:
     lost = trials = seed = 0
     while sum(counts.values()) < options.kills:
         workload = workloads[(seed // 5) % len(workloads)]
-        told, same = workload.killed(seed)
+        outcome, is_equal = workload.killed(seed)
         for moment in (WRITING, RENAMING, RENAMED, BETWEEN, ANYWHERE):
-            counts[moment] += told.count(moment)
-        lost, trials, seed = lost + (not same), trials + 1, seed + 1
+            counts[moment] += outcome.count(moment)
+        lost, trials, seed = lost + (not is_equal), trials + 1, seed + 1
         print(
-            f"{seed:3d} {workload.name}: {told}: {'identical' if same else 'DIFFERENT'}", flush=True
+            f"{seed:3d} {workload.name}: {outcome}: {'identical' if is_equal else 'DIFFERENT'}",
+            flush=True,
         )
     print(f"\ntorch {torch.__version__}, {torch.get_num_threads()} thread, {platform.machine()}\n")
     print("| killed | times |\n|---|--:|")

@@ -1,4 +1,4 @@
-"""Does `featcal calibrate` repair a model that is larger than the memory it may take?
+"""Calibrate a model that is larger than the memory available to `featcal calibrate`.
 
     python benchmarks/larger_than_memory.py FOLDER [--experts 2 8] [--blocks 4] [--kill]
 
@@ -125,7 +125,7 @@ def started(words: list[str], out: Path) -> subprocess.Popen[bytes]:
 
 
 def measured(words: list[str], out: Path) -> tuple[float, float]:
-    """Run `featcal calibrate`; its peak resident set in bytes, and its seconds."""
+    """Run `featcal calibrate` and return its peak resident set in bytes, and its seconds."""
     start = time.perf_counter()
     _, status, used = os.wait4(started(words, out).pid, 0)
     if code := os.waitstatus_to_exitcode(status):
@@ -134,7 +134,7 @@ def measured(words: list[str], out: Path) -> tuple[float, float]:
 
 
 def killed_and_resumed(words: list[str], out: Path) -> None:
-    """Kill a run once it has finished a block, and let a second one go on to the end."""
+    """Kill a run after its first block, and let a second run finish it."""
     process = started(words, out)
     while process.poll() is None and not list(out.parent.glob(f"{out.name}.blocks/*.safetensors")):
         time.sleep(0.5)
@@ -145,23 +145,22 @@ def killed_and_resumed(words: list[str], out: Path) -> None:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint, mapped."""
+    """Return all tensors of a checkpoint, memory-mapped."""
     files = sorted(folder.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def check_resumed(words: list[str], out: Path) -> str:
-    """Compare the files of an uninterrupted run with those of one that is killed and resumed."""
+    """Compare the files of an uninterrupted run with a run that was killed and resumed."""
     second = out.with_name("resumed")
     killed_and_resumed(words, second)
     first, other = tensors_of(out), tensors_of(second)
-    same = first.keys() == other.keys() and all(torch.equal(first[n], other[n]) for n in first)
+    is_equal = first.keys() == other.keys() and all(torch.equal(first[n], other[n]) for n in first)
     _, info = AutoModelForCausalLM.from_pretrained(second, output_loading_info=True)
     problems = [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]]
-    return (
-        f"killed after the first block and resumed: {'the same bits' if same else 'OTHER BITS'}; "
-        f"loaded by transformers: {', '.join(problems) or 'all tensors fit'}"
-    )
+    bits = "the same bits" if is_equal else "OTHER BITS"
+    fits = ", ".join(problems) or "all tensors fit"
+    return f"killed after the first block and resumed: {bits}; loaded by transformers: {fits}"
 
 
 def main() -> None:

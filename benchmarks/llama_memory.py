@@ -1,4 +1,4 @@
-"""Does a language model with five experts on disk calibrate within the memory that was promised?
+"""Check the promised memory limit for a language model with five experts on disk.
 
     python benchmarks/llama_memory.py [--blocks 4] [--width 1024] [--samples 32] [--tokens 32]
 
@@ -68,7 +68,7 @@ def write_models(folder: Path, options: argparse.Namespace) -> None:
 
 
 def load_merged(folder: Path) -> nn.Module:
-    """The merged model in memory of its own: mapped files would hide what it takes."""
+    """Return the merged model in allocated memory: mapped files would hide its size."""
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder / "merged"))
     with torch.no_grad():
         for shard in sorted((folder / "merged").glob("*.safetensors")):
@@ -78,7 +78,7 @@ def load_merged(folder: Path) -> nn.Module:
 
 
 def batches(task: str, options: argparse.Namespace) -> Iterator[dict[str, Tensor]]:
-    """Random sentences of one length."""
+    """Return random sentences of one length."""
     generator = torch.Generator().manual_seed(TASKS.index(task))
     for start in range(0, options.samples, BATCH):
         shape = (min(BATCH, options.samples - start), options.tokens)
@@ -87,22 +87,24 @@ def batches(task: str, options: argparse.Namespace) -> Iterator[dict[str, Tensor
 
 
 def promised(model: Any, options: argparse.Namespace) -> dict[str, float]:
-    """The parts of the promise, in bytes."""
+    """Return the components of the promise, in bytes."""
     width, hidden = model.config.hidden_size, model.config.intermediate_size
     block = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
     rows = BATCH * options.tokens * 4
-    kept = 3 * len(TASKS) * options.samples * options.tokens * width * 4  # cal, expert, next expert
+    features = (
+        3 * len(TASKS) * options.samples * options.tokens * width * 4
+    )  # cal, expert, next expert
     passing = 2 * rows * (6 * width + 3 * hidden)  # one batch in a block, recorded on both sides
     return {
         "block": block,
         "blocks": 2 * block * (len(TASKS) + 3),
-        "activations": kept + passing,
+        "activations": features + passing,
         "model": sum(p.numel() * p.element_size() for p in model.parameters()),
     }
 
 
 def warm_up(settings: FeatCalSettings) -> None:
-    """Calibrate next to nothing, so that what is imported on first use is resident beforehand."""
+    """Run a tiny calibration, so that lazily imported modules are resident before measuring."""
     small = argparse.Namespace(blocks=1, width=256, samples=settings.samples_per_task, tokens=4)
     model = LlamaForCausalLM(config_of(small))
     data = {task: batches(task, small) for task in TASKS}
@@ -110,7 +112,7 @@ def warm_up(settings: FeatCalSettings) -> None:
 
 
 def measured(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Calibrate, and say how far the resident set rose above its level with the merged model."""
+    """Calibrate, and return the rise of the resident set above its level with the merged model."""
     settings = FeatCalSettings(
         ridge_lambda=1e-2,
         mix_alpha=0.15,
@@ -138,7 +140,7 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print what was promised, what was measured, and their ratio."""
+    """Print promised and measured memory, and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, value in {"blocks": 4, "width": 1024, "samples": 32, "tokens": 32}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -151,16 +153,18 @@ def main() -> None:
         write_models(Path(folder), options)
         again = [sys.executable, __file__, *sys.argv[1:], "--measure", folder]
         done = subprocess.run(again, check=True, stdout=subprocess.PIPE, text=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    limit = found["blocks"] + found["activations"] + found["model"]
+    result = json.loads(done.stdout.splitlines()[-1])
+    limit = result["blocks"] + result["activations"] + result["model"]
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
-    print(f"{options.blocks} blocks of {found['block'] / MB:.1f} MB, {len(TASKS)} experts on disk;")
-    print(f"resident before: {found['before'] / MB:.0f} MB, {found['seconds']:.0f} s\n")
+    print(
+        f"{options.blocks} blocks of {result['block'] / MB:.1f} MB, {len(TASKS)} experts on disk;"
+    )
+    print(f"resident before: {result['before'] / MB:.0f} MB, {result['seconds']:.0f} s\n")
     print("| MB | promised | measured | ratio |")
     print("|---|--:|--:|--:|")
     for part in ("blocks", "activations", "model"):
-        print(f"| {part} | {found[part] / MB:.0f} | | |")
-    print(f"| all | {limit / MB:.0f} | {found['rise'] / MB:.0f} | {found['rise'] / limit:.2f} |")
+        print(f"| {part} | {result[part] / MB:.0f} | | |")
+    print(f"| all | {limit / MB:.0f} | {result['rise'] / MB:.0f} | {result['rise'] / limit:.2f} |")
 
 
 if __name__ == "__main__":

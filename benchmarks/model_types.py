@@ -3,10 +3,10 @@
     python benchmarks/model_types.py
 
 Each row of tests/kit/model_types.py is a tiny model with random weights (two blocks of width 8 or
-16), of which a base, two experts and their merger are made in float64. The calibration with `auto`
-is compared with one inside the model's own forward pass (`replay`) and with the oracle
+16), from which a base, two experts and their merger are made in float64. The calibration with
+`auto` is compared with one inside the model's forward pass (`replay`) and with the oracle
 (tests/kit/oracle.py), which imports nothing of the package. The calibrated model is saved with
-`save_pretrained` and loaded again. Exits with 1 where a row differs.
+`save_pretrained` and loaded again. Exits with 1 if a row differs.
 """
 
 import logging
@@ -31,40 +31,44 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def passes(found: Examined, family: str) -> bool:
-    """Return whether a row is as it should be."""
+def passes(examined_row: Examined, family: str) -> bool:
+    """Return whether a row passes."""
     return (
-        found.family == family
-        and found.replay_gap <= BOUND
-        and found.oracle_gap <= BOUND
-        and found.reloaded
+        examined_row.family == family
+        and examined_row.replay_gap <= BOUND
+        and examined_row.oracle_gap <= BOUND
+        and examined_row.reloaded
     )
 
 
 def lines() -> Iterator[tuple[str, bool]]:
-    """Each row of the table, and whether it is as it should be."""
+    """Yield each row of the table, and whether it passes."""
     for row in ROWS:
         with tempfile.TemporaryDirectory() as folder:
-            found = examined(row, Path(folder))
-        if found is None:
+            examined_row = examined(row, Path(folder))
+        if examined_row is None:
             yield f"| {row.name} | {row.kind} | not in this release |||||", True
             continue
-        gap = "none (bit-identical)" if found.replay_gap == 0 else f"{found.replay_gap:.0e}"
-        left = f"; without {', '.join(row.left)}" if row.left else ""
+        gap = (
+            "none (bit-identical)"
+            if examined_row.replay_gap == 0
+            else f"{examined_row.replay_gap:.0e}"
+        )
+        exceptions = f", without {', '.join(row.left)}" if row.left else ""
         cells = (
             row.name,
             row.kind,
-            f"`{found.family}`",
-            f"`{found.blocks}`{left}",
+            f"`{examined_row.family}`",
+            f"`{examined_row.blocks}`{exceptions}",
             gap,
-            f"{found.oracle_gap:.0e}",
-            "same parameters" if found.reloaded else "other parameters",
+            f"{examined_row.oracle_gap:.0e}",
+            "same parameters" if examined_row.reloaded else "other parameters",
         )
-        yield f"| {' | '.join(cells)} |", passes(found, row.family)
+        yield f"| {' | '.join(cells)} |", passes(examined_row, row.family)
 
 
 def main() -> int:
-    """Write the table; exit code 1 where a row differs."""
+    """Write the table. The exit code is 1 if a row differs."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -77,7 +81,7 @@ def main() -> int:
         good &= passed
     table += [
         "",
-        f"Random models in float64; torch {torch.__version__}, transformers "
+        f"Random models in float64, torch {torch.__version__}, transformers "
         f"{transformers.__version__}, {platform.machine()} CPU. Differences to `replay` are the "
         "largest of a parameter, distances to the oracle relative to a parameter's norm.",
     ]

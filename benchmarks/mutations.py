@@ -2,8 +2,8 @@
 
     python benchmarks/mutations.py [--only PATTERN] [--list] [--whole] [--jobs 1]
 
-Every entry of the tables in `mistakes/` is one. It is made in a temporary copy of the project, and
-the entry's own tests run on it; with `--whole`, those of `make test` follow where these pass. Exits
+Every entry of the tables in `mistakes/` is one. It is applied to a temporary copy of the project,
+and the entry's tests run on it. With `--whole`, survivors also meet the tests of `make test`. Exits
 with 1 if a mistake survives that is not listed as known, or if an entry no longer applies.
 """
 
@@ -61,7 +61,7 @@ class Result:
 
 
 def flaw_of(mutation: Mutation) -> str:
-    """Reason why an entry does not apply to the project as it is; empty if it does."""
+    """Return the reason why an entry does not apply to the project; empty if it does."""
     path = ROOT / PACKAGE / mutation.file
     if not path.is_file():
         return f"there is no {PACKAGE}/{mutation.file}"
@@ -79,12 +79,12 @@ def flaw_of(mutation: Mutation) -> str:
 
 
 def tests_of(mutation: Mutation) -> list[str]:
-    """Paths of an entry's own tests."""
+    """Return the paths of an entry's tests."""
     return [f"tests/{name}" for name in mutation.tests.split()]
 
 
 def selection_of(names: Sequence[str]) -> list[str]:
-    """Pytest arguments for some tests: slow ones only where a test is named itself."""
+    """Return pytest arguments for some tests. Slow tests only run if they are named."""
     slow = "" if any("::" in name for name in names) else " and not slow"
     return ["-m", f"not gpu{slow}", *names]
 
@@ -96,7 +96,7 @@ def mutated(path: Path, mutation: Mutation) -> Iterator[None]:
 
     def write(content: str) -> None:
         path.write_text(content, encoding="utf-8")
-        # Bytecode is told apart by size and second of the source, which may both stay the same.
+        # Bytecode is identified by size and second of the source, which may both stay equal.
         Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
     write(text.replace(mutation.old, mutation.new))
@@ -107,18 +107,18 @@ def mutated(path: Path, mutation: Mutation) -> Iterator[None]:
 
 
 def try_mutation(mutation: Mutation, places: Workplaces, *, whole: bool) -> Result:
-    """Run an entry's tests, then, with `whole`, those of `make test`, on the mutated package."""
+    """Run an entry's tests and, with `whole`, `make test`, on the mutated package."""
     start = time.perf_counter()
     with places.copy() as copy, mutated(copy / PACKAGE / mutation.file, mutation):
         selection = selection_of(tests_of(mutation))
         status, by = judged(*places.tests(copy, selection, OWN_SECONDS), OWN_SECONDS)
         if whole and status == "survived":
             status, by = judged(*places.tests(copy, MAKE_TEST, WHOLE_SECONDS), WHOLE_SECONDS)
-    return Result(status, by or mutation.known, time.perf_counter() - start)
+    return Result(status, by or mutation.reason, time.perf_counter() - start)
 
 
 def judged(code: int | None, output: str, limit: float) -> tuple[str, str]:
-    """Status of a mutation, and what decided it, from a run of the tests."""
+    """Return the status of a mutation, and the deciding test, from a run of the tests."""
     if code == 0:
         return "survived", ""
     if code is None:
@@ -133,7 +133,7 @@ def judged(code: int | None, output: str, limit: float) -> tuple[str, str]:
 
 
 def check_package(places: Workplaces) -> None:
-    """Refuse to go on where tests would run another package than the copy's."""
+    """Stop if tests would run another package than the copy's."""
     with places.copy() as copy:
         where = f"import {PACKAGE}; print({PACKAGE}.__file__)"
         _, output = places.run(copy, ["-c", where], OWN_SECONDS)
@@ -142,7 +142,7 @@ def check_package(places: Workplaces) -> None:
 
 
 def check_killers(done: Sequence[Result], places: Workplaces) -> None:
-    """Refuse results from tests that fail without any mutation, too."""
+    """Refuse results of tests that also fail without any mutation."""
     killers = sorted({f"tests/{r.by}" for r in done if r.status == "killed" and "::" in r.by})
     if not killers:
         return
@@ -154,12 +154,12 @@ def check_killers(done: Sequence[Result], places: Workplaces) -> None:
 
 
 def chosen_by(pattern: str) -> list[Mutation]:
-    """Entries whose name or file has a pattern in it."""
+    """Return entries whose name or file matches a pattern."""
     return [m for m in MUTATIONS if fnmatchcase(f"{m.name} {m.file}", f"*{pattern}*")]
 
 
 def run_all(mutations: Sequence[Mutation], jobs: int, *, whole: bool) -> list[Result]:
-    """Try all mutations; a line on stderr tells of each."""
+    """Try all mutations, with a line on stderr for each."""
     done: list[Result] = []
     with Workplaces(jobs) as places:
         check_package(places)
@@ -189,7 +189,7 @@ def show(mutations: Sequence[Mutation], done: Sequence[Result]) -> None:
 
 
 def stop(*_: Any) -> None:
-    """End on a signal: contexts clean up."""
+    """End on a signal, so that contexts clean up."""
     sys.exit("interrupted")
 
 
@@ -220,7 +220,7 @@ def main() -> None:
     print(f"Commit {commit}, Python {platform.python_version()}, {platform.machine()}\n")
     show(mutations, done)
     bad = [
-        result.status == "invalid" or (result.status == "survived" and not mutation.known)
+        result.status == "invalid" or (result.status == "survived" and not mutation.reason)
         for mutation, result in zip(mutations, done, strict=True)
     ]
     sys.exit(1 if any(bad) else 0)

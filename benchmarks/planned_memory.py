@@ -1,11 +1,11 @@
-"""Does a calibration take the host memory that its plan says?
+"""Compare the host memory of calibrations with their plans.
 
     python benchmarks/planned_memory.py [NAME ...]
 
-Random models of ten shapes are calibrated, each in a process of its own and streamed from files as
+Random models of ten shapes are calibrated, each in a separate process and streamed from files as
 `featcal calibrate` does. The plan is made in that process right before. Compares the planned peak
-with the peak resident set (VmHWM, of which the kernel may drop pages of files), and
-writes the table to `results/planned_memory.md`. Needs 3 GB of memory and of disk.
+with the peak resident set (VmHWM, from which the kernel may drop pages of files), and writes the
+table to `results/planned_memory.md`. Needs 3 GB of memory and of disk.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def write_models(folder: Path, shape: dict[str, Any]) -> None:
 
 
 class Samples:
-    """Random samples, made when they are asked for, as data are read."""
+    """Random samples, created on access like data that are read."""
 
     def __init__(self, shape: dict[str, Any], batch_size: int) -> None:
         """Refer to a shape."""
@@ -107,13 +107,13 @@ class Samples:
 
 
 def peak_resident() -> int:
-    """Return the peak resident set of this process, without its parent's as `ru_maxrss` has."""
+    """Return this process's peak resident set. `ru_maxrss` would include its parent's."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def measured(folder: Path, shape: dict[str, Any]) -> dict[str, Any]:
-    """Plan and calibrate in this process; bytes that were planned and taken."""
+    """Plan and calibrate in this process, and return planned and measured bytes."""
     blocks = str(folder / "blocks")
     values = {"batch_size": min(32, shape["samples"]), "samples_per_task": shape["samples"],
               "checkpoint_dir": blocks, "activations_dir": str(folder)}  # fmt: skip
@@ -135,7 +135,7 @@ def measured(folder: Path, shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure all shapes, or those that are named, and write the table."""
+    """Measure all shapes, or the named ones, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(SHAPES))
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)

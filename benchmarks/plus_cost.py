@@ -1,11 +1,11 @@
-"""CPU seconds of FeatCal+ beside those of the paper's calibration.
+"""CPU seconds of FeatCal+ relative to the paper's calibration.
 
     python benchmarks/plus_cost.py --samples 256 --repeats 3
 
 Every calibration is of the same merged model (task arithmetic, six tasks of the bundled image
 suite) on the same samples, in batches of 16, as the commands run them, in one process with one
-thread. They take turns, so that what else the machine does reaches all of them; ratios are medians
-over the turns. Samples that are held out and a second calibration with drift weights are left out.
+thread. They take turns, so that other load affects all of them. Ratios are medians over the turns.
+Held-out samples and a second calibration with drift weights are left out.
 """
 
 import argparse
@@ -36,11 +36,11 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def pictures(task: str, samples: int) -> list[dict[str, torch.Tensor]]:
-    """Processed training pictures of a task, in batches."""
+    """Return processed training pictures of a task, in batches."""
     items, processor = image.load_split(task, "train"), image.load_processor()
     chosen = torch.randperm(len(items), generator=torch.Generator().manual_seed(42))[:samples]
-    found = [to_pixels(items[int(n)]["image"], processor, task, None) for n in chosen]
-    return [{"pixel_values": part} for part in torch.stack(found).split(BATCH)]
+    processed = [to_pixels(items[int(n)]["image"], processor, task, None) for n in chosen]
+    return [{"pixel_values": part} for part in torch.stack(processed).split(BATCH)]
 
 
 def merged_of(base: torch.nn.Module, experts: list[torch.nn.Module]) -> torch.nn.Module:
@@ -85,7 +85,10 @@ def main() -> None:
         "| calibration | CPU seconds | of the paper's (least and most of a turn) |\n|---|--:|--:|"
     )
     for row, values in seconds.items():
-        ratios = [own / paper for own, paper in zip(values, seconds["paper"], strict=True)]
+        ratios = [
+            seconds_of_row / paper
+            for seconds_of_row, paper in zip(values, seconds["paper"], strict=True)
+        ]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         print(
             f"| {row} | {statistics.median(values):.1f} | "

@@ -1,4 +1,4 @@
-"""What do two processes gain over one with as many threads in all, and what do they cost?
+"""Compare two processes with one process of as many threads: gain and costs.
 
     python benchmarks/processes.py [--blocks 2] [--tasks 8] [--samples 32] [--repeat 3]
 
@@ -64,7 +64,7 @@ def write_models(folder: Path, options: argparse.Namespace) -> None:
 def batches(
     task: int, options: argparse.Namespace, taken: list[float]
 ) -> Iterator[dict[str, Tensor]]:
-    """Random pictures; notes how long making them took."""
+    """Yield random pictures, and record the time of creating them."""
     generator = torch.Generator().manual_seed(task)
     for start in range(0, options.samples, BATCH):
         size, began = min(BATCH, options.samples - start), time.perf_counter()
@@ -74,7 +74,7 @@ def batches(
 
 
 def take_part(options: argparse.Namespace) -> None:
-    """Calibrate as one of the processes, and print what it took."""
+    """Calibrate as one of the processes, and print its costs."""
     folder, rank, size = Path(options.folder), options.rank, options.size
     store = dist.FileStore(f"{folder}/{options.store}", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -100,19 +100,19 @@ def take_part(options: argparse.Namespace) -> None:
         save_file(state, folder / f"result-{size}.safetensors")
     digest = hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state)))
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    found = {
+    costs = {
         "wall": cost.seconds - sum(making),
         "cpu": cpu - sum(making),
         "peak": cost.peak_rss_bytes,
         "exchanged": processes.exchanged_bytes,
         "digest": digest.hexdigest(),
     }
-    print(json.dumps(found))
+    print(json.dumps(costs))
     dist.destroy_process_group()
 
 
 def together(folder: str, size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What each of some processes took, by rank."""
+    """Return the costs of each of some processes, by rank."""
     common = [sys.executable, __file__, *sys.argv[1:], "--folder", folder, "--size", str(size)]
     common += ["--store", f"store-{size}-{time.monotonic_ns()}"]
     environment = os.environ | {"OMP_NUM_THREADS": str(THREADS // size)}
@@ -122,14 +122,14 @@ def together(folder: str, size: int, options: argparse.Namespace) -> list[dict[s
         )
         for rank in range(size)
     ]
-    told = [process.communicate(timeout=3600)[0] for process in running]
+    outputs = [process.communicate(timeout=3600)[0] for process in running]
     if any(process.returncode for process in running):
         raise SystemExit("a process failed, see above")
-    return [json.loads(text.splitlines()[-1]) for text in told]
+    return [json.loads(text.splitlines()[-1]) for text in outputs]
 
 
 def distance(folder: str) -> float:
-    """Largest relative distance of a parameter between the two models."""
+    """Return the largest relative distance of a parameter between the two models."""
     one, two = (load_file(f"{folder}/result-{size}.safetensors") for size in (1, 2))
     gaps = {
         n: (two[n].double() - one[n].double()).norm() for n in one if one[n].is_floating_point()
@@ -143,7 +143,7 @@ def print_table(runs: list[Any], gap: float, options: argparse.Namespace) -> Non
         min((run[side] for run in runs), key=lambda run: max(part["wall"] for part in run))
         for side in (0, 1)
     )
-    same = all(len({part["digest"] for part in run[1]}) == 1 for run in runs)
+    is_equal = all(len({part["digest"] for part in run[1]}) == 1 for run in runs)
     print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, gloo;")
     print(
         f"ViT-B/32 shape, {options.blocks} blocks, {options.tasks} tasks, {options.samples} ",
@@ -158,11 +158,11 @@ def print_table(runs: list[Any], gap: float, options: argparse.Namespace) -> Non
         ("peak memory of a process, MB", "peak", max, MB),
         ("peak memory of all processes, MB", "peak", sum, MB),
     ):
-        left, right = (pick(part[name] for part in run) / unit for run in (one, two))
-        print(f"| {label} | {left:.1f} | {right:.1f} | {right / left:.2f} |")
+        single, double = (pick(part[name] for part in run) / unit for run in (one, two))
+        print(f"| {label} | {single:.1f} | {double:.1f} | {double / single:.2f} |")
     sent = max(part["exchanged"] for part in two) / MB / options.blocks
     print(f"| exchanged by a process for a block, MB | 0 | {sent:.1f} | |")
-    print(f"\nBoth processes hold the same bits: {'yes' if same else 'NO'}; ", end="")
+    print(f"\nBoth processes hold the same bits: {'yes' if is_equal else 'NO'}; ", end="")
     print(f"largest relative distance of a parameter from one process's: {gap:.1e}")
 
 

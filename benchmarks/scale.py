@@ -2,9 +2,9 @@
 
     python benchmarks/scale.py [--threads 1 2]
 
-Measures rates of this machine through the package's own functions, predicts with them
-(`scale_model.py`) what a small Llama takes here, and compares that with a real run. Then it puts
-the rates of H100 GPUs in their place (`scale_h100.py`). Writes both to `results/scale.md`. Seconds
+Measures rates of this machine through the package's functions, predicts from them
+(`scale_model.py`) the time of a small Llama on this machine, and compares it with a real run. Then
+it uses the rates of H100 GPUs instead (`scale_h100.py`). Writes both to `results/scale.md`. Seconds
 of this machine are CPU seconds over threads, since other programs may use its cores.
 """
 
@@ -35,7 +35,7 @@ SMALL = Shape("llama", 512, 1792, 8, length=64, layers=4, tasks=4, samples=16)
 
 
 def rate(work: Callable[[], Any], amount: float) -> float:
-    """Return the amount of work a second, by the fastest of a few runs."""
+    """Return the amount of work per second, from the fastest of a few runs."""
     taken = []
     for _ in range(4):
         start = time.process_time()
@@ -45,7 +45,7 @@ def rate(work: Callable[[], Any], amount: float) -> float:
 
 
 def rates(width: int) -> dict[str, float]:
-    """Measure this machine's FLOPs a second at one width."""
+    """Measure this machine's FLOPS at one width."""
     x, y = torch.randn(2048, width), torch.randn(2048, width)
     moments = Moments.zeros(1, 1, width, width, x)
     gram, right = x.T @ x / len(x) / width, torch.randn(1, width, width)
@@ -67,7 +67,7 @@ def rates(width: int) -> dict[str, float]:
 
 
 def machine_here(folder: Path) -> tuple[Machine, Mapping[int, Mapping[str, float]]]:
-    """Measure this machine with the threads that torch has now."""
+    """Measure this machine with torch's current number of threads."""
     by_width = {width: rates(width) for width in WIDTHS}
 
     def at(part: str) -> Callable[[int], float]:
@@ -109,10 +109,10 @@ def measured(threads: int) -> tuple[list[str], str]:
         with using_kernel(choose_kernel("auto", torch.device("cpu"))):
             machine, by_width = machine_here(Path(name))
         taken = min(calibrated(Path(name)) for _ in range(2))
-    parts, _ = seconds(job, machine)
-    parts.pop("exchange")
-    total = sum(parts.values())
-    cells = [f"{parts[part]:.2f}" for part in parts]
+    seconds_by_part, _ = seconds(job, machine)
+    seconds_by_part.pop("exchange")
+    total = sum(seconds_by_part.values())
+    cells = [f"{seconds_by_part[part]:.2f}" for part in seconds_by_part]
     rows = [
         f"| {threads} | {width} | {' | '.join(f'{value / 1e9:.0f}' for value in row.values())} "
         f"| {machine.memory / 1e9:.1f} | {machine.files / 1e9:.1f} |"
@@ -143,7 +143,7 @@ samples of {SMALL.length} tokens: seconds that these rates predict, by part, and
 
 
 def main() -> None:
-    """Write what was measured and what is predicted."""
+    """Write measurements and predictions."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     results = [measured(threads) for threads in parser.parse_args().threads]

@@ -80,7 +80,7 @@ def minutes(taken: float) -> str:
 
 
 def limits() -> str:
-    """Say how much faster a block's solves become with any number of processes."""
+    """Return a sentence on the speed-up of a block's solves by several processes."""
     gains = []
     for name, model in MODELS.items():
         costs = [solve(Job(model, TASKS, SAMPLES, LENGTH), *group) for group in model.groups]
@@ -104,13 +104,13 @@ def predicted() -> list[str]:
                 job = Job(model, TASKS, SAMPLES, LENGTH, rule, size)
                 if needed(job) > MEMORY:
                     job = replace(job, at_once="input")
-                parts, moved = seconds(job, H100)
-                total = sum(parts.values())
+                seconds_by_part, moved = seconds(job, H100)
+                total = sum(seconds_by_part.values())
                 first = first or total
                 gigabytes = [value / 1e9 for value in (*moved.values(), needed(job))]
                 fits = " (too much)" if needed(job) > MEMORY else ""
                 cells = [name, rule, str(size), minutes(total), f"{first / total:.1f}"]
-                cells += [f"{100 * value / total:.0f}" for value in parts.values()]
+                cells += [f"{100 * value / total:.0f}" for value in seconds_by_part.values()]
                 cells += [f"{value:.0f}" for value in gigabytes]
                 rows.append(f"| {' | '.join(cells)}{fits} |")
     return rows

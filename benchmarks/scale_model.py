@@ -1,6 +1,6 @@
 """Work of a calibration of a Llama from its shapes, and its seconds on a machine with given rates.
 
-`scale.py` measures the rates of one machine, `scale_h100.py` states those of another one. Counts
+`scale.py` measures the rates of one machine, `scale_h100.py` gives the rates of another one. Counts
 are FLOPs (a multiplication and an addition are two) and bytes, without norms and embeddings.
 """
 
@@ -74,10 +74,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of one process, as functions of the width where they are FLOPs a second.
+    """Rates of one process. Rates in FLOPS are functions of the width.
 
-    Bytes a second of its memory, to and from the processes of its machine, to other machines, from
-    files (of a machine), and from the host to its device.
+    The others are bytes per second: of its memory, to and from the processes of its machine, to
+    other machines, from files (of a machine), and from the host to its device.
     """
 
     forward: Callable[[int], float]
@@ -136,7 +136,7 @@ def sizes(job: Job, inputs: int, outputs: int) -> tuple[int, int]:
 def seconds(job: Job, machine: Machine) -> tuple[dict[str, float], dict[str, float]]:
     """Return seconds of the busiest process by part, and its bytes, of all blocks."""
     model = job.model
-    parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    seconds_by_part: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     processes = Processes()
     processes.size = job.size
     team = Team(processes, [str(task) for task in range(job.tasks)], torch.device("cpu"))
@@ -145,31 +145,35 @@ def seconds(job: Job, machine: Machine) -> tuple[dict[str, float], dict[str, flo
     split = any(len(ranks) > 1 for ranks in members)
     attention = 4 * job.rows * job.length * model.hidden
     flops = passes(job) * (2 * job.rows * model.numbers + attention)
-    parts["forward"] = model.blocks * flops / machine.forward(model.hidden)
+    seconds_by_part["forward"] = model.blocks * flops / machine.forward(model.hidden)
     exchanged, costs = 0.0, dict[int, float]()
     for index, (inputs, outputs) in enumerate(model.groups):
         of_rows, of_task = sums(job, inputs, outputs)
         rate, (rows, tasks) = machine.sums(inputs), sizes(job, inputs, outputs)
-        parts["sums"] += model.blocks * of_rows / rate
-        parts["targets"] += model.blocks * (led * of_task + 2 * outputs * inputs**2) / rate
+        seconds_by_part["sums"] += model.blocks * of_rows / rate
+        seconds_by_part["targets"] += (
+            model.blocks * (led * of_task + 2 * outputs * inputs**2) / rate
+        )
         touched = 8 * (led * rows + tasks) + 24 * job.rows * inputs
-        parts["memory"] += model.blocks * touched / machine.memory
+        seconds_by_part["memory"] += model.blocks * touched / machine.memory
         costs[index] = solve(job, inputs, outputs) / machine.solves(inputs)
         exchanged += tasks + rows * split + model.itemsize * outputs * inputs
     for _ in range(model.blocks):
         dealt, loads = team._deal(costs), dict.fromkeys(range(job.size), 0.0)
         for group, owner in dealt.items():
             loads[owner] += costs[group]
-        parts["solves"] += sum(costs.values()) if job.by_group else max(loads.values())
+        seconds_by_part["solves"] += sum(costs.values()) if job.by_group else max(loads.values())
     here = range(min(job.size, machine.processes))
     experts = sum(any(rank in here for rank in ranks) for ranks in members)
     again = 1 + job.by_group
     block = model.numbers * model.itemsize
     read = model.blocks * block * (again * experts + 2)
-    own = again * sum(0 in ranks for ranks in members) + 2
-    parts["files"] = (read + model.blocks * block) / machine.files  # and the written block
-    parts["files"] += model.blocks * block * own / machine.host
+    messages = again * sum(0 in ranks for ranks in members) + 2
+    seconds_by_part["files"] = (
+        read + model.blocks * block
+    ) / machine.files  # and the written block
+    seconds_by_part["files"] += model.blocks * block * messages / machine.host
     exchanged *= model.blocks * (job.size > 1)
     between = machine.network if job.size > machine.processes else machine.link
-    parts["exchange"] = exchanged / between
-    return parts, {"read": read, "exchanged": exchanged}
+    seconds_by_part["exchange"] = exchanged / between
+    return seconds_by_part, {"read": read, "exchanged": exchanged}

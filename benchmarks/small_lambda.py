@@ -20,22 +20,22 @@ from small_lambda import ALLOWED, CASES, SMALL
 
 
 def main() -> int:
-    """Print the table; exit code 1 where a bound is exceeded."""
+    """Print the table. The exit code is 1 if a bound is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ridge-lambda", type=float, default=SMALL.lam)
     parser.add_argument("--seeds", type=int, default=3)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     logging.disable(logging.WARNING)  # about float32 sums, which are measured on purpose
-    knobs = dataclasses.replace(SMALL, lam=asked.ridge_lambda)
+    knobs = dataclasses.replace(SMALL, lam=options.ridge_lambda)
     print(f"| lambda {knobs.lam:g} | float32 features at best | package | ratio | float32 sums |")
     print("|:--|--:|--:|--:|--:|")
     exceeded = False
     for name, case in CASES.items():
-        runs = [case.errors(seed, knobs) for seed in range(1, asked.seeds + 1)]
+        runs = [case.errors(seed, knobs) for seed in range(1, options.seeds + 1)]
         worst = max(runs, key=lambda errors: errors.package / errors.at_best)
         coarse = max(
             case.errors(seed, knobs, sums_precision="float32").package
-            for seed in range(1, asked.seeds + 1)
+            for seed in range(1, options.seeds + 1)
         )
         ratio = worst.package / worst.at_best
         exceeded |= ratio > ALLOWED

@@ -69,8 +69,8 @@ class Shape:
     @classmethod
     def of(cls, options: argparse.Namespace) -> "Shape":
         """The shape in parsed options."""
-        given = {f.name: getattr(options, f.name) for f in dataclasses.fields(cls)}
-        changes = {name: value for name, value in given.items() if value is not None}
+        fields = {f.name: getattr(options, f.name) for f in dataclasses.fields(cls)}
+        changes = {name: value for name, value in fields.items() if value is not None}
         return cls(**(PRESETS[options.model] | changes))
 
     def arguments(self) -> list[str]:
@@ -83,7 +83,7 @@ class Shape:
         return (IMAGE_SIZE // self.patch) ** 2 + 1 if self.kind == "clip" else self.length
 
     def settings(self, **changes: Any) -> FeatCalSettings:
-        """The paper's settings for images, drift not logged; norms only where they are updated."""
+        """Return the paper's settings for images, without drift, with norms if they are updated."""
         values: dict[str, Any] = {
             "samples_per_task": self.samples,
             "batch_size": BATCH,
@@ -93,7 +93,7 @@ class Shape:
         return FeatCalSettings(**(values | changes))
 
     def batches(self, task: str) -> "Batches":
-        """A task's inputs, made anew whenever they are asked for."""
+        """A task's inputs, created on every access."""
         return Batches(self, task)
 
     def plain_flops(self) -> float:
@@ -108,7 +108,7 @@ class Shape:
         return total
 
     def _stem_flops(self) -> float:
-        """Of images: patches, of the merged model and the expert."""
+        """Return FLOPs of the patch embeddings of merged model and expert, for images."""
         if self.kind != "clip":
             return 0.0
         rows = self.tasks * self.samples * (self.tokens - 1)
@@ -193,7 +193,7 @@ def build(shape: Shape) -> Any:
 
 
 def load(shape: Shape, path: Path) -> Any:
-    """A stored model, read into memory of its own."""
+    """Return a stored model, read into allocated memory."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model = build(shape)

@@ -1,11 +1,10 @@
-"""Seconds until something happens: `featcal --help`, and a run's first calibrated block.
+"""Seconds until the output of `featcal --help`, and until a run's first calibrated block.
 
     python benchmarks/start.py                        # this checkout
-    python benchmarks/start.py --against ../earlier   # an earlier version's checkout beside it
+    python benchmarks/start.py --against ../earlier   # with an earlier version's checkout
 
-Commands run in turns, each in a process of its own; the least of several turns counts. A run's
-first block counts as calibrated when its checkpoint is written. A checkout with a `.venv` runs in
-that.
+Commands run in turns, each in a separate process, and the smallest of several turns counts. A run's
+first block counts as calibrated when its checkpoint is written. A checkout with a `.venv` uses it.
 """
 
 import argparse
@@ -24,8 +23,8 @@ RUN = ("method=featcal", "modelpool=clip-vit-mini_TA6", "method.samples_per_task
 
 def command(checkout: Path, name: str) -> str:
     """Path of an installed command."""
-    own = checkout / ".venv" / "bin"
-    return str((own if own.is_dir() else BIN) / name)
+    programs = checkout / ".venv" / "bin"
+    return str((programs if programs.is_dir() else BIN) / name)
 
 
 def environment(checkout: Path) -> dict[str, str]:
@@ -65,7 +64,7 @@ def seconds_to_first_block(checkout: Path) -> float:
 
 
 def main() -> None:
-    """Measure in turns; print a table."""
+    """Measure in turns and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
     parser.add_argument("--against", type=Path, help="checkout of an earlier version")

@@ -1,12 +1,12 @@
-"""Algorithm 1 written down plainly, for the engine to be measured against.
+"""A direct implementation of Algorithm 1, for comparison with the engine.
 
     python benchmarks/straightforward.py --model vit-b-32 --samples 32
 
-Whole experts in memory; every module has its own statistics of every task, kept until the block is
-solved by LU in float32; whole blocks are run, the last one too. Only how a block is called is the
-package's (its families), so that both sides run the same forward passes. Run alone it prints its
-FLOPs, the measured GEMM rate, and how close it comes to the bound that the two make: it is meant to
-be plain, not slow. `engine_speed.py` compares the engine with it.
+Whole experts are in memory. Every module has separate statistics of every task, stored until the
+block is solved by LU in float32. Whole blocks are run, including the last one. Blocks are called
+through the package's families, so that both sides run the same forward passes. As a script it
+prints its FLOPs, the measured GEMM rate, and its time relative to the bound from both: it should be
+simple, not slow. `engine_speed.py` compares the engine with it.
 """
 
 import argparse
@@ -30,15 +30,15 @@ Sums = list[Tensor]
 
 @contextmanager
 def inputs_of(model: nn.Module, names: Iterable[str]):
-    """Record, as rows, what the named modules receive."""
-    seen: dict[str, Tensor] = {}
+    """Record the inputs of the named modules, as rows."""
+    recorded: dict[str, Tensor] = {}
 
     def note(name: str) -> Any:
-        return lambda _, args: seen.update({name: args[0].reshape(-1, args[0].shape[-1])})
+        return lambda _, args: recorded.update({name: args[0].reshape(-1, args[0].shape[-1])})
 
     handles = [model.get_submodule(n).register_forward_pre_hook(note(n)) for n in names]
     try:
-        yield seen
+        yield recorded
     finally:
         for handle in handles:
             handle.remove()
@@ -79,7 +79,7 @@ def solve_linear(
     base: Any,
     settings: FeatCalSettings,
 ) -> list[Tensor]:
-    """Weight and, where there is one, bias of a module (Eqs. 14, 17, 51-55)."""
+    """Solve for the weight and, if there is one, the bias of a module (Eqs. 14, 17, 51-55)."""
     rho, ridge_lambda, eps = settings.anchor_rho, settings.ridge_lambda, settings.eps
     anchor = rho * merged.weight + (1 - rho) * base.weight
     system = (ridge_lambda + eps) * torch.eye(anchor.shape[1])
@@ -96,8 +96,8 @@ def solve_linear(
         return [solved]
     bias = ridge_lambda * (rho * merged.bias + (1 - rho) * base.bias)
     for task, (_, _, sum_cal, sum_target, count) in sums.items():
-        wanted = experts[task].bias + experts[task].weight @ (sum_target / count)
-        bias = bias + task_weights[task] * (wanted - solved @ (sum_cal / count))
+        target_mean = experts[task].bias + experts[task].weight @ (sum_target / count)
+        bias = bias + task_weights[task] * (target_mean - solved @ (sum_cal / count))
     return [solved, bias / (sum(task_weights.values()) + ridge_lambda)]
 
 
@@ -137,11 +137,13 @@ def calibrate_block(
             with inputs_of(experts[task], linear) as x_exp:
                 _, pair[1] = family.step(experts[task], block, pair[1])
             for name in linear:
-                known = sums[name].get(task, [])
-                sums[name][task] = add_linear(known, x_cal[name], x_exp[name], settings.mix_alpha)
+                batch_sums = sums[name].get(task, [])
+                sums[name][task] = add_linear(
+                    batch_sums, x_cal[name], x_exp[name], settings.mix_alpha
+                )
             for name in norms:
-                known = sums[name].get(task, [])
-                sums[name][task] = add_norm(known, x_cal[name], model.get_submodule(name))
+                batch_sums = sums[name].get(task, [])
+                sums[name][task] = add_norm(batch_sums, x_cal[name], model.get_submodule(name))
     updates = {}
     for name in sums:
         sides = {task: experts[task].get_submodule(name) for task in experts}
@@ -181,7 +183,7 @@ def calibrate_plainly(
 
 
 def begin(family: Any, model: Any, batch: Any, first: str, end: Any) -> Any:
-    """What a stage's first block receives; `end`: what a block behind the last stage's would."""
+    """Return the inputs of a stage's first block, given the call `end` after the last stage."""
     if end is None or not family.hands_on:
         return family.begin(model, batch, first)
     return family.begin(model, batch, first, family.ending(model, end))

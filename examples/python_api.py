@@ -38,9 +38,9 @@ def pixels(task: str, split: str, count: int) -> tuple[Tensor, Tensor]:
     """Processed images `[count, 3, 28, 28]` and labels `[count]`, drawn with a seed."""
     items = image.load_split(task, split)
     chosen = torch.randperm(len(items), generator=torch.Generator().manual_seed(0))[:count]
-    drawn = [items[index] for index in chosen.tolist()]
-    prepared = PROCESSOR(images=[item["image"] for item in drawn], return_tensors="pt")
-    return prepared["pixel_values"], torch.tensor([item["label"] for item in drawn])
+    chosen_items = [items[index] for index in chosen.tolist()]
+    prepared = PROCESSOR(images=[item["image"] for item in chosen_items], return_tensors="pt")
+    return prepared["pixel_values"], torch.tensor([item["label"] for item in chosen_items])
 
 
 @torch.no_grad()

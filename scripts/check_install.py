@@ -2,10 +2,10 @@
 
     python scripts/check_install.py dist
 
-Each of the three is installed into one fresh virtual environment (what they depend on only once)
-and must then compose the literal command of the README from an empty folder and from a folder
-that has a `config` of its own, copy an example and start it, and leave another Hydra program alone.
-Needs nothing but Python; PIP_ARGS is handed to pip.
+Each of the three is installed into one fresh virtual environment (dependencies only once) and must
+then compose the literal command of the README from an empty folder and from a folder with a
+`config`, copy an example and start it, and leave another Hydra program unchanged. Needs only
+Python. PIP_ARGS is passed to pip.
 """
 
 import os
@@ -25,7 +25,7 @@ MAX_WHEEL_MB = 60  # of which the image suite is about 35, the two text suites 1
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Runs a command, ends the program with all it printed if it fails, returns what it printed."""
+    """Run a command and return its output. If it fails, exit with the output."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -45,16 +45,18 @@ def check_contents(wheel: Path, sdist: Path) -> None:
         packed = set(archive.namelist())
     package = ROOT / "fusion_bench_featcal"
     data = (p for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
-    wanted = {str(p.relative_to(ROOT)) for p in data if "_hydra_plugin" not in p.parts}
-    wanted |= {f"fusion_bench_featcal/{p.relative_to(ROOT)}" for p in ROOT.glob("config/**/*.yaml")}
-    wanted |= {PLUGIN}
+    expected = {str(p.relative_to(ROOT)) for p in data if "_hydra_plugin" not in p.parts}
+    expected |= {
+        f"fusion_bench_featcal/{p.relative_to(ROOT)}" for p in ROOT.glob("config/**/*.yaml")
+    }
+    expected |= {PLUGIN}
     examples = (p for p in ROOT.glob("examples/**/*") if p.is_file() and p.suffix != ".pyc")
-    wanted |= {f"fusion_bench_featcal/{p.relative_to(ROOT)}" for p in examples}
+    expected |= {f"fusion_bench_featcal/{p.relative_to(ROOT)}" for p in examples}
     licences = wheel.name.rsplit("-", 3)[0] + ".dist-info/licenses"
     texts = [ROOT / "LICENSE", *ROOT.glob("LICENSES/*.txt")]
-    wanted |= {f"{licences}/{p.relative_to(ROOT)}" for p in texts}
-    if wanted - packed:
-        sys.exit(f"{wheel.name} lacks {sorted(wanted - packed)}")
+    expected |= {f"{licences}/{p.relative_to(ROOT)}" for p in texts}
+    if expected - packed:
+        sys.exit(f"{wheel.name} lacks {sorted(expected - packed)}")
     foreign = {name for name in packed if name.startswith("tests/")}
     foreign |= packed & {"hydra_plugins/__init__.py"}  # it would hide every other Hydra plugin
     if foreign:
@@ -71,11 +73,11 @@ def check_contents(wheel: Path, sdist: Path) -> None:
 
 def check_commands(bin_folder: Path, scratch: Path) -> None:
     """The literal command composes from an empty folder and beside somebody else's config."""
-    empty, own = scratch / "empty", scratch / "own"
+    empty, with_config = scratch / "empty", scratch / "own"
     empty.mkdir(exist_ok=True)
-    (own / "config" / "method").mkdir(parents=True, exist_ok=True)
-    (own / "config" / "method" / "mine.yaml").write_text("_target_: nothing.here\n")
-    for folder in (empty, own):
+    (with_config / "config" / "method").mkdir(parents=True, exist_ok=True)
+    (with_config / "config" / "method" / "mine.yaml").write_text("_target_: nothing.here\n")
+    for folder in (empty, with_config):
         printed = run(bin_folder / "fusion_bench", *DRY_RUN, cwd=folder)
         if "FeatCalAlgorithm" not in printed or "default_taskpool" not in printed:
             sys.exit(f"the dry run in {folder} composed something else:\n{printed}")

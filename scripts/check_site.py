@@ -1,8 +1,8 @@
-"""Check that pages of a built site fetch nothing from elsewhere, and that formulas were rendered.
+"""Check that pages of a built site load no external files, and that formulas are rendered.
 
     python scripts/check_site.py [site]
 
-Ordinary links may lead anywhere. Exit code 1 where something is found.
+Ordinary links may be external. The exit code is 1 if there are problems.
 """
 
 import re
@@ -54,7 +54,10 @@ def problems(site: Path) -> Iterator[str]:
         page, text = _Page(), path.read_text(encoding="utf-8")
         page.feed(text)
         styles = re.findall(r"<style[^>]*>(.*?)</style>", text, re.DOTALL)
-        for what in (*page.found, *(found for style in styles for found in _from_elsewhere(style))):
+        for what in (
+            *page.found,
+            *(address for style in styles for address in _from_elsewhere(style)),
+        ):
             yield f"{path.relative_to(site)}: {what}"
     for path in sorted(site.rglob("*.css")):
         for what in _from_elsewhere(path.read_text(encoding="utf-8")):
@@ -66,9 +69,9 @@ def problems(site: Path) -> Iterator[str]:
 def main() -> None:
     """Check the site."""
     site = Path(sys.argv[1] if len(sys.argv) > 1 else "site")
-    found = list(problems(site))
-    print("\n".join(found) or f"{site}: everything that its pages fetch is inside")
-    sys.exit(bool(found))
+    lines = list(problems(site))
+    print("\n".join(lines) or f"{site}: everything that its pages fetch is inside")
+    sys.exit(bool(lines))
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ def resampled(columns: dict) -> np.ndarray:
         distinct, counts = np.unique(np.round(values, 12), axis=0, return_counts=True)
         seed = int.from_bytes(sha256(task.encode()).digest()[:8], "big")
         size, generator = counts.sum(), np.random.default_rng([0, seed])
-        drawn = generator.multinomial(size, counts / size, size=10_000) @ distinct
-        draws = draws + drawn / size / len(columns)
+        resamples = generator.multinomial(size, counts / size, size=10_000) @ distinct
+        draws = draws + resamples / size / len(columns)
     return draws
 
 
@@ -56,10 +56,10 @@ def half_over_seeds(gains: np.ndarray) -> float:
     return STUDENT[len(gains) - 1] * gains.std(ddof=1) / math.sqrt(len(gains))
 
 
-def difference(row: dict, other: dict, drawn: np.ndarray) -> tuple[list[float], np.ndarray]:
+def difference(row: dict, other: dict, resamples: np.ndarray) -> tuple[list[float], np.ndarray]:
     """Return the difference of averages with the ends of its interval, and that of each seed."""
     gains = np.mean([row[task].mean(1) - other[task].mean(1) for task in row], axis=0)
-    low, high = gains.mean() - np.quantile(drawn, [0.025, 0.975])
+    low, high = gains.mean() - np.quantile(resamples, [0.025, 0.975])
     mean, half = gains.mean(), half_over_seeds(gains)
     return [mean, mean - math.hypot(low, half), mean + math.hypot(high, half)], gains
 
@@ -73,23 +73,25 @@ def gain(row: dict, merged: dict) -> list[float]:
 
 def against(rows: dict, reference: str) -> dict[str, list[float]]:
     """Return each row minus one: difference, ends of its interval, p-value, Holm's p-value."""
-    found, order = {}, [*rows]
+    results, order = {}, [*rows]
     columns = {t: np.stack([r[t].mean(0) for r in rows.values()], 1) for t in sorted(rows["base"])}
-    draws, there = resampled(columns), order.index(reference)
-    for here, name in ((n, name) for n, name in enumerate(order) if n != there):
-        drawn = draws[:, here] - draws[:, there]
-        values, gains = difference(rows[name], rows[reference], drawn)
+    draws, reference_column = resampled(columns), order.index(reference)
+    for here, name in ((n, name) for n, name in enumerate(order) if n != reference_column):
+        resamples = draws[:, here] - draws[:, reference_column]
+        values, gains = difference(rows[name], rows[reference], resamples)
         half, size = half_over_seeds(gains), abs(values[0])
-        p = math.erfc(size / math.hypot(drawn.std(ddof=1), half / 1.959964) / math.sqrt(2))
+        p = math.erfc(size / math.hypot(resamples.std(ddof=1), half / 1.959964) / math.sqrt(2))
         if half:
             p = max(p, student_tail(size / half * STUDENT[len(gains) - 1], len(gains) - 1))
-        apart = sum(int((abs(c[:, here] - c[:, there]) > 1e-12).sum()) for c in columns.values())
-        found[name] = [*values, max(p, min(1.0, 2.0 ** (1 - apart)))]
+        differing = sum(
+            int((abs(c[:, here] - c[:, reference_column]) > 1e-12).sum()) for c in columns.values()
+        )
+        results[name] = [*values, max(p, min(1.0, 2.0 ** (1 - differing)))]
     largest = 0.0
-    for rank, values in enumerate(sorted(found.values(), key=lambda values: values[3])):
-        largest = max(largest, min(1.0, (len(found) - rank) * values[3]))
+    for rank, values in enumerate(sorted(results.values(), key=lambda values: values[3])):
+        largest = max(largest, min(1.0, (len(results) - rank) * values[3]))
         values.append(largest)
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def by_merger(name: str) -> tuple[dict[str, list[Row]], list[Row]]:
     return columns, remaining_rows
 
 
-def accuracies(corner: str, columns: Mapping[str, Sequence[Row]], *shown: str) -> str:
+def accuracies(corner: str, columns: Mapping[str, Sequence[Row]], *row_names: str) -> str:
     """Return a table of averages with a column for each comparison or merger, the best bold."""
     cells: dict[str, dict[str, str]] = {}
     task_id = {}
@@ -121,7 +121,7 @@ def accuracies(corner: str, columns: Mapping[str, Sequence[Row]], *shown: str) -
             head = "merged" if row["head"] == column or row["head"] == MERGER else row["head"]
             cells.setdefault(head, {})[column] = average(row, paper.percent(max(values)))
             task_id[head] = row["cost"].get("task_id_at_inference", "yes")
-    names = shown or sorted(cells, key=lambda head: head == "experts")
+    names = row_names or sorted(cells, key=lambda head: head == "experts")
     lines = [[n, *(cells[n].get(column, "-") for column in columns), task_id[n]] for n in names]
     return table([corner, *columns, "task id"], lines)
 
@@ -136,13 +136,13 @@ def grid(*names: str) -> str:
     return "\n\n".join(paragraphs)
 
 
-def draws(columns: Mapping[str, str], *shown: str) -> str:
+def draws(columns: Mapping[str, str], *row_names: str) -> str:
     """Return a table of comparisons over task arithmetic with three draws."""
     rows = {
         head: [row for row in rows_of("comparison", f"{name}.json") if row["name"] != "base"]
         for head, name in columns.items()
     }
-    return accuracies("mean over draws, % (worst gap)", rows, *shown)
+    return accuracies("mean over draws, % (worst gap)", rows, *row_names)
 
 
 def suites_table() -> str:

@@ -19,13 +19,13 @@ FILE = Path(__file__).resolve().parents[1] / "docs" / "figures" / "corruptions.p
 
 def draw() -> Figure:
     """The figure: a row for each corruption and image, a column for each severity."""
-    rows = [(name, task, place) for name in CORRUPTIONS for task, place in SHOWN.items()]
+    rows = [(name, task, position) for name in CORRUPTIONS for task, position in SHOWN.items()]
     figure = Figure(figsize=(5.4, 0.95 * len(rows)), layout="constrained")
     grid = figure.subplots(len(rows), 1 + len(SEVERITIES))
-    for line, (name, task, place) in zip(grid, rows, strict=True):
-        clean = load_split(task, "train")[place]["image"]
-        made = [corrupt(clean, name, s, random_of(42, task, place)) for s in SEVERITIES]
-        for axes, picture in zip(line, [clean, *made], strict=True):
+    for line, (name, task, position) in zip(grid, rows, strict=True):
+        clean = load_split(task, "train")[position]["image"]
+        corrupted = [corrupt(clean, name, s, random_of(42, task, position)) for s in SEVERITIES]
+        for axes, picture in zip(line, [clean, *corrupted], strict=True):
             axes.imshow(picture, interpolation="nearest")
             axes.set(xticks=[], yticks=[])
             axes.spines[:].set_visible(False)

@@ -1,7 +1,7 @@
 """Completes the package's metadata when it is built: links for a package index.
 
-An index shows README.md away from the repository, where relative links lead nowhere. Hatchling
-calls the hook, which pyproject.toml names and gives the repository's address.
+An index shows README.md without the repository, so relative links would be broken. Hatchling calls
+the hook, which pyproject.toml names with the repository's address.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Tables of the FeatCal paper's numbers (arXiv 2605.13030) and those of the bundled suites."""
+"""Tables of numbers from the FeatCal paper (arXiv 2605.13030) and from the bundled suites."""
 
 import csv
 import json
@@ -214,8 +214,8 @@ def _difference(
 ) -> tuple[float, float, float] | None:
     """Return the difference of two rows of a study, with its interval.
 
-    It is the study's own if that compares them. Otherwise it treats their gains over the merged
-    model as independent, so the interval is wider than a paired one.
+    If the study compares them, its interval is used. Otherwise it treats their gains over the
+    merged model as independent, so the interval is wider than a paired one.
     """
     if one is None or other is None or one["difference"] is None:
         return None

@@ -39,8 +39,8 @@ def find_python(version: str) -> str | None:
     candidates = [sys.executable, shutil.which(f"python{version}")]
     candidates += [str(path / "bin" / "python") for path in sorted(pyenv.glob(f"{version}.*"))]
     if uv := shutil.which("uv"):
-        found = _output(uv, "python", "find", "--no-python-downloads", version)
-        candidates.append(found.strip())
+        output = _output(uv, "python", "find", "--no-python-downloads", version)
+        candidates.append(output.strip())
     code = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
     fitting = (path for path in candidates if path and _output(path, "-c", code) == f"{version}\n")
     return next(fitting, None)
@@ -52,12 +52,12 @@ def releases(available: str) -> list[str]:
     Args:
         available: The output of `pip index versions`.
     """
-    wanted = next(r for r in map(Requirement, PROJECT["dependencies"]) if r.name == PACKAGE)
+    requirement = next(r for r in map(Requirement, PROJECT["dependencies"]) if r.name == PACKAGE)
     line = re.search(r"^Available versions: (.*)$", available, re.MULTILINE)
     versions = sorted(map(Version, line.group(1).split(", "))) if line else []
-    allowed = [str(version) for version in versions if version in wanted.specifier]
+    allowed = [str(version) for version in versions if version in requirement.specifier]
     if not allowed:
-        sys.exit(f"the package index has no release of {wanted}")
+        sys.exit(f"the package index has no release of {requirement}")
     return list(dict.fromkeys((allowed[0], allowed[-1])))
 
 
@@ -79,12 +79,12 @@ def try_cell(python: str, version: str, folder: Path, words: list[str]) -> str:
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     constraints = home / "constraints.txt"
     constraints.write_text(re.sub(rf"^{PACKAGE}==.*$", f"{PACKAGE}=={version}", pins, flags=re.M))
-    own = str(home / "bin" / "python")
-    pip = [own, "-m", "pip", "install", "--quiet", "--constraint", str(constraints)]
+    executable = str(home / "bin" / "python")
+    pip = [executable, "-m", "pip", "install", "--quiet", "--constraint", str(constraints)]
     pip += [*shlex.split(os.environ.get("PIP_ARGS", "")), "--editable", f"{ROOT}[test]"]
     if subprocess.run(pip).returncode:
         return "cannot be installed"
-    failed = subprocess.run([own, "-m", "pytest", *words], cwd=ROOT).returncode
+    failed = subprocess.run([executable, "-m", "pytest", *words], cwd=ROOT).returncode
     return "tests fail" if failed else "tests pass"
 
 

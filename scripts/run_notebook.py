@@ -2,7 +2,7 @@
 
     python scripts/run_notebook.py [--check]
 
-Writes the notebook with its new outputs; with --check only runs it, and fails where a cell does.
+Writes the notebook with its new outputs. With --check it only runs it, and fails if a cell does.
 """
 # pyright: reportMissingImports=false
 # Both packages come with the extra `notebook`.

@@ -48,29 +48,29 @@ def site_path(source: Path) -> str:
 
 
 def relinked(text: str, source: Path) -> str:
-    """A page's text with links to where the site has their targets."""
-    place = Path("/", site_path(source)).parent
+    """Return a page's text with links to the targets' places on the site."""
+    folder = Path("/", site_path(source)).parent
 
     def lead(match: re.Match[str]) -> str:
         target = (source.parent / match[2]).resolve()
         if not target.exists() or ROOT not in target.parents:
             return match[0]  # MkDocs reports it
-        return f"{match[1]}{os.path.relpath(Path('/', site_path(target)), place)}{match[3]}"
+        return f"{match[1]}{os.path.relpath(Path('/', site_path(target)), folder)}{match[3]}"
 
     return LINK.sub(lead, text)
 
 
-def linked_files(page: Path, seen: set[Path]) -> Iterator[Path]:
+def linked_files(page: Path, visited: set[Path]) -> Iterator[Path]:
     """Files and folders that a page links to and MkDocs does not have, also by way of others."""
     for _, name, _ in LINK.findall(page.read_text(encoding="utf-8")):
         target = (page.parent / name).resolve()
         inside = ROOT / "docs" in target.parents and target.is_file()
-        if target in seen or inside or not target.exists() or ROOT not in target.parents:
+        if target in visited or inside or not target.exists() or ROOT not in target.parents:
             continue
-        seen.add(target)
+        visited.add(target)
         yield target
         if target.suffix == ".md":
-            yield from linked_files(target, seen)
+            yield from linked_files(target, visited)
 
 
 def folder_page(folder: Path) -> str:
@@ -96,7 +96,7 @@ def notebook_page(source: Path, config: Any) -> tuple[str, list[File]]:
 
 
 def repository_files(source: Path, config: Any) -> list[File]:
-    """The page of a file outside docs/, with what belongs to it."""
+    """Return the page for a file outside docs/, with its assets."""
     more: list[File] = []
     if source.suffix == ".ipynb":
         text, more = notebook_page(source, config)
@@ -120,11 +120,11 @@ def source_uri(uri: str) -> str:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the files of the repository that pages link to."""
-    seen: set[Path] = set()
+    visited: set[Path] = set()
     for page in sorted((ROOT / "docs").rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         files.append(File.generated(config, source_uri(site_path(page)), content=text))
-        for target in linked_files(page, seen):
+        for target in linked_files(page, visited):
             for file in repository_files(target, config):
                 if file.src_uri not in files.src_uris:
                     files.append(file)

@@ -59,7 +59,7 @@ def study_points(content: Mapping[str, Any]) -> list[tuple[str, dict[str, Row]]]
         rows = points.setdefault(text, {})
         for row in (prepared(row) for row in point["rows"] if row["name"] != "base"):
             rows.setdefault(row["head"], []).append(row)
-    return [(text, {head: _mean(each) for head, each in rows.items()})
+    return [(text, {head: _mean(values) for head, values in rows.items()})
             for text, rows in points.items()]  # fmt: skip
 
 

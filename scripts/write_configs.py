@@ -79,7 +79,7 @@ def method_file(name: str) -> str:
 
 
 def handmade_file(name: str) -> str:
-    """Return a file with its settings written anew."""
+    """Return a file with its settings section replaced."""
     head, _, rest = (METHODS / f"{name}.yaml").read_text(encoding="utf-8").partition(BEGIN)
     inherited = () if name == "featcal" else algorithm_class("featcal").setting_kinds
     block = settings_block(k for k in algorithm_class(name).setting_kinds if k not in inherited)

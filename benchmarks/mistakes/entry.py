@@ -13,7 +13,7 @@ class Mutation:
         old: Text that occurs exactly once in the file.
         new: Text in its place.
         tests: Tests that run first, relative to `tests/`, with spaces between: files or tests.
-        known: Reason why it may survive; empty: it must not.
+        reason: Reason why it may survive; empty: it must not.
     """
 
     name: str
@@ -21,4 +21,4 @@ class Mutation:
     old: str
     new: str
     tests: str
-    known: str = ""
+    reason: str = ""

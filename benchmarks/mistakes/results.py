@@ -1,4 +1,4 @@
-"""Mistakes in reports, comparisons and what they keep."""
+"""Mistakes in reports, comparisons and stored results."""
 
 from mistakes.entry import Mutation
 

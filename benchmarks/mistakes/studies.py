@@ -81,7 +81,7 @@ MUTATIONS = (
         "comparison/test_claims.py",
     ),
     Mutation(
-        "a cell is run although it was finished meanwhile",
+        "a cell is run although another process finished it",
         "lab/compare/cells.py",
         "if result is not None:\n                    log",
         "if False:\n                    log",

@@ -108,7 +108,7 @@ class Workplaces:
 
 
 def kill(process: "subprocess.Popen[str]") -> None:
-    """End a process and those that it has started."""
+    """End a process and its children."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

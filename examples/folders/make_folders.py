@@ -69,10 +69,12 @@ def write_lora(folder: Path) -> None:
         expert = load_file(suite_path(f"llama-mini/{task}/model.safetensors"))
         adapter: dict[str, Any] = {}
         for name in (n for n in expert if n.endswith("_proj.weight")):
-            left, values, right = torch.linalg.svd(expert[name].float() - base[name].float())
+            left_vectors, values, right_vectors = torch.linalg.svd(
+                expert[name].float() - base[name].float()
+            )
             start = f"base_model.model.{name.removesuffix('.weight')}.lora_"
-            adapter[f"{start}A.weight"] = right[:RANK].contiguous()
-            adapter[f"{start}B.weight"] = (left[:, :RANK] * values[:RANK]).contiguous()
+            adapter[f"{start}A.weight"] = right_vectors[:RANK].contiguous()
+            adapter[f"{start}B.weight"] = (left_vectors[:, :RANK] * values[:RANK]).contiguous()
         (folder / task).mkdir()
         save_file(adapter, folder / task / "adapter_model.safetensors")
         config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK}
@@ -122,7 +124,7 @@ WRITERS = {
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] not in WRITERS or Path(sys.argv[2]).exists():
         sys.exit(f"usage: make_folders.py {'|'.join(WRITERS)} FOLDER (one that does not exist yet)")
-    place = Path(sys.argv[2])
-    place.mkdir(parents=True)
-    WRITERS[sys.argv[1]](place)
-    print(f"wrote {place}")
+    folder = Path(sys.argv[2])
+    folder.mkdir(parents=True)
+    WRITERS[sys.argv[1]](folder)
+    print(f"wrote {folder}")

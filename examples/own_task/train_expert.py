@@ -52,8 +52,10 @@ def logits(clip: Any, tower: Any, pixels: Tensor, head: Tensor) -> Tensor:
 def accuracy(clip: Any, tower: Any, head: Tensor, pixels: Tensor, labels: Tensor) -> float:
     """Share in percent of the images whose class has the highest score."""
     with torch.no_grad():
-        found = torch.cat([logits(clip, tower, p, head).argmax(1) for p in pixels.split(BATCH)])
-    return 100 * (found == labels).float().mean().item()
+        predictions = torch.cat(
+            [logits(clip, tower, p, head).argmax(1) for p in pixels.split(BATCH)]
+        )
+    return 100 * (predictions == labels).float().mean().item()
 
 
 def train(images: Path, expert: Path, test: Path | None = None) -> None:

@@ -100,7 +100,7 @@ class Request:
         "plus", "settings: FeatCal+ (default) or the paper's", choices=tuple(PRESETS)
     )
     set: Mapping[str, Any] = mapping(
-        "a setting, such as samples_per_task=64 (repeatable; featcal settings)",
+        "a setting, such as samples_per_task=64 (repeatable, see featcal settings)",
         "SETTING=VALUE", options.setting_word,
     )  # fmt: skip
     tokenizer: str | None = setting(

@@ -73,7 +73,7 @@ def build(
     recipe: Any = None,
     log: Callable[[str], None] = print,
 ) -> Path:
-    """Train the base and one expert a task, save them in float16, and measure what was saved.
+    """Train the base and one expert per task, save them in float16, and measure the saved models.
 
     Takes 10 to 15 minutes on one core. The same seed, versions and machine give the same files;
     another machine agrees within about 2 points of accuracy on average. A build that was stopped
@@ -133,14 +133,14 @@ def build(
 
 def _open_folder(out: Path, plan: dict[str, Any]) -> Path:
     """Make the build's folder, or take up a stopped build of the same plan."""
-    kept = out / STAGES / "plan.json"
+    plan_file = out / STAGES / "plan.json"
     text = json.dumps(plan, indent=1)
-    if kept.is_file() and kept.read_text(encoding="utf-8") == text:
+    if plan_file.is_file() and plan_file.read_text(encoding="utf-8") == text:
         return out
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty; give `featcal suite build` a new folder")
-    kept.parent.mkdir(parents=True)
-    kept.write_text(text, encoding="utf-8")
+    plan_file.parent.mkdir(parents=True)
+    plan_file.write_text(text, encoding="utf-8")
     return out
 
 
@@ -154,22 +154,22 @@ class _Stages:
 
     def run(self, name: str, model: Any, steps: int, train: Callable[[Any], None]) -> None:
         """Load a finished stage into the model, or train it and keep it."""
-        kept = self.folder / f"{name}.safetensors"
-        if kept.is_file():
+        stage_file = self.folder / f"{name}.safetensors"
+        if stage_file.is_file():
             self.log(f"{self.suite}: {name} was finished before")
-            model.load_state_dict(load_file(kept), strict=False)  # tied tensors are kept once
+            model.load_state_dict(load_file(stage_file), strict=False)  # tied tensors are kept once
             return
         self.log(f"{self.suite}: {name}, {steps} steps")
         train(model)
-        partial_file = kept.with_suffix(".partial")
+        partial_file = stage_file.with_suffix(".partial")
         save_file(tensors_of(model), partial_file)
-        partial_file.replace(kept)
+        partial_file.replace(stage_file)
 
 
 def save_half(
     tensors: Weights, config: Any, architecture: str, spelled_out: Sequence[str], folder: Path
 ) -> None:
-    """Save in float16 what loads as float32.
+    """Save float32 tensors in float16.
 
     transformers 5 loads in the dtype its config names, 4.57 always in float32: so the config names
     float32, and both agree.
@@ -203,7 +203,7 @@ def measure(builder: Builder, model: Any, folder: Path, tasks: Sequence[str]) ->
 
     Returns:
         `base`, `experts`, `simple_average` and `task_arithmetic` (scale 0.3), each task -> accuracy
-        in 0..1 and their `average`; where the suite has sets of tasks, such rows for each set whose
+        in 0..1 and their `average`. If the suite has sets of tasks, such rows for each set whose
         tasks were built.
     """
     model.eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The small CLIP: a base on plain glyphs, then one expert a task in its own colours."""
+"""The small CLIP: a base on plain glyphs, then one expert per task in the task's colours."""
 
 import math
 from collections.abc import Sequence
@@ -101,13 +101,13 @@ class ClipBuilder:
 
         def loss_and_accuracy() -> tuple[Tensor, float]:
             cap_logit_scale()
-            drawn = torch.multinomial(shares, tasks_per_step, generator=generator).tolist()
-            grey, labels = zip(*(draw(sets[i], count, generator) for i in drawn), strict=True)
+            chosen = torch.multinomial(shares, tasks_per_step, generator=generator).tolist()
+            grey, labels = zip(*(draw(sets[i], count, generator) for i in chosen), strict=True)
             pixels = plain_pixels(augment(torch.cat(grey), recipe.pretraining, generator))
             embeddings = image_embeddings(model, pixels).split(count)
             logits = [
                 model.logit_scale.exp() * pictures @ text_embeddings(model, prompts[i]).T
-                for i, pictures in zip(drawn, embeddings, strict=True)
+                for i, pictures in zip(chosen, embeddings, strict=True)
             ]
             losses, right = zip(*map(_scored, logits, labels), strict=True)
             return torch.stack(losses).mean(), sum(right) / len(right)
@@ -116,7 +116,7 @@ class ClipBuilder:
         cap_logit_scale()
 
     def finetune(self, model: CLIPModel, task: str) -> None:
-        """Train the vision tower on the task's own ink and paper."""
+        """Train the vision tower on the task's ink and paper."""
         recipe, generator = self.recipe, stage_generator(self.seed, task)
         data, colours = load_training_set(task), image.find_task(task)
         with torch.no_grad():
@@ -230,7 +230,7 @@ def draw(
 
 
 def augment(grey: Tensor, phase: Phase, generator: torch.Generator) -> Tensor:
-    """Turn, scale and shift each picture by its own random affine map.
+    """Rotate, scale and shift each picture by a separate random affine map.
 
     Args:
         grey: Float32 `[n, height, width]` in 0..1, 0 outside the picture.

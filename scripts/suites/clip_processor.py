@@ -1,4 +1,4 @@
-"""The processor of the small CLIP: a word vocabulary in CLIP's own tokenizer format.
+"""The processor of the small CLIP: a word vocabulary in the format of CLIP's tokenizer.
 
 The vocabulary is learnt from the suite's prompts by byte-pair merges until every prompt word is one
 token. All bytes stay in it, so that any other text is tokenised too (into pieces never trained on).
@@ -86,7 +86,7 @@ def build_vocabulary(prompts: Iterable[str]) -> tuple[dict[str, int], list[tuple
     merges = learn_merges(words - set(numbers))
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*characters, *(character + WORD_END for character in characters)]
-    tokens += [left + right for left, right in merges]
+    tokens += [first + second for first, second in merges]
     tokens += [*numbers, BOS, EOS]
     return {token: index for index, token in enumerate(tokens)}, merges
 
@@ -94,8 +94,8 @@ def build_vocabulary(prompts: Iterable[str]) -> tuple[dict[str, int], list[tuple
 def write_processor(folder: Path, prompts: Iterable[str]) -> dict[str, int]:
     """Write the files from which `CLIPProcessor.from_pretrained` loads the suite's processor.
 
-    The files are written here rather than by a tokenizer's own `save_pretrained`, so that they do
-    not depend on the version of transformers at hand.
+    The files are written here rather than by a tokenizer's `save_pretrained`, so that they do not
+    depend on the installed version of transformers.
 
     Args:
         folder: an existing folder.

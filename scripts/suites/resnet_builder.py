@@ -1,4 +1,4 @@
-"""The small ResNet: a base on plain glyphs, then one expert a task in its own colours.
+"""The small ResNet: a base on plain glyphs, then one expert per task in the task's colours.
 
 The tasks have ten labels each, and share one head, which experts leave as it is.
 """
@@ -78,14 +78,14 @@ class ResNetBuilder:
         sets = [load_training_set(task) for task in self.tasks]
 
         def batch() -> tuple[Tensor, Tensor]:
-            drawn = [draw(data, recipe.images_per_task, generator) for data in sets]
-            grey, labels = (torch.cat(part) for part in zip(*drawn, strict=True))
+            pictures = [draw(data, recipe.images_per_task, generator) for data in sets]
+            grey, labels = (torch.cat(part) for part in zip(*pictures, strict=True))
             return plain_pixels(augment(grey, recipe.pretraining, generator)), labels
 
         self._train(model, recipe.pretraining, batch)
 
     def finetune(self, model: ResNetForImageClassification, task: str) -> None:
-        """Train all but the head on the task's own ink and paper."""
+        """Train all but the head on the task's ink and paper."""
         recipe, generator = self.recipe, stage_generator(self.seed, task)
         data, colours = load_training_set(task), image.TASKS[task]
         model.classifier.requires_grad_(False)

@@ -13,12 +13,12 @@ Weights = dict[str, Tensor]
 
 
 def stage_generator(seed: int, stage: str) -> torch.Generator:
-    """Return a generator of its own for each stage, so that stages do not depend on each other."""
+    """Return a separate generator for each stage, so that stages are independent."""
     return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{stage}".encode()))
 
 
 def tensors_of(model: nn.Module) -> Weights:
-    """Return what a model stores, tensors that are tied to another under their first name only."""
+    """Return the tensors that a model stores, tied tensors under their first name only."""
     stored = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
     return {name: p.detach() for name, p in model.named_parameters()} | buffers

@@ -48,7 +48,7 @@ class Recipe:
         pretraining: The joint phase.
         finetuning: Each expert's phase; the embedding is frozen in it.
         label_noise: Noise on the label words' embedding rows between the phases, in standard
-            deviations of those rows' entries.
+            deviations of these rows' entries.
         warmup_share: Share of a phase in which the learning rate rises.
         betas: AdamW's.
         gradient_clip: Largest norm of a gradient.
@@ -127,10 +127,10 @@ class TextBuilder:
         )  # fmt: skip
         rows: dict[str, Any] = {task: self.rows(task, "train") for task in tasks}
         sets = {task: [self.encoder.sample(row, task) for row in rows[task]] for task in tasks}
-        drawn = batches(sets, phase.batch_size, self.encoder, generator)
+        training_batches = batches(sets, phase.batch_size, self.encoder, generator)
 
         def loss_and_accuracy() -> tuple[Tensor, float]:
-            return target_loss(model, next(drawn))
+            return target_loss(model, next(training_batches))
 
         model.train()
         with torch.random.fork_rng(devices=[]):
@@ -229,8 +229,8 @@ def batches(
         picks = torch.rand(count, generator=generator)
         rows = []
         for task, pick in zip(tasks.tolist(), picks.tolist(), strict=True):
-            held = sets[names[task]]
-            rows.append(held[int(pick * len(held))])
+            task_set = sets[names[task]]
+            rows.append(task_set[int(pick * len(task_set))])
         rows.sort(key=lambda row: len(row.ids))
         for part in torch.randperm(BATCHES_SORTED_TOGETHER, generator=generator).tolist():
             yield pad_samples(rows[part * size : (part + 1) * size], encoder)

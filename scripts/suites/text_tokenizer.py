@@ -50,7 +50,7 @@ def write_tokenizer(folder: Path, suite: str, tasks: Sequence[str]) -> None:
     """Learn a suite's tokenizer and save it as transformers' fast tokenizers are saved.
 
     Args:
-        folder: where `tokenizer.json` and `tokenizer_config.json` go.
+        folder: Folder for `tokenizer.json` and `tokenizer_config.json`.
         suite: a name in `PLANS`.
         tasks: tasks whose train split it learns from.
 
