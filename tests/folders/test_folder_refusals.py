@@ -112,6 +112,11 @@ def adapters(make: Callable[[], Any] = llama_model) -> Prepare:
     return lambda folder: write_adapters(folder, make())
 
 
+def arguments(folder: Path, options: Mapping[str, Any]) -> list[str]:
+    more = [word.replace("{}", str(folder)) for word in options.get("more", ())]
+    return words(folder, *more, **{key: v for key, v in options.items() if key != "more"})
+
+
 # --- options, of models and data that fit ---
 
 OPTIONS = [
@@ -175,9 +180,7 @@ OTHER_WORDS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "message"), OTHER_WORDS)
 def test_models_that_are_named_otherwise(models, refusal, options, message):
-    line = refusal(
-        words(models, *options.get("more", ()), **{k: v for k, v in options.items() if k != "more"})
-    )
+    line = refusal(arguments(models, options))
     assert all(part in line for part in message.split(". ")), line
 
 
@@ -345,11 +348,6 @@ DATA: list[Refused] = [
 ]  # fmt: skip
 
 
-def arguments(folder: Path, options: Mapping[str, Any]) -> list[str]:
-    more = [word.replace("{}", str(folder)) for word in options.get("more", ())]
-    return words(folder, *more, **{key: v for key, v in options.items() if key != "more"})
-
-
 @pytest.mark.parametrize(("prepare", "options", "messages"), [*MODELS, *MERGE_CONFIGS, *DATA])
 def test_files_of_language_models(folder, refusal, monkeypatch, prepare, options, messages):
     monkeypatch.chdir(folder)
@@ -364,38 +362,30 @@ def test_files_of_language_models(folder, refusal, monkeypatch, prepare, options
 TWINS = {"id2label": {0: "no", 1: "no"}, "label2id": {"no": 1}}
 NAMES = ["--expert one", "id2label and label2id of its config.json do not fit together"]
 RANGE = "the expert's head has 2 classes"
-LABELS: list[tuple[tuple[Any, ...], dict[str, Any], list[str]]] = [
-    ((True,), {}, ["--data one", "has no class 'True'; it has no, yes"]),
-    (("perhaps",), {}, ["--data one", "the expert's head has no class 'perhaps'; it has no, yes"]),
-    ((-100,), {}, [f"label -100, but {RANGE}"]),
-    (("1", "2"), {}, [f"label 2, but {RANGE}"]),
-    ((0,), {"label2id": {"no": 0, "yes": 0}}, NAMES),
-    ((0,), {"label2id": {"no": 1, "yes": 0}}, NAMES),
-    ((0,), {"id2label": {0: "no", 1: "no"}}, NAMES),
-    (("no",), TWINS, ["--data one", "the expert's head has several classes 'no'; it has no, no"]),
-]
+CLASSIFIERS: list[tuple[str, Prepare, list[str]]] = [
+    *[("bert", both(keys("one/config.json", **config), labels(value)), messages)
+      for value, config, messages in (
+          (True, {}, ["--data one", "has no class 'True'; it has no, yes"]),
+          ("perhaps", {}, ["--data one", "head has no class 'perhaps'; it has no, yes"]),
+          (-100, {}, [f"label -100, but {RANGE}"]),
+          (0, {"label2id": {"no": 0, "yes": 0}}, NAMES),
+          (0, {"label2id": {"no": 1, "yes": 0}}, NAMES),
+          (0, {"id2label": {0: "no", 1: "no"}}, NAMES),
+          ("no", TWINS, ["--data one", "head has several classes 'no'; it has no, no"]))],
+    ("bert", labels("1", "2"), [f"label 2, but {RANGE}"]),
+    ("bert", rows({"text": "a", "text_pair": None, "label": 0},
+                  {"text": "b", "text_pair": "a", "label": 0}), ["'text_pair': 'NoneType'"]),
+    ("vit", rows({"picture": "a.png", "shape": "star"}), ["no image_column 'image'"]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("values", "config", "messages"), LABELS)
-def test_labels_that_do_not_fit_the_head(tmp_path, refusal, values, config, messages):
-    made.classifier_folders(tmp_path)
-    both(keys("one/config.json", **config), labels(*values))(tmp_path)
-    line = refusal(words(tmp_path))
+@pytest.mark.parametrize(("kind", "prepare", "messages"), CLASSIFIERS)
+def test_files_of_classifiers(tmp_path, refusal, kind, prepare, messages):
+    (made.classifier_folders if kind == "bert" else made.image_classifier_folders)(tmp_path)
+    prepare(tmp_path)
+    two = "two.jsonl" if kind == "bert" else "two-images"
+    line = refusal(words(tmp_path, data=["one.jsonl", two]))
     assert all(message in line for message in messages), line
-
-
-def test_second_texts_and_image_columns(tmp_path, refusal):
-    made.classifier_folders(tmp_path / "bert")
-    pairs = [
-        {"text": "a", "text_pair": None, "label": 0},
-        {"text": "b", "text_pair": "a", "label": 0},
-    ]
-    rows(*pairs)(tmp_path / "bert")
-    assert "'text_pair': 'NoneType'" in refusal(words(tmp_path / "bert"))
-    made.image_classifier_folders(tmp_path / "vit")
-    rows({"picture": "a.png", "shape": "star"})(tmp_path / "vit")
-    line = refusal(words(tmp_path / "vit", data=["one.jsonl", "two-images"]))
-    assert "no image_column 'image'" in line
 
 
 # --- files that pass all checks ---
@@ -426,10 +416,8 @@ def test_labels_that_fit_the_head(tmp_path, plan, values, config, note):
 
 def test_second_texts_of_any_length_and_labels_of_adapters_by_the_base(tmp_path, plan):
     write_adapters(tmp_path, made.classifier_folders(tmp_path)["base"])
-    rows(
-        {"text": "a", "text_pair": "a b c " * 500, "label": 0},
-        {"text": "b", "text_pair": "a", "label": 1},
-    )(tmp_path)
+    pair = {"text_pair": "a b c " * 500, "label": 0}
+    rows({"text": "a", **pair}, {"text": "b", "text_pair": "a", "label": 1})(tmp_path)
     plan(words(tmp_path, experts=["one-lora", "two"]))
 
 
@@ -471,10 +459,7 @@ def test_files_that_pass_all_checks(folder, plan, monkeypatch, prepare, options,
     ("locations", "names"),
     [
         (("./math/final", "./code/final"), ("math-final", "code-final")),
-        (
-            ("a/x/checkpoint-500", "b/x/checkpoint-500/"),
-            ("a-x-checkpoint-500", "b-x-checkpoint-500"),
-        ),
+        (("a/x/step-500", "b/x/step-500/"), ("a-x-step-500", "b-x-step-500")),
         (("math/final", "code"), ("final", "code")),
         (("math-x/final", "math/x-final"), ("final", "x-final")),
     ],

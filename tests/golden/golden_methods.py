@@ -20,7 +20,6 @@ from fusion_bench.utils import instantiate
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from reports import featcal
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -57,30 +56,6 @@ SLOW = ("featcal, t5", "regmean_plusplus", "lot", "surgery_v2", "featcal, whole"
 EVALUATED = "featcal, preset"
 """The run whose models are evaluated, which leaves a full report."""
 REPORTS = ("report.json", "lines.csv", "calibration_log.jsonl", "reads.json")
-# {run}: the log directory of that run; {tmp}: an empty folder.
-VERBS = {
-    "version": "--version",
-    "help": "--help",
-    "no verb": "",
-    "unknown verb": "calibrate",
-    "unknown option": "report {run} --nothing",
-    "settings": "settings",
-    "settings of surgery": "settings surgery",
-    "settings as JSON": "settings featcal --json",
-    "settings of nothing": "settings nothing",
-    "suite": "suite",
-    "suite path": "suite path clip-vit-mini",
-    "suite path of nothing": "suite path nothing",
-    "suite check": "suite check",
-    "suite check elsewhere": "suite check {tmp}/nowhere",
-    "suite check of an empty folder": "suite check {tmp}",
-    "suite build of nothing": "suite build --out {tmp}/x --suite nothing",
-    "report": "report {run}",
-    "report written": "report {run} --out {tmp}/report",
-    "report of nothing": "report {tmp}/nowhere",
-    "plan of nothing": "plan method=featcal modelpool=nothing",
-    "plan without words": "plan",
-}
 BOUND = 2e-4
 PROJECTIONS = 4
 
@@ -205,10 +180,6 @@ def structure_of(file: Path) -> Any:
     return _structure(content)
 
 
-def left_by(log_dir: Path, empty: Path) -> dict[str, Any]:
-    """Structures of the reports of the evaluated run, and exit codes of `featcal`."""
-    words = {name: text.format(run=log_dir, tmp=empty).split() for name, text in VERBS.items()}
-    return {
-        "reports": {name: structure_of(log_dir / name) for name in REPORTS},
-        "featcal": {name: featcal(*arguments).code for name, arguments in words.items()},
-    }
+def reports_of(log_dir: Path) -> dict[str, Any]:
+    """Structures of the reports of the evaluated run."""
+    return {name: structure_of(log_dir / name) for name in REPORTS}

@@ -31,16 +31,15 @@ def methods(folder: Path) -> dict[str, Any]:
     return {name: golden_methods.method_sketch(name, folder) for name in golden_methods.RUNS}
 
 
-def commands(folder: Path) -> dict[str, Any]:
-    """Reports of a run, and exit codes."""
+def reports(folder: Path) -> dict[str, Any]:
+    """Reports of a run."""
     golden_methods.method_sketch(golden_methods.EVALUATED, folder)
-    (folder / "empty").mkdir()
-    return golden_methods.left_by(folder / "log", folder / "empty")
+    return golden_methods.reports_of(folder / "log")
 
 
 GROUPS: dict[str, Callable[[Path], Any]] = {
     "methods": methods,
-    "commands": commands,
+    "reports": reports,
     "names": lambda _: golden_surface.names(),
     "configs": lambda _: golden_surface.configs(),
     "targets": lambda _: golden_surface.targets(),
