@@ -1,4 +1,4 @@
-"""What every test relies on: no network, and no GPU test where there is no GPU."""
+"""Settings of every test: no network, and no GPU test without a GPU."""
 
 import gc
 import os

@@ -289,9 +289,9 @@ def test_refused_modules_that_are_excluded_stay_as_merged():
 
 def test_padding_may_hold_anything_but_rows_that_count_may_not():
     suite = masked([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
-    (batch,), wanted = suite.inputs["task"], run_fast(suite).model
+    (batch,), expected = suite.inputs["task"], run_fast(suite).model
     batch["x"][batch["attention_mask"] == 0] = NAN
-    assert_same(run_fast(suite).model, wanted)
+    assert_same(run_fast(suite).model, expected)
     batch["x"][1, 0, 2] = NAN
     with refused(r"task task, block layers\.0, module layers\.0\.[01]:.*(NaN|infinite)"):
         run_fast(suite)

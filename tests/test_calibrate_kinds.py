@@ -53,10 +53,10 @@ def test_a_1x1_convolution_is_a_linear_module(rule: Any):
     experts = {task: as_linear(expert) for task, expert in suite.experts.items()}
     merged, base = as_linear(suite.merged), as_linear(suite.base)
     linears = replace(suite, merged=merged, base=base, experts=experts)
-    wanted = run_fast(linears, rule=rule).model.state_dict()
+    expected = run_fast(linears, rule=rule).model.state_dict()
     for name, value in run_fast(suite, rule=rule).model.state_dict().items():
         assert "layers" not in name or not torch.equal(value, suite.merged.state_dict()[name])
-        torch.testing.assert_close(value.reshape(wanted[name].shape), wanted[name], rtol=1e-9,
+        torch.testing.assert_close(value.reshape(expected[name].shape), expected[name], rtol=1e-9,
                                    atol=1e-12)  # fmt: skip
 
 
@@ -97,9 +97,9 @@ def test_statistics_are_those_of_the_calibrated_models_features(
         assert not torch.equal(norm.running_mean, merged.running_mean)
 
 
-def assert_same_statistics(model: nn.Module, wanted: nn.Module) -> None:
+def assert_same_statistics(model: nn.Module, expected: nn.Module) -> None:
     for name, buffer in model.named_buffers():
-        torch.testing.assert_close(buffer, wanted.get_buffer(name), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(buffer, expected.get_buffer(name), rtol=1e-9, atol=1e-12)
 
 
 @rules
@@ -109,9 +109,9 @@ def test_statistics_can_be_kept_and_do_not_depend_on_numbers_of_samples(more: di
     assert_same_statistics(kept.model, suite.merged)
     assert [r["left"] for r in kept.log.of_kind("block")] == [["layers.0.norm"], ["layers.1.norm"]]
     if not more:
-        wanted = run_fast(suite, samples_per_task=99).model
+        expected = run_fast(suite, samples_per_task=99).model
         suite.inputs["task_1"] = 3 * suite.inputs["task_1"]
-        assert_same_statistics(run_fast(suite, samples_per_task=99).model, wanted)
+        assert_same_statistics(run_fast(suite, samples_per_task=99).model, expected)
 
 
 @rules
@@ -151,13 +151,13 @@ def test_heads_of_experts_may_have_other_shapes_or_be_missing(
 ):
     suite = suite_named(name)
     asked = replay(suite) if family == "replay" else None
-    wanted = run_fast(suite, PAPER, asked).model
+    expected = run_fast(suite, PAPER, asked).model
     other: Any = copy.deepcopy(suite.experts["task_0"])
     other.set_submodule(head, nn.Linear(other.get_submodule(head).in_features, 7).double())
     unlike = replace(suite, experts=suite.experts | {"task_0": other})
-    assert_identical(run_fast(unlike, PAPER, asked).model, wanted)
+    assert_identical(run_fast(unlike, PAPER, asked).model, expected)
     if name == "bert":
         for task, expert in suite.experts.items():
             expert.base_model.save_pretrained(tmp_path / task)  # type: ignore[operator, union-attr]
         files: Any = {task: SafetensorsExpert(tmp_path / task) for task in suite.experts}
-        assert_identical(run_fast(replace(suite, experts=files), PAPER, asked).model, wanted)
+        assert_identical(run_fast(replace(suite, experts=files), PAPER, asked).model, expected)

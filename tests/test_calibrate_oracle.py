@@ -139,9 +139,9 @@ def test_narrow_models_stay_near_the_float64_oracle(dtype: torch.dtype, bound: f
     for number in range(3) if dtype is torch.float32 else [0]:
         make, knobs, _ = CASES[f"clip {number}"]
         suite = make().to(dtype)
-        wanted = run_slow(suite, knobs).model
-        assert_same(run_fast(suite, knobs).model, wanted, bound)
-        assert distance(wanted, suite.merged) > 3 * bound
+        expected = run_slow(suite, knobs).model
+        assert_same(run_fast(suite, knobs).model, expected, bound)
+        assert distance(expected, suite.merged) > 3 * bound
 
 
 def small_clip(**shape: Any) -> Suite:

@@ -60,11 +60,13 @@ VARIATIONS: dict[str, tuple[Callable[[str, Suite, Path, str], Varied], str, bool
     "samples alone": (lambda _, s, f, r: (vary.alone(s), {}), "", False),
     "padding": (lambda _, s, f, r: (vary.longer(s), {}), "t5 llama gpt2", False),
     "wrapped models": (lambda _, s, f, r: (vary.all_wrapped(s), {}), "clip residual", True),
-    "training mode": (lambda _, s, f, r: (s, s.merged.train() and {}), "", True),
+    "training mode": (lambda _, s, f, r: (s, s.merged.train() and {}), "clip t5 batch norm", True),
     "features on disk": (
         lambda _, s, f, r: (s, {"activations": "disk", "activations_dir": f}), "", True),
-    "no log of drift": (lambda _, s, f, r: (s, {"log_drift": False}), "", True),
-    "inputs one by one": (lambda _, s, f, r: (s, {"sums_at_once": "input"}), "", True),
+    "no log of drift": (
+        lambda _, s, f, r: (s, {"log_drift": False}), "clip llama residual batch norm", True),
+    "inputs one by one": (
+        lambda _, s, f, r: (s, {"sums_at_once": "input"}), "clip llama t5 convolutions", True),
     "held-out samples": (
         lambda _, s, f, r: vary.with_held_out(s, 2), "clip t5 llama residual", True),
     "another family": (
@@ -78,19 +80,19 @@ CELLS = [(v, n) for v, (_, names, _) in VARIATIONS.items() for n in SUITES if n 
 def test_variations_change_nothing(variation: str, name: str, rule: str, tmp_path: Path):
     vary_suite, _, identical = VARIATIONS[variation]
     suite, more = vary_suite(name, SUITES[name](), tmp_path, rule)
-    wanted = reference(name, rule)
+    expected = reference(name, rule)
     if "modules" in more:
-        wanted = run_fast(SUITES[name](), modules=more["modules"], **PLUS)
+        expected = run_fast(SUITES[name](), modules=more["modules"], **PLUS)
     result = run_fast(suite, **RULES[rule] | more)
-    assert_same(result.model, wanted.model, BOUNDS.get(name, EXACT))
+    assert_same(result.model, expected.model, BOUNDS.get(name, EXACT))
     if identical:
-        assert_identical(result.model, wanted.model)
+        assert_identical(result.model, expected.model)
     if variation == "features on disk":
         assert not list(tmp_path.iterdir())
     if variation in ("features on disk", "inputs one by one"):
         logs = [[{k: v for k, v in record.items() if k != "seconds"}
                  for kind in ("module", "task") for record in log.of_kind(kind)]
-                for log in (result.log, wanted.log)]  # fmt: skip
+                for log in (result.log, expected.log)]  # fmt: skip
         assert logs[0] == logs[1]
 
 
@@ -194,12 +196,12 @@ def test_dtypes_are_kept_and_models_are_finite(name: str, rule: str):
 @rules
 def test_a_callers_context_does_not_matter(rule: str):
     suite = clip_suite(seed=16, tasks=2).to(torch.float32)
-    wanted = run_fast(suite, **RULES[rule]).model
+    expected = run_fast(suite, **RULES[rule]).model
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)
     for context in (torch.no_grad, torch.enable_grad, torch.inference_mode, autocast):
         with context():
             model = run_fast(suite, **RULES[rule]).model
-        assert_identical(model, wanted)
+        assert_identical(model, expected)
 
 
 @rules
@@ -265,10 +267,10 @@ def test_a_sample_of_weight_two_is_a_sample_given_twice(rule: str):
     def run(*given: Any) -> nn.Module:
         return run_fast(weighing(*given), **FIXED[rule]).model
 
-    wanted = run([1.0] * 5, [0, 1, 2, 3, 0])  # in the same fold
+    expected = run([1.0] * 5, [0, 1, 2, 3, 0])  # in the same fold
     for weights in ([2.0, 1, 1, 1], [1.0, 0.5, 0.5, 0.5]):
-        assert_same(run(weights, [0, 1, 2, 3]), wanted)
-    assert distance(run([1.0] * 4, [0, 1, 2, 3]), wanted) > 1e-3
+        assert_same(run(weights, [0, 1, 2, 3]), expected)
+    assert distance(run([1.0] * 4, [0, 1, 2, 3]), expected) > 1e-3
 
 
 def test_only_the_samples_asked_for_are_drawn():

@@ -207,11 +207,11 @@ def test_models_in_memory_and_in_folders_are_compared_with_the_merged_model(tmp_
             run_fast(suite)
 
     suite, expert = clip_suite(), clip_suite().experts["task_1"]
-    wanted = run_fast(suite)
+    expected = run_fast(suite)
     suite.experts["task_1"].config.hidden_act = "relu"  # type: ignore[union-attr]
     refuse(suite, r"expert 'task_1' .*hidden_act='relu' .there 'q")
     ignored = run_fast(suite, ignore_config=["hidden_act"])  # it runs as the merged model does
-    assert_identical(ignored.model, wanted.model)
+    assert_identical(ignored.model, expected.model)
     expert.save_pretrained(tmp_path)  # type: ignore[operator]
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"layer_norm_eps": 0.5}))

@@ -27,11 +27,11 @@ def test_half_of_the_random_settings_are_valid():
 def test_killed_runs_resume_to_the_same_model(tmp_path: Path):
     suite = clip_suite().to(torch.float32)
     suite.inputs, start = cast(suite.inputs, torch.float32), time.perf_counter()
-    wanted = digest_of(run_fast(suite).model)
+    expected = digest_of(run_fast(suite).model)
     seconds, blocks = time.perf_counter() - start, len(suite.blocks)
     for seed in range(5):  # one of each moment
         report, digest = try_kill(
             lambda folder, resume: run_fast(suite, checkpoint_dir=str(folder), resume=resume),
             tmp_path / str(seed), 2 * blocks + 3, blocks, seconds, seed,
         )  # fmt: skip
-        assert digest == wanted, report
+        assert digest == expected, report

@@ -41,12 +41,12 @@ def case(request: pytest.FixtureRequest) -> tuple[Suite, float]:
 
 def test_the_model_is_the_cpus_wherever_features_are_stored(case: tuple[Suite, float]):
     suite, bound = case
-    result, wanted = (run_fast(suite, device=device) for device in (GPU, CPU))
+    result, expected = (run_fast(suite, device=device) for device in (GPU, CPU))
     assert distance(result.model, suite.merged) > 1e-3
-    assert distance(result.model, wanted.model) < bound
+    assert distance(result.model, expected.model) < bound
     visits = [
         [(r.get("block"), r.get("task"), r.get("rows")) for r in each.log.records]
-        for each in (result, wanted)
+        for each in (result, expected)
     ]
     assert visits[0] == visits[1]
     on_device = run_fast(suite, device=GPU, activations="device").model

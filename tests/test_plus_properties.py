@@ -158,9 +158,9 @@ def test_equal_weights_change_nothing_if_tasks_are_alike(make) -> None:
     task, expert = next(iter(suite.experts.items()))
     inputs = {"a": suite.inputs[task], "b": suite.inputs[task]}
     alike = replace(suite, experts={"a": expert, "b": expert}, inputs=inputs)
-    wanted = run_fast(alike, rule=Paper(calibrate_norm=False)).model
+    expected = run_fast(alike, rule=Paper(calibrate_norm=False)).model
     # 1 / |G| takes eps, which is not relative
-    assert_same(run_fast(alike, rule=EqualWeights(calibrate_norm=False)).model, wanted, 1e-6)
+    assert_same(run_fast(alike, rule=EqualWeights(calibrate_norm=False)).model, expected, 1e-6)
 
 
 def test_equal_weights_add_gram_matrices_as_they_are() -> None:

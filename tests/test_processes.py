@@ -63,10 +63,10 @@ def records(result: CalibrationResult) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if k != "seconds"} for r in result.log.records]
 
 
-def assert_alike(log: Any, wanted: Any, bound: float) -> None:
+def assert_alike(log: Any, expected: Any, bound: float) -> None:
     """Compare logs: numbers up to a bound, all else and all order exactly."""
-    assert [list(record) for record in log] == [list(record) for record in wanted]
-    for ours, theirs in zip(log, wanted, strict=True):
+    assert [list(record) for record in log] == [list(record) for record in expected]
+    for ours, theirs in zip(log, expected, strict=True):
         for key, value in theirs.items():
             is_number = isinstance(value, float)
             assert ours[key] == (pytest.approx(value, rel=bound, abs=bound) if is_number else value)
@@ -102,13 +102,13 @@ CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any], tuple[int, ...]]] = 
 def test_model_and_log_are_those_of_one_process(case: Any, rule: Any):
     make, more, sizes = case
     suite = make()
-    wanted = run_fast(suite, rule=rule, **{"samples_per_task": samples_in(suite)} | more)
+    expected = run_fast(suite, rule=rule, **{"samples_per_task": samples_in(suite)} | more)
     for size in sizes:
         results = together(suite, size, rule=rule, **more)
         assert_one_model(results)
         # Other sizes of batches alone move what Plus solves in one process by 3e-12.
-        assert_same(results[0].model, wanted.model, 1e-11 if isinstance(rule, Plus) else 1e-12)
-        assert_alike(records(results[0]), records(wanted), 1e-6)
+        assert_same(results[0].model, expected.model, 1e-11 if isinstance(rule, Plus) else 1e-12)
+        assert_alike(records(results[0]), records(expected), 1e-6)
 
 
 def test_experts_and_samples_of_other_processes_are_never_read():
@@ -255,20 +255,20 @@ def test_resumed_run_ends_with_the_same_bits(
     make: Callable[[], Suite], size: int, rank: int, after: int, tmp_path: Path
 ):
     suite = make()
-    wanted = kept(suite, tmp_path / "whole", size)
+    expected = kept(suite, tmp_path / "whole", size)
     lost = killed(suite, tmp_path / "lost", size, rank=rank, after=after)
     assert lost.pop(rank) == -signal.SIGKILL
     assert all(isinstance(error, LostProcessError) for error in lost)
     written = after + (rank > 0)  # the first process writes, and has not missed this one yet
     assert finished_blocks(tmp_path / "lost") == written
     results = kept(suite, tmp_path / "lost", size, resume=True)
-    for same in (wanted, results):
+    for same in (expected, results):
         assert_one_model(same)
-    assert_identical(results[0].model, wanted[0].model)
+    assert_identical(results[0].model, expected[0].model)
     (resumed,) = results[0].log.of_kind("resumed")
     assert resumed["blocks"] == written
     results[0].log.records.pop()
-    assert records(results[0]) == records(wanted[0])
+    assert records(results[0]) == records(expected[0])
 
 
 def test_folder_has_the_content_of_that_of_one_process(tmp_path: Path):
@@ -317,13 +317,13 @@ def test_folder_of_another_run_is_refused(tmp_path: Path):
 
 def test_model_in_files_is_calibrated_by_several_processes_as_one_in_memory(tmp_path: Path):
     suite = clip_suite()
-    wanted = together(suite, 2)[0].model
+    expected = together(suite, 2)[0].model
     save_model(suite.merged, str(tmp_path / "merged.safetensors"))
     structure = replace(suite, merged=hollow_copy(suite.merged))
     more: dict[str, Any] = {"merged_weights": SafetensorsExpert(tmp_path / "merged.safetensors")}
     for result in kept(structure, tmp_path / "out", 2, **more):
         assert all(parameter.is_meta for parameter in result.model.parameters())
     written = SafetensorsExpert(tmp_path / "out")
-    assert written.names() == dict(wanted.named_parameters()).keys()
-    for name, tensor in wanted.named_parameters():
+    assert written.names() == dict(expected.named_parameters()).keys()
+    for name, tensor in expected.named_parameters():
         assert torch.equal(written.tensor(name), tensor), name

@@ -77,8 +77,8 @@ def test_a_model_in_files_is_calibrated_block_by_block_as_one_in_memory(
     suite = SUITES[name]()
     before = {key: tensor.clone() for key, tensor in suite.merged.state_dict().items()}
     with tensors_in_memory(monkeypatch) as names:
-        wanted = run_fast(suite, held_out=held_out).model
-        assert_identical(calibrated(suite, tmp_path, held_out=held_out), wanted)
+        expected = run_fast(suite, held_out=held_out).model
+        assert_identical(calibrated(suite, tmp_path, held_out=held_out), expected)
     assert names == set() or name == "resnet"
     assert all(torch.equal(t, before[key]) for key, t in suite.merged.state_dict().items())
 
@@ -107,11 +107,11 @@ def test_merging_on_read_is_merging_whole_tensors(scale: float | None, monkeypat
     merged = merged_on_read(suite, scale)
     for name, base in suite.base.state_dict().items():
         tensors = [expert.state_dict()[name].float() for expert in suite.experts.values()]
-        wanted = torch.stack(tensors).mean(0)
+        expected = torch.stack(tensors).mean(0)
         if scale is not None:
-            wanted = base.float() + scale * sum(tensor - base.float() for tensor in tensors)
-        wanted = wanted.to(base.dtype) if base.is_floating_point() else base
-        assert torch.equal(merged.tensor(name), wanted)
+            expected = base.float() + scale * sum(tensor - base.float() for tensor in tensors)
+        expected = expected.to(base.dtype) if base.is_floating_point() else base
+        assert torch.equal(merged.tensor(name), expected)
 
 
 def test_an_expert_that_is_not_finite_is_named_by_the_merger():

@@ -88,10 +88,10 @@ def test_an_operator_that_fails_or_is_wrong_is_not_used(monkeypatch: pytest.Monk
 
 def test_probing_leaves_the_random_numbers_alone():
     torch.manual_seed(5)
-    wanted = torch.rand(3)
+    expected = torch.rand(3)
     torch.manual_seed(5)
     kernels.onednn_works.__wrapped__()
-    assert torch.equal(torch.rand(3), wanted)
+    assert torch.equal(torch.rand(3), expected)
 
 
 @needs_onednn
@@ -145,10 +145,10 @@ def test_what_onednn_would_get_wrong_stays_with_torch():
     odd = [(x, weight, bias), (x, weight, bias[:1].expand(5)), (x, weight, torch.tensor(2.0))]
     odd += [(x, weight[0], None), (x[:, :0], weight[:, :0], bias)]
     with torch.no_grad():
-        wanted = [functional.linear(*tensors) for tensors in odd]
+        expected = [functional.linear(*tensors) for tensors in odd]
         with with_kernel(ONEDNN, lambda: torch.autocast("cpu", enabled=False))():
-            found = [functional.linear(*tensors) for tensors in odd]
-    for ours, theirs in zip(found, wanted, strict=True):
+            result = [functional.linear(*tensors) for tensors in odd]
+    for ours, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -169,12 +169,12 @@ def test_calibrations_agree_whatever_multiplies(calls: list[tuple[int, ...]]):
 @needs_onednn
 def test_a_resumed_run_needs_the_kernel_of_its_blocks(tmp_path: Path):
     suite = clip_suite().to(torch.float32)
-    wanted = run_fast(suite, linear_kernel="onednn", checkpoint_dir=str(tmp_path))
+    expected = run_fast(suite, linear_kernel="onednn", checkpoint_dir=str(tmp_path))
     (tmp_path / "block-0001.safetensors").unlink()
     with pytest.raises(CalibrationError, match=r'linear_kernel \("onednn" then, "torch" now\)'):
         run_fast(suite, linear_kernel="torch", checkpoint_dir=str(tmp_path), resume=True)
-    found = run_fast(suite, linear_kernel="onednn", checkpoint_dir=str(tmp_path), resume=True)
-    assert_identical(found.model, wanted.model)
+    result = run_fast(suite, linear_kernel="onednn", checkpoint_dir=str(tmp_path), resume=True)
+    assert_identical(result.model, expected.model)
 
 
 @needs_onednn

@@ -59,8 +59,8 @@ def allowed(request: pytest.FixtureRequest):
 @pytest.mark.usefixtures("allowed")
 def test_exact_products_take_no_short_cut():
     with exact_products():
-        found = products_in_force()
-        assert (found["cuda.matmul"], found["mkldnn.matmul"]) == ("ieee", "ieee")
+        result = products_in_force()
+        assert (result["cuda.matmul"], result["mkldnn.matmul"]) == ("ieee", "ieee")
 
 
 @pytest.mark.usefixtures("allowed")

@@ -21,9 +21,9 @@ def system(width: int = 6, rank: int | None = None) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("ridge", [0.0, 1e-3, 0.5])
 def test_solutions_are_those_of_the_normal_equations(ridge: float) -> None:
     gram, right = system()
-    wanted = right @ torch.linalg.inv(gram + ridge * torch.eye(6, dtype=torch.float64))
+    expected = right @ torch.linalg.inv(gram + ridge * torch.eye(6, dtype=torch.float64))
     solved = solve_ridge(gram.clone(), right, ridge, rounding=EPS)
-    torch.testing.assert_close(solved.step, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(solved.step, expected, rtol=1e-10, atol=1e-12)
     assert solved.residual < 1e-12
     true = float(torch.linalg.cond(gram[0] + ridge * torch.eye(6)))
     assert true / 2 < solved.condition < 2 * true

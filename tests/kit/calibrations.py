@@ -132,22 +132,22 @@ def replay(suite: Suite) -> dict[str, Any]:
     return {"name": "replay", "blocks": suite.blocks}
 
 
-def distance(found: nn.Module, wanted: nn.Module) -> float:
+def distance(result: nn.Module, expected: nn.Module) -> float:
     """Largest relative distance of a parameter."""
-    theirs = {name: value.detach().double() for name, value in wanted.named_parameters()}
-    ours = {name: value.detach().double() for name, value in found.named_parameters()}
+    theirs = {name: value.detach().double() for name, value in expected.named_parameters()}
+    ours = {name: value.detach().double() for name, value in result.named_parameters()}
     assert list(ours) == list(theirs)
     return max(float((ours[name] - their).norm() / their.norm()) for name, their in theirs.items())
 
 
-def assert_same(found: nn.Module, wanted: nn.Module, bound: float = EXACT) -> None:
-    gap = distance(found, wanted)
+def assert_same(result: nn.Module, expected: nn.Module, bound: float = EXACT) -> None:
+    gap = distance(result, expected)
     assert gap <= bound, f"relative distance {gap:.2e} exceeds {bound:.0e}"
 
 
-def assert_identical(found: nn.Module, wanted: nn.Module) -> None:
-    theirs = wanted.state_dict()
-    for name, value in found.state_dict().items():
+def assert_identical(result: nn.Module, expected: nn.Module) -> None:
+    theirs = expected.state_dict()
+    for name, value in result.state_dict().items():
         assert torch.equal(value, theirs[name]), f"{name} differs"
 
 

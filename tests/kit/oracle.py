@@ -115,12 +115,12 @@ def calibrate_slowly(
         normalise_batches(outcome.model, inputs, block)
         before, seen = seen, recorded(ours)
         for task in doubled:
-            wanted, read = theirs[task][1][block], block_masks[task]
+            expected, read = theirs[task][1][block], block_masks[task]
             if block == blocks[-1] and has_class_token(merged):
                 read = [functional.one_hot(torch.zeros(len(f), dtype=torch.long), f.shape[1])
-                        for f in wanted]  # fmt: skip
+                        for f in expected]  # fmt: skip
             sides = (before[task][1][block], seen[task][1][block])
-            drifts = [drift(gather(side, wanted, read)) for side in sides]
+            drifts = [drift(gather(side, expected, read)) for side in sides]
             outcome.drift[block, task] = drifts[0] + drifts[1]
     return outcome
 

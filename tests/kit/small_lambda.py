@@ -33,12 +33,12 @@ class Case:
     def errors(self, seed: int, knobs: Knobs = SMALL, **settings: Any) -> Errors:
         """Errors with float32 models."""
         suite = self.make(seed=seed).to(torch.float32)
-        wanted = self.shown(run_slow(suite, knobs).model)
+        expected = self.shown(run_slow(suite, knobs).model)
         at_best = self.shown(run_slow(suite, knobs, features=torch.float32).model)
         models = {"merged": self.shown(suite.merged), "base": self.shown(suite.base)}
         experts = {task: self.shown(expert) for task, expert in suite.experts.items()}
         model = run_fast(replace(suite, experts=experts, **models), knobs, **settings).model
-        return Errors(distance(model, wanted), distance(at_best, wanted))
+        return Errors(distance(model, expected), distance(at_best, expected))
 
 
 def open_clip_inputs(seed: int) -> tiny.Suite:

@@ -12,7 +12,7 @@ FEATURES = 7
 
 
 class QuickGELU(nn.Module):
-    """What OpenAI's models were trained with."""
+    """Activation of models trained by OpenAI."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x)

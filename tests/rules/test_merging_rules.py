@@ -63,9 +63,9 @@ def test_agrees_with_the_stacked_least_squares_problem() -> None:
     inputs, weights, anchor = problem()
     stacked = torch.cat(inputs)
     outputs = torch.cat([x @ w.T for x, w in zip(inputs, weights, strict=True)])
-    wanted = torch.linalg.lstsq(stacked, outputs).solution.T
-    found, seen = merged(inputs, weights, anchor)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+    expected = torch.linalg.lstsq(stacked, outputs).solution.T
+    result, seen = merged(inputs, weights, anchor)
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
     assert seen == 5
 
 
@@ -74,19 +74,19 @@ def test_unseen_directions_keep_the_anchor_and_the_others_do_not_care() -> None:
     inputs = [torch.cat([x, torch.zeros(len(x), 2, dtype=x.dtype)], dim=1) for x in inputs]
     extra = normal(30, 4, 2)
     wide = [torch.cat([w, normal(40 + i, 4, 2)], dim=1) for i, w in enumerate(weights)]
-    found, seen = merged(inputs, wide, torch.cat([anchor, extra], dim=1))
+    result, seen = merged(inputs, wide, torch.cat([anchor, extra], dim=1))
     assert seen == 5
-    torch.testing.assert_close(found[:, 5:], extra, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result[:, 5:], extra, rtol=1e-12, atol=1e-12)
     other, _ = merged(inputs, wide, torch.cat([anchor + 7, extra], dim=1))
-    torch.testing.assert_close(found[:, :5], other[:, :5], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(result[:, :5], other[:, :5], rtol=1e-9, atol=1e-11)
 
 
 def test_fewer_rows_than_inputs_still_reproduce_every_expert_where_it_was_seen() -> None:
     inputs, weights, anchor = problem(rows=2, width=9)
-    found, seen = merged(inputs, weights, anchor)
+    result, seen = merged(inputs, weights, anchor)
     assert seen == 2 * TASKS
     for x, weight in zip(inputs, weights, strict=True):
-        torch.testing.assert_close(x @ found.T, x @ weight.T, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(x @ result.T, x @ weight.T, rtol=1e-8, atol=1e-9)
 
 
 def test_rounding_of_the_sums_counts_as_unseen() -> None:
@@ -107,10 +107,10 @@ def test_small_channels_are_seen_as_well_as_large_ones() -> None:
 def test_is_the_moore_penrose_solution_whatever_the_sizes_of_the_channels() -> None:
     x = normal(0, 3, 6) * torch.tensor([1.0, 30.0, 0.1, 1.0, 5.0, 0.0], dtype=torch.float64)
     gram, right = x.T @ x, normal(1, 4, 6) @ (x.T @ x)
-    wanted = right @ torch.linalg.pinv(gram, hermitian=True, rtol=1e-9)
+    expected = right @ torch.linalg.pinv(gram, hermitian=True, rtol=1e-9)
     solution, seen = solve_seen(gram, right, precision=torch.float64)
     assert seen == 3
-    torch.testing.assert_close(solution, wanted, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(solution, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("dead", [False, True])
@@ -140,9 +140,9 @@ def test_diagonal_grams_weigh_each_input_by_its_energy() -> None:
     """RegMean with everything off the diagonal dropped is a weighted mean, column by column."""
     inputs, weights, anchor = problem()
     energies = [(x * x).mean(0) for x in inputs]
-    wanted = sum(w * e for w, e in zip(weights, energies, strict=True)) / sum(energies)
-    found, _ = merged(inputs, weights, anchor, off_diagonal=0.0)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+    expected = sum(w * e for w, e in zip(weights, energies, strict=True)) / sum(energies)
+    result, _ = merged(inputs, weights, anchor, off_diagonal=0.0)
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_gain_is_the_weighted_mean_and_stays_without_energy() -> None:
@@ -154,5 +154,5 @@ def test_gain_is_the_weighted_mean_and_stays_without_energy() -> None:
         rows = NormRows(2, torch.zeros(1, dtype=torch.float64))
         rows.add(torch.tensor([[energy**0.5, 0.0]], dtype=torch.float64), None)
         sums.add("a", rows, norm(*gain))
-    wanted = torch.tensor([5.0, 5.0], dtype=torch.float64)
-    torch.testing.assert_close(sums.solve().linear.weight[0, 0], wanted)
+    expected = torch.tensor([5.0, 5.0], dtype=torch.float64)
+    torch.testing.assert_close(sums.solve().linear.weight[0, 0], expected)

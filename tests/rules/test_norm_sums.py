@@ -27,10 +27,10 @@ def test_gain_and_shift_are_a_least_squares_of_two_unknowns(pull: float) -> None
         target = z * expert.weight[0, 0] + expert.bias[0]
         system += torch.einsum("nci,ncj->cij", unknowns, unknowns) / len(z)
         right += torch.einsum("nci,nc->ci", unknowns, target) / len(z)
-    wanted = torch.linalg.solve(system, right)
+    expected = torch.linalg.solve(system, right)
     solved = sums.solve().linear
-    torch.testing.assert_close(solved.weight[0, 0], wanted[:, 0], rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(solved.bias[0], wanted[:, 1], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(solved.weight[0, 0], expected[:, 0], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(solved.bias[0], expected[:, 1], rtol=1e-10, atol=1e-12)
 
 
 def test_a_channel_that_does_not_vary_gives_finite_values() -> None:

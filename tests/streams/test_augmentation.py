@@ -47,13 +47,13 @@ def copies_of(task: str = "a", inputs: Any = IMAGES, start: int = 0, **more: Any
 
 def test_images_change_a_little_and_each_in_its_own_way():
     steep = torch.linspace(-1, 1, 64).expand(4, 1, 64, 64)
-    found = Jitter()(steep, random())
-    change = (found - steep).abs()
+    result = Jitter()(steep, random())
+    change = (result - steep).abs()
     # 8 % of a side, and what a turn by 8 degrees and 8 % of size move at its ends
     assert change.mean() > 0.02 and change.max() < 2 * 0.08 + math.sin(math.radians(8)) + 0.1
     for one in range(3):
-        assert (found[one] - found[one + 1]).abs().mean() > 0.01
-    assert found.min() >= steep.min() and found.max() <= steep.max()  # borders are repeated
+        assert (result[one] - result[one + 1]).abs().mean() > 0.01
+    assert result.min() >= steep.min() and result.max() <= steep.max()  # borders are repeated
 
 
 def disc(height: int, width: int, y: float, x: float) -> Tensor:
@@ -83,14 +83,14 @@ def test_turning_keeps_distances_whatever_the_shape(
     generator = fixed(monkeypatch, way, 0.5, 0.5, 0.5)
     angle = math.radians(30) * (1 if way else -1)
     for y, x in places:
-        found = place_of(jitter(disc(height, width, y, x), generator))
+        result = place_of(jitter(disc(height, width, y, x), generator))
         # the map leads from the new image to the old one: the spot turns the other way
-        wanted = (
+        expected = (
             y * math.cos(angle) - x * math.sin(angle),
             y * math.sin(angle) + x * math.cos(angle),
         )
-        assert found == pytest.approx(wanted, abs=0.1)
-        assert math.hypot(*found) == pytest.approx(math.hypot(y, x), abs=0.1)
+        assert result == pytest.approx(expected, abs=0.1)
+        assert math.hypot(*result) == pytest.approx(math.hypot(y, x), abs=0.1)
 
 
 @pytest.mark.parametrize(("height", "width"), SHAPES)
@@ -105,14 +105,14 @@ def test_shifts_are_shares_of_the_sides_and_sizes_change_alike(
 
 
 def test_copies_depend_on_seed_task_place_and_number_alone():
-    wanted = copies_of()
-    assert len(wanted) == 3
+    expected = copies_of()
+    assert len(expected) == 3
     again = copies_of()
-    assert all(map(torch.equal, again, wanted))
+    assert all(map(torch.equal, again, expected))
     torch.manual_seed(7)
-    assert all(map(torch.equal, copies_of(samples_per_task=64, batch_size=2), wanted))
+    assert all(map(torch.equal, copies_of(samples_per_task=64, batch_size=2), expected))
     others = copies_of("b") + copies_of(seed=1) + copies_of(start=4)
-    every = [*wanted, *others]
+    every = [*expected, *others]
     for one in range(len(every)):
         assert not any(torch.equal(every[one], every[other]) for other in range(one))
 
@@ -147,16 +147,16 @@ class Noise:
 @pytest.mark.parametrize("augment", [THREE, {"_target_": f"{HERE}.Noise", "copies": 3}])
 def test_copies_do_not_depend_on_the_samples_in_one_batch_with_them(augment: Any):
     images = normal(0, 8, 2, 8, 6).float()
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     for size in (8, 3, 1, 4):
         parts = [
             copies_of(inputs={"pixel_values": part}, start=size * number, augment=augment)
             for number, part in enumerate(images.split(size))
         ]
         copies = zip(*parts, strict=True)
-        found.append(torch.cat([part["pixel_values"] for copy in copies for part in copy]))
-    assert all(torch.allclose(other, found[0], rtol=0, atol=1e-5) for other in found)
-    assert not any(torch.equal(images, copy) for copy in found[0].split(8))
+        result.append(torch.cat([part["pixel_values"] for copy in copies for part in copy]))
+    assert all(torch.allclose(other, result[0], rtol=0, atol=1e-5) for other in result)
+    assert not any(torch.equal(images, copy) for copy in result[0].split(8))
 
 
 class Cropped:
@@ -240,6 +240,6 @@ def same() -> Any:
 
 def test_copies_that_are_the_samples_themselves_only_add_to_their_number():
     again = {"_target_": f"{HERE}.same", "copies": 2}
-    found = run(clip_suite, rule=Plus(), augment=again).model
+    result = run(clip_suite, rule=Plus(), augment=again).model
     rule = Plus(gammas={"task_0": 2.0 * 64 / 21})  # of 7 samples and 14 copies, fewer than 64
-    assert_same(found, run(clip_suite, rule=rule).model, 10 * ROUNDING)
+    assert_same(result, run(clip_suite, rule=rule).model, 10 * ROUNDING)

@@ -69,12 +69,12 @@ def test_blocks_that_fit_are_not_replayed(caplog: Any):
 
 def test_regmean_falls_back_too(caplog: Any):
     suite = net_suite(Remembering())
-    found, wanted = (
+    result, expected = (
         RegMean(samples_per_task=9, **family).merge_models(suite.base, suite.experts, suite.inputs)
         for family in ({}, {"family": replay(suite)})
     )
     assert "method.family={name: replay" in caplog.text
-    assert_identical(found, wanted)
+    assert_identical(result, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
