@@ -167,7 +167,7 @@ class Cropped:
 
 
 def test_copies_of_one_batch_must_be_alike():
-    message = r"^task a: method\.augment: Cropped changes samples of one batch to tensors that are "
+    message = r"^task a: method\.augment: Cropped changes samples of one batch to tensors of "
     with pytest.raises(CalibrationError, match=message):
         copies_of(augment={"_target_": f"{HERE}.Cropped"})
 
