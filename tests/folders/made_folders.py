@@ -107,7 +107,7 @@ def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def datasets_on_disk(folder: Path, *splits: str, rows: Iterable[Mapping[str, Any]] = ()) -> None:
-    """Save a data set of which each split has the rows, by default the first task's."""
+    """Save a dataset of which each split has the rows, by default the first task's."""
     table = datasets.Dataset.from_list([dict(row) for row in rows] or sentences(TASKS[0], ROWS))
     datasets.DatasetDict(dict.fromkeys(splits, table)).save_to_disk(folder)
 
