@@ -150,9 +150,7 @@ def test_notes_are_lines(tmp_path: Path):
     assert line == {"suite": "toy", "merger": "", **note}
 
 
-def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, monkeypatch: Any):
     def disk_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
