@@ -131,7 +131,8 @@ def test_a_killed_comparison_resumes(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("default")  # of distributed
 def test_a_dask_cluster_gives_the_same_table(tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed")
-    with distributed.LocalCluster(2, threads_per_worker=1, dashboard_address=None) as cluster:
+    options: Any = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    with distributed.LocalCluster(**options) as cluster:
         address = {"address": cluster.scheduler_address}
         driver = run(tmp_path / "dask", backend="dask", backend_options=address)
     assert driver.taskpool.evaluated == 0
