@@ -17,7 +17,7 @@ from fusion_bench_featcal.tasks.text_generation import greedy_answers, padded_le
 class TextBatches:
     """One task's calibration samples. Texts are read and tokenised again in each iteration."""
 
-    place: str  # the task and its dataset, for messages
+    label: str  # the task and its dataset, for messages
     rows: Any  # the dataset that the samples were drawn from
     indices: list[int]  # positions of the samples in it
     settings: FeatCalSettings
@@ -43,7 +43,7 @@ class TextBatches:
 
     def at(self, number: int) -> str:
         """Return the name of a sample in messages."""
-        return f"{self.place}, item {self.indices[number]}"
+        return f"{self.label}, item {self.indices[number]}"
 
     def checked(self, model: nn.Module) -> list[dict[str, Tensor]]:
         """List the batches for a model.
