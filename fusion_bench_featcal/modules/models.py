@@ -143,20 +143,21 @@ class Modes:
     """Training mode of every sub-module and gradient flag of every parameter of a model."""
 
     training: list[bool]
-    gradients: list[bool]
+    gradients: dict[str, bool]
 
     @classmethod
     def of(cls, model: nn.Module) -> "Modes":
         """Record a model's modes."""
-        gradients = [parameter.requires_grad for parameter in model.parameters()]
+        gradients = {name: tensor.requires_grad for name, tensor in model.named_parameters()}
         return cls([module.training for module in model.modules()], gradients)
 
     def restore(self, model: nn.Module) -> None:
         """Set them in a model of the same structure."""
         for module, training in zip(model.modules(), self.training, strict=True):
             module.training = training
-        for parameter, needed in zip(model.parameters(), self.gradients, strict=True):
-            parameter.requires_grad_(needed)
+        # By name: a model that loads tensors while it runs loses its ties, and has more afterwards.
+        for name, needed in self.gradients.items():
+            model.get_parameter(name).requires_grad_(needed)
 
 
 def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor], advice: str) -> None:

@@ -141,10 +141,9 @@ def language_folders(make: Callable[[], Any], *, ends: bool = False) -> Callable
 
 
 def gpt2_model() -> nn.Module:
-    """Weights as `[inputs, outputs]`, biases."""
+    """Weights as `[inputs, outputs]`, biases, tied embeddings."""
     torch.manual_seed(0)
     config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=23, n_positions=64)
-    config.tie_word_embeddings = False
     return scatter(GPT2LMHeadModel(config), 0, 0.1)
 
 

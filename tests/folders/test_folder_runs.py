@@ -221,7 +221,11 @@ def test_own_functions_that_fail(folder, monkeypatch, capsys, name, message):
     assert message in capsys.readouterr().err and not (folder / "out").exists()
 
 
-TIED = {"t5": ("shared", "encoder.embed", "decoder.embed"), "qwen": ("model.embed", "lm_head")}
+TIED = {
+    "t5": ("shared", "encoder.embed", "decoder.embed"),
+    "gpt2": ("transformer.wte", "lm_head"),
+    "qwen": ("model.embed", "lm_head"),
+}
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning")
