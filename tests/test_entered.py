@@ -1,0 +1,61 @@
+"""Files of the package that the simplest calibration enters: what is optional is not among them."""
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from calibrations import samples_in
+from tiny_models import clip_suite
+
+import fusion_bench_featcal
+from fusion_bench_featcal import FeatCalSettings, calibrate
+
+ROOT = str(Path(fusion_bench_featcal.__file__).parent)
+
+PAPER = """
+calibration.py core/finite.py core/float32_products.py core/kernels.py core/linear.py
+core/moments.py core/products.py core/solve.py digests.py experts/__init__.py
+experts/expert_model.py experts/model_config.py experts/reads.py experts/source.py
+experts/working_model.py
+families/__init__.py families/base.py families/clip.py log.py memory.py
+module_copies.py modules/groups.py modules/hooks.py modules/kinds.py modules/models.py
+modules/sites.py output/__init__.py output/in_memory.py problem.py processes.py progress.py
+rules/__init__.py rules/norms.py rules/paper.py rules/rule.py rules/step.py settings.py
+streams/augmentation.py streams/checks.py streams/drift.py streams/family_check.py
+streams/inputs.py streams/last_rows.py
+streams/places.py streams/rows.py streams/runner.py streams/samples.py streams/streams.py
+streams/task_rows.py team.py
+"""
+
+
+def entered(**settings: Any) -> set[str]:
+    """Files of which a calibration without any option calls a function."""
+    suite, files = clip_suite(tasks=2), set[str]()
+    chosen = FeatCalSettings(samples_per_task=samples_in(suite), **settings)
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            files.add(frame.f_code.co_filename.removeprefix(f"{ROOT}/"))
+
+    sys.setprofile(note)
+    try:
+        calibrate(suite.merged, suite.base, suite.experts, suite.inputs, chosen, progress=False)
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def test_simplest_calibration_enters_nothing_optional() -> None:
+    entered()  # imports and caches
+    assert entered() <= set(PAPER.split())
+
+
+def test_drift_is_not_looked_at_where_it_is_not_logged() -> None:
+    files = entered(log_drift=False, calibrate_norm=False)
+    assert not files & {"rules/norms.py", "trust.py", "agreement.py", "rules/plus.py"}
+
+
+def test_featcal_plus_adds_its_rule_and_trust() -> None:
+    more = entered(rule="plus", calibrate_norm=False) - set(PAPER.split())
+    assert more == {"rules/plus.py", "core/ridge.py", "trust.py"}
