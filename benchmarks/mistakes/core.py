@@ -180,4 +180,33 @@ MUTATIONS = [
         "total.copy_(part.to(total.dtype) * factor)",
         PAPER,
     ),
+    Mutation(
+        "strips of large products forget their weight",
+        "core/products.py",
+        "total.add_(multiply_transposed(part, second), alpha=weight)",
+        "total.add_(multiply_transposed(part, second))",
+        "core/test_kernels.py",
+    ),
+    Mutation(
+        "the smallest sums come first",
+        "memory.py",
+        "key=lambda i: -sizes[i]",
+        "key=lambda i: sizes[i]",
+        "test_streamed.py",
+    ),
+    Mutation(
+        "tensors of finished blocks stay at any address",
+        "tensor_files.py",
+        "{name: tensor.clone() for name, tensor",
+        "{name: tensor for name, tensor",
+        "output/test_output_folder.py",
+    ),
+    Mutation(
+        "modes are restored by position",
+        "modules/models.py",
+        "for name, needed in self.gradients.items():\n            model.get_parameter(name)",
+        "for tensor, needed in zip(model.parameters(), self.gradients.values(), strict=True):\n"
+        "            tensor",
+        "folders/test_folder_runs.py",
+    ),
 ]

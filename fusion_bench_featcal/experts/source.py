@@ -152,8 +152,8 @@ def known_bytes(source: ExpertSource, name: str) -> int:
         return int(source.nbytes(name))
     except AttributeError as error:
         raise CalibrationError(
-            f"{error}: it would tell how many bytes a tensor takes, by which "
-            "method.expert_read_budget plans what to read. Add it, or set that to null"
+            f"{error}. method.expert_read_budget needs the size of each tensor: add this method to "
+            "the source, or set method.expert_read_budget to null"
         ) from error
 
 

@@ -24,8 +24,8 @@ def mask_named(inputs: Any, name: str) -> Tensor | None:
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise CalibrationError(
-            f"the input {name!r} is {shape}, but which positions count is told by a mask "
-            "[batch, positions]; give one, or rename this input (method.family.mask for replay)"
+            f"the input {name!r} is {shape}, but a mask of padding is [batch, positions]. Give "
+            "such a mask, or rename this input (method.family.mask for replay)"
         )
     return mask
 
@@ -69,9 +69,8 @@ def causal_rows(inputs: Any, decoder_rows: str, mask_name: str = "attention_mask
 def missing_labels(inputs: Any) -> CalibrationError:
     """Return the error for targets without labels."""
     return CalibrationError(
-        "method.decoder_rows=targets needs the inputs' labels, which tell the positions that "
-        f"predict a target; the inputs are {names_of(inputs)}. Give labels, or set "
-        "method.decoder_rows=all"
+        "method.decoder_rows=targets needs labels, but the inputs are "
+        f"{names_of(inputs)}. Give labels, or set method.decoder_rows=all"
     )
 
 

@@ -152,7 +152,7 @@ def test_data_that_a_data_free_method_was_chosen_on_are_told(models) -> None:
         ({"candidates": [{"ridge_lamda": 1}]}, r"candidate \{'ridge_lamda': 1\}: .*'ridge_lambda'"),
         ({"candidates": [{"ridge_lambda": -1}]}, "ridge_lambda must be"),
         ({"of": {"stream": "test_tta"}}, "set stream=calibration"),
-        ({"candidates": [{"seed": 3}]}, r"\['seed'\] say which samples are drawn"),
+        ({"candidates": [{"seed": 3}]}, r"\['seed'\] choose the samples"),
         ({"seed": -1}, "method.seed must be"),
     ],
 )

@@ -80,8 +80,8 @@ class Search(Method):
         super().__post_init__()
         if draw_settings := sorted({key for change in self.candidates for key in change} & _DRAW):
             raise ValueError(
-                f"method.candidates: {draw_settings} say which samples are drawn, which is the "
-                "same for all: leave them out"
+                f"method.candidates: {draw_settings} choose the samples, which all candidates "
+                "share. Leave them out"
             )
 
     @property
