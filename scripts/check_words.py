@@ -61,9 +61,10 @@ def vague_names(trees: dict[str, ast.Module], rules: dict[str, Any]) -> Iterator
     vague, lines = set(rules["vague"]), []
     for name, tree in trees.items():
         for node in ast.walk(tree):
-            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            word = node.id if stored else node.arg if isinstance(node, ast.arg) else ""
-            if word.lstrip("_") in vague:
+            word = node.arg if isinstance(node, ast.arg) else ""
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                word = node.id
+            if word.lstrip("_") in vague and isinstance(node, ast.arg | ast.Name):
                 lines.append((f"{name}:{node.lineno}: vague name '{word}'", word))
     refused = [line for line, word in lines if word not in rules["allowed"]]
     yield from refused or [line for line, _ in lines] * (len(lines) > rules["limit"])

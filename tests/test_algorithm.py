@@ -229,7 +229,7 @@ def test_pools_that_cannot_be_calibrated_are_refused(
 
 
 def test_presets_of_the_pool_are_taken_unless_the_run_has_its_own() -> None:
-    paper = {"presets": {"paper_flan_t5": {"ridge_lambda": 1e-5, "mix_alpha": 0.6}}}
+    paper: Any = {"presets": {"paper_flan_t5": {"ridge_lambda": 1e-5, "mix_alpha": 0.6}}}
     chosen = checked_choices(FeatCalSettings(), None, None, paper)
     assert list(chosen.presets) == ["paper_flan_t5"]
     assert checked_choices(FeatCalSettings(), {}, None, paper).presets == {}

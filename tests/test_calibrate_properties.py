@@ -32,11 +32,12 @@ SUITES: dict[str, Callable[[], Suite]] = {
     "convolutions": net_suite,
     "batch norm": batched_suite,
 }
-BOUNDS = dict.fromkeys(("t5", "llama"), 20 * ROUNDING)  # every solve passes on float32's rounding
+# Every solve passes on float32's rounding.
+BOUNDS: dict[str, float] = {"t5": 20 * ROUNDING, "llama": 20 * ROUNDING}
 TASKS = [f"task_{index}" for index in range(3)]
 RULES: dict[str, dict[str, Any]] = {"paper": {}, "plus": PLUS}
 # Otherwise the number of samples changes how much rows out of weights count.
-FIXED = RULES | {"plus": PLUS | {"rule": Plus(gammas=dict.fromkeys(TASKS, 2.0))}}
+FIXED: dict[str, Any] = RULES | {"plus": PLUS | {"rule": Plus(gammas=dict.fromkeys(TASKS, 2.0))}}
 rules = pytest.mark.parametrize("rule", RULES)
 suites = pytest.mark.parametrize("name", SUITES)
 
@@ -79,6 +80,7 @@ CELLS = [(v, n) for v, (_, names, _) in VARIATIONS.items() for n in SUITES if n 
 @pytest.mark.parametrize(("variation", "name"), CELLS)
 def test_variations_change_nothing(variation: str, name: str, rule: str, tmp_path: Path):
     vary_suite, _, identical = VARIATIONS[variation]
+    more: dict[str, Any]
     suite, more = vary_suite(name, SUITES[name](), tmp_path, rule)
     expected = reference(name, rule)
     if "modules" in more:

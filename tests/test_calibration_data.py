@@ -36,7 +36,8 @@ def numbered(count: int) -> list[dict]:
 
 
 def settings(**changes: Any) -> FeatCalSettings:
-    return FeatCalSettings(**{"samples_per_task": 10, "batch_size": 4} | changes)
+    chosen: dict[str, Any] = {"samples_per_task": 10, "batch_size": 4} | changes
+    return FeatCalSettings(**chosen)
 
 
 def drawn(pool: Any, tasks: Any = ("a",), **changes: Any) -> dict[str, list[int]]:

@@ -209,7 +209,7 @@ def far_suite() -> Suite:
 
 def test_the_kept_model_is_that_of_its_weights_and_is_resumed(tmp_path: Path):
     rule = {"_target_": "fusion_bench_featcal.rules.plus.Plus", "gamma": 0.0}
-    settings: dict[str, Any] = DRIFT | {"rule": rule, "held_out": 8}
+    settings: Any = DRIFT | {"rule": rule, "held_out": 8}
     suite, folder = far_suite(), tmp_path / "blocks"
     result = run_fast(suite, checkpoint_dir=str(folder), **settings)
     (record,) = result.log.of_kind("drift_weights")

@@ -16,7 +16,7 @@ from fusion_bench_featcal import Paper, Plus
 from fusion_bench_featcal.lab.ablations import AllAtOnce, EqualWeights
 from fusion_bench_featcal.results.remarks import largest_update
 
-SAMPLES_ALONE = {"rule": Plus(gamma=0.0)}
+SAMPLES_ALONE: dict[str, Any] = {"rule": Plus(gamma=0.0)}
 
 
 def small_clip(*sizes: int) -> Suite:

@@ -125,7 +125,7 @@ def test_values_are_accepted_or_refused_in_the_words_of_the_list(name: str):
     words, accepted, refused = SETTINGS[name]
     listed = json.loads(featcal("settings", "featcal", "--json").out)
     assert [entry["values"] for entry in listed if entry["name"] == name] == [words]
-    more = {"checkpoint_dir": "a"} if name == "resume" else {}
+    more: Any = {"checkpoint_dir": "a"} if name == "resume" else {}
     for value in accepted:
         settings = FeatCalSettings(**{name: value}, **more)
         assert json.loads(json.dumps(settings.as_dict()))[name] == value
@@ -169,7 +169,7 @@ def test_settings_are_copied_with_changes_and_never_changed(tmp_path: Path):
         with pytest.raises(kind, match="alpha"):
             settings.replace(**misspelt)
     with pytest.raises(TypeError, match="ridge_lamda"):
-        FeatCalSettings(**{"ridge_lamda": 0.05})
+        FeatCalSettings(ridge_lamda=0.05)  # pyright: ignore[reportCallIssue]
     folder: Any = tmp_path
     assert FeatCalSettings(resume=True, checkpoint_dir=folder).checkpoint_dir == str(tmp_path)
     assert "h.*" in json.dumps(FeatCalSettings(family=ReplayFamily(blocks=["h.*"])).as_dict())

@@ -179,7 +179,7 @@ def test_a_merger_that_fails_takes_only_its_cells_with_it(
 
 
 def tied(shift: float) -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
     nn.init.constant_(model[0].bias, shift)
     return model

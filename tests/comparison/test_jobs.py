@@ -46,7 +46,7 @@ def run(folder: Path, methods: Any = METHODS, **choices: Any) -> Any:
     return driver
 
 
-def start(folder: Path, methods: Any) -> subprocess.Popen[bytes]:
+def start(folder: Path, methods: Any) -> subprocess.Popen[str]:
     """Another driver on the same store."""
     code = "import json, sys; from pathlib import Path; from test_jobs import run; "
     code += "run(Path(sys.argv[1]), json.loads(sys.argv[2]))"

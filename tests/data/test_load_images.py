@@ -59,7 +59,7 @@ def test_folders_and_tables_give_pictures_and_labels(shapes, suffix, monkeypatch
     path = write_table(shapes, suffix) if suffix else str(shapes)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")  # paths are relative to the table, not to us
-    columns = {"image_column": "file", "label_column": "kind"} if suffix else {}
+    columns: Any = {"image_column": "file", "label_column": "kind"} if suffix else {}
     items = load_images(path, **columns)
     assert contents(items) == PICTURES
     assert items.classnames == list(SHAPES)

@@ -54,9 +54,9 @@ class Layer(nn.Sequential):
         super().__init__(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
         self.relu = nn.ReLU(inplace=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = self[1](self[0](x))
-        out += x
+    def forward(self, input: Tensor) -> Tensor:
+        out = self[1](self[0](input))
+        out += input
         return self.relu(out)
 
 

@@ -36,11 +36,12 @@ def test_plain_tensors_run_through_a_module_list():
 
 def test_tuple_of_arguments_is_passed_on_in_order():
     class Weighted(ResidualNet):
-        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        def forward(self, x: Tensor, scale: Any = None) -> Tensor:
             return self.layers[0](x * scale)
 
     model, scale = Weighted(), torch.full((2, 1), 3.0)
-    x = torch.ones(2, model.layers[0].up.in_features)
+    block: Any = model.layers[0]
+    x = torch.ones(2, block.up.in_features)
     (hidden,) = replayed(model, (x, scale), ["layers.0"])
     assert torch.equal(hidden, model(x, scale))
 

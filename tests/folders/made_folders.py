@@ -191,8 +191,8 @@ def classifier_folders(folder: Path) -> Models:
         labels = ["no", "yes", "maybe"][: 2 + number]
         numbers = {label: number for number, label in enumerate(labels)}
         config = BertConfig(**size, id2label=dict(enumerate(labels)), label2id=numbers)
-        expert = BertForSequenceClassification(config)
-        expert.bert.load_state_dict(base.bert.state_dict())
+        expert: Any = BertForSequenceClassification(config)
+        expert.bert.load_state_dict(base.get_submodule("bert").state_dict())
         experts[task] = scatter(expert, 20 + number, 0.03)
         same_heads[task] = copy.deepcopy(base)
         same_heads[task].bert = experts[task].bert

@@ -77,8 +77,9 @@ def run_slow(
     """The oracle with the rows of every block and module."""
     modules = modules_of(suite.merged, suite.blocks, suite.left)
     models = suite.merged, suite.base if has_base else None, suite.experts
-    rows = counted_rows(suite, modules, decoder_rows)
-    return calibrate_slowly(*models, suite.inputs, suite.blocks, modules, knobs, *rows, features)
+    weights, others = counted_rows(suite, modules, decoder_rows)
+    data = suite.inputs, suite.blocks, modules
+    return calibrate_slowly(*models, *data, knobs, weights, others, features)
 
 
 def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: str) -> tuple:

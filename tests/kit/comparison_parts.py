@@ -239,7 +239,7 @@ class BrokenMerger(BaseAlgorithm):
 class OtherMerger(BaseAlgorithm):
     """Returns a model of another class than the base."""
 
-    def run(self, modelpool: Any) -> nn.Module:
+    def run(self, modelpool: Any) -> Any:
         return nn.Linear(2, 2)
 
 

@@ -167,7 +167,8 @@ def damage(folder: Path, other: Path, seed: int) -> str:
 
 def _edited(content: Any, generator: random.Random) -> str:
     """Change a value of a manifest as a person might."""
-    entry, holder, key = content, content, None
+    entry, holder = content, content
+    key: Any = None
     while isinstance(entry, dict | list) and entry:
         holder, key = entry, generator.choice(list(entry) if isinstance(entry, dict) else [0])
         entry = holder[key]

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -134,7 +134,7 @@ def leave_lines(folder: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
     with (folder / "lines.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
-        writer.writerows(lines)
+        writer.writerows(cast(Any, lines))
     return folder
 
 

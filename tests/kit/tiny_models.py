@@ -243,12 +243,12 @@ def sentences(
 
 def decoder_suite(
     make: str = "llama", *, side: str = "right", tied: bool = False, depth: int = 2,
-    tasks: int = 2, seed: int = 0,
+    tasks: int = 2, seed: int = 0, extra: int = 0,
 ) -> Suite:  # fmt: skip
-    """Suite in float64, in batches of unequal length."""
+    """Suite in float64, in batches of unequal length with `extra` positions of padding."""
     inputs: dict[str, list] = {
         f"task_{index}": [
-            sentences(part, max(part), side=side, seed=seed + 10 * index + i)
+            sentences(part, max(part) + extra, side=side, seed=seed + 10 * index + i)
             for i, part in enumerate([[5, 9, 7], [6, 3, 4, 6]])
         ]
         for index in range(tasks)

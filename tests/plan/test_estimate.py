@@ -409,7 +409,8 @@ def test_memory_of_a_llama_and_features_of_flan_t5():
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "opt", "falcon", "bert", "modernbert", "vit"])
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
 def test_class_of_a_configuration_is_the_one_that_it_names(name: str, tmp_path: Path):
-    model: Any = next(row for row in ROWS if row.name == name).make()[0]
+    make: Any = next(row for row in ROWS if row.name == name).make
+    model = make()[0]
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
     assert type(empty_model(str(tmp_path))) is type(model)

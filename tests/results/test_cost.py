@@ -54,7 +54,7 @@ def test_memory_of_a_child_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost._ProcessTree, "read", watched_read)
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with measure() as result:
-        child = subprocess.Popen([sys.executable, "-S", "-c", CHILD], **pipes)
+        child: Any = subprocess.Popen([sys.executable, "-S", "-c", CHILD], **pipes)
         assert child.stdout.readline() == "filled\n"
         measured.wait(60)  # on a busy machine samples are far apart
         child.communicate("\n")
@@ -76,7 +76,8 @@ class FakeNvml(ModuleType):
 
     def __init__(self, *counters: int | None, watts: float = 0.0, driver: bool = True) -> None:
         super().__init__("pynvml")
-        self.counters, self.watts = list(counters), watts
+        self.counters: list[int | None] = list(counters)
+        self.watts = watts
         self.driver, self.fails, self.opened = driver, False, 0
 
     def nvmlInit(self) -> None:

@@ -47,8 +47,9 @@ def points(axes: Any, whole: Any = None, **method: Any) -> list[Any]:
     before = plain(whole)
     keys: Any = OmegaConf.to_container(whole.method)
     algorithm: Any = StudyAlgorithm(study="x", **keys)
-    algorithm._program = FakeProgram(None)
-    algorithm._program.config = whole
+    program: Any = FakeProgram(None)
+    program.config = whole
+    algorithm._program = program
     planned = algorithm.planned(False)
     assert plain(whole) == before
     return planned

@@ -40,7 +40,8 @@ def test_glue_is_fusion_benchs(name, hub, monkeypatch):
     from fusion_bench.tasks.flan_t5_text_generation import glue_load_dataset
 
     monkeypatch.setattr(glue_load_dataset, "load_dataset", hub)
-    ours = list(load_glue(name, "train"))
+    rows: Any = load_glue(name, "train")
+    ours = list(rows)
     split: Any = word_tokenizer().backend_tokenizer.pre_tokenizer
     texts = " ".join(text for row in ours for text in row.values())
     words = ("<pad>", "</s>", "<unk>", *sorted({word for word, _ in split.pre_tokenize_str(texts)}))
@@ -66,7 +67,8 @@ def test_chats_and_questions(monkeypatch):
     rows = datasets.Dataset.from_list([{"messages": turns, "problem": "c", "solution": "d"}])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
     for columns in ({}, {"prompt": "problem", "answer": "solution"}):
-        assert list(load_chats("x", "train", **columns)) == [{"messages": turns}]
+        chats: Any = load_chats("x", "train", **columns)
+        assert list(chats) == [{"messages": turns}]
     with pytest.raises(ValueError, match="give both or neither"):
         load_chats("x", "train", prompt="problem")
     with pytest.raises(ValueError, match=r"no columns \['answer'\].*'problem', 'solution'"):

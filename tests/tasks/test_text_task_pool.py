@@ -128,9 +128,10 @@ def scores(answers: list[str], targets: list[str], **options: Any) -> tuple[floa
     """Accuracy and correct items of a model that writes these answers."""
     words = tuple(dict.fromkeys((*WORDS, *" ".join(answers).split())))
     tokenizer, model = word_tokenizer(words=words), llama_model(rows=len(words))
+    generating: Any = model
     ids = [[words.index(word) for word in answer.split()] for answer in answers]
     answer_of = {n: [*row, 1, 1][:2] for n, row in enumerate(ids, start=3)}
-    model.generate = lambda input_ids, **_: torch.tensor(
+    generating.generate = lambda input_ids, **_: torch.tensor(
         [[*row, *answer_of[row[-1]]] for row in input_ids.tolist()]
     )
     rows = [{"prompt": WORDS[3 + n], "target": target} for n, target in enumerate(targets)]
