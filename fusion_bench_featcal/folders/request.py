@@ -93,9 +93,7 @@ class Request:
         "tokenizer, MODULE:FUNCTION,... (repeatable)",
         "MODULE:NAME,...", options.scorer,
     )  # fmt: skip
-    strict: bool = setting(
-        False, "save nothing, and exit with 1, if a task ends no closer to its expert"
-    )
+    strict: bool = setting(False, "save nothing, and exit with 1, if the verdict names a task")
     preset: str = setting(
         "plus", "settings: FeatCal+ (default) or the paper's", choices=tuple(PRESETS)
     )
