@@ -176,6 +176,16 @@ def open_labelled(modelpool: Any, task: str, split: str) -> ImageItems:
     return _open(modelpool, task, split, label_column="label")
 
 
+def load_rows(modelpool: Any, task: str, split: str) -> Any:
+    """Load a task's dataset: a file or folder that the pool names, or what the pool loads."""
+    entry = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
+    if isinstance(entry, str) and text_kind(modelpool) is not None:
+        return load_texts(entry, split)
+    if isinstance(entry, str) and Path(entry).expanduser().exists():
+        return load_images(entry)
+    return getattr(modelpool, f"load_{split}_dataset")(task)  # a configuration or a hub id
+
+
 def _open(modelpool: Any, task: str, split: str, *, label_column: str | None = None) -> Any:
     """Open a task's dataset without reading its items."""
     setting = data_setting(modelpool, task, split)
@@ -183,12 +193,7 @@ def _open(modelpool: Any, task: str, split: str, *, label_column: str | None = N
     path = entry.get("path") if isinstance(entry, Mapping) else entry
     is_text = text_kind(modelpool) is not None
     with naming_setting(setting, path if isinstance(path, str) else None):
-        if isinstance(entry, str) and is_text:
-            rows: Any = load_texts(entry, split)
-        elif isinstance(entry, str) and Path(entry).expanduser().exists():
-            rows = load_images(entry)
-        else:  # a configuration or a hub id
-            rows = getattr(modelpool, f"load_{split}_dataset")(task)
+        rows = load_rows(modelpool, task, split)
         note_data_set(rows)
         if is_text:
             return text_rows(rows, f"task {task!r}, {setting}")

@@ -1,5 +1,6 @@
 """Digests of the data that a cell depends on: the drawn samples, by their content."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL import Image
 from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.calibration_data import draw_samples
 from fusion_bench_featcal.lab.compare.data import DataDigests, digest_rows
+from fusion_bench_featcal.pools import CausalLMPool
 
 PICTURES = datasets.Dataset.from_dict(
     {"image": [Image.new("L", (2, 2)), Image.new("L", (2, 2), 3)], "label": [0, 1]},
@@ -101,4 +103,17 @@ def test_corrupted_samples_are_other_data(caplog: pytest.LogCaptureFixture) -> N
     digests = [drawn(FEATCAL, entry) for entry in entries]
     assert len({str(digest) for digest in digests}) == len(entries)
     assert digests == [drawn(FEATCAL, entry) for entry in entries]
+    assert "counts in fingerprints by class" not in caplog.text
+
+
+def test_a_file_that_the_pool_names_counts_with_its_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "left.jsonl"
+    pool = CausalLMPool({}, tokenizer=None, train_datasets={"left": str(file)})
+    digests = []
+    for target in ("b", "c"):
+        file.write_text(json.dumps({"prompt": "a", "target": target}) + "\n")
+        digests.append(DataDigests(pool, BaseTaskPool()).drawn(FEATCAL))
+    assert digests[0] != digests[1]
     assert "counts in fingerprints by class" not in caplog.text

@@ -16,7 +16,7 @@ from fusion_bench import BaseModelPool, BaseTaskPool
 from PIL import Image
 from torch import Tensor
 
-from fusion_bench_featcal.calibration_data import draw_samples
+from fusion_bench_featcal.calibration_data import draw_samples, load_rows
 from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.fusionbench.options import plain
@@ -120,10 +120,11 @@ class DataDigests:
         config = _key_of(getattr(self.modelpool, f"_{draw.split}_datasets")[task])
         if draw.samples is None:
             key = config or key
-        load = getattr(self.modelpool, f"load_{draw.split}_dataset")
         setting = f"modelpool.{draw.split}_datasets.{task}"
         choose = partial(_indices, draw, task)
-        return self._rows(setting, lambda: load(task), key, choose, config)
+        return self._rows(
+            setting, lambda: load_rows(self.modelpool, task, draw.split), key, choose, config
+        )
 
     def _rows(
         self,
