@@ -2,7 +2,7 @@
 
 Those that are elsewhere: docs/tasks.md is run by tasks/test_own_task_example.py, the commands of
 README.md and docs/install.md by .ci/run (scripts/readme_commands.py), README's Python by
-packaging/test_readme.py, the notebook by `make notebook`. All other commands of the pages are
+packaging/test_release.py, the notebook by `make notebook`. All other commands of the pages are
 composed or parsed by packaging/test_commands.py.
 """
 

@@ -120,6 +120,11 @@ def stepped(family: Any, model: nn.Module, inputs: Any) -> list[Tensor]:
     return outputs
 
 
+def assert_equal(one: Tensor, other: Tensor) -> None:
+    """Compare all bits. Padding that sees no position is NaN in some versions of transformers."""
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
 def assert_untouched(model: nn.Module) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert not any("forward" in module.__dict__ for module in model.modules())
@@ -140,7 +145,8 @@ def test_blocks_are_those_of_the_models_own_pass(case):
             assert [int(n.rpartition(".")[2]) for n in stage] == list(range(len(stage)))
     replay: Any = {"name": "replay", "blocks": stages, "mask": [None] * len(stages)}
     outputs, expected = (stepped(f, model, inputs) for f in (family, resolve_family(replay, model)))
-    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    for output, right in zip(outputs, expected, strict=True):
+        assert_equal(output, right)
     assert type(outputs[0]) is Tensor and not torch.equal(outputs[0], outputs[1])
     assert_untouched(model)
 
@@ -156,8 +162,9 @@ def test_stepping_leaves_its_inputs_and_the_model_alone(case):
             before = call.hidden.clone()
             first, following = family.step(model, first_block, call)
             second, _ = family.step(model, first_block, call)
-        assert torch.equal(call.hidden, before) and torch.equal(first, second)
-        assert torch.equal(following.hidden, first)
+        assert_equal(call.hidden, before)
+        assert_equal(first, second)
+        assert_equal(following.hidden, first)
         assert_untouched(model)
         for kwargs in call.kwargs.values() if family is LLAMA else [call.kwargs]:
             assert kwargs.get("past_key_values") is None and not kwargs.get("use_cache")

@@ -362,8 +362,8 @@ def test_files_of_language_models(folder, refusal, monkeypatch, prepare, options
 TWINS = {"id2label": {0: "no", 1: "no"}, "label2id": {"no": 1}}
 NAMES = ["--expert one", "id2label and label2id of its config.json do not fit together"]
 RANGE = "the expert's head has 2 classes"
-CLASSIFIERS: list[tuple[str, Prepare, list[str]]] = [
-    *[("bert", both(keys("one/config.json", **config), labels(value)), messages)
+CLASSIFIERS: list[tuple[Prepare, list[str]]] = [
+    *[(both(keys("one/config.json", **config), labels(value)), messages)
       for value, config, messages in (
           (True, {}, ["--data one", "has no class 'True'; it has no, yes"]),
           ("perhaps", {}, ["--data one", "head has no class 'perhaps'; it has no, yes"]),
@@ -372,20 +372,26 @@ CLASSIFIERS: list[tuple[str, Prepare, list[str]]] = [
           (0, {"label2id": {"no": 1, "yes": 0}}, NAMES),
           (0, {"id2label": {0: "no", 1: "no"}}, NAMES),
           ("no", TWINS, ["--data one", "head has several classes 'no'; it has no, no"]))],
-    ("bert", labels("1", "2"), [f"label 2, but {RANGE}"]),
-    ("bert", rows({"text": "a", "text_pair": None, "label": 0},
-                  {"text": "b", "text_pair": "a", "label": 0}), ["'text_pair': 'NoneType'"]),
-    ("vit", rows({"picture": "a.png", "shape": "star"}), ["no image_column 'image'"]),
+    (labels("1", "2"), [f"label 2, but {RANGE}"]),
+    (rows({"text": "a", "text_pair": None, "label": 0},
+          {"text": "b", "text_pair": "a", "label": 0}), ["'text_pair': 'NoneType'"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "prepare", "messages"), CLASSIFIERS)
-def test_files_of_classifiers(tmp_path, refusal, kind, prepare, messages):
-    (made.classifier_folders if kind == "bert" else made.image_classifier_folders)(tmp_path)
+@pytest.mark.parametrize(("prepare", "messages"), CLASSIFIERS)
+def test_files_of_classifiers(tmp_path, refusal, prepare, messages):
+    made.classifier_folders(tmp_path)
     prepare(tmp_path)
-    two = "two.jsonl" if kind == "bert" else "two-images"
-    line = refusal(words(tmp_path, data=["one.jsonl", two]))
+    line = refusal(words(tmp_path, data=["one.jsonl", "two.jsonl"]))
     assert all(message in line for message in messages), line
+
+
+def test_table_without_a_column_of_images(tmp_path, capsys):
+    """Newer versions of transformers rename ViT's tensors, so that its models are loaded first."""
+    made.image_classifier_folders(tmp_path)
+    rows({"picture": "a.png", "shape": "star"})(tmp_path)
+    assert main(words(tmp_path, data=["one.jsonl", "two-images"])) == 2
+    assert "no image_column 'image'" in capsys.readouterr().err
 
 
 # --- files that pass all checks ---
