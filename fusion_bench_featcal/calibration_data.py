@@ -176,9 +176,14 @@ def open_labelled(modelpool: Any, task: str, split: str) -> ImageItems:
     return _open(modelpool, task, split, label_column="label")
 
 
+def _entry(modelpool: Any, task: str, split: str) -> Any:
+    """Return what the pool has for a task's dataset: a path, a hub id, a configuration or None."""
+    return (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
+
+
 def load_rows(modelpool: Any, task: str, split: str) -> Any:
     """Load a task's dataset: a file or folder that the pool names, or what the pool loads."""
-    entry = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
+    entry = _entry(modelpool, task, split)
     if isinstance(entry, str) and text_kind(modelpool) is not None:
         return load_texts(entry, split)
     if isinstance(entry, str) and Path(entry).expanduser().exists():
@@ -189,7 +194,7 @@ def load_rows(modelpool: Any, task: str, split: str) -> Any:
 def _open(modelpool: Any, task: str, split: str, *, label_column: str | None = None) -> Any:
     """Open a task's dataset without reading its items."""
     setting = data_setting(modelpool, task, split)
-    entry = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
+    entry = _entry(modelpool, task, split)
     path = entry.get("path") if isinstance(entry, Mapping) else entry
     is_text = text_kind(modelpool) is not None
     with naming_setting(setting, path if isinstance(path, str) else None):

@@ -381,7 +381,7 @@ def test_revisions_renamed_models_and_a_path_with_an_at_sign(hub, tmp_path):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_bin_files_are_converted_once_with_every_tensor(number, hub, tmp_path):
-    """Of two files, one has shared tensors and the other what is left."""
+    """A checkpoint in two files has its shared tensors in one and all others in the other."""
     sizes: Any = {"vocab_size": 20, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2}
     t5 = T5ForConditionalGeneration(T5Config(num_layers=1, **sizes))
     state = t5.state_dict()
