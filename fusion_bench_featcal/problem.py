@@ -40,9 +40,9 @@ from fusion_bench_featcal.streams.checks import sums_dtype
 from fusion_bench_featcal.streams.drift import DriftLog
 from fusion_bench_featcal.streams.family_check import checked_family
 from fusion_bench_featcal.streams.last_rows import last_rows_of
-from fusion_bench_featcal.streams.places import place_of
 from fusion_bench_featcal.streams.runner import Runner
 from fusion_bench_featcal.streams.samples import rows_named, take
+from fusion_bench_featcal.streams.storage import storage_for
 from fusion_bench_featcal.streams.streams import Streams
 from fusion_bench_featcal.team import Team
 
@@ -253,7 +253,7 @@ def problem_of(
         weights.experts,
         rule,
         drift=drift,
-        waits_in=place_of(settings, device),
+        storage=storage_for(settings, device),
         last_rows=last_rows_of(settings, rule, family),
         aside=aside,
     )

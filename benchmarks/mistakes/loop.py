@@ -188,10 +188,10 @@ MUTATIONS = [
     ),
     Mutation(
         "batches come to the device as what they were before",
-        "streams/places.py",
+        "streams/storage.py",
         "            if original is tensor and version == tensor._version:\n",
         "            if original is tensor:\n",
-        "streams/test_places.py",
+        "streams/test_storage.py",
     ),
     Mutation(
         "a batch dealt to two processes",

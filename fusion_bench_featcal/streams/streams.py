@@ -21,10 +21,10 @@ from fusion_bench_featcal.streams.batch import OUTPUT, Batch
 from fusion_bench_featcal.streams.drift import AFTER, BEFORE, MERGED, DriftLog
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.last_rows import LastRows
-from fusion_bench_featcal.streams.places import Here
 from fusion_bench_featcal.streams.rows import Rows, counted_by_fold
 from fusion_bench_featcal.streams.runner import Runner
 from fusion_bench_featcal.streams.samples import naming_task
+from fusion_bench_featcal.streams.storage import DeviceStorage
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Streams:
         experts: The expert of each task.
         rule: How blocks are calibrated.
         drift: Compares features with the experts'; None: no comparison.
-        waits_in: Storage of features: the device, the host or disk.
+        storage: Storage of features: the device, the host or disk.
         last_rows: Counted positions in modules of the last block; None: as in earlier blocks.
         aside: The merged model for held-out samples, if running one of its blocks or starting a
             stage needs blocks that were calibrated by then. None: the calibrated model serves.
@@ -50,7 +50,7 @@ class Streams:
     experts: Mapping[str, ExpertModel]
     rule: Rule
     drift: DriftLog | None = None
-    waits_in: Here = field(default_factory=Here)
+    storage: DeviceStorage = field(default_factory=DeviceStorage)
     last_rows: LastRows | None = None
     aside: WorkingModel | None = None
 
@@ -90,11 +90,11 @@ class Streams:
         with self._in_memory(names):
             for task, batches in self.tasks.items():
                 with naming_task(task):
-                    for number, batch in enumerate(self.waits_in.visits(batches)):
+                    for number, batch in enumerate(self.storage.visits(batches)):
                         self._begin(task, number, batch, index)
         for task, batches in self.tasks.items() if self.runs_experts else ():
             with self.experts[task].loaded(names) as expert, naming_task(task):
-                for batch in self.waits_in.visits(batches):
+                for batch in self.storage.visits(batches):
                     inputs = to_device(batch.inputs, runner.device)
                     batch.exp = runner.begin(expert, inputs, index, batch.exp)
         if index == len(runner.stages) - 1:
@@ -127,7 +127,7 @@ class Streams:
 
     def visits(self, task: str) -> Iterator[Batch]:
         """Yield a task's batches, each with its features on the device."""
-        return self.waits_in.visits(self.tasks[task])
+        return self.storage.visits(self.tasks[task])
 
     def counts(self, task: str) -> dict[str, int]:
         """Return the numbers of a task's samples and of held-out ones, for the log."""
@@ -142,7 +142,7 @@ class Streams:
     def names_of_last_rows(self, block: str, sites: Sequence[Site]) -> list[str]:
         """Return names of modules of the last block with separate counted positions."""
         first = self._first()
-        with self.waits_in.at_hand(first):
+        with self.storage.loaded(first):
             mask, run = self._last_mask(block, first), partial(self._hidden, block, first)
             if mask is None or self.last_rows is None:
                 return []
@@ -151,14 +151,14 @@ class Streams:
     def record_first(self, block: str, sites: Sequence[Site]) -> tuple[Recorded, Rows]:
         """Run one batch through a block to its end and record the inputs of modules."""
         first = self._first()
-        with self.waits_in.at_hand(first):
+        with self.storage.loaded(first):
             run = partial(self.runner.step, self.model, block, first.cal)
             return record(self.model, [site.name for site in sites], run), first.rows
 
     def narrow(self, block: str, names: Sequence[str]) -> None:
         """Use the positions chosen by `last_rows` in some modules of the last block."""
         for batches in self.tasks.values() if names else ():
-            for batch in self.waits_in.visits(batches):
+            for batch in self.storage.visits(batches):
                 mask = self._last_mask(block, batch)
                 assert mask is not None  # as in the first batch
                 other = dict.fromkeys(names, counted_by_fold(mask, self.rule.folds))

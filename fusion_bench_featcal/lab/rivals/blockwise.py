@@ -198,7 +198,7 @@ class ExpertStreams(Streams):
         if self.behind_merged:
             return super().advance(block)
         first = next(iter(self.tasks.values()))[0]
-        with self.waits_in.at_hand(first):
+        with self.storage.loaded(first):
             _, first.cal = self.runner.step(self.model, block, first.cal)
 
 

@@ -20,7 +20,7 @@ STATE = ("cal", "exp", "merged", "noted")
 """Fields of a batch that contain features."""
 
 
-class Here:
+class DeviceStorage:
     """Features stay on the device."""
 
     def visits(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -28,14 +28,14 @@ class Here:
         return iter(batches)
 
     @contextmanager
-    def at_hand(self, batch: Batch) -> Iterator[None]:
+    def loaded(self, batch: Batch) -> Iterator[None]:
         """Context in which one batch has its features on the device."""
         for _ in self.visits([batch]):
             yield
 
 
 @dataclass(frozen=True)
-class Waiting:
+class StoredTensor:
     """A tensor in storage.
 
     Attributes:
@@ -49,7 +49,7 @@ class Waiting:
     order: tuple[int, ...]
 
 
-class Host(Here):
+class HostStorage(DeviceStorage):
     """Features wait in pinned host memory while the GPU works on other batches."""
 
     def __init__(self, device: torch.device) -> None:
@@ -61,56 +61,56 @@ class Host(Here):
         """Yield batches while the next one's features are copied to the device."""
         remaining = iter(batches)
         batch = next(remaining, None)
-        coming = None if batch is None else self._fetch(batch)
-        while batch is not None and coming is not None:
-            state, waiting = coming
-            self._wait_for(waiting)
+        upcoming = None if batch is None else self._fetch(batch)
+        while batch is not None and upcoming is not None:
+            state, stored = upcoming
+            self._wait_for(stored)
             following = next(remaining, None)
-            coming = None if following is None else self._fetch(following)
+            upcoming = None if following is None else self._fetch(following)
             vars(batch).update(state)
             try:
                 yield batch
             finally:
                 for name in STATE:
-                    setattr(batch, name, self._put_away(getattr(batch, name), waiting))
+                    setattr(batch, name, self._put_away(getattr(batch, name), stored))
             batch = following
 
     def _fetch(self, batch: Batch) -> tuple[dict[str, Any], dict[int, Any]]:
         """Return a batch's features on the device, and stored copies by identity of the tensor."""
         fetched: dict[int, Tensor] = {}  # keeps a tensor that occurs twice one tensor
-        waiting: dict[int, Any] = {}
+        stored: dict[int, Any] = {}
 
-        def get(copy: Waiting) -> Tensor:
+        def get(copy: StoredTensor) -> Tensor:
             if id(copy) not in fetched:
                 data = copy.data.to(self._device, non_blocking=True, copy=True)
                 back = [copy.order.index(dimension) for dimension in range(len(copy.order))]
                 tensor = fetched[id(copy)] = data.permute(back).expand(copy.sizes)
-                waiting[id(tensor)] = tensor, tensor._version, copy
+                stored[id(tensor)] = tensor, tensor._version, copy
             return fetched[id(copy)]
 
         if self._stream is not None:  # copies to the host may still be under way
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            return {n: mapped(getattr(batch, n), Waiting, get) for n in STATE}, waiting
+            return {n: mapped(getattr(batch, n), StoredTensor, get) for n in STATE}, stored
 
-    def _wait_for(self, waiting: dict[int, Any]) -> None:
+    def _wait_for(self, stored: dict[int, Any]) -> None:
         """Let the computation wait for features that are being copied to a GPU."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
-            for tensor, *_ in waiting.values():
+            for tensor, *_ in stored.values():
                 tensor.record_stream(current)
 
-    def _put_away(self, value: Any, waiting: dict[int, Any]) -> Any:
+    def _put_away(self, value: Any, stored: dict[int, Any]) -> Any:
         def put(tensor: Tensor) -> Any:
-            original, version, copy = waiting.get(id(tensor), (None, 0, None))
+            original, version, copy = stored.get(id(tensor), (None, 0, None))
             if original is tensor and version == tensor._version:
                 return copy
             if type(tensor) is not Tensor or not tensor.numel():
                 return tensor
             data, order = packed(tensor)
-            copy = Waiting(self.put(data), tensor.shape, order)
-            waiting[id(tensor)] = tensor, tensor._version, copy
+            copy = StoredTensor(self.put(data), tensor.shape, order)
+            stored[id(tensor)] = tensor, tensor._version, copy
             return copy
 
         return mapped(value, Tensor, put)
@@ -121,7 +121,7 @@ class Host(Here):
         return host.copy_(data, non_blocking=True)
 
 
-class Disk(Host):
+class DiskStorage(HostStorage):
     """Features wait in files that are memory-mapped when they are read.
 
     A file is unlinked as soon as it is mapped, so the system removes it with its tensor even after
@@ -172,11 +172,13 @@ class Disk(Host):
         return flat.view(data.shape)
 
 
-def place_of(settings: FeatCalSettings, device: torch.device) -> Here:
+def storage_for(settings: FeatCalSettings, device: torch.device) -> DeviceStorage:
     """Return the storage that `method.activations` names."""
     if settings.activations == "disk":
-        return Disk(device, settings.activations_dir)
-    return Host(device) if settings.activations == "host" and device.type != "cpu" else Here()
+        return DiskStorage(device, settings.activations_dir)
+    if settings.activations == "host" and device.type != "cpu":
+        return HostStorage(device)
+    return DeviceStorage()
 
 
 def packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
