@@ -24,7 +24,7 @@ modules/sites.py output/__init__.py output/in_memory.py problem.py processes.py 
 rules/__init__.py rules/norms.py rules/paper.py rules/rule.py rules/step.py settings.py
 streams/augmentation.py streams/checks.py streams/drift.py streams/family_check.py
 streams/inputs.py streams/last_rows.py
-streams/places.py streams/rows.py streams/runner.py streams/samples.py streams/streams.py
+streams/rows.py streams/runner.py streams/samples.py streams/storage.py streams/streams.py
 streams/task_rows.py team.py
 """
 
