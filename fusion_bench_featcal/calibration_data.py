@@ -78,12 +78,12 @@ def calibration_batches(
                 partial(load_pool_model, modelpool, task),
                 device,
             )
-            for task, rows, indices in _drawn(modelpool, task_names, settings)
+            for task, rows, indices in _draw_samples(modelpool, task_names, settings)
         }
     size, workers = settings.batch_size, decode_workers(settings, processor)
     return {
         task: TaskBatches(task, rows, indices, size, processor, split, workers)
-        for task, rows, indices in _drawn(modelpool, task_names, settings)
+        for task, rows, indices in _draw_samples(modelpool, task_names, settings)
     }
 
 
@@ -104,7 +104,7 @@ def check_tasks_have_data(modelpool: Any, task_names: Iterable[str], split: str)
             )
 
 
-def _drawn(
+def _draw_samples(
     modelpool: Any, task_names: Iterable[str], settings: FeatCalSettings
 ) -> Iterator[tuple[str, Any, list[int]]]:
     """Yield each task, its open dataset and the positions of its samples."""

@@ -43,7 +43,7 @@ def error_block(error: BaseException, more: str = "", *, prefix: str = "error") 
     if not expected:
         locations = [
             _made_by(wrapper),
-            *[_place(frame) for frame in frames if _is_ours(frame)][-1:],
+            *[_location_of(frame) for frame in frames if _is_ours(frame)][-1:],
         ]
         if any(locations):
             lines.append("  " + ", ".join(filter(None, locations)))
@@ -69,7 +69,7 @@ def _is_ours(frame: traceback.FrameSummary) -> bool:
     return _PACKAGE in Path(frame.filename).parents
 
 
-def _place(frame: traceback.FrameSummary) -> str:
+def _location_of(frame: traceback.FrameSummary) -> str:
     path = Path(frame.filename).relative_to(_PACKAGE.parent)
     return f"in {path}:{frame.lineno} ({frame.name})"
 

@@ -97,7 +97,7 @@ def hub_models(locations: Mapping[str, str], *, weights: bool = True) -> dict[st
                 raise CalibrationError(f"{option}: there is no such file or folder here")
             model = _ASKED.get((location, weights))
             if model is None or model.missing:
-                model = _whole(location, option) or _asked(location, option, weights=weights)
+                model = _whole(location, option) or _hub_model(location, option, weights=weights)
             models[location] = _ASKED[location, weights] = model
     return models
 
@@ -229,7 +229,7 @@ def _whole(location: str, option: str) -> HubModel | None:
     return None if model.missing else model
 
 
-def _asked(location: str, option: str, *, weights: bool) -> HubModel:
+def _hub_model(location: str, option: str, *, weights: bool) -> HubModel:
     """Query the hub for a model's commit and files, or use the cache if the hub fails.
 
     Raises:

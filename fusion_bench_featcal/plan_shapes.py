@@ -90,7 +90,7 @@ class Shapes:
         """
         settings = request.settings
         family = resolve_family(settings.family, request.model)
-        model = family.view.shown(request.model)
+        model = family.view.arranged(request.model)
         stages, rule = family.stages(model), rule_of(settings)
         modules = find_all_modules(model, stages, settings, calibrate_norm=rule.calibrate_norm)
         return cls(request, family, model, rule, stages, modules)
@@ -164,7 +164,7 @@ class Shapes:
         names = tensors_of_block(self.model, self.family, block)
         read, new = size_of(tensors[name] for name in names), 0
         samples = min(self.request.settings.batch_size, max(self.samples))
-        rows, divisions = samples * features.positions, self._parts(block)
+        rows, divisions = samples * features.positions, self._divisions(block)
         noted = [sum(group.noted for group in part) for part in divisions]
         memory = Counter(block=sides * read)
         for index, part in enumerate(divisions):
@@ -187,7 +187,7 @@ class Shapes:
             new += new_parameters
         return memory
 
-    def _parts(self, block: str) -> list[list["GroupBytes"]]:
+    def _divisions(self, block: str) -> list[list["GroupBytes"]]:
         """Return a block's groups in order, as lists that are summed at once."""
         rule, request = self.rule, self.request
         dtype = rule.dtype(request.tasks, request.device)

@@ -204,7 +204,7 @@ def runner_of(
         of_first=team.of_first,
     )
     rows = team.of_first(lambda: rows_named(settings, next(iter(samples.values()))[0].inputs))
-    stages = stages_of(family, family.view.shown(merged))
+    stages = stages_of(family, family.view.arranged(merged))
     return Runner(family, stages, request.device, with_kernel(kernel, request.autocast), rows)
 
 
@@ -220,7 +220,7 @@ def problem_of(
     """Return the problem for selected samples, with the block-wise sources opened."""
     settings, device = request.settings, request.device
     family, stages = runner.family, runner.stages
-    merged = family.view.shown(request.merged)
+    merged = family.view.arranged(request.merged)
     modules = find_all_modules(merged, stages, settings, calibrate_norm=rule.calibrate_norm)
     warn_of_routed(modules)
     source = request.merged_weights and family.view.source(request.merged_weights)

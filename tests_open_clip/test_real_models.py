@@ -117,4 +117,4 @@ def test_models_around_the_tower_calibrate_as_the_tower_alone(wrap: Any, prefix:
 def test_custom_attention_is_refused_by_name():
     tower = VisionTransformer(8, 4, 12, 2, 3, 2.0, output_dim=4, qk_norm=True)
     with pytest.raises(CalibrationError, match=r"resblocks\.0\.attn is a Attention"):
-        OPEN_CLIP.view.shown(tower)
+        OPEN_CLIP.view.arranged(tower)

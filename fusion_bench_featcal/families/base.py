@@ -15,7 +15,7 @@ from fusion_bench_featcal.settings import CalibrationError
 class ModelView:
     """An arrangement of a model's weights. The base class leaves them as stored."""
 
-    def shown(self, model: nn.Module) -> nn.Module:
+    def arranged(self, model: nn.Module) -> nn.Module:
         """Return the model arranged for calibration. It may share tensors with the argument."""
         return model
 

@@ -93,7 +93,7 @@ class UnfusedView(ModelView):
     find_blocks: Callable[[nn.Module], Iterable[str]]
     attention: str
 
-    def shown(self, model: nn.Module) -> nn.Module:
+    def arranged(self, model: nn.Module) -> nn.Module:
         """Return a model with the same tensors in which the blocks' attention is split.
 
         Raises:

@@ -111,7 +111,7 @@ def read_merge(merged: Path) -> Merge | None:
     file = merged / FILE
     try:
         content = read_yaml(file)
-        sections = list(_parts(content))
+        sections = list(_sections(content))
         models = [_reference(model, merged) for part in sections for model in _models(part)]
         named = next((part["base_model"] for part in sections if part.get("base_model")), None)
         base = None if named is None else _reference(named, merged)
@@ -138,7 +138,7 @@ def read_merge(merged: Path) -> Merge | None:
     return Merge(method, base_location, experts)
 
 
-def _parts(content: Any, label: str = "it") -> Iterator[Mapping[str, Any]]:
+def _sections(content: Any, label: str = "it") -> Iterator[Mapping[str, Any]]:
     """Yield a config and the slices and modules in it, after a check of their types."""
     if not isinstance(content, Mapping):
         raise ValueError(f"{label} is {content!r:.60}, not a mapping")
@@ -148,7 +148,7 @@ def _parts(content: Any, label: str = "it") -> Iterator[Mapping[str, Any]]:
             raise ValueError(f"{key} is {content[key]!r:.60}, not a {name}")
     yield content
     for part in [*(content.get("slices") or ()), *(content.get("modules") or {}).values()]:
-        yield from _parts(part, "a slice or module")
+        yield from _sections(part, "a slice or module")
 
 
 def _models(part: Mapping[str, Any]) -> Iterator[Any]:

@@ -199,16 +199,16 @@ def label_numbers(
         ordered = list(texts)
         if len({re.sub(r"\d+", "", text) for text in texts}) == 1:
             ordered.sort(key=lambda text: [int(number) for number in re.findall(r"\d+", text)])
-        pairs = _shown([f"{text}={number}" for number, text in enumerate(ordered)])
+        pairs = _listed([f"{text}={number}" for number, text in enumerate(ordered)])
         note = f"{option}: the expert's head has no class names, the data's are taken as {pairs}"
         return [ordered.index(text) for text in texts], [note]
     count = "several classes" if missing[0] in classes else "no class"
     raise ValueError(
-        f"{option}: the expert's head has {count} {missing[0]!r}; it has {_shown(classes)}"
+        f"{option}: the expert's head has {count} {missing[0]!r}; it has {_listed(classes)}"
     )
 
 
-def _shown(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
 
 

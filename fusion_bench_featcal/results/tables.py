@@ -239,11 +239,13 @@ def loss_grid(losses: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -
 def mapping_grid(table: Mapping[str, Mapping[str, Any]]) -> Grid:
     """Return a grid with keys as lines and rows of the report as columns."""
     keys = dict.fromkeys(key for entries in table.values() for key in entries)
-    lines = [(key, [_shown(key, row.get(key, ABSENT)) for row in table.values()]) for key in keys]
+    lines = [
+        (key, [_cell_text(key, row.get(key, ABSENT)) for row in table.values()]) for key in keys
+    ]
     return Grid("", list(table), lines)
 
 
-def _shown(key: str, value: Any) -> str:
+def _cell_text(key: str, value: Any) -> str:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and key.endswith("_bytes"):
         return f"{value / 2**20:.1f} MiB"

@@ -17,7 +17,7 @@ ENOUGH, MOST = 256, 7
 
 Change = Callable[[Any, torch.Generator], Any]
 """Returns a changed copy of a batch of one sample, using only the given random numbers. If the
-object has a method `each`, it is called with many samples and one generator for each."""
+object has a method `with_generators`, it is called with many samples and one generator for each."""
 
 
 class Jitter:
@@ -44,9 +44,9 @@ class Jitter:
         Raises:
             CalibrationError: If the batch has no images.
         """
-        return self.each(inputs, [generator] * len(_required_images(inputs)))
+        return self.with_generators(inputs, [generator] * len(_required_images(inputs)))
 
-    def each(self, inputs: Any, generators: Sequence[torch.Generator]) -> Any:
+    def with_generators(self, inputs: Any, generators: Sequence[torch.Generator]) -> Any:
         """Return changed copies of many images, with separate random numbers for each."""
         images = _required_images(inputs)
         draws = torch.cat([torch.rand(1, 4, generator=generator) for generator in generators])
@@ -138,9 +138,9 @@ def changed(change: Change, inputs: Any, generators: Sequence[torch.Generator]) 
     Raises:
         CalibrationError: If the changed samples have different shapes.
     """
-    of_each = getattr(change, "each", None)
-    if of_each is not None:
-        return of_each(inputs, generators)
+    with_generators = getattr(change, "with_generators", None)
+    if with_generators is not None:
+        return with_generators(inputs, generators)
     count = len(generators)
     samples = [
         change(part_of(inputs, count, slice(n, n + 1)), generator)

@@ -114,7 +114,7 @@ def reads_first_position(model: nn.Module, block: str, inputs: Any) -> bool:
 
 def _difference(family: Family, model: nn.Module, task: str, inputs: Any) -> str | None:
     """Describe how the blocks' outputs differ from the model's forward pass, or return None."""
-    model = family.view.shown(model)
+    model = family.view.arranged(model)
     blocks = [block for stage in family.stages(model) for block in stage]
     with naming_task(task):
         expected = _block_outputs(model, blocks, inputs)

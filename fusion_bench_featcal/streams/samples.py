@@ -116,7 +116,7 @@ def take_samples(
         size = batch_size(task, inputs)
         if size > limit - taken:
             inputs, size = part_of(inputs, size, slice(limit - taken)), limit - taken
-        check_token_ids(inputs, model, partial(_place, task, batches, taken))
+        check_token_ids(inputs, model, partial(_location_of_row, task, batches, taken))
         yield Batch(inputs, size, taken)
         taken += size
         if taken == limit:
@@ -139,7 +139,7 @@ def warn_of_few_samples(task: str, available: int, limit: int) -> None:
     )
 
 
-def _place(task: str, batches: Any, taken: int, row: int) -> str:
+def _location_of_row(task: str, batches: Any, taken: int, row: int) -> str:
     """Return a sample's name for messages: its name in the dataset, if batches have it."""
     name_of = getattr(batches, "at", None)
     return f"task {task}, sample {taken + row}" if name_of is None else name_of(taken + row)

@@ -57,7 +57,7 @@ def drawn(config: dict[str, Any], train: Any, test: Any = ()) -> dict[str, Any]:
         for split, values in (("train", train), ("test", test))
         if values
     }  # fmt: skip
-    return DataDigests(BaseModelPool(models, **data), BaseTaskPool()).drawn(config)
+    return DataDigests(BaseModelPool(models, **data), BaseTaskPool()).digests_of_samples(config)
 
 
 @pytest.mark.parametrize("seed", [42, 7])
@@ -114,6 +114,6 @@ def test_a_file_that_the_pool_names_counts_with_its_rows(
     digests = []
     for target in ("b", "c"):
         file.write_text(json.dumps({"prompt": "a", "target": target}) + "\n")
-        digests.append(DataDigests(pool, BaseTaskPool()).drawn(FEATCAL))
+        digests.append(DataDigests(pool, BaseTaskPool()).digests_of_samples(FEATCAL))
     assert digests[0] != digests[1]
     assert "counts in fingerprints by class" not in caplog.text

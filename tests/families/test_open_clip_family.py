@@ -30,7 +30,7 @@ def each(suite: Suite, change: Any) -> Suite:
 def test_shown_model_is_the_same_function(quick, batch_first):
     model = tower_suite(seed=1, quick=quick, batch_first=batch_first).merged
     pixels = normal(0, 3, 3, 8, 8)
-    shown = VIEW.shown(model)
+    shown = VIEW.arranged(model)
     torch.testing.assert_close(shown(pixels), model(pixels))
     assert not any(isinstance(module, nn.MultiheadAttention) for module in shown.modules())
     restored = VIEW.restored(copy.deepcopy(shown))
@@ -127,9 +127,9 @@ TEXT_ONLY = TwoTowers(nn.Identity())
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        *((lambda a=a: VIEW.shown(with_attention(a)), r"resblocks\.1\.attn is a .*replay.*modules")
+        *((lambda a=a: VIEW.arranged(with_attention(a)), r"resblocks\.1\.attn is a .*replay.*modules")
           for a in ATTENTIONS),
-        (lambda: VIEW.shown(without_switch()), r"batch in second place.*open_clip_torch 2\.26"),
+        (lambda: VIEW.arranged(without_switch()), r"batch in second place.*open_clip_torch 2\.26"),
         (lambda: OPEN_CLIP.stages(nn.Linear(2, 2)), r"Linear has no open_clip vision transformer"),
         (lambda: OPEN_CLIP.stages(TEXT_ONLY), "no open_clip vision transformer"),
         (lambda: resolve_family("auto", TEXT_ONLY), r"auto does not know TwoTowers.*open_clip"),

@@ -166,7 +166,7 @@ class Seeing(Scale):
 
     def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
         self.merged.append(merged)
-        merged.seen = {"left": ([0, 3, 4], ITEMS), "right": ([*range(ITEMS)], ITEMS)}  # type: ignore[assignment]
+        merged.fitted_items = {"left": ([0, 3, 4], ITEMS), "right": ([*range(ITEMS)], ITEMS)}  # type: ignore[assignment]
         return merged
 
 

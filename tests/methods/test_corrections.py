@@ -217,7 +217,7 @@ def test_streams_draw_of_their_split_and_say_so(stream, split, number, models, c
     assert model.samples == {task: {"samples": 8, "split": split} for task in TASKS}
     drawn = {t: b.indices for t, b in method.batches(inputs_of(tiny_pool(models))).items()}
     seen = {task: (indices, 10) for task, indices in drawn.items()}
-    assert model.seen == (seen if split == "test" else {})
+    assert model.fitted_items == (seen if split == "test" else {})
     pool = tiny_pool(models)
     items = {task: pictures(task, split, number) for task in TASKS}
     chosen = {task: [items[task][i] for i in indices] for task, indices in drawn.items()}

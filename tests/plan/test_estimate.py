@@ -332,7 +332,7 @@ def test_features_are_those_that_blocks_receive(row: Any):
         with pytest.raises(ValueError, match="number of positions"):
             features_of(family, made[0], family.stages(made[0]), 8, 8)
         return
-    model, inputs = family.view.shown(made[0].double().eval()), next(iter(made[1].values()))[0]
+    model, inputs = family.view.arranged(made[0].double().eval()), next(iter(made[1].values()))[0]
     stages, first = family.stages(model), next(iter(inputs.values()))
     first = inputs.get("pixel_values", inputs.get("input_ids", first))
     targets = inputs["labels"].shape[1] if "labels" in inputs else 0

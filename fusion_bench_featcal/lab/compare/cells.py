@@ -107,7 +107,7 @@ class CellMaker:
                     log.info("cell %s is finished", cell.title)
                     return result
                 lightning.seed_everything(self.seed, verbose=False)
-                result = self._made(cell)
+                result = self._run_cell(cell)
                 self.store.keep_result(cell.title, cell.key, result)
                 return result
         except Busy:
@@ -118,7 +118,7 @@ class CellMaker:
         finally:
             gc.collect()  # frees models in reference cycles before the next one is loaded
 
-    def _made(self, cell: Cell) -> CellResult:
+    def _run_cell(self, cell: Cell) -> CellResult:
         # Mergers and checks may ask the program for its pools.
         if self.program is not None:
             self.program.modelpool = self.inputs.modelpool
@@ -177,7 +177,7 @@ class CellMaker:
             result.cost[TOTAL_SECONDS] = merging["seconds"] + cost.seconds
         result.samples = method.samples(model, list(result.accuracy))
         result.cost |= _choice(model)
-        fitted_items = getattr(model, "seen", {})
+        fitted_items = getattr(model, "fitted_items", {})
         title = f"{merger.name}--{NONE}"
         merged_result = self.store.result(title, cell.merged_key) if fitted_items else None
         if merged_result is not None:

@@ -75,7 +75,7 @@ class DataDigests:
     taskpool: BaseTaskPool
     _digests: dict[Any, Any] = field(default_factory=dict)
 
-    def drawn(self, config: Any, settings: Any = None) -> dict[str, Any]:
+    def digests_of_samples(self, config: Any, settings: Any = None) -> dict[str, Any]:
         """Return the samples that a merger or method draws: draw -> task -> digest.
 
         Args:

@@ -89,7 +89,7 @@ class CellKeys:
             depends = {
                 "config": config,
                 "code": describe_code(config, self._files),
-                "data": self._data.drawn(config),
+                "data": self._data.digests_of_samples(config),
             }
             model = fingerprint(self._conditions, seed, depends)
             keys = {
@@ -110,7 +110,7 @@ class CellKeys:
             "settings": method.settings,  # with defaults
             "config": config,  # with what the settings leave out
             "code": describe_code([kind, config], self._files),
-            "data": self._data.drawn(config, method.settings),
+            "data": self._data.digests_of_samples(config, method.settings),
         }
 
 

@@ -76,7 +76,7 @@ class ResultStore:
 
     def result(self, name: str, key: str) -> CellResult | None:
         """Return a finished cell by its name and fingerprint; None if there is no complete one."""
-        folder = self._place("cells", name, key)
+        folder = self._path("cells", name, key)
         if not os.path.lexists(folder / _RESULT):
             return None
         try:
@@ -99,7 +99,7 @@ class ResultStore:
         Raises:
             ReportError: If a part of it has no JSON form.
         """
-        folder, items = self._place("cells", name, key), None
+        folder, items = self._path("cells", name, key), None
         names = [entry.name for entry in fields(result) if entry.name != "correct"]
         content = {entry: plain(getattr(result, entry), entry) for entry in names}
         try:
@@ -116,7 +116,7 @@ class ResultStore:
         Returns:
             Whether it was stored. A full disk does not stop the run.
         """
-        folder = self._place("upstreams", name, key)
+        folder = self._path("upstreams", name, key)
         content = {"cost": plain(cost, "cost")}
         try:
             _make_way(folder, (_WEIGHTS, _COST))
@@ -137,7 +137,7 @@ class ResultStore:
         Raises:
             CalibrationError: If the weights do not fit that model.
         """
-        folder = self._place("upstreams", name, key)
+        folder = self._path("upstreams", name, key)
         path = folder / _WEIGHTS
         if not os.path.lexists(folder / _COST):
             return None
@@ -161,9 +161,9 @@ class ResultStore:
 
     def claim(self, name: str, key: str) -> Path:
         """Return the path of a cell's claims, for `claims.claimed`."""
-        return self._place("claims", name, key)
+        return self._path("claims", name, key)
 
-    def _place(self, kind: str, name: str, key: str) -> Path:
+    def _path(self, kind: str, name: str, key: str) -> Path:
         return self.folder / kind / f"{re.sub(r'[^0-9A-Za-z_.+-]', '_', name)}-{key}"
 
 

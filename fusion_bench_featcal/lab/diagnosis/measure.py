@@ -87,7 +87,7 @@ def measure(
     Raises:
         CalibrationError: If the expert's weights or the items do not fit the model.
     """
-    home, model = device_of(model), family.view.shown(model)
+    home, model = device_of(model), family.view.arranged(model)
     modes = Modes.of(model)
     device = torch.device(device or home)
     copied(model, device, in_place=True)

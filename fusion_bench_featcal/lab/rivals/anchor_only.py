@@ -57,7 +57,7 @@ class AnchorOnly(Method):
         """
         settings, family = self.calibration_settings, resolve_family(self.family, merged)
         # The model in the family's view may share tensors with the merged one.
-        model = copied_module(family.view.shown(merged))
+        model = copied_module(family.view.arranged(merged))
         stages, norms = family.stages(model), self.calibrate_norm
         blocks = find_all_modules(model, stages, settings, calibrate_norm=norms).values()
         source = family.view.source(source_of(base))

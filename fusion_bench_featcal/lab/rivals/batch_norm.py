@@ -41,7 +41,7 @@ class BatchNormStatistics(SampleSettings):
     def _norms(self, merged: nn.Module) -> list[str]:
         """Return the names of the BatchNorms in a model's blocks."""
         family = resolve_family(self.family, merged)
-        viewed_model = family.view.shown(merged)
+        viewed_model = family.view.arranged(merged)
         norms = [
             name
             for stage in family.stages(viewed_model)

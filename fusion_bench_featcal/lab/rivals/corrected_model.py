@@ -69,8 +69,8 @@ class Corrected(nn.Module):
         tasks: The tasks' names.
         samples: Task -> `{"samples": number, "split": name}` of its correction.
         curves: Task -> its training curve, (step, loss).
-        seen: Task -> positions of the test items that its correction was fitted on, and the number
-            of all test items. Not saved.
+        fitted_items: Task -> positions of the test items that its correction was fitted on, and
+            the number of all test items. Not saved.
     """
 
     is_surgery_model = True  # FusionBench's protocol
@@ -91,7 +91,7 @@ class Corrected(nn.Module):
         self.tasks = tuple(corrections)
         self.samples = {task: dict(used) for task, used in (samples or {}).items()}
         self.curves = {t: [(*point,) for point in curve] for t, curve in (curves or {}).items()}
-        self.seen: dict[str, tuple[list[int], int]] = {}
+        self.fitted_items: dict[str, tuple[list[int], int]] = {}
         modules = {_key(task): correction for task, correction in corrections.items()}
         if len(modules) < len(corrections):
             raise ValueError(f"tasks must differ in more than '-', '.' and '_': {[*corrections]}")

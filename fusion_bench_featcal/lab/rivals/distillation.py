@@ -71,7 +71,7 @@ class Distillation(ModelSettings, TextSettings, SampleSettings):
                 taken = list(take_samples(task, batches[task], settings, student))
                 batches_of_inputs = [batch.inputs for batch in taken]
                 lessons[task] = expert_lessons(task, batches_of_inputs, inputs, settings, student)
-            self.drawn[task] = sum(batch.samples for batch in taken)
+            self.sample_counts[task] = sum(batch.samples for batch in taken)
         return lessons
 
     @torch.inference_mode(False)  # tensors created in inference mode cannot be trained

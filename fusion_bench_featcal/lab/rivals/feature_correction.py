@@ -201,7 +201,7 @@ class FeatureCorrection(Method):
         curves = {task: thinned(losses) for task, losses in self.losses.items()}
         model = self._corrected(merged, site, corrections, samples=samples, curves=curves)
         if self.split == "test":
-            model.seen = {t: (b.indices, b.available) for t, b in batches.items()}
+            model.fitted_items = {t: (b.indices, b.available) for t, b in batches.items()}
         return model
 
     def _collect(

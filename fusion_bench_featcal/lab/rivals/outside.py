@@ -77,7 +77,7 @@ def load_outside(
 def _groups_outside(model: nn.Module, settings: FeatCalSettings, first: Batch) -> list[Group]:
     """Return the layers outside the blocks that run and share their weight with no other layer."""
     family = resolve_family(settings.family, model)
-    stages = family.stages(family.view.shown(model))
+    stages = family.stages(family.view.arranged(model))
     blocks = tuple(f"{block}." for stage in stages for block in stage)
     counts = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     sites = [

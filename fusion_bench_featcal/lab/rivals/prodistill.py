@@ -144,7 +144,7 @@ class TrainingStreams(Streams):
 
     def _task_vectors(self, block: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the base's parameters of a block, and the experts' steps from them, `[i, ...]`."""
-        base = dict(self.runner.family.view.shown(self.base).named_parameters())
+        base = dict(self.runner.family.view.arranged(self.base).named_parameters())
         starts, vectors = {}, {}
         for name in names_under(dict(self.model.named_parameters()), [block]):
             start = base[name].detach().to(self.runner.device)

@@ -108,19 +108,25 @@ class Method(Settings):
         """Refuse unusable models or data before a model is loaded. The default refuses none."""
 
     @cached_property
-    def drawn(self) -> dict[str, int]:
+    def sample_counts(self) -> dict[str, int]:
         """Number of samples per task used for the last model."""
         return {}
 
     def note_samples(self, log: CalibrationLog) -> None:
         """Store the numbers of samples that a calibration has used."""
-        self.drawn.clear()
-        self.drawn.update({record["task"]: record["samples"] for record in log.of_kind("task")})
+        self.sample_counts.clear()
+        self.sample_counts.update(
+            {record["task"]: record["samples"] for record in log.of_kind("task")}
+        )
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Task -> {"samples": number, "split": name} of the data used for the last model."""
         split = self.calibration_settings.calibration_split
-        return {t: {"samples": self.drawn[t], "split": split} for t in tasks if t in self.drawn}
+        return {
+            t: {"samples": self.sample_counts[t], "split": split}
+            for t in tasks
+            if t in self.sample_counts
+        }
 
     def added(self, model: nn.Module) -> dict[str, int]:
         """Module -> parameters that the model has beside the merged one's. By default none."""

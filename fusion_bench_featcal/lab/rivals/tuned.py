@@ -99,7 +99,7 @@ class Search(Method):
         """Return the method's config with a change and a number of samples per task (None: all)."""
         draw = {name: getattr(self, name) for name in _DRAW}
         draw["samples_per_task"] = samples or self.samples_per_task
-        return {**self.of, **change, **{name: draw[name] for name in self.drawn_keys}}
+        return {**self.of, **change, **{name: draw[name] for name in self.sample_counts_keys}}
 
     def best(
         self, inputs: MethodInputs, make: Callable[[Mapping[str, Any]], nn.Module]
@@ -228,8 +228,8 @@ class Tuned(Search):
 
         model: Any = self.best(inputs, make)
         task_batches = inputs.batches(self.calibration_settings) if model.choice.tried > 1 else {}
-        self.drawn.clear()
-        self.drawn.update({task: batches.samples for task, batches in task_batches.items()})
+        self.sample_counts.clear()
+        self.sample_counts.update({task: batches.samples for task, batches in task_batches.items()})
         return model
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
