@@ -239,9 +239,8 @@ def loss_grid(losses: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -
 def mapping_grid(table: Mapping[str, Mapping[str, Any]]) -> Grid:
     """Return a grid with keys as lines and rows of the report as columns."""
     keys = dict.fromkeys(key for entries in table.values() for key in entries)
-    lines = [
-        (key, [_cell_text(key, row.get(key, ABSENT)) for row in table.values()]) for key in keys
-    ]
+    rows = table.values()
+    lines = [(key, [_cell_text(key, row.get(key, ABSENT)) for row in rows]) for key in keys]
     return Grid("", list(table), lines)
 
 

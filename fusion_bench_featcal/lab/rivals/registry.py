@@ -115,18 +115,14 @@ class Method(Settings):
     def note_samples(self, log: CalibrationLog) -> None:
         """Store the numbers of samples that a calibration has used."""
         self.sample_counts.clear()
-        self.sample_counts.update(
-            {record["task"]: record["samples"] for record in log.of_kind("task")}
-        )
+        records = log.of_kind("task")
+        self.sample_counts.update({record["task"]: record["samples"] for record in records})
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Task -> {"samples": number, "split": name} of the data used for the last model."""
         split = self.calibration_settings.calibration_split
-        return {
-            t: {"samples": self.sample_counts[t], "split": split}
-            for t in tasks
-            if t in self.sample_counts
-        }
+        counts = self.sample_counts
+        return {t: {"samples": counts[t], "split": split} for t in tasks if t in counts}
 
     def added(self, model: nn.Module) -> dict[str, int]:
         """Module -> parameters that the model has beside the merged one's. By default none."""
