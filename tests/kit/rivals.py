@@ -19,15 +19,15 @@ class Rival:
     Attributes:
         kind: Name of its class in `fusion_bench_featcal.lab.rivals`.
         few: Settings that make it short.
-        nothing: Settings with which it changes nothing; None: there are none.
-        start: Model that it gives then: `merged`, or the base with so much of every task vector.
-        texts: Takes language models of the families t5 and llama.
+        nothing: Settings with which it changes nothing, if there are any.
+        start: Share of all task vectors that it then adds to the base. Default: the merged model.
+        texts: If it takes language models.
     """
 
     kind: str
     few: Mapping[str, Any] = field(default_factory=dict)
     nothing: Mapping[str, Any] | None = None
-    start: str | float = "merged"
+    start: float | None = None
     texts: bool = True
 
     @property
@@ -48,7 +48,7 @@ class Rival:
 
 
 DRAW: dict[str, Any] = {"samples_per_task": 8, "batch_size": 4}
-TRAINED = DRAW | {"steps": 5}
+TRAINED = DRAW | {"steps": 3}
 STILL = {"learning_rate": 1e-30}
 OURS = DRAW | {"stream": "calibration"}
 RIVALS = {
@@ -57,7 +57,7 @@ RIVALS = {
         Rival("AnchorOnly", {"anchor_rho": 2.0}, {"anchor_rho": 1.0}),
         Rival("FeatCal", DRAW, {"ridge_lambda": 1e12, "anchor_rho": 1.0}),
         Rival("Distillation", TRAINED, STILL),
-        Rival("ProDistill", DRAW | {"epochs": 3}, STILL, start=0.3),
+        Rival("ProDistill", DRAW | {"epochs": 2}, STILL, start=0.3),
         Rival("RegMean", DRAW),
         Rival("RegMeanPlusPlus", DRAW),
         Rival("Lot", DRAW, {"scale": 1e-12}, start=0.0),
@@ -79,8 +79,8 @@ def planted_drift(samples: int = 256, width: int = 24, rank: int = 2) -> tuple[T
     return merged, merged - torch.relu(merged @ down.T) @ up.T
 
 
-def distance(left: Tensor, right: Tensor) -> float:
-    return (left - right).abs().mean().item()
+def distance(features: Tensor, target: Tensor) -> float:
+    return (features - target).abs().mean().item()
 
 
 def generator(seed: int, task: str, purpose: str) -> torch.Generator:
@@ -105,12 +105,12 @@ class Adam:
 
     def step(self, weights: list[Tensor], gradients: Mapping[int, Tensor]) -> None:
         """Weights without a gradient move on by their momentum."""
-        for place, w in enumerate(weights):
-            count, first, second = self.state.get(place, (0, 0 * w, 0 * w))
-            if count or place in gradients:
-                g = gradients.get(place, torch.zeros_like(w))
+        for index, w in enumerate(weights):
+            count, first, second = self.state.get(index, (0, 0 * w, 0 * w))
+            if count or index in gradients:
+                g = gradients.get(index, torch.zeros_like(w))
                 first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g**2
-                self.state[place] = count + 1, first, second
+                self.state[index] = count + 1, first, second
                 size = (second / (1 - 0.999 ** (count + 1))).sqrt() + 1e-8
                 w.data -= self.rate * first / (1 - 0.9 ** (count + 1)) / size
 
@@ -155,8 +155,8 @@ def trained_by_hand(features: Mapping[str, tuple[Tensor, Tensor]], method: Any) 
             loss = (x - drift - target).abs().mean() + divergence
             losses[task].append(loss.item())
             gradients = torch.autograd.grad(loss, weights)
-            every = [w for m in modules.values() for w in m] if joint else weights
-            places = [next(n for n, w in enumerate(every) if w is one) for one in weights]
-            optimizers[task].step(every, dict(zip(places, gradients, strict=True)))
+            trained = [w for m in modules.values() for w in m] if joint else weights
+            indices = [next(n for n, w in enumerate(trained) if w is one) for one in weights]
+            optimizers[task].step(trained, dict(zip(indices, gradients, strict=True)))
     result = {t: [w.detach() for w in modules["shared" if shared else t]][:2] for t in features}
     return {"modules": result, "losses": losses}

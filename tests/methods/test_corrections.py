@@ -9,7 +9,7 @@ from rivals import OURS, TRAINED, Rival, distance, planted_drift, trained_by_han
 from text_pools import NORMS, text_pool, text_tokenizer, with_tests
 from tiny_models import normal
 from tiny_pools import TASKS, assert_equal, inputs_of, pictures, projection_of, tiny_pool, tower
-from tiny_texts import sentences, with_data
+from tiny_texts import sentences
 from torch import Tensor, nn
 
 from fusion_bench_featcal.lab.rivals import ProbSurgery, RidgeSurgery, Surgery
@@ -39,7 +39,6 @@ SURGERIES: list[tuple[str, dict[str, Any]]] = [
     ("Surgery", {"rank": 3, "optimizer": "per_task", "seed": 3}),
     ("Surgery", {"rank": 3, "recompute": True}),
     ("ProbSurgery", {"hidden": 5, "kl_weight": 0.05}),
-    ("ProbSurgery", {"hidden": 5, "kl_weight": 0.05, "recompute": True}),
     ("ProbSurgery", {"hidden": 5, "kl_weight": 0.0, "shared": True}),
 ]
 
@@ -67,12 +66,12 @@ def test_surgery_trains_as_written_out(kind, settings, models) -> None:
     assert sum(model.added().values()) == sizes
 
 
-@pytest.mark.parametrize(("features", "width"), [(512, 16), (64, 2), (1024, 32), (8, 1)])
-def test_relative_width_is_in_proportion_to_the_features(features, width) -> None:
-    sides = normal(0, 3, features).float(), normal(1, 3, features).float()
-    assert Surgery(width="relative", steps=1).fit(*sides).down.shape == (width, features)
-    wide = ProbSurgery(width="relative", steps=1).fit(*sides)
-    assert wide.down.shape == (8 * width if features > 8 else 2, features)
+def test_relative_width_is_in_proportion_to_the_features() -> None:
+    for features, width, hidden in ((512, 16, 128), (8, 1, 2)):
+        sides = normal(0, 3, features).float(), normal(1, 3, features).float()
+        assert Surgery(width="relative", steps=1).fit(*sides).down.shape == (width, features)
+        wide = ProbSurgery(width="relative", steps=1).fit(*sides)
+        assert wide.down.shape == (hidden, features)
 
 
 def test_scaled_weight_of_prob_surgery_helps_at_norm_one_where_the_published_one_harms() -> None:
@@ -84,24 +83,6 @@ def test_scaled_weight_of_prob_surgery_helps_at_norm_one_where_the_published_one
         module = ProbSurgery(hidden=32, kl_weight=weight, steps=200).fit(merged[:128], expert[:128])
         after[weight] = distance(module(merged[128:]), expert[128:])
     assert after["scaled"] < before < after[1e-4]
-
-
-def test_gradients_are_taken_where_they_are_off() -> None:
-    merged, expert = planted_drift()
-    with torch.inference_mode():
-        module = Surgery(steps=20).fit(merged * 1, expert * 1, "a")
-    assert not any(weight.requires_grad for weight in module.parameters())
-    assert distance(module(merged), expert) < distance(merged, expert)
-
-
-def test_curves_have_a_point_every_twenty_updates(models) -> None:
-    method, model = trained(models, "Surgery", steps=45)
-    losses = method.losses["one"]
-    means = [
-        sum(losses[start : start + 20]) / len(losses[start : start + 20]) for start in (0, 20, 40)
-    ]
-    points = [(0, losses[0]), *zip((20, 40, 45), means, strict=True)]
-    assert model.curves["one"] == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in points]
 
 
 def ridge(merged: Tensor, expert: Tensor, strength: Any) -> Any:
@@ -127,7 +108,9 @@ def test_ridge_surgery_solves_the_ridge_regression_of_the_drift() -> None:
     torch.testing.assert_close(scaled(100 * merged), 100 * module(merged))
     mean = ridge(merged, expert, 1e12)(merged)
     torch.testing.assert_close(mean, merged - drift.mean(0))
-    assert ridge(merged.float(), expert.float(), 0.1).matrix.dtype == torch.float32
+    for samples, strength in ((1, 0.1), (4, 0)):  # few samples are reproduced
+        merged, expert = affine_drift(samples=samples, width=10)
+        torch.testing.assert_close(ridge(merged, expert, strength)(merged), expert)
 
 
 def test_auto_takes_the_least_error_of_refits_without_each_sample() -> None:
@@ -137,10 +120,10 @@ def test_auto_takes_the_least_error_of_refits_without_each_sample() -> None:
     variance = (merged - merged.mean(0)).square().mean()
     for strength in grid:
         for left_out in range(12):
-            kept = [row for row in range(12) if row != left_out]
-            part = merged[kept]
-            own = (part - part.mean(0)).square().mean()  # the strength is that of the full fit
-            module = ridge(part, expert[kept], strength * float(12 * variance / (11 * own)))
+            rows = [row for row in range(12) if row != left_out]
+            part = merged[rows]
+            less = (part - part.mean(0)).square().mean()  # the strength is that of the full fit
+            module = ridge(part, expert[rows], strength * float(12 * variance / (11 * less)))
             gap = module(merged[left_out]) - expert[left_out]
             errors[strength] += float(gap.square().sum())
     best = min(grid, key=lambda strength: errors[strength])
@@ -148,22 +131,16 @@ def test_auto_takes_the_least_error_of_refits_without_each_sample() -> None:
     assert_equal(ridge(merged, expert, "auto"), ridge(merged, expert, best))
 
 
-@pytest.mark.parametrize(("samples", "strength"), [(1, 0.1), (4, 0)])
-def test_few_samples_are_reproduced(samples, strength) -> None:
-    merged, expert = affine_drift(samples=samples, width=10)
-    torch.testing.assert_close(ridge(merged, expert, strength)(merged), expert)
-
-
 @torch.no_grad()
 def site_features(model: Any, x: Any, blocks: list[str], final: Any, sites: Any = None) -> list:
     """Token means behind every block and final features, with corrections in the blocks."""
-    seen: list[Tensor] = []
+    means: list[Tensor] = []
 
     def hook(part: Any) -> Any:
         def change(_: Any, __: Any, output: Any) -> Any:
             hidden = output if isinstance(output, Tensor) else output[0]
             hidden = hidden if part is None else part(hidden)
-            seen.append(hidden.mean(1) if hidden.ndim == 3 else hidden)
+            means.append(hidden.mean(1) if hidden.ndim == 3 else hidden)
             return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
         return change
@@ -174,7 +151,7 @@ def site_features(model: Any, x: Any, blocks: list[str], final: Any, sites: Any 
     features = final(model, x)
     for handle in hooks:
         handle.remove()
-    return [*seen, features if sites is None else sites.final(features)]
+    return [*means, features if sites is None else sites.final(features)]
 
 
 def total_drift(merged: Any, expert: Any, *args: Any, sites: Any = None) -> float:
@@ -213,26 +190,24 @@ def test_surgery_v2_trains_on_the_drift_behind_every_block_and_applies_it(models
 )
 def test_streams_draw_of_their_split_and_say_so(stream, split, number, models, caplog) -> None:
     few = Rival("RidgeSurgery", {"samples_per_task": 8, "stream": stream})
-    method, model = few.run(inputs_of(tiny_pool(models)), tower(models, "_merged_"))
-    assert model.samples == {task: {"samples": 8, "split": split} for task in TASKS}
-    drawn = {t: b.indices for t, b in method.batches(inputs_of(tiny_pool(models))).items()}
-    seen = {task: (indices, 10) for task, indices in drawn.items()}
-    assert model.fitted_items == (seen if split == "test" else {})
+
+    def fitted(pool: Any, **more: Any) -> Any:
+        return few.run(inputs_of(pool), tower(models, "_merged_"), **more)
+
     pool = tiny_pool(models)
+    method, model = fitted(pool)
+    assert model.samples == {task: {"samples": 8, "split": split} for task in TASKS}
+    indices = {task: b.indices for task, b in method.batches(inputs_of(pool)).items()}
+    tested = {task: (numbers, 10) for task, numbers in indices.items()}
+    assert model.fitted_items == (tested if split == "test" else {})
     items = {task: pictures(task, split, number) for task in TASKS}
-    chosen = {task: [items[task][i] for i in indices] for task, indices in drawn.items()}
+    chosen = {task: [items[task][i] for i in numbers] for task, numbers in indices.items()}
     setattr(pool, f"load_{split}_dataset", chosen.__getitem__)
-    same = few.run(inputs_of(pool), tower(models, "_merged_"))[1]
-    torch.testing.assert_close(model.state_dict(), same.state_dict(), rtol=1e-3, atol=1e-4)
-    whole = few.run(inputs_of(tiny_pool(models)), tower(models, "_merged_"), samples_per_task=99)[1]
+    again = fitted(pool)[1].state_dict()
+    torch.testing.assert_close(model.state_dict(), again, rtol=1e-3, atol=1e-4)
+    whole = fitted(tiny_pool(models), samples_per_task=99)[1]
     assert whole.samples["one"] == {"samples": number, "split": split}
     assert f"task one has {number} samples, fewer than method.samples_per_task = 99" in caplog.text
-
-
-def test_projection_comes_from_the_model_that_is_named(models) -> None:
-    few = Rival("RidgeSurgery", {"samples_per_task": 8, "clip_model": models["one"]})
-    model = few.run(inputs_of(tiny_pool(models)), tower(models, "_merged_"))[1]
-    assert torch.equal(model.projection.weight, projection_of(models, "one").weight)
 
 
 TEXTS = {"samples_per_task": 12, "batch_size": 4, "generated_tokens": 4}
@@ -274,7 +249,7 @@ def test_a_planted_drift_of_a_language_model_is_removed(texts) -> None:
 
 
 def test_the_test_stream_learns_from_the_experts_answers_alone(texts) -> None:
-    """Other answers of the test split, or none at all, change nothing."""
+    """Other answers of the test split change nothing."""
     kind, pool = texts
     few = Rival("RidgeSurgery", TEXTS | {"stream": "test_tta"})
     method, reference = few.run(inputs_of(pool), pool.load_model("_pretrained_"))
@@ -285,10 +260,9 @@ def test_the_test_stream_learns_from_the_experts_answers_alone(texts) -> None:
         new = expert.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0]
         answers.append(new[1 if kind == "seq2seq" else ids.shape[1] :].tolist())
     assert [row[row >= 0].tolist() for batch in stream for row in batch["labels"]] == answers
-    for change in ({}, {"target": "t s r q"}):
-        rows = lambda task, c=change: [{"prompt": r["prompt"]} | c for r in sentences(task)]  # noqa: E731
-        other = with_tests(copy.copy(pool), rows)
-        assert_equal(few.run(inputs_of(other), pool.load_model("_pretrained_"))[1], reference)
+    rows = lambda task: [row | {"target": "t s r q"} for row in sentences(task)]  # noqa: E731
+    other = with_tests(copy.copy(pool), rows)
+    assert_equal(few.run(inputs_of(other), pool.load_model("_pretrained_"))[1], reference)
 
 
 def test_the_task_pool_tells_the_task(texts) -> None:
@@ -299,11 +273,3 @@ def test_the_task_pool_tells_the_task(texts) -> None:
     report, plain = taskpool.evaluate(model), taskpool.evaluate(model.model)
     assert all(report[task]["loss"] != plain[task]["loss"] for task in test_sets)
     assert model.task is None
-
-
-def test_language_models_of_other_families_name_their_norm(texts) -> None:
-    kind, pool = texts
-    pool = with_data(copy.copy(pool))
-    few = Rival("RidgeSurgery", TEXTS)
-    result = few.run(inputs_of(pool), pool.load_model("one"), final_norm=NORMS[kind])[1]
-    assert_equal(result, few.run(inputs_of(pool), pool.load_model("one"))[1])
