@@ -24,8 +24,10 @@ def in_processes(
 
         def joined(rank: int) -> Any:
             store = dist.FileStore(f"{folder}/store", size)
-            waits = timedelta(seconds=patience or seconds)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=waits)
+            longest, waits = timedelta(seconds=seconds), timedelta(seconds=patience or seconds)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=longest
+            )
             return work(TorchProcesses(patience=waits))
 
         return in_forks(size, joined, seconds=seconds)
