@@ -47,7 +47,7 @@ def together(
         arguments = replace(suite, experts={**suite.experts}, inputs={**suite.inputs})
         if change is not None:
             change(arguments, processes)
-        settings = {"samples_per_task": samples_in(suite), "rule": rule, **more}
+        settings: dict[str, Any] = {"samples_per_task": samples_in(suite), "rule": rule, **more}
         return run_fast(arguments, processes=processes, **settings)
 
     return in_processes(size, work)
@@ -101,8 +101,9 @@ CASES: dict[str, tuple[Callable[[], Suite], int, Any, dict[str, Any]]] = {
 def test_model_and_log_are_those_of_one_process(case: str):
     make, size, rule, more = CASES[case]
     suite = make()
-    expected = run_fast(suite, rule=rule, **{"samples_per_task": samples_in(suite)} | more)
-    results = together(suite, size, rule=rule, **more)
+    settings: dict[str, Any] = {"samples_per_task": samples_in(suite), "rule": rule, **more}
+    expected = run_fast(suite, **settings)
+    results = together(suite, size, **settings)
     assert_one_model(results)
     # Other sizes of batches alone move what Plus solves in one process by 3e-12.
     assert_same(results[0].model, expected.model, 1e-11 if rule is PLUS else 1e-12)
