@@ -54,7 +54,7 @@ def lines() -> Iterator[tuple[str, bool]]:
             if examined_row.replay_gap == 0
             else f"{examined_row.replay_gap:.0e}"
         )
-        exceptions = f", without {', '.join(row.left)}" if row.left else ""
+        exceptions = f", without {', '.join(row.excluded)}" if row.excluded else ""
         cells = (
             row.name,
             row.kind,

@@ -6,13 +6,18 @@ import pytest
 from model_types import ROWS, Row, examined
 from tiny_models import ROUNDING
 
-# Each has the blocks of a type that runs each time.
-SLOW = {
-    "cohere2", "glm4", "olmo3", "arcee", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "helium",
-    "jais2", "gpt_bigcode", "codegen", "roberta", "xlm-roberta", "megatron-bert", "electra",
-    "roberta, bare", "deberta", "dinov2_with_registers", "vit_msn", "vit, bare",
+# One type of each arrangement of norms, projections and positions. All others are slow tests.
+EACH_TIME = {
+    "clip_vision_model, bare", "t5", "whisper", "qwen2_vl", "llama", "gemma2", "phi3", "phi",
+    "cohere", "gemma3_text", "olmo", "nemotron", "gpt_neox", "nanochat", "persimmon", "lfm2",
+    "gpt2", "bloom", "opt", "falcon", "mixtral", "qwen2_moe", "bert", "distilbert", "deberta-v2",
+    "modernbert", "bert, bare", "eurobert, bare", "vit", "dinov2", "beit", "siglip",
+    "dinov3_vit, bare", "resnet", "convnext",
 }  # fmt: skip
-TABLE = [pytest.param(r, id=r.name, marks=[pytest.mark.slow] * (r.name in SLOW)) for r in ROWS]
+TABLE = [
+    pytest.param(row, id=row.name, marks=[pytest.mark.slow] * (row.name not in EACH_TIME))
+    for row in ROWS
+]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules

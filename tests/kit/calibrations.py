@@ -34,7 +34,7 @@ def settings_of(knobs: Knobs, suite: Suite, **more: Any) -> FeatCalSettings:
         "ridge_lambda": knobs.lam, "mix_alpha": knobs.alpha, "anchor_rho": knobs.rho,
         "eps": knobs.eps, "calibrate_bias": knobs.bias, "calibrate_norm": knobs.norm,
         "token_weights": "demo_last_block" if knobs.demo_last_block else "uniform",
-        "modules": [f"!{end}" for end in suite.left] or None,
+        "modules": [f"!{end}" for end in suite.excluded] or None,
         "samples_per_task": more.get("samples_per_task") or samples_in(suite),
     }  # fmt: skip
     if not isinstance(more.get("rule", ""), str):  # an object has numbers of its own
@@ -75,7 +75,7 @@ def run_slow(
     features: torch.dtype = torch.float64,
 ) -> Outcome:  # fmt: skip
     """The oracle with the rows of every block and module."""
-    modules = modules_of(suite.merged, suite.blocks, suite.left)
+    modules = modules_of(suite.merged, suite.blocks, suite.excluded)
     models = suite.merged, suite.base if has_base else None, suite.experts
     weights, others = counted_rows(suite, modules, decoder_rows)
     data = suite.inputs, suite.blocks, modules

@@ -32,7 +32,7 @@ RELATIVE: dict[str, Any] = {
     "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
     "type_vocab_size": 0,
 }  # fmt: skip
-Made = tuple[nn.Module, dict[str, list]]
+Model = tuple[nn.Module, dict[str, list]]
 
 
 @dataclass(frozen=True)
@@ -45,26 +45,26 @@ class Row:
         make: Makes a model and each task's batches; None if this release of transformers lacks
             the type.
         family: The family that `auto` should find.
-        left: Ends of the names of modules that cannot be calibrated.
+        excluded: Ends of the names of modules that cannot be calibrated.
         replay: The family to compare with; None: `replay` with the same blocks.
     """
 
     name: str
     kind: str
-    make: Callable[[], Made | None]
+    make: Callable[[], Model | None]
     family: str = "stack"
-    left: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
     replay: Any = None
 
     def suite(self, seed: int = 1) -> Suite | None:
         """Base, experts and merger in float64; None if the type is lacking."""
         torch.manual_seed(seed)
-        made = self.make()
-        if made is None:
+        pair = self.make()
+        if pair is None:
             return None
-        model, inputs = made
+        model, inputs = pair
         blocks = [b for stage in resolve_family("auto", model).stages(model) for b in stage]
-        return replace(tiny.suite_of(model.eval(), inputs, blocks, seed), left=self.left)
+        return replace(tiny.suite_of(model.eval(), inputs, blocks, seed), excluded=self.excluded)
 
 
 class Examined(NamedTuple):
@@ -88,7 +88,7 @@ def examined(row: Row, folder: Path) -> Examined | None:
     other = run_fast(suite, PAPER, row.replay or replay(suite) | {"has_tables": True}).model
     model.save_pretrained(folder)
     again = type(model).from_pretrained(folder, dtype=torch.float64)
-    parameters = [[p.detach() for p in each.parameters()] for each in (model, other, again)]
+    parameters = [[p.detach() for p in m.parameters()] for m in (model, other, again)]
     pairs = zip(*parameters[:2], strict=True)
     return Examined(
         family=result.log.family,
@@ -119,9 +119,9 @@ def texts() -> dict[str, list]:
 
 def long_texts() -> dict[str, list]:
     """Enough tokens for every expert of a mixture."""
-    lengths = [15, 9, 13, 16, 12]
+    lengths = [15, 9, 13, 16, 12] * 2
     return two(*(lambda n, k=k: without_labels(sentences(lengths, 16, seed=10 * n + k))
-                 for k in range(4)))  # fmt: skip
+                 for k in range(2)))  # fmt: skip
 
 
 def images() -> dict[str, list]:
@@ -153,39 +153,39 @@ def _row(
     kind: str, model_type: str, config: Mapping[str, Any] | None = None, *, name: str = "",
     make: Any = None, **more: Any,
 ) -> Row:  # fmt: skip
-    usual, batches, known = KINDS[kind]
+    maker, batches, shape = KINDS[kind]
     if kind == "decoder" and config is None:
         config = GROUPED
-    sizes = SIZES | known | dict(config or {})
+    sizes = SIZES | shape | dict(config or {})
 
-    def made() -> Made | None:
+    def pair() -> Model | None:
         if model_type not in CONFIG_MAPPING:
             return None
-        return (make or usual)(AutoConfig.for_model(model_type, **sizes)), batches()
+        return (make or maker)(AutoConfig.for_model(model_type, **sizes)), batches()
 
     bare = ", bare" if kind in ("encoder", "vision tower") else ""
-    return Row(name or f"{model_type}{bare}", kind, made, **more)
+    return Row(name or f"{model_type}{bare}", kind, pair, **more)
 
 
-def _whisper() -> Made:
+def _whisper() -> Model:
     batch = tiny.whisper_batch
-    return tiny.whisper_model(), two(
+    return tiny.model_of("whisper"), two(
         lambda n: batch([4, 1, 3], 10 * n), lambda n: batch([2, 5], 10 * n + 1)
     )
 
 
-def _t5() -> Made:
+def _t5() -> Model:
     first = lambda n: tiny.t5_batch([3, 6, 5], [4, 1, 3], 10 * n)  # noqa: E731
     return tiny.t5_model(), two(first, lambda n: tiny.t5_batch([5, 2], [2, 3], 10 * n + 1))
 
 
-def _network(name: str) -> Made:
+def _network(name: str) -> Model:
     noise = tiny_convs.images(sizes=(4, 3), side=16).items()
     inputs = {task: [{"pixel_values": batch} for batch in batches] for task, batches in noise}
     return tiny_convs.MAKES[name](), inputs
 
 
-def _vision_language(kind: str) -> Made:
+def _vision_language(kind: str) -> Model:
     batch = tiny.vision_language_batch
     return tiny.vision_language_model(kind), two(
         lambda n: batch([4, 2], 10 * n + 6), lambda n: batch([3, 1], 10 * n + 4)
@@ -205,7 +205,7 @@ DECODERS = (
         ),
     ),
     _decoder("diffllama", {"num_attention_heads": 4, "num_key_value_heads": 2}),
-    _decoder("persimmon", left=("q_layernorm", "k_layernorm")),  # of heads
+    _decoder("persimmon", excluded=("q_layernorm", "k_layernorm")),  # of heads
     _decoder("lfm2", GROUPED | {"layer_types": ["full_attention"] * 2}),
     _decoder("gpt2", GPT),
     _decoder("gpt_bigcode", GPT),
@@ -238,7 +238,7 @@ VISION = (
     *map(_image_classifier, ("vit", "dinov2", "dinov2_with_registers", "ijepa", "vit_msn")),
     _image_classifier("deit", make=transformers.DeiTForImageClassification),
     _image_classifier("beit", {"use_relative_position_bias": True},
-                      left=("relative_position_bias",)),
+                      excluded=("relative_position_bias",)),
     _image_classifier("siglip", {"vision_config": SIZES | IMAGE, "text_config": SIZES | TEXT}),
     *(_row("vision tower", name)
       for name in ("siglip_vision_model", "vit", "dinov3_vit", "aimv2_vision_model")),

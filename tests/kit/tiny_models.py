@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, CLIPVisionConfig, CLIPVisionModel
+from transformers import AutoConfig
 
 VOCABULARY = 30
 NO_TARGET = -100
@@ -16,9 +16,9 @@ NO_TARGET = -100
 
 @dataclass
 class Suite:
-    """The inputs of one calibration: a base, experts scattered about it, their merger, and inputs.
+    """Arguments of a calibration: a base, experts scattered about it, their merger, and inputs.
 
-    Modules whose names end with one of `left` stay as merged.
+    Modules whose names end with one of `excluded` stay as merged.
     """
 
     merged: nn.Module
@@ -27,7 +27,7 @@ class Suite:
     inputs: dict[str, list]
     blocks: list[str]
     family: Any = "auto"
-    left: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
 
     def to(self, dtype: torch.dtype) -> "Suite":
         """Copies of the models in another dtype; inputs stay."""
@@ -50,10 +50,10 @@ def scatter(model: nn.Module, seed: int, size: float) -> nn.Module:
 def add_up(base: nn.Module, experts: Mapping[str, nn.Module], scale: float) -> nn.Module:
     """Task arithmetic."""
     merged = copy.deepcopy(base)
-    theirs = [dict(expert.named_parameters()) for expert in experts.values()]
     with torch.no_grad():
         for name, parameter in merged.named_parameters():
-            parameter.add_(scale * sum(their[name] - parameter for their in theirs))
+            tensors = [expert.get_parameter(name) for expert in experts.values()]
+            parameter.add_(scale * sum(tensor - parameter for tensor in tensors))
     return merged
 
 
@@ -67,7 +67,7 @@ def suite_of(
 
 
 def replayed(model: nn.Module, inputs: dict[str, list], blocks: list[str], seed: int) -> Suite:
-    """The same for a model that no family knows."""
+    """Suite of a model without a family, which is replayed."""
     return suite_of(model, inputs, blocks, seed, {"name": "replay", "blocks": blocks})
 
 
@@ -87,20 +87,20 @@ def blocks_of(model: nn.Module, class_name: str) -> list[str]:
 
 
 def modules_of(
-    model: nn.Module, blocks: list[str], left: tuple[str, ...] = ()
+    model: nn.Module, blocks: list[str], excluded: tuple[str, ...] = ()
 ) -> dict[str, list[str]]:
     """Full names of linear modules, convolutions and norms with gain and shift, of each block.
 
     Routers of mixtures and their experts are left out.
     """
-    linear = ("Linear", "Conv1D", "FalconLinear", "Conv1d", "Conv2d", "GroupNorm")
+    kinds = ("Linear", "Conv1D", "FalconLinear", "Conv1d", "Conv2d", "GroupNorm")
 
     def is_calibrated(name: str, module: Any) -> bool:
         kind = type(module).__name__
         norm = kind in ("LayerNorm", "ConvNextLayerNorm") and module.weight is not None
         routed = ".experts." in name or name.endswith(".gate")
         affine = norm and module.bias is not None
-        return (affine or kind in linear) and not routed and not name.endswith(left or ("/",))
+        return (affine or kind in kinds) and not routed and not name.endswith(excluded or ("/",))
 
     return {
         block: [name for name, module in model.get_submodule(block).named_modules(prefix=block)
@@ -109,16 +109,113 @@ def modules_of(
     }  # fmt: skip
 
 
+# Two positions of attention in some blocks, all in others, where a make can mix them.
+MIXED = {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]}
+MAKES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 3},
+    "qwen2": MIXED | {"use_sliding_window": True},
+    "qwen3": MIXED | {"use_sliding_window": True, "head_dim": 6},
+    "gemma": {"head_dim": 6},
+    "gemma2": MIXED | {"sliding_window": 5, "head_dim": 6, "query_pre_attn_scalar": 6},
+    "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5},
+    "olmo2": {},
+    "phi3": {"sliding_window": 3},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "starcoder2": {"sliding_window": 3},
+}
+_ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_DECODER: dict[str, Any] = _ENDS | {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 8, "d_kv": 3, "d_ff": 10, "num_heads": 2,
+    "decoder_start_token_id": 0, "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 10,
+}  # fmt: skip
+_VISION = {"depth": 2, "patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2}
+_SIDES = {f"{side}_{name}": number for side in ("encoder", "decoder") for name, number in
+          (("layers", 2), ("attention_heads", 2), ("ffn_dim", 12))}  # fmt: skip
+# The class of transformers that makes a model of each type, and the numbers of its config.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{make: ("AutoModelForCausalLM", _DECODER | more) for make, more in MAKES.items()},
+    **dict.fromkeys(("t5", "mt5", "umt5"), ("AutoModelForSeq2SeqLM", _T5)),
+    # images of 8 x 8 pixels in patches of 4 x 4: five tokens
+    "clip_vision_model": ("AutoModel", {"image_size": 8, "patch_size": 4}),
+    "gpt2": ("AutoModel", {
+        "vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2,
+        "bos_token_id": 0, "eos_token_id": 0}),
+    "bert": ("AutoModelForMaskedLM", {
+        "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8,
+        "vocab_size": VOCABULARY}),
+    # sounds of 12 frames of 4 numbers, which convolutions halve
+    "whisper": ("AutoModelForSpeechSeq2Seq", _SIDES | _ENDS | {
+        "vocab_size": VOCABULARY, "d_model": 8, "num_mel_bins": 4, "max_source_positions": 6,
+        "max_target_positions": 16, "suppress_tokens": None, "begin_suppress_tokens": None,
+        "decoder_start_token_id": 1}),
+    "qwen2_vl": ("AutoModelForImageTextToText", {
+        "vision_config": _VISION | {"num_heads": 2, "embed_dim": 8, "hidden_size": 16,
+                                    "mlp_ratio": 2}}),
+    # with windows in its first vision block
+    "qwen2_5_vl": ("AutoModelForImageTextToText", {
+        "vision_config": _VISION | {
+            "num_heads": 2, "hidden_size": 8, "out_hidden_size": 16, "intermediate_size": 12,
+            "window_size": 8, "fullatt_block_indexes": [1]}}),
+}  # fmt: skip
+
+
+def model_of(kind: str, seed: int = 0, **config: Any) -> nn.Module:
+    """Random model of a type."""
+    torch.manual_seed(seed)
+    maker, numbers = CONFIGS[kind]
+    made = AutoConfig.for_model(kind, **(numbers | config))
+    return getattr(transformers, maker).from_config(made).eval()
+
+
 def clip_model(
     *, width: int = 12, heads: int = 3, depth: int = 2, hidden: int = 20, seed: int = 0
 ) -> nn.Module:
-    """CLIP's image tower on images of 8 x 8 pixels in patches of 4 x 4: five tokens."""
-    torch.manual_seed(seed)
-    config = CLIPVisionConfig(
-        hidden_size=width, intermediate_size=hidden, num_hidden_layers=depth, projection_dim=width,
-        num_attention_heads=heads, image_size=8, patch_size=4,
+    """CLIP's image tower."""
+    return model_of(
+        "clip_vision_model", seed, hidden_size=width, intermediate_size=hidden,
+        num_hidden_layers=depth, projection_dim=width, num_attention_heads=heads,
     )  # fmt: skip
-    return CLIPVisionModel(config).eval()
+
+
+def decoder_model(make: str = "llama", *, seed: int = 0, **config: Any) -> nn.Module:
+    """Two blocks of four heads, of which two share keys and values, on 30 tokens."""
+    return model_of(make, seed, **config)
+
+
+def t5_model(
+    kind: str = "t5", *, gated: bool = True, untied: bool = False,
+    depths: tuple[int, int] = (2, 2), seed: int = 0, **config: Any,
+) -> nn.Module:  # fmt: skip
+    """Random model; `untied` gives the head weights of its own, as FLAN-T5's checkpoints do."""
+    projection = {"feed_forward_proj": "gated-gelu" if gated else "relu"}
+    sizes = {"num_layers": depths[0], "num_decoder_layers": depths[1]}
+    model: Any = model_of(kind, seed, **(projection | sizes | config))
+    if untied:
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
+
+
+def vision_language_model(kind: str = "qwen2_vl", seed: int = 0) -> nn.Module:
+    """A model of text and images of 4 x 4 patches."""
+    rotary: dict[str, Any] = {"mrope_section": [2, 1, 1]}
+    if transformers.__version__.startswith("4"):
+        rotary = {"rope_scaling": rotary | {"type": "mrope"}}
+    else:
+        rotary = {"rope_parameters": rotary | {"rope_type": "default", "rope_theta": 10000.0}}
+    text = rotary | {
+        "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40,
+        "max_position_embeddings": 64, "tie_word_embeddings": False,
+    }  # fmt: skip
+    tokens = {"image": 30, "video": 31, "vision_start": 32, "vision_end": 33}
+    return model_of(kind, seed, text_config=text, **{f"{n}_token_id": k for n, k in tokens.items()})
 
 
 def clip_suite(
@@ -173,56 +270,6 @@ def residual_suite(*, tasks: int = 2, sizes: Sequence[int] = (9, 6), seed: int =
     return replayed(ResidualNet(), inputs, [f"layers.{i}" for i in range(3)], seed)
 
 
-def gpt2_suite(*, padded: int = 6, tasks: int = 2, seed: int = 0) -> Suite:
-    """GPT-2, whose linear modules are Conv1D, on sentences filled up to `padded` tokens."""
-    torch.manual_seed(seed)
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=8, n_layer=2, n_head=2, bos_token_id=0,
-        eos_token_id=0,
-    )  # fmt: skip
-    lengths = [[2, 5, 3], [4, 1, 5, 2]]
-    inputs: dict[str, list] = {
-        f"task_{index}": [without_labels(sentences(part, padded, seed=seed + 10 * index + i))
-                          for i, part in enumerate(lengths)]
-        for index in range(tasks)
-    }  # fmt: skip
-    return replayed(transformers.GPT2Model(config).eval(), inputs, ["h.0", "h.1"], seed)
-
-
-def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: batch[name] for name in ("input_ids", "attention_mask")}
-
-
-# Two positions of attention in some blocks, all in others, where a make can mix them.
-MIXED = {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]}
-MAKES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 3},
-    "qwen2": MIXED | {"use_sliding_window": True},
-    "qwen3": MIXED | {"use_sliding_window": True, "head_dim": 6},
-    "gemma": {"head_dim": 6},
-    "gemma2": MIXED | {"sliding_window": 5, "head_dim": 6, "query_pre_attn_scalar": 6},
-    "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5},
-    "olmo2": {},
-    "phi3": {"sliding_window": 3},
-    "smollm3": {"no_rope_layers": [1, 0]},
-    "starcoder2": {"sliding_window": 3},
-}
-
-
-def decoder_model(make: str = "llama", *, seed: int = 0, **config: Any) -> nn.Module:
-    """Two blocks of four heads, of which two share keys and values, on 30 tokens."""
-    torch.manual_seed(seed)
-    shape = {
-        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 20,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-    made = AutoConfig.for_model(make, **(shape | MAKES[make] | config))
-    return AutoModelForCausalLM.from_config(made).eval()
-
-
 def sentences(
     lengths: Sequence[int], padded: int, *, side: str = "right", seed: int = 0
 ) -> dict[str, Tensor]:
@@ -241,6 +288,10 @@ def sentences(
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+
 def decoder_suite(
     make: str = "llama", *, side: str = "right", tied: bool = False, depth: int = 2,
     tasks: int = 2, seed: int = 0, extra: int = 0,
@@ -257,6 +308,17 @@ def decoder_suite(
     return suite_of(model, inputs, [f"model.layers.{index}" for index in range(depth)], seed)
 
 
+def gpt2_suite(*, padded: int = 6, tasks: int = 2, seed: int = 0) -> Suite:
+    """GPT-2, whose linear modules are Conv1D, on sentences filled up to `padded` tokens."""
+    lengths = [[2, 5, 3], [4, 1, 5, 2]]
+    inputs: dict[str, list] = {
+        f"task_{index}": [without_labels(sentences(part, padded, seed=seed + 10 * index + i))
+                          for i, part in enumerate(lengths)]
+        for index in range(tasks)
+    }  # fmt: skip
+    return replayed(model_of("gpt2", seed), inputs, ["h.0", "h.1"], seed)
+
+
 ROUNDING = 2e-6
 """Norms, rotary angles and eager attention's softmax of language models are computed in float32
 whatever the model's dtype: two orders of the same float64 sums agree no better than this."""
@@ -267,41 +329,12 @@ REPLAY: dict[str, Any] = {
     "mask": ["attention_mask", "labels"],
     "other_masks": {"EncDecAttention.[kv]": "attention_mask"},
 }
-
-
 VISION_LANGUAGE_REPLAY: dict[str, Any] = {
     "name": "replay",
     "blocks": [["model.visual.blocks.*"], ["model.language_model.layers.*"]],
     "mask": [None, "attention_mask"],
 }
 _IMAGE_TOKENS = (32, 30, 30, 30, 30, 33)  # 16 patches, of which four make a token
-
-
-def vision_language_model(kind: str = "qwen2_vl", seed: int = 0) -> nn.Module:
-    """Qwen2-VL on images of 4 x 4 patches; Qwen2.5-VL has windows in its first vision block."""
-    torch.manual_seed(seed)
-    rotary: dict[str, Any] = {"mrope_section": [2, 1, 1]}
-    if transformers.__version__.startswith("4"):
-        rotary = {"rope_scaling": rotary | {"type": "mrope"}}
-    else:
-        rotary = {"rope_parameters": rotary | {"rope_type": "default", "rope_theta": 10000.0}}
-    text: dict[str, Any] = {
-        "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40,
-        "max_position_embeddings": 64, "tie_word_embeddings": False,
-    }  # fmt: skip
-    shape = {"depth": 2, "patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2}
-    vision: dict[str, Any] = shape | {"num_heads": 2}
-    if kind == "qwen2_vl":
-        vision |= {"embed_dim": 8, "hidden_size": 16, "mlp_ratio": 2}
-    else:
-        vision |= {"hidden_size": 8, "out_hidden_size": 16, "intermediate_size": 12}
-        vision |= {"window_size": 8, "fullatt_block_indexes": [1]}
-    config = AutoConfig.for_model(
-        kind, text_config=text | rotary, vision_config=vision, image_token_id=30,
-        video_token_id=31, vision_start_token_id=32, vision_end_token_id=33,
-    )  # fmt: skip
-    return transformers.AutoModelForImageTextToText.from_config(config).eval()
 
 
 def vision_language_batch(lengths: Sequence[int], seed: int) -> dict[str, Tensor]:
@@ -327,45 +360,11 @@ WHISPER_REPLAY: dict[str, Any] = {
 }
 
 
-def whisper_model(seed: int = 0, **config: Any) -> nn.Module:
-    """Whisper on sounds of 12 frames of 4 numbers, which its convolutions halve."""
-    torch.manual_seed(seed)
-    sizes: dict[str, Any] = {}
-    for side in ("encoder", "decoder"):
-        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 12}
-    ends: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    known: dict[str, Any] = sizes | ends | {"decoder_start_token_id": 1} | config
-    made = transformers.WhisperConfig(
-        vocab_size=VOCABULARY, d_model=8, num_mel_bins=4, max_source_positions=6,
-        max_target_positions=16, suppress_tokens=None, begin_suppress_tokens=None, **known,
-    )  # fmt: skip
-    return transformers.WhisperForConditionalGeneration(made).eval()
-
-
 def whisper_batch(target_lengths: Sequence[int], seed: int) -> dict[str, Tensor]:
     """Sounds of noise and texts of unequal length."""
     texts = sentences(target_lengths, max(target_lengths), seed=seed)
     labels = texts["input_ids"].masked_fill(texts["attention_mask"] == 0, NO_TARGET)
     return {"input_features": normal(seed, len(target_lengths), 4, 12), "labels": labels}
-
-
-def t5_model(
-    kind: str = "t5", *, gated: bool = True, untied: bool = False,
-    depths: tuple[int, int] = (2, 2), seed: int = 0, **config: Any,
-) -> nn.Module:  # fmt: skip
-    """Random model; `untied` gives the head weights of its own, as FLAN-T5's checkpoints do."""
-    torch.manual_seed(seed)
-    shape = {
-        "vocab_size": VOCABULARY, "d_model": 8, "d_kv": 3, "d_ff": 10, "num_heads": 2,
-        "num_layers": depths[0], "num_decoder_layers": depths[1],
-        "feed_forward_proj": "gated-gelu" if gated else "relu", "decoder_start_token_id": 0,
-        "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10,
-    }  # fmt: skip
-    made = AutoConfig.for_model(kind, **(shape | config))
-    model = transformers.AutoModelForSeq2SeqLM.from_config(made).eval()
-    if untied:
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    return model
 
 
 def t5_batch(
@@ -393,25 +392,3 @@ def t5_suite(*, tasks: int = 2, seed: int = 0, **shape: Any) -> Suite:
         first = t5_batch([3, 6, 5], [4, 1, 3], start, pad=(1, 0))
         inputs[f"task_{index}"] = [first, t5_batch([5, 2, 4, 4], [2, 3, 1, 2], start + 1)]
     return suite_of(model, inputs, blocks_of(model, "T5Block"), seed)
-
-
-def with_partial_labels(suite: Suite) -> Suite:
-    """A T5 suite whose decoder reads more positions than have labels."""
-    for batches in suite.inputs.values():
-        for batch in batches:
-            ids = batch["labels"].clamp(min=0)
-            batch |= {"decoder_input_ids": ids, "decoder_attention_mask": (ids > 0).long()}
-            batch["labels"][batch["decoder_attention_mask"].sum(dim=1) > 1, 0] = NO_TARGET
-    return suite
-
-
-def masked_language_suite() -> Suite:
-    """BERT with its head of masked language models."""
-    config = AutoConfig.for_model(
-        "bert", hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8,
-        vocab_size=VOCABULARY,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.AutoModelForMaskedLM.from_config(config).eval()
-    inputs: dict[str, list] = {"a": [sentences([3, 6], 7)], "b": [sentences([5, 4], 6, seed=1)]}
-    return suite_of(model, inputs, [f"bert.encoder.layer.{n}" for n in range(2)], 1)
