@@ -62,7 +62,7 @@ def make_report(
     settings: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Report:
-    """Every task of a row has the row's level; `featcal` rows carry settings, cost and samples."""
+    """Every task of a row has the row's level. Rows of `featcal` have settings and cost."""
     report = Report(**{"suite": "toy", "upstream": "task_arithmetic", **more})
     report.seeds = {"calibration": seed}
     for name, level in levels.items():
@@ -150,7 +150,7 @@ def patch(folder: Path, **changes: Any) -> Path:
 
 
 def summary(*paths: Path) -> dict[str, dict[str, Any]]:
-    """Return the rows of `featcal report --out`; a repair is called `merger/row`."""
+    """Return the rows of `featcal report --out`. A repair is called `merger/row`."""
     with tempfile.TemporaryDirectory() as out:
         done = featcal("report", *paths, "--out", out)
         assert done.code == 0, done.err

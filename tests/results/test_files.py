@@ -1,9 +1,8 @@
-"""Files of runs: what is written is read back the same; damage is refused by name."""
+"""Files of runs: they are read back as they were written, and damage is refused by name."""
 
 import json
 import os
 import random
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,9 +47,6 @@ def lines(folder: Path, **names: Any) -> list[dict[str, Any]]:
     return [line for line in records if all(line[name] == value for name, value in names.items())]
 
 
-# ---- written and read
-
-
 @dataclass(frozen=True)
 class Settings:
     ridge_lambda: float
@@ -58,7 +54,7 @@ class Settings:
     folder: Path
 
 
-def test_a_written_report_loads_as_the_same_and_an_earlier_ones_items_are_gone(tmp_path: Path):
+def test_a_written_report_loads_unchanged(tmp_path: Path):
     report = make_report(versions={"torch": "2"})
     settings = Settings(ridge_lambda=0.05, modules=("mlp", "norm"), folder=Path("data"))
     cost = {"seconds": np.float32(1.5), "bytes": torch.tensor(3)}
@@ -74,12 +70,10 @@ def test_a_written_report_loads_as_the_same_and_an_earlier_ones_items_are_gone(t
     for name, tasks in report.items.items():
         for task, flag in tasks.items():
             np.testing.assert_array_equal(loaded.items[name][task], flag)
-    names = {"items.npz", "lines.csv", "report.json", "report.md"}
-    assert {path.name for path in folder.iterdir()} == names
     (tmp_path / "plain").write_text("x")  # as readable as the umask allows
     assert (folder / "report.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
     make_report(items=False).write(folder)
-    assert Report.load(folder).items == {}
+    assert Report.load(folder).items == {}  # those of the earlier report are gone
 
 
 def test_every_number_of_a_report_is_a_line(tmp_path: Path):
@@ -102,7 +96,7 @@ def test_every_number_of_a_report_is_a_line(tmp_path: Path):
 
 def test_items_survive_with_any_names(tmp_path: Path):
     generator = np.random.default_rng(0)
-    rows = ["featcal:demo", "../up/down", "índice 索引", "index", "array_0", ""]
+    rows = ["featcal:demo", "../up/down", "índice 索引", "index", ""]
     items = {row: {task: generator.random(17) < 0.5 for task in ("a|b", "a/b")} for row in rows}
     save_items(tmp_path, items)
     loaded = load_items(tmp_path)
@@ -113,18 +107,13 @@ def test_items_survive_with_any_names(tmp_path: Path):
             np.testing.assert_array_equal(loaded[row][task], flag)
 
 
-@pytest.mark.parametrize("pandas", [True, False])
 def test_the_long_table_of_runs_comparisons_studies_and_diagnoses(
-    pandas: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    if pandas:
-        pytest.importorskip("pandas")
-    else:
-        monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
-        monkeypatch.setattr("fusion_bench_featcal.lab.report.load.find_spec", lambda _: None)
     seeds = leave_seeds(tmp_path / "seeds")
-    assert isinstance(lab.load(seeds[0]), list) != pandas
     whole = lines(seeds[0])
+    monkeypatch.setattr("fusion_bench_featcal.lab.report.load.find_spec", lambda _: None)
+    assert lab.load(seeds[0]) == whole  # a list without pandas
     (seeds[0] / "lines.csv").unlink()  # as an earlier version left it
     assert lines(seeds[0]) == whole and [*whole[0]] == [*COLUMNS]
     assert featcal("report", *seeds, "--out", tmp_path / "tables").code == 0
@@ -135,10 +124,10 @@ def test_the_long_table_of_runs_comparisons_studies_and_diagnoses(
     study = leave_study(tmp_path / "study")
     chosen = lines(study, row="featcal", **average, samples_per_task=64)
     assert [line["value"] for line in chosen] == pytest.approx([0.675, 0.685])
-    named = {"row": 'one, "two"\nthree', "block": "0", "class": "c", "metric": "drift"}
-    named |= {"value": 0.1 + 0.2}
-    (line,) = lines(leave_lines(leave_run(tmp_path / "d"), [named]))
-    assert line == dict.fromkeys(COLUMNS, "") | named
+    drift = {"row": 'one, "two"\nthree', "block": "0", "class": "c", "metric": "drift"}
+    drift |= {"value": 0.1 + 0.2}
+    (line,) = lines(leave_lines(leave_run(tmp_path / "d"), [drift]))
+    assert line == dict.fromkeys(COLUMNS, "") | drift
     assert len(lines(GOLDEN, row="surgery", merger="simple_average", **average)) == 2
 
 
@@ -155,7 +144,6 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, m
         raise OSError(28, "No space left on device")
 
     run = leave_run(tmp_path / "run")
-    (tmp_path / "page.html").write_text("old")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     monkeypatch.setattr(os, "replace", disk_full)
     with pytest.raises(ReportError, match="No space left"):
@@ -163,33 +151,28 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, m
     message = error_of("report", run, "--html", tmp_path / "page.html")
     assert "No space left on device" in message and "--html" in message
     after = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-    assert after | before == before and tmp_path / "page.html" in after
+    assert after | before == before
 
 
 # ---- refused by name
 
 ROW = {"name": "new", "accuracies": {"cars": 0.5, "dtd": 0.5}}
-BAD_ROWS: list[tuple[dict[str, Any], str]] = [
+BAD_ROWS: list[tuple[Any, str]] = [
     ({"accuracies": {"cars": 0.5}}, r"'new'.*missing \['dtd'\]"),
-    ({"accuracies": {"cars": 0.5, "dtd": 0.5, "svhn": 0.5}}, r"'new'.*extra \['svhn'\]"),
     ({"accuracies": {"cars": 50.0, "dtd": 0.5}}, "'new', task 'cars': accuracy 50.0"),
     ({"accuracies": {"cars": NAN, "dtd": 0.5}}, "'new', task 'cars': accuracy nan"),
     ({"accuracies": {}}, "'new' has no task"),
     ({"name": "featcal"}, "'featcal' is already"),
-    ({"settings": {"x": NAN}}, "new.x: nan cannot be written"),
     ({"settings": {"x": object()}}, "new.x: a object cannot"),
     ({"correct": {"cars": [True] * 2, "dtd": [True] * 2}}, r"2 of 2 test items are right.*0\.5"),
     ({"correct": {"cars": [True, False], "dtd": [True]}}, "2 test items, the test set has 200"),
     ({"correct": {"cars": np.arange(200) < 100}}, "task 'dtd': no flags"),
-]
-BAD_FLAGS = [
     ([[True]], r"row 'base', task 'a'.*shape \(1, 1\)"),
-    ([], r"shape \(0,\)"),
     ([0.5, 1.0], "must be true or false"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD_ROWS + BAD_FLAGS, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("changes", "message"), BAD_ROWS, ids=lambda value: str(value)[:40])
 def test_bad_rows_and_flags_are_refused(changes: Any, message: str, tmp_path: Path):
     with pytest.raises(ReportError, match=message):
         if isinstance(changes, dict):
@@ -200,17 +183,12 @@ def test_bad_rows_and_flags_are_refused(changes: Any, message: str, tmp_path: Pa
 
 BAD_REPORTS: list[tuple[Any, str]] = [
     ({"schema": 99}, "has schema 99; this version .* reads schema 2"),
-    ({"kind": "other"}, "is not the report of a run"),
     ({"surprise": 1}, r"unknown keys \['surprise'\]"),
     ({"loss": []}, "loss must be a mapping, got list"),
     ({"loss": {"other": {"cars": 1.0}}}, "the loss of 'other' must map the row's task names"),
-    ({"loss": {"base": {"cars": "low"}}}, "loss: base: cars must be int or float"),
-    ({"rows": []}, "rows must be a mapping, got list"),
     ({"rows": {"base": {"a": 0.5}}}, "row 'base' has no 'average'"),
     ({"rows": {"base": {"a": 0.5, "average": 0.6}}}, "'base': average 0.6 is not the mean"),
-    ({"rows": {"base": {"a": 2, "average": 2}}}, "'base', task 'a': accuracy 2"),
     ({"rows": {"base": {"a": "high", "average": 1}}}, "a must be int or float, got str"),
-    ({"samples": {"base": {"a": {"samples": 1}}}}, "samples: base: a: no split"),
     (None, r"cannot read .*report\.json"),
     ('{"kind": "run"', r"report\.json is not valid JSON"),
     ('{"kind": "run", "schema": 2}', r"missing keys \['cost', 'device'"),
@@ -218,7 +196,7 @@ BAD_REPORTS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_REPORTS, ids=lambda value: str(value)[:40])
-def test_loading_names_what_is_wrong(tmp_path: Path, changes: Any, message: str):
+def test_loading_names_the_damage(tmp_path: Path, changes: Any, message: str):
     folder = leave_run(tmp_path, items=False)
     if changes is None:
         (folder / "report.json").unlink()
@@ -231,36 +209,12 @@ def test_loading_names_what_is_wrong(tmp_path: Path, changes: Any, message: str)
     assert str(tmp_path) in str(caught.value)
 
 
-def test_files_of_earlier_versions_stay_readable(tmp_path: Path):
-    """Some had no losses, a digest in every file, and none in arrays."""
-    folder = leave_run(tmp_path)
-    whole, content = Report.load(folder).to_dict(), content_of(folder)
-    del content["loss"]
-    (folder / "report.json").write_text(json.dumps({"digest": "0a"} | content))
-    with np.load(folder / "items.npz") as archive:
-        np.savez_compressed(folder / "items.npz", **dict(archive))
-    assert Report.load(folder).to_dict() == whole
-
-
-def test_items_of_another_run_are_refused(tmp_path: Path):
-    one = leave_run(tmp_path / "one")
-    two = leave_run(tmp_path / "two", LEVELS | {"featcal": 0.7})
-    (two / "items.npz").replace(one / "items.npz")
-    with pytest.raises(ReportError, match="row 'featcal', task 'cars': 140 of 200"):
-        Report.load(one)
-
-
-COLUMNS_OF_LINE_3 = ", line 3: its columns are not those of the first line"
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("suite,", "suit,", "its first line has no suite"),
-        (",2\n", ",two\n", ", line 3: 'two' is no number"),
         (",2\n", ",nan\n", ", line 3: 'nan' is no number"),
-        (",2\n", "\n", COLUMNS_OF_LINE_3),
-        (",2\n", ",2,3\n", COLUMNS_OF_LINE_3),
+        (",2\n", ",2,3\n", ", line 3: its columns are not those of the first line"),
     ],
 )
 def test_damaged_lines_are_refused(old: str, new: str, message: str, tmp_path: Path):
@@ -277,65 +231,46 @@ LINE = {"suite": "toy", "merger": "task_arithmetic", "row": "featcal", "task": "
         "metric": "relative", "value": 1.0}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"suite": "toys"}, "would mix the suites toy, toys"),
-        ({"task": "average"}, "would mix a task with what it is part of"),
-        ({"class": "c"}, "would mix a class with what it is part of"),
-    ],
-)
-def test_numbers_that_must_not_be_averaged_are_refused(changes: Any, message: str, tmp_path: Path):
-    several = [LINE | {"row": "task_arithmetic"}, LINE, LINE | changes]
-    assert message in error_of("report", leave_lines(leave_run(tmp_path), several))
+def test_numbers_that_must_not_be_averaged_are_refused(tmp_path: Path):
+    several = [LINE | {"row": "task_arithmetic"}, LINE, LINE | {"task": "average"}]
+    message = error_of("report", leave_lines(leave_run(tmp_path), several))
+    assert "would mix a task with what it is part of" in message
     assert means([LINE, LINE | {"task": "b", "value": 2.0}], "row") == {("featcal",): 1.5}
+    with pytest.raises(ReportError, match="would mix the suites toy, toys"):
+        means([LINE, LINE | {"suite": "toys"}], "row")
     with pytest.raises(ReportError, match="would mix the metrics items, relative"):
         means([LINE, LINE | {"metric": "items"}], "row")
 
 
-@pytest.mark.parametrize("below", ["", "run/version_0"])
-def test_a_file_in_place_of_a_folder_is_named_with_the_setting(tmp_path: Path, below: str):
+def test_a_file_in_place_of_a_folder_is_named_with_the_setting(tmp_path: Path):
     file = tmp_path / "logs"
     file.write_text("in the way")
     with pytest.raises(ReportError, match=r"logs.*: (File exists|Not a dir).*path\.log_dir"):
-        make_report().write(file / below)
+        make_report().write(file / "run")
     with pytest.raises(ReportError, match="Change --out"):
         prepare_directory(file, "--out")
     run = leave_run(tmp_path / "run")
     for option in ("--out", "--html", "--figures"):
-        words = option, file / below / ("a.html" * (option == "--html"))
+        words = option, file / "deep" / ("a.html" * (option == "--html"))
         assert f"Change {option} to a writable directory." in error_of("report", run, *words)
 
 
-# ---- damaged and hostile files
+# ---- damaged files
 
 CURVE = {"name": "surgery", "task": "cars", "losses": [[0, 1.5], [20, 0.25]]}
 LOG = {"kind": "task", "task": "cars", "block": "layers.0", "drift_before": 2.0, "drift_after": 1.0}
-HOSTILE: list[Any] = [
-    None, True, -1, 0.5, 2**60, "x", "", [], {}, [[]], [1, "a"], {"a": {"b": []}}, 1e308, -1e308,
-]  # fmt: skip
-RAW = ["1e999", "-1e999", "NaN", "Infinity", "9" * 5000, "[" * 100_000, '"\\ud800"', "\u0000"]
-BAD_CURVES = [[[1, 2, 3]], [[20, 1.0], [0, 2.0]], [[0, NAN]], []]
-BAD_DRIFT: list[dict[str, Any]] = [{"task": 3}, {"drift_after": "x"}, {"block": None},
-                                   {"relative_drift_before": []}]  # fmt: skip
+RAW = ["1e999", "NaN", "9" * 5000, "[" * 100_000, '"\\ud800"']
 
 
 @pytest.fixture(scope="module")
 def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A comparison of two runs with everything that is read back."""
+    """A comparison with everything that is read back."""
     folder = tmp_path_factory.mktemp("undamaged")
-    for merger in ("average", "wudi"):
-        levels = {"base": 0.3, "experts": 0.9, merger: 0.5, "featcal": 0.7}
-        run = leave_run(folder / merger, levels, upstream=merger, notes=[{"text": "a note"}])
-        (run / "training_curves.jsonl").write_text(json.dumps(CURVE) + "\n")
-        (run / "calibration_log.jsonl").write_text(json.dumps(LOG) + "\n")
+    run = leave_run(folder / "average", notes=[{"text": "a note"}])
+    (run / "training_curves.jsonl").write_text(json.dumps(CURVE) + "\n")
+    (run / "calibration_log.jsonl").write_text(json.dumps(LOG) + "\n")
     assert featcal("report", folder, "--out", folder).code == 0
     return folder
-
-
-@pytest.fixture
-def folder(undamaged: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(undamaged, tmp_path / "results")
 
 
 def damages(content: bytes, count: int, seed: int) -> Iterator[bytes]:
@@ -354,73 +289,51 @@ def damages(content: bytes, count: int, seed: int) -> Iterator[bytes]:
         ][number % 5]
 
 
-def test_damaged_items_are_refused_or_change_nothing(folder: Path):
+def test_damaged_items_are_refused_or_change_nothing(tmp_path: Path):
     def flags() -> dict[str, Any]:
         return {t: f.tolist() for t, f in (load_items(run) or {})["featcal"].items()}
 
-    run, refused = folder / "average", 0
+    run, refused = leave_run(tmp_path / "run"), 0
     file, whole = run / "items.npz", flags()
     content = file.read_bytes()
-    for damaged in damages(content, 200, seed=9):
+    for damaged in damages(content, 100, seed=9):
         file.write_bytes(damaged)
         try:
             assert flags() == whole
         except ReportError as error:
             refused += 1
             assert "items.npz is damaged" in str(error)
-    assert refused > 100
-    for at in range(0, len(content) - 66, 7):  # the seal is at the end
+    assert refused > 50
+    for at in range(0, len(content) - 66, 17):  # the seal is at the end
         file.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
         with pytest.raises(ReportError, match=r"items\.npz is damaged"):
             load_items(run)
     np.savez(file, index=np.array([["base", "a"]], dtype=object), allow_pickle=True)
     with pytest.raises(ReportError, match=r"items\.npz is damaged.*allow_pickle"):
         load_items(run)
-
-
-def test_items_that_would_fill_the_memory_are_refused(tmp_path: Path):
-    file = tmp_path / "items.npz"
-    np.savez_compressed(file, index=np.zeros(9, bool))
-    content = bytearray(file.read_bytes())
-    size = content.index(b"PK\1\2") + 24  # in the archive's directory
-    content[size : size + 4] = (2**32 - 2).to_bytes(4, "little")
-    file.write_bytes(content)
-    with pytest.raises(ReportError, match=r"items\.npz is damaged.*unpacks to 4294967294 bytes"):
-        load_items(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["report.json", "average/report.json"])
-def test_hostile_reports_are_read_or_refused(name: str, folder: Path):
-    """Values of any type in place of others."""
-    for flags in folder.rglob("items.npz"):
-        flags.unlink()  # intervals from them take time
-    text, codes = (folder / name).read_text(), set()
-    leaves = re.finditer(r'(?<=[:\[,] )("[^"\n]*"(?!:)|-?\d[\d.e+-]*|null|true|false)', text)
-    every = [(leaf.span(), value) for leaf in leaves for value in HOSTILE]
-    for (start, end), value in random.Random(5).sample(every, 80):
-        (folder / name).write_text(text[:start] + json.dumps(value) + text[end:])
-        done = featcal("report", folder)
-        codes.add(done.code)
-        assert done.code == 0 or done.err.startswith("featcal: error: "), (text[start:end], value)
-    assert codes == {0, 2}
+    (leave_run(tmp_path / "other", LEVELS | {"featcal": 0.7}) / "items.npz").replace(file)
+    with pytest.raises(ReportError, match="row 'featcal', task 'cars': 140 of 200"):
+        Report.load(run)  # items of another run
 
 
 def damaged_files() -> Iterator[tuple[str, bytes]]:
     """Files of the comparison with their damaged content."""
     raw = [f'{{"kind": "run", "schema": 2, "rows": {text}}}\n'.encode() for text in RAW]
-    for name in ("report.json", "average/report.json"):
-        yield from ((name, content) for content in [*raw, b"\xff\xfe", b"\x00" * 9, b""])
-    curves = [json.dumps(CURVE | {"losses": losses}) for losses in BAD_CURVES]
-    for text in ["{", "[]", '{"name": "surgery"}', *curves]:
+    yield from (("average/report.json", content) for content in [*raw, b"\xff\xfe", b""])
+    yield "report.json", b""
+    curves = [json.dumps(CURVE | {"losses": losses}) for losses in ([[20, 1.0], [0, 2.0]], [])]
+    for text in ["{", '{"name": "surgery"}', *curves]:
         yield "average/training_curves.jsonl", text.encode()
-    records = [f"{json.dumps(LOG)}\n{json.dumps(LOG | change)}\n" for change in BAD_DRIFT]
-    for text in ["{", "[1]", *records]:
+    changes: list[dict[str, Any]] = [{"task": 3}, {"drift_after": "x"}]
+    for text in ["[1]", *(json.dumps(LOG | change) for change in changes)]:
         yield "average/calibration_log.jsonl", text.encode()
 
 
 @pytest.mark.parametrize(("name", "content"), [*damaged_files()], ids=lambda v: str(v)[:30])
-def test_damaged_files_are_refused_by_name(name: str, content: bytes, folder: Path):
+def test_damaged_files_are_refused_by_name(
+    name: str, content: bytes, undamaged: Path, tmp_path: Path
+):
+    folder = shutil.copytree(undamaged, tmp_path / "results")
     (folder / name).write_bytes(content)
     message = error_of("report", folder, "--figures", folder / "figures")
     assert Path(name).name in message

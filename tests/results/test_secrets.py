@@ -13,12 +13,10 @@ from fusion_bench_featcal.saved_model import CardFacts, card_text, write_provena
 SECRET = "Zq7".ljust(24, "x")
 OPTIONS = ("--token", "--hf-token", "--api-key")
 WORDS = f"""
---token {SECRET}|--token={SECRET}|--hf-token -{SECRET}|--api-key {SECRET}|wandb_key={SECRET}
-token={SECRET} and more|apikey={SECRET}|aws_secret_access_key={SECRET}|x.private_key={SECRET}
-AWS_SESSION_TOKEN={SECRET}|x={{token: {SECRET}, b: 1}}|x={{'secret': '{SECRET} b'}}
-{{"passwd": "{SECRET}"}}|header=Authorization: Bearer {SECRET}|Bearer {SECRET}|x=hf_{SECRET}
-sk-proj-{SECRET}|ghp_{SECRET}|github_pat_{SECRET}|glpat-{SECRET}|AKIA{SECRET.upper()}|xoxb-{SECRET}
-eyJhbGci.eyJ{SECRET}.{SECRET}|https://me:{SECRET}@host/x|x=s3://me:a@{SECRET}@host/x
+--token {SECRET}|--hf-token -{SECRET}|wandb_key={SECRET}|token={SECRET} and more
+aws_secret_access_key={SECRET}|AWS_SESSION_TOKEN={SECRET}|x={{token: {SECRET}, b: 1}}
+{{"passwd": "{SECRET}"}}|header=Authorization: Bearer {SECRET}|x=hf_{SECRET}|sk-proj-{SECRET}
+ghp_{SECRET}|AKIA{SECRET.upper()}|eyJhbGci.eyJ{SECRET}.{SECRET}|https://me:{SECRET}@host/x
 https://host/x?access_token={SECRET}&y=1
 """
 

@@ -23,13 +23,8 @@ from fusion_bench_featcal import lab
 from fusion_bench_featcal.results import Report, ReportError
 
 
-@pytest.fixture
-def seeds(tmp_path: Path) -> list[Path]:
-    return leave_seeds(tmp_path)
-
-
 def leave_rows(folder: Path, merger: str, rows: Any, seed: int, **cost: Any) -> None:
-    """A run whose rows have an accuracy per task; the last row has costs."""
+    """A run whose rows have an accuracy per task. The last row has costs."""
     report = Report(suite="toy", upstream=merger, seeds={"comparison": seed, [*rows][-1]: seed})
     for name, accuracies in rows.items():
         report.add_row(name, accuracies, cost=cost if name == [*rows][-1] and cost else None)
@@ -37,25 +32,21 @@ def leave_rows(folder: Path, merger: str, rows: Any, seed: int, **cost: Any) -> 
 
 
 def test_rows_are_compared_with_the_merged_models_of_their_own_runs(tmp_path: Path):
-    leave_run(tmp_path / "one", {"task_arithmetic": 0.5}, seed=1)
-    leave_run(tmp_path / "two", {"task_arithmetic": 0.6, "featcal": 0.7}, seed=2)
+    leave_run(tmp_path / "one", {"task_arithmetic": 0.5}, seed=1, items=False)
+    levels = {"task_arithmetic": 0.6, "featcal": 0.7}
+    leave_run(tmp_path / "two", levels, seed=2, items=False)
     rows = summary(tmp_path)
     row, merged = rows["task_arithmetic/featcal"], rows["task_arithmetic"]
     assert row["gain"] == pytest.approx(0.1) and row["recovered_gap"] is None
+    assert row["gain_interval"] is None  # without items
+    assert "items.npz" in featcal("report", tmp_path).out
     assert merged["deviation"]["average"] == pytest.approx(np.std([0.5, 0.6], ddof=1))
 
 
-def test_a_repeated_run_counts_once(seeds: list[Path], tmp_path: Path):
+def test_a_repeated_run_counts_once(tmp_path: Path):
+    seeds = leave_seeds(tmp_path)
     again = leave_run(tmp_path / "again", LEVELS | {"featcal": 0.7}, seed=1)
     assert summary(*seeds, again) == summary(*seeds)
-
-
-def test_without_items_there_is_no_interval(tmp_path: Path):
-    row = summary(leave_run(tmp_path / "run", items=False))["task_arithmetic/featcal"]
-    assert row["gain"] == pytest.approx(0.15)
-    assert row["gain_interval"] is None is row["recovered_gap_interval"]
-    leave_run(tmp_path / "two", seed=2, items=False)
-    assert "items.npz" in featcal("report", tmp_path).out
 
 
 def test_costs_and_shares_of_the_experts_are_averaged_with_their_spread(tmp_path: Path):
@@ -99,9 +90,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_runs_that_cannot_be_averaged_are_refused_with_both_values(
-    reason: str, seeds: list[Path], tmp_path: Path
-):
+def test_runs_that_cannot_be_averaged_are_refused_with_both_values(reason: str, tmp_path: Path):
+    seeds = leave_seeds(tmp_path)
     changes, message = REFUSED[reason]
     words: Any = {"levels": LEVELS} | changes
     odd = leave_run(tmp_path / "z_odd", **words)
@@ -112,21 +102,11 @@ def test_runs_that_cannot_be_averaged_are_refused_with_both_values(
             lab.load(tmp_path)
 
 
-def test_settings_of_methods_in_order_differ_but_for_their_seeds(tmp_path: Path):
-    for name, seed, ridge in (("a", 1, 0.05), ("b", 2, 0.05), ("c", 3, 0.5)):
-        chain = {"featcal": {"ridge_lambda": ridge, "seed": seed}, "ridge": {"seed": seed}}
-        leave_run(tmp_path / name, seed=seed, settings=chain)
-    row = summary(tmp_path / "a", tmp_path / "b")["task_arithmetic/featcal"]
-    assert len(row["run_seeds"]) == 2
-    assert "different featcal.ridge_lambda: 0.05 in " in error_of("report", tmp_path)
-
-
 # ---- finding and writing
 
 
-def test_runs_are_found_below_a_folder_once_and_foreign_reports_passed_over(
-    seeds: list[Path], tmp_path: Path
-):
+def test_runs_are_found_below_a_folder_once_and_foreign_reports_passed_over(tmp_path: Path):
+    seeds = leave_seeds(tmp_path)
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "report.json").write_text('{"cars": {"accuracy": 0.5}}')
     out = tmp_path / "all"
@@ -135,7 +115,8 @@ def test_runs_are_found_below_a_folder_once_and_foreign_reports_passed_over(
     assert again.code == 0 and content_of(out)["runs"] == [str(run) for run in seeds]
 
 
-def test_a_comparison_is_its_own_runs_and_failures(seeds: list[Path], tmp_path: Path):
+def test_a_comparison_is_its_own_runs_and_failures(tmp_path: Path):
+    seeds = leave_seeds(tmp_path)
     leave_run(tmp_path / "from_before", seed=9)
     failed = [{"upstream": "wudi", "name": "none", "reason": "out of memory", "seed": 2}]
     assert featcal("report", *seeds, "--out", tmp_path).code == 0
@@ -150,7 +131,8 @@ def test_a_comparison_is_its_own_runs_and_failures(seeds: list[Path], tmp_path: 
     assert "report.json: failed[0]: no reason" in error_of("report", tmp_path)
 
 
-def test_a_report_of_several_runs_never_replaces_a_runs_own(seeds: list[Path]):
+def test_a_report_of_several_runs_never_replaces_a_runs_own(tmp_path: Path):
+    seeds = leave_seeds(tmp_path)
     before = (seeds[0] / "report.json").read_text()
     text = error_of("report", *seeds, "--out", seeds[0])
     assert "holds the report of a run" in text and "--out" in text
