@@ -75,7 +75,7 @@ def _allowing(precisions: Mapping[Backend, str]) -> Iterator[None]:
         yield
     finally:
         for backend, precision in before.items():
-            # "none" inherits from torch.backends.fp32_precision, and reads as what it inherits.
+            # "none" inherits from torch.backends.fp32_precision, and reads as the inherited value.
             _module(backend).fp32_precision = "none"
             if _module(backend).fp32_precision != precision:
                 _module(backend).fp32_precision = precision

@@ -78,7 +78,7 @@ def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 @contextmanager
 def using_kernel(kernel: str) -> Iterator[None]:
-    """Context in which `multiply_rows` goes through a kernel."""
+    """Context in which sums over rows use a kernel."""
     token = _kernel.set(kernel)
     try:
         yield

@@ -24,17 +24,17 @@ def solve_seen(
 ) -> tuple[Float[Tensor, "m d"], int]:
     """Return the minimum-norm solution of `E G = R`, which is zero in directions without energy.
 
-    Channels may differ in size by orders of magnitude, so each has its rounding at another level.
+    Channels may differ in size by orders of magnitude, and their rounding errors differ as much.
     Energies are therefore computed from `G` with all channels scaled to size 1.
 
     Args:
         gram: `G`, positive semi-definite.
         right: `R`, whose rows lie in the range of `G`.
         precision: Dtype in which `G` was summed. Energies of the size of its rounding count as
-            none.
+            zero.
         floor: Lower bound of the energies. Above 0, only channels without any input count as
             unseen, and the solve needs no eigenvectors.
-        cutoff: Energies up to this share of the largest count as none.
+        cutoff: Energies up to this share of the largest count as zero.
 
     Returns:
         `R G^+`, and the number of directions with energy.
@@ -54,6 +54,6 @@ def solve_seen(
     measured = energies > max(len(gram) * rounding, cutoff) * energies.max()
     basis = directions[:, measured]
     solution = (scaled @ basis / energies[measured]) @ basis.T / scales
-    # Of all solutions the shortest has no part in the null space, which scaling has tilted.
+    # The shortest solution has no part in the null space, which scaling has tilted.
     unseen = torch.linalg.qr(directions[:, ~measured] / scales[:, None]).Q
     return solution - (solution @ unseen) @ unseen.T, int(measured.sum())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Linear(NamedTuple):
-    """Weights and biases of modules that share their input, stacked; a missing bias is zero.
+    """Stacked weights and biases of modules that share their input. A missing bias is zero.
 
     Attributes:
         weight: `[g, m, d]` with `g` separate input maps (groups of a convolution, else 1). For a

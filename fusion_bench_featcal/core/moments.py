@@ -69,8 +69,8 @@ class Moments:
         Args:
             fold: The fold of the rows.
             x: Inputs, `[n, g * d]`.
-            y: Paired features, `[n, g * r]`; None: they are zero.
-            weights: Weight of each row, `[n]`, finite and > 0; None: all weigh 1.
+            y: Paired features, `[n, g * r]`, or None for zeros.
+            weights: Weight of each row, `[n]`, finite and > 0. By default all weigh 1.
         """
         for start in range(0, len(x), MOST_ROWS):
             part = slice(start, start + MOST_ROWS)
@@ -84,7 +84,7 @@ class Moments:
             if rows is not None:
                 total += (rows.sum(0) if weights is None else weights @ rows).view_as(total)
         if weights is not None:
-            # The root on both sides keeps the Gram matrix one, however it is rounded.
+            # A root on both sides keeps the Gram matrix positive semi-definite after rounding.
             x = x * weights.sqrt()[:, None]
             y = None if y is None else y * weights.sqrt()[:, None]
         if self.gram.shape[1] > 1:
@@ -160,7 +160,7 @@ class Moments:
     def gram_norms(self) -> Float[Tensor, " g"]:
         """Return the Frobenius norm of each map's mean Gram matrix, over all rows.
 
-        torch's float32 norm of a large matrix is biased on CPUs; the norm of row norms is not.
+        torch's float32 norm of a large matrix is biased on CPUs. The norm of row norms is not.
         """
         rows = torch.linalg.vector_norm(self.total().gram[0], dim=-1)
         wide = rows if rows.device.type == "mps" else rows.double()

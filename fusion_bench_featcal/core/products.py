@@ -17,7 +17,7 @@ COLUMN_BLOCKS = 16
 """Largest number of strips of a Gram matrix's lower triangle: 17/32 of the whole product."""
 
 SMALL = 192
-"""Narrower strips than this cost more than they save; a tile of this size and its transpose fit
+"""Narrower strips than this cost more than they save. A tile of this size and its transpose fit
 the second-level cache together."""
 
 LARGEST_PRODUCT = 2**24
@@ -30,12 +30,12 @@ _sums: ContextVar[str] = ContextVar("sums", default=FLOAT32)
 
 @contextmanager
 def summing_in(precision: str, device: torch.device) -> Iterator[None]:
-    """Context in which sums over rows multiply float32 numbers in the setting `sums_precision`.
+    """Context in which sums over rows multiply float32 numbers as set by `sums_precision`.
 
     Products are always added up in float32 or a wider dtype.
 
     Args:
-        precision: `tf32` (GPUs only), `bfloat16` (rows are rounded), anything else is exact.
+        precision: `tf32` (GPUs only), `bfloat16` (rows are rounded) or, if exact, another value.
         device: Device of the sums.
     """
     token = _sums.set(precision)
@@ -98,7 +98,7 @@ def add_lower_gram(into: Tensor, columns: Tensor, weight: float = 1.0) -> None:
     """Compute `into += weight columns columns'` in the lower triangle.
 
     Args:
-        into: `[d, d]`. Strips also write some entries above the diagonal; the others do not change.
+        into: `[d, d]`. Strips also write some entries above the diagonal. The others do not change.
         columns: `[d, n]`, from `columns_of`.
         weight: A factor.
     """

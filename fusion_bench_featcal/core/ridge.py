@@ -23,7 +23,7 @@ def choose_ridge(folds: Moments, *, biased: bool) -> float:
     """Choose the ridge with the smallest cross-validation error, summed over all maps.
 
     Args:
-        folds: Sums by fold; `y` are the targets.
+        folds: Sums by fold, with the targets as `y`.
         biased: Whether the modules have a bias, which absorbs the means.
 
     Returns:
@@ -50,7 +50,7 @@ def downhill(start: int, count: int, error_of: Callable[[int], float]) -> int:
     Args:
         start: Index of the first candidate.
         count: Number of candidates.
-        error_of: Error of a candidate; NaN counts as infinite.
+        error_of: Error of a candidate. NaN counts as infinite.
     """
 
     @cache
@@ -77,7 +77,7 @@ def held_out_error(train: Moments, fold: Moments, ridge: float, biased: bool) ->
         train: Means over the other folds.
         fold: Sums over the held-out rows.
         ridge: The candidate.
-        biased: Whether `b` follows from the means; else it is zero.
+        biased: Whether `b` follows from the means. Otherwise it is zero.
     """
     step = torch.zeros_like(train.cross)
     if ridge != NO_CHANGE:

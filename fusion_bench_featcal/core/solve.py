@@ -11,7 +11,7 @@ from fusion_bench_featcal.core.finite import read_back
 from fusion_bench_featcal.core.products import mirror_lower
 
 SINGLE_RIDGE = 1e-2
-"""From this ridge on float32 is tried first. Relative to Gram matrices of norm 1, the condition of
+"""Smallest ridge for which float32 is tried first. As Gram matrices have norm 1, the condition of
 the system is at most the number of tasks divided by the ridge."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
@@ -26,7 +26,7 @@ PROBES = 16
 _POWER_VECTORS, _POWER_STEPS = 2, 4
 _STRIP = 512
 _PANEL = 512
-"""Columns per panel of the factor. Products do the rest, faster on CPUs than LAPACK's factor."""
+"""Columns per panel of the factor. Products between panels are faster on CPUs than LAPACK."""
 
 _ROWS = 2048
 """Rows of `R` per solve, which bounds the size of the intermediate result."""
@@ -41,7 +41,7 @@ def solve_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-@lru_cache(maxsize=8)  # a model has few widths; on a GPU the host waits when they are copied to it
+@lru_cache(maxsize=8)  # models have few widths, and copying to a GPU makes the host wait
 def random_signs(size: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "n 16"]:
     """Return vectors of random signs, equal for equal sizes in every run."""
     generator = torch.Generator().manual_seed(0)
@@ -77,7 +77,7 @@ def solve_ridge(
         gram: `G`, symmetric, float32 or float64. It is overwritten, because a copy would be the
             largest matrix of a run.
         right: `R`.
-        ridge: `r` >= 0; 0 needs a `G` of full rank.
+        ridge: `r` >= 0. Zero needs a `G` of full rank.
         rounding: Rounding of `G` relative to its diagonal.
 
     Raises:
@@ -89,7 +89,7 @@ def solve_ridge(
         before = diagonal.clone()
         try:
             return _solve_in(gram.dtype, gram, right, ridge, rounding)
-        except UnsolvedError:  # float64 may do
+        except UnsolvedError:  # float64 may be precise enough
             for matrix in gram:
                 mirror_lower(matrix.T)  # the factor took the lower triangle alone
             diagonal.copy_(before)
@@ -101,7 +101,7 @@ def _solve_in(
 ) -> Solution:
     system, right = gram.to(dtype), right.to(dtype)
     system.diagonal(dim1=-2, dim2=-1).add_(ridge)
-    # All that needs the system comes before its factor overwrites it.
+    # Everything that needs the system comes before its factor overwrites it.
     signs = random_signs(system.shape[-1], solve_dtype(system.device), system.device)
     image, largest = _wide_product(system, signs), _largest_eigenvalue(system)
     noise = rounding * system.diagonal(dim1=-2, dim2=-1).amax(-1)

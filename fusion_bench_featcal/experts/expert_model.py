@@ -52,7 +52,7 @@ class ExpertModel:
             source: The weights.
             like: The merged model, whose structure and dtypes the expert takes.
             role: Role of the model in messages.
-            device: Device of loaded tensors; None: the merged model's device.
+            device: Device of loaded tensors, by default the merged model's device.
             spared: Names of the merged model's tensors that are not needed. The expert may lack
                 them, or have other shapes.
             hashed: Whether to digest tensors as they are read.
@@ -185,7 +185,7 @@ def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tenso
     """Return a tensor on a device and in a dtype, the same object if nothing changes.
 
     Copies to a GPU go through pinned memory and are queued, so that the host reads the next tensor
-    while the GPU is busy. Torch never frees pinned memory, so the largest tensors go without.
+    while the GPU is busy. Torch never frees pinned memory, so the largest tensors do not use it.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         if tensor.dtype.itemsize > dtype.itemsize:
@@ -222,7 +222,7 @@ def hollow_copy(model: nn.Module, device: torch.device | None = None) -> nn.Modu
 
     Args:
         model: The model.
-        device: Device of the copied buffers; None: their current device.
+        device: Device of the copied buffers, by default their current device.
     """
     stand_ins: dict[int, Tensor] = {}
     for tensor in model.state_dict(keep_vars=True).values():

@@ -64,7 +64,7 @@ class JoinedExperts(SourceView):
         return self._joined(self._stored[name])
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read some rows of one tensor: some experts if it is joined."""
+        """Read some rows of one tensor, which are experts if it is joined."""
         if name not in self._stored:
             return rows_of(self._source, self._renamed.get(name, name), start, stop)
         return self._joined(self._stored[name][start:stop])

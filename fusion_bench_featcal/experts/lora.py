@@ -43,7 +43,7 @@ class _Change:
     Attributes:
         down: The factor A, `[rank, inputs]`.
         up: The factor B, `[outputs, rank]`.
-        magnitude: DoRA's norm of each output; None: plain LoRA.
+        magnitude: DoRA's norm of each output, or None for plain LoRA.
         scale: Factor of B A.
         is_transposed: Whether the base stores its weight as `[inputs, outputs]`.
     """
@@ -101,7 +101,7 @@ class LoraExpert(SourceView):
         """Return some rows of one tensor."""
         change = self._changes.get(name)
         if name in self._copies or (change is not None and change.is_transposed):
-            return self.tensor(name)[start:stop]  # DoRA's norms are over all inputs, here rows
+            return self.tensor(name)[start:stop]  # DoRA's norms are over all rows (inputs)
         return self._changed(rows_of(self._source, name, start, stop), name, start)
 
     def _changed(self, rows: Tensor, name: str, start: int = 0) -> Tensor:

@@ -35,7 +35,7 @@ class MergedOnRead(SourceView):
                 real numbers are taken from it.
             base: The base.
             experts: The experts.
-            scale: Scale of the sum of the experts' steps; None: the experts' average.
+            scale: Scale of the sum of task vectors, or None for the experts' average.
         """
         super().__init__(like.source)
         self._like, self._base, self._experts, self._scale = like, base, experts, scale
@@ -57,7 +57,7 @@ class MergedOnRead(SourceView):
         return merged
 
     def will_need(self, names: Iterable[str]) -> None:
-        """Let all models read ahead some tensors."""
+        """Let all models start reading some tensors ahead."""
         of_model = [self._names[name] for name in names if name in self._names]
         for model in (*([] if self._scale is None else [self._base]), *self._experts):
             model.will_need(of_model)

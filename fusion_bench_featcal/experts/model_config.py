@@ -26,7 +26,7 @@ _GENERATE = "custom_generate/generate.py"
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's config.json, None if it has none.
+    """Return a checkpoint's config.json, or None if it has none.
 
     Args:
         folder: The checkpoint's folder.
@@ -49,7 +49,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
 
 
 def config_of(model: Any) -> Any:
-    """Return the config of a module or of a source of weights, None if it has none."""
+    """Return the config of a module or of a source of weights, or None if it has none."""
     return getattr(model, "config", None)
 
 
@@ -70,7 +70,7 @@ def check_same_function(
 
     Args:
         name: The model's name in the pool, or the task's.
-        config: Its transformers config or the content of config.json; None: nothing is compared.
+        config: Its transformers config or the content of config.json. None skips the comparison.
         reference: The config of the model that runs its weights, or None. If only one of the two
             contains the other's kind as a part (CLIP's vision tower), the parts are compared.
         ignored: Keys that may differ: `method.ignore_config`.
@@ -117,7 +117,7 @@ def complete_config(config: Any) -> dict[str, Any] | None:
         config: A transformers config, the content of config.json, or anything else.
 
     Returns:
-        The dictionary; None for anything else.
+        The dictionary, or None for anything else.
     """
     if callable(getattr(config, "to_dict", None)):
         return config.to_dict()

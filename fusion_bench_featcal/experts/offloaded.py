@@ -26,7 +26,7 @@ def offloaded(structure: nn.Module, source: ExpertSource, device: torch.device) 
     attach_align_device_hook(
         model.module, device, offload=True, weights_map=tensors, offload_buffers=True
     )
-    # transformers moves inputs to the model's device, which its empty tensors do not give.
+    # transformers moves inputs to the model's device, which empty tensors do not show.
     kind = type(model.module)
     model.module.__class__ = type(kind.__name__, (kind,), {"device": device})
     return model.module

@@ -31,8 +31,8 @@ class Grant:
     """Reads that a budget allows.
 
     Attributes:
-        limit: Largest number of bytes to read of all experts; None: no limit.
-        full: Bytes of a full read; None: a source has no sizes.
+        limit: Largest number of bytes to read of all experts, or None for no limit.
+        full: Bytes of a full read, or None if a source has no sizes.
         bytes: Bytes of the granted tensors.
         omitted: Expert -> tensors that are not read, by the merged model's names.
     """
@@ -48,7 +48,7 @@ class Weights:
     """Base and experts of one calibration. Each tensor counts once, however often it is read.
 
     Attributes:
-        base: The base model; None: it is not read.
+        base: The base model, or None if it is not read.
         experts: The expert of each task of this process.
         tasks: All tasks, including tasks of other processes.
         grant: Tensors of the experts that may be read.
@@ -74,7 +74,7 @@ class Weights:
         """Apply a budget to the experts' tensors in forward order, equally for all experts.
 
         Args:
-            budget: The setting `expert_read_budget`; None: everything is read.
+            budget: The setting `expert_read_budget`. With None everything is read.
             order: The merged model's names of the tensors to read, in forward order.
             merged: The merged model's tensors, which replace the ones not read.
             gather: Exchanges values with other processes, whose experts count as well.
@@ -178,7 +178,7 @@ def open_weights(
     Args:
         merged: The merged model, with its config.
         working: The calibrated model, which sets the dtypes and the device of the experts.
-        base: The base model; None: it is not read.
+        base: The base model, or None if it is not read.
         experts: Experts by task.
         ignored: Config keys that may differ (`ignore_config`).
         view: The family's view of models, which also applies to their sources.
@@ -208,7 +208,7 @@ def open_weights(
 
 
 def grants(budget: float | str | None, sizes: Mapping[str, Mapping[str, tuple[str, int]]]) -> Grant:
-    """Grant modules in forward order, for all experts in turn, until the next one does not fit.
+    """Grant modules in forward order, each for all experts, until one exceeds the budget.
 
     The tensors granted by a larger budget include all tensors granted by a smaller one.
 

@@ -44,8 +44,8 @@ class _Stored:
 class SafetensorsExpert:
     """Weights read from safetensors files, tensor by tensor (sharded or not).
 
-    Tensors are read rather than memory-mapped: if another program truncates a mapped file, the
-    process is killed, and pages of a mapping stay resident.
+    Tensors are read rather than memory-mapped. The process would be killed if another program
+    truncated a mapped file, and pages of a mapping stay resident.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -89,7 +89,7 @@ class SafetensorsExpert:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """Return the content of the config.json next to the weights, None if there is none.
+        """Return the content of the config.json next to the weights, or None.
 
         Raises:
             CalibrationError: If it is damaged.
@@ -130,7 +130,7 @@ class SafetensorsExpert:
         return self._read(name, 0, None)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read some rows of one tensor; a scalar is read whole. Raises as `tensor`."""
+        """Read some rows of one tensor. A scalar is read whole. Raises as `tensor`."""
         return self._read(name, start, stop)
 
     def will_need(self, names: Iterable[str]) -> None:

@@ -95,7 +95,7 @@ class SourceView:
         return [(self._source, name)]
 
     def will_need(self, names: Iterable[str]) -> None:
-        """Let the sources read ahead the tensors that some tensors are computed from."""
+        """Let the sources start reading the tensors that some tensors are computed from."""
         origins = [origin for name in names for origin in self.origins(name)]
         for source in {id(source): source for source, _ in origins}.values():
             read_ahead(source, [name for other, name in origins if other is source])
@@ -146,7 +146,7 @@ def known_bytes(source: ExpertSource, name: str) -> int:
     """Return the bytes to read for a tensor.
 
     Raises:
-        CalibrationError: If the source, one written by a user, has no sizes.
+        CalibrationError: If the source has no sizes, as one written by a user may.
     """
     try:
         return int(source.nbytes(name))

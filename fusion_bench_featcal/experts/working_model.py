@@ -32,8 +32,8 @@ class WorkingModel(ExpertModel):
         """Start without finished blocks.
 
         Args:
-            structure: The merged model; with `source` it may be on the meta device.
-            source: The merged model's weights; None: the weights of `structure`.
+            structure: The merged model. With `source` it may be on the meta device.
+            source: The merged model's weights, by default those in `structure`.
             device: Device of loaded tensors.
 
         Raises:

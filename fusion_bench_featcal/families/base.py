@@ -45,7 +45,7 @@ class Family(ABC):
             `begin` then takes the return value of `ending` as a fourth argument.
         compared: Whether calibration first compares the family's steps with the model's forward
             pass on the first samples.
-        has_tables: Whether modules with other rows than their stage's positions can only receive
+        has_tables: Whether modules whose rows are not their stage's positions can only receive
             tables (of relative positions), which have no padding.
         view: The arrangement of the weights for calibration.
     """
@@ -86,7 +86,7 @@ class Family(ABC):
             decoder_rows: The setting: `all` or `targets`. Only decoders distinguish them.
 
         Returns:
-            1 for positions that count, 0 for others, `[batch, positions]`; None: all count.
+            1 for positions that count, 0 for others, `[batch, positions]`. None if all count.
         """
         return None
 
@@ -107,7 +107,7 @@ class Family(ABC):
             hidden: The last block's output, `[batch, positions, d]`.
 
         Returns:
-            1 for rows that are read, 0 for others, `[batch, positions]`; None: all rows.
+            1 for rows that are read, 0 for others, `[batch, positions]`. None if all are.
         """
         return None
 
@@ -202,7 +202,7 @@ def hidden_output(output: Any) -> Tensor:
     """Return the hidden features of a block's output: a tensor, or the first entry of a container.
 
     Raises:
-        TypeError: If the first entry is no tensor.
+        TypeError: If the first entry is not a tensor.
     """
     if isinstance(output, Mapping):
         output = next(iter(output.values()))
@@ -249,7 +249,7 @@ class ChainFamily(Family):
         return capture_call(model, inputs, first_block)
 
     def step(self, model: nn.Module, block: str, call: BlockCall) -> tuple[Tensor, BlockCall]:
-        """Call the block on its stored arguments. It must not change them: they are used again."""
+        """Call the block on its stored arguments. It must not change them."""
         hidden = hidden_output(call_block(model, block, call))
         return hidden, replace(call, hidden=hidden)
 
@@ -263,8 +263,6 @@ def capture_call(model: nn.Module, inputs: Any, block: str) -> BlockCall:
         model: The model.
         inputs: Its inputs.
         block: The block's name.
-
-    The arguments of the block.
     """
     captured: list[BlockCall] = []
 

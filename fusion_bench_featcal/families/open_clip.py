@@ -16,7 +16,7 @@ _IN_TOWER = re.compile(r"transformer\.resblocks\.\d+")  # in a CLIP model this i
 
 
 def find_open_clip_blocks(model: nn.Module) -> list[str]:
-    """Return the vision transformer's blocks in forward order; empty for other models."""
+    """Return the vision transformer's blocks in forward order, none for other models."""
     names = [name for name, _ in model.named_modules()]
     blocks = [name for name in names if _IN_CLIP.fullmatch(name)]
     if not blocks and isinstance(getattr(model, "conv1", None), nn.Conv2d):

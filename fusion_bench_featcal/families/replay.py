@@ -31,9 +31,9 @@ class ReplayFamily(Family):
             `transformer.h.0` but no module inside it. Or a list of such lists, one per stage:
             `[[encoder.block.*], [decoder.block.*]]`.
         mask: Name of the input that is 1 for counted positions and 0 for padding, `[batch,
-            positions]`. `labels` means the positions that have a label. None: `attention_mask` if
-            the inputs have it, else all positions count. With several stages, a list with one name
-            per stage, or null if all positions of a stage count.
+            positions]`. `labels` means the positions that have a label. The default is
+            `attention_mask` if the inputs have it, else all positions count. With several stages, a
+            list with one name per stage, or null if all positions of a stage count.
         other_masks: For modules that receive other features than their stage's (a decoder's
             cross-attention): end of the module's name -> name of the input that is the mask of
             their rows, or null if all count.
@@ -131,7 +131,7 @@ class ReplayFamily(Family):
         """Return the stage's mask.
 
         With one stage, `decoder_rows=targets` selects the positions before a label, as in a
-        decoder-only model. With several stages, each stage's mask alone decides.
+        decoder-only model. With several stages, only each stage's mask counts.
 
         Raises:
             CalibrationError: If the named mask is missing, or a mask does not identify padding,

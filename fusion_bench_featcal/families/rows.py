@@ -13,7 +13,7 @@ NO_TARGET = -100
 
 
 def mask_named(inputs: Any, name: str) -> Tensor | None:
-    """Return a mask by its name in a model's inputs, `[batch, positions]`; None if missing.
+    """Return a mask by its name in a model's inputs, `[batch, positions]`, or None if missing.
 
     Raises:
         CalibrationError: If it exists but does not identify padding position by position.
@@ -31,7 +31,7 @@ def mask_named(inputs: Any, name: str) -> Tensor | None:
 
 
 def labelled_rows(inputs: Any) -> Tensor | None:
-    """Return 1 for positions with a label, `[batch, positions]`; None without labels.
+    """Return 1 for positions with a label, `[batch, positions]`, or None without labels.
 
     In an encoder-decoder model, whose labels are shifted into the decoder's inputs, these are the
     decoder's positions that predict a target.
@@ -50,7 +50,7 @@ def causal_rows(inputs: Any, decoder_rows: str, mask_name: str = "attention_mask
         mask_name: The input that marks padding.
 
     Returns:
-        1 for positions that count, `[batch, positions]`; None: all count.
+        1 for positions that count, `[batch, positions]`. None if all count.
 
     Raises:
         CalibrationError: If targets are requested without labels.

@@ -42,7 +42,7 @@ class StackCall:
 
 @dataclass(frozen=True)
 class StackFamily(Family):
-    """Blocks in one list, each called once, in order, on the hidden features of the one before.
+    """Blocks in one list, each called once, in order, on the previous block's hidden features.
 
     The list is found by the model's structure, whatever its name. The structure does not show
     whether a block receives anything else from earlier ones, so calibration compares the steps with

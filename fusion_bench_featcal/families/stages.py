@@ -100,7 +100,7 @@ def _blocks(tower: Any) -> Iterator[str]:
 
 
 def find_torchvision_blocks(model: nn.Module) -> list[str]:
-    """Return names of the blocks of torchvision's ResNets; empty for other models."""
+    """Return names of the blocks of torchvision's ResNets, none for other models."""
     if not all(hasattr(model, name) for name in _TORCHVISION):
         return []
     stages = [(n, part) for n, part in model.named_children() if n.removeprefix("layer").isdigit()]

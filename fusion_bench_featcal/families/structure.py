@@ -12,13 +12,13 @@ def find_stack(model: nn.Module) -> str | None:
     """Return the name of the list with a model's blocks.
 
     This is the outermost list of several modules of one class, if it has ten times the parameters
-    of all other such lists together. Two towers, or an encoder and a decoder, are no single stack.
+    of all other such lists together. Two towers, or an encoder and a decoder, have no such list.
 
     Args:
         model: The model. It may be on the meta device.
 
     Returns:
-        The list's name; None if no list clearly dominates.
+        The list's name, or None if no list clearly dominates.
     """
     stacks = _stacks(model)
     largest = _largest(stacks, "")
@@ -34,7 +34,7 @@ def suggested_families(model: nn.Module) -> list[str]:
         model: The model. It may be on the meta device.
 
     Returns:
-        Values in command line syntax, the most promising first; empty if there are no lists.
+        Values in command line syntax, the most promising first, or none without lists of blocks.
     """
     stacks = _stacks(model)
     sides = [_largest(stacks, part) for part in ("encoder", "decoder")]

@@ -76,7 +76,7 @@ class T5Family(Family):
             model: The model.
             inputs: Its inputs.
             first_block: The block.
-            *ending: The encoder's output, if available; else the encoder runs.
+            *ending: The encoder's output. Without it the encoder runs.
 
         Raises:
             CalibrationError: If the inputs do not determine the decoder's inputs.
@@ -113,7 +113,7 @@ class T5Family(Family):
         return hidden, replace(call, hidden=hidden, bias=bias, adds_mask=True)
 
     def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
-        """Return the encoder's positions except padding; the decoder's too, or its targets.
+        """Return a mask of the stage's positions except padding, or of the decoder's targets.
 
         Raises:
             CalibrationError: If targets are requested without labels.

@@ -49,11 +49,11 @@ class UnfusedAttention(nn.Module):
 
         Args:
             query: Features that attend.
-            key: Features that are attended to, for their scores.
-            value: Features that are attended to, for their content.
+            key: Features that are attended to, for the scores.
+            value: Features that are attended to, for the content.
             need_weights: Ignored: weights are never returned.
-            attn_mask: Added to the scores, `[positions, positions]`; or bool, True for positions
-                that must not be seen.
+            attn_mask: Added to the scores, `[positions, positions]`. If it is boolean, True marks
+                positions that must not be seen.
 
         Returns:
             The attended features, and None.

@@ -20,7 +20,7 @@ _BLOCK = re.compile(r"(model\.)?(visual\.blocks|language_model\.layers)\.\d+")
 
 @dataclass(frozen=True)
 class VisionLanguageFamily(StackFamily):
-    """Two stacks; the second begins after the vision tower is calibrated.
+    """Two stacks. The second one begins after the vision tower is calibrated.
 
     Patches of all images of a batch are in one list without padding, so all of them count.
     """
@@ -50,7 +50,7 @@ class VisionLanguageFamily(StackFamily):
         return noted_call(model, blocks, inputs)
 
     def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
-        """Return all patches; for the text, including image positions, all positions but padding.
+        """Return a mask of all patches, or of the text's positions (with images) except padding.
 
         Raises:
             CalibrationError: If targets are requested without labels.

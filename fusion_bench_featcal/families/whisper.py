@@ -42,7 +42,7 @@ class WhisperFamily(T5Family):
         return model.get_submodule(f"{encoder}.layer_norm")(call.hidden.clone())
 
     def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
-        """Return all positions of the encoder; the decoder's except padding, or its targets.
+        """Return a mask of all encoder positions, or of the decoder's targets or all but padding.
 
         Raises:
             CalibrationError: If targets are requested without labels.

@@ -18,7 +18,7 @@ class Recorded:
     Attributes:
         inputs: The inputs of each module, one per call, in the order of first calls.
         outputs: The outputs of the requested modules, one per call.
-        result: Return value of the pass; None if it ended early.
+        result: Return value of the pass, or None if it ended early.
     """
 
     inputs: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ def record(
         names: Names of the modules.
         run: Runs the block.
         outputs: Names of modules whose outputs are recorded.
-        calls: Number of calls after which the pass ends; None: it runs to its end.
+        calls: Number of calls after which the pass ends. None runs it to its end.
 
     Raises:
         CalibrationError: If the block overwrites an input of a module.
@@ -56,7 +56,7 @@ def record(
             raise stop_forward()
 
     def note_output(name: str, _: nn.Module, __: Any, output: Tensor) -> None:
-        # A copy: blocks may add to an output in place.
+        # A copy, because blocks may add to an output in place.
         recorded.outputs.setdefault(name, []).append(output.clone())
 
     hooks = [

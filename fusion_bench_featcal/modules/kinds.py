@@ -18,8 +18,8 @@ def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear map by its weight and bias and has no other state.
 
-    A subclass with an overridden forward (Falcon's) is tried on a small example if its only
-    attributes are ones of `nn.Linear`: any other, such as a scale, could differ between modules.
+    A subclass with an overridden forward (Falcon's) is tried on a small example, unless it has
+    attributes that `nn.Linear` lacks. These, such as a scale, could differ between modules.
     """
     if not isinstance(module, nn.Linear) or is_parametrized(module):
         return False
@@ -32,7 +32,7 @@ def is_linear(module: nn.Module) -> bool:
 def is_layer_norm(module: nn.Module) -> bool:
     """Return whether a module is a LayerNorm whose gain and shift are its weight and bias.
 
-    A subclass with another formula (Nemotron's gain is one more than its weight) is none.
+    A subclass with another formula does not count (Nemotron's gain is one more than its weight).
     """
     if not isinstance(module, nn.LayerNorm):
         return False
@@ -41,7 +41,7 @@ def is_layer_norm(module: nn.Module) -> bool:
 
 @cache
 def _agrees(kind: Any, base: type[nn.Module]) -> bool | None:
-    """Try a small module of a class with random weights. None: it cannot be built or run."""
+    """Try a small module of a class with random weights. Return None if it cannot be run."""
     generator, sizes = torch.Generator().manual_seed(0), (4, 4) if base is nn.Linear else (4,)
     try:
         with torch.device("cpu"), torch.no_grad():

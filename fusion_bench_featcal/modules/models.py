@@ -57,7 +57,7 @@ def names_in_order(
         family: Cuts it into blocks.
         stages: Its blocks.
         modules: The modules of each block.
-        runs_experts: Whether experts run. Else only their calibrated parameters are read.
+        runs_experts: Whether experts run. Otherwise only their calibrated parameters are read.
     """
     names: list[str] = []
     for index, stage in enumerate(stages):
@@ -88,7 +88,7 @@ def tensors_of_head(model: nn.Module, block: str) -> list[str]:
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
-    """Return the output embeddings of a language model; None for other models."""
+    """Return the output embeddings of a language model, or None for other models."""
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     return find()
 
@@ -155,7 +155,7 @@ class Modes:
         """Set them in a model of the same structure."""
         for module, training in zip(model.modules(), self.training, strict=True):
             module.training = training
-        # By name: a model that loads tensors while it runs loses its ties, and has more afterwards.
+        # By name, because a model that loads tensors while it runs loses its ties.
         for name, needed in self.gradients.items():
             model.get_parameter(name).requires_grad_(needed)
 

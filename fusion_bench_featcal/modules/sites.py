@@ -24,7 +24,7 @@ class Site:
             with gain and shift) or `batch_norm` (its running statistics change).
         has_bias: Whether it has a bias (linear) or shift (norm).
         transposed: Whether its weight is stored `[in, out]` (GPT-2's Conv1D).
-        patches: Geometry of a convolution; None for any other module.
+        patches: Geometry of a convolution, or None for any other module.
         channels_first: Whether a norm receives `[batch, d, ...]`, not `[..., d]`.
     """
 
@@ -76,7 +76,7 @@ class BlockModules:
 
     Attributes:
         sites: Calibrated modules.
-        excluded: Names of modules with parameters that stay as merged.
+        excluded: Names of modules that keep their merged parameters.
         routed: Number of mixtures whose experts could only be calibrated without the router that
             chooses their inputs.
     """
@@ -93,7 +93,7 @@ def find_all_modules(
     *,
     calibrate_norm: bool,
 ) -> dict[str, BlockModules]:
-    """Sort the modules of all blocks into calibrated ones and ones that keep their merged weights.
+    """Find the modules of all blocks that are calibrated, and those that keep merged weights.
 
     Calibrated: nn.Linear, transformers' Conv1D, Conv1d and Conv2d, LayerNorm and GroupNorm, and the
         statistics of BatchNorm. Unchanged: norms without a shift, embeddings, modules with vectors
@@ -241,7 +241,7 @@ def is_selected(name: str, patterns: Sequence[str] | None) -> bool:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a name or an end of it: `fc1`, `mlp.fc1`, `*.mlp.fc1`."""
+    """Return whether a pattern such as `fc1` or `*.mlp.fc1` matches a name or an end of it."""
     leaves = name.split(".")
     return any(fnmatchcase(".".join(leaves[start:]), pattern) for start in range(len(leaves)))
 

@@ -95,7 +95,7 @@ def describe_run(
 
 
 def describe_merged(working: WorkingModel, merged: nn.Module) -> str:
-    """Return a digest of the merged model: of all values in memory, else names and first rows."""
+    """Return a digest of the merged model's values if in memory, else of names and first rows."""
     if not working.is_in_memory:
         return glimpse(working.source)
     tensors = dict(merged.named_buffers()) | merged.state_dict()

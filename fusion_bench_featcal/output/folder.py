@@ -76,7 +76,7 @@ class OutputFolder(InMemory):
         self.is_complete = False
 
     def compare(self, run: Mapping[str, Any]) -> None:
-        """Compare this run's fingerprint, or some entries, with the finished blocks' one.
+        """Compare this run's fingerprint, or some entries, with that of the finished blocks.
 
         Raises:
             CalibrationError: If they differ, naming the differences.
@@ -130,7 +130,7 @@ class OutputFolder(InMemory):
                 remove_orphans(self.folder, prefix)
 
     def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
-        """Return the tensors of a block that an earlier run has finished; empty for other blocks.
+        """Return the tensors of a block that an earlier run has finished, none for other blocks.
 
         Raises:
             CalibrationError: If its file is damaged.
@@ -242,7 +242,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _naming_damage(path: Path, remedy: str) -> Iterator[None]:
-    """Context whose errors of reading a file include the remedy."""
+    """Context manager that adds the remedy to errors of reading a file."""
     try:
         yield
     except ReportError as error:
@@ -253,7 +253,7 @@ def _naming_damage(path: Path, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def _naming_room(path: Path, size: int) -> Iterator[None]:
-    """Context whose errors of writing a file include the needed and the free space."""
+    """Context manager that adds the needed and the free space to errors of writing a file."""
     try:
         yield
     except OSError as error:

@@ -25,7 +25,7 @@ class InMemory:
         """Do nothing."""
 
     def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
-        """Return nothing: no earlier run has finished the block."""
+        """Return no tensors, because no earlier run has finished the block."""
         return {}
 
     def write(

@@ -18,11 +18,11 @@ BY_NAME: Mapping[str, str] = {
 def rule_of(settings: FeatCalSettings) -> Rule:
     """Return the rule object for the settings.
 
-    A class named by `_target_` receives the settings that are fields of it, and the other keys of
+    A class named by `_target_` receives the settings that are its fields, and the other keys of
     the mapping. An object is returned unchanged.
 
     Raises:
-        ValueError: If a class cannot be imported, is no rule, or rejects an argument.
+        ValueError: If a class cannot be imported, is not a rule, or rejects an argument.
     """
     if not isinstance(settings.rule, str | Mapping):
         return settings.rule

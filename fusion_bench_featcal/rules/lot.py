@@ -20,10 +20,9 @@ class Lot(MergingRule):
 
     With task vectors `T_i = W_i - W_0` and Gram matrices `G_i` of expert i's inputs, a linear
     weight is `W_0 + scale (sum_i T_i G_i) (sum_i G_i)^+`. Gains are solved channel by channel, and
-    all other parameters are the base plus the scaled mean step. The paper does not say below which
-    energy the pseudo-inverse ignores a direction. Without a cut-off, directions of almost no energy
-    get steps of many times the weight, so this rule has one. The paper uses 16 to 64 samples per
-    task.
+    all other parameters are the base plus the scaled mean step. The paper has no smallest energy
+    for the pseudo-inverse. Without one, directions of almost no energy get steps of many times the
+    weight, so this rule has a cut-off. The paper uses 16 to 64 samples per task.
     """
 
     scale: float = setting(
@@ -48,7 +47,7 @@ class Lot(MergingRule):
 
     @property
     def reads_base(self) -> bool:
-        """Return True: steps are relative to the base."""
+        """Return True, because steps are relative to the base."""
         return True
 
     def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
@@ -64,7 +63,7 @@ class Lot(MergingRule):
 
 
 class GainSums:
-    """Sums for one norm: each channel's gain is weighted by its energy."""
+    """Sums for one norm, in which each channel's gain is weighted by its energy."""
 
     def __init__(self, base: Linear, shift: Tensor, scale: float) -> None:
         """Start with no expert.

@@ -8,8 +8,8 @@ class MergingRule(Rule, Settings):
     """Base of rules that sum over the inputs of each expert's modules.
 
     Attributes:
-        features: Input features of an expert's block: the `expert`'s, or the features of the
-            `merged` blocks before it.
+        features: Input features of an expert's block: the `expert`'s, or the output of the
+            preceding `merged` blocks.
         outside: Whether layers outside the blocks are solved as well.
     """
 
@@ -18,12 +18,12 @@ class MergingRule(Rule, Settings):
 
     @property
     def runs_experts(self) -> bool:
-        """Return False: only inputs are summed."""
+        """Return False, because only inputs are summed."""
         return False
 
     @property
     def reads_base(self) -> bool:
-        """Return False: steps are relative to the experts' mean."""
+        """Return False, because steps are relative to the experts' mean."""
         return False
 
     def start_scale(self, tasks: int) -> float:

@@ -27,7 +27,7 @@ class NormRows:
 
         Args:
             z: Normalised inputs without gain and shift, `[n, d]`.
-            weights: Weight of each row, `[n]`; None: all weigh 1.
+            weights: Weight of each row, `[n]`. With None all weigh 1.
         """
         z = z.to(self.sums.dtype)
         weights = z.new_ones(len(z)) if weights is None else weights.to(z.dtype)

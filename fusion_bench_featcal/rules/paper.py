@@ -50,7 +50,7 @@ class Paper(Rule):
 
     @property
     def needs_base(self) -> bool:
-        """Return the same as `reads_base`: the anchor cannot be built without it."""
+        """Return whether the anchor uses the base model, without which it cannot be built."""
         return self.reads_base
 
     @property
@@ -64,8 +64,8 @@ class Paper(Rule):
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
         """Solve all modules in one turn.
 
-        BatchNorm statistics are updated before it, as merged ones fit no features, and again after
-        it.
+        BatchNorm statistics are updated before it, because merged ones fit no features, and again
+        after it.
         """
         statistics = [[group] for group in groups if group.kind == "batch_norm"]
         return [*statistics, [g for g in groups if g.kind != "batch_norm"], *statistics]
@@ -114,7 +114,7 @@ class PaperSums:
         return rows.task_weights(self._rule.eps)
 
     def solve(self) -> Solved:
-        """Solve for the step from the anchor (Eq. 17); the bias follows from the means."""
+        """Solve for the step from the anchor (Eq. 17). The bias follows from the means."""
         rule, targets, inputs = self._rule, self._targets, self._inputs
         cross, _ = targets.complete(inputs.gram[0], inputs.x[0])
         right = cross[0].sub_(targets.anchor.weight, alpha=rule.eps)

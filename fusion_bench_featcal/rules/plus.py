@@ -31,7 +31,7 @@ class Plus(Rule):
 
     Attributes:
         gamma: Energy of the rows from an expert's weights, relative to the energy of the samples,
-            if the samples are many and familiar (`trust.py`). 0: samples alone.
+            if the samples are many and familiar (`trust.py`). With 0 only samples are used.
         gammas: The same by task, computed from the samples. Missing tasks use `gamma`.
         task_weights: Factors of the tasks' weights. Missing tasks use 1.
         calibrate_bias: Whether biases change.
@@ -57,7 +57,7 @@ class Plus(Rule):
         return self.gamma > 0 and not self.gammas
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
-        """Solve one group after another: later groups receive the outputs of updated ones."""
+        """Solve one group after another. Later groups receive the outputs of updated ones."""
         return [[group] for group in groups]
 
     def sums(self, group: Group, merged: Linear, base: Linear | None) -> GroupSums:
@@ -145,7 +145,7 @@ class PlusSums:
         ridge = choose_ridge(self._folds, biased=self._biased)
         step, residual, condition = torch.zeros_like(cross[0]), 0.0, 1.0
         if ridge != NO_CHANGE and bool(scale > CONSTANT * energy):
-            # Divided by the scale, so that the ridge is relative, as the solve's bounds are.
+            # Divided by the scale, because the ridge and the solve's bounds are relative to it.
             gram, right = means.gram[0] / scale, means.cross[0] / scale
             rounding = torch.finfo(gram.dtype).eps
             solution = solve_ridge(gram, right, ridge, rounding=rounding)
@@ -158,7 +158,7 @@ def probes_of(like: Tensor) -> Tensor:
     """Return combinations `[r, m]` of outputs for measuring held-out errors.
 
     Args:
-        like: A weight `[g, m, d]`. Up to `PROBES` outputs are used as they are; more are combined
+        like: A weight `[g, m, d]`. Up to `PROBES` outputs are used as they are. More are combined
             by random signs, equal in every process.
     """
     outputs = like.shape[1]

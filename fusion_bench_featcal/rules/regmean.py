@@ -66,9 +66,9 @@ class LeastSquaresSums:
             anchor: Parameters for directions without energy.
             off_diagonal: Factor of the Gram matrices' entries off the diagonal.
             has_unit_gram: Whether Gram matrices are scaled to norm 1.
-            cutoff: Energies up to this share of the largest count as none.
+            cutoff: Energies up to this share of the largest count as zero.
             scale: Factor of the step.
-            bias: Biases of the result; None: the anchor's.
+            bias: Biases of the result, by default the anchor's.
         """
         self._anchor = anchor.to(solve_dtype(anchor.weight.device))
         self._bias = anchor.bias if bias is None else bias

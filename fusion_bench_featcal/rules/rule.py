@@ -61,7 +61,7 @@ class Rule(ABC):
 
     Attributes:
         mix_alpha: Share alpha of the expert's input in the target's input (Eq. 10). It has no
-            default: rules that use the experts' features must set it.
+            default, so rules that use the experts' features must set it.
         folds: Number of folds into which a task's sums are divided.
         notes_outputs: Whether the expert's outputs are stored in place of inputs if there are fewer
             of them, which takes less memory. Requires `mix_alpha` 1.
@@ -118,7 +118,7 @@ class Rule(ABC):
             group: The modules. Its `kind` is `linear`, which includes convolutions, or `norm` if
                 `calibrate_norm` is set. Statistics of BatchNorm do not go through rules.
             merged: Their current parameters.
-            base: The base model's parameters; None: there is no base.
+            base: The base model's parameters, or None without a base.
         """
 
     def dtype(self, tasks: int, device: torch.device) -> torch.dtype:

@@ -56,7 +56,7 @@ class StepTargets:
             self._drift = part if self._drift is None else self._drift.add_(part)
             gram = torch.add(gram, rows.cross[0], alpha=alpha)
         total = gram.new_zeros(())
-        # Strips of outputs: matrices of all would be the largest of a run.
+        # By strips, because matrices of all outputs would be the largest of a run.
         for part in strips(self.y.shape[-1]):
             weight = expert.weight[:, part] - self.anchor.weight[:, part]
             cross, y = multiply(weight, gram, symmetric=not alpha), _times(weight, x)
@@ -118,7 +118,7 @@ def _times(weight: Tensor, x: Tensor) -> Tensor:
 def anchor_of(merged: Linear, base: Linear | None, rho: float) -> Linear:
     """Return `rho W_mer + (1 - rho) W_base`, the merged parameters at rho = 1 (Eq. 11).
 
-    The result overwrites the merged parameters: these matrices are among the largest of a run.
+    The result overwrites the merged parameters, as these matrices are among a run's largest.
     """
     if base is not None and rho != 1:
         for tensor, origin in ((merged.weight, base.weight), (merged.bias, base.bias)):

@@ -73,7 +73,7 @@ def _affine(draw: Sequence[float], ratio: float) -> list[list[float]]:
 
 
 def images_of(inputs: Any) -> Tensor | None:
-    """Return the images in a batch of model inputs; None if there are none."""
+    """Return the images in a batch of model inputs, or None if there are none."""
     if isinstance(inputs, Mapping):
         inputs = inputs.get("pixel_values")
     elif isinstance(inputs, tuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.streams.rows import Rows
 
-# A name that no module of a block has; a block's own name is its only module's where it has one.
+# No module has this name. A block's name is also its module's if the block is a single layer.
 OUTPUT = ""
 
 
@@ -15,12 +15,12 @@ OUTPUT = ""
 class Batch:
     """Samples that run together.
 
-    inputs: The model's inputs; None after the last stage has begun.
-    samples: Number of samples; 0 for changed copies of other samples.
+    inputs: The model's inputs, or None after the last stage has begun.
+    samples: Number of samples, or 0 for changed copies of other samples.
     start: Number of the task's samples before it.
     is_held_out: Whether it is excluded from the sums.
         cal: Input of the calibrated model's next block.
-        exp: Input of the expert's next block; None if experts do not run.
+        exp: Input of the expert's next block, or None if experts do not run.
         merged: Input of the merged model's next block, for held-out batches.
         rows: Positions that count in the stage.
         noted: The expert's features at modules that are not solved yet, one per call: inputs, or

@@ -47,7 +47,7 @@ class DriftLog:
         """Add a batch's features after a block.
 
         Args:
-            when: `before` or `after` the block's update; `merged` for features of the merged model.
+            when: `before` or `after` the block's update, or `merged` for the merged model.
             task: The task.
             batch: The batch.
             hidden: The model's features.

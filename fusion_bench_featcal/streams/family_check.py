@@ -42,7 +42,7 @@ def checked_family(
         model: The model, with weights.
         samples: Batches of each task of this process. Only the first process runs one: the first
             batch of the first task.
-        device: Device on which the model runs; None: the device of its parameters.
+        device: Device on which the model runs, by default the device of its parameters.
         needs_closing: Whether the positions that the model reads after its last block are needed.
         of_first: Calls a function in the first process and returns its result in all.
 
@@ -124,7 +124,7 @@ def _difference(family: Family, model: nn.Module, task: str, inputs: Any) -> str
         return f"a step of the family {family.name} fails ({error})"
     for block, right, hidden in zip(blocks, expected, outputs, strict=True):
         if not all_finite(right):
-            return None  # calibration says more about it
+            return None  # calibration raises a better message
         if right.shape != hidden.shape:
             return f"{block} gives {tuple(hidden.shape)} alone and {tuple(right.shape)} in place"
         gap = float((hidden - right).double().norm() / right.double().norm().clamp_min(1e-30))

@@ -59,7 +59,7 @@ def batch_size(task: str, inputs: Any) -> int:
 
 
 def check_finite_inputs(inputs: Any, task: str, number: int) -> None:
-    """Refuse a batch whose floating-point inputs hold NaN or infinity.
+    """Refuse a batch with NaN or infinity in its floating-point inputs.
 
     Args:
         inputs: The batch.
@@ -111,7 +111,7 @@ def check_token_ids(inputs: Any, model: nn.Module, label_of: Callable[[int], str
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """Return the rows of a language model's token embeddings; None for any other model."""
+    """Return the rows of a language model's token embeddings, or None for any other model."""
     find = getattr(model, "get_input_embeddings", None)
     try:
         table = None if find is None else find()

@@ -28,7 +28,7 @@ class DemoRows:
             model: The model.
             block: The last block, for messages.
             hidden: Features of the block's shape, `[batch, positions, d]`.
-            valid: Positions that count in earlier blocks; None: all.
+            valid: Positions that count in earlier blocks, or None for all.
 
         Raises:
             CalibrationError: If features are not `[batch, tokens, d]`.
@@ -51,13 +51,13 @@ class DemoRows:
         run: Callable[[], Tensor],
         mask: Tensor,
     ) -> list[str]:
-        """Return names of the modules that use the weights: all but k_proj and v_proj.
+        """Return names of the modules that use the weights, which are all but k_proj and v_proj.
 
         Args:
             model: The model.
             block: The last block.
             sites: Its calibrated modules.
-            run: Runs the block on one batch; its hidden output.
+            run: Runs the block on one batch, and returns its hidden output.
             mask: The weights in that batch.
         """
         return [s.name for s in sites if not s.name.endswith(("k_proj", "v_proj"))]
@@ -80,7 +80,7 @@ class ClosingRows:
     def mask(
         self, model: nn.Module, block: str, hidden: Tensor, valid: CountedRows | None
     ) -> Tensor | None:
-        """Return 1 for positions that are read, else 0; None: all are. Arguments as `DemoRows`."""
+        """Return 1 for positions that are read, else 0, or None if all are. See `DemoRows.mask`."""
         return self._family.closing_rows(model, hidden)
 
     def modules(

@@ -17,8 +17,8 @@ class CountedRows:
 
     Attributes:
         shape: Shape of the mask, `[batch, positions]`.
-        index: Positions that count in the flattened mask; None: all.
-        weights: Their weights, `[n]`; None: all weigh 1.
+        index: Positions that count in the flattened mask, or None for all.
+        weights: Their weights, `[n]`. With None all weigh 1.
         has_tables: Whether features with other positions can only be tables, because the model has
             no other sequence.
     """
@@ -125,9 +125,9 @@ class Rows:
     """Counted positions of a stage.
 
     Attributes:
-        valid: Positions in the stage's hidden features; None: all.
+        valid: Positions in the stage's hidden features, or None for all.
         other: Positions in modules with other inputs, by the end of their names.
-        compared: Positions of the stage's final features that are read; None: all.
+        compared: Positions of the stage's final features that are read, or None for all.
         samples: Number of samples in the batch.
     """
 
@@ -138,11 +138,11 @@ class Rows:
 
     @property
     def counted(self) -> CountedRows | None:
-        """Return the counted positions of the stage's hidden features; None: all."""
+        """Return the counted positions of the stage's hidden features, or None for all."""
         return None if self.valid is None else self.valid[0]
 
     def of(self, module: str) -> Counted | None:
-        """Return the counted positions of a module's input; None: all."""
+        """Return the counted positions of a module's input, or None for all."""
         return next((rows for end, rows in self.other.items() if matches(module, end)), self.valid)
 
 

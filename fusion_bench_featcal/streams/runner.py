@@ -52,7 +52,7 @@ class Runner:
             return self.family.step(model, block, call)
 
     def compared(self, model: nn.Module, stage: int, batch: Batch) -> CountedRows | None:
-        """Return the positions of final features that are read; None: all.
+        """Return the positions of final features that are read, or None for all.
 
         Before the last stage these are all counted positions.
         """

@@ -77,7 +77,7 @@ def take(
     model: nn.Module,
     cut: Callable[[str, Sequence[Batch]], Sequence[Batch]] = lambda _, batches: batches,
 ) -> list[Batch]:
-    """Return a task's batches: as many samples as the settings ask for, the last ones held out.
+    """Return a task's batches with the number of samples in the settings, the last ones held out.
 
     Args:
         task: The task.
@@ -130,7 +130,7 @@ def take_samples(
 
 
 def warn_of_few_samples(task: str, available: int, limit: int) -> None:
-    """Warn that a task has fewer samples than the settings ask for."""
+    """Warn that a task has fewer samples than the settings require."""
     log.warning(
         "task %s has %s, fewer than method.samples_per_task = %d: all of them are used",
         task,
@@ -185,7 +185,7 @@ def with_copies(task: str, batch: Batch, copies: int, settings: FeatCalSettings)
 
 
 def batch_generator(purpose: str, seed: int, task: str, *numbers: int) -> torch.Generator:
-    """Return random numbers that depend on a purpose, the task and, say, a sample's number."""
+    """Return random numbers that depend on a purpose, the task and, optionally, sample numbers."""
     text = " ".join(map(str, (purpose, seed, task, *numbers)))
     digest = hashlib.sha256(text.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7]))

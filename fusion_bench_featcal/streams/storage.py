@@ -77,7 +77,7 @@ class HostStorage(DeviceStorage):
 
     def _fetch(self, batch: Batch) -> tuple[dict[str, Any], dict[int, Any]]:
         """Return a batch's features on the device, and stored copies by identity of the tensor."""
-        fetched: dict[int, Tensor] = {}  # keeps a tensor that occurs twice one tensor
+        fetched: dict[int, Tensor] = {}  # a tensor that occurs twice is fetched once
         stored: dict[int, Any] = {}
 
         def get(copy: StoredTensor) -> Tensor:
@@ -133,7 +133,7 @@ class DiskStorage(HostStorage):
 
         Args:
             device: The device.
-            folder: Folder of the files; None: the system's folder for temporary files.
+            folder: Folder of the files, by default the system's folder for temporary files.
 
         Raises:
             CalibrationError: If no file can be created there.

@@ -37,11 +37,11 @@ class Streams:
         working: The calibrated model, with one block at a time in memory.
         experts: The expert of each task.
         rule: How blocks are calibrated.
-        drift: Compares features with the experts'; None: no comparison.
+        drift: Compares features with the experts', or None.
         storage: Storage of features: the device, the host or disk.
-        last_rows: Counted positions in modules of the last block; None: as in earlier blocks.
+        last_rows: Counted positions in modules of the last block, if they differ from earlier ones.
         aside: The merged model for held-out samples, if running one of its blocks or starting a
-            stage needs blocks that were calibrated by then. None: the calibrated model serves.
+            stage needs blocks that are already calibrated. By default the calibrated model.
     """
 
     tasks: Mapping[str, list[Batch]]

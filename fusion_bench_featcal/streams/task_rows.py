@@ -142,7 +142,7 @@ class ChannelRows:
         """Add a batch.
 
         Raises:
-            CalibrationError: If only some positions count: statistics include all.
+            CalibrationError: If only some positions count, because statistics include all.
         """
         if batch.rows.of(self._name) is not None:
             raise CalibrationError("is BatchNorm, and some positions are padding")
@@ -228,7 +228,7 @@ def empty_sums(
     Args:
         group: The modules.
         model: The model that contains them.
-        base: Returns a parameter of the base model by name; None: there is no base.
+        base: Returns a parameter of the base model by name, or None without a base.
         rule: The rule that calibrates them.
         dtype: Least precise dtype of the sums.
     """
@@ -272,7 +272,7 @@ def folded_rows(
         are_outputs: Whether `y` are outputs of the modules rather than inputs.
 
     Yields:
-        A fold, its rows `[n, d]` of `x` and of `y`, and their weights (None: all 1).
+        A fold, its rows `[n, d]` of `x` and of `y`, and their weights, None if all are 1.
 
     Raises:
         CalibrationError: If padding or folds cannot be identified in the inputs.
