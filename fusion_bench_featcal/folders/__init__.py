@@ -24,9 +24,9 @@ def calibrate_folder(merged: str | Path | None = None, **options: Any) -> Path:
     Raises:
         ValueError: If an option is unknown, or models or data are missing or do not fit. Nothing
             was loaded in that case.
-        CalibrationError: If the calibration cannot go on; finished blocks are kept.
+        CalibrationError: If the calibration cannot go on. Finished blocks are kept.
     """
-    # Loaded on first use: the command line reads the options here without loading torch.
+    # Imported here, because the command line reads this package's options without loading torch.
     from fusion_bench_featcal.folders.job import run
     from fusion_bench_featcal.folders.request import Request
 

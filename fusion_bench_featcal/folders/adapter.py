@@ -166,7 +166,7 @@ def factors(change: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def check_base(base: ModelFolder | None, home: ModelFolder) -> None:
-    """Refuse a base of another class or size: an adapter could not change it into the model."""
+    """Refuse a base of another class or size, which no adapter can change into the model."""
     if base is None:
         raise ValueError("--as-lora needs --base, the model that the adapter changes")
     shapes, home_shapes = (

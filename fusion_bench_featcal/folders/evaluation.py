@@ -30,8 +30,8 @@ class Evaluation:
 
     Attributes:
         report: Scores of all models.
-        heads: Task -> its expert's classifier, with the body of the last added model; empty for
-            models without separate heads.
+        heads: Task -> its expert's classifier, with the body of the last added model. Models
+            without separate heads have none.
     """
 
     def __init__(

@@ -12,18 +12,17 @@ _ROWS = 4
 """Smallest number of rows for comparing losses."""
 _ERRORS, _CHANCE = 3.0, 0.01
 """Standard errors by which a mean loss must differ. With few rows the factor is larger, for an
-equal
-probability of error."""
+equal probability of error."""
 _WORSE = 0.1
-"""Smallest excess loss of an expert over the base: the expert may use other words."""
+"""Smallest excess loss of an expert over the base. An expert may use other words."""
 
 
 def weak_experts(experts: Mapping[str, Score], base: Mapping[str, Score]) -> list[str]:
     """Describe each expert that is no better than guessing, or worse than the base, by task.
 
-    A guess gives all classes or tokens equal probability. An expert is not weak if its accuracy is
-    better: better than guessed classes by more than chance, or better than the base. Whole texts
-    are not compared with the base, which may predict them well from its training.
+    A guess gives all classes or tokens equal probability. An expert is not weak if its accuracy
+    exceeds that of guessed classes by more than chance, or exceeds the base's. Whole texts are not
+    compared with the base, which may predict them well from its training.
     """
     return [
         f"{task} (loss {score.loss:.2f} on {len(score.losses)} rows, {other})"

@@ -47,7 +47,7 @@ class ZeroShot:
         return F.normalize(self._model.text_projection(pooled).float(), dim=-1)
 
     def logits(self, head: Tensor, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return class logits of a vision tower: cosines of images and prompts."""
+        """Return class logits of a vision tower, which are cosines of images and prompts."""
         project = self._model.visual_projection
         pooled = model(**batch).pooler_output.cpu()
         images = F.normalize(project(pooled.to(project.weight.dtype)).float(), dim=-1)
@@ -64,7 +64,7 @@ def open_image_task(
         request: The request.
         processor: Converts images to pixels.
         heads: Class names of the expert's head, by number, or zero-shot heads for CLIP's vision
-            tower; None: there are none.
+            tower, or None.
     """
     columns = request.columns_of(task)
     refuse_unknown_keys(columns, _COLUMNS, f"--columns {task}")

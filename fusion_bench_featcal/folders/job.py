@@ -209,7 +209,7 @@ def open_tasks(models: Models, processor: Any, max_length: int | None) -> dict[s
 
 
 def _zero_shot(models: Models) -> ZeroShot | None:
-    """Return zero-shot heads of a whole CLIP; None if there is no such model."""
+    """Return zero-shot heads of a whole CLIP, or None if there is no such model."""
     request = models.request
     if request.no_eval:
         return None

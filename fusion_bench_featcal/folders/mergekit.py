@@ -25,7 +25,7 @@ class Merge(NamedTuple):
 
     Attributes:
         method: mergekit's name of the merge method.
-        base: Folder or hub id of the base; None if the config has none.
+        base: Folder or hub id of the base, or None if the config has none.
         experts: Name -> folder or hub id. A name is the last part of the location, joined by `-`
             with as many parent folders as it takes to be unique.
     """
@@ -107,7 +107,7 @@ def _is_same(one: str, other: str) -> bool:
 
 
 def read_merge(merged: Path) -> Merge | None:
-    """Read the models that a folder's model was merged from; None: it has no mergekit config."""
+    """Read the models that a folder's model was merged from. None without a mergekit config."""
     file = merged / FILE
     try:
         content = read_yaml(file)

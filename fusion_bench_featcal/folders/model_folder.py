@@ -37,7 +37,7 @@ class ModelFolder:
         option: The option with its value that names the model.
         folder: The folder. A hub id is downloaded.
         is_adapter: Whether it is an adapter of another model.
-        config: Content of its config.json; None: it has none, such as a LoRA adapter.
+        config: Content of its config.json. None without one, as for a LoRA adapter.
     """
 
     def __init__(self, name: str, location: str, option: str) -> None:
@@ -171,8 +171,8 @@ class ModelFolder:
         """Load the model on the CPU, in the dtype of its files.
 
         Args:
-            kind: Its class; None: `calibrated_class`.
-            spare: Replacements for tensors that its files lack; None: the files must be complete.
+            kind: Its class, by default `calibrated_class`.
+            spare: Replacements for tensors that its files lack. None requires complete files.
         """
         kind = kind or self.calibrated_class
         try:
@@ -244,7 +244,7 @@ def empty_model(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
 def body_of(model: nn.Module, kind: Kind) -> nn.Module:
     """Return the part of a model that is calibrated, which all experts share.
 
-    For a classifier its body, for CLIP the vision tower, for a language model the whole model.
+    This is a classifier's body, CLIP's vision tower, or the whole of a language model.
     """
     if kind in CLASSIFIERS:
         return getattr(model, model.base_model_prefix)  # type: ignore[arg-type]

@@ -33,8 +33,7 @@ from fusion_bench_featcal.settings import CalibrationError
 
 UNRELATED = 1.0
 """Relative distance from the base above which a model counts as unrelated. Two separately trained
-models are
-about 1.4 apart."""
+models are about 1.4 apart."""
 _PROCESSORS = (
     "tokenizer_config.json", "tokenizer.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
@@ -46,9 +45,9 @@ class Models:
 
     Attributes:
         request: The request.
-        base: The base; None: no base.
+        base: The base, or None if there is none.
         experts: Task -> expert.
-        merged: The merged model; None: it is merged during the run.
+        merged: The merged model, or None if it is merged during the run.
     """
 
     request: Request
@@ -167,7 +166,7 @@ class Models:
 
         def load() -> nn.Module:
             model = self.home.load()
-            if self.merged is None or body is not self.merged_source:  # else it is loaded with them
+            if self.merged is None or body is not self.merged_source:  # else already loaded
                 fill(self.body(model), body)
             return model
 
@@ -297,7 +296,7 @@ class Models:
 
     @cached_property
     def processor_folder(self) -> str:
-        """Folder of the tokenizer or image processor: of the first model that has one."""
+        """Folder of the tokenizer or image processor, of the first model that has one."""
         named = self.request.tokenizer
         if named is not None:
             return str(fetch(named, f"--tokenizer {named}", weights=False))

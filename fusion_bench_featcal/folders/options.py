@@ -107,7 +107,7 @@ def setting_word(word: str) -> dict[str, Any]:
 
 
 def columns(word: str) -> dict[str, Any]:
-    """Read `[NAME:]PART=COLUMN,...`. Columns of all tasks are stored beside tasks' mappings."""
+    """Read `[NAME:]PART=COLUMN,...`. Columns of all tasks are stored next to tasks' mappings."""
     task, colon, _ = word.partition("=")[0].rpartition(":")
     pairs = word[len(task) + len(colon) :].split(",")
     named = {name: column for text in pairs for name, column in pair(text).items()}

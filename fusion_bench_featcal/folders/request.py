@@ -24,7 +24,7 @@ from fusion_bench_featcal.settings import PLUS, FeatCalSettings
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {"plus": PLUS, "paper": {}}
 MAX_LENGTH = 1024
-"""Tokens of a text if `max_length` is not set: unlimited texts would need unlimited memory."""
+"""Tokens of a text if `max_length` is not set, because memory grows with the longest text."""
 PROMPT = "a photo of a {}."
 _RESERVED = ("base", "merged", "_pretrained_")
 # Settings that the command sets by separate options, and settings of model pools.

@@ -73,7 +73,7 @@ def save(
 
 
 def write_weights(models: Models, result: CalibrationResult, folder: Path) -> None:
-    """Write config and weights: one file up to the shard size, else one for each block."""
+    """Write config and weights, in one file up to the shard size, else one for each block."""
     assert result.folder is not None
     home, calibrated = models.home, SafetensorsExpert(result.folder)
     stored = home.source(models.base)
@@ -101,12 +101,12 @@ def write_shards(
         limit: Largest number of bytes of a model in one file.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: If it cannot be written.
     """
     names = blocks.names()
     size = sum(map(blocks.nbytes, names)) + sum(tensor.nbytes for tensor in outside_blocks.values())
     if size <= limit:
-        # Memory-mapped: the files belong to this run, and together they are as large as the model.
+        # Memory-mapped, because the files belong to this run and are as large as the model.
         mapped = [load_file(file).items() for file in blocks.files]
         write_tensors(folder / "model.safetensors", dict(chain(*mapped, outside_blocks.items())))
         return

@@ -14,7 +14,7 @@ from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.tasks import lm_eval_tasks
 
 Scorer = Callable[[nn.Module, Any], Mapping[str, float]]
-"""Takes a model and its tokenizer or processor; returns scores by name."""
+"""Takes a model and its tokenizer or processor, and returns scores by name."""
 _LM_EVAL = "lm-eval"
 
 
@@ -22,7 +22,7 @@ def scorers_of(named: Mapping[str, Any], kind: str, batch_size: int) -> dict[str
     """Return a scorer for each entry of `--evaluate`, by its name.
 
     Args:
-        named: `lm-eval` -> its tasks, or a module -> its functions: a list, or separated by commas.
+        named: `lm-eval` -> its tasks, or a module -> its functions, listed or separated by commas.
         kind: Kind of the models.
         batch_size: Rows per batch in lm-eval.
     """

@@ -29,7 +29,7 @@ class Score(NamedTuple):
     Attributes:
         accuracy: Share of correct samples or, for long or free texts, of correct tokens, 0 to 1.
         losses: Cross-entropy of each sample's target, float64 `[samples]`.
-        correct: Whether each sample is correct, bool `[samples]`; None if accuracy counts tokens.
+        correct: Whether each sample is correct, bool `[samples]`. None if accuracy counts tokens.
         choices: Number of classes or tokens that the target is chosen from.
         kind: Kind of the targets.
     """
@@ -75,8 +75,8 @@ class Task:
     Attributes:
         batches: Calibration samples: an iterable of the model's inputs.
         samples: Number of calibration samples.
-        length: Tokens of the longest text; 0 for images.
-        tests: Test samples; None: there are none.
+        length: Tokens of the longest text, or 0 for images.
+        tests: Test samples, or None.
         notes: Sentences on the samples, then on automatic decisions.
     """
 
@@ -92,8 +92,8 @@ def open_parts(
 ) -> tuple[Part, Part]:
     """Open a task's rows: for calibration, and for evaluation.
 
-    Calibration rows are the same ones that `method=featcal` draws. Held-back rows come from the end
-    of that order, so the two never overlap.
+    Calibration rows are those that `method=featcal` draws. Held-back rows come from the end of the
+    same random order, so the two never overlap.
 
     Args:
         task: The task.
@@ -150,7 +150,7 @@ def class_logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class LabelTests:
-    """Test samples with labels, as numbers of a head's classes.
+    """Test samples with labels, which are numbers of a head's classes.
 
     Attributes:
         batches: The model's inputs.

@@ -207,7 +207,7 @@ def open_classifier_task(
         task: The task.
         request: The request.
         tokenizer: Converts texts to token ids.
-        max_length: Tokens of a text; None: 512.
+        max_length: Tokens of a text, by default 512.
         classes: Class names of the expert's head, by number.
     """
     columns, names = request.columns_of(task), _OF_CLASSIFIERS

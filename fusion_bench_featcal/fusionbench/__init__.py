@@ -1,10 +1,10 @@
 """FusionBench's side of a run, in the order of its steps.
 
 `console`, `config_errors`: the screen, the log directory, errors and the end of a job.
-`options`, `program`: settings of a method; FusionBench's program, task pools and mergers.
-`pool_models`, `processors`: models of a pool by their files or whole; tokenizers and processors.
+`options`, `program`: settings of a method, FusionBench's program, task pools and mergers.
+`pool_models`, `processors`: models of a pool by their files or whole, tokenizers, processors.
 `pool_checks`, `pool_configs`, `empty_models`: checks before anything is loaded.
-`upstream`, `fusing`: the upstream merger; mergers that read files tensor by tensor.
-`plan_run`, `program_processes`: the plan of a run; several processes.
+`upstream`, `fusing`: the upstream merger, and mergers that read files tensor by tensor.
+`plan_run`, `program_processes`: the plan of a run, and several processes.
 `saving`, `evaluation`, `run_results`, `loggers`: saving, evaluating and reporting the models.
 """

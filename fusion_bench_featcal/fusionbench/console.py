@@ -41,7 +41,7 @@ _waiting: list[Callable[[], object]] | None = None  # results of the running job
 
 
 def at_the_end(show: Callable[[], object]) -> None:
-    """Show results below everything else when the job ends, or at once if no job of ours runs."""
+    """Show results below everything else when the job ends, or at once outside a job."""
     if _waiting is None:
         show()
     else:
@@ -55,7 +55,7 @@ def is_helper(environment: Mapping[str, str]) -> bool:
 
 
 def make_importable(folder: str) -> None:
-    """Make modules in a folder importable, after all others. Not with `python -P`."""
+    """Append a folder to the import path, unless Python was started with `-P`."""
     if not sys.flags.safe_path and folder not in sys.path:
         sys.path.append(folder)
 

@@ -20,15 +20,15 @@ def empty_model(location: str, kind: Any = None) -> nn.Module:
     Args:
         location: Name of a configuration in this package (`flan-t5-base`, or a hub id that ends in
             it), a folder with `config.json`, or a hub id.
-        kind: Its class, or one of transformers' Auto classes. None: for CLIP the vision tower, else
-            the configuration's class or, if it names none, a language model with its head or a bare
-            model.
+        kind: Its class, or one of transformers' Auto classes. By default the vision tower for CLIP,
+            else the configuration's class or, if it names none, a language model with its head or
+            a bare model.
 
     Returns:
         The model in its configuration's dtype.
 
     Raises:
-        ValueError: If there is no such configuration, with the names of the package's ones.
+        ValueError: If there is no such configuration, listing the package's configurations.
     """
     from transformers import AutoConfig, CLIPVisionModel
 

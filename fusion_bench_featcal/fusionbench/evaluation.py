@@ -20,17 +20,17 @@ class Evaluation:
 
     raw: Mapping[str, Any]  # FusionBench's report: {accuracy, loss}, and more
     accuracy: dict[str, float]  # in 0..1
-    correct: dict[str, Any] | None  # a flag per test item; None if the pool has none
+    correct: dict[str, Any] | None  # a flag per test item, or None if the pool has none
 
     @property
     def loss(self) -> dict[str, float | None]:
-        """Task -> loss; None if the pool computes none."""
+        """Task -> loss, or None if the pool computes none."""
         values = {task: self.raw[task].get("loss") for task in self.accuracy}
         return {task: None if value is None else float(value) for task, value in values.items()}
 
 
 def task_names(taskpool: BaseTaskPool) -> list[str] | None:
-    """Return the tasks of a pool, after its setup; None if it has no loaders."""
+    """Return the tasks of a pool, after its setup, or None if it has no loaders."""
     if not getattr(taskpool, "_is_setup", True):
         taskpool.setup()  # type: ignore[attr-defined]
     loaders = getattr(taskpool, "test_dataloaders", None)
@@ -52,7 +52,7 @@ def evaluate(
         taskpool: The pool.
         model: The model.
         name: The model's row.
-        tasks: The tasks to evaluate on; None: all. A pool that cannot be restricted evaluates all.
+        tasks: The tasks to evaluate on, by default all. Some pools can only evaluate all.
         log_dir: The run's log directory. FusionBench's pools write a `report.json` there, which is
             moved to `evaluations/<name>.json`.
         linear_kernel: The setting of that name: the library for float32 products on the CPU.
@@ -120,7 +120,7 @@ class EvaluatedTaskPool:
         self._evaluation = evaluation
 
     def evaluate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the stored report of the stored model; evaluate any other."""
+        """Return the stored report of the stored model, and evaluate any other model."""
         if model is self._model:
             return self._evaluation.raw
         return self._taskpool.evaluate(model, *args, **kwargs)

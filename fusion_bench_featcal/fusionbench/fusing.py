@@ -42,8 +42,8 @@ def merged_from_files(base_method: Any, models: PoolModels) -> nn.Module | None:
         models: The pool's models.
 
     Returns:
-        The merged model; None if FusionBench must load whole models, because of another merger or
-        incomplete safetensors files.
+        The merged model, or None if FusionBench must load whole models, because of another merger
+        or incomplete safetensors files.
 
     Raises:
         CalibrationError: If a model cannot be loaded, or a tensor is not finite.
@@ -101,7 +101,7 @@ def _merged_tensor(
 
 
 def _plain_merge(config: Mapping[str, Any]) -> Merge | None:
-    """Return the function of a plain simple average or task arithmetic; None for other mergers."""
+    """Return the function of a plain average or task arithmetic, or None for other mergers."""
     if set(config) - _OPTIONS or "_target_" not in config:
         return None
     try:

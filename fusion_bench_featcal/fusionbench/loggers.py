@@ -23,7 +23,7 @@ def log_results(fabric: Any, runs: Iterable[tuple[Report, Path | None]]) -> None
 
     Args:
         fabric: The program's Fabric.
-        runs: Reports, each with the folder of its calibration logs (None: no files).
+        runs: Reports, each with the folder of its calibration logs, or None without logs.
     """
     settings: dict[str, Any] = {}
     steps: dict[int, dict[str, float]] = {0: {}}

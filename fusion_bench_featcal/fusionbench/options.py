@@ -90,7 +90,7 @@ def take_fusion_bench_keys(keys: dict[str, Any]) -> dict[str, Any]:
     `debug`, which the console reads from the config, is removed too.
 
     Raises:
-        ValueError: If `debug` is neither true nor false.
+        ValueError: If `debug` is not a boolean.
     """
     debug = keys.pop("debug", False)
     if not isinstance(debug, bool):
@@ -107,7 +107,7 @@ def read_settings(values: Mapping[str, Any], kinds: Sequence[type], owner: str) 
     """Build the dataclasses of a method's settings from its keys.
 
     Args:
-        values: Values by name, as OmegaConf or plain objects; absent ones keep their default.
+        values: Values by name, as OmegaConf or plain objects. Missing ones keep their default.
         kinds: The dataclasses that declare the settings.
         owner: The method, for messages.
 

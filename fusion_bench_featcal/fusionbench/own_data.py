@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
-_TASKS = "_featcal_own_data"  # attribute of a pool: tasks whose data the run brings
+_TASKS = "_featcal_own_data"  # attribute of a pool: tasks with data from `method.calibration_data`
 
 
 def with_own_data(modelpool: BaseModelPool, settings: FeatCalSettings) -> BaseModelPool:

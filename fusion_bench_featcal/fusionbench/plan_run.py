@@ -45,8 +45,8 @@ def run_request(
     Args:
         overrides: Overrides such as `modelpool=clip-vit-base-patch32_TA8`. Without `method=` the
             method is featcal.
-        length: Tokens of a text; None: `method.max_length`, else 512. For image models whose config
-            has no image size (ResNet), the side in pixels.
+        length: Tokens of a text, by default `method.max_length` or else 512. For image models whose
+            config has no image size (ResNet), the side in pixels.
         target_length: Tokens of an encoder-decoder's target.
         device: Device of the calibration.
 
@@ -112,7 +112,7 @@ def _composed(overrides: Sequence[str]) -> tuple[dict[str, Any], PoolModels, Any
 
 
 def numbers_of_samples(batches: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the number of samples per task; empty if any is unknown."""
+    """Return the number of samples per task, or nothing if any is unknown."""
     counts = [len(task.indices) for task in batches.values() if hasattr(task, "indices")]
     return tuple(counts) if len(counts) == len(batches) else ()
 
@@ -130,7 +130,7 @@ def log_plan(
         **more: Further attributes of the `Request`.
 
     Returns:
-        The plan; None if the size of inputs is unknown, for example without `method.max_length`.
+        The plan, or None if the size of inputs is unknown, as without `method.max_length`.
 
     Raises:
         CalibrationError: If memory or a disk is too small.
@@ -148,7 +148,7 @@ def log_plan(
 
 
 def stored_itemsize(source: Any) -> int | None:
-    """Return the bytes per number in a source's files; None: unknown."""
+    """Return the bytes per number in a source's files, or None if unknown."""
     try:
         name = min(source.names())
         return known_bytes(source, name) // math.prod(source.shape(name))

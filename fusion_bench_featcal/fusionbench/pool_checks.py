@@ -60,7 +60,7 @@ def check_pool_models(models: PoolModels, fabric: Any) -> None:
 
 
 def _check_precision(fabric: Any) -> None:
-    """Refuse a precision that would convert models: a pool loads them in their stored dtypes."""
+    """Refuse a precision that would convert models. A pool loads them in their stored dtypes."""
     precision = str(fabric.strategy.precision.precision)
     if precision == "32-true" or precision.endswith("-mixed"):
         return
@@ -72,7 +72,7 @@ def _check_precision(fabric: Any) -> None:
 
 
 def _check_entry(model: PoolModel) -> None:
-    """Refuse an entry that is no model, and convert a folder's name to FusionBench's form."""
+    """Refuse an entry that is not a model, and convert a folder's name to FusionBench's form."""
     entry, setting = plain(model.entry), f"modelpool.models.{model.name}"
     if entry is None or entry == "" or isinstance(entry, bool | int | float | list):
         raise CalibrationError(

@@ -57,7 +57,7 @@ def check_pool_settings(models: PoolModels, settings: FeatCalSettings) -> None:
 
 
 def _config(model: PoolModel) -> dict[str, Any] | None:
-    """Return a model's complete config. For a pool of CLIP's vision towers the tower's config."""
+    """Return a model's complete config, or the vision tower's for a pool of CLIP's towers."""
     if model.module is not None:
         return complete_config(getattr(model.module, "config", None))
     config = complete_config(model.config)

@@ -46,7 +46,7 @@ class PoolModel:
 
     @property
     def entry(self) -> Any:
-        """The model's entry in `modelpool.models`, None if it has none."""
+        """The model's entry in `modelpool.models`, or None."""
         return self.pool._models.get(self.name)
 
     @property
@@ -100,12 +100,12 @@ class PoolModel:
 
     @property
     def folder(self) -> Path | None:
-        """Folder or single file of a complete checkpoint; None if there is none."""
+        """Folder or single file of a complete checkpoint, or None if there is none."""
         return self.folders[0] if len(self.folders) == 1 else None
 
     @cached_property
     def config(self) -> dict[str, Any] | None:
-        """Content of its config.json, for a LoRA expert the base's; None if there is none.
+        """Content of its config.json (for a LoRA expert the base's), or None if there is none.
 
         Raises:
             CalibrationError: If the file cannot be read or is damaged.
@@ -115,7 +115,7 @@ class PoolModel:
 
     @cached_property
     def files(self) -> ExpertSource | None:
-        """Its weights in safetensors files, read tensor by tensor; None: no such files.
+        """Its weights in safetensors files, read tensor by tensor, or None without such files.
 
         Raises:
             CalibrationError: If the files cannot be found, or are damaged.
@@ -138,7 +138,7 @@ class PoolModel:
 
     @property
     def file_bytes(self) -> int | None:
-        """Bytes to read for loading it: 0 from memory; None: unknown."""
+        """Bytes to read for loading it, 0 if it is in memory, or None if unknown."""
         if self.module is not None:
             return 0
         source = self.files

@@ -28,7 +28,7 @@ _KINDS: Mapping[str, TextKind] = {
 
 
 def text_kind(modelpool: Any) -> TextKind | None:
-    """Return the kind of a pool's text models, from its class or a parent; None if it has none."""
+    """Return the kind of a pool's text models, from its class or a parent, or None."""
     names = [parent.__name__ for parent in type(modelpool).__mro__]
     return next((_KINDS[name] for name in names if name in _KINDS), None)
 

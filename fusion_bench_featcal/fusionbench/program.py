@@ -55,8 +55,8 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
     """Prepare a run of any method: choose the task pool, check and fill the log directory.
 
     Args:
-        program: The running program; None: nothing to prepare.
-        log_dir: Its log directory, which receives the resolved config; None: nothing is written.
+        program: The running program. Without one, nothing is done.
+        log_dir: Its log directory, which receives the resolved config. None writes nothing.
 
     Raises:
         ReportError: If the directory cannot be written.

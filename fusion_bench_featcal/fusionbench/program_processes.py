@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def join_processes(algorithm: Any) -> Processes:
-    """Join the processes that Fabric has started. Apart from calibration each works alone.
+    """Join the processes that Fabric has started. Only calibration is shared.
 
     The program, its pools and the method get a Fabric for this process alone. Only the first
     process keeps loggers, a log directory, a task pool and a target to save to.
@@ -64,7 +64,7 @@ def fabric_alone(fabric: Any, *, first: bool) -> Any:
 
 @contextmanager
 def announcing(processes: Processes) -> Iterator[None]:
-    """Context whose errors also end the other processes."""
+    """Context manager that ends the other processes if its block raises."""
     try:
         yield
     except Exception as error:
@@ -78,7 +78,7 @@ def share_model(
     """Send the first process's model to all others, which receive it on the CPU.
 
     Args:
-        model: The model; None in all processes but the first.
+        model: The model, or None in all processes but the first.
         processes: The processes.
         device: This process's device, for the transfer of tensors.
         setting: The setting that the model came from, for the message.

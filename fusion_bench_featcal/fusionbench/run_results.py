@@ -104,7 +104,7 @@ class RunResults:
             self._add_row(name, model, settings=settings)
 
     def add_base_and_experts(self, references: Sequence[str]) -> None:
-        """Load and evaluate base and experts, as far as `references` name them, one at a time."""
+        """Load and evaluate the base and experts named in `references`, one at a time."""
         if self._taskpool is None:
             return
         if BASE in references and self._modelpool.has_pretrained:
@@ -163,8 +163,8 @@ class RunResults:
             model: The model.
             settings: Settings of the method.
             cost: Time and memory of the method.
-            samples: Task -> {"samples", "split"}; empty for methods without data.
-            seed: Seed of samples and training; None for methods without randomness.
+            samples: Task -> {"samples", "split"}, empty for methods without data.
+            seed: Seed of samples and training, or None for methods without randomness.
         """
         if any(entry["split"] == "test" for entry in samples.values()):
             text = f"{name} was made with samples of the test split"

@@ -50,9 +50,9 @@ _ADVICE = (
 class SaveOptions:
     """A program's `merged_model_save_path` and `merged_model_save_kwargs`."""
 
-    target: Path | None  # absolute; None: nothing is saved
+    target: Path | None  # absolute, or None to save nothing
     card: bool  # write a model card
-    repo_id: str | None  # repository of the hub that the folder is pushed to; None: not pushed
+    repo_id: str | None  # hub repository that the folder is pushed to, or None
     pool: Mapping[str, Any]  # further options of the pool's `save_model`
 
     @classmethod
@@ -135,7 +135,7 @@ def _folders(entry: Any) -> Iterator[Path]:
 
 
 def _base_bytes(modelpool: BaseModelPool) -> int:
-    """Return the bytes of the base, or of the first model without a base; 0: unknown."""
+    """Return the bytes of the base (else of the first model), or 0 if unknown."""
     models = PoolModels(modelpool)
     model = models.base or next(iter(models.values()), None)
     if model is None:
@@ -165,7 +165,7 @@ def save_model(
         modelpool: Its `save_model` writes the weights.
         model: The model.
         path: The folder (a file if the pool saves a state dict).
-        processor: Tokenizer or image processor; saved if it has `save_pretrained`.
+        processor: Tokenizer or image processor, which is saved if it has `save_pretrained`.
         card: Text of a README.md, unless the folder has one from another author.
         facts: The model's origin, for a provenance.json.
         **options: Further options of the pool's `save_model`.
@@ -201,7 +201,7 @@ class RowSaver:
     Attributes:
         row: The row that is saved.
         model: Its model, available after `offer`.
-        folder: Folder of the saved model; None: not saved.
+        folder: Folder of the saved model, or None if it is not saved.
     """
 
     model: nn.Module
@@ -243,7 +243,7 @@ class RowSaver:
             self._program.save_merged_model = lambda merged_model: None
 
     def finish(self, report: Report) -> None:
-        """Add the run's accuracies to the model card; push the folder if `push_to_hub` is set.
+        """Add the run's accuracies to the model card. Push the folder if `push_to_hub` is set.
 
         Raises:
             CalibrationError: If the model cannot be pushed. The saved one stays.

@@ -22,7 +22,7 @@ class Upstream:
     """The upstream merger of a run.
 
     Attributes:
-        config: `method.base_method`; None: the pool has the merged model.
+        config: `method.base_method`, or None if the pool has the merged model.
         name: Name of its row in reports.
     """
 
@@ -69,7 +69,7 @@ class Upstream:
         return run_merger(program, self.config, self._models.pool, "method.base_method")
 
     def budget_left(self, settings: FeatCalSettings) -> float | str | None:
-        """Return the rest of a read budget for the calibration; None: no limit.
+        """Return the rest of a read budget for the calibration, or None without a limit.
 
         Raises:
             CalibrationError: If the merger alone reads more than the budget.
