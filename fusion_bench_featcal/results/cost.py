@@ -23,7 +23,7 @@ from .long_table import UNAVAILABLE
 
 MEMORY_EVERY_SECONDS = 0.02
 # Finding children reads the whole process table, and examining a large child is slow. Both are done
-# at this interval, or at a longer one, so that they take a twentieth of the time.
+# at this interval, or at a longer one, so that they take at most a twentieth of the time.
 CHILDREN_EVERY_SECONDS = 0.2
 _CHILDREN_SHARE = 0.05
 POWER_EVERY_SECONDS = 0.1
@@ -50,7 +50,7 @@ PACKAGES = (
 
 @dataclass
 class Cost:
-    """Cost of a block, filled when its `measure` ends; "unavailable" for unmeasured values."""
+    """Cost of a block, filled when its `measure` ends. Unmeasured values are "unavailable"."""
 
     seconds: float | str = UNAVAILABLE
     """Wall time."""
@@ -78,7 +78,7 @@ class Cost:
 
 @contextmanager
 def measure() -> Iterator[Cost]:
-    """Measure the enclosed block. Resets torch's CUDA peak statistics.
+    """Measure the enclosed block. This resets torch's CUDA peak statistics.
 
     Example:
         with measure() as cost:
@@ -124,7 +124,7 @@ class _Sampler:
             self._sample()
 
     def _sample(self) -> None:
-        # If memory runs out, the work's error is the one to report.
+        # If memory runs out, the error of the measured work is reported.
         with contextlib.suppress(MemoryError, OSError):
             self._read()
 
@@ -164,7 +164,7 @@ def best_reading(before: int, after: int, sampled: int, had_children: bool) -> t
     """Return the most accurate peak memory of a block that the readings allow.
 
     Args:
-        before: The kernel's record of this process before the block, in bytes; 0: unknown.
+        before: The kernel's record of this process before the block, in bytes, or 0 if unknown.
         after: The same after it.
         sampled: Largest sample of the process tree.
         had_children: Whether there were child processes during the block.
@@ -259,7 +259,7 @@ class _Meter:
             self._sampler, self.method = _Sampler(self._sample, POWER_EVERY_SECONDS), "sampled"
 
     def stop(self) -> float | None:
-        """Return joules since the start; 0 if nothing was counted, None if a reading failed."""
+        """Return joules since the start, 0 if nothing was counted, or None if a reading failed."""
         if self._sampler is not None:
             self._sampler.stop()
             return self._joules
@@ -287,7 +287,7 @@ class _Meter:
 
 
 def _open_nvml() -> ModuleType | None:
-    """Initialise the library; None if torch has no CUDA or NVML does not respond."""
+    """Initialise the library. Return None if torch has no CUDA or NVML does not respond."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None

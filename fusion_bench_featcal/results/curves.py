@@ -26,14 +26,14 @@ _HELD_OUT = {
 _CURVE = {"!": ("name", "task", "losses"), "name": str, "task": str}
 
 Curves = dict[str, list[tuple[int, float]]]
-"""Task -> steps done and loss, in order; step 0 is before training."""
+"""Task -> steps done and loss, in order. Step 0 is before training."""
 
 
 def as_curves(content: Any, label: str) -> Curves:
     """Check curves read from JSON: task -> list of `[step, loss]`.
 
     Raises:
-        ReportError: They have another form, steps do not rise, or a loss is not finite.
+        ReportError: If they have another form, steps do not rise, or a loss is not finite.
     """
     try:
         curves = {
@@ -55,7 +55,7 @@ def write_curves(
 ) -> Path | None:
     """Write the curves of a run's rows into an existing folder, replacing an earlier run's.
 
-    Returns the file; None if no row has curves.
+    Returns the file, or None if no row has curves.
     """
     path = Path(directory) / CURVES_FILE
     records = [
@@ -70,7 +70,7 @@ def write_curves(
 
 
 def load_curves(directory: str | Path) -> dict[str, Curves]:
-    """Read the file of `write_curves`: row -> its curves; empty if there is no file."""
+    """Read the file of `write_curves`: row -> its curves, none if there is no file."""
     path = Path(directory) / CURVES_FILE
     curves: dict[str, Curves] = {}
     for number, record in enumerate(read_lines(path) if path.exists() else (), start=1):

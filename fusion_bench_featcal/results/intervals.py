@@ -106,7 +106,7 @@ def over_seeds(
     Args:
         estimate: The mean over seeds.
         values: The estimate for each seed, such as the gains of a row over its merger.
-        items: The interval over test items; None if they are unknown.
+        items: The interval over test items, or None if they are unknown.
     """
     seeds, low, high = student_interval(values, SEEDS), 0.0, 0.0
     if items is not None:
@@ -141,7 +141,7 @@ def item_differences(first: Scores, second: Scores) -> dict[str, NDArray[Any]]:
     """Return task -> `[items]`, the difference of the rows' means over seeds.
 
     Raises:
-        ReportError: The rows have different tasks or test items.
+        ReportError: If the rows have different tasks or test items.
     """
     if set(first) != set(second) or not first:
         raise ReportError(
@@ -169,9 +169,9 @@ def macro_means(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Average over tasks of the columns' means over items, observed and resampled.
 
-    Items with equal values are interchangeable. So instead of items, the count of every distinct
-    value is drawn (multinomial): an equal distribution, without an array `[resamples, items]`. Each
-    task has a separate generator, seeded by its name.
+    Items with equal values are interchangeable, so the count of every distinct value is drawn
+    instead of items (multinomial). This has the same distribution, without an array `[resamples,
+    items]`. Each task has a separate generator, seeded by its name.
 
     Args:
         columns: Task -> `[items, k]`.

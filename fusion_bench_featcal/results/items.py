@@ -31,7 +31,7 @@ def as_correct(values: Any, label: str) -> NDArray[np.bool_]:
 
 def save_items(directory: Path, items: Mapping[str, Mapping[str, Any]],
                setting: str = LOG_DIR_SETTING) -> Path:  # fmt: skip
-    """Write `items.npz` into an existing folder; `setting` chose it.
+    """Write `items.npz` into an existing folder, which `setting` chose.
 
     Row and task names may contain any character, because arrays are numbered. A JSON index, stored
     as bytes to avoid pickle, maps them to names.
@@ -61,10 +61,10 @@ def _check_seal(content: bytes, path: Path) -> None:
 
 
 def load_items(directory: Path) -> Items | None:
-    """Read `items.npz` from `directory`; None if the run has none.
+    """Read `items.npz` from `directory`. Return None if the run has none.
 
     Raises:
-        ReportError: The file is damaged or was not written by `save_items`. A file of an earlier
+        ReportError: If the file is damaged or not from `save_items`. A file of an earlier
             version has no digest, but checksums of its members detect most damage.
     """
     path = Path(directory) / ITEMS_FILE

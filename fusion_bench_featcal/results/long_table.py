@@ -63,7 +63,7 @@ def write_lines(path: Path, lines: Iterable[Line], setting: str = LOG_DIR_SETTIN
         setting: The setting that chose the folder, for messages.
 
     Raises:
-        ReportError: A value is not finite, or the file cannot be written.
+        ReportError: If a value is not finite, or the file cannot be written.
     """
     lines = list(lines)
     labels = [key for key in dict.fromkeys(key for line in lines for key in line)
@@ -83,7 +83,7 @@ def read_lines(path: Path) -> list[Line]:
     """Read a file of `write_lines`. Seeds and labels that look like numbers become numbers.
 
     Raises:
-        ReportError: The file cannot be read, lacks a column, or has a value that is not a number.
+        ReportError: If the file cannot be read, lacks a column, or has a value that is no number.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -106,7 +106,7 @@ def means(lines: Iterable[Line], *columns: str) -> dict[tuple[Any, ...], float]:
     """Return the mean value of lines with equal names in some columns, by these names.
 
     Raises:
-        ReportError: Lines of one mean have several suites or metrics, or mix a total with its
+        ReportError: If lines of one mean have several suites or metrics, or mix a total with its
             parts: blocks, classes, or tasks with their average.
     """
     groups: dict[tuple[Any, ...], list[Line]] = {}

@@ -8,7 +8,7 @@ from .long_table import AVERAGE, LEAST_GAP, Row
 
 
 def samples_range(entries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return samples per task and their splits, such as `256` and `train`; empty if none."""
+    """Return samples per task and their splits, such as `256` and `train`, or nothing."""
     used = list(entries)
     if not used:
         return []
@@ -24,7 +24,7 @@ def mean(row: Row) -> float:
 
 
 def recovered_share(value: float, merged: float, expert: float) -> float | None:
-    """Return the share of the gap from merged to expert that `value` closes; None without a gap."""
+    """Return the share of the merged-to-expert gap that `value` closes, or None without a gap."""
     gap = expert - merged
     return (value - merged) / gap if gap > 0 else None
 
@@ -34,8 +34,8 @@ def worst_task(
 ) -> tuple[str, float | None] | None:
     """Return the task with the smallest share of its merged-to-expert gap recovered, and the share.
 
-    Only tasks with a gap of at least `LEAST_GAP` count. Without any, or without experts, it is the
-    task with the smallest gain over the merged model, and None. Without merged model it is None.
+    Only tasks with a gap of at least `LEAST_GAP` count. Without any, or without experts, return the
+    task with the smallest gain over the merged model, and None. Without merged model return None.
     """
     tasks = [task for task in row if task != AVERAGE]
     if merged is None or not tasks:
@@ -51,7 +51,7 @@ def worst_task(
 
 
 def normalised_average(row: Row, experts: Row | None) -> float | None:
-    """Return the mean over tasks of accuracy divided by the expert's; None without experts."""
+    """Return the mean over tasks of accuracy divided by the expert's, or None without experts."""
     tasks = [task for task in row if task != AVERAGE]
     if experts is None or any(experts[task] <= 0 for task in tasks):
         return None

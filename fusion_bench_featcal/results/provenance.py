@@ -26,7 +26,7 @@ class Provenance:
         place: The file with the origin.
         row: Name of the model's row in reports.
         reads: The count of reads (docs/read_budget.md).
-        files: File of a saved model -> SHA-256; empty for a run's folder.
+        files: File of a saved model -> SHA-256, empty for a run's folder.
     """
 
     place: Path
@@ -40,7 +40,7 @@ class Provenance:
 
         Args:
             folder: The saved model's folder, or a run's log directory.
-            preset: In a log directory the preset of the row; None: the row `featcal`.
+            preset: In a log directory the preset of the row, or None for the row `featcal`.
 
         Raises:
             ReportError: If there is neither file, or it is damaged.

@@ -13,17 +13,17 @@ from .notes import BELOW, DRIFT, SAMPLES, UPDATE, Note
 from .report import Report
 
 HIGH_DRIFT = 0.7
-"""Relative drift of a task's features after the last block from which it is noted. Features of zero
-have drift 1. On the bundled suites tasks end between 0.1 and 0.35, and a task that is suppressed by
-the others ends at 0.9."""
+"""Smallest relative drift of a task's features after the last block that causes a note. Features of
+zero have drift 1. On the bundled suites tasks end between 0.1 and 0.35, and a task that is
+suppressed by the others ends at 0.9."""
 
 LARGE_UPDATE = 10.0
-"""Norm of a module's update, relative to the largest of the experts' weights, from which it is
-noted. On the bundled suites it is at most 4. The experts' steps are not used for comparison,
+"""Smallest norm of a module's update, relative to the largest of the experts' weights, that causes
+a note. On the bundled suites it is at most 4. The experts' steps are not used for comparison,
 because healthy updates are up to 30 times larger."""
 
 _SHOWN = 0.0005
-"""Smaller differences of accuracy are invisible in tables with tenths of a per cent."""
+"""Differences of accuracy below this are invisible in tables with tenths of a per cent."""
 
 
 def tasks_below_merged(report: Report) -> list[Note]:
@@ -122,7 +122,7 @@ def closing_lines(
 ) -> list[str]:
     """Return the last lines of a run: the saved model, a better row, the files, next commands.
 
-    `saved_row` is the row of the returned model, which is saved at `saved_path` if that is given.
+    `saved_row` is the row of the returned model, which is saved at `saved_path` unless it is None.
     """
     saved = f"saved the model of row {saved_row}: {saved_path}"
     if saved_path is None:

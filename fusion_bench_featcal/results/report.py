@@ -39,14 +39,14 @@ class Report(RunRows):
     def write(self, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
         """Write `lines.csv`, `report.md`, `items.npz` (if known) and, last, `report.json`.
 
-        Each file is complete or absent. Returns the path of `report.json`.
+        Each file is complete or absent. Return the path of `report.json`.
         """
         content = self.to_dict()
         directory = prepare_directory(directory, setting)
         if self.items:
             save_items(directory, self.items, setting)
         else:
-            # Prevents reading an earlier report's items as this one's.
+            # An earlier report's items must not be read as items of this one.
             (directory / ITEMS_FILE).unlink(missing_ok=True)
         write_lines(directory / LINES_FILE, self.lines(), setting)
         return write_files(directory, content, run_markdown(self), setting)
@@ -56,7 +56,7 @@ class Report(RunRows):
         """Read the report of `write` in `directory`, with its items if there are any.
 
         Raises:
-            ReportError: A file is missing, damaged or of another schema.
+            ReportError: If a file is missing, damaged or of another schema.
         """
         path = Path(directory) / REPORT_FILE
         content = read_json(path)
@@ -91,6 +91,6 @@ def summarise(directories: Iterable[str | Path], failed: Sequence[FailedCell] = 
         failed: Cells of comparisons without a result.
 
     Raises:
-        ReportError: A report is damaged or of another schema, or as `summarise_reports`.
+        ReportError: If a report is damaged or of another schema, or as `summarise_reports`.
     """
     return summarise_reports({Path(run): Report.load(run) for run in directories}, failed)

@@ -57,7 +57,7 @@ class RunRows:
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Row -> its settings."""
     cost: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Row -> seconds, peak_rss_bytes, expert_bytes...; "unavailable" if not measured."""
+    """Row -> seconds, peak_rss_bytes, expert_bytes and others, "unavailable" if not measured."""
     samples: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """Row -> task -> {"samples": number used, "split": calibration split}."""
     seeds: dict[str, int | None] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class RunRows:
     labels: dict[str, Any] = field(default_factory=dict)
     """Labels of the study's point that the run belongs to, such as {"samples_per_task": 8}."""
     test_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Task -> {"items": number of test items, ...}; equal for comparable runs."""
+    """Task -> {"items": number of test items, ...}, which is equal for comparable runs."""
     versions: dict[str, str] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
@@ -98,16 +98,16 @@ class RunRows:
         """Add one model's results.
 
         Args:
-            name: Row name; must be new.
+            name: Row name, which must be new.
             accuracies: Task -> accuracy in 0..1. The average is computed here.
             settings: Mapping or dataclass with the row's settings.
-            cost: Its cost, see `Report.cost`.
-            samples: Calibration samples used, see `Report.samples`.
-            correct: Task -> bool `[items]`, for intervals; its mean must be the accuracy.
-            loss: Task -> loss; None if there is none. A loss that is not finite becomes a note.
+            cost: Its cost (see `Report.cost`).
+            samples: Calibration samples used (see `Report.samples`).
+            correct: Task -> bool `[items]`, for intervals. Its mean must be the accuracy.
+            loss: Task -> loss, or None. A loss that is not finite becomes a note.
 
         Raises:
-            ReportError: The name exists, tasks differ from earlier rows, an accuracy is outside
+            ReportError: If the name exists, tasks differ from earlier rows, an accuracy is outside
                 0..1, or `correct` contradicts it.
         """
         if name in self.rows:
@@ -157,7 +157,7 @@ class RunRows:
 
     @property
     def recovered_gap(self) -> dict[str, float | None]:
-        """Return row -> (row - merged) / (experts - merged) on the average; None if undefined."""
+        """Return row -> (row - merged) / (experts - merged) on the average, None if undefined."""
         return {name: self.share(name, AVERAGE) for name in self.rows}
 
     def share(self, name: str, task: str) -> float | None:
@@ -168,7 +168,7 @@ class RunRows:
         return recovered_share(self.rows[name][task], merged[task], experts[task])
 
     def worst(self, name: str) -> tuple[str, float | None] | None:
-        """Return a row's worst task and the share of its gap recovered; None for references."""
+        """Return a row's worst task and the share of its gap recovered, or None for references."""
         if not is_repair(name, self.upstream):
             return None
         return worst_task(self.rows[name], self._merged, self.rows.get(EXPERTS))
@@ -180,7 +180,7 @@ class RunRows:
 
     @property
     def seed(self) -> Any:
-        """The comparison's seed or the rows' only one, else `seeds_key`; None if nothing draws."""
+        """The comparison's seed or the rows' only one, else `seeds_key`. None without any seed."""
         numbers = {self.seeds.get(COMPARISON_SEED)} - {None} or {*self.seeds.values()} - {None}
         return self.seeds_key if len(numbers) > 1 else next(iter(numbers), None)
 

@@ -20,7 +20,7 @@ def check_averages(reports: Mapping[Path, RunRows]) -> None:
     """Refuse runs that must not be averaged.
 
     Raises:
-        ReportError: Runs of one suite have different tasks or test sets, a row has different
+        ReportError: If runs of one suite have different tasks or test sets, a row has different
             settings, or two runs with equal seeds disagree. The message shows the difference.
     """
     suites: dict[str, _Run] = {}

@@ -16,7 +16,7 @@ STUDY_KIND = "study"
 # Accuracies are rounded to float32 on their way into a report.
 TOLERANCE = 1e-5
 
-# A layout is a type or a union of types, a list with the layout of all entries (an empty one: any
+# A layout is a type or a union of types, a list with the layout of all entries (empty for any
 # list), or a mapping from keys, `*` for all, to layouts. Keys may be absent, except for keys listed
 # under `!`. Other keys may have any value. If `?` is true the mapping may be null.
 NUMBER = int | float
@@ -132,8 +132,8 @@ def check_run(content: Any, label: str) -> None:
     """Check the content of a run's `report.json`.
 
     Raises:
-        ReportError: Not a run's report, another schema, a key that is missing, unknown or of
-            another type, or a row that contradicts its average or the rows before it.
+        ReportError: If it is not a run's report or has another schema, a key is missing, unknown
+            or of another type, or a row contradicts its average or the rows before it.
     """
     _check_kind(content, KIND, label)
     missing = sorted(set(RUN) - _OPTIONAL - set(content))
@@ -161,7 +161,7 @@ def check_row(name: str, row: Mapping[str, float], tasks: list[str], label: str)
     """Check one row's accuracies, without its average, against the tasks of the rows before it.
 
     Raises:
-        ReportError: No task, other tasks, or an accuracy outside 0..1.
+        ReportError: If it has no task or other tasks, or an accuracy is outside 0..1.
     """
     if not row:
         raise ReportError(f"{label}: row '{name}' has no task")

@@ -37,14 +37,14 @@ class SummaryRow:
     """One row name on one upstream merger of one suite, over all runs that have it."""
 
     suite: str
-    upstream: str | None  # the merger's row; None if the runs had no merged model
+    upstream: str | None  # the merger's row, or None if the runs had no merged model
     name: str
-    run_seeds: list[dict[str, int | None]]  # one entry a run
-    seeds: list[int]  # of the row itself; empty where it has none
+    run_seeds: list[dict[str, int | None]]  # one entry per run
+    seeds: list[int]  # of the row itself, empty if it has none
     accuracy: dict[str, float]  # task (and `average`) -> mean over runs, 0..1
-    deviation: dict[str, float] | None  # standard deviations over runs (n - 1); None for one run
+    deviation: dict[str, float] | None  # standard deviations over runs (n - 1), None for one
     # Relative to the merger and the experts, from means over the same runs. Intervals come from
-    # `over_seeds`; None for one run without items.
+    # `over_seeds`. One run without items has none.
     gain: float | None
     gain_interval: Interval | None
     recovered_gap: float | None
@@ -53,9 +53,9 @@ class SummaryRow:
     worst_task: str | None  # None for references
     worst_recovered_gap: float | None
     loss: dict[str, float]  # task (and `average`) -> mean, if every run has a loss
-    normalised: float | None  # mean over tasks of accuracy / the expert's; None without experts
-    spread: dict[str, float]  # deviations over runs of `normalised` and of costs; {} for one run
-    samples: str  # per task with their split, such as `256 train`; "" for none
+    normalised: float | None  # mean over tasks of accuracy / the expert's, if there are experts
+    spread: dict[str, float]  # deviations over runs of `normalised` and costs, {} for one run
+    samples: str  # per task with their split, such as `256 train`, or "" for none
 
     @property
     def tasks(self) -> list[str]:
@@ -64,7 +64,7 @@ class SummaryRow:
 
     @property
     def worst(self) -> tuple[str, float | None] | None:
-        """The worst task and the share of its gap recovered; None for references."""
+        """The worst task and the share of its gap recovered, or None for references."""
         return (self.worst_task, self.worst_recovered_gap) if self.worst_task else None
 
     @property
@@ -91,10 +91,10 @@ class SummaryRow:
 class FailedCell:
     """A cell of a comparison without a result."""
 
-    upstream: str | None  # merger; None for a reference
-    name: str  # of the cell; `none` if the merger itself failed
+    upstream: str | None  # merger, or None for a reference
+    name: str  # of the cell, or `none` if the merger itself failed
     reason: str
-    seed: int | None = None  # of the comparison; None if unknown
+    seed: int | None = None  # of the comparison, None if unknown
     point: str = ""  # of a study, in words
 
 
@@ -222,12 +222,12 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _accuracy(name: str | None, reports: Sequence[RunRows]) -> dict[str, list[float]]:
-    """Return task -> accuracy in every run; empty if a run lacks the row."""
+    """Return task -> accuracy in every run, or nothing if a run lacks the row."""
     return _columns([report.rows.get(name or "", {}) for report in reports])
 
 
 def _costs(name: str, reports: Sequence[RunRows]) -> dict[str, list[Any]]:
-    """Return each cost's values, one per run; "unavailable" if a run lacks it."""
+    """Return each cost's values, one per run, "unavailable" if a run lacks it."""
     costs = [
         {what: value for what, value in report.cost.get(name, {}).items() if value is not None}
         for report in reports
@@ -292,7 +292,7 @@ def _against_merger(name: str, reports: Sequence[RunRows]) -> dict[str, Any]:
 
 
 def _flags(name: str | None, reports: Sequence[RunRows]) -> Scores:
-    """Return flags per test item, task -> `[seeds, items]`; empty if a run lacks them."""
+    """Return flags per test item, task -> `[seeds, items]`, or nothing if a run lacks them."""
     columns = _columns([report.items.get(name or "", {}) for report in reports])
     return {task: np.stack(arrays) for task, arrays in columns.items()}
 

@@ -97,7 +97,7 @@ class Grid:
             pad_edge=False,
             show_edge=False,
         )
-        # Numbers are never cut: if even one column is too wide, the heads of lines are folded.
+        # Numbers are never cut. If even one column is too wide, the heads of lines are folded.
         table.add_column(_text(self.corner), overflow="fold")
         for column in self.columns:
             table.add_column(_text(_broken(column)), justify="right", no_wrap=True)
@@ -122,7 +122,7 @@ def titled(title: str, grids: Iterable[Grid]) -> "list[Group]":
 
 
 def console() -> "Console":
-    """Return a console on stdout: as wide as the terminal, or 80 columns without one."""
+    """Return a console on stdout with the width of the terminal, or 80 columns without one."""
     from rich.console import Console
 
     terminal = Console()
@@ -150,7 +150,7 @@ def without_codes(text: str) -> str:
 
 
 def without_html(text: str) -> str:
-    """Return Markdown with HTML, links and images as plain text; the package writes none."""
+    """Return Markdown with HTML, links and images as plain text. The package writes none."""
     return re.sub("<(?=[A-Za-z/!?])", "&lt;", without_codes(text)).replace("](", "]\\(")
 
 
@@ -167,12 +167,12 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Write a share as per cent with one digit; None as a dash."""
+    """Write a share as per cent with one digit, and None as a dash."""
     return ABSENT if value is None else f"{100 * value:.1f}"
 
 
 def with_unit(share: float | None) -> str:
-    """Write a share as whole per cent with its unit; None as a dash."""
+    """Write a share as whole per cent with its unit, and None as a dash."""
     return ABSENT if share is None else f"{100 * share:.0f} %"
 
 

@@ -98,7 +98,7 @@ class PlannedPoint:
     point: Point
     settings: ComparisonSettings
     grid: Grid
-    config: DictConfig | None = None  # the program's at this point; None: not needed
+    config: DictConfig | None = None  # the program's at this point, if it is needed
     pools: str = ""  # equal for points with the same pools
 
 
@@ -297,6 +297,6 @@ def check_cells(grid: Grid, inputs: MethodInputs) -> None:
 
 
 def show_with(show: Callable[[], object], lines: Sequence[str]) -> None:
-    """Show results, and the last lines of a run."""
+    """Show results, then the last lines of a run."""
     show()
     print("\n".join(lines))

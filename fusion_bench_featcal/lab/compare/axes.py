@@ -138,7 +138,7 @@ def make_axis(name: str, values: Any, config: DictConfig) -> Axis:
 
     Args:
         name: A key of `AXES`, a setting of the comparison or of FeatCal, or any name for changes.
-        values: A list of values; or label -> changes (dotted key -> value).
+        values: A list of values, or a mapping of labels to changes (dotted key -> value).
         config: The program's config.
 
     Raises:
@@ -203,7 +203,7 @@ def _labelled(name: str, values: Mapping[str, Any]) -> Axis:
 
 
 def _task_subsets(name: str, values: Any, config: DictConfig) -> Axis:
-    """Return an axis of numbers of tasks, with all subsets or `method.subsets` drawn ones each."""
+    """Return an axis of numbers of tasks, each with all subsets or `method.subsets` random ones."""
     tasks = [str(task) for task in config.modelpool.get("models", {}) if not task.startswith("_")]
     if len(tasks) < 2:
         raise ValueError(

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Failure:
-    """A cell without a result. `trace` is empty if the reason says everything."""
+    """A cell without a result. `trace` is empty if the reason is sufficient."""
 
     reason: str
     trace: str = ""
@@ -66,7 +66,7 @@ class Failure:
 
 
 Outcome = CellResult | Failure | None
-"""A cell's result or failure; None: another process is running it."""
+"""A cell's result or failure, or None while another process is running it."""
 
 
 @dataclass
@@ -157,7 +157,7 @@ class CellMaker:
         settings, pool = plain(merger.config), self.inputs.modelpool
         result = _result(self._evaluate(merger.name, merged), settings=settings)
         result.cost = {**merging, **self._deployed(merged, {})}
-        if "samples_per_task" in settings:  # a merger whose config is in FeatCal's words
+        if "samples_per_task" in settings:  # a merger with FeatCal's settings
             split = str(settings.get("calibration_split", "train"))
             number = settings["samples_per_task"]
             result.samples = samples_used(pool, pool.model_names, number, split)

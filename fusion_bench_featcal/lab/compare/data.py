@@ -30,7 +30,7 @@ _LENGTH = 32
 _SPLITS = ("train", "val", "test")
 # Classes of this package, under all of their import paths.
 _WITHOUT_DATA = ("AnchorOnly", "AnchorOnlyAlgorithm")
-# By `_target_` or, for FusionBench's older methods, `name`; all others may read any split.
+# By `_target_` or, for FusionBench's older methods, `name`. All others may read any split.
 _SPLITS_READ: dict[str, tuple[str, ...]] = {
     "fusion_bench.method.SimpleAverageAlgorithm": (),
     "fusion_bench.method.TaskArithmeticAlgorithm": (),
@@ -55,7 +55,7 @@ def test_items_read(config: Any) -> bool:
 
 @dataclass(frozen=True)
 class Draw:
-    """A draw of samples from a split: a number for each task (None: all) and a seed."""
+    """A draw of samples from a split: a number for each task, or None for all, and a seed."""
 
     split: str
     samples: int | None = None
@@ -193,11 +193,11 @@ def _draws(config: Any, settings: Any) -> Iterator[Draw]:
 
 
 def digest_rows(rows: Any, indices: Iterable[int] | None = None) -> str:
-    """Return the digest of items as stored: nothing is decoded, files are read.
+    """Return the digest of items as stored. Files are read, but nothing is decoded.
 
     Args:
         rows: A dataset with a length and numbered items.
-        indices: The items, in order; None: all.
+        indices: The items, in order, by default all.
 
     Raises:
         TypeError: If the dataset has no numbered items, or an item contains something without

@@ -25,7 +25,7 @@ def feature_correction(*, method: str, **settings: Any) -> PostMerging:
 
     Args:
         method: `surgery`, `prob_surgery`, `ridge_surgery` or `surgery_v2`.
-        **settings: Of that method, `clip_model` and `final_norm` included.
+        **settings: Settings of that method, including `clip_model` and `final_norm`.
 
     Raises:
         ValueError: If the method is unknown, or a setting is unknown or out of range.

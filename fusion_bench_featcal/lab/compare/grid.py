@@ -36,9 +36,9 @@ class Grid:
     """The grid: mergers, methods and their cells."""
 
     mergers: list[Merger]
-    cells: dict[str, PostMerging]  # by name; run on every merger that is not alone
+    cells: dict[str, PostMerging]  # by name, run on every merger that is not alone
     references: list[str]  # of `base` and `experts`
-    configs: dict[str, Any]  # cell -> config of its method; of a chain, step -> config
+    configs: dict[str, Any]  # cell -> config of its method, or step -> config for a chain
 
     def cells_of(self, merger: Merger) -> list[str]:
         """Return the cells of one merger, beginning with the merger alone."""

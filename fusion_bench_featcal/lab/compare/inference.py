@@ -31,8 +31,8 @@ class Timed(NamedTuple):
 
     Attributes:
         seconds: The time.
-        relative: Ratio to the reference's time, whose batches alternate with the model's; None if
-            the device has no room for both.
+        relative: Ratio to the reference's time, whose batches alternate with the model's, or None
+            if the device has no room for both.
     """
 
     seconds: float
@@ -42,9 +42,8 @@ class Timed(NamedTuple):
 def on_one_clock(times: Sequence[tuple[float, float]]) -> list[float]:
     """Return seconds per sample of all models, corrected for the speed of the machine.
 
-    Between models that are timed minutes apart, the machine changes: its clock rate and its other
-    programs. Ratios to the reference are unaffected, and the reference's time is the median over
-    all.
+    The machine's clock rate and its other programs change between models that are timed minutes
+    apart. Ratios to the reference are unaffected. The reference's time is the median over all.
 
     Args:
         times: Each model's seconds, and its ratio to the reference.
@@ -58,8 +57,8 @@ class InferenceTimer:
 
     For images this is the time from pixel values to final image features, including a model's
     correction, but not reading images or comparing features with the text's. Language models write
-    an answer of `ANSWER` tokens to each prompt. Natural answers differ in length, which is not to
-    be compared here.
+    an answer of `ANSWER` tokens to each prompt, because answers of natural length take unequal
+    times.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class InferenceTimer:
         """Set up the timer.
 
         Args:
-            taskpool: The pool; times are known for FusionBench's CLIP task pools and ours.
+            taskpool: The pool. FusionBench's CLIP task pools and ours can be timed.
             fabric: Lightning Fabric.
             reference: Loads a model of the same architecture, whose batches alternate with the
                 batches of every timed model.
@@ -116,7 +115,7 @@ class InferenceTimer:
         return time.perf_counter() - start
 
     def _work(self, model: Any, task: str, device: torch.device) -> tuple[Work, int] | None:
-        """Return the timed function and its number of samples; None if unknown."""
+        """Return the timed function and its number of samples, or None if unknown."""
         if isinstance(self._taskpool, TextTaskPool):
             return _answers(self._taskpool, model, task, device)
         projection = getattr(getattr(self._taskpool, "clip_model", None), "visual_projection", None)
@@ -169,7 +168,7 @@ def _final_features(model: Any, projection: nn.Module, pixels: Tensor, task: str
 
 
 def _first_pixels(loader: Any) -> Tensor | None:
-    """Return the first test images as pixels `[batch, ...]`; None if items have another form."""
+    """Return the first test images as pixels `[batch, ...]`, or None for other kinds of items."""
     items = getattr(loader, "dataset", None)
     if items is None or len(items) == 0:
         return None

@@ -22,8 +22,8 @@ class Cell:
     """A cell of a grid.
 
     Attributes:
-        merger: The upstream merger; None for a reference.
-        name: Name of the reference or post-merging method; `none` for the merger alone.
+        merger: The upstream merger, or None for a reference.
+        name: Name of the reference or post-merging method, or `none` for the merger alone.
         key: Fingerprint of all inputs of the result.
         model_key: Fingerprint of the merged model.
         merged_key: The key of the merger's cell without post-merging.
@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def owner(self) -> str | None:
-        """Name of the merger; None for a reference."""
+        """Name of the merger, or None for a reference."""
         return None if self.merger is None else self.merger.name
 
     @property
@@ -108,7 +108,7 @@ class CellKeys:
         return {
             "class": f"{kind.__module__}.{kind.__qualname__}",
             "settings": method.settings,  # with defaults
-            "config": config,  # with what the settings leave out
+            "config": config,  # with keys that the settings leave out
             "code": describe_code([kind, config], self._files),
             "data": self._data.digests_of_samples(config, method.settings),
         }

@@ -33,7 +33,7 @@ class Option(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """An axis. `centre` is its option while other axes vary, None without a centre."""
+    """An axis. `centre` is its option while other axes vary, or None."""
 
     name: str
     options: list[Option]

@@ -47,7 +47,7 @@ def write_reports(folder: Path, suite: str, run: GridRun) -> list[Path]:
             folder / merger,
         )
         if set(report.rows) <= {BASE, EXPERTS}:
-            # Prevents reading an earlier run's items as this one's.
+            # An earlier run's items must not be read as items of this run.
             shutil.rmtree(merger_folder, ignore_errors=True)
             continue
         report.labels = dict(run.point.labels)

@@ -38,12 +38,12 @@ class CellResult:
         accuracy: Task -> accuracy in 0..1.
         loss: Task -> loss, if the task pool computes one and it is finite.
         settings: Its settings.
-        cost: Its cost, and the size that it adds to the model; see `Report.cost`.
-        samples: Task -> {"samples", "split"} used; empty for methods without data.
-        seed: The seed of its samples and training; None without randomness.
+        cost: Its cost, and the size that it adds to the model (see `Report.cost`).
+        samples: Task -> {"samples", "split"} used, empty for methods without data.
+        seed: The seed of its samples and training, or None without randomness.
         notes: Sentences for the reader.
-        curves: Task -> (step, loss) of its training, in order; empty without training.
-        correct: Task -> bool `[items]`; None if the task pool has no such flags.
+        curves: Task -> (step, loss) of its training, in order, empty without training.
+        correct: Task -> bool `[items]`, or None if the task pool has no such flags.
     """
 
     accuracy: dict[str, float]
@@ -61,7 +61,7 @@ class ResultStore:
     """Results by name and fingerprint, in one folder that may serve many comparisons.
 
     Stored entries have digests. An entry that is damaged, unreadable or obstructed is logged and
-    computed again. An entry that cannot be written is not stored, and nothing else is lost.
+    computed again. Failing to write an entry has no other consequences.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -75,7 +75,7 @@ class ResultStore:
             remove_orphans(path, ".")
 
     def result(self, name: str, key: str) -> CellResult | None:
-        """Return a finished cell by its name and fingerprint; None if there is no complete one."""
+        """Return a finished cell by its name and fingerprint, or None if no cell is complete."""
         folder = self._path("cells", name, key)
         if not os.path.lexists(folder / _RESULT):
             return None

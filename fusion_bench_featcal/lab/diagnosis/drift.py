@@ -49,7 +49,7 @@ def item_means(values: Tensor, items: int, counted: CountedRows | None) -> Tenso
     Args:
         values: `[rows, k]`, rows of counted positions, item by item.
         items: Number of items.
-        counted: The counted positions; None: equally many for each item.
+        counted: The counted positions, or None if every item has equally many rows.
 
     Returns:
         `[items, k]`.
@@ -65,8 +65,8 @@ def item_means(values: Tensor, items: int, counted: CountedRows | None) -> Tenso
 def drift_metrics(means: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a block from means of `COLUMNS` over items.
 
-    `relative` is the root mean square of the drift divided by the experts' features', `between` the
-    cosine of the two terms, and `share` the propagation's share, `p . e / |e|^2`.
+    `relative` is the root mean square of the drift divided by that of the experts' features,
+    `between` the cosine of the two terms, and `share` the propagation's share, `p . e / |e|^2`.
     """
     tiny = torch.finfo(torch.float64).tiny
     products = (means["mismatch_sq"] * means["propagation_sq"]) ** 0.5

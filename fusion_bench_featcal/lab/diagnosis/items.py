@@ -26,7 +26,7 @@ class TaskItems:
 
     Attributes:
         batches: Batches of the model's inputs.
-        classes: Class of each item; None if unknown, or if almost all are different.
+        classes: Class of each item, or None if unknown or if almost all are different.
     """
 
     batches: Any
@@ -40,7 +40,7 @@ def open_items(
 
     Args:
         inputs: The pools.
-        tasks: The tasks; None: all with an expert.
+        tasks: The tasks, by default all with an expert.
         settings: At most `samples_per_task` items, `seed`, `batch_size` and `max_length`.
         split: Split of the items.
 

@@ -43,8 +43,8 @@ class Measures:
             `[items]`.
         features: Final features, mean over each item's positions, of norm 1, `[items, d]`.
         expert_features: The same for the expert.
-        vectors: Norms of the model's and the expert's difference from the base, and their product;
-            None without a base.
+        vectors: Norms of the model's and the expert's difference from the base, and their product,
+            or None without a base.
     """
 
     drift: dict[str, Tensor]
@@ -74,14 +74,14 @@ def measure(
 
     Args:
         model: The model. Its weights do not change.
-        base: The base, for task vectors; None: no task vectors.
+        base: The base, for task vectors, which are optional.
         expert: The expert.
         task: The task.
         batches: Batches of the model's inputs.
         settings: `decoder_rows`, `samples_per_task` and `ignore_config` are used.
         family: How the model is cut into blocks.
         projection: Applied to the final features.
-        device: Device of the computation; None: the model's.
+        device: Device of the computation, by default the model's.
         autocast: Returns the context of forward passes.
 
     Raises:
@@ -182,7 +182,7 @@ def _compare(
 def _counted(
     family: Family, model: nn.Module, inputs: Any, settings: FeatCalSettings
 ) -> dict[str, CountedRows | None]:
-    """Return the positions that count at each block's output; None: all."""
+    """Return the positions that count at each block's output, or None if all count."""
     rows: dict[str, CountedRows | None] = {}
     for index, stage in enumerate(family.stages(model)):
         mask = family.row_weights(inputs, index, rows_named(settings, inputs))
@@ -224,7 +224,7 @@ def _hooked(
 
 
 def _copy(value: Any) -> Any:
-    """Return a block's argument for another run; none for a cache, which would remember both."""
+    """Copy a block's argument for another run. A cache becomes None, because it stores a run."""
     if isinstance(value, Tensor):
         return value.clone()
     return None if isinstance(value, Cache) else value

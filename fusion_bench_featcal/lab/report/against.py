@@ -21,7 +21,7 @@ from .differences import (
 def show_against(summary: Summary, name: str) -> None:
     """Print every row's difference from one row, with Holm's correction over all printed ones.
 
-    Runs of several suites are compared over suites: the interval covers further trainings.
+    Runs of several suites are compared over suites, so that the interval covers new trainings.
 
     Raises:
         ReportError: If no row or several have the name, or a suite lacks the row.

@@ -31,7 +31,7 @@ MERGED = "merged"
 BEFORE, AFTER = "before", "after"
 
 Curve = Mapping[Any, Interval]
-"""Horizontal position, a number -> value."""
+"""Horizontal position (a number) -> value."""
 
 _ACROSS = 3  # panels side by side
 _FAR = 10  # ratio of an axis's ends above which it is logarithmic
@@ -165,7 +165,7 @@ def dots(
             axes.axhline(edge - 0.5, color=_GREY, linewidth=0.5, alpha=0.35)
     grid[0].set_yticks(range(len(categories)), categories)
     grid[0].set_ylim(len(categories) - 0.5, -0.5)
-    # Where every row is a category, the axis names them.
+    # The axis has the rows' names if every row is a category.
     _legend(figure, styles if rows != categories else {}, "none")
     return figure
 
@@ -370,7 +370,7 @@ def svg(figure: "Figure") -> str:
     """Return a figure as an `svg` element. Equal figures give equal texts."""
     buffer = io.StringIO()
     with _style(), warnings.catch_warnings():
-        # Text remains text: the viewer has glyphs that matplotlib's font lacks.
+        # Text remains text, because the viewer has glyphs that matplotlib's font lacks.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(buffer, format="svg", metadata=nothing)
@@ -388,7 +388,7 @@ def save(figures: "Mapping[str, Figure]", folder: str | Path, setting: str) -> l
         setting: The setting that chose the folder, for messages.
 
     Raises:
-        ReportError: There is no figure, or a file cannot be written.
+        ReportError: If there is no figure, or a file cannot be written.
     """
     if not figures:
         raise ReportError("there is nothing to draw")

@@ -108,7 +108,7 @@ COSTS = [
 
 
 def csv_line(row: SummaryRow) -> dict[str, Any]:
-    """Return everything about a row, one value for each key."""
+    """Return all values of a row, one for each key."""
     line: dict[str, Any] = {
         "suite": row.suite,
         "upstream": row.upstream,

@@ -30,7 +30,7 @@ def diagnosis_of(run: Path) -> list[Line]:
     """Return the long table of a run's folder if the run was diagnosed, else nothing.
 
     Raises:
-        ReportError: The file is damaged.
+        ReportError: If the file is damaged.
     """
     path = run / LINES_FILE
     lines = read_lines(path) if path.exists() else []
@@ -38,7 +38,7 @@ def diagnosis_of(run: Path) -> list[Line]:
 
 
 def diagnosis_grids(lines: Sequence[Line]) -> dict[str, Grid]:
-    """Return the tables of a diagnosis by title; empty without one."""
+    """Return the tables of a diagnosis by title, none without a diagnosis."""
     metric = _metric_of_classes(lines)
     grids = {
         "relative drift (share of upstream propagation)": _drift_grid(lines),

@@ -30,7 +30,7 @@ class ResultFolders:
         """Refuse studies combined with anything else.
 
         Raises:
-            ReportError: There are studies, and `others` is not empty.
+            ReportError: If there are studies, and `other_results` is not empty.
         """
         if self.studies and other_results:
             raise ReportError(
@@ -49,7 +49,7 @@ def find(paths: Iterable[str | Path]) -> ResultFolders:
         paths: Paths to search.
 
     Raises:
-        ReportError: A path does not exist, there is nothing at it, or a report is damaged.
+        ReportError: If a path does not exist or has no results, or a report is damaged.
     """
     folders = ResultFolders()
     for path in map(Path, paths):
@@ -73,8 +73,8 @@ def refuse_run(directory: str | Path, setting: str) -> None:
     """Refuse to write several runs' report over the report of one.
 
     Raises:
-        ReportError: The directory has the report of one run, or a `report.json` that is not valid
-            JSON, so that its kind is unknown.
+        ReportError: If the directory has the report of one run, or a `report.json` that is not
+            valid JSON, so that its kind is unknown.
     """
     if _content(Path(directory)).get("kind") == KIND:
         raise ReportError(

@@ -26,8 +26,8 @@ def load(folder: str | Path) -> Any:
         if pandas is not installed.
 
     Raises:
-        ReportError: There are no results, a file is damaged, or runs must not be averaged, because
-            runs of one suite have different tasks, test sets or settings of a row.
+        ReportError: If there are no results, a file is damaged, or runs must not be averaged,
+            because runs of one suite have different tasks, test sets or settings of a row.
     """
     lines = long_table(_reports(folder))
     if find_spec("pandas") is None:
@@ -48,7 +48,7 @@ def long_table(reports: Mapping[Path, Report]) -> list[Line]:
     """Return the lines of runs. Of lines that differ only in their value, the first is used.
 
     Raises:
-        ReportError: Runs with equal labels must not be averaged, or a file is damaged.
+        ReportError: If runs with equal labels must not be averaged, or a file is damaged.
     """
     points: dict[str, dict[Path, Report]] = {}
     for run, report in reports.items():

@@ -81,7 +81,7 @@ def check_target(path: Path, setting: str = "--html") -> Path:
     """Return the page's absolute path, after a check that its folder can be written.
 
     Raises:
-        ReportError: It is a folder, has another suffix, or its folder cannot be written.
+        ReportError: If it is a folder, has another suffix, or its folder cannot be written.
     """
     if path.is_dir() or path.suffix.lower() not in _SUFFIXES:
         near = path / "report.html" if path.is_dir() else path.with_name(f"{path.name}.html")

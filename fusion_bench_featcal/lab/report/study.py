@@ -50,7 +50,7 @@ class Point(NamedTuple):
 
     labels: dict[str, Any]
     summaries: list[Summary]
-    averaged: list[dict[str, Any]]  # the labels to average over, of each summary
+    averaged: list[dict[str, Any]]  # for each summary, the labels to average over
 
     def rows(self, merger: str, name: str) -> list[SummaryRow]:
         """Return the rows with a name."""

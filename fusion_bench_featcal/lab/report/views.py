@@ -63,8 +63,7 @@ def write(summary: Summary, directory: str | Path, setting: str = LOG_DIR_SETTIN
         "rows": plain([asdict(row) | {"runs": len(row.run_seeds)} for row in rows], "rows"),
         "failed": [asdict(cell) for cell in summary.failed],
         "notes": [asdict(note) for note in summary.notes],
-        # The folder represents these runs. Other runs in it, such as an earlier comparison's, are
-        # not read with it.
+        # The folder represents these runs only, not those of an earlier comparison in it.
         "runs": addresses(summary.runs, directory),
     }
     lines = [{**csv_line(row), "status": "finished"} for row in rows]
@@ -122,7 +121,7 @@ def task_grid(rows: Sequence[SummaryRow]) -> Grid:
 
 
 def losses_of(summary: Summary, suite: str) -> Grid | None:
-    """Return loss per task; None if no row of the suite has one."""
+    """Return loss per task, or None if no row of the suite has one."""
     rows = [row for row in summary.displayed(suite) if row.loss]
     losses = {
         f"{row.upstream} + {row.name}" if row.is_repair else row.name: row.loss for row in rows

@@ -89,7 +89,7 @@ class Merger(MergingRule, ModelSettings, SampleSettings):
                 changed.
             experts: Each task's expert: a module, or a source of its weights.
             batches: Each task's unlabeled model inputs, as for `calibrate`.
-            device: Device of the computation; None: the base's.
+            device: Device of the computation, by default the base's.
             autocast: Returns the context of forward passes. Statistics are computed outside it.
 
         Returns:
@@ -146,19 +146,19 @@ def load_means(model: nn.Module, experts: Mapping[str, ExpertModel], scale: floa
 class ExpertStreams(Streams):
     """Streams that sum over the inputs of each expert's modules.
 
-    With the rule's `features=merged` an expert's block runs on the features of the merged blocks
-    before it, else on the expert's features.
+    With the rule's `features=merged` an expert's block runs on the output of the preceding merged
+    blocks, else on the expert's features.
     """
 
     @property
     def behind_merged(self) -> bool:
-        """Return True if experts run on the features of the merged blocks."""
+        """Return True if experts run on the output of the merged blocks."""
         rule: Any = self.rule
         return rule.features == "merged"
 
     @property
     def runs_experts(self) -> bool:
-        """Return True: the inputs of experts are summed."""
+        """Return True, because the inputs of experts are summed."""
         return True
 
     def tensors_of(self, block: str) -> list[str]:
@@ -215,7 +215,7 @@ class BlockStep(nn.Module):
         return self._step(call)
 
     def run_with(self, tensors: Mapping[str, Tensor], call: Any) -> Tensor:
-        """Run the block with other tensors, by their names in the model; its hidden output."""
+        """Return the block's hidden output with other tensors, by their names in the model."""
         stored = self.model.state_dict()
         replaced = {f"model.{name}": t.to(stored[name].dtype) for name, t in tensors.items()}
         return functional_call(self, replaced, (call,))

@@ -42,7 +42,7 @@ class CorrectedLanguageModel(Corrected):
 
     @property
     def task(self) -> str | None:
-        """The inputs' task, which must have a correction; None: not set."""
+        """The inputs' task, which must have a correction, or None if it is not set."""
         return self._task
 
     @task.setter
@@ -95,7 +95,7 @@ class CorrectedLanguageModel(Corrected):
             yield
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
-        """Save the merged model and the corrections; `from_pretrained` reads them."""
+        """Save the merged model and the corrections, which `from_pretrained` reads."""
         super().save_pretrained(folder, **kwargs)
         keep_untied(self.model, Path(folder))
 

@@ -59,7 +59,7 @@ class LayerSurgery(nn.Module):
 
 
 class Corrected(nn.Module):
-    """A frozen merged model with a correction for each task. Its use requires the task's name.
+    """A frozen merged model with a correction for each task, which needs the task's name.
 
     Names that differ only in dots and dashes raise a ValueError.
 

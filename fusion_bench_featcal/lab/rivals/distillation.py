@@ -79,7 +79,7 @@ class Distillation(ModelSettings, TextSettings, SampleSettings):
     def _train(
         self, model: nn.Module, trained: Sequence[str], lessons: Mapping[str, Sequence[Lesson]]
     ) -> dict[str, list[float]]:
-        """Train parameters of a model in place. Returns each update's loss, before it, by task.
+        """Train parameters of a model in place. Return the loss before each update, by task.
 
         Raises:
             CalibrationError: If the training diverges, naming the setting.

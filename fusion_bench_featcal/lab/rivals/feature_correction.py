@@ -133,8 +133,7 @@ class FeatureCorrection(Method):
             check_projection(inputs.models, self.clip_model)
         else:
             find_final_norm(inputs.models, self.final_norm)
-            # The head reads states without padding masks, and texts are padded to their batch's
-            # length.
+            # The head reads states without padding masks, but texts are padded within a batch.
             for name, needed in (("normalize", "none"), ("recompute", False)):
                 if (value := getattr(self, name, needed)) != needed:
                     raise CalibrationError(
@@ -144,9 +143,9 @@ class FeatureCorrection(Method):
         self.batches(inputs)
 
     def batches(self, inputs: MethodInputs) -> dict[str, Any]:
-        """Draw each task's samples; nothing is read yet.
+        """Draw each task's samples. Nothing is read yet.
 
-        The draw is FeatCal's: equal seed, split and number give equal samples. If a task has fewer
+        Samples are equal to FeatCal's with the same seed, split and number. If a task has fewer
         than `samples_per_task`, all are used.
 
         Raises:
@@ -207,7 +206,7 @@ class FeatureCorrection(Method):
     def _collect(
         self, merged: nn.Module, expert: nn.Module, site: Any, batches: Any, task: str
     ) -> TaskFeatures:
-        """Run both models on a task's batches; `site.features(model, batch)` are `[n, d]`."""
+        """Return `site.features`, `[n, d]`, of both models on a task's batches."""
         models = merged, expert
         with naming_task(task):
             rows = [[self.features(model, site, batch) for model in models] for batch in batches]

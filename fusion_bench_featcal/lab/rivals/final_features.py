@@ -30,8 +30,8 @@ def final_features(model: nn.Module, inputs: Any) -> Tensor:
         inputs: A batch of its inputs.
 
     Returns:
-        The input of a language model's output embeddings, `[batch, positions, d]`; else the pooled
-        output, `[batch, d]`; else the first tensor of the output.
+        The input of a language model's output embeddings, `[batch, positions, d]`, or else the
+        pooled output, `[batch, d]`, or else the first tensor of the output.
     """
     if (head := head_of(model)) is not None:
         return _run_until(model, head, inputs)
@@ -41,10 +41,10 @@ def final_features(model: nn.Module, inputs: Any) -> Tensor:
 
 
 def final_rows(model: nn.Module, family: Family, inputs: Any) -> CountedRows | None:
-    """Return the positions of the final features that predict a target; None: all.
+    """Return the positions of the final features that predict a target, or None for all.
 
-    Without labels, the last position of a model that generates text. For other models, all
-    positions except padding.
+    Without labels this is the last position of a model that generates text. For other models, it
+    is all positions except padding.
 
     Args:
         model: The model.
@@ -144,7 +144,7 @@ def _no_final_norm(model: str, name: str) -> CalibrationError:
 
 
 def _run_until(model: nn.Module, module: nn.Module, inputs: Any, *, behind: bool = False) -> Tensor:
-    """Run a model up to one of its modules. Returns that module's input, or output if `behind`."""
+    """Run a model up to one of its modules. Return that module's input, or output if `behind`."""
     captured: list[Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...], *output: Tensor) -> None:

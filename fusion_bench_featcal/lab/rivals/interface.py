@@ -15,7 +15,7 @@ class Choice:
 
     Attributes:
         tried: Number of settings compared on calibration samples, >= 1.
-        chosen: Changes of the given settings, such as `rank=4`, or `as given`.
+        chosen: Changes of the original settings, such as `rank=4`, or `as given`.
     """
 
     tried: int

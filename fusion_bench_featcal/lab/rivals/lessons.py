@@ -23,7 +23,7 @@ class Lesson:
 
     Attributes:
         inputs: Inputs of the model or of a block.
-        rows: The counted positions; None: all.
+        rows: The counted positions, or None for all.
         target: The expert's features at these positions, `[n, d]`.
     """
 
@@ -51,7 +51,7 @@ def expert_lessons(
         batches: Batches of the models' inputs.
         inputs: The pool and the device.
         settings: `family` is used.
-        student: Model that the lessons are for, whose dtype the expert gets; None: the expert.
+        student: Model to compare with the expert, which gets its dtype. By default the expert.
 
     Returns:
         A lesson for each batch.

@@ -18,7 +18,7 @@ class RegMean(regmean.RegMean, Merger):
 class RegMeanPlusPlus(RegMean):
     """RegMean++: RegMean block by block, on features of the blocks merged so far.
 
-    Parameters after the last block are the experts' mean; regmean_plusplus/* keeps the base's.
+    Parameters after the last block are the experts' mean, in regmean_plusplus/* the base's.
     """
 
     features = "merged"

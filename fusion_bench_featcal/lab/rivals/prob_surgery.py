@@ -19,8 +19,8 @@ from fusion_bench_featcal.lab.rivals.surgery import Surgery
 from fusion_bench_featcal.lab.rivals.training import TaskFeatures, initial_weight, task_generator
 from fusion_bench_featcal.setting_fields import setting
 
-# Standard deviation of the noise in units of the features' root mean square, at which the authors'
-# weight keeps it on features of ViT-B/32 (0.44 at width 512).
+# Standard deviation to which the authors' weight drives the noise on features of ViT-B/32 (0.44 at
+# width 512), in units of the features' root mean square.
 _RELATIVE_NOISE = 0.145
 # If residuals are small relative to the noise, the objective is smallest at sigma = 1.25 w d:
 # sqrt(pi / 2) is 1.25.
@@ -103,7 +103,7 @@ class ProbSurgeryModule(nn.Module):
         down: P, `[hidden, d]`.
         mean: M, `[d, hidden]`.
         log_variance: V, `[d, hidden]`.
-        term: The regulariser's constants; v is its log variance, 0 for the authors' module.
+        term: The regulariser's constants. v is its log variance, 0 for the authors' module.
     """
 
     def __init__(self, down: Tensor, term: KlTerm) -> None:
@@ -119,12 +119,12 @@ class ProbSurgeryModule(nn.Module):
         return functional.linear(hidden, self.mean), log_variance
 
     def deployed(self) -> SurgeryModule:
-        """Return the module without its variance: at inference the mean is subtracted."""
+        """Return the module for inference, which subtracts the mean."""
         return SurgeryModule(self.down.detach(), self.mean.detach()).requires_grad_(False).eval()
 
 
 def standard_normal_kl(mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Return KL(N(mean, exp(log_variance)) || N(0, 1)): summed over d, averaged over samples."""
+    """Return KL(N(mean, exp(log_variance)) || N(0, 1)), summed over d, averaged over samples."""
     per_coordinate = 0.5 * (log_variance.exp() + mean.square() - 1 - log_variance)
     return per_coordinate.sum(dim=-1).mean()
 

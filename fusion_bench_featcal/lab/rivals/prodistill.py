@@ -1,9 +1,9 @@
 """ProDistill (arXiv 2502.12706): coefficients of task vectors trained block by block by gradients.
 
-A reference for closed-form methods: the same few unlabeled samples and order of blocks, but Adam in
-place of a solve. A parameter of a block is `W_0 + sum_i c_i * (W_i - W_0)`, with a coefficient for
-each entry. A block receives the features of the trained blocks before it, and its targets are the
-outputs of each sample's expert.
+It is a reference for closed-form methods, with the same few unlabeled samples and order of blocks,
+but Adam in place of a solve. A parameter is `W_0 + sum_i c_i * (W_i - W_0)`, with a coefficient for
+each entry. A block's inputs are the outputs of the trained blocks before it, and its targets are
+the outputs of each sample's expert.
 """
 
 import logging
@@ -63,7 +63,7 @@ class ProDistill(Merger):
         return []
 
     def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
-        """Raise: there are no turns, so this is never used."""
+        """Raise an error. Without turns this is never called."""
         raise NotImplementedError
 
     def start_scale(self, tasks: int) -> float:
@@ -83,7 +83,7 @@ class TrainingStreams(Streams):
 
     @property
     def runs_experts(self) -> bool:
-        """Return True: the outputs of experts are the targets."""
+        """Return True, because the outputs of experts are the targets."""
         return True
 
     def follow(

@@ -70,8 +70,8 @@ def load_projection(models: PoolModels, clip_model: str | None) -> nn.Linear:
     """Load CLIP's visual projection of pooled outputs: a frozen float32 copy.
 
     Args:
-        models: The pool's; its base model's checkpoint is the default.
-        clip_model: Folder or hub id of a CLIP checkpoint with a projection.
+        models: The pool's models.
+        clip_model: Folder or hub id of a CLIP checkpoint with a projection, by default the base's.
 
     Raises:
         CalibrationError: If there is none.

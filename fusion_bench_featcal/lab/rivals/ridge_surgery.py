@@ -1,7 +1,7 @@
 """Ridge surgery: the best affine correction of a task's features, in closed form.
 
-It shows how much of Surgery's gain needs training: the same features are corrected without
-training.
+It corrects the same features as Surgery without training, which shows how much of Surgery's gain
+needs training.
 """
 
 import logging

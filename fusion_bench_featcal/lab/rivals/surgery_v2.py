@@ -23,8 +23,8 @@ Sites = Callable[..., list[Tensor]]
 class SiteFeatures(TaskFeatures):
     """Features after every block, and final features.
 
-    `merged` are inputs: the merged model runs in every update, because each correction changes the
-    input of later blocks. `expert` are the expert's features of all sites, concatenated.
+    `merged` are the inputs of the merged model, which runs in every update, because each correction
+    changes the input of later blocks. `expert` are its features of all sites, concatenated.
 
     Attributes:
         model: The merged model.
@@ -142,7 +142,7 @@ def site_features(
         final: Computes a model's final features of inputs.
         model: The model.
         inputs: Its inputs, `[batch, ...]`.
-        surgery: A `LayerSurgery` that corrects the features; None: no correction.
+        surgery: A `LayerSurgery` that corrects the features, or None.
     """
     identity = nn.Identity()
     surgery = surgery or LayerSurgery([identity] * len(blocks), identity)

@@ -22,7 +22,7 @@ class TaskFeatures:
     Attributes:
         merged: Features of the merged model, `[n, d]`.
         expert: Features of the task's expert on the same samples, `[n, d]`.
-        again: Computes both again for positions of samples; None: both are stored.
+        again: Computes both again for positions of samples. None if both are stored.
     """
 
     merged: Tensor
@@ -45,7 +45,7 @@ def check_features(merged: Tensor, expert: Tensor, task: str) -> None:
     """Check the features of both models for a task's correction, `[n, d]` each.
 
     Raises:
-        CalibrationError: If they differ in shape, are no matrices, are empty or not finite.
+        CalibrationError: If they differ in shape, are not matrices, are empty or not finite.
     """
     shapes = tuple(merged.shape), tuple(expert.shape)
     if shapes[0] != shapes[1] or len(shapes[0]) != 2 or 0 in shapes[0]:

@@ -96,7 +96,7 @@ class Search(Method):
         raise NotImplementedError
 
     def config(self, change: Mapping[str, Any], samples: int | None) -> dict[str, Any]:
-        """Return the method's config with a change and a number of samples per task (None: all)."""
+        """Return the method's config with a change and a number of samples per task, or all."""
         draw = {name: getattr(self, name) for name in _DRAW}
         draw["samples_per_task"] = samples or self.samples_per_task
         return {**self.of, **change, **{name: draw[name] for name in self.sample_counts_keys}}
@@ -142,7 +142,7 @@ class Search(Method):
 def held_out_lessons(
     inputs: MethodInputs, settings: FeatCalSettings, fitted: int
 ) -> dict[str, list[Lesson]]:
-    """Run every expert once over the samples after the ones that methods are fitted on."""
+    """Run every expert once over its held-out samples, which follow the `fitted` ones."""
     return {
         task: expert_lessons(
             task, replace(task_batches, indices=task_batches.indices[fitted:]), inputs, settings
@@ -153,7 +153,7 @@ def held_out_lessons(
 
 @torch.no_grad()
 def score(model: nn.Module, lessons: Mapping[str, Sequence[Lesson]]) -> float:
-    """Return the mean over tasks of the mean cosine over samples (texts: answer positions)."""
+    """Return the mean over tasks of the mean cosine over samples, or answer positions of texts."""
     model = model.to(next(iter(lessons.values()))[0].target.device).eval()
     return statistics.fmean(
         float(torch.cat([_cosines(model, task, lesson) for lesson in of_task]).mean())
@@ -250,7 +250,7 @@ class TunedMerger(Search):
 
     @property
     def drawn_keys(self) -> set[str]:
-        """Settings of the draw that a merger of ours has. Other mergers may use them for more."""
+        """Draw settings of this package's mergers. Other mergers may give them another meaning."""
         target = self.of.get("_target_")
         kind = None if target is None else import_target("method.of", target)
         return _DRAW & {*names_of(getattr(kind, "setting_kinds", ()))}
