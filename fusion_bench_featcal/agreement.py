@@ -54,7 +54,7 @@ class Agreement:
         return [task for task, cosine in self.cosine.items() if not cosine > self.merged[task]]
 
     def drift_weights(self) -> dict[str, float] | None:
-        """Return weights in proportion to each task's drift, of mean 1; None if drift is even."""
+        """Return weights of mean 1 in proportion to each task's drift, or None if drift is even."""
         drifts = self.drift.values()
         if not drifts or max(drifts) ** 2 <= UNEVEN * statistics.median(
             drift**2 for drift in drifts
@@ -93,8 +93,8 @@ def calibrate_and_compare(
 ) -> CalibrationResult:
     """Calibrate, and again with drift weights if a task remains far from its expert.
 
-    The second model is kept if it raises the mean cosine of final features on held-out samples over
-    tasks, and no further task falls behind the merged model.
+    The second model is kept if it raises the mean over tasks of the final features' cosine on
+    held-out samples, and no further task falls behind the merged model.
 
     Args:
         request: The calibration. With `task_weights=drift` there may be a second one.

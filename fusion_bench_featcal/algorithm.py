@@ -51,7 +51,7 @@ _PRESET = f"{FEATCAL}:"
 class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """Merges with any FusionBench method, calibrates, and evaluates the requested models.
 
-    Run by `fusion_bench method=featcal modelpool=...`; in Python, `run(modelpool)` returns the
+    Run by `fusion_bench method=featcal modelpool=...`. In Python, `run(modelpool)` returns the
     calibrated model.
     """
 

@@ -29,7 +29,7 @@ def convert(folder: Path, names: Iterable[str], target: Path) -> None:
         target: The new folder.
 
     Raises:
-        CalibrationError: If a `.bin` file has other content than tensors, which is not unpickled.
+        CalibrationError: If a `.bin` file has content other than tensors, which is not unpickled.
         OSError: If a file cannot be written.
     """
     weight_map: dict[str, str] = {}
@@ -66,7 +66,7 @@ def _read(file: Path) -> dict[str, Tensor]:
 def _unshared(tensors: Mapping[str, Tensor], tied: re.Pattern[str] | None) -> dict[str, Tensor]:
     """Return tensors without shared memory, which safetensors refuses.
 
-    Of a tied matrix only the name used by transformers' saving is kept. Other tensors are copied.
+    A tied matrix keeps only the name under which transformers saves it. Other tensors are copied.
     """
     unshared: dict[str, Tensor] = {}
     storages = set()
@@ -81,7 +81,7 @@ def _unshared(tensors: Mapping[str, Tensor], tied: re.Pattern[str] | None) -> di
 
 
 def _tied_names(folder: Path) -> re.Pattern[str] | None:
-    """Return a pattern of the names that the model's class ties to others; None: it ties none."""
+    """Return a pattern of the names that the model's class ties to others, or None."""
     import transformers
 
     try:

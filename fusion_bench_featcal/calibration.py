@@ -248,14 +248,14 @@ def calibrate(
             arguments, tuples of arguments, or single tensors. The first dimension is the batch's.
         settings: Settings, or a rule (`Paper(...)`, `Plus(...)`) with defaults for all other
             settings. `samples_per_task` samples of each task are used, or all if there are fewer.
-        family: How the model is cut into blocks; None: `settings.family`.
-        device: Device of the calculation; None: the merged model's device.
+        family: How the model is cut into blocks, by default `settings.family`.
+        device: Device of the calculation, by default the merged model's device.
         autocast: Returns the context of forward passes (Fabric's `autocast`). Statistics are
             computed outside it.
         progress: Whether to show a progress bar.
         processes: The processes that share this calibration, each on a separate device. All call
             this function with the same arguments. Each reads only experts and samples of its tasks.
-            None: this process alone.
+            By default there is one process.
         merged_weights: Weights of the merged model. `merged` is then its structure, on the meta
             device except for buffers that no checkpoint has. They are read block by block, and the
             calibrated model is written to `checkpoint_dir` without being whole in memory.

@@ -21,8 +21,8 @@ from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.samples import warn_of_few_samples
 
-# Model pool -> (split, task) -> number of samples. A run opens its datasets several times, and a
-# small one causes one warning.
+# Model pool -> (split, task) -> number of samples. A run opens its datasets several times, but
+# warns of a small one only once.
 _SIZES: WeakKeyDictionary[Any, dict[tuple[str, str], int]] = WeakKeyDictionary()
 
 
@@ -46,7 +46,7 @@ def calibration_batches(
         settings: The settings for samples and, for images, `decode_workers`.
         processor: Result of `load_input_processor`: a tokenizer, a transformers processor, or a
             callable from an RGB picture to a tensor `[channels, height, width]`.
-        device: Device on which experts generate targets; None: the device they are loaded on.
+        device: Device on which experts generate targets, by default the one they are loaded on.
 
     Returns:
         Task name -> batches `{"pixel_values": [batch, channels, height, width]}`, floating point,
@@ -177,12 +177,12 @@ def open_labelled(modelpool: Any, task: str, split: str) -> ImageItems:
 
 
 def _entry(modelpool: Any, task: str, split: str) -> Any:
-    """Return what the pool has for a task's dataset: a path, a hub id, a configuration or None."""
+    """Return the pool's entry for a task's dataset: a path, a hub id, a configuration or None."""
     return (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
 
 
 def load_rows(modelpool: Any, task: str, split: str) -> Any:
-    """Load a task's dataset: a file or folder that the pool names, or what the pool loads."""
+    """Load a task's dataset, from a file or folder in the pool's entry, else by the pool."""
     entry = _entry(modelpool, task, split)
     if isinstance(entry, str) and text_kind(modelpool) is not None:
         return load_texts(entry, split)

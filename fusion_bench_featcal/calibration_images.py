@@ -25,12 +25,12 @@ class TaskBatches:
     """One task's calibration samples. Each iteration reads and processes them again."""
 
     task: str
-    items: ImageItems  # the dataset; labels are not read
+    items: ImageItems  # the dataset, whose labels are not read
     indices: list[int]  # positions of the samples in it
-    batch_size: int  # samples per batch; the last batch may have fewer
+    batch_size: int  # samples per batch, possibly fewer in the last one
     processor: Processor
     split: str = ""
-    workers: int = 0  # threads; 0: everything runs in the caller's thread
+    workers: int = 0  # number of threads, or 0 for the caller's thread
 
     @property
     def samples(self) -> int:
@@ -85,7 +85,7 @@ class TaskBatches:
 
 
 def decode_workers(settings: FeatCalSettings, processor: Any) -> int:
-    """Return the number of threads that process images; 0: the caller's thread."""
+    """Return the number of threads that process images, or 0 for the caller's thread."""
     if settings.decode_workers != "auto":
         return int(settings.decode_workers)
     # A plain callable may not be safe to share between threads.

@@ -23,12 +23,12 @@ class TextBatches:
     settings: FeatCalSettings
     encoder: TextEncoder
     load_expert: Callable[[], nn.Module]  # called if the expert writes the targets
-    device: Any = None  # of the expert; None: the device on which it is loaded
+    device: Any = None  # of the expert, by default the one on which it is loaded
     _answers: list[list[int]] = field(default_factory=list, init=False)
 
     @property
     def batch_size(self) -> int:
-        """Samples per batch; the last batch may have fewer."""
+        """Samples per batch. The last batch may have fewer."""
         return self.settings.batch_size
 
     @property

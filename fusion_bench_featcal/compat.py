@@ -28,5 +28,5 @@ if not hasattr(modeling_clip, "CLIPVisionTransformer"):
 
 # FusionBench's loaders pass no `trust_remote_code`, for which transformers asks on the terminal
 # whether to run the code beside a model. With no time for an answer it refuses instead. Code still
-# runs where an entry of a pool says `trust_remote_code: true`.
+# runs if an entry of a pool has `trust_remote_code: true`.
 dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0

@@ -30,8 +30,8 @@ def ending_cleanly(program: Any, how_to_go_on: Callable[[], str]) -> Iterator[No
     The handler is installed in the main thread only.
 
     Args:
-        program: The running FusionBench program. Its exit code after Ctrl-C is 130. None: a
-            KeyboardInterrupt is raised again.
+        program: The running FusionBench program. Its exit code after Ctrl-C is 130. Without a
+            program a KeyboardInterrupt is raised again.
         how_to_go_on: Returns the last line that the process prints.
 
     Raises:

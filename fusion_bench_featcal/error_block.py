@@ -24,7 +24,7 @@ def error_block(error: BaseException, more: str = "", *, prefix: str = "error") 
 
     Args:
         error: The error. If it only wraps another one, that is described.
-        more: Last line: how to see the details; empty: no such line.
+        more: Last line, on how to see the details, or an empty text for none.
         prefix: First word.
 
     Returns:
@@ -51,7 +51,7 @@ def error_block(error: BaseException, more: str = "", *, prefix: str = "error") 
 
 
 def _wrapped(error: BaseException) -> BaseException:
-    """Return the cause of Hydra's failure to instantiate something; else the error itself."""
+    """Return the cause of a failed instantiation by Hydra, or else the error itself."""
     while type(error).__name__ == "InstantiationException" and error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -75,7 +75,7 @@ def _location_of(frame: traceback.FrameSummary) -> str:
 
 
 def _made_by(error: BaseException) -> str:
-    """`making <key> <_target_>` if FusionBench was creating a pool, method or task pool."""
+    """Return `making <key> <_target_>` if FusionBench was creating a pool, method or task pool."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "_instantiate_and_setup":
             config = frame.f_locals["config"]

@@ -42,7 +42,7 @@ def takes_images(model: nn.Module) -> bool:
 
 
 def image_numbers(model: nn.Module, length: int | None) -> int:
-    """Return the number of values in one input image; 0 if the inputs are not images."""
+    """Return the number of values in one input image, or 0 if the inputs are not images."""
     config: Any = getattr(model, "config", None)
     side = getattr(config, "image_size", None) or length
     if not takes_images(model) or side is None:

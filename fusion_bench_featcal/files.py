@@ -36,7 +36,7 @@ def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> 
     """Create a folder with its parents, check that files can be written, and return its path.
 
     Raises:
-        ReportError: It cannot be created or written. The message names it and `setting`.
+        ReportError: If it cannot be created or written. The message names it and `setting`.
     """
     directory = Path(directory).absolute()
     try:
@@ -53,7 +53,7 @@ def new_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`. The file written there replaces `path` atomically.
 
     Raises:
-        OSError: It cannot be written. The old file stays.
+        OSError: If it cannot be written. The old file stays.
     """
     partial = temporary_neighbour(path)
     try:
@@ -76,7 +76,7 @@ def write_atomic(path: Path, content: str | bytes, setting: str = LOG_DIR_SETTIN
     """Write a result with `write_whole` and return its path.
 
     Raises:
-        ReportError: The file cannot be written; the message names `path` and `setting`.
+        ReportError: If the file cannot be written. The message names `path` and `setting`.
     """
     try:
         write_whole(path, content.encode() if isinstance(content, str) else content)
@@ -93,7 +93,7 @@ def replacing(target: Path, dropped: Sequence[str] = ()) -> Iterator[Path]:
     is complete, and `clear_leftovers` restores it.
 
     Args:
-        target: The folder or file; it may be missing.
+        target: The folder or file, which may be missing.
         dropped: Patterns of names in the old folder to remove.
 
     Raises:

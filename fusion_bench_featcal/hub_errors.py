@@ -62,7 +62,7 @@ def with_retries(call: Callable[[], T], option: str) -> T:
 
 
 def _cause(error: BaseException) -> str | None:
-    """Return the cause with its remedy; None: not caused by hub, network or disk."""
+    """Return the cause with its remedy, or None if hub, network and disk are not the cause."""
     links, status, cache = list(_chain(error)), _status(error), Path(constants.HF_HUB_CACHE)
     # `datasets` hides the cause of these errors, so their text is searched.
     of_data = [str(link) for link in links if type(link).__name__ == "DatasetNotFoundError"]
@@ -104,7 +104,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int:
-    """Return the status code of the hub's response; 0: there was no response."""
+    """Return the status code of the hub's response, or 0 without a response."""
     answers = (getattr(link, "response", None) for link in _chain(error))
     return next((answer.status_code for answer in answers if answer is not None), 0)
 

@@ -32,7 +32,7 @@ _WEIGHTS = (
     (("model.safetensors", "adapter_model.safetensors"), "*.safetensors"),
     (("pytorch_model.bin", "adapter_model.bin"), "pytorch_model-*.bin"),
 )
-"""Weights in the order of preference: of models and adapters in one file, or in shards."""
+"""Files of weights in order of preference, for models and adapters, whole or in shards."""
 _DATA_SETS: dict[str, str] = {}
 _ASKED: dict[tuple[str, bool], "HubModel"] = {}
 
@@ -62,7 +62,7 @@ def fetch_all(locations: Mapping[str, str], *, weights: bool = True) -> dict[str
 
     Raises:
         CalibrationError: If a model cannot be downloaded or read, or the disk has too little space
-            for all. Names the option, the cause and the remedy.
+            for all. The message names the option, the cause and the remedy.
     """
     models = hub_models(locations, weights=weights)
     lacking = [model for model in models.values() if model.missing]
@@ -194,7 +194,7 @@ class HubModel:
         """Return the folder in the cache, after converting `.bin` files.
 
         Raises:
-            CalibrationError: If they have other content than tensors.
+            CalibrationError: If they have content other than tensors.
         """
         converted = self._converted
         if self.bins and not converted.is_dir():
@@ -220,7 +220,7 @@ def _marker(snapshot: Path) -> Path:
 
 
 def _whole(location: str, option: str) -> HubModel | None:
-    """Return a completely downloaded model; None: the hub must be queried."""
+    """Return a completely downloaded model, or None if the hub must be queried."""
     snapshot = _cached(location)
     if snapshot is None or not _marker(snapshot).exists():
         return None
@@ -260,7 +260,7 @@ def _hub_model(location: str, option: str, *, weights: bool) -> HubModel:
 
 
 def _cached(location: str) -> Path | None:
-    """Return a model's folder in the hub's cache; None: not in the cache."""
+    """Return a model's folder in the hub's cache, or None."""
     repo_id, _, revision = location.partition("@")
     try:
         return Path(snapshot_download(repo_id, revision=revision or None, local_files_only=True))

@@ -14,7 +14,7 @@ from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.untrusted import read_bytes
 
 DIGEST = "digest"
-_MAX_BYTES = 2**28  # of a file; a checkpoint's manifest has about 200 bytes per tensor
+_MAX_BYTES = 2**28  # of a file. A checkpoint's manifest has about 200 bytes per tensor.
 _HIDDEN = "***"
 _KEY = (  # not pad_token, image_token and the like
     r"(?i:password|passwd|secret|(?<![a-z][_-])token|(?:hf|auth|access|api|session)[_-]token"
@@ -24,7 +24,7 @@ _SECRET_KEY = re.compile(rf"{_KEY}$")
 _SECRETS = {
     re.compile(rf"""({_KEY}['"]?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,{{}}<&]+)"""): rf"\1{_HIDDEN}",
     re.compile(r"(\w://)[^/\s]+@"): rf"\1{_HIDDEN}@",
-    # of Hugging Face, GitHub, GitLab, AWS, Slack and OpenAI; JSON web tokens; HTTP headers
+    # Hugging Face, GitHub, GitLab, AWS, Slack, OpenAI, JSON web tokens, HTTP headers
     re.compile(
         r"(?<![A-Za-z0-9])(?:hf_(?!\w*_)|gh[opsru]_|github_pat_|glpat-|AKIA|eyJ|xox[a-z]-|sk-(?=[\w-]*[A-Z])"
         r"|(?i:bearer ))[\w.~+/=-]{12,}"
@@ -58,7 +58,7 @@ def read_json(path: Path, *, sealed: bool = False) -> Any:
         The content without a digest.
 
     Raises:
-        ReportError: The file is missing, unreadable or not JSON, or has changed since it was
+        ReportError: If the file is missing, unreadable or not JSON, or has changed since it was
             sealed.
     """
     try:
@@ -83,7 +83,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read a JSON lines file.
 
     Raises:
-        ReportError: The file cannot be read, is empty, or has a line that is no JSON object.
+        ReportError: If the file cannot be read, is empty, or has a line that is not a JSON object.
     """
     try:
         lines = read_bytes(path, _MAX_BYTES).splitlines()
@@ -101,11 +101,11 @@ def plain(value: Any, label: str) -> Any:
     Secrets become ***.
 
     Args:
-        value: The value; numpy and torch scalars become numbers.
+        value: The value. Numpy and torch scalars become numbers.
         label: Path of the value in its file, for the message.
 
     Raises:
-        ReportError: A nested value has no JSON form, or is NaN or infinite.
+        ReportError: If a nested value has no JSON form, or is NaN or infinite.
     """
     return masked(_plain(value, label))
 
@@ -130,7 +130,7 @@ def _plain(value: Any, label: str) -> Any:
 
 
 def masked(value: Any) -> Any:
-    """Mask secrets in a plain value: texts by their key or their form. Numbers stay."""
+    """Mask texts in a plain value that are secrets by their key or form. Numbers stay."""
     if isinstance(value, Mapping):
         return {
             key: _HIDDEN if isinstance(item, str) and _SECRET_KEY.search(str(key)) else masked(item)

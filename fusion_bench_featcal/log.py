@@ -14,10 +14,10 @@ class CalibrationLog:
     """Records of one calibration.
 
     - `engine`: library that multiplies float32 matrices, and the processor.
-    - `task`: block, task, samples (of them `held_out`), `expert_bytes` read for the block. With
-    `log_drift` also rows (positions read after it), the mean L2 drift of the block's output after
-    its update (Eq. 2), the drift relative to the expert's feature norm (root mean square), and with
-    the paper's rule both before the update.
+    - `task`: block, task, number of samples and of held-out ones, `expert_bytes` read for a block.
+    With `log_drift` also rows (positions read after it), the mean L2 drift of the block's output
+    after its update (Eq. 2), the drift relative to the expert's feature norm (root mean square),
+    and with the paper's rule both before the update.
     - `module`: block, module, relative residual of the solve, condition estimate, size of the
     update relative to the weight, and for FeatCal+ the ridge of least held-out error.
     - `trust`: task, trust in its samples (`trust.py`), and whether a warning named it (`named`).
@@ -48,7 +48,7 @@ class CalibrationLog:
         return sum(record["seconds"] for record in self.of_kind("block"))
 
     def plain_records(self, start: int = 0) -> list[dict[str, Any]]:
-        """Return the records from one on, in the form for files.
+        """Return the records from index `start` on, in the form for files.
 
         An infinite condition estimate becomes null, since JSON has no infinity.
         """
@@ -61,6 +61,6 @@ class CalibrationLog:
             path: The file to write.
 
         Raises:
-            ReportError: The file cannot be written.
+            ReportError: If the file cannot be written.
         """
         write_atomic(Path(path), json_lines(self.plain_records()))

@@ -24,7 +24,7 @@ ADVICE = (
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that can still be allocated on a device; None: unknown.
+    """Return the bytes that can still be allocated on a device, or None if unknown.
 
     On a CPU the limit of a container counts too.
     """
@@ -53,8 +53,8 @@ def free_swap() -> int:
 def divided(sizes: Sequence[int], at_once: str, device: torch.device) -> list[list[int]]:
     """Divide a turn's groups into lists whose sums are in memory at once.
 
-    Experts run in the first list. The others begin with the largest sums, while few new parameters
-    wait for the end of the turn.
+    Experts run in the first list. The others begin with the largest sums, because new parameters
+    stay in memory until the end of the turn.
 
     Args:
         sizes: Bytes of each group's sums.
@@ -117,7 +117,7 @@ def naming_memory(device: torch.device, location: Callable[[], str]) -> Iterator
 
 
 def _left_in_container() -> int | None:
-    """Return the bytes available under a container's limit; None: there is no limit."""
+    """Return the bytes available under a container's limit, or None without a limit."""
     files = (_CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
     try:
         limit, used, statistics = (file.read_text(encoding="ascii") for file in files)

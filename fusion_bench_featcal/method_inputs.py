@@ -25,9 +25,9 @@ class MethodInputs:
 
     Attributes:
         modelpool: The pool with base, experts and data.
-        taskpool: The task pool for evaluations; None: there is none.
+        taskpool: The task pool for evaluations, or None.
         fabric: Lightning Fabric: the device and the precision.
-        program: FusionBench's running program, which mergers need; None: there is none.
+        program: FusionBench's running program, which mergers need, or None.
     """
 
     modelpool: BaseModelPool
@@ -50,7 +50,7 @@ class MethodInputs:
         return load_input_processor(self.modelpool)
 
     def base(self, settings: FeatCalSettings) -> nn.Module | ExpertSource | None:
-        """Return the base in the form for calibration; None if the pool has no base."""
+        """Return the base in the form for calibration, or None if the pool has no base."""
         base = self.models.base
         return None if base is None else base.source(settings.stream_experts)
 
@@ -65,7 +65,7 @@ class MethodInputs:
             CalibrationError: If a task lacks data.
         """
         pool = with_own_data(self.modelpool, settings)
-        # Checked first: looking for a tokenizer or processor may start a download.
+        # Checked first, because looking for a tokenizer or processor may start a download.
         check_tasks_have_data(pool, pool.model_names, settings.calibration_split)
         return calibration_batches(
             pool, pool.model_names, settings, self.processor, device=self.fabric.device

@@ -86,7 +86,7 @@ def _rebound_cell(cell: CellType, swap: Callable[[nn.Module], nn.Module]) -> Cel
 def _own_module(
     model: nn.Module, copies: Mapping[int, nn.Module], owner: nn.Module, label: str, used: nn.Module
 ) -> nn.Module:
-    """Return the module of `model` for one that `owner`'s function uses; else the used one."""
+    """Return `model`'s counterpart of a module that `owner`'s function uses, else that module."""
     if id(used) in copies:
         return copies[id(used)]
     candidates = [module for module in model.modules() if type(module) is type(used)]

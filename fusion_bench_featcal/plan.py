@@ -38,7 +38,7 @@ LIBRARIES = 60 * 2**20
 """Bytes of code and buffers of torch's libraries, loaded with the first block."""
 
 MARGIN = 0.15
-"""Relative tolerance of a planned peak: a run is only refused if the memory is shorter."""
+"""Relative tolerance of a planned peak. A run is only refused if the memory is shorter."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Need:
     resource: str  # `host memory`, `GPU memory`, `disk space in FOLDER`
     needed: int
     free: int
-    limit: int | None  # a run that needs more is refused; None: none is
+    limit: int | None  # a run that needs more is refused, None without a limit
     advice: str
 
     @property
@@ -75,7 +75,7 @@ class Plan:
     parts: Mapping[str, int]  # memory, by the keys of `LABELS`
     storage: str  # of features: `device`, `host` or `disk`
     host: int  # peak host memory of a process, with its libraries and the merged model
-    gpu: int | None  # peak device memory; None on a CPU
+    gpu: int | None  # peak device memory, or None on a CPU
     fetched: int  # from the hub
     read: int  # from experts
     base_read: int
@@ -186,7 +186,7 @@ def check(plan: Plan) -> list[str]:
 
 
 def show_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print a plan's table to a console; None: standard output."""
+    """Print a plan's table to a console, by default on standard output."""
     console = console or Console()
     console.print(
         f"{plan.model}, family {plan.family}: {counted(plan.tasks, 'task')} x "

@@ -45,15 +45,15 @@ class Request:
     tasks: int
     length: int | None = LENGTH  # tokens of a text, or an image's side if it is not in the config
     target_length: int = 8  # tokens of an encoder-decoder's target
-    samples: Sequence[int] = ()  # per task; empty: `samples_per_task`
+    samples: Sequence[int] = ()  # per task, by default `samples_per_task`
     whole: int = 0  # experts and bases that are loaded whole
     loaded: int = 0  # models already in this process's memory, with the merged one
-    streamed: bool = False  # the merged model is read block by block, and the result written so
-    itemsize: int | None = None  # bytes per number in the models' files; None: as in the model
+    streamed: bool = False  # the merged model is read, and the result written, block by block
+    itemsize: int | None = None  # bytes per number in files, by default as in the model
     fetches: int = 0  # models that must be fetched from the hub
     device: torch.device = CPU
     processes: int = 1
-    out: Path | None = None  # folder in which the model is saved beside its finished blocks
+    out: Path | None = None  # folder in which the model is saved next to its finished blocks
     saved: int = 0  # bytes that are written there
 
     @property
@@ -63,7 +63,7 @@ class Request:
 
     @property
     def storage(self) -> str:
-        """Return the storage of features: `device`, `host` (beside a GPU) or `disk`."""
+        """Return the storage of features: `device`, `host` (next to a GPU) or `disk`."""
         chosen = self.settings.activations
         is_elsewhere = chosen == "disk" or (chosen == "host" and self.device.type != "cpu")
         return chosen if is_elsewhere else "device"
@@ -240,10 +240,10 @@ class GroupBytes:
     adding: int  # matrices formed when a task is added
     solving: int  # matrices formed by the solve
     new: int  # new parameters
-    received: int  # numbers at one position: inputs,
-    noted: int  # those noted of the expert,
-    widest: int  # those of the widest input or output
-    unfolded: int  # and inputs with the patch of a convolution
+    received: int  # numbers at one position of the inputs
+    noted: int  # numbers at one position of the expert's stored inputs
+    widest: int  # numbers at one position of the widest input or output
+    unfolded: int  # numbers at one position of the inputs, unfolded to patches
 
     @classmethod
     def of(cls, group: Group, model: nn.Module, rule: Rule, dtype: torch.dtype) -> "GroupBytes":

@@ -46,7 +46,7 @@ class CausalLMPool(FusionBenchPool):
 
     @cached_property
     def vocabulary_rows(self) -> int | None:
-        """Embedding rows common to all models, read from their configs; None: rows must agree.
+        """Embedding rows common to all models by their configs, or None if rows must agree.
 
         Raises:
             CalibrationError: If a model's config cannot be read.

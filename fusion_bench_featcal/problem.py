@@ -127,7 +127,7 @@ class Problem:
 
     @property
     def base(self) -> ExpertModel | None:
-        """Return the base model; None: anchors are the merged parameters."""
+        """Return the base model, or None if anchors are the merged parameters."""
         return self.weights.base
 
     @property
@@ -162,8 +162,8 @@ class CalibrationResult:
         model: The calibrated model, with class, dtype and device of the merged one. With
             `merged_weights` only its structure.
         log: Records of every block.
-        reads: Count of the bytes read, see docs/read_budget.md.
-        folder: The output folder with the calibrated model; None: no folder.
+        reads: Count of the bytes read (see docs/read_budget.md).
+        folder: The output folder with the calibrated model, or None.
     """
 
     model: nn.Module
@@ -294,7 +294,7 @@ def check_alike(request: Request, rule: Rule) -> None:
 
 
 def warn_of_routed(modules: Mapping[str, BlockModules]) -> None:
-    """Warn of modules that a router selects: they keep their merged weights."""
+    """Warn of modules that a router selects, which keep their merged weights."""
     if routed := sum(of_block.routed for of_block in modules.values()):
         logger.warning(
             "the experts of %s stay as merged: modules that a router chooses are not calibrated",

@@ -154,7 +154,7 @@ class TorchProcesses(Processes):
 
 @contextmanager
 def announcing(processes: Processes) -> Iterator[None]:
-    """Context whose errors also end the other processes."""
+    """Context manager that ends the other processes if its block raises."""
     try:
         yield
     except Exception as error:

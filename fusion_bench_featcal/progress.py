@@ -22,8 +22,8 @@ def progress_bar(
     """Return a tqdm bar that disappears when its work is done.
 
     Args:
-        items: Iterated over by the bar; None: the caller updates it.
-        total: Number of steps; None: the number of items.
+        items: Iterated over by the bar. Without them the caller updates it.
+        total: Number of steps, by default the number of items.
         what: Name of the work.
         unit: Name of a step.
         show: Whether to show anything.

@@ -34,10 +34,10 @@ class CardFacts:
     """Origin of a saved model, in plain values."""
 
     row: str  # in the report
-    upstream: Any = None  # config of the upstream merger; None: the pool's own merged model
+    upstream: Any = None  # config of the upstream merger, or None for the pool's merged model
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
     samples: Mapping[str, Any] = field(default_factory=dict)  # task -> number that was used
-    reads: Mapping[str, Any] | None = None  # manifest of tensors read; None: unknown
+    reads: Mapping[str, Any] | None = None  # manifest of tensors read, if known
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def writing_model(
     """Yield a new path for a model, which replaces `target` after success.
 
     Args:
-        target: The model's folder (or file); it may exist.
+        target: The model's folder (or file), which may exist.
         needed: Bytes of the model.
         option: The option with the target's value, for the message.
         advice: Sentences for the message about a full disk.
@@ -77,9 +77,9 @@ def complete_folder(
     Args:
         folder: The folder written by `save_pretrained`.
         model: The model in it.
-        processor: Tokenizer or image processor; saved if it has `save_pretrained`.
-        facts: The model's origin; None: no provenance is written.
-        card: Text of the model card, unless the folder has one; None: none is written.
+        processor: Tokenizer or image processor, which is saved if it has `save_pretrained`.
+        facts: The model's origin. Without it no provenance is written.
+        card: Text of the model card. An existing card is kept. Without text none is written.
 
     Returns:
         All files, relative to the folder.
@@ -165,9 +165,9 @@ def is_our_card(file: Path) -> bool:
 
 
 def write_provenance(folder: Path, files: Sequence[str], facts: CardFacts) -> str:
-    """Write a model's origin and the SHA-256 of its files; return the new file's name.
+    """Write a model's origin and the SHA-256 of its files, and return the new file's name.
 
-    The model card has no digest: accuracies are added to it after saving.
+    The model card has no digest, because accuracies are added to it after saving.
     """
     content = {
         "format": 1,

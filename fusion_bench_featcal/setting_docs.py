@@ -26,7 +26,7 @@ def method_names() -> list[str]:
 
 
 def algorithm_class(method: str) -> Any:
-    """Return the FusionBench class of a method; its `setting_kinds` declare the settings."""
+    """Return the FusionBench class of a method, whose `setting_kinds` declare the settings."""
     if method in _RUNS:
         module, _, name = _RUNS[method].rpartition(".")
         return getattr(import_module(f"{__package__}.{module}"), name)

@@ -39,7 +39,7 @@ def setting(
         choices: Accepted values, in addition to numbers if the annotation allows these.
         accepts: Accepted values in words, if annotation, bounds and choices do not describe them.
         check: Test of a value, if annotation, bounds and choices are not enough.
-        group: Heading of the section in YAML; "": the previous setting's group.
+        group: Heading of the section in YAML, by default the previous setting's.
         **more: Further metadata of the field, such as the command line name of its value.
     """
     bounds = {"ge": ge, "gt": gt, "le": le}

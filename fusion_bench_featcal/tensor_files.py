@@ -15,7 +15,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def stored_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors; shared memory counts once."""
+    """Return the bytes of tensors. Shared memory counts once."""
     return sum({t.data_ptr() or id(t): t.nbytes for t in tensors if t is not None}.values())
 
 
@@ -23,7 +23,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write tensors to a safetensors file atomically, and return the file's digest.
 
     Raises:
-        OSError: It cannot be written. The old file stays.
+        OSError: If it cannot be written. The old file stays.
     """
     copies, stored = dict[str, Tensor](), set[int]()
     for name, tensor in tensors.items():
@@ -49,7 +49,7 @@ def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
         size: Bytes of all tensors.
 
     Raises:
-        OSError: It cannot be written. The old file stays.
+        OSError: If it cannot be written. The old file stays.
     """
     index = {"metadata": {"total_size": size}, "weight_map": files}
     write_whole(folder / INDEX, json.dumps(index, indent=2).encode())
@@ -59,14 +59,14 @@ def read_tensors(path: Path, digest: str) -> dict[str, Tensor]:
     """Read a file that `write_tensors` wrote, and compare its digest.
 
     Raises:
-        ReportError: The file is missing, has changed, or has no tensors.
+        ReportError: If the file is missing, has changed, or has no tensors.
     """
     try:
         if digest_file(path) != digest:
             raise ReportError(
                 f"{path.name} has changed since it was written: its digest is another"
             )
-        # Copies are aligned as new tensors are: products of others may round differently.
+        # Copies have the alignment of new tensors, on which the rounding of products depends.
         return {name: tensor.clone() for name, tensor in load_file(path).items()}
     except OSError as error:
         raise ReportError(f"{path.name}: {error.strerror or error}") from error

@@ -23,7 +23,7 @@ ENOUGH = 64
 """Number of a task's samples, including copies, below which weights count more."""
 
 FAMILIAR = 0.3
-"""Trust from which samples count in full. Tasks with less trust are reported. On the bundled suites
+"""Smallest trust at which samples count in full. Tasks below are reported. On the bundled suites
 a task's samples are at 0.34 or more, another task's samples at 0.23 or less."""
 
 LEAST = 1 / 4

@@ -7,16 +7,16 @@ from typing import Any
 
 import yaml
 
-MAX_JSON = 2**26  # bytes; the shard index of the largest model has 2**23
-MAX_YAML = 2**20  # bytes; a merge config has 2**10 to 2**17
+MAX_JSON = 2**26  # bytes, for a shard index (2**23 for the largest model)
+MAX_YAML = 2**20  # bytes, for a merge config (2**10 to 2**17)
 
 
 def read_bytes(path: Path, limit: int = MAX_JSON) -> bytes:
     """Read a regular file of at most `limit` bytes.
 
     Raises:
-        OSError: It is missing or cannot be read.
-        ValueError: It is a pipe, device or folder, or larger.
+        OSError: If it is missing or cannot be read.
+        ValueError: If it is a pipe, device or folder, or larger.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path} is not a regular file")
@@ -31,8 +31,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that contains a mapping.
 
     Raises:
-        FileNotFoundError: It is missing.
-        ValueError: It cannot be read, or has another content.
+        FileNotFoundError: If it is missing.
+        ValueError: If it cannot be read, or has another content.
     """
     data = _content(path, MAX_JSON)
     try:
@@ -45,11 +45,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> Any:
-    """Read a YAML file; see `parse_yaml`.
+    """Read a YAML file (see `parse_yaml`).
 
     Raises:
-        FileNotFoundError: It is missing.
-        ValueError: It cannot be read, or is not plain YAML.
+        FileNotFoundError: If it is missing.
+        ValueError: If it cannot be read, or is not plain YAML.
     """
     data = _content(path, MAX_YAML)
     try:

@@ -48,13 +48,13 @@ class FeatCalSearchPath(SearchPathPlugin):
         if not programs and not _is_fusion_bench(search_path):
             return
         OmegaConf.register_new_resolver("featcal_suite", _suite_path, replace=True)
-        # The source tree's folder comes first: an editable install holds a stale copy.
+        # The source tree's folder comes first, because an editable install has a stale copy.
         ours = _config_folder("fusion_bench_featcal", OUR_MARKER, "../config", "config")
         # FusionBench's command uses ./config as its only folder if it exists.
         places = ("../config", "../fusion_bench_config")
         for folder in (ours, _config_folder("fusion_bench", FUSION_BENCH_MARKER, *places)):
             if folder is not None:
-                # Not Path.as_uri(): Hydra uses what follows file:// as it is, unquoted.
+                # Not Path.as_uri(), because Hydra does not unquote the text after file://.
                 search_path.append(provider="fusion_bench_featcal", path=f"file://{folder}")
         if ours is not None and PROGRAMS[0] in programs:
             from fusion_bench_featcal.fusionbench.config_errors import explain_config_errors

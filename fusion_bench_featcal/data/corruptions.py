@@ -82,7 +82,7 @@ def motion_blur(pixels: np.ndarray, severity: int, random: np.random.Generator) 
 
 
 def motion_kernel(severity: int, scale: float, angle: float) -> np.ndarray:
-    """Return the weights of a motion blur, `[side, side]` with an odd side; their sum is 1.
+    """Return the weights of a motion blur, `[side, side]` with an odd side and sum 1.
 
     The path starts at the centre with one half of a Gaussian, as in ImageMagick, which ImageNet-C
     uses. Points between pixels are distributed over their neighbours.
@@ -108,7 +108,7 @@ def motion_kernel(severity: int, scale: float, angle: float) -> np.ndarray:
 
 
 def fog(pixels: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Add fog to pixels `[h, w, channels]`, scaled so that the brightest value stays the bound."""
+    """Add fog to pixels `[h, w, channels]`, scaled so that none exceeds the former maximum."""
     density, decay = _FOG[severity - 1]
     height, width = pixels.shape[:2]
     side = 2 ** ceil(np.log2(max(height, width, 2)))

@@ -69,7 +69,7 @@ def corrupted(
 
 
 def mixed(data: Sequence[Any]) -> ComputedRows:
-    """Mix the items of several datasets, of images or of texts, in turn.
+    """Interleave the items of several datasets of images or of texts.
 
     Returns:
         As many items of each dataset as the smallest has.
@@ -93,7 +93,7 @@ class NoiseImages(ComputedRows):
         """Define `number` RGB images of `size` pixels a side, seeded by `seed` and `task`.
 
         Raises:
-            ValueError: If number or size is no integer >= 1.
+            ValueError: If number or size is not an integer >= 1.
         """
         _check_integer("number of noise images", number, 1)
         _check_integer("size of noise images", size, 1)

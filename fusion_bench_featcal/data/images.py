@@ -30,7 +30,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
     Attributes:
         name: Name of the dataset in messages.
         classnames: Class names by label, if there are any.
-        has_labels: Whether items have labels; None: unknown before an item is read.
+        has_labels: Whether items have labels, or None if unknown before an item is read.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
 
         Raises:
             ValueError: If a column does not exist, or class names do not fit.
-            CalibrationError: If `rows` has no length or several splits, or a label is no class.
+            CalibrationError: If `rows` has no length or several splits, or a label is not a class.
         """
         require_numbered(rows, name)
         self.name, self.classnames = name, None if classnames is None else list(classnames)
@@ -99,7 +99,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         """Return image `index` as the dataset stores it (see `to_rgb`), and its label if any.
 
         Raises:
-            CalibrationError: If the item has no image, or a label that is no class.
+            CalibrationError: If the item has no image, or a label that is not a class.
         """
         try:
             item = self._rows[index]

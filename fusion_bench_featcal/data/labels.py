@@ -42,8 +42,8 @@ def match_names(
         names: The data's class names, by label.
         classnames: The configured class names.
         data: Name of the dataset in messages.
-        by: `name`; `order`: the data's classes are in the order of `classnames`, whatever their
-            names; `either`: by name if possible, else in order, as FusionBench does.
+        by: With `name`, classes are matched by name. With `order`, they are in the order of
+            `classnames`. With `either`, by name if possible, else in order, as in FusionBench.
 
     Raises:
         ValueError: If the two lists do not match.
@@ -97,7 +97,7 @@ def encode_labels(
 
     Raises:
         ValueError: If the data's names and the configured ones do not match.
-        CalibrationError: If a label is no class, with the item's number.
+        CalibrationError: If a label is not a class, with the item's number.
     """
     if names is None and values and all(isinstance(value, str) for value in values):
         texts = sort_names(set(values))

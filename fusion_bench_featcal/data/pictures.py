@@ -26,8 +26,8 @@ def to_rgb(value: Any, item: str) -> Image.Image:
         item: Name of the item in messages.
 
     Raises:
-        CalibrationError: If it is no image, its file is missing or damaged, or it has more than 8
-            bits per channel.
+        CalibrationError: If it is not an image, its file is missing or damaged, or it has more than
+            8 bits per channel.
     """
     if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
         value = value.get("bytes") or value.get("path")

@@ -20,7 +20,7 @@ def require_numbered(rows: Any, name: str) -> None:
     """Refuse anything but one dataset with a length and numbered items.
 
     Raises:
-        CalibrationError: If it is streamed, has its splits still together, or is no dataset.
+        CalibrationError: If it is streamed, has several splits, or is not a dataset.
     """
     if isinstance(rows, Mapping):
         raise CalibrationError(
@@ -36,7 +36,7 @@ def require_numbered(rows: Any, name: str) -> None:
 
 
 def split_of(location: str) -> tuple[str, str | None]:
-    """Return path or hub id and split of `PATH:SPLIT` or `ID:SPLIT`; None: no split."""
+    """Return path or hub id of `PATH:SPLIT` or `ID:SPLIT`, and the split, or None without one."""
     name, colon, split = location.rpartition(":")
     if not colon or Path(location).expanduser().exists():
         return location, None
@@ -154,7 +154,7 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
 
 
 def offline_hint() -> str:
-    """Return a hint for messages that something cannot be loaded; empty when online."""
+    """Return a hint for messages about failed loading, or an empty text when online."""
     if not HF_HUB_OFFLINE:
         return ""
     return " HF_HUB_OFFLINE is set: only local files and what is already in the cache are found."

@@ -24,7 +24,7 @@ class Sample:
     """One text in token ids, without padding."""
 
     ids: list[int]  # the model's input: the prompt and, for a decoder-only model, the target
-    # The target; of a decoder-only model aligned with `ids`, -100 on the prompt. None: no target.
+    # The target, or None. For a decoder-only model it is aligned with `ids`, -100 on the prompt.
     labels: list[int] | None
 
 
@@ -107,7 +107,7 @@ class TextEncoder:
 
     @cached_property
     def _marks(self) -> frozenset[int]:
-        """Tokens without content: begin, end, padding, ignored. An unknown word is a word."""
+        """Tokens without content: begin, end, padding, ignored. The unknown token has content."""
         marks = {*self.tokenizer.all_special_ids, IGNORED} - {self.tokenizer.unk_token_id}
         return frozenset(marks)
 

@@ -29,7 +29,7 @@ def suite_path(relative: str) -> str:
 
 
 def pick(entries: Mapping[str, T], name: str, kind: str) -> T:
-    """Return the entry of that name; ValueError lists the names there are."""
+    """Return the entry of a name. A ValueError lists the names."""
     if name not in entries:
         raise ValueError(f"no {kind} {name!r}; there are {', '.join(entries)}")
     return entries[name]

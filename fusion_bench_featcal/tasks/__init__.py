@@ -1,6 +1,6 @@
 """Tasks defined in YAML: their data, class names, prompts and metrics.
 
-Names are imported on first use: `load_images` needs no FusionBench.
+Names are imported on first use, because `load_images` does not need FusionBench.
 """
 
 from importlib import import_module

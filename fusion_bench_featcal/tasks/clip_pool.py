@@ -74,7 +74,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         Args:
             test_datasets: Task name -> dataset or its configuration, as FusionBench's.
             tasks: Task name -> the keys of `TaskDefinition`.
-            base_model: CLIP model, a folder or hub id: the default of `processor` and `clip_model`.
+            base_model: Folder or hub id of a CLIP, the default of `processor` and `clip_model`.
             processor: CLIP processor or its configuration, for images and prompts.
             clip_model: CLIP model or its configuration, whose text tower gives the heads.
             data_processor: Processor for images instead of `processor`: a transformers processor,
@@ -130,7 +130,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
 
     @property
     def task_names(self) -> list[str]:
-        """Names of all tasks: first the ones in `test_datasets`, then the ones under `tasks`."""
+        """Names of all tasks, first from `test_datasets`, then from `tasks`."""
         return list(dict.fromkeys([*self._test_datasets, *self._definitions]))
 
     def setup(self) -> None:

@@ -58,7 +58,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
             include_path: Folder with YAML files of further lm-eval tasks.
             batch_size: Rows per batch, or `auto`.
             apply_chat_template: Format prompts with the tokenizer's chat template.
-            limit: Rows per task. None: all.
+            limit: Rows per task, by default all.
             confirm_run_unsafe_code: Run the code that models write, as code tasks require.
             **unknown: Refused, except for keys that all FusionBench configurations have.
 

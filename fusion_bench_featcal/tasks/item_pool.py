@@ -19,7 +19,7 @@ class Score(NamedTuple):
 
     accuracy: float
     loss: float
-    correct: Tensor | None = None  # bool [items], on the CPU; None: no such flags
+    correct: Tensor | None = None  # bool [items], on the CPU, if the task has such flags
     classes: list[str] | None = None  # class of each item
 
 

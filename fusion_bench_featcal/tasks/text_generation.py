@@ -115,8 +115,8 @@ def exact_matches(answers: Sequence[str], targets: Sequence[str]) -> list[bool]:
 def spearman(answers: Sequence[str], targets: Sequence[str]) -> float:
     """Return Spearman's rank correlation of two lists of numbers as texts, in -1..1.
 
-    A text that is no number counts as 0. The correlation with a constant list is 0 (FusionBench:
-    NaN).
+    A text that is not a number counts as 0. The correlation with a constant list is 0 (in
+    FusionBench it is NaN).
     """
     from scipy import stats  # slow to import
 

@@ -59,7 +59,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
     Rows are plain text (`prompt`, `target`) or tokens (`input_ids`, `labels`), as FusionBench's
     GLUE loader returns. Answers are greedy and do not depend on the other rows of a batch.
     `accuracy` is the share of exact matches or Spearman's correlation, whose tasks have no
-    `item_correct`; `loss` is the cross-entropy per target token, averaged over rows.
+    `item_correct`. `loss` is the cross-entropy per target token, averaged over rows.
     """
 
     _config_mapping = BaseTaskPool._config_mapping | {
@@ -89,8 +89,8 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
             tokenizer: The tokenizer: a folder, a hub id, a configuration or the object.
             metrics: Task name -> `exact_match` (the default) or `spearman`.
             batch_size: Prompts per batch. It changes memory and speed, not answers.
-            max_new_tokens: Longest answer. None: the length of the task's longest target.
-            max_length: Longest prompt in tokens. None: the tokenizer's limit.
+            max_new_tokens: Longest answer, by default the length of the task's longest target.
+            max_length: Longest prompt in tokens, by default the tokenizer's limit.
             **unknown: Refused, except for keys that all FusionBench configurations have.
 
         Raises:
