@@ -2,9 +2,9 @@
 
     python benchmarks/kills.py [--kills 50] [--without-suite]
 
-A run kills itself (SIGKILL) between two blocks, while a file is half written,
-before it is moved into place or just after; one run in five is killed at any time.
-Every second one is killed once more while it resumes. Exits with 1 if a model is lost or different.
+A run kills itself (SIGKILL) between two blocks, while a file is half written, or before or after it
+is moved into place. One run in five is killed at a random time. Every second run is killed again
+while it resumes. Exits with 1 if a model is lost or different.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def tiny(make_suite: Callable[[], Any]) -> Calibrate:
 
 
 def bundled() -> Calibrate:
-    """Runs of the bundled CLIP suite: six experts read from files, 16 images a task."""
+    """Runs of the bundled CLIP suite: six experts read from files, 16 images per task."""
     from transformers import CLIPVisionModel
 
     from fusion_bench_featcal.suites import image

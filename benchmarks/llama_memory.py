@@ -68,7 +68,7 @@ def write_models(folder: Path, options: argparse.Namespace) -> None:
 
 
 def load_merged(folder: Path) -> nn.Module:
-    """Return the merged model in allocated memory: mapped files would hide its size."""
+    """Return the merged model in allocated memory, because mapped files would hide its size."""
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder / "merged"))
     with torch.no_grad():
         for shard in sorted((folder / "merged").glob("*.safetensors")):

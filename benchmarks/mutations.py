@@ -2,8 +2,8 @@
 
     python benchmarks/mutations.py [--only PATTERN] [--list] [--whole] [--jobs 1]
 
-Every entry of the tables in `mistakes/` is one. It is applied to a temporary copy of the project,
-and the entry's tests run on it. With `--whole`, survivors also meet the tests of `make test`. Exits
+Each entry of the tables in `mistakes/` is a mistake. It is applied to a temporary copy of the
+project, on which the entry's tests run. With `--whole`, `make test` also runs on survivors. Exits
 with 1 if a mistake survives that is not listed as known, or if an entry no longer applies.
 """
 
@@ -61,7 +61,7 @@ class Result:
 
 
 def flaw_of(mutation: Mutation) -> str:
-    """Return the reason why an entry does not apply to the project; empty if it does."""
+    """Return the reason why an entry does not apply to the project, or an empty text."""
     path = ROOT / PACKAGE / mutation.file
     if not path.is_file():
         return f"there is no {PACKAGE}/{mutation.file}"

@@ -4,7 +4,7 @@
 
 Random models of ViT-B/32's shape, cut to a few blocks, are written to a temporary folder and
 calibrated in turn by one process with two threads and by two processes with one thread each, joined
-by gloo. Only the calibration is timed, without the inputs, which are made on the way; the fastest
+by gloo. Only the calibration is timed, without the inputs, which are made on the way. The fastest
 of the repetitions counts. Peak memory includes the program itself. Needs about 1 GB of disk.
 """
 

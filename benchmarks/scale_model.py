@@ -112,7 +112,7 @@ def sums(job: Job, inputs: int, outputs: int) -> tuple[float, float]:
     few, plus = 2 * outputs <= inputs, job.rule == PLUS
     width = outputs if few else inputs
     of_rows = 2 * share(inputs) * inputs**2 + 2 * inputs * width
-    of_rows += 2 * inputs * outputs * (few and not plus)  # what the expert makes of the target
+    of_rows += 2 * inputs * outputs * (few and not plus)  # the expert on the target's input
     of_task = 0.0 if few else 2.0 * outputs * inputs**2
     if plus:  # rows out of the expert's weights
         of_task += 2 * share(inputs) * outputs * inputs**2 + 4 * outputs**2 * inputs * few

@@ -2,10 +2,10 @@
 
     python benchmarks/small_lambda.py [--ridge-lambda 1e-5] [--seeds 3]
 
-The oracle (tests/kit/oracle.py) imports nothing of the package. In float64 it gives the right
-parameters; with float32 models, and everything after their features in float64, it gives the best
-that float32 features allow. The package may be at most 4 times as far off. An error is the largest
-over parameters of |found - right| / |right|, in the worst of the seeds.
+The oracle (tests/kit/oracle.py) imports nothing of the package. In float64 it computes the right
+parameters. With float32 models, and everything after their features in float64, it has the
+smallest error that float32 features allow. The package may have at most 4 times that error. An
+error is the largest over parameters of |found - right| / |right|, in the worst of the seeds.
 """
 
 import argparse

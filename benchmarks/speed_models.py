@@ -25,7 +25,7 @@ from fusion_bench_featcal.families import resolve_family
 
 BATCH = 16
 VOCABULARY = 1000
-"""Embeddings and heads are no block's: a small vocabulary leaves the benchmark to the blocks."""
+"""Small, because embeddings and heads are outside the blocks, which are measured."""
 
 IMAGE_SIZE = 224
 
@@ -35,12 +35,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "t5-base": {"kind": "t5", "width": 768, "inner": 2048, "heads": 12, "length": 128, "target": 8},
     "llama-1b": {"kind": "llama", "width": 2048, "inner": 8192, "heads": 32, "length": 128},
 }
-"""Widths of the models that the shapes are named after; depth, tasks and samples are options."""
+"""Widths of the models that the shapes are named after. Depth, tasks and samples are options."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a problem; the defaults are two blocks of ViT-B/32, eight tasks, 32 images each."""
+    """Size of a problem. The defaults are two blocks of ViT-B/32, eight tasks, 32 images each."""
 
     kind: str = "clip"
     width: int = 768
@@ -121,15 +121,15 @@ class Shape:
                 from_encoder = name.endswith(("EncDecAttention.k", "EncDecAttention.v"))
                 n = rows * (self.tokens if from_encoder else tokens)
                 m, d = module.weight.shape
-                total += 3 * 2 * n * m * d + 2 * 2 * n * d * d  # three passes; gram and cross
-                total += (self.tasks + 1) * 2 * m * d * d + 2 / 3 * d**3  # W_i C_i; the solve
+                total += 3 * 2 * n * m * d + 2 * 2 * n * d * d  # three passes, gram and cross
+                total += (self.tasks + 1) * 2 * m * d * d + 2 / 3 * d**3  # W_i C_i and the solve
         keys = tokens + (self.tokens if tokens != self.tokens else 0)  # a T5 decoder has both
         return total + 3 * 4 * rows * tokens * keys * self.width
 
 
 @dataclass(frozen=True)
 class Batches:
-    """A task's inputs: noise, seeded by the task's number; no padding."""
+    """A task's inputs: noise without padding, seeded by the task's number."""
 
     shape: Shape
     task: str
@@ -153,7 +153,7 @@ class Batches:
 
 
 def build(shape: Shape) -> Any:
-    """A model of the shape; weights are whatever the constructor draws."""
+    """A model of the shape, with the random weights of its constructor."""
     if shape.kind == "clip":
         return CLIPVisionModel(
             CLIPVisionConfig(
@@ -214,9 +214,9 @@ def _buffers(shape: Shape) -> dict[str, Tensor]:
 
 
 def write_models(shape: Shape, folder: Path) -> list[str]:
-    """Write merged model, base and experts as safetensors; their names.
+    """Write merged model, base and experts as safetensors, and return the experts' names.
 
-    Experts are the base and noise of a tenth of each parameter's spread; the merged model is Task
+    Experts are the base plus noise of a tenth of each parameter's spread. The merged model is Task
     Arithmetic of them with scale 0.3.
     """
     torch.manual_seed(0)

@@ -86,7 +86,7 @@ def solve_linear(
     right = ridge_lambda * anchor
     task_weights = {}
     for task, (gram, cross, _, _, count) in sums.items():
-        # the norm of row norms: torch's own float32 norm of a large matrix is 4e-4 off
+        # The norm of row norms, because torch's float32 norm of a large matrix is 4e-4 off.
         norm = torch.linalg.vector_norm(torch.linalg.vector_norm(gram, dim=1)) / count
         task_weights[task] = 1 / norm.clamp_min(eps)
         system.add_(gram, alpha=float(task_weights[task] / count))
@@ -125,7 +125,7 @@ def solve_norm(
 def calibrate_block(
     model: Any, base: Any, experts: Mapping[str, Any], streams: Any, block: str, plan: Any
 ) -> None:
-    """One turn of Algorithm 1's loop; the streams move on to the next block."""
+    """One turn of Algorithm 1's loop. The streams advance to the next block."""
     family, settings = plan
     linear = modules_of(model, block, nn.Linear)
     norms = modules_of(model, block, nn.LayerNorm) if settings.calibrate_norm else []
@@ -190,7 +190,7 @@ def begin(family: Any, model: Any, batch: Any, first: str, end: Any) -> Any:
 
 
 def main() -> None:
-    """Run it once; print FLOPs, GEMM rate, bound and how close it comes."""
+    """Run it once, and print FLOPs, GEMM rate, bound and the ratio to the bound."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     shape = Shape.from_arguments(parser)
     rate = gemm_rate(shape)

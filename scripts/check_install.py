@@ -1,4 +1,4 @@
-"""Tries the built sdist and wheel, and an editable install, as a stranger would.
+"""Test the built sdist and wheel, and an editable install, as a new user would.
 
     python scripts/check_install.py dist
 
@@ -72,7 +72,7 @@ def check_contents(wheel: Path, sdist: Path) -> None:
 
 
 def check_commands(bin_folder: Path, scratch: Path) -> None:
-    """The literal command composes from an empty folder and beside somebody else's config."""
+    """The literal command composes in an empty folder and in one with a foreign `config`."""
     empty, with_config = scratch / "empty", scratch / "own"
     empty.mkdir(exist_ok=True)
     (with_config / "config" / "method").mkdir(parents=True, exist_ok=True)

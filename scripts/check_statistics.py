@@ -17,7 +17,7 @@ STUDENT = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445}  # 97.5 % quanti
 
 
 def read(runs: list[Path]) -> dict:
-    """Return `merger/row` -> task -> flags [seeds, items]; a merger has its name alone."""
+    """Return `merger/row` -> task -> flags [seeds, items]. A merger's key is its name."""
     rows: dict = {}
     for run in runs:
         report = json.loads((run / "report.json").read_text())
@@ -31,7 +31,7 @@ def read(runs: list[Path]) -> dict:
 
 
 def resampled(columns: dict) -> np.ndarray:
-    """Return means over tasks of 10,000 resamples of items; columns are task -> [items, k]."""
+    """Return means over tasks of 10,000 resamples of items. Columns are task -> [items, k]."""
     draws = np.zeros(1)
     for task, values in columns.items():
         distinct, counts = np.unique(np.round(values, 12), axis=0, return_counts=True)
@@ -50,7 +50,7 @@ def student_tail(ratio: float, degrees: int) -> float:
 
 
 def half_over_seeds(gains: np.ndarray) -> float:
-    """Return half of Student's 95 % interval of a mean over seeds; 0 for one seed."""
+    """Return half of Student's 95 % interval of a mean over seeds, 0 for one seed."""
     if len(gains) == 1:
         return 0.0
     return STUDENT[len(gains) - 1] * gains.std(ddof=1) / math.sqrt(len(gains))

@@ -64,7 +64,7 @@ def average(row: Row, best: str = "") -> str:
 
 
 def gap(row: Row) -> str:
-    """Return the share of its gap that the worst task recovers; nothing for mergers."""
+    """Return the share of its gap that the worst task recovers, or nothing for mergers."""
     share = row["worst_recovered_gap"]
     return "" if share is None or row["is_merger"] else f"{100 * share:.0f} %"
 

@@ -1,6 +1,6 @@
 """Digest of the code that makes numbers: syntax trees without docstrings and comments.
 
-A test compares it with `tests/comparison/numbers.json`, beside `NUMBERS_VERSION`. Writes that file:
+A test compares it, and `NUMBERS_VERSION`, with `tests/comparison/numbers.json`. Writes that file:
 
     python scripts/numbers_digest.py
 """
@@ -17,9 +17,9 @@ from fusion_bench_featcal.lab.compare.fingerprint import NUMBERS_VERSION
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "fusion_bench_featcal"
 KEPT = REPOSITORY / "tests" / "comparison" / "numbers.json"
-# What a cell stores goes through these files of `results`.
+# Files of `results` that compute the stored values of a cell.
 _STORED = {"results/cost.py", "results/curves.py", "results/items.py", "results/run_rows.py"}
-# These read results, or start runs; they have no part in making a number.
+# Files that read results or start runs, and do not affect any number.
 _NO_PART = {
     "results", "lab/diagnosis", "lab/report", "files.py", "json_files.py", "cli.py",
     "plan.py", "plan_shapes.py", "feature_shapes.py", "folders", "_hydra_plugin",

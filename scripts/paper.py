@@ -245,7 +245,7 @@ def verdict(low: float, high: float, relation: str) -> str:
 
 
 def drift_table() -> str:
-    """Figures 1 and 2: drift and cosine of every diagnosis, calibrated beside merged."""
+    """Figures 1 and 2: drift and cosine of every diagnosis, calibrated and merged."""
     lines = []
     for folder in sorted((RESULTS / "diagnosis").iterdir()):
         diagnosis = read_lines(folder / LINES_FILE)

@@ -19,7 +19,7 @@ MARK = "<!-- ci -->"
 
 
 def command_blocks(text: str) -> list[str]:
-    """The marked blocks of a Markdown text; a marker without a block below it is an error."""
+    """Return the marked blocks of a Markdown text. A marker without a block is an error."""
     blocks = BLOCK.findall(text)
     if len(blocks) != text.count(MARK):
         sys.exit(
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def run(block: str) -> None:
-    """Run a block; end with its exit code if it fails."""
+    """Run a block. Exit with its exit code if it fails."""
     start = time.monotonic()
     code = subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=ROOT).returncode
     print(f"--- exit code {code} after {time.monotonic() - start:.0f} s", flush=True)

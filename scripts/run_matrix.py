@@ -69,7 +69,7 @@ def cells(pythons: list[str], versions: list[str]) -> list[tuple[str, str]]:
 
 
 def try_cell(python: str, version: str, folder: Path, words: list[str]) -> str:
-    """Install and test one pair; return the line of the table."""
+    """Install and test one pair, and return the line of the table."""
     interpreter = find_python(python)
     if interpreter is None:
         return "not tried: this Python is not on this machine"

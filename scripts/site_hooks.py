@@ -5,7 +5,7 @@ Pages in docs/ link to other files of the repository. The site gets a page for e
 Each page links to its Markdown source below `sources/`.
 """
 # pyright: reportMissingImports=false
-# The tools of the site have an environment of their own.
+# The tools of the site have a separate environment.
 
 import html
 import os

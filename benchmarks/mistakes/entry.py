@@ -13,7 +13,7 @@ class Mutation:
         old: Text that occurs exactly once in the file.
         new: Text in its place.
         tests: Tests that run first, relative to `tests/`, with spaces between: files or tests.
-        reason: Reason why it may survive; empty: it must not.
+        reason: Reason why it may survive, or an empty text if it must not.
     """
 
     name: str

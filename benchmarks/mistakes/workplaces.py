@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 class Workplaces:
     """Temporary copies of the project, and the threads and processes that run tests in them.
 
-    A context that ends the processes and removes the copies, whatever happens.
+    A context manager that always ends the processes and removes the copies.
 
     Attributes:
         pool: A thread for each copy.
@@ -60,7 +60,7 @@ class Workplaces:
 
     @contextmanager
     def copy(self) -> Iterator[Path]:
-        """Context that has one of the copies to itself."""
+        """Context manager that reserves one of the copies."""
         copy = self._free.get()
         try:
             yield copy
@@ -71,7 +71,7 @@ class Workplaces:
         """Run Python in a copy.
 
         Returns:
-            The exit code, None beyond the time limit; the output.
+            The exit code, or None beyond the time limit, and the output.
         """
         environment = os.environ | {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -87,10 +87,10 @@ class Workplaces:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # tests start processes of their own, which end with it
+            start_new_session=True,  # tests start further processes, which end with it
         )
         self._running.add(process)
-        if self._ended:  # between its start and its being known
+        if self._ended:  # between its start and its registration
             kill(process)
         try:
             output, _ = process.communicate(timeout=limit)
@@ -102,7 +102,7 @@ class Workplaces:
             self._running.discard(process)
 
     def tests(self, copy: Path, selection: Sequence[str], limit: float) -> tuple[int | None, str]:
-        """Run tests in a copy up to the first that fails; as `run`."""
+        """Run tests in a copy up to the first failure. Returns as `run`."""
         chosen = ["-x", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
         return self.run(copy, ["-m", "pytest", *chosen, *selection], limit)
 
@@ -121,6 +121,6 @@ def copy_project(target: Path) -> None:
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, names.split("\0")):
-        if (ROOT / name).is_file():  # else it is deleted, and git has not been told
+        if (ROOT / name).is_file():  # else it is deleted but still in git's index
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)

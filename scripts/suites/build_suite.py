@@ -1,6 +1,6 @@
 """Train a bundled suite again: seeded, from the data in the package alone.
 
-`featcal suite build` runs this from a source checkout; an installed wheel does not hold it.
+`featcal suite build` runs this from a source checkout. An installed wheel does not have it.
 """
 
 import copy
@@ -40,7 +40,7 @@ class Builder(Protocol):
     """The part of a build that differs between suites. Models are trained in place."""
 
     recipe: Any
-    sets: dict[str, Sequence[str]]  # merged and measured apart; none: all tasks together
+    sets: dict[str, Sequence[str]]  # merged and measured separately, if there are any
     spelled_out: Sequence[str]  # defaults that a configuration has to name, as versions differ
 
     def new_model(self) -> Any:
@@ -75,25 +75,25 @@ def build(
 ) -> Path:
     """Train the base and one expert per task, save them in float16, and measure the saved models.
 
-    Takes 10 to 15 minutes on one core. The same seed, versions and machine give the same files;
-    another machine agrees within about 2 points of accuracy on average. A build that was stopped
+    Takes 10 to 15 minutes on one core. The same seed, versions and machine give the same files.
+    Another machine agrees within about 2 points of accuracy on average. A build that was stopped
     resumes after its last finished stage when it is started again in the same folder.
 
     Args:
-        out_dir: Folder to write to; it must hold nothing but a stopped build of the same plan.
+        out_dir: Folder to write to. It may only contain a stopped build of the same plan.
         suite: A name in `BUILDERS`.
         seed: Seed of the initial weights and of every training stage.
-        tasks: The tasks to train on; None: all, as in the shipped suite.
-        recipe: The training recipe; None: that of the shipped suite.
+        tasks: The tasks to train on, by default all, as in the shipped suite.
+        recipe: The training recipe, by default that of the shipped suite.
         log: Called with each line of progress.
 
     Returns:
-        `out_dir`, with `pretrained/` (base and processor or tokenizer), one folder an expert,
+        `out_dir`, with `pretrained/` (base and processor or tokenizer), one folder per expert,
         `MEASURED.json` and `SHA256SUMS`.
 
     Raises:
         ValueError: For an unknown suite or task.
-        FileExistsError: When `out_dir` holds files of anything else.
+        FileExistsError: If `out_dir` contains other files.
     """
     if suite not in BUILDERS:
         raise ValueError(f"no suite {suite!r}; there are {', '.join(BUILDERS)}")
@@ -132,7 +132,7 @@ def build(
 
 
 def _open_folder(out: Path, plan: dict[str, Any]) -> Path:
-    """Make the build's folder, or take up a stopped build of the same plan."""
+    """Create the build's folder, or resume a stopped build of the same plan."""
     plan_file = out / STAGES / "plan.json"
     text = json.dumps(plan, indent=1)
     if plan_file.is_file() and plan_file.read_text(encoding="utf-8") == text:
@@ -171,8 +171,8 @@ def save_half(
 ) -> None:
     """Save float32 tensors in float16.
 
-    transformers 5 loads in the dtype its config names, 4.57 always in float32: so the config names
-    float32, and both agree.
+    transformers 5 loads in the dtype of the config, 4.57 always in float32, so the config has
+    float32.
     """
     folder.mkdir(exist_ok=True)
     half = {
@@ -197,8 +197,8 @@ def measure(builder: Builder, model: Any, folder: Path, tasks: Sequence[str]) ->
 
     Args:
         builder: Measures a model.
-        model: Any model of the build; its weights are overwritten.
-        folder: The build, with `pretrained` and one folder a task.
+        model: Any model of the build, whose weights are overwritten.
+        folder: The build, with `pretrained` and one folder per task.
         tasks: The tasks that were built.
 
     Returns:
@@ -238,7 +238,7 @@ def _rows(
 
 def merge(base: Weights, experts: Sequence[Weights], scale: float) -> Weights:
     """Add the experts' summed changes to the base, times `scale`."""
-    # sums in float64: the order of the tasks then makes no difference that anyone could see
+    # Sums in float64, so that the order of the tasks does not matter.
     merged = {}
     for name, value in base.items():
         change = sum(expert[name].double() - value.double() for expert in experts)

@@ -25,7 +25,7 @@ PATCH_SIZE = 7
 
 @dataclass(frozen=True)
 class Phase:
-    """Optimiser and augmentation of one phase; the latter in degrees and shares of the side."""
+    """Optimiser and augmentation of one phase, the latter in degrees and shares of the side."""
 
     steps: int
     learning_rate: float
@@ -172,8 +172,8 @@ def new_model(
 ) -> CLIPModel:
     """Return an untrained CLIP of 28 px, patch 7, 4 vision blocks of 192, 2 text blocks of 64.
 
-    The usual initial scales barely learn at this size: token, patch and position embeddings start
-    larger.
+    Token, patch and position embeddings start larger than usual, because the usual scales barely
+    learn at this size.
     """
     text = CLIPTextConfig(
         vocab_size=len(vocabulary),
@@ -234,7 +234,7 @@ def augment(grey: Tensor, phase: Phase, generator: torch.Generator) -> Tensor:
 
     Args:
         grey: Float32 `[n, height, width]` in 0..1, 0 outside the picture.
-        phase: The largest turn, scaling and shift; each is drawn evenly up to it, either way.
+        phase: The largest turn, scaling and shift in either direction, drawn uniformly.
         generator: Source of randomness.
 
     Returns:

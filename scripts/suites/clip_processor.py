@@ -44,7 +44,7 @@ _IMAGE_PROCESSOR = {
     "image_std": [PIXEL_STD] * 3,
 }
 
-# CLIP's tokenizer cuts numbers into digits; longer numbers are therefore added as tokens.
+# CLIP's tokenizer cuts numbers into digits. Longer numbers are therefore added as tokens.
 _WORDS = re.compile(r"[^\W\d_]+|\d+|[^\s\w]+")
 
 
@@ -52,7 +52,7 @@ def learn_merges(words: Iterable[str]) -> list[tuple[str, str]]:
     """Learn byte-pair merges, most frequent pair first, until every word is one symbol.
 
     Args:
-        words: distinct lower-case words; ties are broken alphabetically, so their order is free.
+        words: Distinct lower-case words in any order. Ties are broken alphabetically.
 
     Returns:
         The merges in the order in which they apply.
@@ -98,8 +98,8 @@ def write_processor(folder: Path, prompts: Iterable[str]) -> dict[str, int]:
     depend on the installed version of transformers.
 
     Args:
-        folder: an existing folder.
-        prompts: the prompts whose words become tokens.
+        folder: An existing folder.
+        prompts: The prompts whose words become tokens.
 
     Returns:
         The vocabulary, token -> id.

@@ -21,7 +21,7 @@ from fusion_bench_featcal.suites.image import ImageTask
 
 LABELS = 10
 
-# Experts move so far that their mean has lost much of what they know, as happens to CNNs.
+# Experts move so far that their mean loses much accuracy, as is typical of CNNs.
 _PRETRAINING = Phase(500, 2e-3, 0.05, 50, degrees=7, scaling=0.07, shift=0.05)
 _FINETUNING = Phase(600, 3e-3, 0.01, 0, degrees=10, scaling=0.10, shift=0.07)
 
@@ -56,7 +56,7 @@ class ResNetBuilder:
 
     @staticmethod
     def find_task(name: str) -> ImageTask:
-        """Return the task of that name; ValueError lists the names there are."""
+        """Return the task of a name. A ValueError lists the names."""
         return image.pick({task: image.TASKS[task] for task in image.RESNET3}, name, "ResNet task")
 
     def new_model(self) -> ResNetForImageClassification:

@@ -1,4 +1,4 @@
-"""The small T5 and the small Llama: a joint base, weakened, then one expert a task."""
+"""The small T5 and the small Llama: a joint base, weakened, then one expert per task."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Recipe:
 
     Attributes:
         pretraining: The joint phase.
-        finetuning: Each expert's phase; the embedding is frozen in it.
+        finetuning: Each expert's phase, in which the embedding is frozen.
         label_noise: Noise on the label words' embedding rows between the phases, in standard
             deviations of these rows' entries.
         warmup_share: Share of a phase in which the learning rate rises.
@@ -63,7 +63,7 @@ class Recipe:
 
 
 class TextBuilder:
-    """Trains and measures a small language model; experts keep the base's embedding."""
+    """Trains and measures a small language model. Experts keep the base's embedding."""
 
     TASKS = text.TA6
     RECIPES: ClassVar = {
@@ -94,7 +94,7 @@ class TextBuilder:
     def pretrain(self, model: Any) -> None:
         """Train all parameters on all tasks together, then weaken the labels.
 
-        The embedding is the head as well: with noise on the label words' rows the base confuses
+        The embedding is the head as well. With noise on the label words' rows the base confuses
         labels, and every expert has to turn its features towards rows that it must not change.
         """
         parameters = list(model.parameters())
@@ -218,8 +218,8 @@ def batches(
 ) -> Iterator[Batch]:
     """Draw batches without end.
 
-    A task comes up as often as the square root of its number of rows says; rows of one batch have
-    similar lengths, which saves padding.
+    A task's frequency is proportional to the square root of its number of rows. Rows of one batch
+    have similar lengths, which saves padding.
     """
     names = list(sets)
     shares = torch.tensor([len(sets[name]) for name in names]).sqrt()

@@ -34,7 +34,7 @@ class TokenizerPlan:
 
 
 PLANS = {
-    # T5 starts to decode from its padding token; sentinels keep its vocabulary's usual shape
+    # T5 starts to decode from its padding token. Sentinels keep its vocabulary's usual shape.
     "flan-t5-mini": TokenizerPlan(
         1200, {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}, "$A </s>", 8
     ),
@@ -51,11 +51,11 @@ def write_tokenizer(folder: Path, suite: str, tasks: Sequence[str]) -> None:
 
     Args:
         folder: Folder for `tokenizer.json` and `tokenizer_config.json`.
-        suite: a name in `PLANS`.
-        tasks: tasks whose train split it learns from.
+        suite: A name in `PLANS`.
+        tasks: Tasks whose train split it learns from.
 
     Raises:
-        ValueError: when a label word would not be one token, naming it.
+        ValueError: If a label word would not be one token, naming it.
     """
     plan = PLANS[suite]
     special = list(plan.special.values())
@@ -77,7 +77,7 @@ def write_tokenizer(folder: Path, suite: str, tasks: Sequence[str]) -> None:
         if len(tokenizer.encode(word, add_special_tokens=False).ids) != 1:
             raise ValueError(f"label word {word!r} is not one token of {plan.vocab_size}")
     tokenizer.save(str(folder / "tokenizer.json"))
-    # written by hand: what transformers itself writes differs between its versions
+    # Written by hand, because releases of transformers write different files.
     config = {
         **plan.special,
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """A method of this package as a FusionBench method, which checks, runs and evaluates it.
 
-    Keys: the method's settings and, for post-merging methods, `base_method` (config of the upstream
-        merger; None uses the pool's `_merged_` model).
+    Its keys are the method's settings and, for post-merging methods, `base_method` (config of the
+    upstream merger, by default the pool's `_merged_` model).
     """
 
     setting_kinds: ClassVar[Sequence[Any]]  # the method's class is the first one
