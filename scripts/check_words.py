@@ -77,7 +77,7 @@ def frequent_words(trees: dict[str, ast.Module], rules: dict[str, Any]) -> Itera
         for node in ast.walk(tree):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 continue
-            words = re.findall(r"[a-z]+", (ast.get_docstring(node) or "").lower())
+            words = re.findall(r"[a-z]+|;", (ast.get_docstring(node) or "").lower())
             counts.update(words)
             if words and words[0] in rules["openings"]:
                 yield f"{name}:{node.body[0].lineno}: docstring begins with '{words[0]}'"
