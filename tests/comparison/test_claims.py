@@ -47,7 +47,6 @@ def test_one_process_holds_a_claim_and_leaves_nothing(path: Path) -> None:
 # Claim that is there -> taken over, busy, or refused after its process died twice in this run.
 CLAIMS = {
     "dead": ({}, "taken"),
-    "dead, tried once in this run": ({"run": "mine"}, "taken"),
     "dead, tried twice in this run": ({"run": "mine", "tries": 2}, "refused"),
     "dead, tried twice in another run": ({"tries": 2}, "taken"),
     "a process id given again": ({"pid": os.getpid(), "age": 60}, "taken"),

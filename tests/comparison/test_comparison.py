@@ -49,7 +49,7 @@ def content_of(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A comparison with a logger, losses, and a method that fails; its screen and folders."""
+    """A comparison with a logger, losses, and a method that fails. Its screen and folders."""
     folder, screen = tmp_path_factory.mktemp("compared"), io.StringIO()
     failing, seeing = method(Failing, until=str(folder / "never")), method(Seeing)
     methods = {**METHODS, "failing": failing, "seeing": seeing}
@@ -92,8 +92,8 @@ def test_rows_are_those_of_the_methods_models(compared: Any) -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(factor)
-            known = SignTaskPool().evaluate(model)
-            assert {t: rows[row][t] for t in TASKS} == {t: known[t]["accuracy"] for t in TASKS}
+            expected = SignTaskPool().evaluate(model)
+            assert {t: rows[row][t] for t in TASKS} == {t: expected[t]["accuracy"] for t in TASKS}
 
 
 def test_costs_name_what_a_method_adds_and_the_time_with_its_merger(compared: Any) -> None:
@@ -107,22 +107,17 @@ def test_costs_name_what_a_method_adds_and_the_time_with_its_merger(compared: An
 
 
 def test_accuracy_on_items_that_were_not_trained_on(compared: Any) -> None:
-    own, merged = (
+    unseen, merged = (
         np.delete(np.asarray(compared.report.items[row]["left"]), [0, 3, 4]).mean()
         for row in ("seeing", "task_arithmetic")
     )
     cost = compared.report.cost["seeing"]  # all items of `right` were trained on
-    unseen = {name: value for name, value in cost.items() if name.startswith("unseen")}
-    assert unseen == {
-        "unseen_average": pytest.approx(own),
-        "unseen_gain": pytest.approx(own - merged),
+    assert {name: value for name, value in cost.items() if name.startswith("unseen")} == {
+        "unseen_average": pytest.approx(unseen),
+        "unseen_gain": pytest.approx(unseen - merged),
         "unseen_tasks": 1,
     }
-
-
-def test_losses_are_kept_where_they_are_finite(compared: Any) -> None:
-    assert compared.report.loss["double"] == compared.report.loss["base"] == {"left": 0.25}
-    assert any("the loss of right is nan" in note.text for note in compared.report.notes)
+    assert compared.report.loss["double"] == {"left": 0.25}  # that of `right` is not finite
 
 
 def test_loggers_get_the_same_numbers(compared: Any) -> None:
@@ -179,35 +174,26 @@ def test_a_merger_that_fails_takes_only_its_cells_with_it(
 
 
 def tied(shift: float) -> nn.Module:
-    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).bfloat16()
     model[1].weight = model[0].weight
     nn.init.constant_(model[0].bias, shift)
     return model
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "tied"])
-def test_methods_get_the_merged_model_bit_by_bit_with_its_ties(kind: str, tmp_path: Path) -> None:
+def test_methods_get_the_merged_model_bit_by_bit_with_its_ties(tmp_path: Path) -> None:
     pool: Any = model_pool()
-    if kind == "tied":
-        pool._models = {name: tied(n) for n, name in enumerate(pool._models)}
-    for model in pool._models.values():
-        model.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    pool._models = {name: tied(n) for n, name in enumerate(pool._models)}
     algorithm = comparison(tmp_path, **ONE, post_merging_methods={"seeing": method(Seeing)})
     algorithm.run(pool)
     merged = Seeing.merged[-1]
-    known = add_up(pool._models["_pretrained_"], {t: pool._models[t] for t in TASKS}, 0.3)
+    experts = {task: pool._models[task] for task in TASKS}
+    expected = add_up(pool._models["_pretrained_"], experts, 0.3).state_dict()
     assert not any(parameter.requires_grad for parameter in merged.parameters())
-    for name, value in merged.state_dict().items():
-        assert value.dtype == known.state_dict()[name].dtype
-        torch.testing.assert_close(value, known.state_dict()[name])
-    if kind == "tied":
-        assert merged[1].weight is merged[0].weight
+    torch.testing.assert_close(dict(merged.state_dict()), dict(expected))
+    assert merged[1].weight is merged[0].weight
 
 
-ROWS = [
-    "anchor_only", "anchored_regression", "distillation", "featcal:tuned", "prob_surgery:shared",
-    "ridge_surgery", "surgery:recompute", "surgery:tuned",
-]  # fmt: skip
+ROWS = ["anchor_only", "distillation", "featcal:tuned", "ridge_surgery", "surgery:recompute"]
 
 
 @pytest.mark.slow
@@ -223,7 +209,7 @@ def test_the_command_runs_shipped_rows_and_leaves_reports(tmp_path: Path) -> Non
     assert "+ ridge_surgery" in result.stdout and "8 train" in result.stdout
     *_, last = result.stdout.strip().splitlines()
     assert last.endswith(f"featcal report {tmp_path}/log")  # FusionBench prints nothing after it
-    log, kept = tmp_path / "log", tmp_path / "outputs" / "comparison" / "clip-vit-mini_alphabets2"
+    log, store = tmp_path / "log", tmp_path / "outputs" / "comparison" / "clip-vit-mini_alphabets2"
     content = content_of(log)
     assert (content["failed"], content["suite"]) == ([], "clip-vit-mini_alphabets2")
     report = Report.load(log / "simple_average")
@@ -231,7 +217,5 @@ def test_the_command_runs_shipped_rows_and_leaves_reports(tmp_path: Path) -> Non
     assert report.cost["ridge_surgery"]["modules_added"] == 2
     for row in ("ridge_surgery", "experts"):
         assert isinstance(report.cost[row]["inference_seconds_per_sample"], float)
-    assert (log / "config_resolved.yaml").is_file()
-    assert list(log.glob("events.out.tfevents.*"))  # of FusionBench's default logger
-    assert len(list(kept.glob("cells/*/result.json"))) == len(report.rows)
-    assert len(list(kept.glob("upstreams/*/model.safetensors"))) == 1
+    assert len(list(store.glob("cells/*/result.json"))) == len(report.rows)
+    assert len(list(store.glob("upstreams/*/model.safetensors"))) == 1

@@ -18,7 +18,7 @@ LAB, METHODS, ALONE, UPSTREAM = (
 )  # fmt: skip
 FEATCAL = {"_target_": f"{LAB}compare.FeatCal", "seed": 3}
 CORRECTION = {"_target_": f"{LAB}compare.FeatureCorrection"}
-REGMEAN, ANCHOR = ({"_target_": f"{LAB}rivals.{k}"} for k in ("RegMeanAlgorithm", "AnchorOnly"))
+REGMEAN = {"_target_": f"{LAB}rivals.RegMeanAlgorithm"}
 WUDI = {"_target_": "fusion_bench.method.WUDIMerging", "iter_num": 3}
 
 
@@ -29,10 +29,10 @@ def grid(suite: Any = None, **choices: Any) -> Any:
 
 def test_everything_is_run_unless_chosen_or_set_to_null() -> None:
     methods = {"double": method(Scale), "null": None}
-    every = grid(mergers_alone={"alone": AVERAGE}, post_merging_methods=methods)
-    cells = {merger.name: every.cells_of(merger) for merger in every.mergers}
+    whole = grid(mergers_alone={"alone": AVERAGE}, post_merging_methods=methods)
+    cells = {merger.name: whole.cells_of(merger) for merger in whole.mergers}
     assert cells == {**{name: ["none", "double"] for name in MERGERS}, "alone": ["none"]}
-    assert every.references == ["base", "experts"] and len(every) == 7
+    assert whole.references == ["base", "experts"] and len(whole) == 7
     chosen = grid(upstreams=["task_arithmetic"], post_merging=["double"], references=[])
     assert [chosen.cells_of(merger) for merger in chosen.mergers] == [["none", "double"]]
 
@@ -74,8 +74,8 @@ def test_a_pool_leaves_entries_out_and_sets_others() -> None:
 def test_steps_reach_every_method_that_trains() -> None:
     config = composed("method=compare", "modelpool=clip-vit-mini_TA6", "method.steps=7").method
     methods: Any = OmegaConf.to_container(config.post_merging_methods, resolve=True)
-    every = [m.get("of", m) for m in methods.values() if isinstance(m, dict)]
-    assert [m["steps"] for m in every if "steps" in m] == [7] * 12
+    configs = [m.get("of", m) for m in methods.values() if isinstance(m, dict)]
+    assert [m["steps"] for m in configs if "steps" in m] == [7] * 12
 
 
 class NoModels:
@@ -100,37 +100,27 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # names
     ({"post_merging": ["duoble"]}, r"method\.post_merging: 'duoble' is unknown.*: 'double'"),
     ({"upstreams": ["ties"]}, r"method\.upstreams: 'ties' is unknown.*task_arithmetic"),
-    ({"alone": ["regmean"]}, r"method\.alone: 'regmean' is unknown"),
     ({"references": ["expert"]}, r"method\.references: 'expert' is unknown.*'experts'"),
     ({"post_merging": "double"}, r"method\.post_merging must be a list of names"),
     ({UPSTREAM: {"../x": AVERAGE}}, r"upstream_mergers: '\.\./x' cannot name a file"),
     ({METHODS: {"base": method(Scale)}}, r"'base' names two rows"),
-    ({METHODS: {"simple_average": method(Scale)}}, r"names two rows"),
     ({"upstreams": []}, r"the grid is empty"),
-    ({"post_merging": []}, r"the grid is empty"),
     # entries
     ({UPSTREAM: {"x": "task_arithmetic"}}, r"\+method@method\.upstream_mergers\.x="),
     (method_x({"a": 1}), r"methods\.x must have a _target_"),
     (method_x(["y"]), r"methods\.x: a list names other methods"),
-    (method_x(["x"]), r"methods\.x: a list names other methods"),
     (method_x({"_target_": "builtins.dict"}), r"is no post-merging"),
     (method_x({"_target_": "no_such.Method"}), r"methods\.x.*=no_such\.Method cannot be"),
     ({UPSTREAM: {"x": {"_target_": "no_such.Merger"}}}, r"mergers\.x.*=no_such\.Merger cannot be"),
-    ({ALONE: {"x": {"_target_": "no_such.Merger"}}}, r"alone\.x.* be imported: .*no_such"),
-    ({UPSTREAM: {"x": {"_target_": "fusion_bench.method.Simpel"}}}, r"cannot be imported"),
     ({UPSTREAM: {"x": {"name": "clip_layer_wise_adamergin"}}}, r"no method .*nearest"),
     (method_x(method(Refusing)), r"method\.post_merging_methods\.x: the pool has no such stream"),
     # settings of entries
     (method_x(method(Scale, facter=2)), r"x\.facter is unknown.*'factor'"),
     ({UPSTREAM: {"x": ARITHMETIC | {"scaling_facter": 1}}}, r"method\.upstream_mergers.*_factor'"),
     ({ALONE: {"x": REGMEAN | {"sampels_per_task": 8}}}, r"mergers_alone\.x.*'samples_per_task'"),
-    ({ALONE: {"x": REGMEAN | {"off_diag": 8}}}, r"x\.off_diag .*'off_diagonal'"),
     ({ALONE: {"x": REGMEAN | {"samples_per_task": 0}}}, "_per_task must be"),
     (method_x(FEATCAL, ridge_lamda=1), r"post_merging_methods\.x.*ridge_lamda.*'ridge_lambda'"),
-    (method_x(FEATCAL, mix_alpha=7), r"post_merging_methods\.x\.mix_alpha must be"),
-    (method_x(ANCHOR, anchor_roh=2), r"nearest: 'anchor_rho'"),
     (method_x(CORRECTION, method="surgery", stpes=3), r"x\.stpes .*nearest: 'steps'"),
-    (method_x(CORRECTION, method="surgery_v2", clip_modle="x"), r"x\.clip_modle .*'clip_model'"),
     (method_x(CORRECTION, method="surgry"), r"x\.method must be one of surgery.*: 'surgery'"),
     (method_x(CORRECTION, metod="surgery"), r"x: .*'method'"),
 ]
@@ -151,10 +141,8 @@ def test_wrong_choices_are_named_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"seed": -1}, r"method\.seed must be"),
         ({"seed": True}, r"method\.seed must be"),
         ({"upstream": ["wudi"]}, r"method\.upstream .*nearest: 'upstreams'"),
-        ({"stepz": 1}, r"method\.stepz .*nearest: 'steps'"),
     ],
 )
 def test_a_bad_key_is_named(choices: dict[str, Any], message: str) -> None:

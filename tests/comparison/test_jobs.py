@@ -1,4 +1,4 @@
-"""Cells in other processes: the same table, deaths, and several drivers on one store."""
+"""Cells in other processes: equal tables, deaths, and several drivers on one store."""
 
 import json
 import os
@@ -47,14 +47,14 @@ def run(folder: Path, methods: Any = METHODS, **choices: Any) -> Any:
 
 
 def start(folder: Path, methods: Any) -> subprocess.Popen[str]:
-    """Another driver on the same store."""
+    """Another driver on one store."""
     code = "import json, sys; from pathlib import Path; from test_jobs import run; "
     code += "run(Path(sys.argv[1]), json.loads(sys.argv[2]))"
     return subprocess.Popen([sys.executable, "-c", code, folder, json.dumps(methods)], **QUIET)
 
 
 def table(folder: Path) -> Any:
-    """Everything that the reports have of results."""
+    """All results of the reports."""
     report = Report.load(folder / "simple_average")
     items = {row: {t: v.tolist() for t, v in flags.items()} for row, flags in report.items.items()}
     return report.rows, report.samples, report.seeds, items
@@ -65,19 +65,30 @@ def finished(folder: Path) -> dict[str, int]:
     return {file.parent.name: file.stat().st_mtime_ns for file in files}
 
 
-def wait_for(file: Path, process: Any) -> None:
-    while not file.exists():
-        assert process is None or process.poll() is None, "it ended before"
-        time.sleep(0.05)
-
-
-def test_other_processes_give_the_same_table(tmp_path: Path) -> None:
-    run(tmp_path / "here", post_merging=["none"])
-    driver = run(tmp_path / "apart", jobs=2, post_merging=["none"])
+def check_equal_tables(folder: Path, **choices: Any) -> None:
+    """Run a grid with workers and in this process: its results are equal."""
+    driver = run(folder / "workers", **choices)
+    choices = {name: choice for name, choice in choices.items() if name == "post_merging"}
+    run(folder / "here", **choices)
     assert driver.taskpool.evaluated == 0  # here
-    assert table(tmp_path / "apart") == table(tmp_path / "here")
-    assert finished(tmp_path / "here").keys() == finished(tmp_path / "apart").keys()
-    assert not list((tmp_path / "apart" / "claims").iterdir())
+    assert table(folder / "workers") == table(folder / "here")
+    assert finished(folder / "here").keys() == finished(folder / "workers").keys()
+    assert not list((folder / "workers" / "claims").iterdir())
+
+
+def test_another_process_gives_the_same_table(tmp_path: Path) -> None:
+    # a cell has its own process, and each of them imports torch
+    check_equal_tables(tmp_path, backend="loky", post_merging=["none"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of distributed
+def test_a_dask_cluster_gives_the_same_table(tmp_path: Path) -> None:
+    distributed = pytest.importorskip("distributed")
+    options: Any = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    with distributed.LocalCluster(**options) as cluster:
+        address = {"address": cluster.scheduler_address}
+        check_equal_tables(tmp_path, backend="dask", backend_options=address)
 
 
 @pytest.mark.slow
@@ -112,14 +123,15 @@ def test_a_killed_comparison_resumes(tmp_path: Path) -> None:
     methods = {**METHODS, "waiting": method(Waiting, folder=str(tmp_path))}
     driver = start(tmp_path / "cells", methods)
     try:
-        wait_for(tmp_path / "begun", driver)
+        while not (tmp_path / "begun").exists():
+            assert driver.poll() is None, "it ended before"
+            time.sleep(0.05)
     finally:
         driver.kill()
         driver.wait()
     before = finished(tmp_path / "cells")
     titles = sorted(name.rpartition("-")[0] for name in before)
     assert titles == ["simple_average--double", "simple_average--none"]
-    assert not (tmp_path / "cells" / "report.json").exists()
     (tmp_path / "go_on").touch()
     assert run(tmp_path / "cells", methods).taskpool.evaluated == 1
     assert before.items() < finished(tmp_path / "cells").items()
@@ -127,38 +139,19 @@ def test_a_killed_comparison_resumes(tmp_path: Path) -> None:
     assert table(tmp_path / "cells") == table(tmp_path / "fresh")
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # of distributed
-def test_a_dask_cluster_gives_the_same_table(tmp_path: Path) -> None:
-    distributed = pytest.importorskip("distributed")
-    options: Any = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
-    with distributed.LocalCluster(**options) as cluster:
-        address = {"address": cluster.scheduler_address}
-        driver = run(tmp_path / "dask", backend="dask", backend_options=address)
-    assert driver.taskpool.evaluated == 0
-    run(tmp_path / "here")
-    assert table(tmp_path / "dask") == table(tmp_path / "here")
-    assert not list((tmp_path / "dask" / "claims").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        ({"backend_options": {"address": "x"}}, "backend_options needs method.backend=dask or ray"),
-        ({"backend": "ray"}, r"method.backend=ray needs pip install 'fusion_bench_featcal\[ray\]'"),
-    ],
-)
 def test_workers_that_cannot_be_are_refused(
-    choices: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(
+        CalibrationError, match=r"backend_options needs method\.backend=dask or ray"
+    ):
+        run(tmp_path, backend_options={"address": "x"})
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(CalibrationError, match=message):
-        run(tmp_path, **choices)
-
-
-def test_pools_made_in_python_stay_in_this_process(tmp_path: Path) -> None:
+    install = r"backend=ray needs pip install 'fusion_bench_featcal\[ray\]'"
+    with pytest.raises(CalibrationError, match=install):
+        run(tmp_path, backend="ray")
     driver = program(tmp_path, jobs=2)
-    driver.config = None
+    driver.config = None  # pools made in Python
     with pytest.raises(CalibrationError, match=r"cannot be sent to other processes"):
         driver.run()
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from fusion_bench_featcal.lab.compare import fingerprint
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 DIGEST = runpy.run_path(str(REPOSITORY / "scripts" / "numbers_digest.py"))
 CODE = 'def seconds(start, end):\n    """Seconds between two times."""\n    return end - start\n'
@@ -27,8 +25,6 @@ def test_the_version_is_raised_where_numbers_change():
     [
         ("Seconds between", "Time between", False),
         ("    return", "    # of a clock\n\n    return", False),
-        ("end - start", "(end - start)", False),
-        ("end - start", "'end - start'", True),
         ("start, end", "start, end=0", True),
     ],
 )
@@ -42,10 +38,3 @@ def test_modules_of_stored_numbers_count_and_those_of_tables_do_not():
     counted += "results/curves results/items results/run_rows"
     assert {f"{name}.py" for name in counted.split()} <= names
     assert not names & {"results/tables.py", "cli.py", "lab/compare/fingerprint.py"}
-
-
-def test_cells_depend_on_the_version_not_on_the_code(monkeypatch: pytest.MonkeyPatch):
-    described = fingerprint.describe_makers()
-    assert set(described) == {"numbers", "fusion-bench", "torch", "transformers"}
-    monkeypatch.setattr(fingerprint, "NUMBERS_VERSION", fingerprint.NUMBERS_VERSION + 1)
-    assert fingerprint.describe_makers()["numbers"] == described["numbers"] + 1

@@ -38,7 +38,7 @@ def no_collection() -> Iterator[None]:
 
 
 def linear(seed: int, file: str = "", cache_dir: str = "") -> nn.Module:
-    """A random model with one hidden layer; the paths are for configs to name."""
+    """A random model with one hidden layer. Configs name the paths."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
@@ -73,8 +73,8 @@ class SignTaskPool(BaseTaskPool):
         right = {}
         for seed, task in enumerate(TASKS, start=1):
             if task in self.test_dataloaders:
-                same = linear(seed)(self._inputs).argmax(-1) == model(inputs).argmax(-1)
-                right[task] = same
+                answers = linear(seed)(self._inputs).argmax(-1)
+                right[task] = answers == model(inputs).argmax(-1)
         self.item_correct = right
         return {task: {"accuracy": flags.double().mean().item()} for task, flags in right.items()}
 
@@ -106,10 +106,10 @@ class ConfiguredProgram(FakeProgram):
         self.config: Any = OmegaConf.create({"_target_": target, **entries, "_recursive_": False})
 
     def _instantiate_and_setup(self, config: Any, compat_load_fn: str | None = None) -> Any:
-        made = super()._instantiate_and_setup(config, compat_load_fn)
-        if hasattr(made, "_program"):
-            made._program = self
-        return made
+        instance = super()._instantiate_and_setup(config, compat_load_fn)
+        if hasattr(instance, "_program"):
+            instance._program = self
+        return instance
 
     def run(self) -> None:
         """Run as FusionBench's program does."""
