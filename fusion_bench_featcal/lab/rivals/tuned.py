@@ -91,7 +91,7 @@ class Search(Method):
         return super().calibration_settings.replace(**reading)
 
     @property
-    def drawn_keys(self) -> set[str]:
+    def draw_keys(self) -> set[str]:
         """Draw settings that the method has."""
         raise NotImplementedError
 
@@ -99,7 +99,7 @@ class Search(Method):
         """Return the method's config with a change and a number of samples per task, or all."""
         draw = {name: getattr(self, name) for name in _DRAW}
         draw["samples_per_task"] = samples or self.samples_per_task
-        return {**self.of, **change, **{name: draw[name] for name in self.sample_counts_keys}}
+        return {**self.of, **change, **{name: draw[name] for name in self.draw_keys}}
 
     def best(
         self, inputs: MethodInputs, make: Callable[[Mapping[str, Any]], nn.Module]
@@ -203,7 +203,7 @@ class Tuned(Search):
             raise ValueError(f"candidate {change}: {error.__cause__ or error}") from error
 
     @property
-    def drawn_keys(self) -> set[str]:
+    def draw_keys(self) -> set[str]:
         """Draw settings that the method has."""
         return _DRAW & {*self._methods[0].settings}
 
@@ -249,7 +249,7 @@ class TunedMerger(Search):
     """
 
     @property
-    def drawn_keys(self) -> set[str]:
+    def draw_keys(self) -> set[str]:
         """Draw settings of this package's mergers. Other mergers may give them another meaning."""
         target = self.of.get("_target_")
         kind = None if target is None else import_target("method.of", target)
