@@ -1,18 +1,18 @@
-"""The literal command on the bundled suite, and the method on pools made in Python."""
+"""A run of the method on the bundled suite, and the method on pools made in Python."""
 
+import contextlib
 import csv
 import json
-import re
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from cli_runs import fusion_bench
 from fusion_bench import BaseModelPool
+from golden import golden_methods
+from golden.make import load
 from image_pools import AVERAGE, suite_pool
 from tiny_models import clip_suite
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
@@ -26,79 +26,75 @@ from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image
 
-SAMPLES = 24
-Run = tuple[Path, subprocess.CompletedProcess[str], Report]
+ROW = "featcal:mini"
+"""The row of the preset, which is saved."""
+
+
+class Run(NamedTuple):
+    folder: Path
+    output: str
+    report: Report
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Folder, output and report of the literal command, with a preset and a saved model."""
+    """The run that evaluates all its models."""
     folder = tmp_path_factory.mktemp("run")
-    words = [
-        "method=featcal", "modelpool=clip-vit-mini_alphabets2",
-        f"method.samples_per_task={SAMPLES}", "fabric/loggers=csv_logger",
-        "method.presets={anchor: {ridge_lambda: 1.0e6, expert_read_budget: 50%}}",
-        f"path.log_dir={folder}/log", 'merged_model_save_path="{log_dir}/calibrated"',
-    ]  # fmt: skip
-    result = fusion_bench(words, folder)
-    return folder / "log", result, Report.load(folder / "log")
+    with (folder / "output").open("w") as file, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        with contextlib.redirect_stdout(file):
+            golden_methods.run_method(golden_methods.EVALUATED, folder)
+    return Run(folder, (folder / "output").read_text(), Report.load(folder / "log"))
 
 
-def test_files_of_a_run(run: Run) -> None:
-    log_dir, _, _ = run
-    for name in ("report.json", "lines.csv", "report.md", "items.npz", "config_resolved.yaml",
-                 "calibration_log.jsonl", "calibration_log.anchor.jsonl", "reads.json",
-                 "reads.anchor.json", "program_report.json"):  # fmt: skip
-        assert (log_dir / name).is_file(), name
-    assert not list(log_dir.rglob("*.part"))
+def test_saved_model_and_structure_of_files_are_the_golden_ones(run: Run) -> None:
+    name = golden_methods.EVALUATED
+    sketch = golden_methods.sketch_of_run(name, run.folder)
+    assert golden_methods.differences(sketch, load("methods")[name]) == []
+    assert golden_methods.reports_of(run.folder / "log") == load("reports")
+    files = {path.name for path in (run.folder / "log").iterdir()}
+    assert files >= {"report.md", "items.npz", "config_resolved.yaml", "reads.mini.json",
+                     "calibration_log.mini.jsonl"}  # fmt: skip
+    assert not list(run.folder.rglob("*.part"))
 
 
-def test_report_has_the_rows_asked_for_and_featcal_recovers_a_part_of_the_gap(run: Run) -> None:
-    log_dir, _, report = run
-    assert list(report.rows) == ["base", "experts", "task_arithmetic", "featcal", "featcal:anchor"]
+def test_report_has_every_row_and_featcal_recovers_most_of_the_gap(run: Run) -> None:
+    report = run.report
+    assert list(report.rows) == ["base", "experts", "task_arithmetic", "featcal", ROW]
     assert (report.upstream, report.suite) == ("task_arithmetic", "clip-vit-mini_alphabets2")
-    assert report.seeds == {"featcal": 42, "featcal:anchor": 42}
-    assert set(report.tasks) == set(image.ALPHABETS2)
-    assert report.settings["featcal"] == FeatCalSettings(samples_per_task=SAMPLES).as_dict()
-    assert report.samples["featcal"]["mini_korean"] == {"samples": SAMPLES, "split": "train"}
-    share = report.recovered_gap["featcal"]
-    assert share is not None and share > 0.2
-    assert report.rows["experts"]["average"] > report.rows["task_arithmetic"]["average"] + 0.1
-    given = json.loads((log_dir / "program_report.json").read_text())  # FusionBench's own
-    for ours, key in ((report.rows, "accuracy"), (report.loss, "loss")):
-        for task in image.ALPHABETS2:
-            assert given[task][key] == ours["featcal"][task]
-    assert report.loss["featcal"]["average"] == pytest.approx(given["average"]["loss"])
+    assert report.seeds == {"featcal": 42, ROW: 42}
+    assert report.settings["featcal"] == FeatCalSettings(samples_per_task=8).as_dict()
+    assert report.samples["featcal"]["mini_korean"] == {"samples": 8, "split": "train"}
+    assert all((report.recovered_gap[row] or 0) > 0.7 for row in ("featcal", ROW))
     assert report.loss.keys() == report.rows.keys()
 
 
 def test_logger_has_the_reports_numbers_and_the_drift_of_every_block(run: Run) -> None:
-    log_dir, _, report = run
-    with open(log_dir / "metrics.csv", newline="", encoding="utf-8") as file:
+    with open(run.folder / "log" / "metrics.csv", newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     for name, row in (("experts", "experts"), ("task_arithmetic/featcal", "featcal")):
-        assert float(lines[0][f"{name}/average"]) == pytest.approx(report.rows[row]["average"])
-    kinds = [record["kind"] for record in read_lines(log_dir / "calibration_log.jsonl")]
-    assert [int(line["step"]) for line in lines] == list(range(kinds.count("block")))
-    for row in ("featcal", "featcal_anchor"):
+        logged = float(lines[0][f"{name}/average"])
+        assert logged == pytest.approx(run.report.rows[row]["average"])
+    records = read_lines(run.folder / "log" / "calibration_log.jsonl")
+    blocks = [record for record in records if record["kind"] == "block"]
+    assert [int(line["step"]) for line in lines] == list(range(len(blocks)))
+    for row in ("featcal", "featcal_mini"):
         for line in lines:
             drift = [float(line[name]) for name in line if f"/{row}/relative_drift_" in name]
             assert len(drift) == 4 and all(0 < value < 2 for value in drift)
 
 
 def test_table_and_next_steps_come_last(run: Run) -> None:
-    log_dir, result, _ = run
-    lines = result.stdout.strip().splitlines()
-    assert lines[-1].endswith(f"featcal report {log_dir}")
-    assert f"reports: {log_dir}" in lines[-5:]
-    assert f"saved the model of row featcal: {log_dir}/calibrated" in lines[-5:]
-    assert any("featcal:anchor" in line for line in lines[-40:])
-    table = lines[next(n for n, line in enumerate(lines) if "merged by" in line) :]
-    assert max(len(line) for line in table if str(log_dir) not in line) <= 80
+    lines = run.output[run.output.index("merged by") :].splitlines()
+    end = next(n for n, line in enumerate(lines) if line.startswith("next: "))
+    assert lines[end].endswith(f"featcal report {run.folder}/log")
+    assert lines[end - 1] == f"reports: {run.folder}/log"
+    assert lines[end - 2] == f"saved the model of row {ROW}: {run.folder}/saved"
+    assert max(len(line) for line in lines[: end - 2]) <= 80
 
 
 def test_saved_model_loads_with_plain_transformers_and_has_the_reported_accuracy(run: Run) -> None:
-    folder = run[0] / "calibrated"
+    folder = run.folder / "saved"
     model = CLIPVisionModel.from_pretrained(folder).eval()
     processor: Any = CLIPProcessor.from_pretrained(folder)
     clip = CLIPModel.from_pretrained(image.path()).eval()
@@ -111,45 +107,22 @@ def test_saved_model_loads_with_plain_transformers_and_has_the_reported_accuracy
         features = clip.visual_projection(model(pixel_values=pixels).pooler_output)
         chosen = (features @ torch.nn.functional.normalize(head, dim=-1).T).argmax(-1)
     correct = chosen.numpy() == np.array([item["label"] for item in data])
-    assert correct.mean() == pytest.approx(run[2].rows["featcal"]["mini_korean"])
+    assert correct.mean() == pytest.approx(run.report.rows[ROW]["mini_korean"])
 
 
-def test_manifest_of_reads(run: Run) -> None:
-    log_dir, result, report = run
-    reads = json.loads((log_dir / "reads.json").read_text())
-    assert "merging with task_arithmetic" in result.stdout + result.stderr
+def test_manifest_counts_the_bytes_that_were_read(run: Run) -> None:
+    reads = json.loads((run.folder / "log" / "reads.json").read_text())
     totals = reads["totals"]
     assert totals["experts_read"] == totals["experts_planned"] == reads["plan"]["full"]
     assert totals["all_experts_read"] == totals["experts_read"] + totals["upstream_experts_read"]
-    assert report.cost["featcal"]["expert_bytes"] == totals["all_experts_read"]
-    half = json.loads((log_dir / "reads.anchor.json").read_text())
-    assert half["upstream"]["earlier"]
-    assert half["plan"]["limit"] == half["plan"]["full"] // 2
-    read = half["totals"]["experts_read"]
-    assert 0.45 * half["plan"]["full"] < read <= half["plan"]["limit"]
-    assert report.cost["featcal:anchor"]["expert_bytes"] == read
-    assert report.settings["featcal:anchor"]["expert_read_budget"] == "50%"
+    assert run.report.cost["featcal"]["expert_bytes"] == totals["all_experts_read"]
+    assert json.loads((run.folder / "log" / "reads.mini.json").read_text())["upstream"]["earlier"]
 
 
-FAILURES = [
-    pytest.param("taken", [], r"taken.*: (File exists|Not a dir).*path\.log_dir",
-                 marks=pytest.mark.slow),
-    ("log", ["method.calibration_split=val", "method.compare_with=[]"],
-     r"method\.calibration_split \(now val\)"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("folder", "words", "message"), FAILURES)
-def test_failed_run_exits_nonzero_and_leaves_nothing_half_written(
-    folder: str, words: list[str], message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "taken").write_text("")
-    words = ["method=featcal", "modelpool=clip-vit-mini_TA6", *words]
-    words += [f"path.log_dir={tmp_path}/{folder}", f"merged_model_save_path={tmp_path}/model"]
-    result = fusion_bench(words, tmp_path, check=False)
-    assert result.returncode != 0
-    assert re.search(message, result.stderr + result.stdout)
-    assert not (tmp_path / "model").exists()
+def test_failed_run_leaves_nothing_half_written(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"method\.calibration_split \(now val\)"):
+        golden_methods.run_method("featcal", tmp_path, ["method.calibration_split=val"])
+    assert not (tmp_path / "saved").exists()
     assert not [*tmp_path.rglob("report*"), *tmp_path.rglob("*.part")]
 
 

@@ -3,9 +3,8 @@
 import copy
 import csv
 import json
-import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -131,14 +130,15 @@ def _run(config: DictConfig) -> None:
         HydraConfig.instance().cfg = None
 
 
-def method_sketch(name: str, folder: Path) -> Sketch:
-    """Run a method on a suite and describe the saved model beside the suite's base.
+def run_method(name: str, folder: Path, words: Iterable[str] = ()) -> None:
+    """Run a method on a suite in this process.
 
     Args:
         name: One of RUNS.
-        folder: For `log` and, while it is needed, the saved model.
+        folder: For `log` and `saved`, the model.
+        words: Further words of the command.
     """
-    method, pool, words = RUNS[name]
+    method, pool, settings = RUNS[name]
     config = composed(
         f"method={method}",
         f"modelpool={pool}",
@@ -149,12 +149,21 @@ def method_sketch(name: str, folder: Path) -> Sketch:
         f"path.log_dir={folder}/log",
         f"hydra.runtime.output_dir={folder}/log",
         f"merged_model_save_path={folder}/saved",
-        *(f"method.{word}" for word in words),
+        *(f"method.{word}" for word in settings),
+        *words,
     )
     _run(config)
-    result = sketch(_base(pool), saved_tensors(folder / "saved"))
-    shutil.rmtree(folder / "saved")
-    return result
+
+
+def sketch_of_run(name: str, folder: Path) -> Sketch:
+    """Describe the model that a run saved beside the suite's base."""
+    return sketch(_base(RUNS[name][1]), saved_tensors(folder / "saved"))
+
+
+def method_sketch(name: str, folder: Path) -> Sketch:
+    """Run a method on a suite and describe the model."""
+    run_method(name, folder)
+    return sketch_of_run(name, folder)
 
 
 def _structure(value: Any) -> Any:

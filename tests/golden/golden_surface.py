@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import os
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +67,21 @@ def _shared(value: Any) -> Any:
     return {" ".join(children): first} if alike else children
 
 
+@cache
+def composed() -> dict[str, Any]:
+    """Compose every YAML once: option -> its config, interpolations unresolved."""
+    options = [p.relative_to(CONFIG).with_suffix("").as_posix() for p in CONFIG.rglob("*.yaml")]
+    with initialize_config_dir(str(DEFAULT_CONFIG_PATH), version_base=None):
+        return {option: compose(option) for option in sorted(options)}
+
+
 def configs() -> dict[str, Any]:
     """Every YAML with its composed keys; of methods with the values too."""
-    options = [p.relative_to(CONFIG).with_suffix("").as_posix() for p in CONFIG.rglob("*.yaml")]
     contents = {}
-    with initialize_config_dir(str(DEFAULT_CONFIG_PATH), version_base=None):
-        for option in sorted(options):
-            plain = OmegaConf.to_container(compose(option), resolve=False)
-            shown = _shown(plain, values=option.startswith("method/"))
-            contents[option] = shown if option.startswith("method/") else _shared(shown)
+    for option, config in composed().items():
+        is_method = option.startswith("method/")
+        shown = _shown(OmegaConf.to_container(config, resolve=False), values=is_method)
+        contents[option] = shown if is_method else _shared(shown)
     for option in contents:
         if option.startswith("method/study/"):
             study, compare = contents[option]["method"]["study"], contents["method/compare"]

@@ -17,7 +17,7 @@ from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.append(str(Path(__file__).parents[1] / "kit"))
+sys.path += [str(Path(__file__).parents[1] / "kit"), str(Path(__file__).parent)]
 
 import golden_methods
 import golden_surface
@@ -49,7 +49,7 @@ GROUPS: dict[str, Callable[[Path], Any]] = {
 
 
 def load(group: str) -> Any:
-    """The golden content of a group."""
+    """Return the golden content of a group."""
     return json.loads((DATA / f"{group}.json").read_text())
 
 

@@ -2,25 +2,21 @@
 
 import inspect
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
-from composing import OUR_CONFIG, REPOSITORY, compose_here
+from configs import REPOSITORY, composed
+from golden import golden_surface
+from golden.make import load
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.utils import get_object
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 import fusion_bench_featcal.compat  # noqa: F401
 from fusion_bench_featcal.suites.paths import SUITE_ROOT
 
 CHOSEN = ("method", "modelpool", "taskpool")  # by the user; other groups are included by these
-OPTIONS = [
-    (str(p.parts[0]), str(p.relative_to(p.parts[0]).with_suffix("")))
-    for p in sorted(f.relative_to(OUR_CONFIG) for f in OUR_CONFIG.rglob("*.yaml"))
-    if p.parts[0] not in ("hydra", "featcal_callback")  # all methods' YAMLs include them
-]
 HYDRA_KEYS = {"_target_", "_recursive_", "_partial_", "_convert_", "_args_", "_usage_", "_version_"}
 # Keys that FusionBench's pools pass by: they are read from the config, by our algorithm or (as
 # base_model) by other keys of the same file; `debug` by the console.
@@ -28,12 +24,15 @@ READ_FROM_CONFIG = {"default_taskpool", "featcal", "base_model", "debug"}
 LITERAL = ("method=featcal", "modelpool=clip-vit-base-patch32_TA8")
 
 
-@cache
-def composed(group: str, override: str) -> dict[str, Any]:
-    """A group of the program's config as plain values."""
-    plain = OmegaConf.to_container(compose_here(override)[group], resolve=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+def resolved(option: str) -> Any:
+    """A composed YAML among the program's other keys, with all interpolations resolved."""
+    group, *folders = option.split("/")[:-1]
+    program, config = composed(), golden_surface.composed()[option][group]
+    for folder in folders:  # composed by its whole name, a config lies as deep as its file
+        config = config[folder]
+    OmegaConf.set_struct(program, False)
+    program[group] = config
+    return OmegaConf.to_container(program[group], resolve=True)
 
 
 def targets(node: Any) -> Iterator[dict[str, Any]]:
@@ -45,7 +44,7 @@ def targets(node: Any) -> Iterator[dict[str, Any]]:
             yield from targets(child)
 
 
-def known_keys(target: Any) -> set[str] | None:
+def accepted_keys(target: Any) -> set[str] | None:
     """Keys a callable takes by name; None where any goes (a function with **kwargs)."""
     constructors = [target]
     if inspect.isclass(target):
@@ -60,52 +59,57 @@ def known_keys(target: Any) -> set[str] | None:
     return names if inspect.isclass(target) else None
 
 
+def test_keys_and_values_are_the_golden_ones():
+    result, golden = golden_surface.configs(), load("configs")
+    assert sorted(result) == sorted(golden)
+    for option, content in golden.items():
+        assert result[option] == content, option
+
+
 @pytest.mark.parametrize(
-    ("target", "taken", "misspelt"),
+    ("target", "key", "misspelt"),
     [
-        ("fusion_bench.modelpool.CLIPVisionModelPool", "train_datasets", "train_dataset"),
         ("fusion_bench.taskpool.CLIPVisionModelTaskPool", "fast_dev_run", "fast_devrun"),
         ("fusion_bench_featcal.algorithm.FeatCalAlgorithm", "ridge_lambda", "lambda"),
     ],
 )
-def test_misspelt_keys_are_told_apart(target, taken, misspelt):
-    keys = known_keys(get_object(target)) or set()
-    assert taken in keys and misspelt not in keys
+def test_misspelt_keys_are_told_apart(target: str, key: str, misspelt: str):
+    keys = accepted_keys(get_object(target)) or set()
+    assert key in keys and misspelt not in keys
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_composes_and_every_target_takes_its_keys(group, option, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    override = f"{group}={option}" if group in CHOSEN else f"+{group}={option}"
-    config = composed(group, override)
-    assert "_target_" in config or group not in CHOSEN
-    for node in targets(config):
-        target = get_object(node["_target_"])
-        keys = node.keys() - HYDRA_KEYS
-        known = known_keys(target)
-        if known is not None:
-            assert keys - known <= READ_FROM_CONFIG, node["_target_"]
-        # Required keys must be there: raises TypeError, naming the key.
-        signature = inspect.signature(target)
-        bind = signature.bind_partial if node.get("_partial_") else signature.bind
-        bind(*node.get("_args_", ()), **{key: node[key] for key in keys})
+@pytest.mark.parametrize("group", CHOSEN)
+def test_every_target_takes_its_keys(group: str):
+    for option in golden_surface.composed():
+        if not option.startswith(f"{group}/"):
+            continue
+        config = resolved(option)
+        assert "_target_" in config, option
+        for node in targets(config):
+            target = get_object(node["_target_"])
+            keys = node.keys() - HYDRA_KEYS
+            accepted = accepted_keys(target)
+            if accepted is not None:
+                assert keys - accepted <= READ_FROM_CONFIG, (option, node["_target_"])
+            # Required keys must be there: raises TypeError, naming the key.
+            signature = inspect.signature(target)
+            bind = signature.bind_partial if node.get("_partial_") else signature.bind
+            bind(*node.get("_args_", ()), **{key: node[key] for key in keys})
 
 
-@pytest.mark.parametrize("backbone", ["base-patch32", "base-patch16", "large-patch14"])
-@pytest.mark.parametrize("suite", ["TA8", "TALL14", "TALL20"])
-def test_alias_pool_is_the_original_with_a_task_pool_that_fits(
-    backbone, suite, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    name = f"clip-vit-{backbone}_{suite}"
-    alias = dict(composed("modelpool", f"modelpool={name}"))
-    original = composed("modelpool", f"modelpool=CLIPVisionModelPool/{name}")
+@pytest.mark.parametrize(
+    "name", ["base-patch32_TA8", "base-patch16_TALL14", "large-patch14_TALL20"]
+)
+def test_alias_pool_is_the_original_with_a_task_pool_that_fits(name: str):
+    alias: Any = resolved(f"modelpool/clip-vit-{name}")
+    config = composed(f"modelpool=CLIPVisionModelPool/clip-vit-{name}").modelpool
+    original: Any = OmegaConf.to_container(config, resolve=True)
     task_pool = alias.pop("default_taskpool")
     assert alias.pop("featcal") == {"compare_with": ["experts", "merged"]}
     assert alias == original
     assert task_pool["_target_"] == "fusion_bench_featcal.tasks.ClipTaskPool"
     assert task_pool["test_datasets"] == original["test_datasets"]
-    assert task_pool["base_model"] == f"openai/clip-vit-{backbone}"
+    assert task_pool["base_model"] == f"openai/clip-vit-{name.partition('_')[0]}"
     assert [task_pool[key] for key in ("clip_model", "processor", "data_processor")] == [None] * 3
 
 
@@ -117,23 +121,22 @@ def test_the_literal_command_composes_from_any_folder(start, tmp_path, monkeypat
     if start == "own_config":
         (tmp_path / "config" / "method").mkdir(parents=True)
         (tmp_path / "config" / "method" / "mine.yaml").write_text("scale: 1\n")
-    config = compose_here(*LITERAL)
+    config = composed(*LITERAL)
     assert config.method._target_ == "fusion_bench_featcal.algorithm.FeatCalAlgorithm"
     assert config.modelpool.models._pretrained_ == "openai/clip-vit-base-patch32"
     if start == "own_config":  # which comes first
         (tmp_path / "config" / "method" / "featcal.yaml").write_text("mine: true\n")
-        assert compose_here("method=featcal").method == {"mine": True}
+        assert composed("method=featcal").method == {"mine": True}
 
 
-@pytest.mark.parametrize("method", ["ties_merging", "wudi/wudi", "simple_average", None])
-def test_upstream_mergers_of_other_names_or_none(method, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
+@pytest.mark.parametrize("method", ["wudi/wudi", None])
+def test_upstream_merger_of_another_name_or_none(method):
     change = f"method@method.base_method={method}" if method else "method.base_method=null"
-    expected = compose_here(f"method={method}").method if method else None
-    assert compose_here(*LITERAL, change).method.base_method == expected
+    expected = composed(f"method={method}").method if method else None
+    assert composed(*LITERAL, change).method.base_method == expected
 
 
 def test_suite_resolver_gives_a_path_in_the_package():
-    compose_here()
-    config = OmegaConf.create({"data": "${featcal_suite:images/mini_mnist.npz}"})
+    composed()
+    config: DictConfig = OmegaConf.create({"data": "${featcal_suite:images/mini_mnist.npz}"})
     assert config.data == str(SUITE_ROOT / "images" / "mini_mnist.npz")

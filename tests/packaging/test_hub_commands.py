@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pytest
 import torch
 from cli_runs import screen
-from composing import compose_here
+from configs import composed
 from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from hub_mirror import Mirror
 from omegaconf import OmegaConf
@@ -56,7 +57,7 @@ def files_of_model(hub_id: str, folder: Path) -> dict[str, bytes]:
 
 
 def files_of_data(task: str, config: str) -> dict[str, bytes]:
-    """Pictures of a bundled suite with labels of the task's classes, and a card that names them."""
+    """Pictures of a bundled suite with labels of the task's classes, and a card."""
     classes = len(get_classnames_and_templates(task)[0])
     suite = load_split(ALL8[len(task) % len(ALL8)], "train")
     pictures = []
@@ -77,7 +78,7 @@ def files_of_data(task: str, config: str) -> dict[str, bytes]:
 
 def add_pool(mirror: Mirror, stand_ins: StandIns) -> None:
     """Add models and datasets that the run asks the hub for."""
-    pool: Any = OmegaConf.to_container(compose_here(*LITERAL).modelpool, resolve=True)
+    pool: Any = OmegaConf.to_container(composed(*LITERAL).modelpool, resolve=True)
     for hub_id in sorted(set(models_of(pool))):
         mirror.add(hub_id, files_of_model(hub_id, Path(stand_ins.model(hub_id))))
     for owner in (pool, pool["default_taskpool"]):
@@ -99,6 +100,7 @@ def run(folder: Path, environment: Mapping[str, str], *words: str) -> str:
     return done.text
 
 
+@pytest.mark.slow  # make test-hub
 def test_the_literal_command_runs_to_its_table_and_a_second_time_without_requests(tmp_path):
     with Mirror() as mirror:
         add_pool(mirror, StandIns(tmp_path / "made"))

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from composing import OUR_CONFIG, REPOSITORY
+from configs import REPOSITORY
 
 PLUGIN = REPOSITORY / "fusion_bench_featcal" / "_hydra_plugin"
 APP = """
@@ -16,7 +16,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-@hydra.main(version_base=None, config_path="{folder}", config_name="app")
+@hydra.main(version_base=None, config_path="config", config_name="app")
 def main(config):
     print([entry.provider for entry in HydraConfig.get().runtime.config_sources])
     print(OmegaConf.has_resolver("featcal_suite"), "fusion_bench" in sys.modules)
@@ -39,21 +39,17 @@ def run(words: list[str], folder: Path, environment: dict[str, str]):
     )
 
 
-@pytest.mark.parametrize("config", ["conf", "config"])
-def test_a_foreign_program_has_only_its_own_configs_and_groups(config, tmp_path, plugin_path):
-    """Its config folder may be ./config."""
+def test_a_foreign_program_has_only_its_own_configs_and_groups(tmp_path, plugin_path):
     folder = tmp_path / "app"
-    (folder / config / "method").mkdir(parents=True)
-    (folder / config / "app.yaml").write_text("size: 1\n")
-    (folder / config / "method" / "mine.yaml").write_text("size: 2\n")
-    (folder / "app.py").write_text(APP.format(folder=config))
+    (folder / "config" / "method").mkdir(parents=True)
+    (folder / "config" / "app.yaml").write_text("size: 1\n")
+    (folder / "config" / "method" / "mine.yaml").write_text("size: 2\n")
+    (folder / "app.py").write_text(APP)
     done = run(["app.py"], folder, plugin_path)
     assert done.stdout.splitlines() == ["['hydra', 'main', 'schema']", "False False"], done.stderr
     done = run(["app.py", "+method=featcal"], folder, plugin_path)
     assert done.returncode == 1
     assert "Available options in 'method':\n\tmine\n" in done.stderr
-    done = run(["app.py", "--help"], folder, plugin_path)
-    assert "method: mine\n" in done.stdout and "modelpool" not in done.stdout
 
 
 OURS = ["main", "fusion_bench_featcal", "fusion_bench_featcal"]
@@ -62,13 +58,12 @@ OURS = ["main", "fusion_bench_featcal", "fusion_bench_featcal"]
 @pytest.mark.parametrize(
     ("folder", "providers"),
     [
-        (str(OUR_CONFIG), OURS),
-        (f"file://{OUR_CONFIG}", OURS),
+        (str(REPOSITORY / "config"), OURS),
+        (f"file://{REPOSITORY}/config", OURS),
         ("{empty}", ["main"]),
         ("{root}", OURS),  # with FusionBench's root config
         (None, []),
         ("pkg://conf", ["main"]),
-        ("structured://", ["main"]),
     ],
 )
 def test_programs_of_a_config_folder_get_ours_if_it_is_fusion_benchs(
@@ -93,21 +88,12 @@ def test_programs_of_a_config_folder_get_ours_if_it_is_fusion_benchs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["fusion_bench", "fusion_bench.scripts.cli"])
-def test_fusion_bench_finds_the_configs_beside_a_foreign_folder(program, tmp_path, plugin_path):
+def test_fusion_bench_finds_the_configs_beside_a_foreign_folder(tmp_path, plugin_path):
     for folder in ("config/method", "elsewhere/modelpool"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "config/method/mine.yaml").write_text("size: 2\n")
     (tmp_path / "elsewhere/modelpool/pool.yaml").write_text("defaults: [clip-vit-mini_TA6]\n")
     words = ["--config-dir", "elsewhere", "modelpool=pool", "method=featcal", "--cfg", "job"]
-    done = run(["-m", program, *words], tmp_path, plugin_path)
+    done = run(["-m", "fusion_bench.scripts.cli", *words], tmp_path, plugin_path)
     assert "FeatCalAlgorithm" in done.stdout, done.stderr
     assert "mini_mnist" in done.stdout
-
-
-@pytest.mark.slow
-def test_featcal_finds_the_configs_beside_a_foreign_folder(tmp_path, plugin_path):
-    (tmp_path / "config/method").mkdir(parents=True)
-    words = ["-m", "fusion_bench_featcal.cli", "plan", "modelpool=clip-vit-mini_TA6"]
-    done = run(words, tmp_path, plugin_path)
-    assert done.returncode == 0, done.stderr

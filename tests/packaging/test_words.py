@@ -4,8 +4,6 @@ import runpy
 import tomllib
 from pathlib import Path
 
-import pytest
-
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SOURCE = '''\
 """Where texts begin."""  # anew
@@ -28,12 +26,11 @@ FINDINGS = [
 ]
 
 
-@pytest.mark.parametrize("finding", FINDINGS)
-def test_a_rule_finds_its_words(tmp_path: Path, finding: str):
+def test_a_rule_reports_its_words(tmp_path: Path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "a.py").write_text(SOURCE)
     (tmp_path / "page.md").write_text(PAGE)
     rules = tomllib.loads((SCRIPTS / "words.toml").read_text())
     rules["sources"] = {"folders": ["package"], "pages": ["*.md"]}
     script = runpy.run_path(str(SCRIPTS / "check_words.py"))
-    assert finding in list(script["findings"](tmp_path, rules))
+    assert set(FINDINGS) <= set(script["findings"](tmp_path, rules))
