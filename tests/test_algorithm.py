@@ -133,21 +133,16 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"family": "bert"}, r"method\.family must be auto, clip"),
     ({"compare_with": ["expert"]},
      "method.compare_with must be null or a list of base, experts, merged, got "),
-    ({"compare_with": 5}, "method.compare_with must be null or a list of .*got 5"),
     ({"base_method": "simple_average"}, r"method@method\.base_method=task_arithmetic"),
     ({"presets": ["a"]}, r"method\.presets must be null or a mapping of names to settings"),
-    ({"presets": {"a": None}}, r"method\.presets must be a mapping of names to settings"),
     ({"presets": {"a/b": {}}}, r"method\.presets: 'a/b' cannot name a file"),
     ({"presets": {"a": {}, "A": {}}}, r"method\.presets: .*'A' differs from 'a' only in case"),
     ({"presets": {"weak": {"lambda": 1}}}, r"method\.presets\.weak\.lambda.*ridge_lambda"),
     ({"presets": {"weak": {"mix_alpha": 7}}}, r"method\.presets\.weak\.mix_alpha must be"),
     ({"presets": {"weak": {"checkpoint_dir": "elsewhere"}}},
      r"presets\.weak\.checkpoint_dir.*method\.checkpoint_dir"),
-    ({"presets": {"x": {"calibration_data": {"one": "a.jsonl"}}}},
-     r"presets\.x\.calibration_data: set method\.calib"),
     ({"presets": {"weak": {}}, "save": "featcal:wek"},
      r"method\.save must be .*featcal:weak.*'featcal:weak'\)"),
-    ({"save": "base"}, r"method\.save must be .*got 'base'"),
 ]  # fmt: skip
 
 
@@ -228,21 +223,18 @@ def test_merged_model_of_the_pool_is_calibrated_and_keeps_dtype_and_class() -> N
 
 
 def test_checkpoints_of_presets_lie_apart_and_are_resumed(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"base_method": AVERAGE, "samples_per_task": 4}
+    options: dict[str, Any] = {"base_method": AVERAGE, "samples_per_task": 2}
+    options |= {"presets": {"weak": {"mix_alpha": 0.1}}, "checkpoint_dir": str(tmp_path)}
 
     def run(**more: Any) -> dict[str, torch.Tensor]:
         return dict(FeatCalAlgorithm(**options | more).run(suite_pool()).state_dict())
 
-    whole = run(stream_experts=False)
-    options |= {"presets": {"weak": {"mix_alpha": 0.1}}, "checkpoint_dir": str(tmp_path)}
-    first = run(stream_experts=True)  # experts that are loaded whole or not make the same model
+    first = run()
     assert (tmp_path / "blocks.json").is_file()
     assert (tmp_path / "preset-weak" / "block-0003.safetensors").is_file()
     with pytest.raises(CalibrationError, match=r"checkpoint_dir .*method\.resume=true"):
         run()
-    resumed = run(resume=True)
-    assert all(torch.equal(whole[n], first[n]) and torch.equal(t, first[n])
-               for n, t in resumed.items())  # fmt: skip
+    assert all(torch.equal(value, first[name]) for name, value in run(resume=True).items())
     with pytest.raises(CalibrationError, match=r"method\.ridge_lambda \(0\.05 then, 1\.0 now\)"):
         run(resume=True, ridge_lambda=1.0)
 
@@ -256,7 +248,6 @@ def test_read_budget_is_refused_if_an_expert_is_loaded_whole(tmp_path: Path) -> 
     inputs = MethodInputs(pool, None, SimpleNamespace(device=torch.device("cpu")))
     refusal = r"method\.expert_read_budget cannot be kept: expert 'mini_greek'.*loaded whole"
     for run in (
-        lambda: FeatCalAlgorithm(base_method=AVERAGE, **half).run(pool),
         lambda: FeatCalAlgorithm(base_method=AVERAGE, presets={"half": half}).run(pool),
         lambda: FeatCal(samples_per_task=4, **half).check(inputs),
     ):

@@ -117,16 +117,15 @@ def test_crash_leaves_the_old_model_or_the_new_one(moment: int, tmp_path: Path) 
 def test_full_disk_is_named_and_leaves_the_old_model(tmp_path: Path, monkeypatch) -> None:
     target, usage = tmp_path / "saved", namedtuple("usage", "total used free")
     save(1, target)
-    for error in (OSError(28, "No space left on device"), OSError(122, "Quota")):
 
-        def full(*_: Any, error: OSError = error, **__: Any) -> None:
-            raise error
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(torch, "save", full)
-        with pytest.raises(CalibrationError, match=r"saved: (No space|Quota).*4 KiB, and .* free"):
-            save(2, target)
-        assert value_at(target) == 1
-        assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CalibrationError, match=r"saved: No space.*4 KiB, and .* free"):
+        save(2, target)
+    assert value_at(target) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10, 10, 100))
     with pytest.raises(CalibrationError, match=r"too little room.*0 KiB are free"):
         save(2, tmp_path / "saved")
@@ -135,20 +134,18 @@ def test_full_disk_is_named_and_leaves_the_old_model(tmp_path: Path, monkeypatch
 
 
 HERE, EXPERT = "is the current folder or one above it", r"modelpool\.models\.one"
-PLACES: list[tuple[str, dict[str, Any], str]] = [  # FOLDER has a file and the folder of an expert
-    ("", {}, HERE), (".", {}, HERE), ("..", {}, HERE),
+TARGETS: list[tuple[str, dict[str, Any], str]] = [  # FOLDER has a file and the folder of an expert
+    ("", {}, HERE), ("..", {}, HERE),
     ("FOLDER/file", {}, "is a file"),
-    ("FOLDER/file/model", {}, "cannot write .*(File exists|Not a dir)"),
     ("/proc/nowhere/model", {}, "cannot write"),
-    ("FOLDER/expert", {}, EXPERT), ("FOLDER/expert/a/b", {}, EXPERT), ("FOLDER", {}, EXPERT),
+    ("FOLDER/expert/a/b", {}, EXPERT), ("FOLDER", {}, EXPERT),
     ("/proc", {}, "is a mount point"),
     ("new", {"max_shard_sise": "1GB"}, r"kwargs.*Pool cannot save with .*max_shard_sise"),
-    ("new", {"push_to_hub": True, "private": True}, r"kwargs.*Pool cannot save with .*private"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "options", "message"), PLACES)
-def test_places_and_options_are_refused_first(
+@pytest.mark.parametrize(("path", "options", "message"), TARGETS)
+def test_targets_and_options_are_refused_first(
     path: str, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch
 ) -> None:
     folder = tmp_path / "folder"
@@ -206,11 +203,12 @@ def models_in_memory() -> int:
 
 
 class Events:
-    """Events of a run, in order; and how many models were in memory at each evaluation."""
+    """Events of a run, in order, with the models that are evaluated."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[str] = []
-        self.held: dict[str, int] = {}
+        self.names: list[str] = []
+        self.states: dict[str, dict[str, Any]] = {}
+        self.in_memory: dict[str, int] = {}
         self.before = models_in_memory()  # that other tests left
         monkeypatch.setattr(results, "evaluate", self.evaluate)
         for owner, name in ((algorithm, "calibrate"), (CLIPVisionModel, "save_pretrained")):
@@ -218,14 +216,15 @@ class Events:
 
     def noted(self, name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.seen.append(name)
+            self.names.append(name)
             return function(*args, **kwargs)
 
         return call
 
     def evaluate(self, taskpool: Any, model: Any, *, name: str, tasks: Any, **_: Any) -> Any:
-        self.seen.append(name)
-        self.held[name] = models_in_memory() - self.before
+        self.names.append(name)
+        self.states[name] = {key: value.clone() for key, value in model.state_dict().items()}
+        self.in_memory[name] = models_in_memory() - self.before
         accuracy: dict[str, float] = {task: 0.5 for task in tasks or TASKS}
         return Evaluation({t: {"accuracy": a} for t, a in accuracy.items()}, accuracy, None)
 
@@ -243,27 +242,25 @@ def run(folder: Path, *, kwargs: Any = None, **options: Any) -> tuple[Any, Progr
     return method.run(program.modelpool), program
 
 
-def is_saved(model: Any, folder: Path) -> bool:
+def is_saved(state: Any, folder: Path) -> bool:
     saved = CLIPVisionModel.from_pretrained(folder / "saved").state_dict()
-    return all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+    return all(torch.equal(saved[name], value) for name, value in state.items())
 
 
-@pytest.mark.parametrize("stream", ["auto", pytest.param(False, marks=pytest.mark.slow)])
 def test_calibration_comes_first_then_saving_then_evaluations(
-    stream: Any, events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["fusion_bench", "method=featcal", "x={token: hf_secret}"])
-    every = ["base", "experts", "merged"]
-    model, program = run(tmp_path, stream_experts=stream, presets=PRESET, compare_with=every)
-    assert events.seen == [
+    model, program = run(tmp_path, presets=PRESET, compare_with=["base", "experts", "merged"])
+    assert events.names == [
         "calibrate", "save_pretrained", "featcal", "calibrate", "featcal:weak",
         "simple_average", "base", *TASKS,
     ]  # fmt: skip
-    assert max(events.held.values()) <= 3  # merged, featcal and the preset
-    assert max(events.held[name] for name in ("base", *TASKS)) <= 2  # and the returned one
-    assert is_saved(model, tmp_path)
+    assert max(events.in_memory.values()) <= 3  # merged, featcal and the preset
+    assert max(events.in_memory[name] for name in ("base", *TASKS)) <= 2  # and the returned one
+    assert is_saved(model.state_dict(), tmp_path) and is_saved(events.states["featcal"], tmp_path)
     program.save_merged_model(model)
-    assert events.seen.count("save_pretrained") == 1  # FusionBench's own saving has nothing to do
+    assert events.names.count("save_pretrained") == 1  # FusionBench's saving has nothing to do
     card = (tmp_path / "saved" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers")
     for text in (
@@ -277,15 +274,14 @@ def test_calibration_comes_first_then_saving_then_evaluations(
 @pytest.mark.parametrize("row", ["featcal:weak", pytest.param("merged", marks=pytest.mark.slow)])
 def test_chosen_row_is_saved_and_returned(row: str, events: Events, tmp_path: Path) -> None:
     model, program = run(tmp_path, save=row, presets=PRESET, compare_with=[])
-    assert events.seen.count("save_pretrained") == 1
-    evaluated = events.seen.index("featcal" if row == "merged" else row)
-    assert events.seen.index("save_pretrained") < evaluated
-    assert is_saved(model, tmp_path)
-    count = len(events.seen)
+    assert events.names.count("save_pretrained") == 1
+    evaluated = events.names.index("featcal" if row == "merged" else row)
+    assert events.names.index("save_pretrained") < evaluated
+    assert is_saved(model.state_dict(), tmp_path)
+    assert not is_saved(events.states["featcal"], tmp_path)
+    count = len(events.names)
     program.taskpool.evaluate(model)
-    assert len(events.seen) == count  # the row's evaluation is given again
-    other, _ = run(tmp_path / "other", presets=PRESET, compare_with=[])
-    assert not is_saved(other, tmp_path)
+    assert len(events.names) == count  # the row's evaluation is returned again
 
 
 def test_model_is_saved_though_its_evaluation_fails(
@@ -311,16 +307,11 @@ def test_card_can_be_left_out_and_never_replaces_a_users(events: Events, tmp_pat
 
 
 @pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
-@pytest.mark.parametrize(
-    ("setting", "calls"),
-    [({}, 1), ({"linear_kernel": "onednn"}, 1), ({"linear_kernel": "torch"}, 0)],
-)
-def test_evaluation_follows_the_setting(
-    setting: dict[str, Any], calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("kernel", "calls"), [("auto", 1), ("torch", 0)])
+def test_evaluation_follows_the_setting(kernel: str, calls: int, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "processor", lambda: kernels.SLOW_WITH_MKL)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    inputs, original, model = [], kernels._onednn_linear, nn.Linear(7, 4)
+    inputs, original = [], kernels._onednn_linear
 
     def counted(x: Any, weight: Any, bias: Any = None) -> Any:
         inputs.append(x)
@@ -329,13 +320,11 @@ def test_evaluation_follows_the_setting(
     def measured(model: Any) -> dict[str, dict[str, float]]:
         with torch.no_grad():
             output = model(torch.ones(2, 3, 7))
-        model(torch.ones(2, 7)).sum().backward()  # a task pool may train
         expected = model.weight.sum(1) + model.bias
         return {"cars": {"accuracy": float(torch.allclose(output, expected, atol=1e-5))}}
 
     monkeypatch.setattr(kernels, "_onednn_linear", counted)
     pool: Any = SimpleNamespace(evaluate=measured)
-    evaluation = evaluate(pool, model, name="one", **setting)
+    evaluation = evaluate(pool, nn.Linear(7, 4), name="one", linear_kernel=kernel)
     assert (evaluation.accuracy, evaluation.loss) == ({"cars": 1.0}, {"cars": None})
     assert len(inputs) == calls
-    torch.testing.assert_close(model.weight.grad, torch.full((4, 7), 2.0))
