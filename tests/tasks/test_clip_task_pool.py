@@ -119,47 +119,43 @@ def test_same_accuracies_as_fusion_benchs_own_pool_item_by_item(
         dataloader_kwargs={"batch_size": 3},  # type: ignore[arg-type]
     )
     reference.fabric = ours.fabric
-    seen = set()
-    for each in (base, model):
-        report, expected = ours.evaluate(each, name="model"), reference.evaluate(each)
+    accuracies = set()
+    for tower in (base, model):
+        report, expected = ours.evaluate(tower, name="model"), reference.evaluate(tower)
         assert list(ours.item_correct) == list(two_tasks)
         for task, correct in ours.item_correct.items():
             accuracy = report[task]["accuracy"]
             assert accuracy == pytest.approx(expected[task]["accuracy"], abs=1e-6)
-            seen.add(round(accuracy, 3))
+            accuracies.add(round(accuracy, 3))
             assert correct.dtype == torch.bool and correct.double().mean().item() == accuracy
             labels = torch.tensor([item["label"] for item in items[task]])
-            classes = predictions(clip_folder, each, processor, items[task], task)
+            classes = predictions(clip_folder, tower, processor, items[task], task)
             assert torch.equal(correct, classes == labels)
             names = items[task].classnames or []
             assert ours.item_classes[task] == [names[label] for label in labels]
         assert report["average"]["accuracy"] == pytest.approx(expected["average"]["accuracy"])
         assert report["model_info"] == expected["model_info"] | {"name": "model"}
-    assert len(seen) > 2 and seen - {0.0, 1.0}  # the comparison was not of trivial numbers
+    assert len(accuracies) > 2  # the comparison was not of trivial numbers
 
 
 def test_loss_is_a_mean_over_items_whatever_the_batch_size(make_pool, two_tasks, model):
-    single, whole, uneven, worker = (
+    single, uneven, worker = (
         make_pool(tasks=two_tasks, dataloader_kwargs=settings).evaluate(model)
-        for settings in (*({"batch_size": n} for n in (1, 28, 5)),
-                         {"batch_size": 5, "num_workers": 1})
-    )  # fmt: skip
+        for settings in ({"batch_size": 1}, {"batch_size": 5}, {"batch_size": 5, "num_workers": 1})
+    )
     assert worker == uneven
     for task in two_tasks:
         assert single[task]["loss"] > 0
-        assert whole[task]["loss"] == pytest.approx(single[task]["loss"], rel=1e-5)
         assert uneven[task]["loss"] == pytest.approx(single[task]["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("limit", "processed"), [(0, 80), (0.2, 68), (512, 40)])
-def test_pictures_of_tasks_that_fit_are_processed_once(
-    make_pool, two_tasks, model, limit, processed
-):
-    seen = []
-    processor = lambda image: seen.append(image) or channels_first(image)  # noqa: E731
-    pool = make_pool(tasks=two_tasks, data_processor=processor, pixel_cache_mb=limit)
-    assert pool.evaluate(model) == pool.evaluate(model)
-    assert len(seen) == processed  # 12 + 28 pictures twice, or some of them once
+def test_pictures_of_tasks_that_fit_are_processed_once(make_pool, two_tasks, model):
+    for limit, processed in ((0, 80), (0.2, 68), (512, 40)):  # of 12 + 28 pictures
+        pictures = []
+        processor = lambda image, p=pictures: p.append(image) or channels_first(image)  # noqa: E731
+        pool = make_pool(tasks=two_tasks, data_processor=processor, pixel_cache_mb=limit)
+        assert pool.evaluate(model) == pool.evaluate(model)
+        assert len(pictures) == processed
 
 
 def test_a_quick_run_takes_one_batch_which_is_not_taken_for_all(make_pool, two_tasks, model):
@@ -200,11 +196,11 @@ def test_surgery_models_get_the_tasks_name(make_pool, two_tasks, model):
 def test_calibration_and_evaluation_see_the_same_picture(make_pool, tmp_path, model):
     (tmp_path / "icons").mkdir()
     Image.new("RGBA", (28, 28), (0, 0, 0, 51)).save(tmp_path / "icons" / "icon.png")
-    seen = []
-    processor = lambda image: seen.append(image.tobytes()) or channels_first(image)  # noqa: E731
+    pixels = []
+    processor = lambda image: pixels.append(image.tobytes()) or channels_first(image)  # noqa: E731
     list(image_batches(load_images(str(tmp_path)), processor))
     make_pool(tasks={"a": {"data": str(tmp_path)}}, data_processor=processor).evaluate(model)
-    assert seen == 2 * [bytes([204]) * 3 * 28 * 28]
+    assert pixels == 2 * [bytes([204]) * 3 * 28 * 28]
 
 
 def table(names, columns=("image", "label")) -> datasets.Dataset:
@@ -248,16 +244,6 @@ def test_every_key_of_a_task_is_used(make_pool, shapes, base):
     assert get_classnames_and_templates("columns")[1][0]("star") == "a photo of a star."
 
 
-def test_own_names_may_change_with_a_warning(make_pool, shapes, caplog):
-    task = {"data": str(shapes), "classnames": RENAMED}
-    make_pool(tasks={"shapes": task})
-    make_pool(tasks={"shapes": task})
-    assert caplog.messages == []
-    make_pool(tasks={"shapes": {"data": str(shapes)}})
-    assert "'shapes'" in caplog.messages[0]
-    assert get_classnames_and_templates("shapes")[0] == list(SHAPES)
-
-
 def test_class_names_of_fusion_bench_are_used_in_the_order_of_tables_alone(
     make_pool, tmp_path, base
 ):
@@ -290,28 +276,19 @@ class StoredHeads(CLIPClassificationMixin):
         return self.zeroshot_weights[task]
 
 
-def stored_notes() -> list[Path]:
-    return sorted(cache_utils.DEFAULT_CACHE_DIR.rglob("metadata.json"))
-
-
 def test_stored_heads_of_a_pools_tasks_alone_are_made_again(make_pool, shapes):
-    tasks = {name: {"data": str(shapes)} for name in ("ours", "other")}
-    heads = StoredHeads(make_pool(tasks=tasks))
-    first = heads.head("ours")
-    heads.head("other")
-    assert len(stored_notes()) == 2
+    heads = StoredHeads(make_pool(tasks={n: {"data": str(shapes)} for n in ("ours", "other")}))
+    first, _ = heads.head("ours"), heads.head("other")
     task = {"data": str(shapes), "templates": "a drawing of a {}"}
     pool = make_pool(tasks={"ours": task})
-    (note,) = stored_notes()
+    (note,) = cache_utils.DEFAULT_CACHE_DIR.rglob("metadata.json")
     assert "other" in note.read_text()
     assert not torch.allclose(StoredHeads(pool).head("ours"), first)
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [b"", b"{", b"\xff\xfe\x00", b"[]", b"null", b'{"input_args": 3}',
-     b'{"input_args": {"task": 3}}', b'{"input_args": {"task": "\'shapez\'"}}'],
-)  # fmt: skip
+    "damage", [b"", b"\xff\xfe\x00", b"null", b'{"input_args": {"task": "\'shapez\'"}}']
+)
 def test_heads_with_a_damaged_note_are_deleted(make_pool, shapes, damage):
     note = cache_utils.DEFAULT_CACHE_DIR / "x/construct_classification_head/y/metadata.json"
     note.parent.mkdir(parents=True)
@@ -331,25 +308,17 @@ def test_heads_with_a_damaged_note_are_deleted(make_pool, shapes, damage):
         ({"dataloader_kwargs": {"batchsize": 3}},
          r"dataloader_kwargs: .* unexpected keyword argument 'batchsize'"),
         ({"dataloader_kwargs": {"shuffle": True}}, r"dataloader_kwargs\.shuffle must be false"),
-        ({"dataloader_kwargs": {"drop_last": True}}, r"dataloader_kwargs\.drop_last must be fal"),
         ({"tasks": ["x"]}, "taskpool.tasks must be a mapping from task names"),
         ({"x": "folder"}, "taskpool.tasks.x must be a mapping with a key data"),
         ({"x": {"clasnames": []}}, r"x: unknown key 'clasnames' \(nearest: 'classnames'"),
-        ({"x": {"data": 3}}, "x.data must be null or a path, a hub id or a mapping with _target_"),
         ({"x": {"data": {"path": "x"}}}, "x.data must be null or a path"),
         ({"x": {"split": 1}}, "x.split must be null or a text, got 1"),
-        ({"x": {"image_column": None}}, "x.image_column must be a text, got None"),
         ({"x": {"classnames_by": "x"}}, "classnames_by must be one of name, order, got 'x'"),
         ({"x": {"classnames": "cat, dog"}}, "x.classnames must be null or a list of different na"),
-        ({"x": {"classnames": []}}, "x.classnames must be null or a list of different names"),
         ({"x": {"classnames": [True, "maybe"]}}, "yes, no, on and off in quotes.*True"),
-        ({"x": {"classnames": ["a", "b", "a"]}}, "a list of different names"),
-        ({"x": {"templates": []}}, "x.templates must be null or prompts"),
         ({"x": {"templates": ["a photo"]}}, r"prompts with \{\} for the class name.*'a photo'"),
         ({"x": {"data": {"_target_": LOAD, "path": "SHAPES"}, "split": "test"}},
          r"tasks\.x: split 'test' has no effect where data\._target_"),
-        ({"x": {"data": {"_target_": "builtins.dict", "test": [1]}}},
-         "a mapping of test: set its _target_, or the split"),
         ({"x": {"data": "SHAPES/circle"}}, r"tasks\.x: .*circle' has no labels"),
         ({"x": {"data": "SHAPES/table.csv"}},
          r"tasks\.x: the data has no class names: set classnames"),
@@ -388,13 +357,11 @@ TWO = ["circle", "star"]
         ("x", [], {"classnames": TWO}, r"task 'x' has no test items"),
         ("x", MIXED, {"classnames": TWO, "data_processor": unsized},
          r"task 'x'.*\[3, 28, 28\] and \[3, 20, 30\].*taskpool\.processor"),
-        *(("mnist", rows(0), {"classnames": names}, r"tasks\.mnist\.classnames: .*'my_mnist'")
-          for names in (["zero", *DIGITS[1:]], DIGITS[:9], [*DIGITS, "ten"])),
+        ("mnist", rows(0), {"classnames": DIGITS[:9]}, r"tasks\.mnist\.classnames: .*'my_mnist'"),
         ("mnist", rows(0), {"templates": "x {}"}, "FusionBench has other templates for 'mnist'"),
         *(("x", rows(0), {"classnames": TWO, key: "who/clip"},
            rf"taskpool\.{setting}=who/clip: .*HF_HUB_OFFLINE is set")
-          for key, setting in (("base_model", "processor"), ("processor", "processor"),
-                               ("clip_model", "clip_model"))),
+          for key, setting in (("base_model", "processor"), ("clip_model", "clip_model"))),
         ("x", rows(0), {"classnames": TWO, "base_model": None}, "taskpool.processor is not set"),
     ],
 )  # fmt: skip

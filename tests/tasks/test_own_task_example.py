@@ -88,13 +88,3 @@ def test_an_expert_trained_as_printed_takes_the_bundled_one_s_place(workplace, t
     one_image = 100 / 144
     assert float(printed["expert"]) == pytest.approx(100 * accuracy["experts"], abs=2 * one_image)
     assert float(printed["base"]) == pytest.approx(100 * accuracy["base"], abs=2 * one_image)
-
-
-def test_an_expert_is_tested_on_the_classes_it_was_trained_on(workplace, tmp_path):
-    for folder in ("train/a", "test/b"):
-        (tmp_path / folder).mkdir(parents=True)
-        shutil.copy(next((workplace / "my_alphabet/test").glob("*/*")), tmp_path / folder)
-    script = runpy.run_path(str(workplace / "train_expert.py"))
-    with pytest.raises(SystemExit, match="test: no training images of b; expected a folder"):
-        script["train"](tmp_path / "train", tmp_path / "expert", tmp_path / "test")
-    assert not (tmp_path / "expert").exists()
