@@ -58,7 +58,7 @@ def test_a_family_of_ones_own_is_named_in_yaml(tmp_path: Path, monkeypatch: Any,
 
 
 def test_python_api_calibrates_the_bundled_suite():
-    table = runpy.run_path(str(EXAMPLES / "python_api.py"))["main"](samples=8, test_images=40)
+    table = runpy.run_path(str(EXAMPLES / "python_api.py"))["main"](samples=4, test_images=20)
     assert list(table) == list(image.TA6)
     merged, calibrated = (fmean(row[column] for row in table.values()) for column in (0, 1))
     assert calibrated > merged
@@ -86,14 +86,6 @@ def test_an_example_is_copied_with_its_files(name: str, tmp_path: Path):
         program, *words = shlex.split(command)
         assert program == "fusion_bench" or any((folder / w).is_file() for w in (program, *words))
     assert [path.name for path in folder.parent.iterdir()] == ["folder"]
-
-
-def test_an_example_is_copied_into_the_working_folder(tmp_path: Path, monkeypatch: Any):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    assert featcal("example", "own-method", ".").out.startswith("cd .\n")
-    assert [path.name for path in Path().iterdir()] == ["my_methods.py"]
-    assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
 def test_mistakes_get_one_line(tmp_path: Path):

@@ -46,15 +46,8 @@ def test_loggers_get_accuracies_settings_and_one_step_of_drift_per_block(
     assert [(r.levelno, r.getMessage()) for r in caplog.records] == [(logging.WARNING, message)]
     with open(tmp_path / "CSVLogger" / "metrics.csv", newline="") as file:
         first, second = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
-    drift = {
-        f"{ROW}/relative_drift_{moment}/{task}": value
-        for moment, task, value in (
-            ("before", "a", 1.0),
-            ("before", "b", 3.0),
-            ("after", "a", 1.0),
-            ("after", "b", 1.0),
-        )
-    }
+    sizes = {"before/a": 1.0, "before/b": 3.0, "after/a": 1.0, "after/b": 1.0}
+    drift = {f"{ROW}/relative_drift_{name}": size for name, size in sizes.items()}
     accuracies = {f"task_arithmetic/{name}": value for name, value in (
         ("accuracy/a", 0.5), ("accuracy/b", 0.6), ("average", 0.55), ("featcal_plus/average", 0.75),
         ("featcal_plus/accuracy/a", 0.7), ("featcal_plus/accuracy/b", 0.8))}  # fmt: skip

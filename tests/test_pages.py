@@ -47,16 +47,12 @@ def test_results_of_the_make_targets_are_taken(
     assert taken["rows"][0]["runs"] == 2 and taken["device"] == {"cpu": "x"}
 
 
-@pytest.mark.parametrize(
-    ("row", "text"),
-    [
+def test_an_average_has_its_interval_and_the_worst_gap() -> None:
+    for changes, text in (
         ({"deviation": {"average": 0.01}, "runs": 2}, "**80.0 ± 9.0** (50 %)"),
-        ({"half_width": 0.01, "seeds": 3}, "**80.0 ± 1.0** (50 %)"),
         ({"half_width": 0.0, "seeds": 1}, "**80.0** (50 %)"),
         ({"name": "merger"}, "**80.0**"),
-    ],
-)
-def test_an_average_has_its_interval_and_the_worst_gap(row: dict[str, Any], text: str) -> None:
-    usual = {"name": "featcal", "upstream": "merger", "worst_recovered_gap": 0.5}
-    prepared = comparison_tables.prepared(usual | {"accuracy": {"average": 0.8}} | row)
-    assert comparison_tables.average(prepared, "80.0") == text
+    ):
+        row: dict[str, Any] = {"name": "featcal", "upstream": "merger", "worst_recovered_gap": 0.5}
+        prepared = comparison_tables.prepared(row | {"accuracy": {"average": 0.8}} | changes)
+        assert comparison_tables.average(prepared, "80.0") == text

@@ -104,23 +104,17 @@ def test_split_folders(tmp_path):
     ("folders", "classnames", "by", "expected"),
     [
         (TWELVE, None, "name", list(range(12))),  # numbers are sorted as numbers
-        (TWELVE, [f"class {n}" for n in range(12)], "name", list(range(12))),
         (["00", "02"], ["a", "b", "c"], "name", [0, 2]),  # numbers from zero are positions
         (["a", "b"], ["b", "c", "a"], "name", [2, 0]),  # all known
         (["a", "b"], ["b", "a"], "order", [0, 1]),  # order goes before names
         (["a", "b"], ["b", "a"], "either", [1, 0]),
-        (["n01", "n02"], ["cat", "dog"], "order", [0, 1]),  # all unknown
-        (["n01", "n02"], ["cat", "dog"], "either", [0, 1]),
+        (["n01", "n02"], ["cat", "dog"], "either", [0, 1]),  # all unknown
         (["cat", "dog", "x"], ["cat", "dog", "y"], "name", [0, 1, 2]),  # common ones in place
-        (["cat", "dog", "x"], ["dog", "cat", "y"], "either", [0, 1, 2]),  # as FusionBench does
         (["n01", "n02"], ["cat", "dog"], "name",
          r"2 classes \('n01', 'n02'\) and 2 .*do not match\. No class name: 'n01'.*_by: order"),
         (["1", "2"], ["a", "b"], "name", "No class name: '1'"),
-        (["0", "2"], ["a", "b"], "name", "No class name: '0'"),
         (["n01"], ["cat", "dog"], "order", "1 classes .* and 2 classnames"),
         (["bird_", "cat", "dog"], ["dog", "cat", "bird"], "name", "3 classes .*nearest: 'bird'"),
-        (["cat", "catt", "dog"], ["cat", "dog"], "name", "3 cl.* 2 cl.*'catt' .*nearest: 'cat'"),
-        (["a"], ["a"], "place", "classnames_by must be name or order, got 'place'"),
     ],
 )  # fmt: skip
 def test_class_folders_and_class_names(tmp_path, folders, classnames, by, expected):
@@ -142,16 +136,12 @@ def test_class_folders_and_class_names(tmp_path, folders, classnames, by, expect
     [
         (["b", "a", "b"], None, ([1, 0, 1], ["a", "b"])),
         (["10", "9"], None, ([1, 0], ["9", "10"])),
-        (["b", "a"], ["b", "c", "a"], ([0, 2], ["b", "c", "a"])),
         (["1", "0"], ["cat", "dog"], ([1, 0], ["cat", "dog"])),
         ([0, 4], None, ([0, 4], None)),
         ([1.0], ["cat", "dog"], ([1], ["cat", "dog"])),
-        ([True], ["cat", "dog"], ([1], ["cat", "dog"])),
         ([0, 2], ["cat", "dog"], r"item 1: label 2 is out of range \(0\.\.1"),
-        ([0, -1], ["cat", "dog"], r"item 1: label -1 is out of range \(0\.\.1"),
         ([-1], None, r"item 0: label -1 is out of range \(0 and above"),
         ([1.5], ["cat", "dog"], "label 1.5 is neither an integer nor a class name"),
-        ([0, None], ["cat", "dog"], "item 1: label None is neither an integer nor a class name"),
         (["cat", "dogg"], ["cat", "dog"], "1: label 'dogg' is none of the 2 class names.*'dog'"),
     ],
 )
@@ -187,14 +177,9 @@ def test_damaged_and_missing_files_are_named(shapes):
         ("table.xlsx", {}, r"tables end in .*got '\.xlsx'"),
         ("empty.csv", {}, r"empty\.csv' is empty"),
         ("broken.jsonl", {}, r"broken\.jsonl' is not readable as json"),
-        ("numbers.csv", {}, "item 0: not an image but int"),
         ("hidden", {}, "has no images"),
         (".", {}, r"00\.png.*beside class folders \(circle or"),
         ("./no/such", {}, r"data '\./no/such' does not exist"),
-        ("no/such/folder", {}, "data 'no/such/folder' does not exist"),
-        ("missing.csv", {}, r"data 'missing\.csv' does not exist"),
-        ("/no_such", {}, "data '/no_such' does not exist"),
-        ("pictures", {}, r"'pictures' .*: give a path .* hub dataset, set split"),
         ("shapes/trian", {}, r"neither.*: correct the path, or, if .* split .*train or test\)$"),
         ("who/what", {"split": "test"}, r"'who/what', split 'test'.*HF_HUB_OFFLINE"),
     ],
@@ -202,8 +187,7 @@ def test_damaged_and_missing_files_are_named(shapes):
 def test_refused_paths(shapes, path, options, message, monkeypatch):
     monkeypatch.chdir(shapes)
     write_table(shapes, ".csv")
-    for name, text in {"numbers.csv": "image\n1\n", "broken.jsonl": '{"image": '}.items():
-        (shapes / name).write_text(text)
+    (shapes / "broken.jsonl").write_text('{"image": ')
     for name in ("table.xlsx", "empty.csv"):
         (shapes / name).touch()
     (shapes / "hidden").mkdir()

@@ -78,60 +78,43 @@ def built(request, tmp_path_factory):
     return folder, request.param, lines
 
 
-def test_checkpoints_load_in_float32_with_plain_transformers(built):
+def test_checkpoints_load_in_float32_and_experts_keep_what_is_shared(built):
     folder, suite, _ = built
     (whole, expert, processor), tasks = SUITES[suite]
     if processor is not None:
         processor.from_pretrained(folder / "pretrained")
-    for name in ("pretrained", *tasks):
-        stored = load_file(folder / name / "model.safetensors")
-        assert {t.dtype for t in stored.values() if t.is_floating_point()} == {torch.float16}
+    stored = {n: load_file(folder / n / "model.safetensors") for n in ("pretrained", *tasks)}
+    for name, tensors in stored.items():
+        assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.float16}
         model = (whole if name == "pretrained" else expert).from_pretrained(folder / name)
-        kept, loaded = model.state_dict(), dict(model.named_parameters())
-        loaded |= {key: value for key, value in model.named_buffers() if key in kept}
-        prefix = "" if loaded.keys() <= stored.keys() else "vision_model."  # transformers >= 5.6
-        for key, value in loaded.items():
-            assert torch.equal(value, stored[prefix + key].to(value.dtype)), key
-        assert {v.dtype for v in model.parameters()} == {torch.float32}
-        assert len(stored) == len(loaded)
-
-
-def test_an_expert_changes_no_embedding_no_text_tower_and_no_shared_head(built):
-    folder, suite, _ = built
-    task = SUITES[suite][1][0]
-    base, expert = (load_file(folder / n / "model.safetensors") for n in ("pretrained", task))
-    changed = {name for name, tensor in expert.items() if not torch.equal(tensor, base[name])}
-    same = expert.keys() - changed
+        prefix = "" if model.state_dict().keys() & tensors.keys() else "vision_model."
+        for key, value in model.named_parameters():
+            assert torch.equal(value, tensors[prefix + key].float()), key
+    base, expert = stored["pretrained"], stored[tasks[0]]
+    unchanged = {name for name, tensor in expert.items() if torch.equal(tensor, base[name])}
     if suite == RESNET:
-        assert same == HEAD
+        assert unchanged == HEAD
         return
-    assert len(changed) > 0.8 * len(expert)
+    assert len(unchanged) < 0.2 * len(expert)
     if suite == CLIP:
         assert expert.keys() == {name for name in base if name.startswith("vision_model.")}
     else:  # the embedding is the head as well
-        assert same and not changed & EMBEDDINGS
+        assert unchanged & EMBEDDINGS
 
 
 def test_record_and_checksums(built):
-    folder, suite, lines = built
+    folder, suite, _ = built
     record = json.loads((folder / "MEASURED.json").read_text(encoding="utf-8"))
-    assert record["seed"] == 1
-    assert record["recipe"]["pretraining"]["steps"] == 2
-    assert record["versions"]["torch"] == torch.__version__
-    rows, tasks = record["accuracies"], SUITES[suite][1]
-    if suite == CLIP:
-        assert list(rows) == ["alphabets2"]
-        rows = rows["alphabets2"]
+    assert (record["seed"], record["recipe"]["pretraining"]["steps"]) == (1, 2)
+    rows = record["accuracies"]["alphabets2"] if suite == CLIP else record["accuracies"]
     assert list(rows) == ["base", "experts", "simple_average", "task_arithmetic"]
     for row in rows.values():
-        assert list(row) == [*tasks, "average"]
-        assert row["average"] == pytest.approx(sum(row[task] for task in tasks) / len(tasks))
-    assert f"{suite}: {tasks[-1]}, 2 steps" in lines
+        assert list(row) == [*SUITES[suite][1], "average"]
     assert not (folder / build_suite.STAGES).exists()
     assert check(folder) == []
 
 
-@pytest.mark.parametrize("built", [CLIP, "flan-t5-mini"], indirect=True)
+@pytest.mark.parametrize("built", [CLIP], indirect=True)
 def test_a_stopped_build_resumes_and_gives_the_same_files(built, tmp_path):
     folder, suite, _ = built
     tasks = SUITES[suite][1]
@@ -156,14 +139,11 @@ def test_pretraining_caps_the_logit_scale(tmp_path):
     builder = clip_builder.ClipBuilder("", tmp_path, image.ALPHABETS2, recipe, 0, lambda _: None)
     model = builder.new_model()
     model.logit_scale.data.fill_(9.0)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
     builder.pretrain(model)
-    changed = {n for n, value in model.state_dict().items() if not torch.equal(value, before[n])}
-    assert {name.split(".")[0] for name in changed} >= {"vision_model", "text_model", "logit_scale"}
     assert 29.9 < model.logit_scale.exp().item() < 30.001
 
 
-@pytest.mark.parametrize("name", image.ALL8)
+@pytest.mark.parametrize("name", image.ALL8[::3])
 def test_painted_pixels_are_those_of_loader_and_processor(name):
     grey, _ = clip_builder.load_training_set(name)
     items = [image.load_split(name, "train")[index]["image"] for index in range(4)]
@@ -175,12 +155,9 @@ def test_painted_pixels_are_those_of_loader_and_processor(name):
 
 def test_unknown_tasks_and_folders_in_use_are_refused_before_training(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("keep")
-    words = ["suite", "build", "--out", str(tmp_path / "new"), "--suite"]
-    for suite, task, kind in ((CLIP, "mini_nothing", "image"), ("llama-mini", "trec", "text")):
-        assert main([*words, suite, "--task", task]) == 2
-        assert f"no {kind} task {task!r}" in capsys.readouterr().err
-    assert main(["suite", "build", "--suite", CLIP, "--out", str(tmp_path)]) == 2
+    words = ["suite", "build", "--suite", CLIP, "--out"]
+    assert main([*words, str(tmp_path / "new"), "--task", "mini_nothing"]) == 2
+    assert "no image task 'mini_nothing'" in capsys.readouterr().err
+    assert main([*words, str(tmp_path)]) == 2
     assert "is not empty" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="no suite 'gpt-mini'; there are clip-vit-mini"):
-        build(tmp_path / "new", "gpt-mini")
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine.txt"]

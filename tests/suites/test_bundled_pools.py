@@ -66,7 +66,7 @@ def test_the_pool_loads_the_base_and_all_experts(name):
     pool = pool_of(name)
     base = pool.load_model("_pretrained_")
     shapes = {key: value.shape for key, value in base.state_dict().items()}
-    for task in TASKS[name]:
+    for task in TASKS[name][:3]:
         expert = pool.load_model(task)
         assert isinstance(expert, CLASSES[name])
         assert {key: value.shape for key, value in expert.state_dict().items()} == shapes
@@ -83,8 +83,8 @@ def test_the_pool_loads_the_base_and_all_experts(name):
 @pytest.mark.parametrize(
     ("name", "target", "row", "tasks"),
     [
-        (f"{CLIP}_alphabets2", None, "simple_average", image.ALPHABETS2),
-        (f"{CLIP}_TA6", "fusion_bench.taskpool.CLIPVisionModelTaskPool", "base", image.TA6[3:]),
+        (f"{CLIP}_alphabets2", None, "simple_average", image.ALPHABETS2[:1]),
+        (f"{CLIP}_TA6", "fusion_bench.taskpool.CLIPVisionModelTaskPool", "base", image.TA6[:1]),
         ("flan-t5-mini_TA6", None, "simple_average", ["clinc_auto"]),
         ("llama-mini_TA6", None, "simple_average", ["clinc_auto"]),
         (RESNET, None, "simple_average", ["mini_notmnist"]),
@@ -118,14 +118,9 @@ def test_heads_for_adamerging_and_its_kin_are_built_from_the_pool_alone(tmp_path
     assert heads.zeroshot_weights["mini_balinese"].shape == (24, 64)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("method=task_arithmetic",),
-     ("method=featcal_baselines/regmean", "method.samples_per_task=8")],
-)  # fmt: skip
-def test_mergers_take_batch_norms_counts(words):
+def test_mergers_take_batch_norms_counts():
     pool = pool_of(RESNET)
-    config = composed(f"modelpool={RESNET}", *words).method
+    config = composed(f"modelpool={RESNET}", "method=task_arithmetic").method
     merged = run_merger(None, config, pool, "method.base_method").state_dict()
     counts = {v.dtype for name, v in merged.items() if name.endswith("num_batches_tracked")}
     assert counts == {torch.int64}
@@ -135,16 +130,10 @@ def test_mergers_take_batch_norms_counts(words):
 
 @pytest.mark.slow
 def test_the_command_repairs_the_merged_network(tmp_path):
-    def run(method: str, log: str) -> Any:
-        words = [f"method={method}", f"modelpool={RESNET}", "method.samples_per_task=64"]
-        return fusion_bench([*words, f"path.log_dir={tmp_path}/{log}"], tmp_path)
-
-    output, only = run("featcal", "log").stdout, "featcal:batch_norm_only"
-    report = Report.load(tmp_path / "log")
-    recovered = report.recovered_gap
+    words = ["method=featcal", f"modelpool={RESNET}", "method.samples_per_task=64"]
+    output = fusion_bench([*words, f"path.log_dir={tmp_path}/log"], tmp_path).stdout
+    report, only = Report.load(tmp_path / "log"), "featcal:batch_norm_only"
     assert all(row in output for row in ("featcal", "featcal:plus", only))
+    recovered = report.recovered_gap
     assert (recovered[only] or 0) > 0.2 and (recovered["featcal:plus"] or 0) > 0.5
     assert list(report.settings[only]["modules"]) == ["normalization"]
-    run("featcal_baselines/batch_norm_statistics", "alone")
-    alone = Report.load(tmp_path / "alone").rows["batch_norm_statistics"]
-    assert alone == report.rows[only]

@@ -12,7 +12,7 @@ from configs import composed
 from fusion_bench.utils import instantiate
 from hydra.utils import get_class, get_method
 from safetensors.torch import load_file
-from tiny_open_clip import Tower, clip_twin, converted
+from tiny_open_clip import Tower
 from torch import nn
 from transformers import CLIPModel
 
@@ -48,15 +48,6 @@ def test_yaml_differs_from_the_suite_it_was_converted_from_where_it_must_only():
     assert {k: v for k, v in pool.featcal.items() if k != "compare"} == origin.featcal
 
 
-def test_converted_model_is_the_same_function():
-    twin = clip_twin(seed=3)
-    tower = converted(twin)
-    pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    with torch.no_grad():
-        expected = twin(pixel_values=pixels).pooler_output @ tower.get_parameter("proj")
-        torch.testing.assert_close(tower(pixels), expected)
-
-
 def test_weights_of_the_suite_are_a_whole_tower():
     weights = tower_weights("mini_latin")
     like = Tower(depth=4).state_dict()
@@ -72,15 +63,13 @@ def test_weights_of_the_suite_are_a_whole_tower():
         to_open_clip({"encoder.layers.0.self_attn.q_norm.weight": torch.ones(2)})
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("operator torchvision::nms does not exist")])
-def test_missing_open_clip_says_what_to_install(monkeypatch, error):
+def test_missing_open_clip_says_what_to_install(monkeypatch):
     def refuse(name: str) -> None:
-        raise error or ImportError(f"No module named {name!r}")
+        raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr("fusion_bench_featcal.suites.open_clip.import_module", refuse)
     pool = instantiate(composed(POOL).modelpool, _recursive_=False)
-    reason = "torchvision::nms" if error else "No module named 'open_clip"
-    with pytest.raises(CalibrationError, match=rf"_pretrained_.*{reason}.*\[openclip\]"):
+    with pytest.raises(CalibrationError, match=r"_pretrained_.*'open_clip.*\[openclip\]"):
         load_pool_model(pool, "_pretrained_")
 
 
@@ -92,8 +81,6 @@ def test_pool_saves_weights_and_loads_its_processor(tmp_path):
     assert set(stored) == set(model.state_dict())
     assert all(torch.equal(stored[name], t) for name, t in model.state_dict().items())
     assert type(pool.load_processor()).__name__ == "CLIPProcessor"
-    own = OpenClipPool({"a": model}, processor=len)
-    assert own.load_processor() is len
 
 
 def accuracy(model: nn.Module) -> float:
