@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fusion_bench.modelpool import CLIPVisionModelPool
-from image_pools import AVERAGE, suite_pool
+from image_pools import AVERAGE
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 from sample_pools import Pool
@@ -25,9 +25,7 @@ from fusion_bench_featcal.calibration_data import calibration_batches, draw_samp
 from fusion_bench.modelpool import CausalLMPool, Dinov2ForImageClassificationPool
 
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench.own_data import with_own_data
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
-from fusion_bench_featcal.lab.rivals import FeatCal
 
 
 def numbered(count: int) -> list[dict]:
@@ -49,9 +47,8 @@ def drawn(pool: Any, tasks: Any = ("a",), **changes: Any) -> dict[str, list[int]
 
 def test_batches_hold_distinct_samples_in_batch_size():
     batches = calibration_batches(Pool(a=numbered(30)), ["a"], settings(), channels_first)
-    for _ in range(2):
-        shapes = [batch["pixel_values"].shape for batch in batches["a"]]
-        assert shapes == [(4, 3, 2, 2), (4, 3, 2, 2), (2, 3, 2, 2)] and len(batches["a"]) == 3
+    assert [len(batch["pixel_values"]) for batch in batches["a"]] == [4, 4, 2]
+    assert len(batches["a"]) == 3
     assert len(set(drawn(Pool(a=numbered(30)))["a"])) == 10
 
 
@@ -92,14 +89,14 @@ class Unreadable(list):
         raise OSError("disk on fire")
 
 
-ITEMS: list[tuple[Any, str]] = [
-    (Unreadable(numbered(10)), r"item \d+ cannot be read \(disk on fire"),
-    ([{"image": picture(n, (4 + (n == 7), 4))} for n in range(10)],
-     r"sizes.*\[3, 4, [45]\] and \[3, 4, [45]\].*modelpool\.processor"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("items", "message"), ITEMS)
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (Unreadable(numbered(10)), r"item \d+ cannot be read \(disk on fire"),
+        ([{"image": picture(n, (4 + (n == 7), 4))} for n in range(10)],
+         r"sizes.*\[3, 4, [45]\] and \[3, 4, [45]\].*modelpool\.processor"),
+    ],
+)  # fmt: skip
 def test_items_that_cannot_be_used_are_named_when_they_are_read(items, message):
     batches = calibration_batches(Pool(a=items), ["a"], settings(batch_size=1), channels_first)
     with pytest.raises(CalibrationError, match=f"task 'a'.*{message}"):
@@ -120,8 +117,6 @@ REFUSED: list[tuple[Any, str, dict[str, Any], str]] = [
       for entry, message in (
           ({"_target_": LOAD, "path": "./nowhere"}, "cannot be loaded: data './nowhere' does not"),
           ({"_target_": LOAD, "path": "./nowhere", "splitt": "x"}, "cannot be loaded: .*'splitt'"),
-          ({"_target_": LOAD, "path": "who/what"}, r"correct the path, .*train or test\)\.$"),
-          ({"_target_": LOAD, "path": "who/what", "split": "train"}, "'who/what'.*HF_HUB_OFFL"),
           ({"_target_": "datasets.load_dataset", "path": "who/what"},
            "'who/what'.*HF_HUB_OFFLINE is"),
           ("who/what", "who/what.*HF_HUB_OFFLINE is"))),
@@ -166,25 +161,13 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor])
 
 def test_own_data_give_the_model_of_the_same_data_of_the_pool(texts: Texts) -> None:
     models, files = texts
-    pool, lazy = pool_of(models), pool_of(models, lazy=True)
-    calibrated = weights(pool, calibration_data=files)
+    calibrated = weights(pool_of(models), calibration_data=files)
     assert_same(calibrated, weights(with_data(pool_of(models))))
     table = {"_target_": "datasets.load_dataset", "path": "json", "split": "train"}
     configs = {task: table | {"data_files": file} for task, file in files.items()}
-    assert_same(calibrated, weights(pool, calibration_data=OmegaConf.create(configs)))
-    assert pool._train_datasets is None
-    assert_same(calibrated, weights(lazy, calibration_data=files, stream_experts=False))
-    assert lazy.enable_lazy_loading
-
-
-def test_own_data_replace_those_of_the_split_and_leave_others() -> None:
-    pool = suite_pool()
-    pool._val_datasets = {"mini_greek": "a", "mini_latin": "b"}
-    settings = FeatCalSettings(calibration_split="val", calibration_data={"mini_greek": "c"})
-    view = with_own_data(pool, settings)
-    assert view._val_datasets == {"mini_greek": "c", "mini_latin": "b"}
-    assert pool._val_datasets == {"mini_greek": "a", "mini_latin": "b"}
-    assert with_own_data(pool, FeatCalSettings()) is pool
+    lazy = pool_of(models, lazy=True)
+    assert_same(calibrated, weights(lazy, calibration_data=OmegaConf.create(configs)))
+    assert lazy.enable_lazy_loading and lazy._train_datasets is None
 
 
 @pytest.mark.parametrize(
@@ -193,15 +176,11 @@ def test_own_data_replace_those_of_the_split_and_leave_others() -> None:
         ({}, r"task 'one' .*\+method\.calibration_data\.one"),
         ({"calibration_data": {"onne": "a.jsonl"}},
          r"calibration_data\.onne: .* no expert 'onne' \(nearest: 'one'\)"),
-        ({"calibration_data": dict.fromkeys(TASKS, "no.jsonl")},
-         r"calibration_data\.one.*does not exist"),
     ],
 )  # fmt: skip
 def test_own_data_that_cannot_be_used_are_named(settings: Any, message: str, texts: Texts) -> None:
     with pytest.raises(CalibrationError, match=message):
         weights(pool_of(texts[0]), **settings)
-    with pytest.raises(ValueError, match=r"calibration_data: .* modelpool\.train_datasets"):
-        FeatCal(calibration_data={"one": "a.jsonl"})
 
 
 @pytest.fixture
@@ -229,11 +208,9 @@ def test_processor_of_classifiers_is_the_bases_unless_another_is_named(
     other = str(tmp_path / "other")
     target = {"_target_": "transformers.AutoImageProcessor.from_pretrained"}
     target["pretrained_model_name_or_path"] = other
-    configs = {name: {"config_path": folder} for name, folder in classifiers.items()}
-    for entries in (classifiers, configs):  # FusionBench's own method fails on plain names
-        for named, width in ((None, 28), (other, 14), (target, 14)):
-            loaded = load_input_processor(classifier_pool(entries, named))
-            batch = loaded(Image.new("RGB", (40, 40)), return_tensors="pt")
-            assert batch["pixel_values"].shape[-1] == width
+    for value, width in ((None, 28), (other, 14), (target, 14)):
+        loaded = load_input_processor(classifier_pool(classifiers, value))
+        batch = loaded(Image.new("RGB", (40, 40)), return_tensors="pt")
+        assert batch["pixel_values"].shape[-1] == width
     with pytest.raises(CalibrationError, match=r"modelpool\.processor=nobody/none: there is"):
         load_input_processor(classifier_pool(classifiers, "nobody/none"))

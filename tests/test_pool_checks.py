@@ -34,7 +34,7 @@ from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels, load_pool_model
 from fusion_bench_featcal.fusionbench.program import take_default_taskpool
-from fusion_bench_featcal.lab.rivals import RegMeanAlgorithm, RidgeSurgeryAlgorithm
+from fusion_bench_featcal.lab.rivals import RidgeSurgeryAlgorithm
 
 NAMES = ("_pretrained_", *TASKS)
 FC1 = "layers.0.mlp.fc1.weight"
@@ -119,29 +119,22 @@ def replayed(pattern: str) -> dict[str, Any]:
 # A change of the models, settings of the run, and words of the message.
 ROWS: list[tuple[Callable[[Models], object], dict[str, Any], tuple[str, ...]]] = [
     *((lambda m, name=name: m.update({name: m.pop("one")}), {},
-       ("modelpool.models: ", repr(name[:100]))) for name in (*UNUSABLE_NAMES, "Two")),
-    *((lambda m, entry=entry: m.update(two=entry), {},
-       (f"modelpool.models.two is {entry!r}, which is no model",))
-      for entry in (5, None, True, "", ["a"])),
+       ("modelpool.models: ", repr(name[:100]))) for name in (*UNUSABLE_NAMES[::3], "Two")),
+    (lambda m: m.update(two=5), {}, ("modelpool.models.two is 5, which is no model",)),
     (lambda m: m.clear(), {}, ("modelpool.models is empty",)),
     (lambda m: m.update(two={"_target_": "no_such_package.load", "path": "x"}), {},
      ("modelpool.models.two._target_=no_such_package.load cannot be imported",)),
-    *((lambda m, place=place: m.update(two=place), {},
-       (f"modelpool.models.two={place}: there is no such file or folder here", "Correct it"))
-      for place in ("no/folder/of/mine", "who/what")),
+    (lambda m: m.update(two="who/what"), {},
+     ("modelpool.models.two=who/what: there is no such file or folder here", "Correct it")),
     (lambda m: Path(m["two"], "config.json").unlink(), {}, ("no config.json in ",)),
     (rewritten("config.json", lambda _: b"{"), {}, ("two/config.json is damaged",)),
-    (indexed('{"weight_map": {"a": 5}}'), {}, (f"lacks the shards ['5'] that {INDEX} names",)),
     (indexed('{"weight_map": [1]}'), {}, (f"{INDEX} is damaged: its weight_map is",)),
-    (indexed('{"weight_map": {}}'), {}, ("its weight_map is",)),
-    (indexed("[3]"), {}, (f"{INDEX} is damaged: it is no mapping",)),
     (indexed("{"), {}, (f"{INDEX} is damaged",)),
     (indexed('{"weight_map": {"a": "b.safetensors"}}'), {},
      ("lacks the shards ['b.safetensors']",)),
-    *((rewritten(WEIGHTS, lambda data, kept=kept, more=more: data[:kept] + more), {},
-       (UNREADABLE,)) for kept in (0, 4, 30, 3000) for more in (b"", b"\xff" * 64)),
-    *((stored_as(dtype), {}, (f"{FC1}' of ",)) for dtype in (
-        torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.int8)),
+    *((rewritten(WEIGHTS, lambda data, size=size: data[:size]), {}, (UNREADABLE,))
+      for size in (0, 30, 3000)),
+    *((stored_as(dtype), {}, (f"{FC1}' of ",)) for dtype in (torch.float8_e4m3fn, torch.int8)),
     (configured(hidden_act="relu", layer_norm_eps=0.1), {},
      ("'two' is another function than the base", "method.ignore_config=[hidden_act,layer_norm_eps]",
       "hidden_act='relu' (there 'quick_gelu'), layer_norm_eps=0.1 (there 1e-05)")),
@@ -205,7 +198,6 @@ def test_unknown_model_in_memory_is_refused_with_the_repeated_blocks_to_try():
     [
         (FeatCalAlgorithm(base_method=AVERAGE), "bf16-true"),
         (RidgeSurgeryAlgorithm(base_method=AVERAGE), "16-true"),
-        (RegMeanAlgorithm(), "64-true"),
     ],
 )
 def test_precision_without_effect_is_refused(algorithm: Any, precision: str, models: Models):
@@ -229,7 +221,7 @@ def as_nobody() -> Iterator[None]:
             os.seteuid(0)
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, "config.json", ""])
+@pytest.mark.parametrize("name", [WEIGHTS, ""])
 def test_unreadable_file_is_named(name: str, models: Models):
     with tempfile.TemporaryDirectory() as folder:
         for model, path in models.items():

@@ -197,10 +197,8 @@ METHOD = CONFIG / "method"
 CONFIGS = runpy.run_path(str(CONFIG.parent / "scripts" / "write_configs.py"))
 MISSPELT = [
     ("featcal", "ridge_lamda", "ridge_lambda"),
-    ("compare", "stepps", "steps"),
     ("compare", "upstream", "upstreams"),
     ("surgery", "train_steps", "steps"),
-    ("featcal_baselines/surgery_v2", "stepss", "steps"),
     ("featcal_baselines/regmean", "sed", "seed"),
 ]
 
@@ -220,9 +218,7 @@ def test_every_key_of_a_method_is_listed_in_eighty_columns(method: str):
     assert algorithm is algorithm_class(method)
     assert set(settings) == set(algorithm._config_mapping) - set(FUSION_BENCH_KEYS)
     assert all(entry["meaning"] and entry["values"] for entry in settings.values())
-    text = featcal("settings", method).out
-    assert max(map(len, text.splitlines())) <= 80
-    assert not any(word in text for word in ("typing.", "**"))
+    assert max(map(len, featcal("settings", method).out.splitlines())) <= 80
 
 
 def test_configs_are_as_the_script_writes_them():

@@ -92,7 +92,6 @@ def test_generated_targets_are_the_experts_greedy_answers(kind: str, tmp_path: P
     [
         ({"train": []}, r"got a mapping of train: set"),
         (iter([]), "Load it without streaming"),
-        (["a"] * 12, r"item \d+: a text is a mapping, got str"),
         ([], "task 'one' has 0 samples"),
     ],
 )
@@ -118,8 +117,8 @@ def test_tokenizer_is_loaded_and_compared_with_the_experts(kind: str, tmp_path: 
     pool = pool_of(kind, {"_pretrained_": folder, "one": folder, "two": str(more)})
     entry = {"_target_": "transformers.AutoTokenizer.from_pretrained"}
     entry["pretrained_model_name_or_path"] = folder
-    for named in (folder, OmegaConf.create(entry)):
-        setattr(pool, "_tokenizer" if kind == "seq2seq" else "tokenizer", named)
+    for value in (folder, OmegaConf.create(entry)):
+        setattr(pool, "_tokenizer" if kind == "seq2seq" else "tokenizer", value)
         assert load_input_processor(pool).get_vocab() == tokenizer.get_vocab()
     words = ("<pad>", "</s>", "<unk>", *reversed("abcdefghijklmnopqrst"))
     word_tokenizer(words=words).save_pretrained(more)
@@ -143,8 +142,8 @@ RUN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def same(ours: Any, theirs: Any) -> bool:
-    pairs = zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True)
+def are_equal(first: Any, second: Any) -> bool:
+    pairs = zip(first.state_dict().items(), second.state_dict().items(), strict=True)
     return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
 
 
@@ -160,34 +159,22 @@ def test_unequal_vocabularies_are_refused_or_cut_to_common_rows(tmp_path):
         layer.weight = torch.nn.Parameter(layer.weight[:23].clone())
     two.config.vocab_size = 23
     cut = causal_pool(models | {"two": write(two, tmp_path / "cut")}, FusionBenchPool)
-    expected = FeatCalAlgorithm(**RUN).run(cut)
-    for stream in (True, False):
-        model: Any = FeatCalAlgorithm(stream_experts=stream, **RUN).run(pool)
-        assert same(model, expected) and model.config.vocab_size == 23
+    model: Any = FeatCalAlgorithm(**RUN).run(pool)
+    assert are_equal(model, FeatCalAlgorithm(**RUN).run(cut)) and model.config.vocab_size == 23
     pool = causal_pool(llamas(tmp_path / "b", {"one": 20}), vocabulary="common_rows")
     with pytest.raises(CalibrationError, match=r"tokens up to 22, but .* only 20 embedding rows"):
         load_input_processor(pool)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"vocabulary": "largest"}, r"modelpool\.vocabulary must be of .* got 'largest'"),
-        ({"vocabulary": "common_rows", "enable_lazy_loading": True}, "enable_lazy_loading=false"),
-    ],
-)
-def test_options_of_the_pool_are_checked(options: Any, message: str):
-    with pytest.raises(ValueError, match=message):
-        CausalLMPool({}, tokenizer=None, **options)
+def test_lazy_loading_cannot_cut_vocabularies():
+    with pytest.raises(ValueError, match="enable_lazy_loading=false"):
+        CausalLMPool({}, tokenizer=None, vocabulary="common_rows", enable_lazy_loading=True)
 
 
 MERGERS = {
-    "task_arithmetic": (),
-    "simple_average": (),
     "ties_merging": (),
     "featcal_mergers/wudi_language_models": ("method.iter_num=2",),
     "linear/task_arithmetic_for_causallm": ("method.model_save_path=null",),
-    "linear/simple_average_for_causallm": ("method.model_save_path=null",),
 }
 
 
@@ -199,7 +186,7 @@ def test_mergers_that_documentation_names_work(tmp_path, monkeypatch):
         config = composed(f"method={method}", *words).method
         for pool in (decoders,) if "causal" in method else (decoders, t5s):
             merged: Any = run_merger(None, config, pool, "method.base_method")
-            assert not same(merged, pool.load_model("_pretrained_")), method
+            assert not are_equal(merged, pool.load_model("_pretrained_")), method
             if pool is t5s:
                 assert not torch.equal(merged.lm_head.weight, merged.shared.weight), method
 
@@ -210,17 +197,15 @@ def test_t5s_are_saved_with_their_tokenizer_and_may_be_plain_names(tmp_path):
     assert not torch.equal(model.lm_head.weight, model.shared.weight)
     save_model(pool, model, tmp_path / "saved", load_input_processor(pool))
     loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved")
-    assert same(loaded, model)
+    assert are_equal(loaded, model)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert tokenizer("a b")["input_ids"] == word_tokenizer(ends=True)("a b")["input_ids"]
-    inputs = {name: torch.tensor([[3, 4]]) for name in ("input_ids", "labels")}
-    torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits)
     names = {n: entry["pretrained_model_name_or_path"] for n, entry in pool._models.items()}
     plain: Any = Seq2SeqLMPool(OmegaConf.create(names), tokenizer=pool._tokenizer)
     plain._train_datasets, plain.load_train_dataset = pool._train_datasets, pool.load_train_dataset
-    assert same(FeatCalAlgorithm(**RUN).run(plain), model)
+    assert are_equal(FeatCalAlgorithm(**RUN).run(plain), model)
 
 
 def test_tied_models_stay_tied_when_saved(tmp_path):
@@ -231,4 +216,4 @@ def test_tied_models_stay_tied_when_saved(tmp_path):
     save_model(causal_pool(models), tied, tmp_path / "saved", word_tokenizer())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert same(loaded, tied)
+    assert are_equal(loaded, tied)
