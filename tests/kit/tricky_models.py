@@ -48,15 +48,6 @@ def in_place_residual(block: Any, hidden: Tensor) -> Tensor:
 
 
 @two_maps
-def same_tensor_changed(block: Any, hidden: Tensor) -> Tensor:
-    """Both maps receive one tensor object, but its contents change between them."""
-    shared = hidden.clone()
-    left = block.first(shared)
-    shared.mul_(hidden.flip(-1))
-    return hidden + (left * block.second(shared)).tanh()
-
-
-@two_maps
 def used_twice(block: Any, hidden: Tensor) -> Tensor:
     """Runs one map twice a pass: its rows are those of both calls."""
     return hidden + block.second(block.first(hidden) * block.first(hidden.cos())).tanh()
@@ -84,13 +75,6 @@ def keyword_calls(block: Any, hidden: Tensor) -> Tensor:
 @two_maps
 def chain(block: Any, hidden: Tensor) -> Tensor:
     return hidden + block.second(block.first(hidden).tanh())
-
-
-@two_maps
-def by_size(block: Any, hidden: Tensor) -> Tensor:
-    """Runs one of its maps for large batches only."""
-    hidden = hidden + block.first(hidden).tanh()
-    return hidden + block.second(hidden.cos()).tanh() if len(hidden) > 2 else hidden
 
 
 def tied() -> nn.Module:
@@ -126,12 +110,6 @@ def fused_attention(block: Any, hidden: Tensor) -> Tensor:
 def mixture(block: Any, hidden: Tensor) -> Tensor:
     """Experts of a mixture, stacked in one parameter `[experts, 4, 4]`."""
     return hidden + block.only(torch.einsum("nd,edf->nf", hidden, block.experts["stacked"]))
-
-
-@block_of(filter=partial(nn.ConvTranspose2d, 1, 1, 1), only=linear)
-def transposed_convolution(block: Any, hidden: Tensor) -> Tensor:
-    """A transposed convolution beside a linear map."""
-    return hidden + block.only(block.filter(hidden[:, None, None])[:, 0, 0])
 
 
 @block_of(norm=partial(nn.LayerNorm, 4, bias=False), place=partial(nn.Embedding, 1, 4), only=linear)
