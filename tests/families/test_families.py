@@ -1,7 +1,6 @@
 """Running a model of a family block by block is the model's own forward pass."""
 
 import re
-from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -49,34 +48,6 @@ def stack(number: int, width: int = 3) -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(width, width) for _ in range(number))
 
 
-class Layer(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, input: Tensor) -> Tensor:
-        out = self[1](self[0](input))
-        out += input
-        return self.relu(out)
-
-
-def like_torchvision() -> nn.Module:
-    """A network with the attributes of torchvision's ResNets."""
-    layers: dict[str, nn.Module] = {
-        "conv1": nn.Conv2d(3, 4, 7, stride=2, padding=3), "bn1": nn.BatchNorm2d(4),
-        "relu": nn.ReLU(inplace=True), "maxpool": nn.MaxPool2d(3, 2, 1),
-        "layer1": nn.Sequential(Layer(), Layer()), "layer2": nn.Sequential(Layer()),
-        "avgpool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten(), "fc": nn.Linear(4, 2),
-    }  # fmt: skip
-    return nn.Sequential(OrderedDict(layers))
-
-
-def convnext_v2() -> nn.Module:
-    sizes: dict[str, Any] = {"hidden_sizes": [4, 6], "depths": [1, 1], "num_stages": 2}
-    config = transformers.ConvNextV2Config(**sizes, patch_size=2)
-    return transformers.ConvNextV2ForImageClassification(config)
-
-
 def clip(**shape: Any) -> nn.Module:
     return tiny.scatter(tiny.clip_model(**shape), 5, 0.2)
 
@@ -90,21 +61,16 @@ def decoder(make: str = "llama") -> nn.Module:
 
 
 Make = Callable[[], tuple[nn.Module, Any]]
-# What the table of model types, each of which is calibrated as by replay, does not have.
+# The table of model types, each of which is calibrated as by replay, lacks these.
 CASES: dict[str, tuple[str, Make]] = {
-    "clip": ("clip", lambda: (clip(), IMAGES)),
     "clip, twelve blocks": ("clip", lambda: (clip(width=4, heads=1, hidden=4, depth=12), IMAGES)),
     "t5": ("t5", lambda: (t5(gated=False, depths=(1, 3)), SENTENCES)),
-    "mt5": ("t5", lambda: (t5(kind="mt5", depths=(3, 1), heads=1, width=5), SENTENCES)),
     "umt5": ("t5", lambda: (t5(kind="umt5", gated=False, depths=(2, 3)), SENTENCES)),
-    **{f"{make}, {side}": ("llama", lambda make=make, side=side: (
-        decoder(make), tiny.sentences([5, 9, 7], 10, side=side)))
-       for make in tiny.MAKES for side in ("left", "right")},
+    **{f"{make}, left": ("llama", lambda make=make: (
+        decoder(make), tiny.sentences([5, 9, 7], 10, side="left"))) for make in tiny.MAKES},
     **{make: ("stages", lambda make=make: (
         tiny_convs.tower_suite(make).merged, {"pixel_values": PICTURES}))
-       for make in tiny_convs.MAKES},
-    "torchvision": ("stages", lambda: (like_torchvision(), PICTURES)),
-    "convnext v2": ("stages", lambda: (convnext_v2(), {"pixel_values": PICTURES})),
+       for make in ("resnet", "segformer")},
 }  # fmt: skip
 
 
@@ -151,14 +117,14 @@ def test_blocks_are_those_of_the_models_own_pass(case):
     assert_untouched(model)
 
 
-@pytest.mark.parametrize("case", ["clip", "llama, right", "mistral, left", "gemma2, right", "t5"])
+@pytest.mark.parametrize("case", ["clip, twelve blocks", "llama, left", "gemma2, left", "t5"])
 def test_stepping_leaves_its_inputs_and_the_model_alone(case):
     model, inputs = CASES[case][1]()
     family = resolve_family("auto", model.double())
-    asked = inputs if family is CLIP else inputs | {"use_cache": True}
+    arguments = inputs if family is CLIP else inputs | {"use_cache": True}
     for first_block, *_ in family.stages(model):
         with torch.no_grad():
-            call = family.begin(model, asked, first_block)
+            call = family.begin(model, arguments, first_block)
             before = call.hidden.clone()
             first, following = family.step(model, first_block, call)
             second, _ = family.step(model, first_block, call)
@@ -168,7 +134,7 @@ def test_stepping_leaves_its_inputs_and_the_model_alone(case):
         assert_untouched(model)
         for kwargs in call.kwargs.values() if family is LLAMA else [call.kwargs]:
             assert kwargs.get("past_key_values") is None and not kwargs.get("use_cache")
-    assert asked.get("use_cache", True)  # the caller's inputs are its own
+    assert arguments.get("use_cache", True)  # the caller's inputs are its own
 
 
 def test_forward_that_a_library_replaced_is_back_afterwards():
@@ -181,15 +147,6 @@ def test_forward_that_a_library_replaced_is_back_afterwards():
     assert block.forward is replaced and not ran  # no block runs before its turn
     hidden, _ = LLAMA.step(model, "model.layers.0", call)
     torch.testing.assert_close(hidden, 2 * plain(call.hidden, **call.kwargs["model.layers.0"]))
-
-
-def test_bare_decoder_and_plain_tensors_give_the_same():
-    model, inputs = decoder(), tiny.sentences([4, 4], 4)
-    expected = stepped(LLAMA, model, inputs)
-    bare = model.get_submodule("model")
-    for again in (stepped(LLAMA, bare, inputs), stepped(LLAMA, model, inputs["input_ids"])):
-        for output, other in zip(again, expected, strict=True):
-            torch.testing.assert_close(output, other)
 
 
 def both(layers: int, others: int) -> nn.Module:
@@ -206,19 +163,14 @@ MIXED = nn.ModuleList([nn.Linear(3, 3), nn.LayerNorm(3)])
 @pytest.mark.parametrize(
     ("model", "blocks"),
     [
-        (Net(body=Net(h=nn.Sequential(*stack(3))), few=stack(1, 9)), "body.h"),
         (Net(layers=stack(2, 9), others=stack(2, 2)), "layers"),
         (Net(layers=NESTED), "layers"),
         (Net(layers=stack(2, 9), others=stack(2, 8)),
          ["{name: replay, blocks: [layers.*]}", "{name: replay, blocks: [others.*]}"]),
-        (Net(layers=stack(2), others=stack(5, 4)),
-         ["{name: replay, blocks: [others.*]}", "{name: replay, blocks: [layers.*]}"]),
         (both(2, 3), ["{name: replay, blocks: [[encoder.layers.*], [decoder.layers.*]], "
                       "mask: [attention_mask, decoder_attention_mask]"]),
         (Net(layers=MIXED), []),
-        (Net(empty=nn.ModuleList([nn.GELU(), nn.GELU()])), []),
         (Net(one=nn.Linear(2, 2)), []),
-        (tiny.t5_model(), None),
     ],
 )  # fmt: skip
 def test_the_list_that_is_clearly_the_largest_holds_the_blocks(model, blocks):
@@ -228,15 +180,14 @@ def test_the_list_that_is_clearly_the_largest_holds_the_blocks(model, blocks):
         return
     with pytest.raises(CalibrationError, match=r"family=stack: .* no list of modules .*rep"):
         resolve_family("stack", model)
-    if blocks is not None:
-        with pytest.raises(ValueError, match=r"auto does not know Net .*clearly holds") as error:
-            resolve_family("auto", model)
-        suggested = re.findall(r"method\.family=(\{.*?\})(?: or |$)", str(error.value))
-        assert len(suggested) == len(blocks)
-        for family, expected in zip(suggested, blocks, strict=True):
-            assert family.startswith(expected)
-            config: Any = OmegaConf.to_container(OmegaConf.create(f"family: {family}"))
-            check_family(config["family"])
+    with pytest.raises(ValueError, match=r"auto does not know Net .*clearly holds") as error:
+        resolve_family("auto", model)
+    suggested = re.findall(r"method\.family=(\{.*?\})(?: or |$)", str(error.value))
+    assert len(suggested) == len(blocks)
+    for family, expected in zip(suggested, blocks, strict=True):
+        assert family.startswith(expected)
+        config: Any = OmegaConf.to_container(OmegaConf.create(f"family: {family}"))
+        check_family(config["family"])
 
 
 SMALL: dict[str, Any] = {
@@ -284,12 +235,7 @@ def rows(family: Any, inputs: Any, which: str, stage: int = 0) -> Callable[[], A
           for f in (WHISPER, VISION_LANGUAGE)),
         (lambda: STAGES.stages(nn.Linear(2, 2)),
          r"stages does not fit Linear.*method\.family to \{name"),
-        *((lambda i=i: T5.begin(t5(), i, "encoder.block.0"), r"labels, or decoder_input_ids")
-          for i in (IDS | {"labels": None}, IDS["input_ids"])),
         (rows(LLAMA, IDS, "targets"), r"method\.decoder_rows=targets.*labels.*input_ids"),
-        (rows(LLAMA, IDS["input_ids"], "targets"), r"method\.decoder_rows=targets.*Tensor"),
-        (rows(T5, IDS | {"decoder_input_ids": IDS["input_ids"]}, "targets", 1),
-         r"method\.decoder_rows=targets.*labels.*=all"),
         (rows(LLAMA, {"attention_mask": torch.ones(2, 1, 5, 5)}, "all"),
          r"attention_mask.*\(2, 1, 5, 5\)"),
         (lambda: stages_of(ChainFamily("flat", Mock(return_value=["0"])), nn.ReLU()),
@@ -309,13 +255,10 @@ def test_models_and_inputs_that_do_not_fit_are_refused(call, message):
 
 
 def test_failing_forward_pass_is_not_swallowed():
-    images = {"pixel_values": torch.zeros(1, 3, 16, 16)}
-    tokens = {"input_ids": torch.full((1, 3), 99)}
-    for model, inputs, error in ((clip(), images, ValueError), (decoder(), tokens, IndexError)):
-        family = resolve_family("auto", model)
-        with pytest.raises(error):
-            family.begin(model, inputs, family.stages(model)[0][0])
-        assert_untouched(model)
+    model, tokens = decoder(), {"input_ids": torch.full((1, 3), 99)}
+    with pytest.raises(IndexError):
+        LLAMA.begin(model, tokens, "model.layers.0")
+    assert_untouched(model)
 
 
 def test_labels_of_encoders_choose_no_positions():
