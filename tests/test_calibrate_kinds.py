@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from calibrations import PAPER, PLUS, assert_identical, replay, run_fast
-from model_types import MIXTURES, Row, suite_named
+from model_types import suite_named
 from tiny_convs import Net, batched_suite, images, net_suite, tower_suite
 from tiny_models import Suite, suite_of
 from torch import Tensor, nn
 
 from fusion_bench_featcal import Paper, Plus, SafetensorsExpert
-
-rules = pytest.mark.parametrize("more", [{}, PLUS], ids=["paper", "plus"])
 
 
 class Pixels(nn.Module):
@@ -75,8 +73,9 @@ def norms_of(model: nn.Module) -> dict[str, Any]:
     return {n: m for n, m in model.named_modules() if "BatchNorm" in type(m).__name__}
 
 
-@rules
-@pytest.mark.parametrize("make", [batched_suite, lambda: tower_suite("resnet")])
+@pytest.mark.parametrize(
+    ("make", "more"), [(batched_suite, PLUS), (lambda: tower_suite("resnet"), {})]
+)
 def test_statistics_are_those_of_the_calibrated_models_features(
     make: Callable[[], Suite], more: dict[str, Any]
 ):
@@ -102,62 +101,55 @@ def assert_same_statistics(model: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(buffer, expected.get_buffer(name), rtol=1e-9, atol=1e-12)
 
 
-@rules
-def test_statistics_can_be_kept_and_do_not_depend_on_numbers_of_samples(more: dict[str, Any]):
+def test_statistics_can_stay_as_merged_and_do_not_depend_on_numbers_of_samples():
     suite = batched_suite()
-    kept = run_fast(suite, batch_norm="merged", **more)
-    assert_same_statistics(kept.model, suite.merged)
-    assert [r["left"] for r in kept.log.of_kind("block")] == [["layers.0.norm"], ["layers.1.norm"]]
-    if not more:
-        expected = run_fast(suite, samples_per_task=99).model
-        suite.inputs["task_1"] = 3 * suite.inputs["task_1"]
-        assert_same_statistics(run_fast(suite, samples_per_task=99).model, expected)
+    merged = run_fast(suite, batch_norm="merged")
+    assert_same_statistics(merged.model, suite.merged)
+    left_out = [record["left"] for record in merged.log.of_kind("block")]
+    assert left_out == [["layers.0.norm"], ["layers.1.norm"]]
+    expected = run_fast(suite, samples_per_task=99).model
+    suite.inputs["task_1"] = 3 * suite.inputs["task_1"]
+    assert_same_statistics(run_fast(suite, samples_per_task=99).model, expected)
 
 
-@rules
-@pytest.mark.parametrize("row", MIXTURES, ids=lambda row: row.name)
-def test_experts_of_mixtures_stay_as_merged_with_one_note(
-    row: Row, more: dict[str, Any], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_experts_of_mixtures_stay_as_merged_and_are_read_from_files(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    suite: Any = row.suite()
-    model = run_fast(suite, **more).model
-    for name, value in model.named_parameters():
-        if ".experts." in name or name.endswith((".gate.weight", "embed_tokens.weight")):
-            assert torch.equal(value, suite.merged.get_parameter(name)), name
-    name = "model.layers.1.self_attn.o_proj.weight"
-    assert not torch.equal(model.get_parameter(name), suite.merged.get_parameter(name))
+    suite: Any = suite_named(name)
+    model = run_fast(suite, **PLUS).model
     assert caplog.text.count("the experts of 2 mixtures stay as merged") == 1
-
-
-@pytest.mark.parametrize("row", MIXTURES, ids=lambda row: row.name)
-def test_experts_of_mixtures_are_read_from_files(row: Row, tmp_path: Path):
-    suite: Any = row.suite()
+    for parameter, value in model.named_parameters():
+        if ".experts." in parameter or parameter.endswith((".gate.weight", "embed_tokens.weight")):
+            assert torch.equal(value, suite.merged.get_parameter(parameter)), parameter
+    projection = "model.layers.1.self_attn.o_proj.weight"
+    merged = suite.merged.get_parameter(projection)
+    assert not torch.equal(model.get_parameter(projection), merged)
     files = {}
-    for name, model in {"base": suite.base, **suite.experts}.items():
-        model.save_pretrained(tmp_path / name)
-        files[name] = SafetensorsExpert(tmp_path / name)
-        assert any(".experts.3." in stored for stored in files[name].names())
+    for task, expert in {"base": suite.base, **suite.experts}.items():
+        expert.save_pretrained(tmp_path / task)
+        files[task] = SafetensorsExpert(tmp_path / task)
+        assert any(".experts.3." in stored for stored in files[task].names())
     from_files = replace(suite, base=files.pop("base"), experts=files)
-    assert_identical(run_fast(from_files).model, run_fast(suite).model)
+    assert_identical(run_fast(from_files, **PLUS).model, model)
 
 
 @pytest.mark.parametrize(
     ("name", "head", "family"),
-    [("bert", "classifier", "auto"), ("roberta", "classifier.out_proj", "replay"),
-     ("vit", "classifier", "auto")],
-)  # fmt: skip
+    [("bert", "classifier", "auto"), ("roberta", "classifier.out_proj", "replay")],
+)
 def test_heads_of_experts_may_have_other_shapes_or_be_missing(
     name: str, head: str, family: str, tmp_path: Path
 ):
     suite = suite_named(name)
-    asked = replay(suite) if family == "replay" else None
-    expected = run_fast(suite, PAPER, asked).model
+    chosen = replay(suite) if family == "replay" else None
+    expected = run_fast(suite, PAPER, chosen).model
     other: Any = copy.deepcopy(suite.experts["task_0"])
     other.set_submodule(head, nn.Linear(other.get_submodule(head).in_features, 7).double())
     unlike = replace(suite, experts=suite.experts | {"task_0": other})
-    assert_identical(run_fast(unlike, PAPER, asked).model, expected)
+    assert_identical(run_fast(unlike, PAPER, chosen).model, expected)
     if name == "bert":
         for task, expert in suite.experts.items():
             expert.base_model.save_pretrained(tmp_path / task)  # type: ignore[operator, union-attr]
         files: Any = {task: SafetensorsExpert(tmp_path / task) for task in suite.experts}
-        assert_identical(run_fast(replace(suite, experts=files), PAPER, asked).model, expected)
+        assert_identical(run_fast(replace(suite, experts=files), PAPER, chosen).model, expected)

@@ -1,26 +1,22 @@
-"""FeatCal+ with little to learn from, its trust in samples, and rules without a part."""
+"""FeatCal+ with few or equal samples, its trust in samples, and ablations of the rules."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from calibrations import PLUS, assert_identical, assert_same, cast, distance, run_fast
+from calibrations import PLUS, assert_identical, cast, distance, run_fast
 from plus_slow import calibrated_plus, listen
-from tiny_convs import net_suite, tower_suite
-from tiny_models import Suite, clip_suite, decoder_suite, residual_suite
+from tiny_convs import net_suite
+from tiny_models import Suite, clip_suite, decoder_suite
 from torch import nn
 from tricky_models import biased, plain, stack_suite
 
-from fusion_bench_featcal import Paper, Plus
+from fusion_bench_featcal import Plus
 from fusion_bench_featcal.lab.ablations import AllAtOnce, EqualWeights
 from fusion_bench_featcal.results.remarks import largest_update
 
 SAMPLES_ALONE: dict[str, Any] = {"rule": Plus(gamma=0.0)}
-
-
-def small_clip(*sizes: int) -> Suite:
-    return clip_suite(width=8, heads=2, hidden=10, seed=5, tasks=2, sizes=sizes)
 
 
 def plus(suite: Suite, **more: Any) -> nn.Module:
@@ -31,33 +27,21 @@ def plus(suite: Suite, **more: Any) -> nn.Module:
 
 def alike(suite: Suite) -> Suite:
     """All samples of all tasks are the first task's first."""
-
-    def copies(batch: Any, count: int) -> Any:
-        if isinstance(batch, dict):
-            return {name: copies(value, count) for name, value in batch.items()}
-        return batch[:1].repeat(count, *[1] * (batch.ndim - 1))
-
-    first = next(iter(suite.inputs.values()))[0]
-    return replace(suite, inputs={t: [copies(first, 5), copies(first, 2)] for t in suite.inputs})
+    first = next(iter(suite.inputs.values()))[0][:1]
+    return replace(
+        suite, inputs={t: [first.repeat(5, 1), first.repeat(2, 1)] for t in suite.inputs}
+    )
 
 
-@pytest.mark.parametrize(
-    ("samples", "dtype"), [(1, torch.float32), (2, torch.float64), (3, torch.float32)]
-)
-def test_fewer_samples_than_folds_are_enough(samples: int, dtype: torch.dtype):
-    for suite in (small_clip(samples), stack_suite(biased, sizes=(samples,))):
-        suite = suite.to(dtype)
-        assert 0 < distance(plus(suite), suite.merged) < 5
+@pytest.mark.parametrize("samples", [1, 2])
+def test_fewer_samples_than_folds_are_enough(samples: int):
+    small = clip_suite(width=8, heads=2, hidden=10, seed=5, tasks=2, sizes=(samples,))
+    for suite in (small.to(torch.float32), stack_suite(biased, sizes=(samples,))):
+        result = run_fast(suite, **PLUS)
+        assert 0 < distance(result.model, suite.merged) < 5
         # a single sample cannot be left out
-        ridges = [r["ridge"] for r in run_fast(suite, **PLUS).log.of_kind("module")]
+        ridges = [r["ridge"] for r in result.log.of_kind("module")]
         assert all(ridge == 1 for ridge in ridges) == (samples == 1)
-
-
-def test_samples_that_are_all_the_same_are_no_error():
-    for suite in (small_clip(5).to(torch.float32), residual_suite(sizes=(5,)),
-                  stack_suite(plain, sizes=(5,)).to(torch.float32)):  # fmt: skip
-        suite = alike(suite)
-        assert distance(plus(suite), suite.merged) > 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -70,16 +54,16 @@ def test_inputs_that_do_not_vary_move_biases_or_weights_but_not_both(
     for block in suite.blocks:
         for leaf, moves in (("weight", not bias), ("bias", bias)):
             name = f"{block}.only.{leaf}"
-            same = torch.equal(model.get_parameter(name), suite.merged.get_parameter(name))
-            assert same != moves
+            is_unmoved = torch.equal(model.get_parameter(name), suite.merged.get_parameter(name))
+            assert is_unmoved != moves
         batches, names = cast(suite.inputs, dtype)["task_0"], [f"{block}.only"]
-        ours, theirs = (
+        outputs, expected = (
             listen(side, batches, block, names).outputs(names)
             for side in (model, suite.experts["task_0"])
         )
-        # one input asks for no more than a bias; in float32 sums round more than what is left
+        # one input asks for no more than a bias; in float32 sums round more than the rest
         bound = 1e-5 if dtype == torch.float64 else 1e-4
-        assert (ours - theirs).norm() < bound * theirs.norm()
+        assert (outputs - expected).norm() < bound * expected.norm()
 
 
 def test_an_update_far_larger_than_the_merged_weights_is_named_once():
@@ -142,25 +126,11 @@ def test_samples_of_other_tasks_are_named_and_count_less(caplog: pytest.LogCaptu
 def test_trust_is_measured_only_if_rows_out_of_weights_join() -> None:
     suite = clip_suite(tasks=2)
     assert run_fast(suite, rule=Plus()).log.of_kind("trust")
-    others: list[dict[str, Any]] = [
-        {}, SAMPLES_ALONE, {"rule": Plus(gammas=dict.fromkeys(suite.experts, 1.0))},
-        {"rule": Plus(), "has_base": False},
-    ]  # fmt: skip
-    assert not any(run_fast(suite, **more).log.of_kind("trust") for more in others)
+    for more in (SAMPLES_ALONE, {"rule": Plus(gammas=dict.fromkeys(suite.experts, 1.0))}):
+        assert not run_fast(suite, **more).log.of_kind("trust")
     convolutions = run_fast(net_suite(), rule=Plus())
     assert convolutions.log.of_kind("trust") == []
     assert_identical(convolutions.model, run_fast(net_suite(), **SAMPLES_ALONE).model)
-
-
-@pytest.mark.parametrize("make", [clip_suite, net_suite])  # of which one has groups of channels
-def test_equal_weights_change_nothing_if_tasks_are_alike(make) -> None:
-    suite = make()
-    task, expert = next(iter(suite.experts.items()))
-    inputs = {"a": suite.inputs[task], "b": suite.inputs[task]}
-    alike = replace(suite, experts={"a": expert, "b": expert}, inputs=inputs)
-    expected = run_fast(alike, rule=Paper(calibrate_norm=False)).model
-    # 1 / |G| takes eps, which is not relative
-    assert_same(run_fast(alike, rule=EqualWeights(calibrate_norm=False)).model, expected, 1e-6)
 
 
 def test_equal_weights_add_gram_matrices_as_they_are() -> None:
@@ -186,5 +156,3 @@ def test_modules_that_are_solved_at_once_do_not_see_each_other() -> None:
         for name, value in run_fast(suite, rule=rule, modules=names).model.named_parameters():
             if not torch.equal(value, suite.merged.get_parameter(name)):
                 torch.testing.assert_close(whole.get_parameter(name), value)
-    resnet = tower_suite("resnet")
-    assert distance(run_fast(resnet, rule=AllAtOnce()).model, resnet.merged) > 1e-3
