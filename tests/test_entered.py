@@ -51,11 +51,8 @@ def test_simplest_calibration_enters_nothing_optional() -> None:
     assert entered() <= set(PAPER.split())
 
 
-def test_drift_is_not_looked_at_where_it_is_not_logged() -> None:
+def test_options_add_their_files_alone() -> None:
     files = entered(log_drift=False, calibrate_norm=False)
     assert not files & {"rules/norms.py", "trust.py", "agreement.py", "rules/plus.py"}
-
-
-def test_featcal_plus_adds_its_rule_and_trust() -> None:
     more = entered(rule="plus", calibrate_norm=False) - set(PAPER.split())
     assert more == {"rules/plus.py", "core/ridge.py", "trust.py"}

@@ -24,7 +24,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SUITES: dict[str, tuple[Any, float]] = {
     "clip": (clip_suite, 1e-9), "llama": (decoder_suite, 2e-6), "t5": (t5_suite, 2e-6)
 }  # fmt: skip
-VISITS: dict[Any, tuple[str, ...]] = {  # work between two looks of the host at numbers
+VISITS: dict[Any, tuple[str, ...]] = {  # work between two synchronisations
     Streams: ("follow", "inputs_of", "advance"),
     LinearRows: ("add", "finished"),
     AffineRows: ("add", "finished"),
@@ -44,14 +44,12 @@ def test_the_model_is_the_cpus_wherever_features_are_stored(case: tuple[Suite, f
     result, expected = (run_fast(suite, device=device) for device in (GPU, CPU))
     assert distance(result.model, suite.merged) > 1e-3
     assert distance(result.model, expected.model) < bound
-    visits = [
-        [(r.get("block"), r.get("task"), r.get("rows")) for r in each.log.records]
-        for each in (result, expected)
-    ]
-    assert visits[0] == visits[1]
+    logs = [result.log.records, expected.log.records]
+    rows, right = [[(r.get("block"), r.get("task"), r.get("rows")) for r in log] for log in logs]
+    assert rows == right
     on_device = run_fast(suite, device=GPU, activations="device").model
-    for place in ("host", "disk", "auto"):
-        assert_identical(run_fast(suite, device=GPU, activations=place).model, on_device)
+    for storage in ("host", "disk", "auto"):
+        assert_identical(run_fast(suite, device=GPU, activations=storage).model, on_device)
 
 
 def test_nothing_waits_while_tasks_visit_a_block(

@@ -126,8 +126,8 @@ def test_samples_of_other_tasks_are_named_and_count_less(caplog: pytest.LogCaptu
 def test_trust_is_measured_only_if_rows_out_of_weights_join() -> None:
     suite = clip_suite(tasks=2)
     assert run_fast(suite, rule=Plus()).log.of_kind("trust")
-    for more in (SAMPLES_ALONE, {"rule": Plus(gammas=dict.fromkeys(suite.experts, 1.0))}):
-        assert not run_fast(suite, **more).log.of_kind("trust")
+    for rule in (Plus(gamma=0.0), Plus(gammas=dict.fromkeys(suite.experts, 1.0))):
+        assert not run_fast(suite, rule=rule).log.of_kind("trust")
     convolutions = run_fast(net_suite(), rule=Plus())
     assert convolutions.log.of_kind("trust") == []
     assert_identical(convolutions.model, run_fast(net_suite(), **SAMPLES_ALONE).model)

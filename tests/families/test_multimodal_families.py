@@ -19,8 +19,10 @@ def single_images() -> Suite:
     ids=["whisper", "qwen2_vl"],
 )
 def test_plus_with_held_out_samples_equals_replay(make, replay):
-    suite, more = make(), PLUS | {"held_out": 1}
-    calibrated, expected = (run_fast(suite, family=f, **more).model for f in (None, replay))
+    suite = make()
+    calibrated, expected = (
+        run_fast(suite, family=family, held_out=1, **PLUS).model for family in (None, replay)
+    )
     assert_identical(calibrated, expected)
 
 
