@@ -18,10 +18,10 @@ UNEVEN = 2.0
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of final features with the experts' on held-out samples, by task.
+    """Agreement of final features with the experts' features on held-out samples, by task.
 
     Attributes:
-        cosine: Mean cosine of the calibrated model's features to the expert's.
+        cosine: Mean cosine between the features of the calibrated model and of the expert.
         merged: The same for the merged model's features.
         drift: Root mean square drift of the calibrated model's features, relative to the expert's
             norm.
@@ -65,7 +65,7 @@ class Agreement:
 
 
 def warnings_of(agreement: Agreement, settings: FeatCalSettings) -> list[str]:
-    """Return a sentence on the tasks whose final features are no closer to their expert's."""
+    """Return a sentence on the tasks whose final features are no closer to the expert."""
     cosine, merged = agreement.cosine, agreement.merged
     behind = {t: f"cosine {cosine[t]:.4f}, merged {merged[t]:.4f}" for t in agreement.behind}
     return sentence_on(behind, settings)

@@ -194,7 +194,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         inputs: MethodInputs,
         upstream: Upstream,
     ) -> tuple[CalibrationResult, Cost]:
-        """Calibrate one row. The first row's reads include the upstream merger's."""
+        """Calibrate one row. The first row's reads include those of the upstream merger."""
         first, processes, fabric = name == FEATCAL, self._processes, self.fabric
         rule = settings.rule if isinstance(settings.rule, str) else "custom"
         level = logging.INFO if processes.rank == 0 else logging.DEBUG

@@ -123,7 +123,7 @@ def collect(
         problem: The problem.
         block: The block.
         turn: The groups that are solved.
-        entering: All groups of the block, in its first turn, in which experts run.
+        entering: All groups of the block in its first turn, in which experts run, else None.
 
     Raises:
         CalibrationError: If sums are empty or not finite, naming task and module.
@@ -205,7 +205,7 @@ def solve(
 
 
 def note(problem: Problem, block: str, figures: Figures, seconds: float) -> None:
-    """Log a finished block, equally in every process."""
+    """Log a finished block. The log is equal in every process."""
     log, modules, streams = problem.log, problem.modules[block], problem.streams
     for module in (site.name for site in modules.sites if site.name in figures):
         log.add("module", {"block": block, "module": module, **figures[module]})
@@ -245,7 +245,7 @@ def calibrate(
             towards the merged parameters. FeatCal+ then uses samples alone.
         experts: Each task's expert: a module, or a source of its weights.
         batches: Each task's unlabeled model inputs, in batches of any size: mappings of keyword
-            arguments, tuples of arguments, or single tensors. The first dimension is the batch's.
+            arguments, tuples of arguments, or single tensors. The batch is the first dimension.
         settings: Settings, or a rule (`Paper(...)`, `Plus(...)`) with defaults for all other
             settings. `samples_per_task` samples of each task are used, or all if there are fewer.
         family: How the model is cut into blocks, by default `settings.family`.

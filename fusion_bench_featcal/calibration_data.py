@@ -91,7 +91,7 @@ def check_tasks_have_data(modelpool: Any, task_names: Iterable[str], split: str)
     """Refuse a pool without data of a split for a task.
 
     Raises:
-        CalibrationError: If a task has none, with the tasks that have data.
+        CalibrationError: If a task has none. The message lists the tasks that have data.
     """
     available = list(getattr(modelpool, f"{split}_dataset_names"))
     for task in task_names:

@@ -173,7 +173,7 @@ def disks_of(request: Request, features: int, size: int) -> list[Need]:
 
 
 def check(plan: Plan) -> list[str]:
-    """Return a sentence for each resource of which too little is free.
+    """Return a sentence for each resource that is short.
 
     Raises:
         CalibrationError: If a need exceeds a resource's limit, so that the run cannot succeed.

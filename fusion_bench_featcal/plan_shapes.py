@@ -258,7 +258,7 @@ class GroupBytes:
         adding, solving = 3 * drift, 2 * weight
         if rule.folds > 1:  # sums over all folds, joined by rows from weights, and without one fold
             adding, solving = adding + 2 * gram + drift + 3 * weight, solving + 8 * gram
-        weights = (2 + (rule.folds > 1)) * weight + drift  # FeatCal+ keeps the base's
+        weights = (2 + (rule.folds > 1)) * weight + drift  # FeatCal+ keeps base weights
         is_noted = is_linear and rule.runs_experts and not is_encoded(group)
         noted = outputs if rule.notes_outputs and group.has_few_outputs else received
         widest = max(received, *group.outputs)

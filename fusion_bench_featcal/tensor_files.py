@@ -66,7 +66,7 @@ def read_tensors(path: Path, digest: str) -> dict[str, Tensor]:
             raise ReportError(
                 f"{path.name} has changed since it was written: its digest is another"
             )
-        # Copies have the alignment of new tensors, on which the rounding of products depends.
+        # Copies are aligned like new tensors. The rounding of products depends on alignment.
         return {name: tensor.clone() for name, tensor in load_file(path).items()}
     except OSError as error:
         raise ReportError(f"{path.name}: {error.strerror or error}") from error

@@ -41,7 +41,7 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
 
     Args:
         problem: The problem, whose rule is `Plus`.
-        block: The first block, whose inputs the samples are at.
+        block: The first block, which the samples have reached.
         groups: Its groups.
     """
     trust, streams = measured_trust(problem, block, groups), problem.streams

@@ -72,7 +72,7 @@ def processor() -> str:
 
 
 def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)  # the caller's random numbers are left alone
+    generator = torch.Generator().manual_seed(0)  # does not change the caller's random state
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
@@ -107,7 +107,7 @@ def with_kernel(
 
 
 class _LinearThroughOnednn(TorchFunctionMode):
-    """Sends `functional.linear` of float32 tensors on the CPU to oneDNN and nothing else."""
+    """Uses oneDNN for `functional.linear` of float32 tensors on the CPU, and for nothing else."""
 
     def __torch_function__(
         self,
@@ -128,7 +128,7 @@ def _fits(tensors: Sequence[Any]) -> bool:
         return False
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
         return False
-    # The operator has no derivative: a task pool that trains while it evaluates needs torch's own.
+    # The operator has no derivative, which a task pool that trains while it evaluates needs.
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return False
     return not torch.is_autocast_enabled("cpu") and all(
@@ -143,7 +143,7 @@ def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def multiplies_rows_by_onednn(like: Tensor) -> bool:
-    """Return whether sums over rows of tensors like this go through oneDNN in this context."""
+    """Return whether sums over rows of tensors like this use oneDNN in this context."""
     return _kernel.get() == ONEDNN and like.dtype == torch.float32 and like.is_cpu
 
 

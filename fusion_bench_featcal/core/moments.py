@@ -122,7 +122,7 @@ class Moments:
         return Moments(*(tensor[number : number + 1] for tensor in self.tensors()))
 
     def without(self, part: "Moments") -> "Moments":
-        """Return the sums over all rows except the ones of `part`."""
+        """Return the sums over all rows that are not in `part`."""
         pairs = zip(self.tensors(), part.tensors(), strict=True)
         return Moments(*(total - of_part for total, of_part in pairs))
 

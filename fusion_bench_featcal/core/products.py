@@ -14,7 +14,7 @@ from fusion_bench_featcal.core.kernels import multiplies_rows_by_onednn, multipl
 FLOAT32, TF32, BFLOAT16 = "float32", "tf32", "bfloat16"
 
 COLUMN_BLOCKS = 16
-"""Largest number of strips of a Gram matrix's lower triangle: 17/32 of the whole product."""
+"""Largest number of strips of a Gram matrix's lower triangle. 16 are 17/32 of the product."""
 
 SMALL = 192
 """Narrower strips than this cost more than they save. A tile of this size and its transpose fit

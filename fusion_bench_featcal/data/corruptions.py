@@ -89,11 +89,11 @@ def motion_kernel(severity: int, scale: float, angle: float) -> np.ndarray:
 
     Args:
         severity: 1 to 5.
-        scale: Size of the picture relative to ImageNet-C's. Lengths are multiplied by it.
+        scale: Size of the picture relative to ImageNet-C, by which lengths are multiplied.
         angle: Direction of the motion, in radians from the horizontal.
     """
     radius, sigma = _MOTION[severity - 1]
-    fine = max(1, ceil(scale))  # points per published pixel, so that large pictures have no gaps
+    fine = max(1, ceil(scale))  # points per ImageNet-C pixel, so that large pictures have no gaps
     steps = np.arange(2 * radius * fine + 1) / fine
     weights = np.exp(-(steps**2) / (2 * sigma**2))
     margin = ceil(2 * radius * scale) + 1

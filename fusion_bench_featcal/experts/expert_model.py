@@ -14,7 +14,7 @@ from fusion_bench_featcal.experts.source import ExpertSource, known_bytes, read_
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.settings import CalibrationError
 
-_ALIGNMENT = 64  # bytes, as torch's own CPU allocator aligns
+_ALIGNMENT = 64  # bytes, the alignment of torch's CPU allocator
 MOST_PINNED = 256 * 2**20
 """Bytes of the largest tensor that is copied to a GPU through pinned memory."""
 
@@ -168,7 +168,7 @@ class ExpertModel:
 
 
 def fitted_to(names: Iterable[str], source: ExpertSource) -> ExpertSource:
-    """Return a source whose mixtures store their experts in the layout of the given names."""
+    """Return a source whose mixture-of-experts tensors have the layout of the given names."""
     endings = (".experts.gate_up_proj", ".experts.down_proj")
 
     def joins(available: Iterable[str]) -> bool:

@@ -14,7 +14,7 @@ FAR = 5.0
 """Ratio to the others' median distance from the base above which an expert is reported as far."""
 
 ALIKE = 0.3
-"""Cosine of two task vectors from which they are reported. Task vectors of the bundled suites have
+"""Smallest cosine of two task vectors that is reported. Task vectors of the bundled suites have
 at most 0.21, 0.02 to 0.06 on average. With an expert in place of the base they have 0.5 to 0.6."""
 
 _MATRICES = 8

@@ -1,4 +1,4 @@
-"""Experts of a mixture joined into one tensor, the layout of transformers 5."""
+"""Mixture-of-experts weights joined into one tensor, the layout of transformers 5."""
 
 import re
 

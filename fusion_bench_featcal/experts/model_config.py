@@ -1,4 +1,4 @@
-"""Comparison of experts' configs with the merged model's, for settings that change the function."""
+"""Comparison of the configs of experts and merged model, as far as they change the function."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -69,7 +69,7 @@ def check_same_function(
     generation may differ.
 
     Args:
-        name: The model's name in the pool, or the task's.
+        name: Name of the model in the pool, or of its task.
         config: Its transformers config or the content of config.json. None skips the comparison.
         reference: The config of the model that runs its weights, or None. If only one of the two
             contains the other's kind as a part (CLIP's vision tower), the parts are compared.

@@ -13,7 +13,7 @@ class ExpertSource(Protocol):
 
     Optional members: `rows(name, start, stop)`, which reads only these rows, `will_need(names)`,
     which starts reading tensors ahead and returns at once, and `config`, the model's transformers
-    config or the content of its config.json, which is compared with the merged model's.
+    config or the content of its config.json, which is compared with the merged model.
     """
 
     def names(self) -> set[str]:

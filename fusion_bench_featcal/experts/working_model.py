@@ -12,8 +12,8 @@ from fusion_bench_featcal.experts.source import ExpertSource, InMemoryExpert, Te
 class WorkingModel(ExpertModel):
     """The model during calibration: a structure with one block's tensors loaded at a time.
 
-    Finished blocks have calibrated tensors, all others the merged model's. A loaded tensor may be
-    the merged model's tensor itself, so it is replaced and never written to.
+    Finished blocks have calibrated tensors, all others have merged ones. A loaded tensor may be the
+    merged model's tensor itself, so it is replaced and never written to.
 
     Attributes:
         merged: The merged model's tensors.

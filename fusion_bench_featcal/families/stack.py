@@ -44,7 +44,7 @@ class StackCall:
 class StackFamily(Family):
     """Blocks in one list, each called once, in order, on the previous block's hidden features.
 
-    The list is found by the model's structure, whatever its name. The structure does not show
+    The list is found by the model's structure, not by its name. The structure does not show
     whether a block receives anything else from earlier ones, so calibration compares the steps with
     the model's forward pass on the first samples.
 
@@ -155,7 +155,7 @@ STACK = StackFamily()
 
 
 class _Passed(Tensor):
-    """Features returned by a skipped block, in whatever form the model expects.
+    """Features returned by a skipped block, in any form that the model expects.
 
     A model takes a block's result whole, by its first or only entry, or unpacks two entries. Any
     other use is detected by the comparison with the model's forward pass.
@@ -240,7 +240,7 @@ def _predicts_next(model: nn.Module) -> bool:
 
 
 def _runs_everything(model: nn.Module, blocks: Iterable[str]) -> bool:
-    """Return whether no block contains a list of modules, of which it might run only some."""
+    """Return whether no block contains a list of modules, because it might run only some."""
     return not any(
         isinstance(module, nn.ModuleList | nn.ModuleDict)
         for block in blocks

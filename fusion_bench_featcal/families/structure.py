@@ -5,7 +5,7 @@ from torch import nn
 from fusion_bench_featcal.settings import CalibrationError
 
 _CLEARLY = 10
-"""Size ratio to all other lists above which a list of blocks is taken as the model's."""
+"""Size ratio to all other lists above which a list counts as the model's blocks."""
 
 
 def find_stack(model: nn.Module) -> str | None:

@@ -57,7 +57,7 @@ class T5Family(Family):
     hands_on: bool = True
 
     def stages(self, model: nn.Module) -> list[list[str]]:
-        """Return the encoder's blocks, then the decoder's.
+        """Return the blocks of the encoder, then of the decoder.
 
         Raises:
             CalibrationError: If the model lacks one of the two.

@@ -1,4 +1,4 @@
-"""Language models that read images (Qwen2-VL): the vision tower's blocks, then the decoder's."""
+"""Language models that read images (Qwen2-VL): blocks of the vision tower, then the decoder."""
 
 import re
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class VisionLanguageFamily(StackFamily):
     has_tables: bool = False
 
     def stages(self, model: nn.Module) -> list[list[str]]:
-        """Return the vision tower's blocks, then the language model's.
+        """Return the blocks of the vision tower, then of the language model.
 
         Raises:
             CalibrationError: If the model lacks one of the two.

@@ -28,7 +28,7 @@ class WhisperFamily(T5Family):
     name: str = "whisper"
 
     def stages(self, model: nn.Module) -> list[list[str]]:
-        """Return the encoder's blocks, then the decoder's.
+        """Return the blocks of the encoder, then of the decoder.
 
         Raises:
             CalibrationError: If the model lacks one of the two.

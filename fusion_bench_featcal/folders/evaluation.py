@@ -1,4 +1,4 @@
-"""Scores of all models of one `featcal calibrate`: the experts, the merged and calibrated one."""
+"""Scores of the models of one `featcal calibrate`: experts, merged and calibrated model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -43,7 +43,7 @@ class Evaluation:
         scorers: Mapping[str, Scorer],
         notes: Sequence[str],
     ) -> None:
-        """Start with a report without scores, and its first notes."""
+        """Create a report with its first notes and no scores."""
         request = models.request
         self.report = Report(
             suite=request.folder.name,

@@ -195,7 +195,7 @@ def _stacks(part: Mapping[str, Any]) -> bool:
 def _with_adapters(
     models: Collection[_Reference], base: _Reference | None, file: Path
 ) -> tuple[str | None, list[str]]:
-    """Return the base and the experts' locations. For adapters on the base, the adapters'."""
+    """Return the locations of base and experts. An adapter on the base is an expert's location."""
     adapted = {_resolved(model.model): model.model for model in models if model.adapter}
     base_location = None if base is None else base.model
     if base_location is None and len(adapted) == 1:

@@ -107,7 +107,7 @@ def setting_word(word: str) -> dict[str, Any]:
 
 
 def columns(word: str) -> dict[str, Any]:
-    """Read `[NAME:]PART=COLUMN,...`. Columns of all tasks are stored next to tasks' mappings."""
+    """Read `[NAME:]PART=COLUMN,...`. Without NAME the columns apply to all tasks."""
     task, colon, _ = word.partition("=")[0].rpartition(":")
     pairs = word[len(task) + len(colon) :].split(",")
     named = {name: column for text in pairs for name, column in pair(text).items()}
@@ -115,7 +115,7 @@ def columns(word: str) -> dict[str, Any]:
 
 
 def prompt(word: str) -> dict[str, Any]:
-    """Read `[NAME=]TEXT`. The prompt of all tasks has an empty name."""
+    """Read `[NAME=]TEXT`. Without NAME the prompt applies to all tasks, with an empty name."""
     name, equals, text = word.partition("=")
     return {name: text} if equals and "{" not in name else {"": word}
 

@@ -133,7 +133,7 @@ class Request:
         """Build a request from options, and from a recipe if `merged` names one.
 
         Args:
-            options_given: Options by name. They have priority over the recipe's.
+            options_given: Options by name. They have priority over the recipe.
             source: Name of the caller, for messages.
         """
         values = _checked(options_given, source)
@@ -162,7 +162,7 @@ class Request:
 
     @property
     def models(self) -> dict[str, str]:
-        """Folders and hub ids of all models, by the option with its value that names each."""
+        """Option with its value -> folder or hub id, for all models."""
         named = {"the merged model": self.merged, "--base": self.base}
         named |= {"--tokenizer": self.tokenizer, "--text-tower": self.text_tower}
         models = {f"{name} {path}": path for name, path in named.items() if path is not None}
@@ -175,7 +175,7 @@ class Request:
 
     @cached_property
     def settings(self) -> FeatCalSettings:
-        """Settings of the calibration: the preset's, changed by `set`."""
+        """Settings of the calibration, which are the preset with changes by `set`."""
         for name in _ELSEWHERE.keys() & self.set.keys():
             raise ValueError(f"--set {name}: use {_ELSEWHERE[name]}")
         numbers = {name: _number(value) for name, value in self.set.items()}
@@ -200,12 +200,12 @@ class Request:
         )
 
     def columns_of(self, task: str) -> dict[str, str]:
-        """Return a task's columns by the name of their part."""
+        """Return a task's columns by their standard names."""
         common = {name: c for name, c in self.columns.items() if not isinstance(c, Mapping)}
         return common | dict(self.columns.get(task) or {})
 
     def prompt_of(self, task: str) -> str:
-        """Return a task's prompt of a class, with {} for its name."""
+        """Return a task's prompt for a class, with {} in place of the class name."""
         return self.prompt.get(task, self.prompt.get("", PROMPT))
 
     def check_folder(self) -> None:

@@ -42,7 +42,7 @@ def show_start(
         device=torch.device(request.device),
         streamed=True,
         out=request.folder,
-        # Above this size finished blocks become shards, by links.
+        # Above this size, finished blocks become shards by hard links.
         saved=home.size if home.size <= request.largest_file else 0,
     )
     try:
@@ -90,7 +90,7 @@ def show_scores(report: Report, notes: Sequence[Note]) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context without messages and bars of loading. The tensors have been checked before."""
+    """Context without messages and progress bars of loading. Tensors are checked before."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -51,7 +51,7 @@ def open_texts(
         split: The split, if there are several.
         option: The option that names it, for messages.
         columns: Standard name of a column -> its name in the table. If there are any, only these
-            columns are read, and standard columns if `names` are the usual ones.
+            columns are read. Standard columns are also read if `names` equals `usual`.
         names: Standard names that are allowed.
         usual: Standard columns, one of which is needed if `columns` is empty.
     """

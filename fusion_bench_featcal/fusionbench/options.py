@@ -51,7 +51,7 @@ class MergedBy(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(MergedBy):
-    """Settings of `method=featcal` in addition to the calibration's."""
+    """Settings of `method=featcal` in addition to those of the calibration."""
 
     save: str = setting(
         FEATCAL,

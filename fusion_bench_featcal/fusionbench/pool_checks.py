@@ -126,7 +126,7 @@ def check_experts(models: PoolModels) -> list[str]:
 
 
 def _check_same_kind(expert: PoolModel, base: Any) -> None:
-    """Compare the config of a language model's expert with the base's."""
+    """Compare the configs of a language model's expert and base."""
     config, expected = expert.config, getattr(base, "config", None)
     if config is None or expected is None:
         return

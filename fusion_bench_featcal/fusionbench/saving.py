@@ -220,7 +220,7 @@ class RowSaver:
         return row == self.row and self._options.target is not None
 
     def offer(self, model: nn.Module, facts: CardFacts) -> None:
-        """Keep a row's model if it is the one to save, and save it if there is a target.
+        """Store the model if it belongs to `row`, and save it if there is a target.
 
         Raises:
             CalibrationError: If it cannot be written, naming path, free space and setting.

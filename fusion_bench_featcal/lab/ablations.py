@@ -1,4 +1,4 @@
-"""Rules without one of their parts, which only the ablation study uses."""
+"""Rules of the ablation study, each without one component."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -36,7 +36,7 @@ class InMemory:
         Args:
             block: The block.
             model: The calibrated model, with the block in memory.
-            changed: The block's tensors that differ from the merged model's.
+            changed: The block's tensors that differ from the merged model.
             run_log: The log.
         """
         return {name: tensor.to(model.home) for name, tensor in changed.items()}

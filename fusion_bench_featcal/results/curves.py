@@ -53,7 +53,7 @@ def as_curves(content: Any, label: str) -> Curves:
 def write_curves(
     directory: str | Path, curves: Mapping[str, Curves], setting: str = LOG_DIR_SETTING
 ) -> Path | None:
-    """Write the curves of a run's rows into an existing folder, replacing an earlier run's.
+    """Write the curves of a run's rows into an existing folder, replacing an earlier file.
 
     Returns the file, or None if no row has curves.
     """

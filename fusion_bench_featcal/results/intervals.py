@@ -182,7 +182,7 @@ def macro_means(
     """
     observed = resampled = np.zeros(1)
     for task in sorted(columns):
-        # Rounding off the last bits keeps equal scores equal, whatever the order of summation.
+        # Rounding off the last bits keeps equal scores equal for any order of summation.
         values, counts = np.unique(np.round(columns[task], 12), axis=0, return_counts=True)
         items = counts.sum()
         generator = np.random.default_rng([BOOTSTRAP_SEED, _number(task)])

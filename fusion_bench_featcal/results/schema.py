@@ -123,7 +123,7 @@ def _check_kind(content: Any, kind: str, label: str) -> None:
 
 
 def check_comparison(content: Any, label: str) -> None:
-    """Check the content of a comparison's `report.json`, as far as this package reads it."""
+    """Check the parts of a comparison's `report.json` that this package reads."""
     _check_kind(content, COMPARISON_KIND, label)
     check_types(content, COMPARISON, label)
 

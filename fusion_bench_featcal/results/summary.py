@@ -124,7 +124,7 @@ class Summary:
                 references.setdefault((row.name, *row.accuracy.values()), row)
         order = sorted(references.values(), key=lambda row: row.name != BASE)
         other_rows = [row for row in rows if not row.is_reference]
-        # The merger comes before its repairs, whatever the order in the report.
+        # The merger comes before its repairs, for any order in the report.
         mergers = list(dict.fromkeys(row.upstream for row in other_rows))
         other_rows.sort(key=lambda row: (mergers.index(row.upstream), row.name != row.upstream))
         return order + other_rows

@@ -8,8 +8,8 @@ class MergingRule(Rule, Settings):
     """Base of rules that sum over the inputs of each expert's modules.
 
     Attributes:
-        features: Input features of an expert's block: the `expert`'s, or the output of the
-            preceding `merged` blocks.
+        features: Input features of an expert's block: the features of the `expert`, or the output
+            of the preceding `merged` blocks.
         outside: Whether layers outside the blocks are solved as well.
     """
 

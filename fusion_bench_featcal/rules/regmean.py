@@ -68,7 +68,7 @@ class LeastSquaresSums:
             has_unit_gram: Whether Gram matrices are scaled to norm 1.
             cutoff: Energies up to this share of the largest count as zero.
             scale: Factor of the step.
-            bias: Biases of the result, by default the anchor's.
+            bias: Biases of the result, by default those of the anchor.
         """
         self._anchor = anchor.to(solve_dtype(anchor.weight.device))
         self._bias = anchor.bias if bias is None else bias

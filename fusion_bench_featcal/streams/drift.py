@@ -1,4 +1,4 @@
-"""Distance of the model's features from the experts', block by block (Eq. 2)."""
+"""Distance between the features of model and experts, block by block (Eq. 2)."""
 
 from collections.abc import Callable
 from typing import Any

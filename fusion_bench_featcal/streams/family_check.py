@@ -120,7 +120,7 @@ def _difference(family: Family, model: nn.Module, task: str, inputs: Any) -> str
         expected = _block_outputs(model, blocks, inputs)
     try:
         outputs = _steps(family, model, inputs)
-    except Exception as error:  # the model's own pass did not fail
+    except Exception as error:  # the model's forward pass did not fail
         return f"a step of the family {family.name} fails ({error})"
     for block, right, hidden in zip(blocks, expected, outputs, strict=True):
         if not all_finite(right):

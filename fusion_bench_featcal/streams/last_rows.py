@@ -122,7 +122,7 @@ class ClosingRows:
 
 
 LastRows = DemoRows | ClosingRows
-"""Counted positions in modules of the last block, if they differ from earlier blocks'."""
+"""Counted positions in modules of the last block, if they differ from earlier blocks."""
 
 
 def last_rows_of(settings: FeatCalSettings, rule: Rule, family: Family) -> LastRows | None:

@@ -37,7 +37,7 @@ class Streams:
         working: The calibrated model, with one block at a time in memory.
         experts: The expert of each task.
         rule: How blocks are calibrated.
-        drift: Compares features with the experts', or None.
+        drift: Compares the features of model and experts, or None.
         storage: Storage of features: the device, the host or disk.
         last_rows: Counted positions in modules of the last block, if they differ from earlier ones.
         aside: The merged model for held-out samples, if running one of its blocks or starting a
@@ -219,7 +219,7 @@ class Streams:
             batch: The batch.
             block: The block.
             groups: The groups.
-            watched: Whether the block's output before its update is compared with the expert's.
+            watched: Whether the block's output before its update is compared with the expert.
 
         Returns:
             Each group's inputs, by the name of its first module, one per call.

@@ -51,7 +51,7 @@ _TYPOGRAPHIC = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u20
 
 
 def plain_words(text: str) -> str:
-    """Return a text in lower case and plain ASCII, words and punctuation marks apart.
+    """Return a text in lower case and plain ASCII, with blanks around punctuation marks.
 
     Two texts with the same words count as equal when the splits are kept disjoint.
     """

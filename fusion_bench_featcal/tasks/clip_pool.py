@@ -72,7 +72,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         """Check the settings, and open the data of `tasks` before any model is loaded.
 
         Args:
-            test_datasets: Task name -> dataset or its configuration, as FusionBench's.
+            test_datasets: Task name -> dataset or its configuration, as in FusionBench.
             tasks: Task name -> the keys of `TaskDefinition`.
             base_model: Folder or hub id of a CLIP, the default of `processor` and `clip_model`.
             processor: CLIP processor or its configuration, for images and prompts.
@@ -143,7 +143,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         self.processor = load_part("taskpool.processor", self._processor, CLIPProcessor)
         images = self.processor if self._data_processor is None else self._data_processor
         self.data_processor = load_part("taskpool.data_processor", images, CLIPProcessor)
-        # the head computes in float32, whatever dtype the files have
+        # The head always computes in float32.
         self.clip_model = load_part(
             "taskpool.clip_model", self._clip_model, CLIPModel, dtype=torch.float32
         )
@@ -196,6 +196,6 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
 
 
 def _cast_inputs(projection: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Cast features of a vision model of another dtype to the head's."""
+    """Cast features of a vision model of another dtype to the dtype of the head."""
     dtype = next(projection.parameters()).dtype
     return tuple(tensor.to(dtype) for tensor in inputs)

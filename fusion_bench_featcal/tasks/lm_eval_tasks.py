@@ -14,7 +14,7 @@ def is_installed() -> bool:
 
 
 def task_index(include_path: str | None = None) -> Any:
-    """Return lm-eval's index of tasks, extended by a folder's. It takes seconds to build."""
+    """Return lm-eval's index of tasks, with tasks of a folder. It takes seconds to build."""
     from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 
     return TaskManager(include_path=include_path)

@@ -51,7 +51,7 @@ STAYS = "the others are finished and stay so when the command is repeated"
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSettings(Settings):
-    """Settings of `method=compare` in addition to its grid's."""
+    """Settings of `method=compare` in addition to those of its grid."""
 
     seed: int = same_as(FeatCalSettings, "seed", group="shared settings")
     samples_per_task: int = same_as(FeatCalSettings, "samples_per_task")
@@ -115,7 +115,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
     _config_mapping = BaseAlgorithm._config_mapping | {n: n for n in names_of(setting_kinds)}
 
     def __init__(self, **keys: Any) -> None:
-        """Store the choices. `run` checks them together with the model pool's.
+        """Store the choices. `run` checks them together with the choices of the model pool.
 
         Args:
             **keys: Fields of the dataclasses in `setting_kinds`.
@@ -235,7 +235,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         return MethodInputs(modelpool, taskpool, self.fabric)
 
     def _pools(self, planned_point: PlannedPoint, modelpool: BaseModelPool) -> list[Any]:
-        """Return a point's pools: the program's, or others that are created here."""
+        """Return a point's pools, which are the program's pools or are created here."""
         program: Any = self._program
         if planned_point.config is None or not planned_point.point.changes_pools:
             return [modelpool, getattr(program, "taskpool", None)]

@@ -20,7 +20,7 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
 
-# Settings that all methods of a comparison share. Other settings are FeatCal's.
+# Settings that all methods of a comparison share. Other settings belong to FeatCal.
 _SHARED = ("samples_per_task", "calibration_split", "steps")
 
 
@@ -181,7 +181,7 @@ def _setting(name: str, values: Sequence[Any], config: DictConfig) -> Axis:
     key, default = f"method.{name}", None
     if name not in _SHARED:
         method, default = f"post_merging_methods.{FEATCAL}", getattr(FeatCalSettings, name)
-        # A pool's own changes of a method come after the method's.
+        # The pool's changes of a method come after the method's settings.
         of_pool = OmegaConf.select(config, f"modelpool.featcal.compare.{method}")
         fixed = isinstance(of_pool, DictConfig) and name in of_pool
         key = f"{'modelpool.featcal.compare' if fixed else 'method'}.{method}.{name}"

@@ -208,7 +208,7 @@ class CellMaker:
         """Return a model of the class that mergers return, for replacing its weights."""
         pool = self.inputs.modelpool
         model = load_pool_model(pool, BASE_MODEL if pool.has_pretrained else pool.model_names[0])
-        # Models in memory of the pool are needed again.
+        # The pool's models in memory are needed again.
         return copied_module(model) if pool.has_instance_models else model
 
     def _deployed(self, model: nn.Module, added: Mapping[str, int]) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def unseen_accuracy(
     Returns:
         The average over tasks that have such items, its gain over the merged model on the same
         items, and the number of these tasks. Empty for models that were fitted on other data, or if
-        the task pool's items are not the model pool's.
+        task pool and model pool have different items.
     """
     averages = []
     for task, (positions, available) in fitted_items.items():

@@ -76,7 +76,7 @@ def made_of(config: Mapping[str, Any], setting: str) -> Any:
     """
     try:
         return instantiate(config, _recursive_=False, _convert_="all")
-    # Hydra wraps the constructor's error, which is about a setting in any case.
+    # Hydra wraps the constructor's error, which is always about a setting.
     except Exception as error:
         reason = str(error.__cause__ or error).replace("method.", f"{setting}.")
         raise ValueError(f"{setting}: {reason}") from error

@@ -45,7 +45,7 @@ def fingerprint(*values: Any) -> str:
 
 
 def describe(value: Any) -> Any:
-    """Return the JSON form of a config: mappings, sequences and scalars, plain or OmegaConf's.
+    """Return the JSON form of a config: mappings, sequences and scalars, plain or of OmegaConf.
 
     A module is described by its class and weights, any other object by its class and, if it has
     one, its length.

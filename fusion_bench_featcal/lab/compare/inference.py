@@ -56,7 +56,7 @@ class InferenceTimer:
     """Times models on the same samples, the first of the first task.
 
     For images this is the time from pixel values to final image features, including a model's
-    correction, but not reading images or comparing features with the text's. Language models write
+    correction, but not reading images or comparing with text features. Language models write
     an answer of `ANSWER` tokens to each prompt, because answers of natural length take unequal
     times.
     """
@@ -154,7 +154,7 @@ def _answers(
 
 
 def _final_features(model: Any, projection: nn.Module, pixels: Tensor, task: str) -> Tensor:
-    """Return the features that a classifier compares with the text's."""
+    """Return the features that a classifier compares with text features."""
 
     def uncorrected(tower: nn.Module) -> Tensor:
         return to_unit_norm(project(tower(pixels), tower, projection))

@@ -55,7 +55,7 @@ class Job:
         return cls(cell, config, run, folders, machine, *here)
 
     def work(self) -> Outcome:
-        """Run the cell in this process, a worker's."""
+        """Run the cell in this process, which is a worker."""
         with _ONE_AT_A_TIME:
             try:
                 os.chdir(self.directory)

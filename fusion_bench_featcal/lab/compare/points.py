@@ -61,7 +61,7 @@ class Point:
 
     @property
     def changes_pools(self) -> bool:
-        """True if the model pool or the task pool differs from the study's."""
+        """True if the point changes the model pool or the task pool."""
         return any(key.split(".")[0] in POOLS for key in self.changes)
 
     @property

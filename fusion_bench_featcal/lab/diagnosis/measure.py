@@ -39,7 +39,7 @@ class Measures:
 
     Attributes:
         drift: Block -> means over each item's positions, `[items, 9]`, with `drift.COLUMNS`.
-        cosines: Cosine of the final features to the expert's, mean over each item's positions,
+        cosines: Cosine between final features of model and expert, mean over each item's positions,
             `[items]`.
         features: Final features, mean over each item's positions, of norm 1, `[items, d]`.
         expert_features: The same for the expert.
@@ -81,7 +81,7 @@ def measure(
         settings: `decoder_rows`, `samples_per_task` and `ignore_config` are used.
         family: How the model is cut into blocks.
         projection: Applied to the final features.
-        device: Device of the computation, by default the model's.
+        device: Device of the computation, by default the device of the model.
         autocast: Returns the context of forward passes.
 
     Raises:

@@ -165,7 +165,7 @@ def _drift_grid(lines: Sequence[Line]) -> Grid:
 
 
 def _cosine_grid(lines: Sequence[Line]) -> Grid:
-    """Cosine of final features to the expert's, of rows by task."""
+    """Cosine between final features of each row and of the expert, by task."""
     values = {row: by_task(lines, row, "final_cosine") for row in rows_of(lines)}
     tasks = short_names(list(next(iter(values.values()), {})))
     cells = [

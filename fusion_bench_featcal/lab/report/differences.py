@@ -38,7 +38,7 @@ BySeed = Mapping[Any, Scores]
 
 @dataclass(frozen=True)
 class Difference:
-    """Average accuracy of one row minus another's.
+    """Average accuracy of one row minus that of another.
 
     Attributes:
         row: The first row.

@@ -89,7 +89,7 @@ class Merger(MergingRule, ModelSettings, SampleSettings):
                 changed.
             experts: Each task's expert: a module, or a source of its weights.
             batches: Each task's unlabeled model inputs, as for `calibrate`.
-            device: Device of the computation, by default the base's.
+            device: Device of the computation, by default the device of the base.
             autocast: Returns the context of forward passes. Statistics are computed outside it.
 
         Returns:

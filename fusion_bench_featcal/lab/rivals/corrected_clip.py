@@ -15,7 +15,7 @@ NORMALIZE = ("none", "pre")
 
 
 class CorrectedModel(Corrected):
-    """A merged model with corrections of its projected features. Its forward is the merged one's.
+    """A merged model with corrections of its projected features, which `forward` does not apply.
 
     FusionBench passes the task after the forward pass, with features of norm 1. Corrections of
     features that are not normalised (`normalize: none`) use the last pass, which is stored.
@@ -115,7 +115,7 @@ class CorrectedModel(Corrected):
 
 
 class LayerCorrectedModel(CorrectedModel):
-    """A merged model with corrections behind every block and of its projected features.
+    """A merged model with corrections after every block and of its projected features.
 
     The corrections after blocks act during a forward pass, so evaluation by FusionBench costs two
     passes. `features` costs one.

@@ -50,7 +50,7 @@ class AffineModule(nn.Module):
 
 
 class LayerSurgery(nn.Module):
-    """One task's corrections: one behind each block, for all tokens, and one of final features."""
+    """One task's corrections: one after each block, for all tokens, and one of final features."""
 
     def __init__(self, blocks: Iterable[nn.Module], final: nn.Module) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Corrected(nn.Module):
     """
 
     is_surgery_model = True  # FusionBench's protocol
-    stem: ClassVar[str]  # name of the files next to the merged model's
+    stem: ClassVar[str]  # name of the files next to the merged model
     # Constructor arguments that are saved with the tensors.
     described: ClassVar[tuple[str, ...]] = ("samples", "curves")
 
@@ -112,7 +112,7 @@ class Corrected(nn.Module):
         return self.corrections[_key(task)]
 
     def added(self) -> dict[str, int]:
-        """Return module -> parameters that deployment needs in addition to the merged model's."""
+        """Return module -> parameters that deployment needs in addition to the merged model."""
         counts = {
             name: sum(parameter.numel() for parameter in module.parameters(recurse=False))
             for name, module in self.corrections.named_modules()

@@ -100,7 +100,7 @@ class Distillation(ModelSettings, TextSettings, SampleSettings):
             for (
                 task,
                 positions,
-            ) in positions_by_task.items():  # task by task, so that memory is one batch's
+            ) in positions_by_task.items():  # task by task, to need memory for one batch
                 loss = _distance(model, lessons[task][int(next(positions))]) / norms[task]
                 (loss / len(positions_by_task)).backward()
                 losses[task].append(loss.detach())
@@ -117,5 +117,5 @@ class Distillation(ModelSettings, TextSettings, SampleSettings):
 
 
 def _distance(model: nn.Module, lesson: Lesson) -> Tensor:
-    """Return the mean squared distance of a model's final features to the expert's, 0-dim."""
+    """Return the mean squared distance between final features of model and expert, 0-dim."""
     return (lesson.features(model) - lesson.target).square().mean()

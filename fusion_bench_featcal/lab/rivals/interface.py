@@ -52,7 +52,7 @@ class PostMerging(Protocol):
         ...
 
     def added(self, model: nn.Module) -> dict[str, int]:
-        """Module -> parameters that the improved model has in addition to the merged one's."""
+        """Module -> parameters that the improved model adds to the merged model."""
         ...
 
 

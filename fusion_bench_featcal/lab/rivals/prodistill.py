@@ -155,6 +155,6 @@ class TrainingStreams(Streams):
 
 
 def _loss(step: BlockStep, parameters: Mapping[str, Tensor], lesson: Lesson) -> Tensor:
-    """Return the squared distance of the block's output to the expert's, summed over rows."""
+    """Return the squared distance between outputs of block and expert, summed over rows."""
     hidden = rows_of(step.run_with(parameters, lesson.inputs), lesson.rows)
     return (hidden.float() - lesson.target.float()).square().sum()

@@ -1,4 +1,4 @@
-"""CLIP's projected features, which a zero-shot head compares with the text's."""
+"""CLIP's projected features, which a zero-shot head compares with text features."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ def load_projection(models: PoolModels, clip_model: str | None) -> nn.Linear:
 
     Args:
         models: The pool's models.
-        clip_model: Folder or hub id of a CLIP checkpoint with a projection, by default the base's.
+        clip_model: Folder or hub id of a CLIP checkpoint with a projection, by default the base.
 
     Raises:
         CalibrationError: If there is none.

@@ -125,7 +125,7 @@ class Method(Settings):
         return {t: {"samples": counts[t], "split": split} for t in tasks if t in counts}
 
     def added(self, model: nn.Module) -> dict[str, int]:
-        """Module -> parameters that the model adds to the merged one's, by default none."""
+        """Module -> parameters that the model adds to the merged model, by default none."""
         return {}
 
 

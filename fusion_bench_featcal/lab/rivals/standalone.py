@@ -102,7 +102,7 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
         merged: nn.Module | None,
         make: Callable[[], nn.Module],
     ) -> nn.Module:
-        """Build the model. Save, evaluate and report it like FeatCal's."""
+        """Build the model. Save, evaluate and report it like a model of FeatCal."""
         method, pool, processor = self.method, inputs.modelpool, None
         with suppress(CalibrationError):  # some methods need no processor
             processor = inputs.processor

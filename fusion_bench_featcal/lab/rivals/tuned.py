@@ -60,7 +60,7 @@ class Search(Method):
     cosine of final features with the experts' (no labels). The best is fitted on all samples. If
     tasks have different numbers of samples, each uses three quarters of the smallest number. With
     fewer than `LEAST_SAMPLES` samples for any task the settings do not change. Samples are drawn by
-    these settings, not by the method's.
+    these settings, not by the method's settings.
     """
 
     name = "tuned"
@@ -180,7 +180,7 @@ def _cosines(model: nn.Module, task: str, lesson: Lesson) -> Tensor:
 class Tuned(Search):
     """A post-merging method with the settings that are best on held-out calibration samples."""
 
-    # With the given settings, and the method of the last model.
+    # The method with the original settings, and the method of the last model.
     _methods: list[Any] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
