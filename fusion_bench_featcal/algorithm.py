@@ -106,7 +106,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 and, without `base_method`, the `_merged_` model.
 
         Returns:
-            The model of the row `save`. By default the calibrated one, with the method's settings.
+            The model of the row `save`, by default the one calibrated with the method's settings.
 
         Raises:
             CalibrationError: If the run cannot go on. No partial files remain.

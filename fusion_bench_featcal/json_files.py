@@ -14,7 +14,7 @@ from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.untrusted import read_bytes
 
 DIGEST = "digest"
-_MAX_BYTES = 2**28  # of a file. A checkpoint's manifest has about 200 bytes per tensor.
+_MAX_BYTES = 2**28  # largest file. A checkpoint's manifest has about 200 bytes per tensor.
 _HIDDEN = "***"
 _KEY = (  # not pad_token, image_token and the like
     r"(?i:password|passwd|secret|(?<![a-z][_-])token|(?:hf|auth|access|api|session)[_-]token"

@@ -103,7 +103,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         """
         try:
             item = self._rows[index]
-        except OSError as error:  # of a dataset that decodes pictures
+        except OSError as error:  # from a dataset that decodes pictures
             raise CalibrationError(f"{self.at(index)} cannot be read ({error}).") from error
         if isinstance(item, Mapping):
             if self._image_column not in item:

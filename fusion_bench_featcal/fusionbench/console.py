@@ -95,8 +95,8 @@ class ScreenFilter(logging.Filter):
 class FeatCalJob(Callback):
     """Prepares a run's log directory, keeps its screen short and ends a failed run in one block.
 
-    Modules in the current folder can be named by `_target_`. Of several processes only the first
-    one has a log directory and prints.
+    Modules in the current folder can be named by `_target_`. Only the first of several processes
+    has a log directory and prints.
     """
 
     def __init__(self) -> None:

@@ -32,13 +32,13 @@ def log_results(fabric: Any, runs: Iterable[tuple[Report, Path | None]]) -> None
     for logger in fabric.loggers:
         try:
             _log(logger, settings, steps)
-        except Exception as error:  # of a server, a disk or a library
+        except Exception as error:  # from a server, a disk or a library
             name, cause = type(logger).__name__, first_line(error)
             log.warning("fabric.loggers: %s failed (%s). The run's files are whole", name, cause)
 
 
 def _log(logger: Any, settings: dict[str, Any], steps: dict[int, dict[str, float]]) -> None:
-    with suppress(NotImplementedError):  # of CSVLogger
+    with suppress(NotImplementedError):  # from CSVLogger
         logger.log_hyperparams(settings)
     with warnings.catch_warnings():
         # CSVLogger warns that it deletes files in its folder. It only deletes its `metrics.csv`.

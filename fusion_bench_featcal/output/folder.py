@@ -49,7 +49,7 @@ class OutputFolder(InMemory):
     """
 
     def __init__(self, folder: Path, *, resume: bool, processes: Any) -> None:
-        """Open a folder, creating it if necessary. Of several processes the first one writes.
+        """Open a folder, creating it if necessary. Only the first process writes.
 
         Raises:
             CalibrationError: If it cannot be written, its manifest is damaged, or it has blocks and

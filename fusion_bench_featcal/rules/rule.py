@@ -104,7 +104,7 @@ class Rule(ABC):
         return "Use more samples (method.samples_per_task)"
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
-        """Divide a block's groups, in the order of their calls, into turns. By default into one.
+        """Divide a block's groups, in the order of their calls, into turns, by default into one.
 
         Modules of one turn are solved from one pass over the samples.
         """

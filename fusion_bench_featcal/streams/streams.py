@@ -41,7 +41,7 @@ class Streams:
         storage: Storage of features: the device, the host or disk.
         last_rows: Counted positions in modules of the last block, if they differ from earlier ones.
         aside: The merged model for held-out samples, if running one of its blocks or starting a
-            stage needs blocks that are already calibrated. By default the calibrated model.
+            stage needs blocks that are already calibrated. None uses the calibrated model.
     """
 
     tasks: Mapping[str, list[Batch]]

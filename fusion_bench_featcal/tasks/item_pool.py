@@ -29,7 +29,7 @@ class ItemPool:
     Attributes:
         item_correct: Result of the last `evaluate` call: task name -> bool tensor `[items]`, in the
             order of the dataset, on the CPU.
-        item_classes: Task name -> class or target of each item, of the tasks evaluated so far.
+        item_classes: Task name -> class or target of each item, for tasks evaluated so far.
         test_dataloaders: Task name -> its data. `evaluate` uses the tasks in it.
     """
 

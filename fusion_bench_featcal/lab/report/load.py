@@ -45,7 +45,7 @@ def load_notes(folder: str | Path) -> list[dict[str, str]]:
 
 
 def long_table(reports: Mapping[Path, Report]) -> list[Line]:
-    """Return the lines of runs. Of lines that differ only in their value, the first is used.
+    """Return the lines of runs. If lines differ only in their value, the first one is used.
 
     Raises:
         ReportError: If runs with equal labels must not be averaged, or a file is damaged.
