@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -40,23 +39,19 @@ def run(suite: Suite, folder: Path | None = None, *, resume: bool = False, rule:
     return calibrate(*models, suite.inputs, settings, autocast=autocast)
 
 
-def interrupt(
-    suite: Suite, folder: Path, blocks: int, error: BaseException | None = None, **more: Any
-) -> str:
-    """Run until some blocks are written, and raise as the next one is; the message."""
-    error, replace, left = error or Interrupted(), os.replace, [blocks]
+def interrupt(suite: Suite, folder: Path, blocks: int, **more: Any) -> None:
+    """Run until some blocks are written, and raise as the next one is."""
+    replace, remaining = os.replace, [blocks]
 
     def counted(source: Any, target: Any) -> None:
-        left[0] -= Path(target).name.startswith("block-")
-        if left[0] < 0:
-            raise error
+        remaining[0] -= Path(target).name.startswith("block-")
+        if remaining[0] < 0:
+            raise Interrupted
         replace(source, target)
 
-    kinds = (type(error), CalibrationError)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(kinds) as raised:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
         patch.setattr("os.replace", counted)
         run(suite, folder, **more)
-    return str(raised.value)
 
 
 def records(result: Any) -> list[dict[str, Any]]:
@@ -83,45 +78,44 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 # --- resuming ---
 
-SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any], int]] = {
-    "clip": (clip_suite, {}, 2),
-    "weights alone": (clip_suite, {"rule": Paper(mix_alpha=0.0), "log_drift": False}, 2),
-    "held out": (clip_suite, {"held_out": 1}, 2),
-    "gpt2": (gpt2_suite, {"modules": ["h.1.*"]}, 2),
-    "open_clip": (tower_suite, {}, 2),
-    "t5": (t5_suite, {}, 4),
-    "plus": (clip_suite, {"rule": Plus()}, 2),
-    "plus, t5": (t5_suite, {"rule": Plus(), "held_out": 1}, 4),
-    "budget": (clip_suite, {"expert_read_budget": "60%"}, 2),
+
+def small_t5() -> Suite:
+    return t5_suite(depths=(1, 1))
+
+
+SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any]]] = {
+    "clip": (clip_suite, {"expert_read_budget": "60%"}),
+    "weights alone": (clip_suite, {"rule": Paper(mix_alpha=0.0), "log_drift": False}),
+    "gpt2": (gpt2_suite, {"modules": ["h.1.*"]}),
+    "open_clip": (tower_suite, {"held_out": 1}),
+    "t5": (small_t5, {}),
+    "plus, t5": (small_t5, {"rule": Plus(), "held_out": 1}),
 }
 
 
 @pytest.mark.parametrize("name", SUITES)
 def test_resumed_model_and_log_are_those_of_an_uninterrupted_run(name: str, tmp_path, monkeypatch):
-    make, more, blocks = SUITES[name]
+    make, more = SUITES[name]
     suite = make()
-    expected = run(suite, **more)
-    for kept in range(blocks + 1):
-        folder = tmp_path / str(kept)
-        if kept < blocks:
-            interrupt(suite, folder, kept, **more)
-        else:
-            run(suite, folder, **more)
+    expected = run(suite, tmp_path / "whole", **more)
+    interrupt(suite, tmp_path / "interrupted", 1, **more)
+    for folder, blocks in (("interrupted", 1), ("whole", 2)):
+        if folder == "whole":  # no block is calibrated
             monkeypatch.setattr("fusion_bench_featcal.calibration.calibrate_blocks", None)
-        assert len(listed(folder)) == kept
-        result = run(suite, folder, resume=True, **more)
+        assert len(listed(tmp_path / folder)) == blocks
+        result = run(suite, tmp_path / folder, resume=True, **more)
         assert_identical(result.model, expected.model)
         assert records(result) == records(expected)
-        assert restored(result) == ([kept] if kept else [])
+        assert restored(result) == [blocks]
         assert result.reads["plan"] == expected.reads["plan"]
 
 
 def test_a_run_may_be_interrupted_again_and_again_and_lose_a_file(tmp_path: Path):
-    suite = t5_suite()
-    interrupt(suite, tmp_path, 1)
+    suite = t5_suite(depths=(1, 2))
+    interrupt(suite, tmp_path, 0)
     for _ in range(2):
         interrupt(suite, tmp_path, 1, resume=True)
-    assert len(listed(tmp_path)) == 3
+    assert len(listed(tmp_path)) == 2
     expected = run(suite).model
     assert_identical(run(suite, tmp_path, resume=True).model, expected)
     (tmp_path / "block-0001.safetensors").unlink()
@@ -130,23 +124,41 @@ def test_a_run_may_be_interrupted_again_and_again_and_lose_a_file(tmp_path: Path
     assert restored(result) == [1]
 
 
-@pytest.mark.parametrize("name", ["clip", "gpt2", "t5", "open_clip"])
-def test_a_finished_folder_is_the_model(name: str, tmp_path: Path):
-    suite = SUITES[name][0]()
-    model = run(suite, tmp_path).model
+@pytest.mark.parametrize("make", [gpt2_suite, small_t5])
+def test_a_finished_folder_is_the_model(make: Callable[[], Suite], tmp_path: Path):
+    model: Any = run(make(), tmp_path).model
     source = SafetensorsExpert(tmp_path)
     state = model.state_dict(keep_vars=True)
     first = {id(tensor): key for key, tensor in reversed(state.items())}
     weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(weight_map) == set(first.values())
     assert all(torch.equal(source.tensor(key), state[key]) for key in weight_map)
-    if name != "open_clip":
-        model.config.dtype = model.dtype
-        model.config.save_pretrained(tmp_path)
-        assert_identical(type(model).from_pretrained(tmp_path, dtype=model.dtype), model)
+    model.config.dtype = model.dtype
+    model.config.save_pretrained(tmp_path)
+    assert_identical(type(model).from_pretrained(tmp_path, dtype=model.dtype), model)
 
 
 # --- refusals ---
+
+
+def small_clip(seed: int = 0) -> Suite:
+    return clip_suite(tasks=2, sizes=(2, 2), seed=seed).to(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Suite, Path, Path, nn.Module]:
+    """A finished run, the folder of another one, and the model."""
+    folder, suite = tmp_path_factory.mktemp("finished"), small_clip()
+    run(small_clip(seed=1), folder / "other")
+    return suite, folder / "clip", folder / "other", run(suite, folder / "clip").model
+
+
+def refuse(suite: Suite, folder: Path, message: str, **more: Any) -> None:
+    """Expect that a run is refused and changes no file."""
+    before = contents(folder)
+    with pytest.raises(CalibrationError, match=message):
+        run(suite, folder, **more)
+    assert contents(folder) == before
 
 
 def nudge(model: Any, inside: str) -> None:
@@ -167,8 +179,8 @@ CHANGES: list[tuple[Callable[[Suite], Any], str]] = [
      r"weights of expert task_1 \(modelpool\.models\.task_1\)\."),
     (lambda s: nudge(s.base, "layers.0."), r"base _pretrained_ \(modelpool\.models\._pretrained_"),
     (lambda s: nudge(s.merged, "layers.1."), r"weights of the merged model\. "),
-    (lambda s: s.inputs["task_2"][1]["pixel_values"][0].add_(1e-9), r"samples of task task_2\."),
-    (lambda s: s.inputs["task_2"].reverse(), r"samples of task task_2\."),
+    (lambda s: s.inputs["task_1"][1]["pixel_values"][0].add_(1e-9), r"samples of task task_1\."),
+    (lambda s: s.inputs["task_1"].reverse(), r"samples of task task_1\."),
     (lambda s: (s.experts.pop("task_0"), s.inputs.pop("task_0")), r"tasks .*task_0.* then"),
     (lambda s: s.experts.update(task_0=s.experts.pop("task_0")), r"tasks .*\[\"task_0"),
     (other_activation, r"merged model's modules"),
@@ -176,28 +188,15 @@ CHANGES: list[tuple[Callable[[Suite], Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES)
-def test_changed_models_and_samples_are_named(change: Callable, message: str, tmp_path: Path):
-    suite = clip_suite()
-    interrupt(suite, tmp_path, 1)
-    before = contents(tmp_path)
+def test_changed_models_and_samples_are_named(finished, change: Callable, message: str):
+    suite = small_clip()
     change(suite)
-    with pytest.raises(CalibrationError, match=rf"method\.checkpoint_dir.*{message}"):
-        run(suite, tmp_path, resume=True)
-    assert contents(tmp_path) == before
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Suite, Path, Path, nn.Module]:
-    """A finished run, the folder of another one, and the model."""
-    folder, suite = tmp_path_factory.mktemp("finished"), clip_suite(tasks=1).to(torch.float32)
-    run(clip_suite(tasks=1, seed=1).to(torch.float32), folder / "other")
-    return suite, folder / "clip", folder / "other", run(suite, folder / "clip").model
+    refuse(suite, finished[1], rf"method\.checkpoint_dir.*{message}", resume=True)
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     *[({name: value}, rf"method\.{name} \(.* then, .* now\)")
-      for name, value in (("seed", 1), ("batch_size", 3), ("log_drift", False),
-                          ("modules", ["fc1"]), ("expert_read_budget", "50%"))],
+      for name, value in (("seed", 1), ("modules", ["fc1"]), ("expert_read_budget", "50%"))],
     ({"rule": Plus()}, r"rule \(.*Paper.* then, .*Plus.* now"),
     ({"autocast": lambda: torch.autocast("cpu", torch.bfloat16)},
      r"precision: autocast \(null then, .*bfloat16"),
@@ -208,10 +207,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "message"), SETTINGS)
 def test_changed_settings_are_named_with_both_values(finished, changes: Any, message: str):
     suite, folder, *_ = finished
-    before = contents(folder)
-    with pytest.raises(CalibrationError, match=message):
-        run(suite, folder, **({"resume": True} | changes))
-    assert contents(folder) == before
+    refuse(suite, folder, message, **({"resume": True} | changes))
     if message.startswith(r"method\."):
         path = str(folder)
         settings = settings_of(Knobs(), suite, checkpoint_dir=path, resume=True, **changes)
@@ -227,30 +223,27 @@ def test_a_machine_that_rounds_otherwise_is_warned_of(finished, tmp_path, monkey
     assert "threads" in caplog.text and "77" in caplog.text
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_two_runs_at_once_in_one_folder_are_refused(resume: bool, tmp_path: Path, monkeypatch):
-    """The second one runs while the first one looks at its inputs."""
-    suite, others = clip_suite(tasks=1), [1]
-    if resume:
-        interrupt(suite, tmp_path, 0)
+def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path, monkeypatch):
+    """The second one runs while the first one calls its models."""
+    suite, runs = small_clip(), [1]
     forward = nn.LayerNorm.forward
 
-    def meanwhile(self: nn.LayerNorm, *inputs: Any) -> Any:
-        if others and listed(tmp_path) == [] and others.pop():
+    def interrupted(self: nn.LayerNorm, *inputs: Any) -> Any:
+        if runs and listed(tmp_path) == [] and runs.pop():
             run(suite, tmp_path, resume=True)
         return forward(self, *inputs)
 
-    monkeypatch.setattr(nn.LayerNorm, "forward", meanwhile)
+    monkeypatch.setattr(nn.LayerNorm, "forward", interrupted)
     with pytest.raises(CalibrationError, match=r"another run has begun to use method\.checkpoint"):
-        run(suite, tmp_path, resume=resume)
+        run(suite, tmp_path)
 
 
-def test_a_folder_that_cannot_be_made_is_named_before_any_work(tmp_path: Path):
-    (tmp_path / "taken").write_text("")
-    message = r"taken.*: (File exists|Not a dir).*method\.checkpoint_dir"
-    for folder in (tmp_path / "taken", tmp_path / "taken" / "inner"):
+def test_a_folder_that_cannot_be_written_is_named_before_any_work(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    message = r"file.*: (File exists|Not a dir).*method\.checkpoint_dir"
+    for folder in (tmp_path / "file", tmp_path / "file" / "inner"):
         with pytest.raises(CalibrationError, match=message):
-            run(clip_suite(tasks=1), folder)
+            run(small_clip(), folder)
 
 
 # --- files ---
@@ -259,27 +252,17 @@ def test_a_folder_that_cannot_be_made_is_named_before_any_work(tmp_path: Path):
 def test_files_of_killed_processes_are_removed_and_others_stay(tmp_path: Path):
     (dead,) = in_forks(1, lambda _: os.getpid())
     host = owner_mark().removesuffix(f"-{os.getpid()}")
-    gone = [f".block-0000.safetensors.{host}-{dead}-0.part", f".blocks.json.{host}-{dead}-1.part"]
+    orphan = f".block-0000.safetensors.{host}-{dead}-0.part"
     alive = f".blocks.json.{host}-{os.getppid()}-0.part"
-    kept = {f".blocks.json.elsewhere-{dead}-0.part", alive, ".mine.part", "notes.txt"}
-    for name in (*gone, *kept):
+    others = {f".blocks.json.elsewhere-{dead}-0.part", alive, ".mine.part", "notes.txt"}
+    for name in (orphan, *others):
         (tmp_path / name).write_text("half")
-    run(clip_suite(tasks=1), tmp_path)
+    run(small_clip(), tmp_path)
     names = {entry.name for entry in tmp_path.iterdir()}
-    assert kept <= names and not names & set(gone)
+    assert others <= names and orphan not in names
 
 
-def test_a_full_disk_leaves_usable_blocks_and_says_how_much_is_needed(tmp_path: Path):
-    suite, error = clip_suite(tasks=1), OSError(28, "No space left on device")
-    message = interrupt(suite, tmp_path, 1, error)
-    pattern = r"0001\.safetensors: No space.*needs .*iB, and .*iB are free.*checkpoint_dir"
-    assert re.search(pattern, message) and not list(tmp_path.glob(".*"))
-    result = run(suite, tmp_path, resume=True)
-    assert restored(result) == [1]
-    assert_identical(result.model, run(suite).model)
-
-
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(12))
 def test_damage_is_refused_or_harmless(finished, seed: int, tmp_path: Path):
     suite, folder, other, expected = finished
     damaged = tmp_path / "damaged"
@@ -291,17 +274,13 @@ def test_damage_is_refused_or_harmless(finished, seed: int, tmp_path: Path):
         assert NAMES_A_SETTING.search(str(error)) and str(damaged) in str(error), (kind, error)
     else:
         assert_identical(result.model, expected)
-        assert_identical(run(suite, damaged, resume=True).model, expected)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("blocks.json", b"", r"blocks\.json.*not valid JSON.*Remove that folder"),
-        ("blocks.json", b"[]", r"blocks\.json.*digest"),
         ("blocks.json", b'{"checksum": "earlier"}', r"blocks\.json.*digest.*Remove"),
-        ("blocks.json", b"\xff\xfe", r"blocks\.json.*not valid JSON"),
-        ("blocks.json", b"[" * 100_000, r"blocks\.json .*not valid JSON"),
+        ("blocks.json", b"[" * 100_000, r"blocks\.json .*not valid JSON.*Remove that folder"),
         ("block-0000.safetensors", b"", r"block-0000\.safetensors.*digest.*Remove .*0000\.safet"),
     ],
 )
