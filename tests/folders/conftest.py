@@ -1,18 +1,16 @@
-"""Finished runs of `featcal calibrate`, which several tests read, and its refusals."""
+"""Finished runs of `featcal calibrate`, which several tests inspect, and its refusals."""
 
 import contextlib
 import io
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import made_folders as made
+import made_folders as makers
 import pytest
 import transformers
 from made_folders import PAPER, ROWS, SCORES, words, write_rows
@@ -23,12 +21,6 @@ from fusion_bench_featcal.results import Report
 
 SECONDS = 300
 TEMPLATE = "{{ messages[0]['content'] }}"
-BARE = """
-import sys
-from fusion_bench_featcal.cli import main
-assert main(sys.argv[1:]) == 0
-print("loaded:", *({"fusion_bench", "hydra", "omegaconf", "lightning"} & set(sys.modules)))
-"""
 
 
 @dataclass(frozen=True)
@@ -53,14 +45,14 @@ class Run:
 
 
 def llama(folder: Path, _: Any) -> list[str]:
-    """All rows that are not held back are asked for."""
+    """All rows that are not held out are requested."""
     file = folder / "merged" / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"padding_side": "left"}))
     return words(folder, *PAPER, "--set", f"samples_per_task={ROWS}")
 
 
 def lora_experts(folder: Path, models: Any) -> list[str]:
-    made.write_adapters(folder, models["base"])
+    makers.write_adapters(folder, models["base"])
     (folder / "layer_scores.py").write_text(SCORES)
     (folder / "chat.jinja").write_text(TEMPLATE)
     more = ("--merge", "simple_average", "--as-lora", "64", "--chat-template", "chat.jinja")
@@ -71,7 +63,7 @@ def lora_experts(folder: Path, models: Any) -> list[str]:
 def missing_targets(folder: Path, _: Any) -> list[str]:
     rows = [{"prompt": row["prompt"]} for row in sentences("one", ROWS)]
     write_rows(folder / "one.jsonl", rows)
-    return words(folder, "--set", "generated_tokens=3", "--as-lora", "2")
+    return words(folder, *PAPER, "--set", "generated_tokens=3", "--as-lora", "2")
 
 
 def image_table(folder: Path, _: Any) -> list[str]:
@@ -80,7 +72,7 @@ def image_table(folder: Path, _: Any) -> list[str]:
     rows = [{"picture": str(file), "shape": file.parent.name} for file in files]
     write_rows(folder / "one.jsonl", rows)
     columns = ("--columns", "one:image=picture,label=shape")
-    return words(folder, *columns, data=("one.jsonl", "two-images"))
+    return words(folder, *PAPER, *columns, data=("one.jsonl", "two-images"))
 
 
 def adapter_of(rank: int, *more: str) -> Callable[[Path, Any], list[str]]:
@@ -88,20 +80,19 @@ def adapter_of(rank: int, *more: str) -> Callable[[Path, Any], list[str]]:
 
 
 RUNS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Any], list[str]]]] = {
-    "llama": (made.llama_folders, llama),
-    "lora": (made.llama_folders, lora_experts),
-    "t5": (made.t5_folders, missing_targets),
-    "bert": (made.classifier_folders, adapter_of(1)),
-    "gpt2": (made.gpt2_folders, adapter_of(4, *PAPER, "--no-eval")),
-    "qwen": (made.qwen_folders, adapter_of(4, *PAPER, "--no-eval")),
-    "vit": (made.image_classifier_folders, image_table),
-    "clip": (made.clip_folders, lambda folder, _: words(folder, data="{}-images")),
+    "llama": (makers.llama_folders, llama),
+    "lora": (makers.llama_folders, lora_experts),
+    "t5": (makers.t5_folders, missing_targets),
+    "bert": (makers.classifier_folders, adapter_of(1)),
+    "gpt2": (makers.gpt2_folders, adapter_of(4, *PAPER, "--no-eval")),
+    "vit": (makers.image_classifier_folders, image_table),
+    "clip": (makers.clip_folders, lambda folder, _: words(folder, *PAPER, data="{}-images")),
 }
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """Runs by name, each made when a test first asks for it, `llama` in a bare Python."""
+    """Runs by name, each executed for the first test that needs it."""
 
     @cache
     def run(name: str) -> Run:
@@ -109,11 +100,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
         folder = tmp_path_factory.mktemp(name)
         models = make(folder)
         arguments = prepare(folder, models)
-        if name == "llama":
-            command = [sys.executable, "-c", BARE, *arguments]
-            done = subprocess.run(command, text=True, capture_output=True)
-            assert done.returncode == 0, done.stderr
-            return Run(folder, models, done.stdout)
         with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as screen:
             assert main(arguments) == 0
         return Run(folder, models, screen.getvalue())
@@ -125,14 +111,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Llamas and their texts, which no test changes."""
     folder = tmp_path_factory.mktemp("models")
-    made.llama_folders(folder)
+    makers.llama_folders(folder)
     return folder
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Llamas and their texts, which a test may change."""
-    made.llama_folders(tmp_path)
+    makers.llama_folders(tmp_path)
     return tmp_path
 
 

@@ -23,8 +23,6 @@ from transformers import (
     CLIPModel,
     GPT2Config,
     GPT2LMHeadModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -42,9 +40,6 @@ def layers(model, tokenizer):
 
 def several(model, tokenizer):
     return {"tokens": len(tokenizer("a b")["input_ids"]), "half": 0.5}
-
-def text(model, tokenizer):
-    return "good"
 
 def failing(model, tokenizer):
     return 1 / 0
@@ -147,18 +142,9 @@ def gpt2_model() -> nn.Module:
     return scatter(GPT2LMHeadModel(config), 0, 0.1)
 
 
-def qwen_model() -> nn.Module:
-    """Biases in some linear modules only, tied embeddings."""
-    torch.manual_seed(0)
-    config = Qwen2Config(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=23)
-    config.update({"num_key_value_heads": 1, "intermediate_size": 24, "tie_word_embeddings": True})
-    return scatter(Qwen2ForCausalLM(config), 0, 0.1)
-
-
 llama_folders = language_folders(llama_model)
 t5_folders = language_folders(t5_model, ends=True)
 gpt2_folders = language_folders(gpt2_model)
-qwen_folders = language_folders(qwen_model)
 
 
 def write_adapters(folder: Path, base: nn.Module) -> None:

@@ -36,9 +36,8 @@ def largest_file(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def no_room_for_the_model(folder: Path) -> None:
-    """Finished blocks and their log have room."""
-    largest_file((folder / "merged" / "model.safetensors").stat().st_size - 1)
+def size_of(folder: Path) -> int:
+    return (folder / "model.safetensors").stat().st_size
 
 
 def memory_short(_: Path) -> None:
@@ -51,14 +50,6 @@ def memory_short(_: Path) -> None:
                 BALLAST.append(torch.empty(size, dtype=torch.uint8))
             except RuntimeError:
                 break
-
-
-def gone(model: str) -> Fault:
-    return lambda folder: (folder / model / "model.safetensors").unlink()
-
-
-def cut_short(model: str) -> Fault:
-    return lambda folder: os.truncate(folder / model / "model.safetensors", 3000)
 
 
 def replaced(folder: Path) -> None:
@@ -130,18 +121,16 @@ def command(folder: Path) -> list[str]:
 FAULTS: dict[str, tuple[Fault, int, str]] = {
     "no room for a block": (lambda _: largest_file(1024), 1,
         r"cannot write .*block-0001\.safetensors: .*needs .*B are free.*--out"),
-    "no room for the model": (no_room_for_the_model, 2,
+    "no room for the model": (lambda folder: largest_file(size_of(folder / "merged") - 1), 2,
         r"the model cannot be saved to --out .*/out: .*File too large.* It needs .*iB are free.*"
         r"--resume: .*/out\.blocks"),
     "memory short": (memory_short, 1,
         r"out of memory \(cpu\) at model\.layers\.1.*--set batch_size"),
-    "expert gone": (gone("two"), 1, r"expert 'two': .*two/model\.safetensors could be read"),
-    "expert cut short": (cut_short("two"), 1,
-        r"expert 'two': .*two/model\.safetensors has changed"),
+    "expert removed": (lambda folder: (folder / "two" / "model.safetensors").unlink(), 1,
+        r"expert 'two': .*two/model\.safetensors could be read"),
     "expert replaced": (replaced, 1, r"expert 'two': .*two/model\.safetensors has changed"),
-    "merged gone": (gone("merged"), 1, r"merged model: .*merged/model\.safetensors could be read"),
-    "merged cut short": (cut_short("merged"), 1,
-        r"merged/model\.safetensors has changed.* Check MERGED or --merge"),
+    "merged cut short": (lambda folder: os.truncate(folder / "merged" / "model.safetensors", 3000),
+        1, r"merged/model\.safetensors has changed.* Check MERGED or --merge"),
     "folder hangs": (hanging, 1, r"ended before it was done: finished blocks .*--resume"),
 }  # fmt: skip
 
@@ -185,8 +174,6 @@ def killed(arguments: list[str], moment: str) -> None:
                 (Path(folder) / "blocks.json").unlink()
                 die()
             remove(folder, *rest, **options)
-            if is_blocks:  # nothing is shown yet
-                die()
 
         os.replace, shutil.rmtree = replaced, removed
         main(arguments)
@@ -194,12 +181,12 @@ def killed(arguments: list[str], moment: str) -> None:
     assert in_forks(1, run, seconds=SECONDS) == [-signal.SIGKILL]
 
 
-@pytest.mark.parametrize("moment", ["saved", "removing blocks", "blocks removed"])
+@pytest.mark.parametrize("moment", ["saved", "removing blocks"])
 def test_a_run_that_was_killed_after_saving_ends_well(moment: str, folder: Path, capsys: Any):
     run, out = words(folder, *PAPER), folder / "out"
     killed(run, moment)
     saved = (out / "model.safetensors").read_bytes()
-    assert main([*run, "--set", "seed=1", "--resume"]) == 2  # a model of another command
+    assert main([*run, "--set", "seed=1", "--resume"]) == 2  # the model is of another command
     assert f"--out {out} exists and is not empty" in capsys.readouterr().err
     assert main([*run, *([] if moment == "saved" else ["--resume"])]) == 0
     assert f"{out}" in capsys.readouterr().out
