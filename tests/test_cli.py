@@ -1,6 +1,5 @@
 """The command `featcal`, bars of progress, blocks of errors, and lines at the end of a job."""
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -25,6 +24,7 @@ from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.read_budgets import budget_in_bytes
 from fusion_bench_featcal.results import Cost, Report
 from fusion_bench_featcal.saved_model import CardFacts
+from fusion_bench_featcal.suites.checksums import write_checksums
 
 ROOT = Path(__file__).resolve().parents[1]
 MESSAGES = {
@@ -68,15 +68,16 @@ def test_version_and_folders_of_suites():
     assert images.is_dir() and images.parent == Path(featcal("suite", "path").out.strip())
 
 
-def test_suite_check_tells_whole_from_damaged(tmp_path: Path):
-    (tmp_path / "weights").write_bytes(b"abc")
-    digest = hashlib.sha256(b"abc").hexdigest()
-    (tmp_path / "SHA256SUMS").write_text(f"{digest}  weights\n")
+def test_suite_check_names_damaged_and_missing_files(tmp_path: Path):
+    for name in ("weights", "notes"):
+        (tmp_path / name).write_bytes(b"abc")
+    write_checksums(tmp_path)
     done = featcal("suite", "check", tmp_path)
     assert done.code == 0 and "all files as recorded" in done.out
     (tmp_path / "weights").write_bytes(b"abd")
+    (tmp_path / "notes").unlink()
     done = featcal("suite", "check", tmp_path)
-    assert done.code == 1 and "weights: damaged" in done.err
+    assert done.code == 1 and "weights: damaged" in done.err and "notes: missing" in done.err
 
 
 def test_unexpected_error_is_a_short_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -94,10 +95,8 @@ def test_unexpected_error_is_a_short_block(tmp_path: Path, monkeypatch: pytest.M
         featcal("report", run)
 
 
-@pytest.mark.parametrize("chosen", [None, "active"])
-def test_threads_wait_without_spinning_unless_the_user_chose(chosen: str | None):
+def test_threads_wait_without_spinning():
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
-    environment |= {"OMP_WAIT_POLICY": chosen} if chosen else {}
     code = "import os, sys; from fusion_bench_featcal.cli import main; main(['suite', 'path']); "
     code += "assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
     commands = [[sys.executable, "-c", code]]
@@ -106,7 +105,7 @@ def test_threads_wait_without_spinning_unless_the_user_chose(chosen: str | None)
         commands.append(["make", "-s", "-f", str(ROOT / "Makefile"), f"--eval={rule}", "show"])
     for command in commands:
         out = subprocess.check_output(command, env=environment, cwd=ROOT, text=True)
-        assert out.splitlines()[-1] == (chosen or "passive")
+        assert out.splitlines()[-1] == "passive"
 
 
 @pytest.mark.parametrize(
@@ -183,8 +182,5 @@ def test_closing_lines_come_once_when_the_job_ends(
 def test_results_are_shown_at_once_without_the_callback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = finished(tmp_path, POOL).report
+    assert finished(tmp_path, POOL).report.loss == {"featcal": {"cars": 1.5, "average": 1.5}}
     assert NOT_SAVED in capsys.readouterr().out
-    assert report.loss == {"featcal": {"cars": 1.5, "average": 1.5}}
-    finished(tmp_path, None)  # evaluates nothing
-    assert capsys.readouterr().out.startswith(NOT_SAVED)

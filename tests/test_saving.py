@@ -20,10 +20,9 @@ from transformers import CLIPImageProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError, algorithm, files
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.core import kernels
 from fusion_bench_featcal.files import clear_leftovers
 from fusion_bench_featcal.fusionbench import run_results as results
-from fusion_bench_featcal.fusionbench.evaluation import Evaluation, evaluate
+from fusion_bench_featcal.fusionbench.evaluation import Evaluation
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.saving import check_save_target, save_model
 from fusion_bench_featcal.results import ReportError
@@ -304,27 +303,3 @@ def test_card_can_be_left_out_and_never_replaces_a_users(events: Events, tmp_pat
     (tmp_path / "saved" / "README.md").write_text("mine")
     run(tmp_path)
     assert (tmp_path / "saved" / "README.md").read_text() == "mine"
-
-
-@pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
-@pytest.mark.parametrize(("kernel", "calls"), [("auto", 1), ("torch", 0)])
-def test_evaluation_follows_the_setting(kernel: str, calls: int, monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "processor", lambda: kernels.SLOW_WITH_MKL)
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    inputs, original = [], kernels._onednn_linear
-
-    def counted(x: Any, weight: Any, bias: Any = None) -> Any:
-        inputs.append(x)
-        return original(x, weight, bias)
-
-    def measured(model: Any) -> dict[str, dict[str, float]]:
-        with torch.no_grad():
-            output = model(torch.ones(2, 3, 7))
-        expected = model.weight.sum(1) + model.bias
-        return {"cars": {"accuracy": float(torch.allclose(output, expected, atol=1e-5))}}
-
-    monkeypatch.setattr(kernels, "_onednn_linear", counted)
-    pool: Any = SimpleNamespace(evaluate=measured)
-    evaluation = evaluate(pool, nn.Linear(7, 4), name="one", linear_kernel=kernel)
-    assert (evaluation.accuracy, evaluation.loss) == ({"cars": 1.0}, {"cars": None})
-    assert len(inputs) == calls

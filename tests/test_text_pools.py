@@ -30,7 +30,6 @@ from fusion_bench_featcal.calibration_data import calibration_batches, draw_samp
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.fusionbench.saving import save_model
-from fusion_bench_featcal.pools import CausalLMPool
 
 SETTINGS = FeatCalSettings(samples_per_task=6, batch_size=4)
 kinds = pytest.mark.parametrize("kind", ["causal", "seq2seq"])
@@ -100,13 +99,6 @@ def test_data_of_another_kind(rows: Any, message: str):
         batches(rows=lambda task: rows)
 
 
-def test_prompts_beyond_an_experts_vocabulary(tmp_path: Path):
-    pool = pool_of("causal", {task: write(llama_model(), tmp_path / task) for task in TASKS})
-    rows = [{"input_ids": [3, 4]}] * 5 + [{"input_ids": [3, 99]}]
-    with pytest.raises(CalibrationError, match=r"task 'one', .*item 5: input_ids has .* id 99"):
-        batches("causal", lambda _: rows, pool, calibration_targets="generated")
-
-
 @kinds
 def test_tokenizer_is_loaded_and_compared_with_the_experts(kind: str, tmp_path: Path):
     tokenizer, folder, more = word_tokenizer(ends=True), str(tmp_path / "a"), tmp_path / "b"
@@ -128,13 +120,8 @@ def test_tokenizer_is_loaded_and_compared_with_the_experts(kind: str, tmp_path: 
 
 def test_a_tokenizer_that_is_missing_is_named(tmp_path: Path):
     pool = pool_of("causal", {"one": str(tmp_path)})
-    for tokenizer, message in (
-        (None, r"set modelpool\.tokenizer"),
-        ("nowhere", r"modelpool\.tokenizer=nowhere: there is no"),
-    ):
-        pool.tokenizer = tokenizer
-        with pytest.raises(CalibrationError, match=message):
-            load_input_processor(pool)
+    with pytest.raises(CalibrationError, match=r"set modelpool\.tokenizer"):
+        load_input_processor(pool)
 
 
 RUN: dict[str, Any] = {
@@ -164,11 +151,6 @@ def test_unequal_vocabularies_are_refused_or_cut_to_common_rows(tmp_path):
     pool = causal_pool(llamas(tmp_path / "b", {"one": 20}), vocabulary="common_rows")
     with pytest.raises(CalibrationError, match=r"tokens up to 22, but .* only 20 embedding rows"):
         load_input_processor(pool)
-
-
-def test_lazy_loading_cannot_cut_vocabularies():
-    with pytest.raises(ValueError, match="enable_lazy_loading=false"):
-        CausalLMPool({}, tokenizer=None, vocabulary="common_rows", enable_lazy_loading=True)
 
 
 MERGERS = {

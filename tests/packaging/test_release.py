@@ -1,9 +1,8 @@
-"""The package as an index shows it: links, licences and versions; README, notebook and matrix."""
+"""The package as an index shows it: links, licences and versions; README and notebook."""
 
 import json
 import re
 import runpy
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -72,9 +71,6 @@ def test_every_licence_of_the_expression_has_its_text(metadata):
     names = set(metadata.license_expression.split(" AND "))
     texts = {file.removeprefix("LICENSES/").removesuffix(".txt") for file in metadata.license_files}
     assert texts == names | {"LICENSE"}
-    origins = REPOSITORY / "fusion_bench_featcal" / "suites" / "data" / "ORIGINS.md"
-    named = set(re.findall(r"CC BY(?:-SA)? \d\.0", origins.read_text(encoding="utf-8")))
-    assert {name.replace(" ", "-") for name in named} <= names
 
 
 def test_the_wheel_has_the_template_of_pages_and_announces_types():
@@ -122,19 +118,3 @@ def test_the_notebook_was_run_in_order_is_small_and_raises_the_average():
     average = {line.split()[0]: float(line.split()[-1]) for line in printed.splitlines()[1:]}
     assert average["base"] < average["merged"] < average["paper"] < average["experts"]
     assert average["merged"] < average["FeatCal+"] < average["experts"]
-
-
-# --- pairs of Python and FusionBench that `make test-matrix` tries ---
-
-
-def test_pairs_of_the_matrix(tmp_path):
-    pytest.importorskip("packaging")
-    matrix = runpy.run_path(str(REPOSITORY / "scripts" / "run_matrix.py"))
-    printed = "fusion-bench (0.3.1)\nAvailable versions: {}\n  INSTALLED: 0.2.33\n"
-    several = printed.format("0.3.1, 0.3.0, 0.2.100, 0.2.34, 0.2.33, 0.2.32")
-    assert matrix["releases"](several) == ["0.2.33", "0.2.100"]
-    with pytest.raises(SystemExit, match=r"no release of fusion-bench[<>=]"):
-        matrix["releases"]("")
-    this, newest = "{}.{}".format(*sys.version_info), [("3.11", "2"), ("3.12", "2")]
-    assert matrix["cells"](["3.11", "3.12"], ["1", "2"]) == [(this, "1"), *newest]
-    assert "not on this machine" in matrix["try_cell"]("3.99", "0.2.33", tmp_path, [])

@@ -1,11 +1,9 @@
 """`make reproduce`: commands of the paper's tables, and its observations beside results."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import paper
 import pytest
@@ -48,33 +46,6 @@ def test_listed_commands_are_those_of_the_page(tmp_path: Path):
     for _, method, pool in commands:
         lines = [line for line in page.splitlines() if f"`{method}`" in line]
         assert any(pool.removeprefix("modelpool=") in line for line in lines)
-
-
-def row(name: str, gain: float, half: float) -> dict[str, Any]:
-    """A row of a study: its difference in points from the merged model."""
-    ends = {"estimate": gain / 100, "low": (gain - half) / 100, "high": (gain + half) / 100}
-    return {"name": name, "upstream": "ta", "against": "ta", "difference": ends}
-
-
-def test_observations_stand_beside_results(tmp_path: Path):
-    assert paper.observations_part(tmp_path) == ""
-    few = [row("featcal", 6, 4), row("surgery", -1, 3), row("prob_surgery", 2, 1)]
-    many = [row("featcal", 8, 3), row("surgery", 20, 4)]
-    points = [
-        {"labels": {"samples_per_task": n}, "rows": [row("ta", 0, 0), *rows]}
-        for n, rows in ((8, few), (512, many))
-    ]
-    report = tmp_path / "samples" / "toy" / "report.json"
-    report.parent.mkdir(parents=True)
-    report.write_text(json.dumps({"suite": "toy", "points": points}))
-    lines = paper.observations_part(tmp_path).splitlines()
-    cells = {line[0]: line[2] for text in lines if len(line := text.strip("| ").split(" | ")) > 2}
-    assert cells["featcal (n = 8) is above the merged model (n = 8)"] == "+6.0 [+2.0, +10.0] holds"
-    assert cells["surgery (n = 8) is below the merged model (n = 8)"].endswith("not decided")
-    assert cells["prob_surgery (n = 8) is below the merged model (n = 8)"].endswith("does not hold")
-    # Of two calibrated rows: half of the interval is the root of 4 ** 2 + 3 ** 2.
-    assert cells["featcal (n = 8) is above surgery (n = 8)"] == "+7.0 [+2.0, +12.0] holds"
-    assert cells["featcal (n = 512) is above prob_surgery (n = 512)"] == "-"
 
 
 def test_an_interval_decides():

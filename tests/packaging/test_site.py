@@ -79,13 +79,6 @@ def test_the_api_has_all_public_names_and_equations_name_functions():
         get_object(f"fusion_bench_featcal.{name}")
 
 
-def test_every_figure_is_on_a_page():
-    text = "".join(page.read_text(encoding="utf-8") for page in TEXTS)
-    figures = [path for path in (DOCS / "figures").rglob("*") if path.is_file()]
-    assert figures
-    assert [path for path in figures if f"{path.relative_to(DOCS).as_posix()})" not in text] == []
-
-
 def test_a_page_that_fetches_something_from_elsewhere_is_refused(tmp_path):
     (tmp_path / "search").mkdir()
     (tmp_path / "search" / "search_index.json").write_text("{}")

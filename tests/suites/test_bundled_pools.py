@@ -9,16 +9,13 @@ import fusion_bench_featcal.compat  # noqa: F401
 # isort: split
 import pytest
 import torch
-from cli_runs import fusion_bench
 from configs import composed
 from fusion_bench.method import SimpleAverageAlgorithm
-from fusion_bench.mixins.clip_classification import CLIPClassificationMixin
 from fusion_bench.utils import instantiate
 from transformers import CLIPVisionModel, LlamaForCausalLM, T5ForConditionalGeneration
 
 from fusion_bench_featcal.fusionbench.evaluation import evaluate
 from fusion_bench_featcal.fusionbench.program import run_merger
-from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image, paths, text
 
 CLIP, RESNET = "clip-vit-mini", "resnet-mini_TA3"
@@ -108,16 +105,6 @@ def test_task_pools_measure_what_the_builder_measured(name, target, row, tasks):
         assert off_by <= (1.01 if suite == CLIP else 2.01)
 
 
-def test_heads_for_adamerging_and_its_kin_are_built_from_the_pool_alone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    heads = CLIPClassificationMixin()
-    heads.modelpool = pool_of(f"{CLIP}_alphabets2")
-    heads.zeroshot_weights = {}
-    heads.setup_zero_shot_classification_head()
-    assert heads.zeroshot_weights["mini_korean"].shape == (40, 64)
-    assert heads.zeroshot_weights["mini_balinese"].shape == (24, 64)
-
-
 def test_mergers_take_batch_norms_counts():
     pool = pool_of(RESNET)
     config = composed(f"modelpool={RESNET}", "method=task_arithmetic").method
@@ -126,14 +113,3 @@ def test_mergers_take_batch_norms_counts():
     assert counts == {torch.int64}
     assert all(torch.isfinite(value).all() for value in merged.values())
     assert "load_model" not in vars(pool)  # the pool itself is as it was
-
-
-@pytest.mark.slow
-def test_the_command_repairs_the_merged_network(tmp_path):
-    words = ["method=featcal", f"modelpool={RESNET}", "method.samples_per_task=64"]
-    output = fusion_bench([*words, f"path.log_dir={tmp_path}/log"], tmp_path).stdout
-    report, only = Report.load(tmp_path / "log"), "featcal:batch_norm_only"
-    assert all(row in output for row in ("featcal", "featcal:plus", only))
-    recovered = report.recovered_gap
-    assert (recovered[only] or 0) > 0.2 and (recovered["featcal:plus"] or 0) > 0.5
-    assert list(report.settings[only]["modules"]) == ["normalization"]

@@ -85,16 +85,6 @@ def test_no_text_is_in_two_splits_of_any_tasks():
     assert not texts["calibration"] & texts["test"]
 
 
-def test_words_and_punctuation_are_set_apart():
-    for written, expected in {
-        "What's THIS song?": "what ' s this song ?",
-        "  It\u2019s   \u201cfine\u201d ": 'it \' s " fine "',
-        "caf\u00e9 for 3:30": "cafe for 3 : 30",
-        "\u00a35": "5",
-    }.items():
-        assert text.plain_words(written) == text.plain_words(expected) == expected
-
-
 def test_the_clip_processor_is_the_builders_with_one_token_per_prompt_word(tmp_path):
     processor: Any = image.load_processor()
     vocabulary = clip_processor.write_processor(tmp_path, PROMPTS)

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.fusionbench.evaluation import evaluate
 from fusion_bench_featcal.suites import load_text_split, text
 from fusion_bench_featcal.tasks import TextTaskPool
 
@@ -80,15 +79,6 @@ def test_answers_and_losses_are_those_of_each_row_alone(expert, tokenizer, rows)
     # the length of the longest target is enough
     short = TextTaskPool({"answered": answered}, tokenizer=tokenizer)
     assert short.evaluate(expert)["answered"]["accuracy"] == sum(written) / 8
-
-
-def test_one_task_of_several_as_an_expert_is_evaluated(expert, tokenizer, rows):
-    rows = rows.select(range(8))
-    wrong = Dataset.from_dict({"prompt": rows["prompt"], "target": ["NO SUCH"] * 8})
-    pool = TextTaskPool({TASK: rows, "wrong": wrong}, tokenizer=tokenizer)
-    first = evaluate(pool, expert, name="expert", tasks=[TASK])
-    assert list(first.accuracy) == list(first.correct or {}) == list(pool.item_classes) == [TASK]
-    assert evaluate(pool, expert, name="expert").accuracy == first.accuracy | {"wrong": 0}
 
 
 def test_tokenised_rows_score_like_their_texts(suite, expert, tokenizer, rows):
