@@ -161,14 +161,7 @@ def test_targets_and_options_are_refused_first(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_files_and_links_are_replaced_and_dtypes_of_saved_models_are_their_own(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "state.pt").write_text("old")
-    models = BaseModelPool({"_pretrained_": Tiny(0)})  # type: ignore[dict-item]
-    check_save_target(program_with(tmp_path / "state.pt"), models)
-    save_model(models, Tiny(3), tmp_path / "state.pt")
-    assert torch.load(tmp_path / "state.pt")["weight"][0] == 3
+def test_links_are_followed_and_models_keep_their_dtype(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "saved").symlink_to(tmp_path / "disk")
     save(1, tmp_path / "saved")
@@ -187,12 +180,12 @@ PRESET = {"weak": {"mix_alpha": 0.1}}
 class Program(FabricModelFusionProgram):
     """FusionBench's program without its configuration: it saves as the real one does."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path) -> None:
         self.modelpool = suite_pool()
         self.taskpool: Any = SimpleNamespace(test_dataloaders=dict.fromkeys(TASKS))
         self._modelpool: Any = {}
         self.merged_model_save_path = str(folder / "saved")
-        self.merged_model_save_kwargs: Any = options or None
+        self.merged_model_save_kwargs: Any = None
 
 
 def models_in_memory() -> int:
@@ -233,10 +226,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     return Events(monkeypatch)
 
 
-def run(folder: Path, *, kwargs: Any = None, **options: Any) -> tuple[Any, Program]:
+def run(folder: Path, **options: Any) -> tuple[Any, Program]:
     options = {"base_method": OmegaConf.create(AVERAGE), "samples_per_task": 4, **options}
     method: Any = FeatCalAlgorithm(**options)
-    method._program = program = Program(folder, **(kwargs or {}))
+    method._program = program = Program(folder)
     prepare_run(program, None)
     return method.run(program.modelpool), program
 
@@ -294,12 +287,3 @@ def test_model_is_saved_though_its_evaluation_fails(
         run(tmp_path)
     assert CLIPVisionModel.from_pretrained(tmp_path / "saved")
     assert CLIPImageProcessor.from_pretrained(tmp_path / "saved").size  # and its processor
-
-
-@pytest.mark.slow
-def test_card_can_be_left_out_and_never_replaces_a_users(events: Events, tmp_path: Path) -> None:
-    run(tmp_path, kwargs={"model_card": False})
-    assert not (tmp_path / "saved" / "README.md").exists()
-    (tmp_path / "saved" / "README.md").write_text("mine")
-    run(tmp_path)
-    assert (tmp_path / "saved" / "README.md").read_text() == "mine"

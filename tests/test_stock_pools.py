@@ -1,6 +1,5 @@
 """FusionBench's stock pools and methods with `method=featcal`, on tiny stand-ins for downloads."""
 
-import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -89,26 +88,3 @@ def test_pool_as_it_is_runs_or_is_refused_before_loading(
 def test_pool_with_its_missing_parts_runs_or_is_refused(name: str, stand_ins: StandIns) -> None:
     expected = expected_of(name)
     check(name, stand_ins, expected.words_of(name), expected.then)
-
-
-DINO = "Dinov2ForImageClassification/dinov2-base-imagenet1k-1-layer"
-OTHERS = ("sun397", "stanford-cars", "resisc45", "eurosat", "svhn", "gtsrb", "dtd")
-TASK_POOLS: list[tuple[str, list[str], set[str]]] = [
-    ("gpt-2_glue", [*expected_of("gpt-2_glue").words, "taskpool=gpt-2_glue"],
-     {"cola", "mnli", "sst2"}),
-    (DINO, ["+modelpool.models.mnist={config_path: some/dinov2-expert}", "DATA",
-            *expected_of(DINO).words[2:],
-            "taskpool=ImageClassificationTaskPool/convnext-base-224_8-tasks",
-            *(f"~taskpool.test_datasets.{task}" for task in OTHERS)], {"mnist", "average"}),
-]  # fmt: skip
-
-
-@slow
-@pytest.mark.parametrize(("name", "words", "tasks"), TASK_POOLS)
-def test_task_pool_evaluates_every_row(
-    name: str, words: list[str], tasks: set[str], stand_ins: StandIns
-) -> None:
-    run(name, stand_ins, [*words, "method.compare_with=[base,merged]"])
-    rows = json.loads((stand_ins.root / "report.json").read_text())["rows"]
-    assert list(rows) == ["base", "task_arithmetic", "featcal"]
-    assert all(set(row) >= tasks for row in rows.values())

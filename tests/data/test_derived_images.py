@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 from PIL import Image
-from tiny_images import picture, write_class_folders
+from tiny_images import picture
 from tiny_texts import TASKS as TEXT_TASKS
 from tiny_texts import sentences
 
@@ -20,7 +20,7 @@ from fusion_bench.modelpool import CLIPVisionModelPool
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.calibration_data import calibration_batches, draw_samples
 from fusion_bench_featcal.suites import image
-from fusion_bench_featcal.tasks import NoiseImages, corrupted, load_images, mixed
+from fusion_bench_featcal.tasks import NoiseImages, corrupted, mixed
 
 CORRUPTIONS = ("gaussian_noise", "motion_blur", "fog")
 PICTURES: list[dict[str, Any]] = [{"image": picture(n), "label": n} for n in range(6)]
@@ -105,20 +105,6 @@ def test_an_image_depends_on_seed_task_and_position_alone(corruption):
     assert bytes_of(resized, 0) == bytes_of(corrupted([small], corruption), 0)
 
 
-def test_a_table_and_a_folder_are_corrupted_as_their_pictures(tmp_path):
-    folder = str(write_class_folders(tmp_path / "shapes", per_class=1))
-    images = [item["image"] for item in load_images(folder)]
-    features = datasets.Features({"picture": datasets.Image()})
-    table = datasets.Dataset.from_dict({"picture": images}, features=features)
-    expected = [bytes_of(corrupted(images, "fog"), n) for n in range(3)]
-    for rows in (
-        corrupted(folder, "fog"),
-        corrupted(str(tmp_path), "fog", split="shapes"),
-        corrupted(table, "fog", image_column="picture"),
-    ):
-        assert [bytes_of(rows, n) for n in range(3)] == expected
-
-
 def calibrated_on(config: Any) -> Any:
     data: Any = OmegaConf.create({"mini_greek": config})
     models: Any = {"mini_greek": image.path("mini_greek")}
@@ -174,13 +160,9 @@ def test_mixed_sets_are_interleaved_in_equal_numbers():
         mixed([])
 
 
-def test_noise_images_are_independent_uniform_pixels():
+def test_noise_images_are_uniform_and_depend_on_seed_and_position():
     rows = NoiseImages(number=20, size=30, seed=3)
     pixels = np.stack([np.asarray(row["image"], float) for row in rows])
     assert pixels.shape == (20, 30, 30, 3)
     assert abs(pixels.mean() - 127.5) < 4 * 73.9 / np.sqrt(pixels.size)
-    assert {0, 255} <= set(pixels.ravel())
-    assert abs(np.corrcoef(pixels[0].ravel(), pixels[1].ravel())[0, 1]) < 4 / np.sqrt(2700)
     assert bytes_of(rows, 7) == bytes_of(NoiseImages(number=99, size=30, seed=3), 7)
-    with pytest.raises(ValueError, match="number of noise images must be an integer >= 1, got 0"):
-        NoiseImages(number=0)

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 
 import torch
-from tiny_models import Suite, clip_model, normal, scatter, suite_of
+from tiny_models import Suite, normal, suite_of
 from torch import Tensor, nn
 
 from fusion_bench_featcal.suites.open_clip import to_open_clip
@@ -121,8 +121,3 @@ def tower_suite(*, tasks: int = 2, seed: int = 0, **options: bool) -> Suite:
     }
     blocks = ["transformer.resblocks.0", "transformer.resblocks.1"]
     return suite_of(Tower(**options), inputs, blocks, seed)  # type: ignore[arg-type]
-
-
-def clip_twin(seed: int) -> nn.Module:
-    """A transformers model of the tower's sizes, in float64."""
-    return scatter(clip_model(seed=seed).double(), seed, 0.15)

@@ -17,14 +17,11 @@ from fusion_bench.taskpool import CLIPVisionModelTaskPool
 from fusion_bench.tasks.clip_classification import CLIPTemplateFactory, get_classnames_and_templates
 from fusion_bench.utils import cache_utils
 from omegaconf import OmegaConf
-from PIL import Image
-from sample_pools import image_batches
 from tiny_images import SHAPES, channels_first, picture, write_class_folders, write_clip
 from torch.nn.functional import normalize
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.fusionbench.evaluation import evaluate, join
 from fusion_bench_featcal.tasks import ClipTaskPool, load_images
 
 LOAD = "fusion_bench_featcal.tasks.load_images"
@@ -158,19 +155,6 @@ def test_pictures_of_tasks_that_fit_are_processed_once(make_pool, two_tasks, mod
         assert len(pictures) == processed
 
 
-def test_prompts_are_encoded_once_for_all_rows(make_pool, two_tasks, model):
-    pool, texts = make_pool(tasks=two_tasks), []
-    pool.setup()
-    pool.clip_model.text_model.register_forward_pre_hook(
-        lambda _, args, keys: texts.extend(keys["input_ids"]), with_kwargs=True
-    )
-    reports = [evaluate(pool, model, name=name) for name in ("merged", "featcal")]
-    experts = [evaluate(pool, model, name=task, tasks=[task]) for task in two_tasks]
-    assert list(pool.item_correct) == ["larger"]
-    assert len(texts) == 3 * 1 + 4 * 2
-    assert join(experts).accuracy == reports[0].accuracy == reports[1].accuracy
-
-
 def test_surgery_models_get_the_tasks_name(make_pool, two_tasks, model):
     pool = make_pool(tasks=two_tasks)
     wrapped = SurgeryModelWrapper(model, list(two_tasks), projection_dim=12)
@@ -182,16 +166,6 @@ def test_surgery_models_get_the_tasks_name(make_pool, two_tasks, model):
     changed = pool.evaluate(wrapped)
     assert changed["larger"] != plain["larger"]
     assert changed["shapes"] == plain["shapes"]
-
-
-def test_calibration_and_evaluation_see_the_same_picture(make_pool, tmp_path, model):
-    (tmp_path / "icons").mkdir()
-    Image.new("RGBA", (28, 28), (0, 0, 0, 51)).save(tmp_path / "icons" / "icon.png")
-    pixels = []
-    processor = lambda image: pixels.append(image.tobytes()) or channels_first(image)  # noqa: E731
-    list(image_batches(load_images(str(tmp_path)), processor))
-    make_pool(tasks={"a": {"data": str(tmp_path)}}, data_processor=processor).evaluate(model)
-    assert pixels == 2 * [bytes([204]) * 3 * 28 * 28]
 
 
 def table(names, columns=("image", "label")) -> datasets.Dataset:

@@ -3,9 +3,6 @@
 import json
 import re
 import runpy
-import shutil
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -68,23 +65,3 @@ def test_runs_as_it_stands(workplace):
     expert = MEASURED["accuracies"]["all8"]["experts"]["mini_balinese"]
     # the files hold the suite's images and weights
     assert rows["experts"]["my_alphabet"] == pytest.approx(expert, abs=1.5 / 144)
-
-
-@pytest.mark.slow
-def test_an_expert_trained_as_printed_takes_the_bundled_one_s_place(workplace, tmp_path):
-    folder = shutil.copytree(workplace, tmp_path / "trained")
-    shutil.rmtree(folder / "my_alphabet/expert")
-    page = (REPOSITORY / "docs/tasks.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^python (train_expert.py .*)$", page, re.MULTILINE)
-    run = [sys.executable, *command.split()]
-    trained = subprocess.run(run, cwd=folder, check=True, capture_output=True, text=True)
-    line = re.compile(r"^(\w+): ([\d.]+) % of my_alphabet/test right$", re.MULTILINE)
-    printed = dict(line.findall(trained.stdout))
-    fusion_bench([*RUN, "method.compare_with=[base,experts]"], folder)
-    rows = json.loads((folder / "run/report.json").read_text(encoding="utf-8"))["rows"]
-    accuracy = {name: row["my_alphabet"] for name, row in rows.items()}
-    assert accuracy["experts"] > 0.4 > accuracy["base"]
-    # the script's zero-shot head is the task pool's; an image or two may differ by rounding
-    one_image = 100 / 144
-    assert float(printed["expert"]) == pytest.approx(100 * accuracy["experts"], abs=2 * one_image)
-    assert float(printed["base"]) == pytest.approx(100 * accuracy["base"], abs=2 * one_image)
