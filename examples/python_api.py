@@ -19,33 +19,33 @@ PROCESSOR: Any = CLIPProcessor.from_pretrained(image.path())
 
 
 def load(name: str) -> CLIPVisionModel:
-    """A vision model of the suite: `pretrained`, or a task's expert."""
+    """Load a vision model of the suite: `pretrained`, or a task's expert."""
     return CLIPVisionModel.from_pretrained(image.path(name), dtype=torch.float32).eval()
 
 
 def merge(base: CLIPVisionModel, scale: float = 0.3) -> CLIPVisionModel:
-    """Task arithmetic: the base plus the scaled sum of what each expert changed."""
-    merged, start = load("pretrained"), base.state_dict()
+    """Merge by task arithmetic: the base plus the scaled sum of the experts' changes."""
+    merged, base_weights = load("pretrained"), base.state_dict()
     with torch.no_grad():
         for task in TASKS:
             expert = load(task).state_dict()
             for name, parameter in merged.named_parameters():
-                parameter += scale * (expert[name] - start[name])
+                parameter += scale * (expert[name] - base_weights[name])
     return merged
 
 
 def pixels(task: str, split: str, count: int) -> tuple[Tensor, Tensor]:
-    """Processed images `[count, 3, 28, 28]` and labels `[count]`, drawn with a seed."""
+    """Draw processed images `[count, 3, 28, 28]` and labels `[count]` with a seed."""
     items = image.load_split(task, split)
-    chosen = torch.randperm(len(items), generator=torch.Generator().manual_seed(0))[:count]
-    chosen_items = [items[index] for index in chosen.tolist()]
+    indices = torch.randperm(len(items), generator=torch.Generator().manual_seed(0))[:count]
+    chosen_items = [items[index] for index in indices.tolist()]
     prepared = PROCESSOR(images=[item["image"] for item in chosen_items], return_tensors="pt")
     return prepared["pixel_values"], torch.tensor([item["label"] for item in chosen_items])
 
 
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, clip: CLIPModel, task: str, count: int) -> float:
-    """Share of `count` test images for which the prompt of the right class is nearest."""
+    """Return the share of `count` test images whose nearest prompt is that of their class."""
     images, labels = pixels(task, "test", count)
     prompts = PROCESSOR(text=image.load_arrays(task).prompts(), return_tensors="pt", padding=True)
     texts = clip.text_projection(clip.text_model(**prompts).pooler_output)
@@ -63,7 +63,7 @@ def main(samples: int, test_images: int) -> dict[str, list[float]]:
         merged,
         base,
         experts={task: SafetensorsExpert(image.path(task)) for task in TASKS},
-        # Any iterable of model inputs will do; labels are not needed.
+        # Any iterables of model inputs, without labels.
         batches={
             task: [{"pixel_values": part} for part in pixels(task, "train", samples)[0].split(64)]
             for task in TASKS

@@ -1,11 +1,11 @@
-"""Writes models and data as people have them before `featcal calibrate`, from the bundled suites.
+"""Write folders of models and data for the tutorials of `featcal calibrate`.
 
-    python make_folders.py mergekit DIR   a small Llama, three experts, and what mergekit leaves
+    python make_folders.py mergekit DIR   a small Llama, three experts, and mergekit's folder
     python make_folders.py lora DIR       the same experts as LoRA adapters
     python make_folders.py clip DIR       a small CLIP, three experts, and folders of images
     python make_folders.py classifiers DIR   a small ResNet, three experts, and folders of images
 
-The tutorials go on from there.
+All are from the bundled suites.
 """
 
 import json
@@ -29,7 +29,7 @@ RANK = 16
 
 
 def write_texts(folder: Path) -> None:
-    """Write `TASK.jsonl`, which no expert has seen, and `TASK_test.jsonl`."""
+    """Write `TASK.jsonl`, on which no expert was trained, and `TASK_test.jsonl`."""
     for task in TEXTS:
         for name, split in ((task, "calibration"), (f"{task}_test", "test")):
             rows = load_text_split(task, split)
@@ -38,7 +38,7 @@ def write_texts(folder: Path) -> None:
 
 
 def write_mergekit(folder: Path) -> None:
-    """Write `base`, the experts, and `merged` with the config that mergekit leaves there."""
+    """Write `base`, the experts, and `merged` with mergekit's config."""
     write_texts(folder)
     shutil.copytree(suite_path("llama-mini/pretrained"), folder / "base")
     for task in TEXTS:
@@ -61,7 +61,7 @@ def write_mergekit(folder: Path) -> None:
 
 
 def write_lora(folder: Path) -> None:
-    """Write `base` and an adapter for each expert: its change to linear modules at rank 16."""
+    """Write `base` and an adapter of rank 16 for each expert's linear modules."""
     write_texts(folder)
     shutil.copytree(suite_path("llama-mini/pretrained"), folder / "base")
     base = load_file(folder / "base" / "model.safetensors")

@@ -1,6 +1,6 @@
-"""A family of one's own: it calibrates the last blocks of a CLIP vision tower only.
+"""An example of a family, which calibrates the last blocks of a CLIP vision tower only.
 
-In this folder (the folder in which a command is run is importable, and its `config` is searched):
+Run in this folder, because modules and `config` of the current folder are used:
 
     fusion_bench method=last_blocks modelpool=clip-vit-mini_alphabets2 method.samples_per_task=16
 """
@@ -10,7 +10,7 @@ from fusion_bench_featcal.families.base import call_block, capture_call, hidden_
 
 
 class LastBlocks(Family):
-    """Blocks of which each takes the last one's features and otherwise the same arguments."""
+    """The last blocks of a CLIP vision tower."""
 
     name = "last_blocks"
     same_calls = True  # every pass calls the same modules
@@ -21,18 +21,18 @@ class LastBlocks(Family):
         self.count = int(count)
 
     def __repr__(self) -> str:
-        """Name the options: blocks that an interrupted run finished are used only with the same."""
+        """Return the name with its options, which a resumed run compares."""
         return f"LastBlocks({self.count})"
 
     def stages(self, model):
-        """Names of the blocks in forward order, as one stage."""
+        """Return the names of the blocks in forward order, as one stage."""
         return [CLIP.stages(model)[0][-self.count :]]
 
     def begin(self, model, inputs, first_block, *ending):
-        """Run the model up to the first of them; the inputs of that block."""
+        """Run the model up to the first block and return the inputs of that block."""
         return capture_call(model, inputs, first_block)
 
     def step(self, model, block, call):
-        """Run one block; its features and the inputs of the next."""
+        """Run one block and return its features and the inputs of the next block."""
         hidden = hidden_output(call_block(model, block, call))
         return hidden, BlockCall(hidden, call.args, call.kwargs)

@@ -1,11 +1,11 @@
-"""Writes a task as you would bring one: images in folders, and the model fine-tuned on them.
+"""Write an example of a task of your own: images in folders, and a model fine-tuned on them.
 
-The images are an alphabet of the bundled suite that its six default tasks do not have:
+The images are an alphabet of the bundled suite that is not one of its six default tasks:
 
     python examples/own_task/make_task.py my_alphabet
 
 writes `my_alphabet/train` and `my_alphabet/test` (a folder of images per class each) and
-`my_alphabet/expert` (a CLIP vision model). docs/tasks.md goes on from there.
+`my_alphabet/expert` (a CLIP vision model), as docs/tasks.md uses them.
 """
 
 import shutil
@@ -18,7 +18,7 @@ TASK = "mini_balinese"
 
 
 def write_task(folder: Path) -> None:
-    """Write the task; `folder` must not exist yet."""
+    """Write the task to a new folder."""
     classnames = image.load_arrays(TASK).classnames
     for split in ("train", "test"):
         for number, item in enumerate(image.load_split(TASK, split)):
