@@ -37,7 +37,7 @@ NAMES = {"plain": "straightforward", "before": "earlier version", "engine": "thi
 
 
 def run_plain(shape: Shape, folder: Path, tasks: list[str]) -> nn.Module:
-    """The straightforward implementation."""
+    """Calibrate by the straightforward implementation."""
     models = {name: load(shape, folder / name) for name in ("merged", "base", *tasks)}
     merged, base = models.pop("merged"), models.pop("base")
     data = {task: shape.batches(task) for task in tasks}
@@ -48,7 +48,7 @@ def run_plain(shape: Shape, folder: Path, tasks: list[str]) -> nn.Module:
 def run_engine(
     shape: Shape, folder: Path, tasks: list[str], changes: Mapping[str, Any]
 ) -> nn.Module:
-    """The package's engine, experts streamed from their files."""
+    """Calibrate by the package, with experts streamed from their files."""
     sources = {name: SafetensorsExpert(folder / name) for name in ("base", *tasks)}
     return calibrate(
         load(shape, folder / "merged"),

@@ -1,4 +1,4 @@
-"""Random settings, and random damage to checkpoints: refused with a clear message, or right.
+"""Check random settings and damaged checkpoints: a clear error or a correct result.
 
     python benchmarks/fuzz.py [--settings 1000] [--damages 300] [--first-seed 0]
 
@@ -32,7 +32,7 @@ from fusion_bench_featcal import CalibrationError
 
 
 def fuzz_settings(count: int, first: int) -> int:
-    """Print the outcomes of random settings. Returns the number of wrong ones."""
+    """Print the outcomes of random settings and return the number of wrong ones."""
     results: collections.Counter[str] = collections.Counter()
     wrong = valid = 0
     for seed in range(first, first + count):
@@ -54,7 +54,7 @@ def fuzz_settings(count: int, first: int) -> int:
 
 
 def fuzz_damages(count: int, first: int) -> int:
-    """Print the outcomes of damaged checkpoints. Returns the number of wrong models."""
+    """Print the outcomes of damaged checkpoints and return the number of wrong models."""
     results: collections.Counter[str] = collections.Counter()
     wrong = 0
     for name, make in {"tiny CLIP": clip_suite, "tiny T5": t5_suite}.items():

@@ -30,7 +30,7 @@ from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 
 
 def tiny(make_suite: Callable[[], Any]) -> Calibrate:
-    """Runs of one of the tests' tiny models, in float32."""
+    """Return a function that runs one of the tests' tiny models, in float32."""
     suite = make_suite().to(torch.float32)
     suite.inputs = cast(suite.inputs, torch.float32)
     return lambda folder, resume: run_fast(suite, checkpoint_dir=str(folder), resume=resume)
@@ -67,23 +67,23 @@ class Workload:
     """Runs of one kind, with their expected result and duration."""
 
     def __init__(self, name: str, calibrate: Calibrate) -> None:
-        """Run it once, uninterrupted."""
+        """Run the calibration once, uninterrupted."""
         self.name, self.calibrate = name, calibrate
         with tempfile.TemporaryDirectory() as folder:
             start = time.perf_counter()
             result = calibrate(Path(folder), False)
             self.seconds = time.perf_counter() - start
-        self.wanted = digest_of(result.model)
+        self.expected_digest = digest_of(result.model)
         self.blocks = len(result.log.of_kind("block"))
         self.writes = 2 * self.blocks + 3  # shards and manifests, one before them, rest and index
 
     def killed(self, seed: int) -> tuple[str, bool]:
-        """Kill and resume a run. Returns the outcome, and whether the model is equal."""
+        """Kill and resume a run. Return the outcome, and True if the model is equal."""
         with tempfile.TemporaryDirectory() as folder:
             moment, digest = try_kill(
                 self.calibrate, Path(folder), self.writes, self.blocks, self.seconds, seed
             )
-        return moment, digest == self.wanted
+        return moment, digest == self.expected_digest
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Strength of the tests: small mistakes in the package, each of which a test must notice.
+"""Check that tests detect small mistakes in the package.
 
     python benchmarks/mutations.py [--only PATTERN] [--list] [--whole] [--jobs 1]
 

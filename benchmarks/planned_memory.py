@@ -92,11 +92,11 @@ class Samples:
     """Random samples, created on access like data that are read."""
 
     def __init__(self, shape: dict[str, Any], batch_size: int) -> None:
-        """Refer to a shape."""
+        """Store the shape."""
         self._shape, self._batch_size = shape, batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield them in batches."""
+        """Yield the samples in batches."""
         shape, count = self._shape, self._batch_size
         for _ in range(shape["samples"] // count):
             if "tokens" not in shape:

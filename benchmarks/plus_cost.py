@@ -44,7 +44,7 @@ def pictures(task: str, samples: int) -> list[dict[str, torch.Tensor]]:
 
 
 def merged_of(base: torch.nn.Module, experts: list[torch.nn.Module]) -> torch.nn.Module:
-    """Task arithmetic."""
+    """Merge by task arithmetic."""
     merged, states = copy.deepcopy(base), [expert.state_dict() for expert in experts]
     start = base.state_dict()
     merged.load_state_dict(

@@ -38,7 +38,7 @@ MB = 1e6
 
 
 def tasks_of(options: argparse.Namespace) -> list[str]:
-    """Names of the tasks."""
+    """Return the names of the tasks."""
     return [f"task_{index}" for index in range(options.tasks)]
 
 

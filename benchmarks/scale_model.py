@@ -92,7 +92,7 @@ class Machine:
 
 
 def passes(job: Job) -> float:
-    """Forward passes of a block: the expert's, the model's as far as its groups, the solved one."""
+    """Return the forward passes of a block: expert, model up to each group, solved block."""
     if not job.by_group:
         return 3.0
     before, done = [], 0

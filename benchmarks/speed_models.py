@@ -68,13 +68,13 @@ class Shape:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "Shape":
-        """The shape in parsed options."""
+        """Return the shape in parsed options."""
         fields = {f.name: getattr(options, f.name) for f in dataclasses.fields(cls)}
         changes = {name: value for name, value in fields.items() if value is not None}
         return cls(**(PRESETS[options.model] | changes))
 
     def arguments(self) -> list[str]:
-        """The options that give this shape."""
+        """Return the options of this shape."""
         return [f"--{name}={value}" for name, value in dataclasses.asdict(self).items()]
 
     @property
@@ -135,7 +135,7 @@ class Batches:
     task: str
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Make them, batch by batch."""
+        """Yield the inputs, batch by batch."""
         shape = self.shape
         generator = torch.Generator().manual_seed(int(self.task.removeprefix("task_")) + 1)
         for start in range(0, shape.samples, BATCH):

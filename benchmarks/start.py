@@ -22,18 +22,18 @@ RUN = ("method=featcal", "modelpool=clip-vit-mini_TA6", "method.samples_per_task
 
 
 def command(checkout: Path, name: str) -> str:
-    """Path of an installed command."""
+    """Return the path of an installed command."""
     programs = checkout / ".venv" / "bin"
     return str((programs if programs.is_dir() else BIN) / name)
 
 
 def environment(checkout: Path) -> dict[str, str]:
-    """Environment in which a checkout's package is imported."""
+    """Return an environment that imports a checkout's package."""
     return os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
 
 
 def seconds_of_help(checkout: Path) -> float:
-    """Seconds of `featcal --help`."""
+    """Return the seconds of `featcal --help`."""
     start = time.perf_counter()
     words = [command(checkout, "featcal"), "--help"]
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env=environment(checkout))
@@ -41,7 +41,7 @@ def seconds_of_help(checkout: Path) -> float:
 
 
 def seconds_to_first_block(checkout: Path) -> float:
-    """Seconds from the command to the first calibrated block."""
+    """Return the seconds from the command to the first calibrated block."""
     with TemporaryDirectory() as folder:
         block = Path(folder) / "blocks" / "block-0000.json"
         words = [*RUN, f"method.checkpoint_dir={block.parent}", f"path.log_dir={folder}/log"]

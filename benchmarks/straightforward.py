@@ -210,7 +210,7 @@ def main() -> None:
 
 
 def gemm_rate(shape: Shape, least: float = 2.0) -> float:
-    """FLOP per CPU second of the widest linear map on one batch, kept up for some seconds.
+    """Return FLOPs per CPU second of the widest linear map on one batch, over some seconds.
 
     A product or two alone would run at a clock rate that does not last.
     """

@@ -40,7 +40,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def check_contents(wheel: Path, sdist: Path) -> None:
-    """Everything that is read at run time is in the wheel, and the sdist can build and test it."""
+    """Check that the wheel has all run-time files, and that the sdist can build and test it."""
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
     package = ROOT / "fusion_bench_featcal"
@@ -88,7 +88,7 @@ def check_commands(bin_folder: Path, scratch: Path) -> None:
 
 
 def check_example(bin_folder: Path, folder: Path) -> None:
-    """An example that was copied runs with the commands that are printed, up to its calibration."""
+    """Check that a copied example runs with the printed commands, up to its calibration."""
     shutil.rmtree(folder, ignore_errors=True)
     printed = run(bin_folder / "featcal", "example", "own-task", folder, cwd=folder.parent)
     _, make_task, calibrate = map(shlex.split, printed.splitlines())
@@ -99,7 +99,7 @@ def check_example(bin_folder: Path, folder: Path) -> None:
 
 
 def check_foreign_program(bin_folder: Path, folder: Path) -> None:
-    """Another Hydra program of the environment does not see our configs."""
+    """Check that another Hydra program of the environment does not find our configs."""
     (folder / "config").mkdir(parents=True, exist_ok=True)
     (folder / "config" / "app.yaml").write_text("size: 1\n")
     (folder / "app.py").write_text(
@@ -114,7 +114,7 @@ def check_foreign_program(bin_folder: Path, folder: Path) -> None:
 
 
 def check_editable(bin_folder: Path, tree: Path, empty: Path) -> None:
-    """A change of a YAML in the source tree is seen at once."""
+    """Check that a changed YAML of the source tree takes effect at once."""
     pool = tree / "config" / "modelpool" / "clip-vit-base-patch32_TA8.yaml"
     pool.write_text(pool.read_text() + "added_by_hand: 4711\n")
     command = [bin_folder / "fusion_bench", *DRY_RUN, "--cfg", "job", "--package", "modelpool"]
@@ -123,7 +123,7 @@ def check_editable(bin_folder: Path, tree: Path, empty: Path) -> None:
 
 
 def main() -> None:
-    """Checks the archives in the folder named on the command line."""
+    """Check the archives in the folder named on the command line."""
     dist = Path(sys.argv[1] if len(sys.argv) > 1 else "dist").resolve()
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     check_contents(wheel, sdist)

@@ -22,23 +22,23 @@ STYLE_URL = re.compile(r"""(?:url\(\s*|@import\s+)["']?([^"')\s;]+)""")
 
 
 class _Page(HTMLParser):
-    """Collects addresses that a browser would fetch, and formulas left as they were."""
+    """Collect addresses that a browser would fetch, and formulas that were not rendered."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.problems: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Look at one element."""
+        """Check one element."""
         values = {name: value or "" for name, value in attrs}
         classes = values.get("class", "").split()
-        self.found += [f"class {name}" for name in ("arithmatex", "mermaid") if name in classes]
+        self.problems += [f"class {name}" for name in ("arithmatex", "mermaid") if name in classes]
         if tag == "link" and set(values.get("rel", "").split()) & HARMLESS:
             return
         for name in FETCHED.get(tag, ()):
             if ELSEWHERE.match(values.get(name, "")):
-                self.found.append(f"{tag} {name}={values[name]}")
-        self.found += _from_elsewhere(values.get("style", ""))
+                self.problems.append(f"{tag} {name}={values[name]}")
+        self.problems += _from_elsewhere(values.get("style", ""))
 
 
 def _from_elsewhere(style: str) -> list[str]:
@@ -46,7 +46,7 @@ def _from_elsewhere(style: str) -> list[str]:
 
 
 def problems(site: Path) -> Iterator[str]:
-    """One line for each thing that a page fetches from elsewhere or that was not rendered."""
+    """Yield a line for each external file of a page and each formula that was not rendered."""
     pages = sorted(site.rglob("*.html"))
     if not pages:
         yield f"{site} has no pages"
@@ -55,7 +55,7 @@ def problems(site: Path) -> Iterator[str]:
         page.feed(text)
         styles = re.findall(r"<style[^>]*>(.*?)</style>", text, re.DOTALL)
         for what in (
-            *page.found,
+            *page.problems,
             *(address for style in styles for address in _from_elsewhere(style)),
         ):
             yield f"{path.relative_to(site)}: {what}"

@@ -146,7 +146,7 @@ def draws(columns: Mapping[str, str], *row_names: str) -> str:
 
 
 def suites_table() -> str:
-    """A few rows on every suite with 64 samples."""
+    """Return a few rows on every suite with 64 samples."""
     columns = {head: f"draws-{suite}-n64" for suite, head in SUITES.items()}
     return f"{draws(columns, *SUITE_ROWS)}\n\n{measured(read('comparison', 'grid.json'))}"
 

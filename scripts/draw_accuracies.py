@@ -1,4 +1,4 @@
-"""Draws docs/figures/accuracies.svg: average accuracies on the bundled suites, from docs/results.
+"""Draw docs/figures/accuracies.svg: average accuracies on the bundled suites, from docs/results.
 
 python scripts/draw_accuracies.py
 """
@@ -16,7 +16,7 @@ FILE = ROOT / "docs" / "figures" / "accuracies.svg"
 
 
 def figure_text() -> str:
-    """The figure: a line for each suite, a dot for each row with 64 samples per task."""
+    """Return the figure: a line for each suite, a dot for each row with 64 samples per task."""
     rows: dict[str, dict[str, Interval]] = {name: {} for name in ROWS.values()}
     for suite, category in SUITES.items():
         for row in map(prepared, read("comparison", f"draws-{suite}-n64.json")["rows"]):

@@ -1,4 +1,4 @@
-"""Draws docs/figures/corruptions.png: images of the bundled suite, corrupted at every severity.
+"""Draw docs/figures/corruptions.png: images of the bundled suite, corrupted at every severity.
 
 python scripts/draw_corruptions.py
 """
@@ -18,7 +18,7 @@ FILE = Path(__file__).resolve().parents[1] / "docs" / "figures" / "corruptions.p
 
 
 def draw() -> Figure:
-    """The figure: a row for each corruption and image, a column for each severity."""
+    """Draw the figure: a row for each corruption and image, a column for each severity."""
     rows = [(name, task, position) for name in CORRUPTIONS for task, position in SHOWN.items()]
     figure = Figure(figsize=(5.4, 0.95 * len(rows)), layout="constrained")
     grid = figure.subplots(len(rows), 1 + len(SEVERITIES))

@@ -30,7 +30,7 @@ _NO_PART = {
 
 
 def numbers() -> dict[str, Any]:
-    """Version and digest of the code that makes numbers."""
+    """Return version and digest of the code that makes numbers."""
     digest = hashlib.sha256()
     for path in makers():
         digest.update(f"{path.relative_to(PACKAGE).as_posix()}\n".encode())
@@ -39,7 +39,7 @@ def numbers() -> dict[str, Any]:
 
 
 def makers() -> Iterator[Path]:
-    """Source files that have a part in making a number."""
+    """Return the source files that affect numbers."""
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE)
         if name.as_posix() in _STORED or not _NO_PART & {
@@ -51,7 +51,7 @@ def makers() -> Iterator[Path]:
 
 
 def shape(source: str) -> Any:
-    """Nested lists that change with the code, but not with its layout, comments or docstrings."""
+    """Return nested lists that change with the code, not with layout, comments or docstrings."""
     return _shape(ast.parse(source))
 
 

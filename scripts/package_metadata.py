@@ -1,4 +1,4 @@
-"""Completes the package's metadata when it is built: links for a package index.
+"""Complete the package's metadata when it is built: links for a package index.
 
 An index shows README.md without the repository, so relative links would be broken. Hatchling calls
 the hook, which pyproject.toml names with the repository's address.
@@ -17,7 +17,7 @@ class PackageMetadata(MetadataHookInterface):
     """Adds `urls`, and as `readme` README.md with absolute links."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Called by Hatchling once the version is known."""
+        """Add links and readme. Hatchling calls this with the version."""
         repository = self.config["repository"].rstrip("/")
         tag = f"v{metadata['version']}"
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Runs the commands of README.md and docs/install.md word by word, from the repository root.
+"""Run the commands of README.md and docs/install.md as printed, from the repository root.
 
     python scripts/readme_commands.py [--list]
 
@@ -29,7 +29,7 @@ def command_blocks(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Runs the blocks of all pages in order, or prints them with --list."""
+    """Run the blocks of all pages in order, or print them with --list."""
     for page in PAGES:
         blocks = command_blocks((ROOT / page).read_text(encoding="utf-8"))
         if not blocks:

@@ -1,4 +1,4 @@
-"""The paper's tables and figures as commands: list them, or run those of the bundled suites.
+"""List the commands of the paper's tables and figures, or run those of the bundled suites.
 
     python scripts/reproduce.py [--list] [--paper] [--out outputs/reproduce]
 

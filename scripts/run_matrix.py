@@ -1,4 +1,4 @@
-"""Runs the tests with each Python that pyproject.toml names and FusionBench's oldest and newest.
+"""Run the tests with each Python in pyproject.toml and FusionBench's oldest and newest.
 
     python scripts/run_matrix.py [--environments FOLDER] [PYTEST WORDS]
 
@@ -28,13 +28,13 @@ QUICK = "-n 2 --dist loadfile -m 'not slow' --override-ini addopts=--strict-mark
 
 
 def named_pythons() -> list[str]:
-    """Minor versions of Python among the classifiers."""
+    """Return minor versions of Python among the classifiers."""
     lines = "\n".join(PROJECT["classifiers"])
     return re.findall(r"^Programming Language :: Python :: (3\.\d+)$", lines, re.MULTILINE)
 
 
 def find_python(version: str) -> str | None:
-    """Path of an interpreter of a minor version: this one, on PATH, pyenv's or uv's."""
+    """Return an interpreter of a minor version: this one, on PATH, pyenv's or uv's."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [sys.executable, shutil.which(f"python{version}")]
     candidates += [str(path / "bin" / "python") for path in sorted(pyenv.glob(f"{version}.*"))]
@@ -47,7 +47,7 @@ def find_python(version: str) -> str | None:
 
 
 def releases(available: str) -> list[str]:
-    """Oldest and newest release that pyproject.toml allows (once if they are the same).
+    """Return oldest and newest release that pyproject.toml allows (once if they are the same).
 
     Args:
         available: The output of `pip index versions`.
@@ -62,7 +62,7 @@ def releases(available: str) -> list[str]:
 
 
 def cells(pythons: list[str], versions: list[str]) -> list[tuple[str, str]]:
-    """Pairs of Python and FusionBench that are tried."""
+    """Return the pairs of Python and FusionBench to test."""
     this = "{}.{}".format(*sys.version_info)
     oldest = [(this, version) for version in versions[:-1]]
     return oldest + [(python, versions[-1]) for python in pythons]
@@ -96,7 +96,7 @@ def _output(*command: str) -> str:
 
 
 def main() -> None:
-    """Tries all pairs, prints a table, and fails if one of them fails."""
+    """Test all pairs and print a table. The exit code is 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv-matrix")
     options, words = parser.parse_known_args()

@@ -40,7 +40,7 @@ def on_config(config: Any) -> Any:
 
 
 def site_path(source: Path) -> str:
-    """Path on the site of a file of the repository (Markdown, before it is rendered)."""
+    """Return the path on the site of a file of the repository (Markdown, before it is rendered)."""
     name = source.relative_to(ROOT).as_posix()
     if name.startswith("docs/") and source.is_file():
         return name.removeprefix("docs/")
@@ -61,7 +61,7 @@ def relinked(text: str, source: Path) -> str:
 
 
 def linked_files(page: Path, visited: set[Path]) -> Iterator[Path]:
-    """Files and folders that a page links to and MkDocs does not have, also by way of others."""
+    """Return linked files and folders that MkDocs does not have, also of linked files."""
     for _, name, _ in LINK.findall(page.read_text(encoding="utf-8")):
         target = (page.parent / name).resolve()
         inside = ROOT / "docs" in target.parents and target.is_file()
@@ -74,7 +74,7 @@ def linked_files(page: Path, visited: set[Path]) -> Iterator[Path]:
 
 
 def folder_page(folder: Path) -> str:
-    """A list of a folder's Markdown files, or of all its files if it has none."""
+    """Return a list of a folder's Markdown files, or of all its files if it has none."""
     files = sorted(path for path in folder.rglob("*.md") if path.is_file())
     lines = [f"- [{f.relative_to(folder)}]({os.path.relpath(f, folder.parent)})" for f in files]
     names = (path for path in sorted(folder.iterdir()) if not path.name.startswith("__"))
@@ -82,7 +82,7 @@ def folder_page(folder: Path) -> str:
 
 
 def notebook_page(source: Path, config: Any) -> tuple[str, list[File]]:
-    """A notebook as Markdown, and its pictures."""
+    """Return a notebook as Markdown, and its pictures."""
     from nbconvert import MarkdownExporter
 
     text, resources = MarkdownExporter().from_filename(str(source))
@@ -114,7 +114,7 @@ def repository_files(source: Path, config: Any) -> list[File]:
 
 
 def source_uri(uri: str) -> str:
-    """Address on the site of a page's Markdown."""
+    """Return the address on the site of a page's Markdown."""
     return f"sources/{uri}.txt"
 
 
@@ -132,7 +132,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Lead links to other files of the repository to their pages."""
+    """Replace links to other files of the repository by links to their pages."""
     uri = page.file.src_uri
     page.meta.update(config.extra["pages"].get(uri, {}))
     if uri.startswith("results/"):  # many tables of numbers, which the pages quote

@@ -40,7 +40,7 @@ PART = re.compile(
 
 
 def columns_table() -> str:
-    """Meanings of the columns of reports, as their legends have them."""
+    """Return the meanings of the columns of reports, from their legends."""
     from fusion_bench_featcal.lab.report.columns import ACCURACY, COSTS
 
     meanings = [column.meaning.partition(": ")[::2] for column in (*ACCURACY, *COSTS)]
@@ -49,7 +49,7 @@ def columns_table() -> str:
 
 
 def methods_table() -> str:
-    """Every registered method."""
+    """Return a table of the registered methods."""
     from fusion_bench_featcal.lab.rivals.registry import all_methods
 
     lines = []
@@ -61,7 +61,7 @@ def methods_table() -> str:
 
 
 def options_table() -> str:
-    """Every option of `featcal calibrate`."""
+    """Return a table of the options of `featcal calibrate`."""
     from fusion_bench_featcal.folders.options import flag_of
     from fusion_bench_featcal.folders.request import Request
     from fusion_bench_featcal.setting_fields import settings_of

@@ -153,7 +153,7 @@ class _Stages:
     log: Callable[[str], None]
 
     def run(self, name: str, model: Any, steps: int, train: Callable[[Any], None]) -> None:
-        """Load a finished stage into the model, or train it and keep it."""
+        """Load a finished stage into the model, or train and store it."""
         stage_file = self.folder / f"{name}.safetensors"
         if stage_file.is_file():
             self.log(f"{self.suite}: {name} was finished before")
