@@ -18,12 +18,6 @@ def test_random_settings(seed: int):
     outcome(random_case(seed))
 
 
-def test_half_of_the_random_settings_are_valid():
-    cases = [random_case(seed) for seed in range(400)]
-    assert sum(case.valid for case in cases) >= 200
-    assert {case.workload for case in cases} >= {"clip", "t5", "gpt2", "residual"}
-
-
 def test_killed_runs_resume_to_the_same_model(tmp_path: Path):
     suite = clip_suite().to(torch.float32)
     suite.inputs, start = cast(suite.inputs, torch.float32), time.perf_counter()

@@ -66,10 +66,9 @@ def assert_alike(log: Any, expected_log: Any, bound: float) -> None:
     """Compare logs: numbers up to a bound, all else and all order exactly."""
     assert [list(record) for record in log] == [list(record) for record in expected_log]
     for record, expected in zip(log, expected_log, strict=True):
-        for key, value in expected.items():
-            is_number = isinstance(value, float)
-            right = pytest.approx(value, rel=bound, abs=bound) if is_number else value
-            assert record[key] == right
+        numbers = {k: v for k, v in expected.items() if isinstance(v, float)}
+        assert {k: record[k] for k in numbers} == pytest.approx(numbers, rel=bound, abs=bound)
+        assert {**record, **numbers} == expected
 
 
 def assert_one_model(results: list[CalibrationResult]) -> None:
@@ -155,17 +154,8 @@ def spoil_samples(suite: Suite, _: Processes) -> None:
     suite.inputs["task_2"][-1]["pixel_values"][0] = float("nan")
 
 
-def samples(batches: Any) -> Change:
-    return lambda suite, _: suite.inputs.update(task_2=batches)
-
-
 def other_merged(suite: Suite, processes: Processes) -> None:
     suite.merged = clip_suite(seed=processes.rank).merged
-
-
-def fewer_tasks(suite: Suite, processes: Processes) -> None:
-    if processes.rank:
-        del suite.experts["task_2"], suite.inputs["task_2"]
 
 
 def full_disk(*_: Any) -> None:
@@ -179,10 +169,9 @@ STARTED = "process 1 was started with other {} than process 0"
 ERRORS: dict[str, tuple[Change, str]] = {
     "spoilt": (
         spoil_samples, r"task task_2: calibration batch \d, input 'pixel_values', has NaN.*"),
-    "no samples": (samples([]), "task task_2 has 0 calibration samples"),
-    "other error": (samples(map({}.__getitem__, ["pixels"])), "pixels"),
+    "other error": (
+        lambda suite, _: suite.inputs.update(task_2=map({}.__getitem__, ["pixels"])), "pixels"),
     "other model": (other_merged, STARTED.format("weights")),
-    "other tasks": (fewer_tasks, STARTED.format("tasks")),
     "full disk": (full_disk, "No space left on device"),
 }  # fmt: skip
 
@@ -243,14 +232,15 @@ def killed(suite: Suite, folder: Path, size: int, *, rank: int, after: int) -> l
     return into(folder, suite, size, dying)
 
 
-def check_resumed(suite: Suite, folder: Path, size: int, rank: int, after: int) -> None:
-    expected = into(folder / "whole", suite, size)
-    lost = killed(suite, folder / "lost", size, rank=rank, after=after)
+def test_resumed_run_ends_with_the_same_bits(tmp_path: Path):
+    suite, size, rank, after = t5_suite(depths=(1, 2)), 2, 1, 1
+    expected = into(tmp_path / "whole", suite, size)
+    lost = killed(suite, tmp_path / "lost", size, rank=rank, after=after)
     assert lost.pop(rank) == -signal.SIGKILL
     assert all(isinstance(error, LostProcessError) for error in lost)
-    written = after + (rank > 0)  # the first process writes, and has not missed this one yet
-    assert finished_blocks(folder / "lost") == written
-    results = into(folder / "lost", suite, size, resume=True)
+    written = after + 1  # the first process writes, and has not missed this one yet
+    assert finished_blocks(tmp_path / "lost") == written
+    results = into(tmp_path / "lost", suite, size, resume=True)
     assert_one_model(expected)
     assert_one_model(results)
     assert_identical(results[0].model, expected[0].model)
@@ -258,16 +248,6 @@ def check_resumed(suite: Suite, folder: Path, size: int, rank: int, after: int) 
     assert resumed["blocks"] == written
     results[0].log.records.pop()
     assert records(results[0]) == records(expected[0])
-
-
-def test_resumed_run_ends_with_the_same_bits(tmp_path: Path):
-    check_resumed(t5_suite(depths=(1, 2)), tmp_path, size=2, rank=1, after=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("make", "rank"), [(clip_suite, 0), (t5_suite, 3)])
-def test_run_of_five_processes_ends_with_the_same_bits(make: Any, rank: int, tmp_path: Path):
-    check_resumed(make(), tmp_path, size=5, rank=rank, after=1)
 
 
 def test_folder_is_that_of_one_process_and_another_run_is_refused(tmp_path: Path):

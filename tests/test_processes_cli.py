@@ -21,7 +21,7 @@ from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.program_processes import share_model
-from fusion_bench_featcal.processes import OtherProcessError, Processes, announcing
+from fusion_bench_featcal.processes import OtherProcessError, Processes
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image
 
@@ -115,17 +115,3 @@ def test_model_of_the_merger_is_sent_to_all_processes() -> None:
     first, second = in_processes(2, work)
     assert list(first) == list(second)
     assert all((first[name] == second[name]).all() for name in first)
-
-
-def test_model_that_cannot_be_sent_is_an_error_in_all_processes() -> None:
-    merged: Any = clip_suite().merged
-    merged.helper = lambda: None
-
-    def work(processes: Processes) -> None:
-        model = merged if processes.rank == 0 else None
-        with announcing(processes):
-            share_model(model, processes, torch.device("cpu"), "method.base_method")
-
-    for error in in_processes(2, work):
-        with pytest.raises(CalibrationError, match=r"method.base_method returned .*devices=1"):
-            raise error

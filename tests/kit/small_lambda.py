@@ -1,15 +1,13 @@
 """Errors at a small lambda: of the package, and of what float32 features allow at best."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import tiny_models as tiny
 import torch
 from calibrations import distance, run_fast, run_slow
 from oracle import Knobs
-from tiny_open_clip import converted
-from torch import nn
 
 SMALL = Knobs(alpha=0.6, lam=1e-5, rho=2.0, eps=1e-8)
 ALLOWED = 4.0
@@ -25,38 +23,22 @@ class Errors(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A family's tiny suite of a seed; `shown` makes the package's models of the oracle's."""
+    """A family's tiny suite of a seed."""
 
     make: Callable[..., tiny.Suite]
-    shown: Callable[[nn.Module], nn.Module] = lambda model: model
 
     def errors(self, seed: int, knobs: Knobs = SMALL, **settings: Any) -> Errors:
         """Errors with float32 models."""
         suite = self.make(seed=seed).to(torch.float32)
-        expected = self.shown(run_slow(suite, knobs).model)
-        at_best = self.shown(run_slow(suite, knobs, features=torch.float32).model)
-        models = {"merged": self.shown(suite.merged), "base": self.shown(suite.base)}
-        experts = {task: self.shown(expert) for task, expert in suite.experts.items()}
-        model = run_fast(replace(suite, experts=experts, **models), knobs, **settings).model
+        expected = run_slow(suite, knobs).model
+        at_best = run_slow(suite, knobs, features=torch.float32).model
+        model = run_fast(suite, knobs, **settings).model
         return Errors(distance(model, expected), distance(at_best, expected))
-
-
-def open_clip_inputs(seed: int) -> tiny.Suite:
-    """A CLIP suite whose batches are plain tensors, as open_clip's models take them."""
-    suite = tiny.clip_suite(seed=seed)
-    suite.inputs = {t: [b["pixel_values"] for b in batches] for t, batches in suite.inputs.items()}
-    return suite
-
-
-def as_tower(model: nn.Module) -> nn.Module:
-    """An open_clip tower with a CLIP model's weights and dtype."""
-    return converted(model).to(next(model.parameters()).dtype)
 
 
 CASES = {
     "clip": Case(tiny.clip_suite),
     "clip, 1 image a task": Case(lambda seed: tiny.clip_suite(seed=seed, sizes=(1,), width=24)),
-    "open_clip": Case(open_clip_inputs, shown=as_tower),
     "t5": Case(tiny.t5_suite),
     "umt5": Case(lambda seed: tiny.t5_suite(seed=seed, kind="umt5")),
     **{
