@@ -14,7 +14,7 @@ from calibrations import EXACT, PAPER, PLUS, assert_same, distance, replay, run_
 from model_types import suite_named
 from oracle import Knobs
 from plus_slow import calibrated_plus, load
-from tiny_convs import MAKES as TOWERS
+from tiny_convs import CONFIGS as TOWERS
 from tiny_convs import net_suite, tower_suite, vector_suite
 from tiny_models import MAKES, ROUNDING, Suite, clip_suite, decoder_suite, t5_suite
 from torch import Tensor, nn

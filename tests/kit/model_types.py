@@ -182,7 +182,7 @@ def _t5() -> Model:
 def _network(name: str) -> Model:
     noise = tiny_convs.images(sizes=(4, 3), side=16).items()
     inputs = {task: [{"pixel_values": batch} for batch in batches] for task, batches in noise}
-    return tiny_convs.MAKES[name](), inputs
+    return tiny_convs.tower(name), inputs
 
 
 def _vision_language(kind: str) -> Model:

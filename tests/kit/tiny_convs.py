@@ -6,14 +6,9 @@ from typing import Any
 import torch
 from tiny_models import Suite, batched, normal, replayed, suite_of
 from torch import Tensor, nn
-from transformers import (
-    ConvNextConfig,
-    ConvNextForImageClassification,
-    ResNetConfig,
-    ResNetForImageClassification,
-    SegformerConfig,
-    SegformerForImageClassification,
-)
+from transformers import AutoConfig, AutoModelForImageClassification
+
+from fusion_bench_featcal.families import resolve_family
 
 
 class Unit(nn.Module):
@@ -65,8 +60,7 @@ def with_statistics(suite: Suite, seed: int = 0) -> Suite:
                 buffer.copy_(noise + 0.5 if name.endswith("var") else noise - 0.5)
     for name, buffer in suite.merged.named_buffers():
         if buffer.is_floating_point():
-            theirs = torch.stack([model.get_buffer(name) for model in models])
-            buffer.copy_(theirs.mean(0))
+            buffer.copy_(torch.stack([model.get_buffer(name) for model in models]).mean(0))
     return suite
 
 
@@ -116,42 +110,34 @@ def batched_suite() -> Suite:
     return with_statistics(replayed(net, images(seed=7), ["layers.0", "layers.1"], 7))
 
 
-def resnet(kind: str = "basic") -> nn.Module:
-    widths = [4, 8] if kind == "basic" else [8, 16]
-    config = ResNetConfig(num_channels=3, embedding_size=4, hidden_sizes=widths, depths=[1, 2],
-                          layer_type=kind, num_labels=3)  # fmt: skip
-    return ResNetForImageClassification(config)
-
-
-def convnext() -> nn.Module:
-    config = ConvNextConfig(hidden_sizes=[4, 6], depths=[1, 2], num_stages=2, patch_size=2,
-                            num_labels=3, layer_scale_init_value=0.5)  # fmt: skip
-    return ConvNextForImageClassification(config)
-
-
-def segformer() -> nn.Module:
-    config = SegformerConfig(
-        num_encoder_blocks=2, depths=[1, 2], sr_ratios=[2, 1], hidden_sizes=[4, 6], num_labels=3,
-        patch_sizes=[3, 3], strides=[2, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
-        decoder_hidden_size=8,
-    )  # fmt: skip
-    return SegformerForImageClassification(config)
-
-
-MAKES = {
-    "resnet": resnet,
-    "resnet, bottleneck": lambda: resnet("bottleneck"),
-    "convnext": convnext,
-    "segformer": segformer,
+# Two stages of one and two blocks, on few channels.
+_RESNET: dict[str, Any] = {"embedding_size": 4, "hidden_sizes": [8, 16], "depths": [1, 2]}
+_CONVNEXT = {"hidden_sizes": [4, 6], "depths": [1, 2], "num_stages": 2, "patch_size": 2,
+             "layer_scale_init_value": 0.5}  # fmt: skip
+_SEGFORMER = {
+    "num_encoder_blocks": 2, "depths": [1, 2], "sr_ratios": [2, 1], "hidden_sizes": [4, 6],
+    "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],
+    "decoder_hidden_size": 8,
+}  # fmt: skip
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "resnet": ("resnet", _RESNET | {"layer_type": "basic", "hidden_sizes": [4, 8]}),
+    "resnet, bottleneck": ("resnet", _RESNET | {"layer_type": "bottleneck"}),
+    "convnext": ("convnext", _CONVNEXT),
+    "segformer": ("segformer", _SEGFORMER),
 }
+
+
+def tower(name: str) -> nn.Module:
+    """Random convolutional classifier of transformers."""
+    model_type, numbers = CONFIGS[name]
+    config = AutoConfig.for_model(model_type, num_labels=3, **numbers)
+    return AutoModelForImageClassification.from_config(config)
 
 
 def tower_suite(make: str, *, seed: int = 1, side: int = 16, **shape: Any) -> Suite:
     """A model of transformers, cut into blocks by its family."""
-    from fusion_bench_featcal.families import resolve_family
-
     torch.manual_seed(seed)
-    model = MAKES[make]()
+    model = tower(make)
     (blocks,) = resolve_family("auto", model).stages(model)
     noise = images(seed=seed, side=side, **shape).items()
     inputs = {task: [{"pixel_values": batch} for batch in batches] for task, batches in noise}
