@@ -10,52 +10,11 @@ import pytest
 import torch
 from calibrations import PAPER, PLUS, assert_identical, replay, run_fast
 from model_types import suite_named
-from tiny_convs import Net, batched_suite, images, net_suite, tower_suite
+from tiny_convs import Net, batched_suite, net_suite, tower_suite
 from tiny_models import Suite, suite_of
 from torch import Tensor, nn
 
-from fusion_bench_featcal import Paper, Plus, SafetensorsExpert
-
-
-class Pixels(nn.Module):
-    """A linear map of every pixel, with its weight stored as a 1x1 convolution's or a linear's."""
-
-    def __init__(self, form: type[nn.Module]) -> None:
-        super().__init__()
-        self.map = nn.Conv2d(4, 4, 1) if form is nn.Conv2d else nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.map, nn.Conv2d):
-            return x + torch.tanh(self.map(x))
-        return x + torch.tanh(self.map(x.movedim(1, -1)).movedim(-1, 1))
-
-
-def pixel_net(form: type[nn.Module]) -> nn.Module:
-    return Net([Pixels(form) for _ in range(2)], nn.Conv2d(3, 4, 1))
-
-
-def as_linear(model: nn.Module) -> nn.Module:
-    """The same function with linear modules in place of 1x1 convolutions."""
-    twin = pixel_net(nn.Linear).double()
-    shapes = {name: value.shape for name, value in twin.state_dict().items()}
-    twin.load_state_dict({n: v.reshape(shapes[n]) for n, v in model.state_dict().items()})
-    return twin.eval()
-
-
-@pytest.mark.parametrize("rule", [Paper(), Plus(gamma=0.0)], ids=["paper", "plus"])
-def test_a_1x1_convolution_is_a_linear_module(rule: Any):
-    torch.manual_seed(3)
-    blocks = ["layers.0", "layers.1"]
-    family = {"name": "replay", "blocks": blocks}
-    suite = suite_of(pixel_net(nn.Conv2d), images(seed=3), blocks, 3, family)
-    experts = {task: as_linear(expert) for task, expert in suite.experts.items()}
-    merged, base = as_linear(suite.merged), as_linear(suite.base)
-    linears = replace(suite, merged=merged, base=base, experts=experts)
-    expected = run_fast(linears, rule=rule).model.state_dict()
-    for name, value in run_fast(suite, rule=rule).model.state_dict().items():
-        assert "layers" not in name or not torch.equal(value, suite.merged.state_dict()[name])
-        torch.testing.assert_close(value.reshape(expected[name].shape), expected[name], rtol=1e-9,
-                                   atol=1e-12)  # fmt: skip
+from fusion_bench_featcal import SafetensorsExpert
 
 
 def test_a_channel_that_a_task_never_uses_does_not_outweigh_other_tasks():

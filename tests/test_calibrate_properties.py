@@ -82,10 +82,8 @@ VARIATIONS: dict[str, tuple[Callable[[str, Suite, Path], Varied], str, bool]] = 
     "inputs one by one": (
         lambda _, s, f: (s, {"sums_at_once": "input"}), "clip plus, t5 paper, convolutions paper",
         True),
-    "held-out samples": (
-        lambda _, s, f: vary.with_held_out(s, 2), "clip plus, t5 paper, residual plus", True),
     "another family": (
-        other_family, "clip plus, t5 paper, llama plus, gpt2 paper, residual plus", False),
+        other_family, "clip plus, t5 plus, llama plus, residual plus", False),
 }  # fmt: skip
 
 
@@ -174,24 +172,6 @@ def test_tied_parameters_stay_tied():
         model: Any = run_fast(suite).model
         head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
         assert (head.data_ptr() == table.data_ptr()) is is_tied
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@pytest.mark.parametrize(
-    ("name", "rule", "dtype"),
-    [("clip", "paper", "float16"), ("clip", "plus", "bfloat16"), ("t5", "plus", "float32"),
-     ("t5", "paper", "bfloat16"), ("convolutions", "paper", "float32")],
-)  # fmt: skip
-def test_dtypes_stay_and_models_are_finite(name: str, rule: str, dtype: str):
-    suite = SUITES[name]().to(DTYPES[dtype])
-    model = run_fast(suite, **RULES[rule]).model
-    assert {p.dtype for p in model.parameters()} == {DTYPES[dtype]}
-    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
-    assert distance(model, suite.merged) > 1e-3
-    if dtype == "float32":
-        assert_same(model, reference(name, rule).model, 1e-3)
 
 
 @rules

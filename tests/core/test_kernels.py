@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from calibrations import assert_identical, assert_same, run_fast
-from process_group import in_processes
 from tiny_models import clip_suite
 from torch import nn
 from torch.nn import functional
 
-from fusion_bench_featcal import CalibrationError, problem
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.core import kernels, products
 from fusion_bench_featcal.core.kernels import (
     ONEDNN,
@@ -20,7 +19,6 @@ from fusion_bench_featcal.core.kernels import (
     using_kernel,
     with_kernel,
 )
-from fusion_bench_featcal.processes import Processes
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
@@ -74,26 +72,6 @@ def test_an_operator_that_fails_or_is_wrong_is_not_used(monkeypatch: pytest.Monk
 
 
 @needs_onednn
-def test_sums_of_rows_are_the_same_by_either(calls: list[tuple[int, ...]]):
-    left, right = torch.randn(40, 9), torch.randn(40, 300)
-
-    def product(into: torch.Tensor, weight: float) -> None:
-        columns = products.columns_of(left), products.columns_of(right)
-        products.add_product(into, *columns, weight=weight)
-
-    def gram(into: torch.Tensor, weight: float) -> None:
-        products.add_lower_gram(into, products.columns_of(right), weight)
-
-    for add, height, weight in ((product, 9, 1.0), (product, 9, 0.3), (gram, 300, 0.3)):
-        sums = {kernel: torch.ones(height, 300) for kernel in (TORCH, ONEDNN)}
-        for kernel, into in sums.items():
-            with using_kernel(kernel):
-                add(into, weight)
-        torch.testing.assert_close(sums[ONEDNN].tril(), sums[TORCH].tril(), rtol=1e-5, atol=1e-4)
-    assert calls
-
-
-@needs_onednn
 def test_large_products_are_added_in_strips(monkeypatch: pytest.MonkeyPatch):
     first, second = torch.randn(5, 7), torch.randn(3, 7)
     monkeypatch.setattr(products, "LARGEST_PRODUCT", 6)
@@ -144,16 +122,3 @@ def test_calibrations_agree_whatever_multiplies_and_resumed_ones_use_one_kernel(
         run_fast(suite, linear_kernel="torch", checkpoint_dir=str(tmp_path), resume=True)
     result = run_fast(suite, linear_kernel="onednn", checkpoint_dir=str(tmp_path), resume=True)
     assert_identical(result.model, by_onednn.model)
-
-
-@needs_onednn
-def test_onednn_is_used_only_where_every_process_chose_it():
-    suite = clip_suite(seed=1, tasks=1, depth=1).to(torch.float32)
-
-    def used(processes: Processes) -> list[str]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(problem, "choose_kernel", lambda *_: (ONEDNN, TORCH)[processes.rank])
-            result = run_fast(suite, processes=processes)
-        return [record["linear_kernel"] for record in result.log.of_kind("engine")]
-
-    assert in_processes(2, used) == [[TORCH]] * 2

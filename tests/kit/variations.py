@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from calibrations import replay, samples_in
+from calibrations import replay
 from safetensors.torch import save_file
 from tiny_models import NO_TARGET, REPLAY, Suite
 from torch import Tensor, nn
@@ -88,12 +88,6 @@ def longer(suite: Suite) -> Suite:
         }
 
     return changed(suite, lambda batches: [one(batch) for batch in batches])
-
-
-def with_held_out(suite: Suite, number: int) -> tuple[Suite, dict[str, Any]]:
-    """Further samples behind a task's, and the settings that hold them out."""
-    more = changed(suite, lambda batches: [*batches, cut(batches[0], slice(number))])
-    return more, {"held_out": number, "samples_per_task": samples_in(suite) + number}
 
 
 def parted(suite: Suite, held: int) -> tuple[Suite, Suite]:
