@@ -36,13 +36,13 @@ def spoil(value: float, name: str, *models: nn.Module) -> None:
         model.get_parameter(name).data.view(-1)[0] = value
 
 
-def quiet(last: float, others: float = 1.0) -> Suite:
+def quiet(last: float, scales: float = 1.0) -> Suite:
     """Three tasks whose features are those of their samples times a scale."""
     suite = stack_suite(plain, tasks=3)
     for model in all_models(suite):
         nn.init.zeros_(model.get_parameter("embed.bias"))
     for task, batches in suite.inputs.items():
-        scale = last if task == "task_2" else others
+        scale = last if task == "task_2" else scales
         suite.inputs[task] = [scale * batch for batch in batches]
     return suite
 

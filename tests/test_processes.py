@@ -158,6 +158,11 @@ def other_merged(suite: Suite, processes: Processes) -> None:
     suite.merged = clip_suite(seed=processes.rank).merged
 
 
+def unreadable_samples(suite: Suite, _: Processes) -> None:
+    batches: Any = map({}.__getitem__, ["pixels"])
+    suite.inputs["task_2"] = batches
+
+
 def full_disk(*_: Any) -> None:
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -169,8 +174,7 @@ STARTED = "process 1 was started with other {} than process 0"
 ERRORS: dict[str, tuple[Change, str]] = {
     "spoilt": (
         spoil_samples, r"task task_2: calibration batch \d, input 'pixel_values', has NaN.*"),
-    "other error": (
-        lambda suite, _: suite.inputs.update(task_2=map({}.__getitem__, ["pixels"])), "pixels"),
+    "other error": (unreadable_samples, "pixels"),
     "other model": (other_merged, STARTED.format("weights")),
     "full disk": (full_disk, "No space left on device"),
 }  # fmt: skip

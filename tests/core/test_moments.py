@@ -24,6 +24,6 @@ def test_sums_are_those_of_the_definition(
         of_x, of_y = x.unflatten(1, (maps, 3))[:, number], y.unflatten(1, (maps, 2))[:, number]
         expected = (of_x.T * w) @ of_x, (of_y.T * w) @ of_x, w @ of_x, w @ of_y
         result = (part[0, number] for part in (sums.gram, sums.cross, sums.x, sums.y))
-        for ours, theirs in zip(result, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        for pair in zip(result, expected, strict=True):
+            torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(sums.count, w.sum().expand_as(sums.count))

@@ -148,9 +148,9 @@ def test_forward_that_a_library_replaced_is_back_afterwards():
     torch.testing.assert_close(hidden, 2 * plain(call.hidden, **call.kwargs["model.layers.0"]))
 
 
-def both(layers: int, others: int) -> nn.Module:
+def both(layers: int, decoder_layers: int) -> nn.Module:
     """Encoder and decoder by structure alone."""
-    model: Any = Net(encoder=Net(layers=stack(layers)), decoder=Net(layers=stack(others)))
+    model: Any = Net(encoder=Net(layers=stack(layers)), decoder=Net(layers=stack(decoder_layers)))
     model.config = SimpleNamespace(is_encoder_decoder=True)
     return model
 

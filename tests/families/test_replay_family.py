@@ -50,8 +50,8 @@ def test_stages_have_their_own_blocks_and_masks():
     assert family.row_weights(inputs, 0, "all") is inputs["attention_mask"]
     labelled = family.row_weights(inputs, 1, "all")
     assert labelled is not None and labelled.tolist() == [[1, 0], [1, 1]]
-    others = family.other_rows(inputs, 1)
-    assert others["cross.k"] is inputs["attention_mask"] and others["cross.v"] is None
+    cross = family.other_rows(inputs, 1)
+    assert cross["cross.k"] is inputs["attention_mask"] and cross["cross.v"] is None
     everything = ReplayFamily(blocks=TWO_STAGES["blocks"], mask=[None, "labels"])
     assert everything.row_weights(inputs, 0, "all") is None
 

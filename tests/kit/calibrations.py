@@ -77,9 +77,9 @@ def run_slow(
     """The oracle with the rows of every block and module."""
     modules = modules_of(suite.merged, suite.blocks, suite.excluded)
     models = suite.merged, suite.base if has_base else None, suite.experts
-    weights, others = counted_rows(suite, modules, decoder_rows)
+    weights, other_weights = counted_rows(suite, modules, decoder_rows)
     data = suite.inputs, suite.blocks, modules
-    return calibrate_slowly(*models, *data, knobs, weights, others, features)
+    return calibrate_slowly(*models, *data, knobs, weights, other_weights, features)
 
 
 def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: str) -> tuple:
@@ -103,21 +103,21 @@ def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: s
     labelled = masks(lambda batch: batch["labels"] >= 0)
     if decoder_rows == "all" and "decoder_attention_mask" in first:
         labelled = masks(lambda batch: batch["decoder_attention_mask"])
-    others: dict[str, Any] = dict.fromkeys(decoder_blocks, labelled)
+    other_rows: dict[str, Any] = dict.fromkeys(decoder_blocks, labelled)
     for name in (name for names in modules.values() for name in names):
         if name.endswith(("EncDecAttention.k", "EncDecAttention.v")):
-            others[name] = plain
-    return plain, others
+            other_rows[name] = plain
+    return plain, other_rows
 
 
 def rows_of_sound(suite: Suite, modules: Mapping[str, list[str]]) -> dict[str, Any]:
     """Row weights of a decoder of text behind an encoder of sound, all of whose positions count."""
     labelled = {t: [batch["labels"] >= 0 for batch in b] for t, b in suite.inputs.items()}
-    others: dict[str, Any] = {b: labelled for b in suite.blocks if "decoder" in b}
+    other_rows: dict[str, Any] = {b: labelled for b in suite.blocks if "decoder" in b}
     for name in (name for names in modules.values() for name in names):
         if name.endswith(("encoder_attn.k_proj", "encoder_attn.v_proj")):
-            others[name] = dict.fromkeys(suite.inputs)
-    return others
+            other_rows[name] = dict.fromkeys(suite.inputs)
+    return other_rows
 
 
 def before_targets(batch: Mapping[str, Tensor]) -> Tensor:
@@ -135,10 +135,12 @@ def replay(suite: Suite) -> dict[str, Any]:
 
 def distance(result: nn.Module, expected: nn.Module) -> float:
     """Largest relative distance of a parameter."""
-    theirs = {name: value.detach().double() for name, value in expected.named_parameters()}
-    ours = {name: value.detach().double() for name, value in result.named_parameters()}
-    assert list(ours) == list(theirs)
-    return max(float((ours[name] - their).norm() / their.norm()) for name, their in theirs.items())
+    new, right = (
+        {name: value.detach().double() for name, value in model.named_parameters()}
+        for model in (result, expected)
+    )
+    assert list(new) == list(right)
+    return max(float((new[n] - value).norm() / value.norm()) for n, value in right.items())
 
 
 def assert_same(result: nn.Module, expected: nn.Module, bound: float = EXACT) -> None:
@@ -147,9 +149,9 @@ def assert_same(result: nn.Module, expected: nn.Module, bound: float = EXACT) ->
 
 
 def assert_identical(result: nn.Module, expected: nn.Module) -> None:
-    theirs = expected.state_dict()
+    right = expected.state_dict()
     for name, value in result.state_dict().items():
-        assert torch.equal(value, theirs[name]), f"{name} differs"
+        assert torch.equal(value, right[name]), f"{name} differs"
 
 
 class Overheard(InMemoryExpert):

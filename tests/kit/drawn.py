@@ -26,9 +26,9 @@ def panels(svg: str) -> list[Panel]:
     for legend in _named(root, "legend"):
         colours = [_colour(use) for use in legend.iter(f"{SVG}use")]
         names |= dict(zip(colours, _words(legend), strict=True))
-    found = [*_named(root, "axes")]
-    shared = {axis: _ticks(found[0], axis) for axis in "xy"}  # later panels may have no labels
-    return [_panel(axes, names, shared) for axes in found]
+    groups = [*_named(root, "axes")]
+    shared = {axis: _ticks(groups[0], axis) for axis in "xy"}  # later panels may have no labels
+    return [_panel(axes, names, shared) for axes in groups]
 
 
 def _panel(axes: Any, names: dict[str, str], shared: dict[str, Any]) -> Panel:
@@ -39,8 +39,8 @@ def _panel(axes: Any, names: dict[str, str], shared: dict[str, Any]) -> Panel:
         kind = group.get("id", "").partition("_")[0]
         if kind == "line2d":
             for use in group.iter(f"{SVG}use"):
-                place = (float(use.get("x")), float(use.get("y")))
-                points.setdefault(names.get(_colour(use), ""), []).append(_valued(ticks, place))
+                position = (float(use.get("x")), float(use.get("y")))
+                points.setdefault(names.get(_colour(use), ""), []).append(_valued(ticks, position))
         if kind == "LineCollection":
             for path in group.iter(f"{SVG}path"):
                 ends = re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", path.get("d"))
@@ -62,20 +62,20 @@ def _colour(use: Any) -> str:
 
 
 def _ticks(axes: Any, axis: str) -> list[tuple[str, float]]:
-    """Labels of an axis with their places; ticks without a mark have the label's."""
-    found = []
+    """Labels of an axis with their positions. Ticks without a mark have the label's."""
+    ticks = []
     for tick in _named(axes, f"{axis}tick"):
         marks = [*tick.iter(f"{SVG}use"), *tick.iter(f"{SVG}text")]
-        found += (
+        ticks += (
             [(" ".join(_words(tick)), float(marks[0].get(axis, "nan")))] if _words(tick) else []
         )
-    return found
+    return ticks
 
 
-def _valued(ticks: dict[str, Any], place: tuple[float, float]) -> tuple[float, float]:
-    """Values at a place; among words the number of the nearest one."""
+def _valued(ticks: dict[str, Any], position: tuple[float, float]) -> tuple[float, float]:
+    """Values at a position; among words the number of the nearest one."""
     values = []
-    for at, labels in zip(place, ticks.values(), strict=True):
+    for at, labels in zip(position, ticks.values(), strict=True):
         numbers = [label.replace("\u2212", "-") for label, _ in labels]
         if labels and all(re.fullmatch(r"-?[\d.]+", number) for number in numbers):
             low, high, start, end = (

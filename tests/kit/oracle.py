@@ -86,40 +86,41 @@ def calibrate_slowly(
     outcome = Outcome(model=copy.deepcopy(merged).double().eval())
     doubled = {task: copy.deepcopy(expert).double().eval() for task, expert in experts.items()}
     anchor = anchors(merged, base, knobs)
-    others, common = other_rows or {}, row_weights or dict.fromkeys(doubled)
+    other_masks, common = other_rows or {}, row_weights or dict.fromkeys(doubled)
     names = [name for block in blocks for name in modules[block]]
 
     def recorded(models: Mapping[str, nn.Module]) -> dict[str, tuple[Features, Features]]:
-        same = {id(m): m if features == torch.float64 else copy.deepcopy(m).to(features)
+        models_by_id = {id(m): m if features == torch.float64 else copy.deepcopy(m).to(features)
                 for m in models.values()}  # fmt: skip
-        return {t: record(same[id(m)], inputs[t], names, blocks) for t, m in models.items()}
+        return {t: record(models_by_id[id(m)], inputs[t], names, blocks) for t, m in models.items()}
 
     ours = dict.fromkeys(doubled, outcome.model)
-    theirs, seen = recorded(doubled), recorded(ours)
+    expert_features, features_now = recorded(doubled), recorded(ours)
     for block in blocks:
         if normalise_batches(outcome.model, inputs, block):
-            seen = recorded(ours)
-        block_masks, new = others.get(block, common), dict[str, Tensor]()
+            features_now = recorded(ours)
+        block_masks, new = other_masks.get(block, common), dict[str, Tensor]()
         for name in modules[block]:
             light = block == blocks[-1] and not name.endswith(("k_proj", "v_proj"))
-            masks = others.get(name, block_masks)
+            masks = other_masks.get(name, block_masks)
             shape = partial(as_rows, outcome.model.get_submodule(name))
+            is_light = light and knobs.demo_last_block
+            sides = features_now, expert_features
             rows = {
-                task: gather(shape(seen[task][0][name]), shape(theirs[task][0][name]), masks[task],
-                             light=light and knobs.demo_last_block)
+                task: gather(*(shape(s[task][0][name]) for s in sides), masks[task], light=is_light)
                 for task in doubled
-            }  # fmt: skip
+            }
             new |= solve(name, outcome.model, doubled, anchor, rows, knobs)
         for name, value in new.items():
             outcome.model.get_parameter(name).data.copy_(value.to(features))
         normalise_batches(outcome.model, inputs, block)
-        before, seen = seen, recorded(ours)
+        before, features_now = features_now, recorded(ours)
         for task in doubled:
-            expected, read = theirs[task][1][block], block_masks[task]
+            expected, read = expert_features[task][1][block], block_masks[task]
             if block == blocks[-1] and has_class_token(merged):
                 read = [functional.one_hot(torch.zeros(len(f), dtype=torch.long), f.shape[1])
                         for f in expected]  # fmt: skip
-            sides = (before[task][1][block], seen[task][1][block])
+            sides = (before[task][1][block], features_now[task][1][block])
             drifts = [drift(gather(side, expected, read)) for side in sides]
             outcome.drift[block, task] = drifts[0] + drifts[1]
     return outcome
@@ -142,22 +143,22 @@ def record(
     received: Features = {name: [] for name in names}
     returned: Features = {name: [] for name in blocks}
 
-    def keep(kept: list[Tensor], value: Any) -> None:
+    def keep(calls: list[Tensor], value: Any) -> None:
         tensor = value if isinstance(value, Tensor) else value[0]
-        kept.append(tensor.detach().double().clone())
+        calls.append(tensor.detach().double().clone())
 
-    def receive(kept: list[Tensor], _: nn.Module, args: tuple, named: dict) -> None:
-        keep(kept, args or tuple(named.values()))
+    def receive(calls: list[Tensor], _: nn.Module, args: tuple, named: dict) -> None:
+        keep(calls, args or tuple(named.values()))
 
-    def give(kept: list[Tensor], _: nn.Module, args: tuple, result: Any) -> None:
-        keep(kept, result)
+    def give(calls: list[Tensor], _: nn.Module, args: tuple, result: Any) -> None:
+        keep(calls, result)
 
     handles = []
-    for name, kept in received.items():
+    for name, calls in received.items():
         module = model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(partial(receive, kept), with_kwargs=True))
-    for name, kept in returned.items():
-        handles.append(model.get_submodule(name).register_forward_hook(partial(give, kept)))
+        handles.append(module.register_forward_pre_hook(partial(receive, calls), with_kwargs=True))
+    for name, calls in returned.items():
+        handles.append(model.get_submodule(name).register_forward_hook(partial(give, calls)))
     try:
         for batch in batches:
             run(model, batch)
@@ -215,14 +216,16 @@ def solve(
 ) -> dict[str, Tensor]:
     """New parameters of one module, by parameter name."""
     module: Any = model.get_submodule(name)
-    theirs: dict[str, Any] = {task: expert.get_submodule(name) for task, expert in experts.items()}
+    expert_modules: dict[str, Any] = {
+        task: expert.get_submodule(name) for task, expert in experts.items()
+    }
     kind, pair = type(module).__name__, (f"{name}.weight", f"{name}.bias")
     if kind.endswith(("LayerNorm", "GroupNorm")):
         if not knobs.norm:
             return {}
         z = {t: (r.cal if kind == "GroupNorm" else normalised(r.cal, module.eps), r.p)
              for t, r in rows.items()}  # fmt: skip
-        affines = {task: (t.weight.detach(), t.bias.detach()) for task, t in theirs.items()}
+        affines = {task: (t.weight.detach(), t.bias.detach()) for task, t in expert_modules.items()}
         new = stacked_norm(z, affines, (anchor[pair[0]], anchor[pair[1]]), knobs.lam)
         return dict(zip(pair, new, strict=True))
     groups = module.groups if is_convolution(module) else 1
@@ -238,11 +241,11 @@ def solve(
 
     solved = []
     for group in range(groups):
-        seen = {task: r.of_group(group, groups) for task, r in rows.items()}
-        weights = {task: weight_of(their.weight, group) for task, their in theirs.items()}
-        biases = {task: bias_of(their.bias, group) for task, their in theirs.items()}
+        group_rows = {task: r.of_group(group, groups) for task, r in rows.items()}
+        weights = {task: weight_of(their.weight, group) for task, their in expert_modules.items()}
+        biases = {task: bias_of(their.bias, group) for task, their in expert_modules.items()}
         start = weight_of(anchor[pair[0]], group), bias_of(anchor.get(pair[1]), group)
-        solved.append(solve_linear(seen, weights, biases if biased else None, start, knobs))
+        solved.append(solve_linear(group_rows, weights, biases if biased else None, start, knobs))
     weight = torch.cat([weight for weight, _ in solved])
     new = {pair[0]: weight.T if kind == "Conv1D" else weight.reshape(module.weight.shape)}
     return new | {pair[1]: torch.cat([bias for _, bias in solved])} if biased else new
@@ -279,8 +282,8 @@ def solve_linear(
 
 def least_squares(pieces: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Solution of all the equations stacked on one another."""
-    left, right = (torch.cat(side, -2) for side in zip(*pieces, strict=True))
-    return torch.linalg.lstsq(left, right).solution
+    system, target = (torch.cat(side, -2) for side in zip(*pieces, strict=True))
+    return torch.linalg.lstsq(system, target).solution
 
 
 def normalised(x: Tensor, eps: float) -> Tensor:

@@ -49,9 +49,9 @@ class RowMasks:
 
     def masks(self, name: str) -> Any:
         """Masks of every task's batches, or None."""
-        others = self.other or {}
+        other = self.other or {}
         block = next(b for b in self.suite.blocks if name.startswith(f"{b}."))
-        return others.get(name, others.get(block, self.common))
+        return other.get(name, other.get(block, self.common))
 
     def biased(self, name: str) -> bool:
         module: Any = self.suite.merged.get_submodule(name)
@@ -102,7 +102,9 @@ def calibrated_plus(
     gammas: dict[str, float] = {}
     for block in suite.blocks:
         names = [n for n in modules_of(model, [block])[block] if is_linear(model, n)]
-        theirs = {task: listen(e, suite.inputs[task], block, names) for task, e in experts.items()}
+        expert_features = {
+            task: listen(e, suite.inputs[task], block, names) for task, e in experts.items()
+        }
         for group in groups_of(model, batch, names, masks):
             first, biased = group[0], masks.biased(group[0])
             ours = {task: listen(model, suite.inputs[task], block, names) for task in experts}
@@ -117,7 +119,7 @@ def calibrated_plus(
                 q, sample = masks.counting(first, task, ours[task].received[first])
                 used = q > 0
                 x, p = ours[task].inputs(first)[used], q[used] / q.sum()
-                u = (theirs[task].outputs(group) - ours[task].outputs(group))[used]
+                u = (expert_features[task].outputs(group) - ours[task].outputs(group))[used]
                 p = (factors or {}).get(task, 1.0) * p / (x.T @ (p[:, None] * x)).norm()  # Eq. 14
                 centre = x - (p @ x) / p.sum() if biased else x
                 energy = gammas[task] * float(p @ centre.square().sum(1)) / float(p.sum())
@@ -189,20 +191,20 @@ def trust_in(group, base, experts, ours, masks) -> dict[str, float]:
     """Likeness of an expert's weights to its samples beyond that to other tasks'."""
     if len(experts) == 1:
         return dict.fromkeys(experts, FAMILIAR)
-    start, seen, steps = parameters_of(base, group)[0], {}, {}
+    start, grams, steps = parameters_of(base, group)[0], {}, {}
     for task, expert in experts.items():
         q, _ = masks.counting(group[0], task, ours[task].received[group[0]])
         x = ours[task].inputs(group[0])
         tau = parameters_of(expert, group)[0] - start
-        seen[task], steps[task] = x.T @ (q[:, None] * x), tau.T @ tau
+        grams[task], steps[task] = x.T @ (q[:, None] * x), tau.T @ tau
 
-    def mean_cosine(a: Tensor, *others: Tensor) -> float:
-        return sum(float((a * b).sum() / (a.norm() * b.norm())) for b in others) / len(others)
+    def mean_cosine(a: Tensor, *matrices: Tensor) -> float:
+        return sum(float((a * b).sum() / (a.norm() * b.norm())) for b in matrices) / len(matrices)
 
     trust = {}
     for task, step in steps.items():
-        direct = mean_cosine(step, seen[task])
-        excess = direct - mean_cosine(step, *seen.values())
+        direct = mean_cosine(step, grams[task])
+        excess = direct - mean_cosine(step, *grams.values())
         trust[task] = excess / (direct * (1 - mean_cosine(step, *steps.values())))
     return trust
 
@@ -238,10 +240,10 @@ def held_out_error(tables, fold: int, ridge: float, biased: bool) -> float:
     bias = u_mean - change @ x_mean if biased else torch.zeros_like(u_mean)
     error, probes = 0.0, sketch(len(u_mean))
     for x, u, p, folds, memory, answer in tables:
-        held = folds == fold
-        rows = (u[held] - x[held] @ change.T - bias) @ probes.T
-        error += float(p[held] @ rows.square().sum(1))
-        error += float(p[held].sum() * ((answer - memory @ change.T) @ probes.T).square().sum())
+        chosen = folds == fold
+        rows = (u[chosen] - x[chosen] @ change.T - bias) @ probes.T
+        error += float(p[chosen] @ rows.square().sum(1))
+        error += float(p[chosen].sum() * ((answer - memory @ change.T) @ probes.T).square().sum())
     return error
 
 
@@ -253,7 +255,7 @@ def sketch(m: int) -> Tensor:
 
 
 def downhill(errors: list[float]) -> int:
-    """The place of the nearest minimum uphill in lambda, or else downhill."""
+    """Index of the nearest minimum uphill in lambda, or else downhill."""
     up = down = START
     while up + 1 < len(errors) and errors[up + 1] < errors[up]:
         up += 1

@@ -170,8 +170,8 @@ def model_of(kind: str, seed: int = 0, **config: Any) -> nn.Module:
     """Random model of a type."""
     torch.manual_seed(seed)
     maker, numbers = CONFIGS[kind]
-    made = AutoConfig.for_model(kind, **(numbers | config))
-    return getattr(transformers, maker).from_config(made).eval()
+    whole = AutoConfig.for_model(kind, **(numbers | config))
+    return getattr(transformers, maker).from_config(whole).eval()
 
 
 def clip_model(

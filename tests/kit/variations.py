@@ -90,11 +90,11 @@ def longer(suite: Suite) -> Suite:
     return changed(suite, lambda batches: [one(batch) for batch in batches])
 
 
-def parted(suite: Suite, held: int) -> tuple[Suite, Suite]:
-    """The suite without every task's last samples, and with these alone."""
+def parted(suite: Suite, number: int) -> tuple[Suite, Suite]:
+    """The suite without the last samples of each task, and with these alone."""
 
     def part(batches: list[Batch], *, last: bool) -> list[Batch]:
-        first, chosen = sum(map(size_of, batches)) - held, []
+        first, chosen = sum(map(size_of, batches)) - number, []
         for batch in batches:
             count = min(first, size_of(batch))
             first -= count

@@ -60,12 +60,12 @@ def test_maps_of_a_convolution_with_groups_are_solved_one_by_one() -> None:
 
 
 def test_agrees_with_the_stacked_least_squares_problem() -> None:
-    for rows, width, rank in ((20, 5, 5), (2, 9, 2 * TASKS)):  # enough rows, and too few
+    for rows, width, expected_rank in ((20, 5, 5), (2, 9, 2 * TASKS)):  # enough rows, and too few
         inputs, weights, anchor = problem(rows, width)
         outputs = torch.cat([x @ w.T for x, w in zip(inputs, weights, strict=True)])
         expected = torch.linalg.lstsq(torch.cat(inputs), outputs).solution.T
-        result, seen = merged(inputs, weights, anchor)
-        assert seen == rank
+        result, rank = merged(inputs, weights, anchor)
+        assert rank == expected_rank
         if rank == width:
             torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
         else:
@@ -77,8 +77,8 @@ def test_unseen_directions_keep_the_anchor_and_the_others_do_not_care() -> None:
     inputs = [torch.cat([x, torch.zeros(len(x), 2, dtype=x.dtype)], dim=1) for x in inputs]
     extra = normal(30, 4, 2)
     wide = [torch.cat([w, normal(40 + i, 4, 2)], dim=1) for i, w in enumerate(weights)]
-    result, seen = merged(inputs, wide, torch.cat([anchor, extra], dim=1))
-    assert seen == 5
+    result, rank = merged(inputs, wide, torch.cat([anchor, extra], dim=1))
+    assert rank == 5
     torch.testing.assert_close(result[:, 5:], extra, rtol=1e-12, atol=1e-12)
     other, _ = merged(inputs, wide, torch.cat([anchor + 7, extra], dim=1))
     torch.testing.assert_close(result[:, :5], other[:, :5], rtol=1e-9, atol=1e-11)
@@ -97,8 +97,8 @@ def test_is_the_moore_penrose_solution_whatever_the_sizes_of_the_channels() -> N
     x = normal(0, 3, 6) * torch.tensor([1.0, 30.0, 0.1, 1.0, 5.0, 0.0], dtype=torch.float64)
     gram, right = x.T @ x, normal(1, 4, 6) @ (x.T @ x)
     expected = right @ torch.linalg.pinv(gram, hermitian=True, rtol=1e-9)
-    solution, seen = solve_seen(gram, right, precision=torch.float64)
-    assert seen == 3
+    solution, rank = solve_seen(gram, right, precision=torch.float64)
+    assert rank == 3
     torch.testing.assert_close(solution, expected, rtol=1e-6, atol=1e-9)
 
 
@@ -108,9 +108,9 @@ def test_a_known_floor_changes_the_way_but_not_the_result(dead: bool) -> None:
     x[:, 2] *= 0.0 if dead else 1e-3
     gram = shrink_off_diagonal(x.T @ x, 0.9)
     right = normal(1, 4, 6) @ gram
-    quick, seen = solve_seen(gram, right, precision=torch.float64, floor=0.1)
-    slow, seen_too = solve_seen(gram, right, precision=torch.float64)
-    assert seen == seen_too == (5 if dead else 6)
+    quick, rank = solve_seen(gram, right, precision=torch.float64, floor=0.1)
+    slow, slow_rank = solve_seen(gram, right, precision=torch.float64)
+    assert rank == slow_rank == (5 if dead else 6)
     torch.testing.assert_close(quick, slow, rtol=1e-9, atol=1e-11)
 
 

@@ -93,8 +93,8 @@ def test_copies_depend_on_seed_task_place_and_number_alone():
     assert len(expected) == 3
     torch.manual_seed(7)
     assert all(map(torch.equal, copies_of(samples_per_task=64, batch_size=2), expected))
-    others = copies_of("b") + copies_of(seed=1) + copies_of(start=4)
-    for one, other in itertools.combinations([*expected, *others], 2):
+    different = copies_of("b") + copies_of(seed=1) + copies_of(start=4)
+    for one, other in itertools.combinations([*expected, *different], 2):
         assert not torch.equal(one, other)
 
 
