@@ -50,7 +50,7 @@ def ending_cleanly(program: Any, how_to_go_on: Callable[[], str]) -> Iterator[No
         if not (interrupted or _terminating.is_set()):
             raise
         # At exit, because FusionBench logs the exception first.
-        atexit.register(print, how_to_go_on(), file=sys.stderr, flush=True)
+        atexit.register(_print_error, how_to_go_on())
         if isinstance(stop, Terminated):
             raise
         # A library may have replaced the handler's exception by another one.
@@ -71,6 +71,11 @@ def ends_cleanly(run: Callable[Arguments, Result]) -> Callable[Arguments, Result
 
 
 NOTHING_SAVED = "Interrupted. Nothing was saved. Run the command again to start over."
+
+
+def _print_error(line: str) -> None:
+    """Print to the standard error of that time: one that was captured before may be closed."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _terminate(*_: Any) -> None:
