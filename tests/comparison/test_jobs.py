@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison_parts import MERGERS, Counting, Deadly, Scale, Waiting, method
+from comparison_parts import MERGERS, Deadly, Scale, Waiting, method
 from fusion_bench.utils import instantiate
 from omegaconf import OmegaConf
 
-from fusion_bench_featcal.lab.compare import jobs
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -110,14 +109,6 @@ def test_a_cell_that_dies_is_run_once_more_and_the_others_go_on(
 
 
 @pytest.mark.slow
-def test_several_drivers_do_no_cell_twice(tmp_path: Path) -> None:
-    methods = {f"m{n}": method(Counting, folder=str(tmp_path), factor=n) for n in range(2, 8)}
-    drivers = [start(tmp_path / "cells", methods) for _ in range(3)]
-    assert [driver.wait(600) for driver in drivers] == [0, 0, 0]
-    assert sorted(path.name[:2] for path in tmp_path.glob("*.ran")) == list(methods)
-
-
-@pytest.mark.slow
 def test_a_killed_comparison_resumes(tmp_path: Path) -> None:
     """Finished cells are not touched, the others are made."""
     methods = {**METHODS, "waiting": method(Waiting, folder=str(tmp_path))}
@@ -154,11 +145,3 @@ def test_workers_that_cannot_be_are_refused(
     driver.config = None  # pools made in Python
     with pytest.raises(CalibrationError, match=r"cannot be sent to other processes"):
         driver.run()
-
-
-@pytest.mark.slow
-def test_a_worker_of_another_kind_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    other = {"software": {}, "device": "cuda", "precision": "32-true"}
-    monkeypatch.setattr(jobs, "describe_machine", lambda fabric: other)
-    with pytest.raises(CalibrationError, match=r"the worker has .*, the driver .*cuda"):
-        run(tmp_path / "two", backend="loky")

@@ -200,20 +200,6 @@ class Deadly(Scale):
         return merged
 
 
-class Counting(Scale):
-    """Leaves a file for each time that it runs, slowly."""
-
-    def __init__(self, folder: str, factor: float) -> None:
-        super().__init__(factor)
-        self._folder = Path(folder)
-
-    def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
-        number = len(list(self._folder.glob(f"m{self.settings['factor']}-*.ran")))
-        (self._folder / f"m{self.settings['factor']}-{number}-{os.getpid()}.ran").touch()
-        time.sleep(0.5)
-        return super().post_merge(merged, inputs)
-
-
 class WithHead(Scale):
     """Adds a module with six parameters, and needs to know the task."""
 
@@ -234,13 +220,6 @@ class BrokenMerger(BaseAlgorithm):
 
     def run(self, modelpool: Any) -> None:
         raise ValueError("experts do not agree")
-
-
-class OtherMerger(BaseAlgorithm):
-    """Returns a model of another class than the base."""
-
-    def run(self, modelpool: Any) -> Any:
-        return nn.Linear(2, 2)
 
 
 def method(kind: type, **settings: Any) -> dict[str, Any]:

@@ -8,16 +8,11 @@ import fusion_bench_featcal.compat  # noqa: F401
 import pytest
 import torch
 from fusion_bench.models.hf_clip import HFCLIPClassifier
-from fusion_bench.taskpool import CLIPVisionModelTaskPool
-from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
-from rivals import OURS, TRAINED, Rival
 from text_pools import MAKERS, NORMS, text_batch
 from tiny_models import normal
 from tiny_pools import (
     TASKS,
-    cpu_fabric,
     inputs_of,
-    pictures,
     projection_of,
     tiny_pool,
     tiny_processor,
@@ -37,7 +32,6 @@ from fusion_bench_featcal.lab.rivals import (
     FeatCal,
     SurgeryModule,
 )
-from fusion_bench_featcal.tasks import ClipTaskPool
 
 PIXELS = normal(0, 5, 3, 28, 28).float()
 KINDS = pytest.mark.parametrize("kind", list(MAKERS))
@@ -88,39 +82,6 @@ def test_the_classifier_gets_the_tasks_corrected_features(kind, normalize, model
         corrected, before, removed = model.compute_surgery_features(unit_features, task)
         torch.testing.assert_close(corrected, by_hand)
         torch.testing.assert_close(before - removed, by_hand)
-
-
-@pytest.mark.parametrize("kind", ["Surgery", "SurgeryV2"])
-def test_both_task_pools_evaluate_by_task_name(kind, models, monkeypatch) -> None:
-    names = ["circle", "square", "star"]
-    entry = {"classnames": names, "templates": [lambda name: f"a photo of a {name} ."]}
-    table = CLIPTemplateFactory._dataset_mapping | dict.fromkeys(TASKS, entry)
-    monkeypatch.setattr(CLIPTemplateFactory, "_dataset_mapping", table)
-    few = Rival(kind, TRAINED | OURS | {"learning_rate": 0.05})
-    model = few.run(inputs_of(tiny_pool(models)), tower(models, "_merged_"))[1]
-    test_sets: Any = {task: pictures(task, "test", 10) for task in TASKS}
-    options: Any = {"processor": tiny_processor(models), "dataloader_kwargs": {"batch_size": 4}}
-    clip_model = CLIPModel.from_pretrained(models["_pretrained_"])
-    stock = CLIPVisionModelTaskPool(test_sets, clip_model=clip_model, **options)
-    taskpool = ClipTaskPool(test_sets, base_model=models["_pretrained_"], **options)
-    reports = []
-    for pool in (stock, taskpool):
-        pool._fabric_instance = cpu_fabric()
-        reports.append(pool.evaluate(model))
-    plain = taskpool.evaluate(model.model)
-    for task in TASKS:
-        assert reports[0][task]["accuracy"] == pytest.approx(reports[1][task]["accuracy"])
-        assert reports[1][task]["loss"] != plain[task]["loss"]
-
-
-def test_a_module_that_tasks_share_is_saved_once(models, tmp_path) -> None:
-    few = Rival("ProbSurgery", TRAINED | OURS | {"hidden": 5, "shared": True})
-    model = few.run(inputs_of(tiny_pool(models)), tower(models, "_merged_"))[1]
-    model.save_pretrained(tmp_path)
-    loaded = CorrectedModel.from_pretrained(tmp_path)
-    assert loaded.added() == model.added()
-    for task in TASKS:
-        assert torch.equal(loaded.features(task, PIXELS), model.features(task, PIXELS))
 
 
 def test_a_correction_may_follow_featcal_but_must_be_the_last(models) -> None:

@@ -5,17 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from rivals import OURS, RIVALS, TRAINED
+from rivals import RIVALS
 from text_pools import NORMS, text_batch, text_pool
-from tiny_models import clip_suite, decoder_suite, normal, t5_suite
+from tiny_models import clip_suite, decoder_suite, normal
 from tiny_pools import in_memory, inputs_of, projection_of, refusing, tiny_pool, tower
-from tiny_texts import TASKS, sentences, t5_model, with_data, word_tokenizer, write
+from tiny_texts import sentences, t5_model, with_data
 from torch import nn
-from transformers import CLIPVisionModel, GPT2Config, GPT2LMHeadModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab import rivals
-from fusion_bench_featcal.pools import CausalLMPool
 
 # Method -> setting -> a value that its message refuses.
 VALUES: dict[str, dict[str, Any]] = {
@@ -50,20 +48,6 @@ def test_settings(kind: str, keys: dict[str, Any], message: str) -> None:
 # ---- pools, before a model is loaded
 
 
-def tower_alone(models: Any, folder: Any) -> Any:
-    tower(models, "_pretrained_").save_pretrained(folder / "tower")
-    pool = tiny_pool(models | {"_pretrained_": str(folder / "tower")})
-    pool._processor = models["_pretrained_"]
-    return pool
-
-
-def gpt2(models: Any, folder: Any) -> Any:
-    config = GPT2Config(vocab_size=23, n_embd=8, n_layer=1, n_head=2, n_positions=32)
-    names = ("_pretrained_", *TASKS)
-    paths = {name: write(GPT2LMHeadModel(config), folder / name) for name in names}
-    return with_data(CausalLMPool(paths, tokenizer=word_tokenizer()))
-
-
 def without(name: str, **options: Any) -> Any:
     return lambda models, _: tiny_pool({n: p for n, p in models.items() if n != name}, **options)
 
@@ -80,10 +64,8 @@ POOLS: list[tuple[str, dict[str, Any], Any, str]] = [
     ("Surgery", {}, without("_merged_"), r"modelpool\.models\._merged_"),
     ("RegMean", {}, without("_pretrained_"), r"modelpool\.models\._pretrained_"),
     ("RegMean", {}, without("_merged_", train=0), r"train_datasets\.one"),
-    ("Surgery", {}, tower_alone, r"tower has no visual_projection\.weight.*clip_model"),
     ("Surgery", MEAN | {"recompute": True}, texts("seq2seq"), "recompute=true is for CLIP.*=false"),
     ("RidgeSurgery", MEAN | {"final_norm": "ln_f"}, texts("causal"), r"has no ln_f: .*final_norm"),
-    ("RidgeSurgery", MEAN, gpt2, r"has no decoder\.final_layer_norm or model\.norm"),
     ("SurgeryV2", MEAN, texts("seq2seq"), "surgery_v2 corrects CLIP vision models, and"),
 ]
 
@@ -96,19 +78,6 @@ def test_pools_before_a_model_is_loaded(kind, keys, make, message, models, tmp_p
 
 
 # ---- models, samples and features while a method runs
-
-
-def in_ram(models: Any, *_: Any) -> Any:
-    pool = tiny_pool(models)
-    pool._models = {name: tower(models, name) for name in models}
-    return pool
-
-
-def narrow(models: Any, folder: Any) -> Any:
-    config = tower(models, "one").config
-    config.hidden_size, config.num_attention_heads = 8, 2
-    CLIPVisionModel(config).save_pretrained(folder / "narrow")
-    return tiny_pool(models | {"one": str(folder / "narrow")})
 
 
 def wrong_ids(_: Any, folder: Any) -> Any:
@@ -124,8 +93,6 @@ def no_targets(_: Any, folder: Any) -> Any:
 
 FEW = {"samples_per_task": 5, "batch_size": 2}
 RUNS: list[tuple[str, dict[str, Any], Any, str]] = [
-    ("RidgeSurgery", {}, in_ram, r"is no checkpoint.*method\.clip_model"),
-    ("Surgery", TRAINED | OURS, narrow, r"is 8 wide, .* takes 16: check modelpool\.models"),
     ("RidgeSurgery", FEW, wrong_ids, r"task 'one', .*item 4: input_ids has .* id 9999"),
     ("RidgeSurgery", {}, no_targets, "task one: texts have no targets.*generated"),
     ("BatchNormStatistics", {}, without(""), "has no BatchNorm in its blocks"),
@@ -140,30 +107,6 @@ def test_models_and_data_while_it_runs(kind, keys, make, message, models, tmp_pa
         getattr(rivals, kind)(**keys).post_merge(merged, inputs_of(pool))
 
 
-def two(*shapes: tuple[int, ...]) -> list[Any]:
-    return [normal(n, *shape).float() for n, shape in enumerate(shapes)]
-
-
-SIDE, FAST = two((4, 6))[0], {"steps": 5, "learning_rate": 1e30}
-FIT: list[tuple[str, dict[str, Any], list[Any], str]] = [
-    ("Surgery", {}, two((4, 6), (5, 6)), r"task 'a'.*\(4, 6\) and \(5, 6\)"),
-    ("Surgery", {}, [SIDE * torch.nan, SIDE], "merged model's features are not"),
-    ("Surgery", FAST, two((20, 6), (20, 6)), r"task 'a'.*method\.learning_rate \(now 1e\+30\)"),
-    ("RidgeSurgery", {}, two((1, 6), (1, 6)), r"task 'a' has 1 sample.*method\.samples_per_task"),
-    ("RidgeSurgery", {}, [torch.ones(5, 4), *two((5, 4))], "task 'a'.*do not vary over 5 samples"),
-]
-
-
-@pytest.mark.parametrize(("kind", "keys", "sides", "message"), FIT)
-def test_features(kind, keys, sides, message) -> None:
-    with pytest.raises(CalibrationError, match=message):
-        getattr(rivals, kind)(**keys).fit(*sides, "a")
-
-
-def narrower(suite: Any) -> None:
-    suite.experts["task_0"] = clip_suite(width=6).base
-
-
 def spoiled(suite: Any) -> None:
     for layer in suite.experts["task_0"].modules():
         if isinstance(layer, nn.LayerNorm):
@@ -176,7 +119,6 @@ def unknown_id(suite: Any) -> None:
 
 DIVERGING = {"learning_rate": 1e300}
 DISTILLED: list[tuple[Any, Any, dict[str, Any], str]] = [
-    (clip_suite, narrower, {}, r"task task_0: .*same samples, got \(4, 12\) and \(4, 6\)"),
     (clip_suite, spoiled, {}, "task task_0: .*the expert's features are not finite"),
     (clip_suite, lambda s: s.inputs.update(task_2=[]), {}, "task task_2 has 0 calibration samples"),
     (clip_suite, lambda _: None, DIVERGING | {"steps": 5},
@@ -194,20 +136,20 @@ def test_experts_samples_and_steps_of_distillation(make, change, keys, message) 
         method.post_merge(suite.merged, in_memory(suite))
 
 
-@pytest.mark.parametrize(
-    ("method", "make", "message"),
-    [
-        (rivals.Lot(outside=True), t5_suite, r"Set method\.outside=false"),
-        (rivals.ProDistill(**DIVERGING, epochs=5), clip_suite, r"layers\.0.*method\.learning_rate"),
-    ],
-)
-def test_mergers(method, make, message) -> None:
-    suite = make()
-    with pytest.raises(CalibrationError, match=message):
-        method.merge_models(suite.base, suite.experts, suite.inputs)
+# ---- fits and uses of corrections
 
 
-# ---- uses of corrected models
+def test_features_that_cannot_be_fitted() -> None:
+    features = normal(0, 20, 6).float()
+    surgery = rivals.Surgery(steps=5, learning_rate=1e30)
+    with pytest.raises(CalibrationError, match="merged model's features are not"):
+        surgery.fit(features * torch.nan, features, "a")
+    with pytest.raises(CalibrationError, match=r"task 'a'.*method\.learning_rate \(now 1e\+30\)"):
+        surgery.fit(features, 2 * features, "a")
+    with pytest.raises(CalibrationError, match=r"task 'a' has 1 sample.*method\.samples_per_task"):
+        rivals.RidgeSurgery().fit(features[:1], features[:1], "a")
+    with pytest.raises(CalibrationError, match=r"task 'a'.*do not vary over 20 samples"):
+        rivals.RidgeSurgery().fit(torch.ones(20, 6), features, "a")
 
 
 def test_uses_of_a_corrected_model(models) -> None:

@@ -122,13 +122,6 @@ def test_texts_are_scored_where_they_answer(kind, tmp_path, caplog) -> None:
     assert float(logged[0]) == pytest.approx(sum(scores) / 2, abs=1e-4)
 
 
-def test_data_that_a_data_free_method_was_chosen_on_are_told(models) -> None:
-    method = Tuned(of={"_target_": f"{RIVALS}AnchorOnly"}, candidates=[{"anchor_rho": 1.5}], **DRAW)
-    result = chosen(models, method)
-    assert method.samples(result, TASKS)["one"] == {"samples": 20, "split": "train"}
-    assert method.added(result) == {}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
