@@ -36,17 +36,6 @@ class Tower(nn.Module):
         return pixels
 
 
-class SurgeryTower(Tower):
-    """A surgery model of FusionBench, whose correction takes as long as its tower."""
-
-    is_surgery_model = True
-
-    def compute_surgery_features(self, compute: Any, dataset_name: str) -> tuple[Tensor, ...]:
-        assert dataset_name == "first"
-        self.clock.now += self.seconds[0]
-        return (compute(self),)
-
-
 def items(number: int, *sizes: int) -> Any:
     return [(torch.ones(sizes[i % len(sizes)]), 0) for i in range(number)]
 
@@ -85,26 +74,15 @@ def test_a_machine_that_slows_down_changes_no_ratio(clock: Any) -> None:
     assert second / first == pytest.approx(2)
 
 
-def test_without_room_for_the_reference_the_model_is_timed_alone(clock: Any) -> None:
-    def too_large() -> nn.Module:
-        raise torch.OutOfMemoryError
-
-    timer = InferenceTimer(pool(items(100, 4)), FABRIC, too_large)
-    assert timer.time(Tower(clock, 0.016)) == pytest.approx((0.001, None))
-
-
-@pytest.mark.parametrize("normalize", ["none", "other"])
-def test_a_correction_counts(clock: Any, normalize: str) -> None:
+def test_a_correction_counts(clock: Any) -> None:
     class Slow(SurgeryModule):
         def forward(self, features: Tensor) -> Tensor:
             clock.now += 0.032
             return super().forward(features)
 
-    model: Any = SurgeryTower(clock, 0.032)
-    if normalize != "other":
-        corrections = {"first": Slow(torch.zeros(2, 4), torch.zeros(4, 2))}
-        tower, projection = Tower(clock, 0.032), nn.Linear(4, 4, bias=False)
-        model = CorrectedModel(tower, projection, corrections, normalize=normalize)
+    corrections = {"first": Slow(torch.zeros(2, 4), torch.zeros(4, 2))}
+    tower, projection = Tower(clock, 0.032), nn.Linear(4, 4, bias=False)
+    model = CorrectedModel(tower, projection, corrections)
     assert timed(clock, model, reference=[0.032]) == pytest.approx((0.064 / BATCH, 2))
 
 

@@ -70,20 +70,3 @@ def test_pools_leave_out_entries_that_exist(pool: str) -> None:
     if not pool.startswith("open"):
         assert "lm_head.weight" in changes["upstream_mergers"]["wudi"]["exclude_keys"]
         assert "wudi" in method.upstream_mergers
-
-
-def test_a_language_model_is_timed_on_answers_of_one_length(monkeypatch: Any) -> None:
-    monkeypatch.setattr(inference, "REPEATS", 1)
-    model: Any = MAKERS["causal"](0).float()
-    generate, lengths = model.generate, []
-
-    def counted(**options: Any) -> Any:
-        written = generate(**options)
-        lengths.append(written.shape[1] - options["input_ids"].shape[1])
-        return written
-
-    model.generate = counted
-    pool = task_pool("causal")
-    pool.setup()
-    assert inference.InferenceTimer(pool, pool.fabric, lambda: model).time(model) is not None
-    assert lengths == [inference.ANSWER] * 4  # model and reference, twice each

@@ -33,8 +33,8 @@ class Merger:
 
     Attributes:
         pattern: Regular expression of whole names of configs.
-        why_not: Reason why the method cannot be an upstream merger, for people; empty: it can.
-        pool: Name of the stock pool on which it is tried, and words of the command besides.
+        why_not: Reason why the method cannot be an upstream merger. Empty if it can.
+        pool: Name of the stock pool on which it is tried, and further words of the command.
         words: Keys of the method that make it short there.
     """
 
@@ -45,15 +45,9 @@ class Merger:
 
     def command(self, name: str) -> list[str]:
         """Words of the command that tries a config."""
-        given = [re.sub(r"^([+~]?)", r"\1method.base_method.", word) for word in self.words]
-        return [f"method@method.base_method={name}", *self.pool[1:], *given]
+        keys = [re.sub(r"^([+~]?)", r"\1method.base_method.", word) for word in self.words]
+        return [f"method@method.base_method={name}", *self.pool[1:], *keys]
 
-
-_TRAINED = "trains a model on labels, and merges nothing"
-_ONE = "changes one model, and merges nothing"
-_ROUTED = "returns a routed mixture of experts"
-_BROKEN = "broken in FusionBench 0.2.33"
-_CONTINUAL = "evaluates every step: it needs a CLIP task pool of FusionBench's own in the program"
 
 MERGERS = (
     Merger(
@@ -79,36 +73,19 @@ MERGERS = (
     Merger("adamerging/clip", words=("max_steps=2",)),
     Merger("concrete_subspace/clip_concrete_task_arithmetic", words=("max_steps=2",)),
     Merger("concrete_subspace/clip_concrete_(layer|task)_wise_adamerging", words=("max_steps=2",)),
-    Merger("dummy", "returns the base model, and merges nothing"),
-    Merger("linear/linear_interpolation", f"{_BROKEN}: it compares a list with 2"),
-    Merger("linear/weighted_average_for_llama", f"{_BROKEN} with transformers 4.57: backbone_only"),
-    Merger("regmean_plusplus/.*", f"{_BROKEN}: cannot be constructed; featcal_baselines has it"),
     Merger("regmean/gpt2_regmean", pool=GPT2, words=("num_regmean_examples=2",)),
     Merger("fisher_merging/gpt2_fisher_merging", pool=GPT2, words=("num_fisher_examples=2",)),
     Merger("adamerging/layer_wise_flan_t5", pool=T5, words=("max_steps=1",)),
-    Merger("regmean/regmean", "a template without a class"),
-    Merger("fisher_merging/fisher_merging|randes/superposed_task_arithmetic", f"{_BROKEN}: its name"
-           " is unknown"),
-    Merger("concrete_subspace/clip_safe_.*", f"{_BROKEN}: an unknown name"),
-    Merger("concrete_subspace/clip_post_defense_.*", "needs a merged model and data with triggers"),
-    Merger("concrete_subspace/clip_concrete_tsvm", "needs the package open_clip"),
-    Merger("fw_merging/.*|tall_mask/.*", f"{_BROKEN}: mixes parameters and tensors"),
-    Merger("randes/.*", f"{_BROKEN}: an unknown mode, or arguments that its config lacks"),
-    Merger("emr_merging/.*", "returns one base with a mask for each task: several models"),
-    Merger("model_recombination", "returns a pool of models"),
-    Merger("ensemble/.*", "returns an ensemble, which runs every model"),
-    Merger("dop/dop|opcm/.*", _CONTINUAL),
-    Merger("ada_svd/.*|smile_upscaling/singular_projection_merging", "needs a GPU"),
-    Merger("bitdelta/.*", "needs the package triton, and a GPU"),
-    Merger("gossip/.*", "trains for hours: it was stopped after a minute"),
-    Merger("surgery/.*", "needs CLIP's projection of 512 features; method=surgery does not"),
-    Merger("adamerging/resnet", "is for ResNets: convolutions"),
-    Merger("adamerging/(llama_sft|layer_wise_gpt2)", "needs data in a form of its own"),
-    Merger("analysis/.*|smile_upscaling/(error_accumulation|projected_energy)", "analyses models, "
-           "and makes none"),
-    Merger("classification/.*|lm_finetune/.*", _TRAINED),
-    Merger("pruning/.*|sparselo_pruning/.*|moe_pruner/.*|expert_sparsity/.*|depth_upscaling", _ONE),
-    Merger("smile_upscaling/.*|wemoe/.*|rankone_moe/.*|pwe_moe/.*|dawe/.*|mixtral_moe_.*", _ROUTED),
+    Merger("linear/(linear_interpolation|weighted_average_for_llama)|regmean_plusplus/.*|"
+           "fisher_merging/fisher_merging|regmean/regmean|randes/.*|concrete_subspace/clip_safe_.*|"
+           "fw_merging/.*|tall_mask/.*", "broken in FusionBench 0.2.33"),
+    Merger("concrete_subspace/clip_(post_defense_.*|concrete_tsvm)|ada_svd/.*|bitdelta/.*|dop/dop|"
+           "opcm/.*|smile_upscaling/singular_projection_merging|surgery/.*|gossip/.*|"
+           "adamerging/(resnet|llama_sft|layer_wise_gpt2)", "needs data, packages, time or a GPU"),
+    Merger("emr_merging/.*|model_recombination|ensemble/.*|smile_upscaling/.*|wemoe/.*|pwe_moe/.*|"
+           "rankone_moe/.*|dawe/.*|mixtral_moe_.*", "returns several models or a mixture of them"),
+    Merger("dummy|analysis/.*|classification/.*|lm_finetune/.*|pruning/.*|sparselo_pruning/.*|"
+           "moe_pruner/.*|expert_sparsity/.*|depth_upscaling", "merges nothing"),
 )  # fmt: skip
 
 

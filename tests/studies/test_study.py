@@ -18,7 +18,7 @@ from reports import patch
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.lab.compare import StudyAlgorithm
-from fusion_bench_featcal.lab.report.study import Study, average_of, curves_of
+from fusion_bench_featcal.lab.report.study import Study, average_of
 from fusion_bench_featcal.results import Report, ReportError
 from fusion_bench_featcal.results.long_table import DIMENSIONS
 
@@ -191,16 +191,6 @@ def test_rows_of_one_point_are_compared_with_the_row_that_they_change(folder: Pa
     difference = 100 * (half.accuracy["average"] - whole.accuracy["average"])
     assert cells["half"]["against"] == "whole" and cells["half"]["points"] == f"{difference:+.1f}"
     assert cells["whole"]["points"] == "-"
-
-
-def test_curves_go_along_numeric_axes(folder: Path) -> None:
-    run(folder, axes={"steps": [3, 1]}, seeds=[1])
-    loaded = Study.load(folder)
-    curve = curves_of(loaded.points, MERGER)["steps"]["scale"]
-    assert [*curve] == [1, 3]
-    (row,) = rows_of(loaded.points[1], "scale")
-    assert curve[1].estimate == pytest.approx(100 * row.accuracy["average"])
-    assert [*loaded.figures()] == [f"factors_{MERGER}"]
 
 
 def test_the_command_report_reads_the_folder_of_a_study(folder: Path, capsys: Any) -> None:
