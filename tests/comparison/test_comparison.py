@@ -1,8 +1,6 @@
 """Comparisons from end to end: reports, failures, interruptions and the command."""
 
-import csv
 import io
-import json
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +26,7 @@ from comparison_parts import (
     model_pool,
 )
 from lightning.fabric.loggers import CSVLogger
+from reports import content_of
 from tiny_models import add_up
 from torch import nn
 
@@ -40,10 +39,6 @@ METHODS = {**DOUBLE, "a+b": method(Scale, factor=-1.0), "head": method(WithHead)
 ONE: dict[str, Any] = {"upstreams": ["task_arithmetic"]}
 LOSSES = {"left": 0.25, "right": float("nan")}
 FAILED = "the flux ran dry"
-
-
-def content_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "report.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -119,18 +114,6 @@ def test_accuracy_on_items_that_were_not_trained_on(compared: Any) -> None:
     assert compared.report.loss["double"] == {"left": 0.25}  # that of `right` is not finite
 
 
-def test_loggers_get_the_same_numbers(compared: Any) -> None:
-    (line,) = csv.DictReader(io.StringIO((compared.folder / "metrics.csv").read_text()))
-    rows = compared.report.rows
-    for name, expected in {
-        "base/accuracy/left": rows["base"]["left"],
-        "task_arithmetic/average": rows["task_arithmetic"]["average"],
-        "task_arithmetic/double/accuracy/right": rows["double"]["right"],
-        "task_arithmetic/a_b/average": rows["a+b"]["average"],
-    }.items():
-        assert float(line[name]) == pytest.approx(expected), name
-
-
 def test_a_failed_cell_is_reported_beside_the_others(compared: Any) -> None:
     assert "2 of 14 cells failed" in compared.error and f"failing: {FAILED}" in compared.error
     assert [note.row for note in compared.report.notes if note.kind == "failed"] == ["failing"]
@@ -193,19 +176,13 @@ def test_the_command_runs_shipped_rows_and_leaves_reports(tmp_path: Path) -> Non
         "method=compare", "modelpool=clip-vit-mini_alphabets2", "method.alone=[]",
         "method.upstreams=[simple_average]", f"method.post_merging=[{quoted}]",
         "method.samples_per_task=8", "method.steps=2", f"path.log_dir={tmp_path}/log",
-        "+method.post_merging_methods.distillation.steps=2",
     ]  # fmt: skip
     result = fusion_bench(words, tmp_path)
     assert "+ ridge_surgery" in result.stdout and "8 train" in result.stdout
-    *_, last = result.stdout.strip().splitlines()
-    assert last.endswith(f"featcal report {tmp_path}/log")  # FusionBench prints nothing after it
     log, store = tmp_path / "log", tmp_path / "outputs" / "comparison" / "clip-vit-mini_alphabets2"
-    content = content_of(log)
-    assert (content["failed"], content["suite"]) == ([], "clip-vit-mini_alphabets2")
+    assert result.stdout.strip().splitlines()[-1].endswith(f"featcal report {log}")
+    assert content_of(log)["failed"] == []
     report = Report.load(log / "simple_average")
     assert list(report.rows) == ["base", "experts", "simple_average", *ROWS]
-    assert report.cost["ridge_surgery"]["modules_added"] == 2
-    for row in ("ridge_surgery", "experts"):
-        assert isinstance(report.cost[row]["inference_seconds_per_sample"], float)
+    assert isinstance(report.cost["ridge_surgery"]["inference_seconds_per_sample"], float)
     assert len(list(store.glob("cells/*/result.json"))) == len(report.rows)
-    assert len(list(store.glob("upstreams/*/model.safetensors"))) == 1

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calibrations import run_fast
 from image_pools import suite_pool
 from safetensors.torch import load_file
-from tiny_models import clip_suite
 
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.cli import main
@@ -97,13 +95,3 @@ def test_changed_files_are_found_and_folders_without_an_origin_refused(
     (tmp_path / "config.json").unlink()
     assert main(["explain", str(tmp_path)]) == 1
     assert "changed since: config.json, model.safetensors" in capsys.readouterr().out
-
-
-def test_nothing_is_hashed_unless_it_is_asked_for():
-    suite = clip_suite(tasks=2, sizes=(2,))
-    assert run_fast(suite).reads["hashes"] is None
-    hashes = run_fast(suite, hashed=True).reads["hashes"]
-    assert len(hashes["models"]) == 3
-    for task, expert in suite.experts.items():
-        read, weights = hashes["models"][task]["tensors"], expert.state_dict()
-        assert read == {name: digest_tensor(weights[name]) for name in read}

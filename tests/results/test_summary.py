@@ -14,7 +14,6 @@ from reports import (
     featcal,
     leave_run,
     leave_seeds,
-    leave_study,
     patch,
     summary,
 )
@@ -41,12 +40,6 @@ def test_rows_are_compared_with_the_merged_models_of_their_own_runs(tmp_path: Pa
     assert row["gain_interval"] is None  # without items
     assert "items.npz" in featcal("report", tmp_path).out
     assert merged["deviation"]["average"] == pytest.approx(np.std([0.5, 0.6], ddof=1))
-
-
-def test_a_repeated_run_counts_once(tmp_path: Path):
-    seeds = leave_seeds(tmp_path)
-    again = leave_run(tmp_path / "again", LEVELS | {"featcal": 0.7}, seed=1)
-    assert summary(*seeds, again) == summary(*seeds)
 
 
 def test_costs_and_shares_of_the_experts_are_averaged_with_their_spread(tmp_path: Path):
@@ -137,9 +130,3 @@ def test_a_report_of_several_runs_never_replaces_a_runs_own(tmp_path: Path):
     text = error_of("report", *seeds, "--out", seeds[0])
     assert "holds the report of a run" in text and "--out" in text
     assert (seeds[0] / "report.json").read_text() == before
-
-
-def test_a_study_is_reported_by_itself(tmp_path: Path):
-    study, run = leave_study(tmp_path / "study"), leave_run(tmp_path / "run")
-    for words in ([study, run], [study, "--against", "featcal"]):
-        assert "is a study: report it by itself" in error_of("report", *words)
