@@ -1,7 +1,6 @@
 """A run of the method on the bundled suite, and the method on pools made in Python."""
 
 import contextlib
-import csv
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench.options import checked_choices
-from fusion_bench_featcal.json_files import read_lines
 from fusion_bench_featcal.lab.rivals import FeatCal
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.results import Report
@@ -69,21 +67,6 @@ def test_report_has_every_row_and_featcal_recovers_most_of_the_gap(run: Run) -> 
     assert report.loss.keys() == report.rows.keys()
 
 
-def test_logger_has_the_reports_numbers_and_the_drift_of_every_block(run: Run) -> None:
-    with open(run.folder / "log" / "metrics.csv", newline="", encoding="utf-8") as file:
-        lines = list(csv.DictReader(file))
-    for name, row in (("experts", "experts"), ("task_arithmetic/featcal", "featcal")):
-        logged = float(lines[0][f"{name}/average"])
-        assert logged == pytest.approx(run.report.rows[row]["average"])
-    records = read_lines(run.folder / "log" / "calibration_log.jsonl")
-    blocks = [record for record in records if record["kind"] == "block"]
-    assert [int(line["step"]) for line in lines] == list(range(len(blocks)))
-    for row in ("featcal", "featcal_mini"):
-        for line in lines:
-            drift = [float(line[name]) for name in line if f"/{row}/relative_drift_" in name]
-            assert len(drift) == 4 and all(0 < value < 2 for value in drift)
-
-
 def test_table_and_next_steps_come_last(run: Run) -> None:
     lines = run.output[run.output.index("merged by") :].splitlines()
     end = next(n for n, line in enumerate(lines) if line.startswith("next: "))
@@ -130,7 +113,6 @@ GREEK = "mini_greek"
 KEYS: list[tuple[dict[str, Any], str]] = [
     ({"ridge_lamda": 0.1}, r"method\.ridge_lamda .* 'ridge_lambda'"),
     ({"ridge_lambda": -1, "mix_alpha": 2}, r"method\.ridge_lambda .*; method\.mix_alpha"),
-    ({"family": "bert"}, r"method\.family must be auto, clip"),
     ({"compare_with": ["expert"]},
      "method.compare_with must be null or a list of base, experts, merged, got "),
     ({"base_method": "simple_average"}, r"method@method\.base_method=task_arithmetic"),
@@ -138,7 +120,6 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"presets": {"a/b": {}}}, r"method\.presets: 'a/b' cannot name a file"),
     ({"presets": {"a": {}, "A": {}}}, r"method\.presets: .*'A' differs from 'a' only in case"),
     ({"presets": {"weak": {"lambda": 1}}}, r"method\.presets\.weak\.lambda.*ridge_lambda"),
-    ({"presets": {"weak": {"mix_alpha": 7}}}, r"method\.presets\.weak\.mix_alpha must be"),
     ({"presets": {"weak": {"checkpoint_dir": "elsewhere"}}},
      r"presets\.weak\.checkpoint_dir.*method\.checkpoint_dir"),
     ({"presets": {"weak": {}}, "save": "featcal:wek"},

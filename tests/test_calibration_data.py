@@ -72,15 +72,14 @@ def test_draw_is_the_same_on_every_machine():
     assert draw_samples(100, "mini_mnist", settings(samples_per_task=5)) == expected
 
 
-def test_fewer_samples_than_asked_for_are_all_taken_with_one_warning(caplog):
+def test_fewer_samples_than_requested_are_all_taken_with_one_warning(caplog):
     pool = Pool(a=numbered(9), b=numbered(10))
     assert sorted(drawn(pool, ("a", "b"))["a"]) == list(range(9))
     drawn(pool)  # a run opens its data more than once
     assert [record.getMessage() for record in caplog.records] == [
         "task a has 9 samples, fewer than method.samples_per_task = 10: all of them are used"
     ]
-    used = samples_used(pool, ["a", "b", "c"], 10, "train")
-    assert used == {t: {"samples": n, "split": "train"} for t, n in (("a", 9), ("b", 10))}
+    assert samples_used(pool, ["a", "c"], 10, "train") == {"a": {"samples": 9, "split": "train"}}
 
 
 class Unreadable(list):

@@ -29,14 +29,11 @@ BUDGET = (
     "null or a whole number of bytes >= 1, an amount such as 800MB or 1.5GiB (units B, KB to TB, "
     "KiB to TiB), or a share of a full read up to 100%, such as 50%"
 )
-# Setting: values in the words of `featcal settings` and of messages, accepted, refused.
+# One setting of each kind: values in the words of `featcal settings`, accepted, refused.
 SETTINGS: dict[str, tuple[str, list[Any], list[Any]]] = {
     "ridge_lambda": ("a finite number >= 0 and at most 1e12", [0.0, 1e12],
                      [-0.05, NAN, INF, 1e300, "0.05", True, None]),
     "mix_alpha": ("a finite number >= 0 and at most 1", [0.0, 1.0, 1], [1.01, -1e-9, NAN]),
-    "anchor_rho": ("a finite number >= -1000 and at most 1000", [-1000.0, 0],
-                   [NAN, -INF, None, 1e30]),
-    "eps": ("a finite number >= 0 and at most 1e12", [0.0], [-1e-8, 1e300]),
     "rule": ("paper, plus, a mapping with `_target_` and the rule's settings, or a rule",
              ["paper", {"_target_": "some.Rule", "gamma": 2.0}],
              ["kfold", None, 3, {}, {"gamma": 2.0}]),
@@ -48,23 +45,15 @@ SETTINGS: dict[str, tuple[str, list[Any], list[Any]]] = {
                  {"_target_": "x", "copies": 0}, {"_target_": "x", "copies": 1.5}]),
     "held_out": ("auto or an integer >= 0", [0, "auto", 8], [-1, 0.5, True, "some"]),
     "samples_per_task": ("an integer >= 1", [1], [0, 2.0, True]),
-    "batch_size": ("an integer >= 1", [1], [0, -16]),
     "seed": ("an integer >= 0", [0], [-1, 1.5]),
     "calibrate_bias": ("true or false", [False], NOT_FLAGS),
-    "calibrate_norm": ("true or false", [False], NOT_FLAGS),
-    "log_drift": ("true or false", [False], NOT_FLAGS),
     "resume": ("true or false", [False], ["yes"]),
-    "batch_norm": ("one of reestimate, merged", ["merged"], ["frozen"]),
     "modules": ("null or a non-empty list of patterns", [["*.fc1", "!0.*"]],
                 ["mlp.fc1", [], [""], [3]]),
     "token_weights": ("one of uniform, demo_last_block", ["demo_last_block"], ["demo"]),
-    "decoder_rows": ("one of all, targets, auto", ["targets"], ["target"]),
-    "calibration_split": ("one of train, val, test", ["val"], ["training"]),
     "calibration_data": ("null or a mapping of tasks to paths, hub ids or configs of datasets",
                          [{"a": "a.jsonl", "b": {"_target_": "datasets.load_dataset"}}],
                          [["a.jsonl"], {"math": 3}]),
-    "calibration_targets": ("one of labels, generated", ["generated"], ["label"]),
-    "generated_tokens": ("an integer >= 1", [1], [0]),
     "max_length": ("null or an integer >= 2", [None, 2], [1, "512"]),
     "family": ("a family's name, a mapping with its `name` or `_target_`, or a Family",
                [{"name": "replay", "blocks": ["h.*"]}], [None, ""]),
@@ -73,10 +62,6 @@ SETTINGS: dict[str, tuple[str, list[Any], list[Any]]] = {
     "stream_experts": ("one of auto, true, false", [True, False], ["yes", 1]),
     "expert_read_budget": (BUDGET, [None, 1, "1.5GiB", "100%"],
                            [0, -5, 1.5, True, INF, "0MB", "800", "800mb", "half", "101%", "-50%"]),
-    "linear_kernel": ("one of auto, torch, onednn", ["torch"], ["mkl"]),
-    "sums_precision": ("one of auto, float32, float64, tf32, bfloat16", ["tf32"], ["float16"]),
-    "activations": ("one of auto, device, host, disk", ["disk"], ["gpu", None]),
-    "activations_dir": ("null or a folder's path", [None], ["", 7]),
     "checkpoint_dir": ("null or a folder's path", [None, "a"], ["", 3]),
     "decode_workers": ("auto or an integer >= 0", [0, "auto"], [-1, "four", True]),
 }  # fmt: skip

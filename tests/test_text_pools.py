@@ -188,14 +188,3 @@ def test_t5s_are_saved_with_their_tokenizer_and_may_be_plain_names(tmp_path):
     plain: Any = Seq2SeqLMPool(OmegaConf.create(names), tokenizer=pool._tokenizer)
     plain._train_datasets, plain.load_train_dataset = pool._train_datasets, pool.load_train_dataset
     assert are_equal(FeatCalAlgorithm(**RUN).run(plain), model)
-
-
-def test_tied_models_stay_tied_when_saved(tmp_path):
-    models = llamas(tmp_path, {})
-    config = AutoModelForCausalLM.from_pretrained(models["one"]).config
-    config.tie_word_embeddings = True
-    tied = AutoModelForCausalLM.from_config(config)
-    save_model(causal_pool(models), tied, tmp_path / "saved", word_tokenizer())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert are_equal(loaded, tied)

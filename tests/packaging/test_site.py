@@ -1,11 +1,9 @@
 """The documentation: pages are in the navigation; links, names and quoted messages exist."""
 
-import ast
 import json
 import re
 import runpy
 from collections.abc import Iterator
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -99,44 +97,16 @@ def test_a_page_that_fetches_something_from_elsewhere_is_refused(tmp_path):
 # --- messages that docs/troubleshooting.md quotes ---
 
 CELL = re.compile(r"^\| (`.*?`) \|", re.MULTILINE)
-HINTS = dict.fromkeys(("nearest_hint", "hint"), " (nearest: ...)")
-LEAST_LETTERS = 9
-
-
-@cache
-def messages() -> list[str]:
-    """Every string of the package, with `...` for what is filled in."""
-    strings = []
-    for file in sorted((REPOSITORY / "fusion_bench_featcal").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                strings.append("".join(map(filled, node.values)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                strings.append(re.sub(r"%[sdr]", "...", node.value))
-    return strings
-
-
-def filled(part: ast.expr) -> str:
-    """Words of a part of a message: those of the hint at the nearest name too."""
-    if isinstance(part, ast.Constant):
-        return str(part.value)
-    call = getattr(part, "value", None)
-    name: Any = getattr(getattr(call, "func", call), "id", "")
-    return HINTS.get(name, "...")
-
-
-def is_message(quoted: str, strings: list[str]) -> bool:
-    """Return whether a string has the quoted words in their order."""
-    pattern = re.compile(".*".join(map(re.escape, quoted.split("..."))), re.DOTALL)
-    return any(pattern.search(string) for string in strings)
 
 
 def test_every_quoted_message_is_in_the_code():
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## No message")[0]
     quoted = [text for cell in CELL.findall(page) for text in re.findall(r"`([^`]+)`", cell)]
     assert len(quoted) > 40
-    for words in quoted:
-        assert len(re.sub(r"[^a-z]", "", words)) >= LEAST_LETTERS, words
-        assert is_message(words, messages()), words
-    assert is_message("expert ... is ... broken", ["the expert ... is badly broken"])
-    assert not is_message("--base is gone: ...", messages())
+    files = (REPOSITORY / "fusion_bench_featcal").rglob("*.py")
+    code = "".join(path.read_text(encoding="utf-8") for path in files)
+    code = re.sub(r"""["']\n\s*[fr]*["']""", "", code)  # texts that go on in the next line
+    for message in quoted:
+        fragments = [text.strip() for text in message.replace("(nearest: ...)", "...").split("...")]
+        assert sum(map(len, fragments)) >= 9, message
+        assert [text for text in fragments if text not in code] == [], message

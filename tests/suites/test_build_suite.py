@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import build_suite
-import clip_builder
 import pytest
 import resnet_builder
 import text_builder
@@ -132,16 +131,6 @@ def test_a_stopped_build_resumes_and_gives_the_same_files(built, tmp_path):
     assert f"{suite}: pretrained was finished before" in lines
     listed, again = ((f / "SHA256SUMS").read_text() for f in (folder, tmp_path / "new"))
     assert listed == again
-
-
-@pytest.mark.parametrize("name", image.ALL8[::3])
-def test_painted_pixels_are_those_of_loader_and_processor(name):
-    grey, _ = clip_builder.load_training_set(name)
-    items = [image.load_split(name, "train")[index]["image"] for index in range(4)]
-    expected = image.load_processor()(images=items, return_tensors="pt")["pixel_values"]
-    painted = clip_builder.painted_pixels(grey[:4], image.find_task(name))
-    # the loader rounds colours to whole steps of 1/255, and .35 is the unit
-    torch.testing.assert_close(painted, expected, atol=0.5 / 255 / 0.35 + 1e-5, rtol=0)
 
 
 def test_unknown_tasks_and_folders_in_use_are_refused_before_training(tmp_path, capsys):
