@@ -38,7 +38,7 @@ def settings(**changes: Any) -> FeatCalSettings:
     return FeatCalSettings(**chosen)
 
 
-def drawn(pool: Any, tasks: Any = ("a",), **changes: Any) -> dict[str, list[int]]:
+def numbers_of(pool: Any, tasks: Any = ("a",), **changes: Any) -> dict[str, list[int]]:
     """The numbers of the pictures in each task's batches."""
     batches = calibration_batches(pool, tasks, settings(**changes), channels_first)
     pixels = {task: torch.cat([b["pixel_values"] for b in batches[task]]) for task in tasks}
@@ -49,22 +49,22 @@ def test_batches_hold_distinct_samples_in_batch_size():
     batches = calibration_batches(Pool(a=numbered(30)), ["a"], settings(), channels_first)
     assert [len(batch["pixel_values"]) for batch in batches["a"]] == [4, 4, 2]
     assert len(batches["a"]) == 3
-    assert len(set(drawn(Pool(a=numbered(30)))["a"])) == 10
+    assert len(set(numbers_of(Pool(a=numbered(30)))["a"])) == 10
 
 
 def test_a_tasks_samples_do_not_depend_on_other_tasks_or_batches():
-    alone = drawn(Pool(a=numbered(50)))["a"]
+    alone = numbers_of(Pool(a=numbered(50)))["a"]
     pool = Pool(z=numbered(20), a=numbered(50), b=numbered(50))
-    assert drawn(pool, ("b", "z", "a"))["a"] == alone
-    assert drawn(pool, ("a", "b"), batch_size=7)["a"] == alone
-    assert drawn(pool, samples_per_task=20)["a"][:10] == alone
-    assert drawn(pool, ("a", "b"))["b"] != alone
-    assert drawn(pool, seed=43)["a"] != alone
+    assert numbers_of(pool, ("b", "z", "a"))["a"] == alone
+    assert numbers_of(pool, ("a", "b"), batch_size=7)["a"] == alone
+    assert numbers_of(pool, samples_per_task=20)["a"][:10] == alone
+    assert numbers_of(pool, ("a", "b"))["b"] != alone
+    assert numbers_of(pool, seed=43)["a"] != alone
     for split in ("val", "test"):
         pool = Pool()
         setattr(pool, f"{split}_dataset_names", ["a"])
         setattr(pool, f"load_{split}_dataset", lambda _: numbered(10))
-        assert sorted(drawn(pool, calibration_split=split)["a"]) == list(range(10))
+        assert sorted(numbers_of(pool, calibration_split=split)["a"]) == list(range(10))
 
 
 def test_draw_is_the_same_on_every_machine():
@@ -74,8 +74,8 @@ def test_draw_is_the_same_on_every_machine():
 
 def test_fewer_samples_than_requested_are_all_taken_with_one_warning(caplog):
     pool = Pool(a=numbered(9), b=numbered(10))
-    assert sorted(drawn(pool, ("a", "b"))["a"]) == list(range(9))
-    drawn(pool)  # a run opens its data more than once
+    assert sorted(numbers_of(pool, ("a", "b"))["a"]) == list(range(9))
+    numbers_of(pool)  # a run opens its data more than once
     assert [record.getMessage() for record in caplog.records] == [
         "task a has 9 samples, fewer than method.samples_per_task = 10: all of them are used"
     ]

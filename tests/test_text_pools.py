@@ -43,8 +43,8 @@ def pool_of(kind: str, models: dict[str, Any]) -> Any:
 def batches(kind: str = "causal", rows: Any = sentences, pool: Any = None, **changes: Any) -> Any:
     chosen = with_data(pool or pool_of(kind, dict.fromkeys(TASKS, "x")), rows)
     tokenizer = word_tokenizer(ends=kind == "seq2seq")
-    drawn = calibration_batches(chosen, TASKS, SETTINGS.replace(**changes), tokenizer)
-    return {task: list(drawn[task]) for task in TASKS}
+    samples = calibration_batches(chosen, TASKS, SETTINGS.replace(**changes), tokenizer)
+    return {task: list(samples[task]) for task in TASKS}
 
 
 def texts(batches: list[dict], key: str) -> list[list[int]]:
@@ -57,11 +57,11 @@ def texts(batches: list[dict], key: str) -> list[list[int]]:
 
 
 def test_samples_are_drawn_as_images_are_whatever_the_batch_size():
-    drawn, tokenizer = batches(), word_tokenizer()
-    assert [batch["input_ids"].shape[0] for batch in drawn["one"]] == [4, 2]
+    samples, tokenizer = batches(), word_tokenizer()
+    assert [batch["input_ids"].shape[0] for batch in samples["one"]] == [4, 2]
     rows = [sentences("one")[index] for index in draw_samples(12, "one", SETTINGS)]
     expected = [[*tokenizer(f"{r['prompt']} {r['target']}")["input_ids"], 1] for r in rows]
-    assert texts(drawn["one"], "input_ids") == expected
+    assert texts(samples["one"], "input_ids") == expected
     assert texts(batches(batch_size=5)["one"], "input_ids") == expected
     assert texts(batches(samples_per_task=3)["one"], "input_ids") == expected[:3]
     assert texts(batches(seed=1)["one"], "input_ids") != expected
@@ -74,10 +74,10 @@ def test_generated_targets_are_the_experts_greedy_answers(kind: str, tmp_path: P
     paths = {task: write(expert, tmp_path / task) for task, expert in experts.items()}
     pool = pool_of(kind, paths if kind == "causal" else load_t5(paths))
     unlabeled = lambda task: [{"prompt": row["prompt"]} for row in sentences(task)]  # noqa: E731
-    drawn = batches(kind, unlabeled, pool, calibration_targets="generated", generated_tokens=3)
+    samples = batches(kind, unlabeled, pool, calibration_targets="generated", generated_tokens=3)
     tokenizer = word_tokenizer(ends=kind == "seq2seq")
     for task, expert in experts.items():
-        answers = texts(drawn[task], "labels")
+        answers = texts(samples[task], "labels")
         for index, labels in zip(draw_samples(12, task, SETTINGS), answers, strict=True):
             ids = torch.tensor([tokenizer(sentences(task)[index]["prompt"])["input_ids"]])
             answer: Any = expert.generate(ids, max_new_tokens=3, do_sample=False)  # type: ignore[operator]

@@ -29,12 +29,12 @@ LEFT = {
 
 def script_of(page: Path) -> str:
     """All blocks of a page as one script; the package is installed already."""
-    parts = []
+    scripts = []
     for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
         if language == "python":
             block = f"python -c '{block}'\n"
-        parts.append(re.sub(r"^pip install .*$", "", block, flags=re.MULTILINE))
-    return "".join(parts)
+        scripts.append(re.sub(r"^pip install .*$", "", block, flags=re.MULTILINE))
+    return "".join(scripts)
 
 
 def test_every_tutorial_is_run():

@@ -48,10 +48,10 @@ def questions_with_next_words(model: Any, tokenizer: Any) -> list[tuple[str, str
     for words in product(WORDS[:6], repeat=2):
         ids = torch.tensor([tokenizer(" ".join(words))["input_ids"]])
         with torch.no_grad():
-            said = tokenizer.decode([int(model(ids).logits[0, -1].argmax())])
-        if said in WORDS:
-            pairs.append((" ".join(words), said))
-    assert len(pairs) >= 8 and len({said for _, said in pairs[:8]}) > 1
+            word = tokenizer.decode([int(model(ids).logits[0, -1].argmax())])
+        if word in WORDS:
+            pairs.append((" ".join(words), word))
+    assert len(pairs) >= 8 and len({word for _, word in pairs[:8]}) > 1
     return pairs[:8]
 
 
@@ -62,8 +62,8 @@ def pool(tmp_path_factory, model) -> Any:
     tokenizer = word_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
     rows = [
-        {"question": question, "answer": said if number < RIGHT else "a" if said != "a" else "b"}
-        for number, (question, said) in enumerate(questions_with_next_words(model, tokenizer))
+        {"question": question, "answer": word if number < RIGHT else "a" if word != "a" else "b"}
+        for number, (question, word) in enumerate(questions_with_next_words(model, tokenizer))
     ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for name, kind in KINDS.items():

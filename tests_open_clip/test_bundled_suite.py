@@ -42,9 +42,9 @@ def test_command_agrees_with_the_suite_it_was_converted_from(tmp_path: Path):
         done = fusion_bench(["method=featcal", f"modelpool={name}", saved], folder)
         rows[name] = report_of(folder)["rows"]
         assert "featcal:plus" in done.stdout
-    ours, theirs = rows.values()
-    assert list(ours) == list(theirs)
-    for row, accuracies in theirs.items():
+    ours, origin = rows.values()
+    assert list(ours) == list(origin)
+    for row, accuracies in origin.items():
         for task in image.TA6:
             items = len(image.load_split(task, "test"))
             # rounding may turn a picture or two that lie on a boundary

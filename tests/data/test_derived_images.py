@@ -39,8 +39,8 @@ def corrupt(pixels: Any, corruption: str, severity: int, **options: Any) -> np.n
 def waves(side: int) -> np.ndarray:
     """A smooth picture `[side, side, 3]` in 0..1 that looks the same at every size."""
     across, down = np.meshgrid(*2 * [(np.arange(side) + 0.5) / side])
-    every = [np.sin(9 * across + 5 * down), np.cos(11 * down), np.sin(6 * across * down + 1)]
-    return np.stack(every, axis=2) / 2 + 0.5
+    channels = [np.sin(9 * across + 5 * down), np.cos(11 * down), np.sin(6 * across * down + 1)]
+    return np.stack(channels, axis=2) / 2 + 0.5
 
 
 @pytest.mark.parametrize(("severity", "deviation"), [(1, 0.08), (3, 0.18), (5, 0.38)])
@@ -92,11 +92,11 @@ def test_an_image_depends_on_seed_task_and_position_alone(corruption):
     assert [rows[n]["label"] for n in range(len(rows))] == list(range(6))
     assert [bytes_of(rows, n) for n in range(6)] == [backwards[n] for n in range(6)]
     assert bytes_of(corrupted(PICTURES[:1], corruption, 2, seed=5, task="a"), 0) == backwards[0]
-    same = corrupted(6 * PICTURES[:1], corruption, 2, seed=5, task="a")
-    others = [(same, n) for n in range(6)]
-    others += [(corrupted(PICTURES, corruption, 2, seed=6, task="a"), 0)]
-    others += [(corrupted(PICTURES, corruption, 2, seed=5, task="b"), 0), (PICTURES, 0)]
-    assert len({bytes_of(*other) for other in others}) == 9
+    copies = corrupted(6 * PICTURES[:1], corruption, 2, seed=5, task="a")
+    variants = [(copies, n) for n in range(6)]
+    variants += [(corrupted(PICTURES, corruption, 2, seed=6, task="a"), 0)]
+    variants += [(corrupted(PICTURES, corruption, 2, seed=5, task="b"), 0), (PICTURES, 0)]
+    assert len({bytes_of(*other) for other in variants}) == 9
     for size in ((1, 1), (5, 40), (37, 20)):
         (row,) = corrupted([picture(0, size)], corruption)
         assert (row["image"].mode, row["image"].size) == ("RGB", size)

@@ -88,14 +88,14 @@ def _directions(name: str, shape: torch.Size) -> Tensor:
     )
 
 
-def differences(result: Sketch, kept: Sketch) -> list[str]:
-    """Parameters that are further apart than BOUND times the norm of the kept change."""
-    gaps = {
-        name: max(abs(a - b) for a, b in zip(result[name], kept[name], strict=True)) / kept[name][0]
-        for name in kept.keys() & result.keys()
-    }
+def differences(result: Sketch, golden: Sketch) -> list[str]:
+    """Parameters that are further apart than BOUND times the norm of the golden change."""
+    gaps = {}
+    for name in golden.keys() & result.keys():
+        pairs = zip(result[name], golden[name], strict=True)
+        gaps[name] = max(abs(a - b) for a, b in pairs) / golden[name][0]
     wrong = [f"{name}: {gap:.1e} of its norm" for name, gap in gaps.items() if gap > BOUND]
-    return wrong + [f"{name}: in one only" for name in sorted(result.keys() ^ kept.keys())]
+    return wrong + [f"{name}: in one only" for name in sorted(result.keys() ^ golden.keys())]
 
 
 def composed(*overrides: str) -> DictConfig:

@@ -80,8 +80,8 @@ def configs() -> dict[str, Any]:
     contents = {}
     for option, config in composed().items():
         is_method = option.startswith("method/")
-        shown = _shown(OmegaConf.to_container(config, resolve=False), values=is_method)
-        contents[option] = shown if is_method else _shared(shown)
+        content = _shown(OmegaConf.to_container(config, resolve=False), values=is_method)
+        contents[option] = content if is_method else _shared(content)
     for option in contents:
         if option.startswith("method/study/"):
             study, compare = contents[option]["method"]["study"], contents["method/compare"]

@@ -31,8 +31,8 @@ def write_class_folders(
     for position, name in enumerate(classes):
         (folder / name).mkdir(parents=True)
         for number in range(per_class):
-            made = picture(1000 * seed + 100 * position + number)
-            made.save(folder / name / f"{number:02d}.png")
+            noise = picture(1000 * seed + 100 * position + number)
+            noise.save(folder / name / f"{number:02d}.png")
     return folder
 
 

@@ -96,9 +96,9 @@ def in_memory(suite: Any) -> Any:
     return SimpleNamespace(modelpool=pool, fabric=fabric, batches=lambda _: suite.inputs)
 
 
-def assert_equal(found: nn.Module, wanted: nn.Module, equal: bool = True) -> None:
+def assert_equal(result: nn.Module, expected: nn.Module, equal: bool = True) -> None:
     """Equal to the bit in every tensor; or not all of them are."""
-    states = found.state_dict(), wanted.state_dict()
+    states = result.state_dict(), expected.state_dict()
     assert list(states[0]) == list(states[1])
     assert all(torch.equal(value, states[1][n]) for n, value in states[0].items()) == equal
 

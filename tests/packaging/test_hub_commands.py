@@ -120,15 +120,15 @@ def test_the_literal_command_runs_to_its_table_and_a_second_time_without_request
         for name in (*sent, "datasets/tanganke/sun397"):
             assert report["versions"][name] == mirror.repositories[name].commit
 
-        asked = len(mirror.requests)
+        count = len(mirror.requests)
         saving = ["merged_model_save_path=saved", "+merged_model_save_kwargs.push_to_hub=true"]
         saving += ["+merged_model_save_kwargs.repo_id=somebody/repaired", "taskpool=dummy"]
         again = run(tmp_path / "second", environment, *saving)
         assert "fetching" not in again and "converting" not in again
-        later = [request.path for request in mirror.requests[asked:]]
+        later = [request.path for request in mirror.requests[count:]]
         uploading = ("/api/repos/create", "/api/validate-yaml", "/api/models/somebody/repaired/")
-        others = [path for path in later if not path.startswith(uploading)]
-        assert len(others) < len(later) and all("/datasets/" in path for path in others)
+        downloads = [path for path in later if not path.startswith(uploading)]
+        assert len(downloads) < len(later) and all("/datasets/" in path for path in downloads)
         pushed = mirror.repositories["somebody/repaired"].files
         assert f"base_model: {BINARY}".encode() in pushed["README.md"]
         commit = mirror.repositories[BINARY].commit

@@ -64,12 +64,12 @@ def module_graph() -> dict[str, set[str]]:
 
 def reachable(name: str, graph: Mapping[str, set[str]]) -> set[str]:
     """Names that `name` imports, directly or through others of the graph."""
-    seen, waiting = set[str](), [name]
+    reached, waiting = set[str](), [name]
     while waiting:
-        new = graph[waiting.pop()] - seen
-        seen |= new
+        new = graph[waiting.pop()] - reached
+        reached |= new
         waiting += new
-    return seen
+    return reached
 
 
 GRAPH = import_graph()

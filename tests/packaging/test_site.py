@@ -30,8 +30,8 @@ def entries(navigation: Any) -> Iterator[str]:
     if isinstance(navigation, str):
         yield navigation
     else:
-        parts = navigation.values() if isinstance(navigation, dict) else navigation or ()
-        for part in parts:
+        entries_below = navigation.values() if isinstance(navigation, dict) else navigation or ()
+        for part in entries_below:
             yield from entries(part)
 
 

@@ -54,8 +54,8 @@ def test_each_yaml_names_its_tasks_everywhere(name):
         assert tests[task] == pool._test_datasets[task]
         sets = pool._train_datasets[task], pool._test_datasets[task]
         assert {entry.get("task", entry.get("name")) for entry in sets} == {task}
-        seen = "train" if name.startswith((CLIP, RESNET)) else "calibration"
-        assert [entry.split for entry in sets] == [seen, "test"]
+        split = "train" if name.startswith((CLIP, RESNET)) else "calibration"
+        assert [entry.split for entry in sets] == [split, "test"]
 
 
 @pytest.mark.parametrize("name", CLASSES)
