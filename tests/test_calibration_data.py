@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,21 +10,18 @@ import torch
 from fusion_bench.modelpool import CLIPVisionModelPool
 from image_pools import AVERAGE
 from omegaconf import DictConfig, OmegaConf
-from PIL import Image
 from sample_pools import Pool
 from tiny_images import channels_first, picture
 from tiny_texts import TASKS, llama_model, sentences, with_data, word_tokenizer, write
-from transformers import ConvNextImageProcessor, Dinov2Config, Dinov2ForImageClassification
 
 import fusion_bench_featcal.compat  # noqa: F401
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.calibration_data import calibration_batches, draw_samples, samples_used
 
 # isort: split
-from fusion_bench.modelpool import CausalLMPool, Dinov2ForImageClassificationPool
+from fusion_bench.modelpool import CausalLMPool
 
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench.processors import load_input_processor
 
 
 def numbered(count: int) -> list[dict]:
@@ -179,36 +175,3 @@ def test_own_data_give_the_model_of_the_same_data_of_the_pool(texts: Texts) -> N
 def test_own_data_that_cannot_be_used_are_named(settings: Any, message: str, texts: Texts) -> None:
     with pytest.raises(CalibrationError, match=message):
         weights(pool_of(texts[0]), **settings)
-
-
-@pytest.fixture
-def classifiers(tmp_path: Path) -> dict[str, str]:
-    """Folders of three DINOv2 classifiers, with a processor beside the first."""
-    sizes: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config, folders = Dinov2Config(**sizes, image_size=28, patch_size=14, num_labels=3), {}
-    for seed, name in enumerate(NAMES):
-        torch.manual_seed(seed)
-        folders[name] = write(Dinov2ForImageClassification(config), tmp_path / name)
-    for size, folder in ((28, folders["_pretrained_"]), (14, tmp_path / "other")):
-        ConvNextImageProcessor(size={"shortest_edge": size}, crop_pct=1.0).save_pretrained(folder)
-    return folders
-
-
-def classifier_pool(entries: dict[str, Any], named: Any = None) -> Any:
-    pool: Any = Dinov2ForImageClassificationPool(OmegaConf.create(entries))
-    pool._program = SimpleNamespace(_modelpool=OmegaConf.create({"processor": named}))
-    return pool
-
-
-def test_processor_of_classifiers_is_the_bases_unless_another_is_named(
-    classifiers: dict[str, str], tmp_path: Path
-) -> None:
-    other = str(tmp_path / "other")
-    target = {"_target_": "transformers.AutoImageProcessor.from_pretrained"}
-    target["pretrained_model_name_or_path"] = other
-    for value, width in ((None, 28), (other, 14), (target, 14)):
-        loaded = load_input_processor(classifier_pool(classifiers, value))
-        batch = loaded(Image.new("RGB", (40, 40)), return_tensors="pt")
-        assert batch["pixel_values"].shape[-1] == width
-    with pytest.raises(CalibrationError, match=r"modelpool\.processor=nobody/none: there is"):
-        load_input_processor(classifier_pool(classifiers, "nobody/none"))

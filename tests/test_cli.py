@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fusion_bench import BaseModelPool
@@ -131,19 +130,12 @@ def test_errors_have_their_message_and_unexpected_ones_their_type():
     assert error_block(KeyError("a")) == "error: unexpected KeyError: 'a'"
 
 
-def test_block_of_an_error_is_short():
-    block = error_block(CalibrationError("word " * 900), "traceback: " + "/long/path" * 9)
-    assert len(block) < 1000 and len(block.splitlines()) <= 8
-    assert " ..." in block and block.endswith("/path")
-
-
 POOL = SimpleNamespace(evaluate=lambda model: {"cars": {"accuracy": 0.5, "loss": 1.5}})
-NOT_SAVED = "not saved: merged_model_save_path=DIR saves the model of row featcal"
 
 
-def finished(folder: Path, taskpool: Any, saved: Path | None = None) -> RunResults:
-    """Results of a run with one model."""
-    program = SimpleNamespace(taskpool=taskpool, log_dir=str(folder))
+def finish(folder: Path) -> None:
+    """Finish a run whose model was saved in the folder."""
+    program = SimpleNamespace(taskpool=POOL, log_dir=str(folder))
     program.merged_model_save_path, program.save_merged_model = None, None
     fabric = SimpleNamespace(loggers=[], device="cpu")
     method = SimpleNamespace(_program=program, log_dir=str(folder), fabric=fabric)
@@ -151,9 +143,8 @@ def finished(folder: Path, taskpool: Any, saved: Path | None = None) -> RunResul
     model = nn.Identity()
     run.saver.offer(model, CardFacts("featcal"))
     run.add_made("featcal", model, settings={}, cost=Cost(), samples={}, seed=None)
-    run.saver.folder = saved
+    run.saver.folder = folder
     run.finish()
-    return run
 
 
 def test_closing_lines_come_once_when_the_job_ends(
@@ -161,17 +152,10 @@ def test_closing_lines_come_once_when_the_job_ends(
 ) -> None:
     callback, config = FeatCalJob(), OmegaConf.create({"hydra": {"overrides": {"task": []}}})
     callback.on_job_start(config=config)
-    finished(tmp_path, POOL, tmp_path)
+    finish(tmp_path)
     assert capsys.readouterr().out == ""
     callback.on_job_end(config=config, job_return=JobReturn(status=JobStatus.COMPLETED))
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].endswith(f"featcal report {tmp_path}")
     assert lines[-3].startswith("saved the model of row featcal: ")
     assert any("50.0" in text for text in lines[:-3])
-
-
-def test_results_are_shown_at_once_without_the_callback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert finished(tmp_path, POOL).report.loss == {"featcal": {"cars": 1.5, "average": 1.5}}
-    assert NOT_SAVED in capsys.readouterr().out

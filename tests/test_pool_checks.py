@@ -30,7 +30,6 @@ from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels, load_pool_model
 from fusion_bench_featcal.fusionbench.program import take_default_taskpool
-from fusion_bench_featcal.lab.rivals import RidgeSurgeryAlgorithm
 
 NAMES = ("_pretrained_", *TASKS)
 FC1 = "layers.0.mlp.fc1.weight"
@@ -180,17 +179,11 @@ def test_unknown_model_in_memory_is_refused_with_the_repeated_blocks_to_try():
         checked(BaseModelPool({"_pretrained_": model, "one": model}))  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "precision"),
-    [
-        (FeatCalAlgorithm(base_method=AVERAGE), "bf16-true"),
-        (RidgeSurgeryAlgorithm(base_method=AVERAGE), "16-true"),
-    ],
-)
-def test_precision_without_effect_is_refused(algorithm: Any, precision: str, models: Models):
-    pool, algorithm.fabric = clip_pool(models), fabric(precision)
+def test_precision_without_effect_is_refused(models: Models):
+    pool, algorithm = clip_pool(models), FeatCalAlgorithm(base_method=AVERAGE)
+    algorithm.fabric = fabric("bf16-true")
     pool.load_model = lambda *_: pytest.fail("a model was loaded")
-    expected = rf"fabric\.precision={precision} .*fabric\.precision=32-true.* torch_dtype"
+    expected = r"fabric\.precision=bf16-true .*fabric\.precision=32-true.* torch_dtype"
     with pytest.raises(CalibrationError, match=expected):
         algorithm.run(pool)
 

@@ -211,12 +211,7 @@ def test_configs_are_as_the_script_writes_them():
 
 def test_featcal_is_the_default_and_a_short_name_does():
     text = featcal("settings").out
-    for entry in (
-        "mix_alpha = 0.3\n    values: a finite number >= 0 and at most 1\n    Share of",
-        "token_weights = uniform\n    values: one of uniform, demo_last_block\n",
-        "expert_read_budget = null\n", "base_method = null\n",
-    ):  # fmt: skip
-        assert entry in text
+    assert "mix_alpha = 0.3\n    values: a finite number >= 0 and at most 1\n    Share of" in text
     assert listed("regmean") == listed("featcal_baselines/regmean")
     assert "no method 'surgry' (nearest: 'surgery')" in error_of("settings", "surgry")
 

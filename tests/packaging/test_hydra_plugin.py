@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 from configs import REPOSITORY
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+
+from fusion_bench_featcal import _hydra_plugin
 
 PLUGIN = REPOSITORY / "fusion_bench_featcal" / "_hydra_plugin"
 APP = """
@@ -58,32 +61,20 @@ OURS = ["main", "fusion_bench_featcal", "fusion_bench_featcal"]
 @pytest.mark.parametrize(
     ("folder", "providers"),
     [
-        (str(REPOSITORY / "config"), OURS),
         (f"file://{REPOSITORY}/config", OURS),
-        ("{empty}", ["main"]),
-        ("{root}", OURS),  # with FusionBench's root config
-        (None, []),
+        ("{folder}/empty", ["main"]),
+        ("{folder}", OURS),  # with FusionBench's root config
         ("pkg://conf", ["main"]),
     ],
 )
 def test_programs_of_a_config_folder_get_ours_if_it_is_fusion_benchs(
     folder, providers, tmp_path, monkeypatch
 ):
-    import importlib.util
-
-    from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-
-    spec = importlib.util.spec_from_file_location("plugin_source", PLUGIN / "__init__.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "PROGRAMS", ("no.program", "of.this.process"))
-    (tmp_path / "root").mkdir()
-    (tmp_path / "root" / "fabric_model_fusion.yaml").write_text("{}\n")
+    monkeypatch.setattr(_hydra_plugin, "PROGRAMS", ("no.program", "of.this.process"))
+    (tmp_path / "fabric_model_fusion.yaml").write_text("{}\n")
     path = ConfigSearchPathImpl()
-    if folder is not None:
-        path.append("main", folder.format(empty=tmp_path, root=tmp_path / "root"))
-    module.FeatCalSearchPath().manipulate_search_path(path)
+    path.append("main", folder.format(folder=tmp_path))
+    _hydra_plugin.FeatCalSearchPath().manipulate_search_path(path)
     assert [entry.provider for entry in path.get_path()] == providers
 
 

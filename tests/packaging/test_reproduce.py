@@ -48,11 +48,6 @@ def test_listed_commands_are_those_of_the_page(tmp_path: Path):
         assert any(pool.removeprefix("modelpool=") in line for line in lines)
 
 
-def test_an_interval_decides():
-    for low, high, verdict in ((-1, 1, paper.HOLDS), (-1.1, 1, paper.OPEN), (1.1, 3, paper.FAILS)):
-        assert paper.verdict(low, high, "level with") == verdict
-
-
 def test_observations_agree_with_the_papers_tables():
     def value(side: paper.Side) -> float:
         name, labels = side
