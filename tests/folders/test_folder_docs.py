@@ -1,23 +1,18 @@
 """The YAML of docs/calibrate.md, and paths in place of datasets in a pool's YAML."""
 
-import os
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 from cli_runs import fusion_bench
-from made_folders import ROWS, llama_folders, write_rows
-from omegaconf import OmegaConf
-from tiny_texts import TASKS, sentences, word_tokenizer
+from made_folders import llama_folders, write_rows
+from tiny_texts import sentences
 from transformers import AutoModelForCausalLM
 
-from fusion_bench_featcal import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.data.images import load_images
 from fusion_bench_featcal.data.tables import load_texts
-from fusion_bench_featcal.pools import CausalLMPool
-from fusion_bench_featcal.results import Report, ReportError
+from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.tasks.text_rows import load_chats, load_glue
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -43,20 +38,6 @@ def test_the_yaml_for_folders_and_json_lines(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(work / "OUT").config.model_type == "llama"
 
 
-def test_paths_in_place_of_data_sets(folder):
-    models = OmegaConf.create({"_pretrained_": str(folder / "base"), "one": str(folder / "one")})
-    settings = FeatCalSettings(batch_size=64)
-
-    def batches(file: str):
-        data = OmegaConf.create({"one": str(folder / file)})
-        pool = CausalLMPool(models, tokenizer=word_tokenizer(), train_datasets=data)
-        return calibration_batches(pool, [TASKS[0]], settings, word_tokenizer())
-
-    with pytest.raises(CalibrationError, match=r"train_datasets\.one.*does not exist"):
-        batches("nothing.jsonl")
-    assert next(iter(batches("one.jsonl")["one"]))["input_ids"].shape[0] == ROWS
-
-
 def test_paths_are_no_patterns(tmp_path):
     for number, name in enumerate(("x[1].jsonl", "x1.jsonl")):
         write_rows(tmp_path / name, [{"text": name, "image": f"{number}.png"}] * 2)
@@ -70,9 +51,3 @@ def test_paths_are_no_patterns(tmp_path):
         load_chats(str(tmp_path / "chats[1]"), "train", prompt="prompt", answer="answer")
     with pytest.raises(ValueError, match=r"chats\[1\]'.*rename the folder"):
         load_glue("cola", "train", str(tmp_path / "chats[1]"))
-
-
-def test_a_report_that_is_a_pipe(tmp_path):
-    os.mkfifo(tmp_path / "report.json")
-    with pytest.raises(ReportError, match=r"report\.json is not a regular file"):
-        Report.load(tmp_path)
