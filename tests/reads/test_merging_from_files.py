@@ -14,15 +14,13 @@ from calibrations import assert_identical
 from fusion_bench import BaseModelPool
 from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
 from image_pools import ARITHMETIC, AVERAGE, suite_pool
-from safetensors.torch import save_file
-from text_pools import causal_pool, llamas, t5_pool
-from tiny_models import Suite, clip_suite, gpt2_suite, residual_suite, t5_suite
-from tiny_open_clip import tower_suite
+from text_pools import t5_pool
+from tiny_models import Suite, gpt2_suite, residual_suite, t5_suite
 from tiny_texts import TASKS, t5_model
 from torch import nn
 from transformers import CLIPVisionModel
 
-from fusion_bench_featcal import CalibrationError, SafetensorsExpert
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert, known_bytes
 from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average, fill
@@ -40,17 +38,15 @@ def counting_suite() -> Suite:
     """Models with integer buffers; FusionBench takes those whose differences are zero in sum."""
     suite = residual_suite()
     models = [suite.base, suite.merged, *suite.experts.values()]
-    for seen, model in zip((3, 3, 1, 5), models, strict=True):
-        model.register_buffer("seen", torch.tensor([seen, 7]))
+    for count, model in zip((3, 3, 1, 5), models, strict=True):
+        model.register_buffer("count", torch.tensor([count, 7]))
         model.layers[1].register_buffer("ids", torch.arange(4))  # type: ignore[index, union-attr]
     return suite
 
 
 SUITES: dict[str, Callable[[], Suite]] = {
-    "clip": lambda: clip_suite(tasks=2, sizes=(2,)),
     "t5, untied": lambda: t5_suite(depths=(1, 1), tasks=2, untied=True),
     "gpt2": gpt2_suite,
-    "open_clip": tower_suite,
     "integers": counting_suite,
 }
 
@@ -92,8 +88,9 @@ def merged_by(config: Any, pool: Any, *, from_files: bool = True) -> nn.Module:
     return Upstream(config, PoolModels(pool)).merged_model(None, from_files=from_files)
 
 
-@pytest.mark.parametrize("config", [AVERAGE, ARITHMETIC], ids=["average", "arithmetic"])
-@pytest.mark.parametrize("make", [lambda _: suite_pool(), t5_pool], ids=["clip", "t5"])
+@pytest.mark.parametrize(
+    ("config", "make"), [(ARITHMETIC, lambda _: suite_pool()), (AVERAGE, t5_pool)]
+)
 def test_files_are_merged_as_they_load(make: Any, config: Any, tmp_path: Path, caplog):
     caplog.set_level(logging.INFO)
     merged = merged_by(config, make(tmp_path))
@@ -111,18 +108,16 @@ def pool_with(greek: Any) -> Any:
     return suite_pool(models=models | {"mini_latin": image.path("mini_latin")})
 
 
-def other_dtype(folder: Path, **config: Any) -> Any:
-    """A pool with an expert stored in another precision, and with other keys in its config."""
-    source = SafetensorsExpert(image.path("mini_greek"))
-    tensors = {name: source.tensor(name).float() for name in source.names()}
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    content = json.loads((Path(image.path("mini_greek")) / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(content | config))
+def other_dtype(folder: Path) -> Any:
+    """A pool with an expert stored in another precision than its config names."""
+    model = CLIPVisionModel.from_pretrained(image.path("mini_greek"), dtype=torch.float32)
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
     return pool_with(str(folder))
 
 
-def named_dtype(_: Path) -> Any:
+def loaded_dtype(_: Path) -> Any:
     """A pool that loads one expert in another precision."""
     load = {"_target_": "transformers.CLIPVisionModel.from_pretrained", "torch_dtype": "float16"}
     return pool_with(load | {"pretrained_model_name_or_path": image.path("mini_greek")})
@@ -140,25 +135,21 @@ def lora_pool(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("config", "pool"),
+    ("config", "make"),
     [
         (TIES, lambda _: suite_pool()),
         (AVERAGE | {"weights": [1]}, lambda _: suite_pool()),
-        (ARITHMETIC | {"scaling_factor": "0.3"}, lambda _: suite_pool()),
-        (ARITHMETIC, lambda _: BaseModelPool(dict(_pretrained_=nn.Linear(2, 2), a=nn.Identity()))),
-        (ARITHMETIC, named_dtype),
+        (ARITHMETIC, loaded_dtype),
         (ARITHMETIC, other_dtype),
-        (ARITHMETIC, lambda folder: other_dtype(folder, dtype="bfloat16")),
         (ARITHMETIC, lora_pool),
-        (ARITHMETIC, lambda f: causal_pool(llamas(f, {"two": 30}), vocabulary="common_rows")),
     ],
 )
-def test_mergers_that_cannot_read_files_load_models(config: Any, pool: Any, tmp_path, monkeypatch):
-    ran: list[Any] = []
+def test_mergers_that_cannot_read_files_load_models(config: Any, make: Any, tmp_path, monkeypatch):
+    calls: list[Any] = []
     linear = nn.Linear(1, 1)
     run_merger = "fusion_bench_featcal.fusionbench.upstream.run_merger"
-    monkeypatch.setattr(run_merger, lambda *given: ran.append(given) or linear)
-    assert merged_by(config, pool(tmp_path / "other")) is linear and len(ran) == 1
+    monkeypatch.setattr(run_merger, lambda *args: calls.append(args) or linear)
+    assert merged_by(config, make(tmp_path / "other")) is linear and len(calls) == 1
 
 
 # --- read budgets ---
@@ -174,16 +165,14 @@ def reads_of(pool: Any, base_method: Any, **options: Any) -> dict[str, Any]:
     few: dict[str, Any] = {"samples_per_task": 2, "presets": {}, "mix_alpha": 0.0}
     method: Any = FeatCalAlgorithm(base_method=base_method, log_drift=False, **few, **options)
     results, calibrate = [], method._calibrate
-    method._calibrate = lambda *given: results.append(calibrate(*given)) or results[-1]
+    method._calibrate = lambda *args: results.append(calibrate(*args)) or results[-1]
     method.run(pool)
     ((result, cost),) = results
     assert cost.more["expert_bytes"] == result.reads["totals"]["all_experts_read"]
     return result.reads
 
 
-@pytest.mark.parametrize(
-    ("base_method", "budget"), [(AVERAGE, "1MB"), (ARITHMETIC, "100%"), (TIES, "100%")]
-)
+@pytest.mark.parametrize(("base_method", "budget"), [(AVERAGE, "1MB"), (TIES, "100%")])
 def test_a_budget_that_merging_exceeds_is_refused_before_anything_is_loaded(
     base_method: Any, budget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,11 +186,10 @@ def test_a_budget_that_merging_exceeds_is_refused_before_anything_is_loaded(
         FeatCalAlgorithm(base_method=base_method, expert_read_budget=budget).run(pool)
 
 
-@pytest.mark.parametrize("base_method", [ARITHMETIC, TIES])
-def test_merger_and_calibration_keep_a_budget_together(base_method: Any) -> None:
+def test_merger_and_calibration_keep_a_budget_together() -> None:
     pool = suite_pool()
     whole = file_bytes(pool, *EXPERTS)
-    reads = reads_of(pool, base_method, expert_read_budget=whole + whole // 3)
+    reads = reads_of(pool, ARITHMETIC, expert_read_budget=whole + whole // 3)
     totals = reads["totals"]
     assert totals["upstream_experts_read"] == whole
     assert reads["plan"]["limit"] == whole // 3 >= totals["experts_read"] > 0
