@@ -97,23 +97,17 @@ def notes_of(folder: Path, *experts: tuple[float, int]) -> list[str]:
     return far_experts(named, base)
 
 
-@pytest.mark.parametrize("seed", [2, 5])
-def test_an_expert_far_from_the_base_is_named_with_its_ratio(tmp_path: Path, seed: int) -> None:
-    (note,) = notes_of(tmp_path, (0.1, 0), (0.12, 1), (0.8, seed), (0.1, 3))
+def test_an_expert_far_from_the_base_is_named_with_its_ratio(tmp_path: Path) -> None:
+    (note,) = notes_of(tmp_path, (0.1, 0), (0.12, 1), (0.8, 5), (0.1, 3))
     assert note.startswith("expert 2 lies ") and 7 < float(note.split()[3]) < 9
-
-
-def test_experts_at_like_distances_are_not_named(tmp_path: Path) -> None:
     assert notes_of(tmp_path, (0.1, 0), (0.2, 1), (0.15, 2)) == []
     assert notes_of(tmp_path, (5.0, 0)) == []
-    assert notes_of(tmp_path, (0.1, 1), (0.1, 2)) == []
 
 
 def test_copies_of_the_base_and_equal_experts_are_named(tmp_path: Path) -> None:
-    equal = notes_of(tmp_path, (0.0, 0), (0.0, 1), (1.0, 2))
-    assert [note.partition(" on a")[0] for note in equal] == [
-        "expert 0 equals the base", "expert 1 equals the base"
-    ]  # fmt: skip
+    notes = notes_of(tmp_path, (0.0, 0), (0.0, 1), (1.0, 2))
+    equal = ["expert 0 equals the base", "expert 1 equals the base"]
+    assert [note.partition(" on a")[0] for note in notes] == equal
     assert notes_of(tmp_path, (0.1, 1), (0.1, 1)) == [
         "experts 0 and 1 are the same on a sample of weights: check their paths"
     ]
@@ -131,20 +125,19 @@ def test_file_is_open_only_while_a_tensor_of_it_is_read(tmp_path: Path) -> None:
 
 SMALL: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
 LLAMA = {"model_type": "llama", **SMALL}
-CHANGES: dict[Any, dict[str, Any]] = {
-    CLIPVisionConfig: {"hidden_act": "relu", "layer_norm_eps": 1e-3, "num_attention_heads": 6,
-                       "patch_size": 16, "image_size": 336},
-    LlamaConfig: {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "num_key_value_heads": 4,
-                  "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "num_hidden_layers": 33,
-                  "max_position_embeddings": 4096},
-    T5Config: {"feed_forward_proj": "gated-gelu", "relative_attention_max_distance": 64},
-}  # fmt: skip
+CHANGES: list[tuple[Any, str, Any]] = [
+    (CLIPVisionConfig, "hidden_act", "relu"),
+    (CLIPVisionConfig, "image_size", 336),
+    (LlamaConfig, "rope_theta", 5e5),
+    (LlamaConfig, "rope_scaling", {"rope_type": "linear", "factor": 4.0}),
+    (LlamaConfig, "num_hidden_layers", 33),
+    (T5Config, "feed_forward_proj", "gated-gelu"),
+]
 BOOKKEEPING = {
-    "attention_dropout": 0.5, "initializer_range": 1.0, "_name_or_path": "elsewhere",
-    "torch_dtype": "bfloat16", "transformers_version": "4.30.0", "use_cache": False,
-    "bos_token_id": 9, "eos_token_id": [3, 4], "pad_token_id": 5, "vocab_size": 128,
-    "id2label": {"0": "cat"}, "label2id": {"cat": 0}, "architectures": ["LlamaModel"],
-    "max_length": 512, "do_sample": True, "temperature": 0.1, "pretraining_tp": 2,
+    "attention_dropout": 0.5, "_name_or_path": "elsewhere", "torch_dtype": "bfloat16",
+    "transformers_version": "4.30.0", "use_cache": False, "eos_token_id": [3, 4],
+    "vocab_size": 128, "id2label": {"0": "cat"}, "label2id": {"cat": 0},
+    "architectures": ["LlamaModel"], "max_length": 512, "pretraining_tp": 2,
     "_attn_implementation": "eager", "key_of_a_later_release": 3,
 }  # fmt: skip
 
@@ -158,9 +151,7 @@ def difference(config: Any, reference: Any, ignored: tuple[str, ...] = ()) -> st
     return ""
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "value"), [(kind, *item) for kind, c in CHANGES.items() for item in c.items()]
-)
+@pytest.mark.parametrize(("kind", "key", "value"), CHANGES)
 def test_key_that_changes_the_function_is_named_with_both_values(kind: Any, key: str, value: Any):
     reference = kind()
     expert = reference.to_dict() | {key: value}
@@ -169,8 +160,8 @@ def test_key_that_changes_the_function_is_named_with_both_values(kind: Any, key:
     if key == "rope_theta" and "rope_parameters" in expert:  # transformers 5
         expert["rope_parameters"] = {"rope_type": "default", "rope_theta": value}
     message = difference(expert, reference)
-    shown = {"rope_scaling": "", "rope_theta": "rope_parameters.rope_theta"}
-    assert f"{shown.get(key, key)}=" in message
+    names = {"rope_scaling": "", "rope_theta": "rope_parameters.rope_theta"}
+    assert f"{names.get(key, key)}=" in message
     assert str("linear" if isinstance(value, dict) else value) in message
     assert "modelpool.models.two" in message
     keys = message.split("method.ignore_config=[")[1].split("]")[0].split(",")
@@ -181,22 +172,17 @@ ROPE = {"rope_type": "default", "rope_theta": 5e5}
 CLIP = CLIPConfig(vision_config={"hidden_act": "gelu"}).to_dict()
 PAIRS: list[tuple[Any, Any, str]] = [  # missing keys have the defaults of their class
     (LlamaConfig().to_dict() | BOOKKEEPING, LlamaConfig(), ""),
-    (LLAMA, LlamaConfig(**SMALL), ""),
     (LLAMA, LLAMA | {"attention_bias": False, "hidden_act": "silu"}, ""),
     (LLAMA, LLAMA | {"hidden_act": "gelu"}, "hidden_act='silu' (there 'gelu')"),
     (LLAMA | {"rope_theta": 5e5, "rope_scaling": None}, LLAMA | {"rope_parameters": ROPE}, ""),
-    (LLAMA | {"rope_theta": 5e5}, LLAMA | {"rope_parameters": ROPE | {"rope_theta": 1e4}},
-     "rope_theta"),
-    (CLIPVisionConfig(hidden_act="gelu"), CLIP, ""),
     (CLIP, CLIPVisionConfig(hidden_act="gelu"), ""),
     (CLIPVisionConfig(), CLIP, "hidden_act='quick_gelu' (there 'gelu')"),
     (Qwen2Config(), LlamaConfig(), "is a 'qwen2' model, the merged model a 'llama' one"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(PAIRS)))
-def test_configs_of_two_models(number: int):
-    config, reference, words = PAIRS[number]
+@pytest.mark.parametrize(("config", "reference", "words"), PAIRS)
+def test_configs_of_two_models(config: Any, reference: Any, words: str):
     message = difference(config, reference)
     assert words in message and bool(message) == bool(words)
 
@@ -242,15 +228,11 @@ def mixed() -> nn.Module:
 FORMS: dict[str, tuple[list[str], dict[str, Any], int]] = {  # the last: changed tensors
     "embedding": (["lin", "emb"], {}, 2),
     "whole modules": (["lin"], {"modules_to_save": ["head", "norm"]}, 5),
-    "dora": (["lin", "emb", "conv"], {"use_dora": True}, 3),
     "dora and all else": (
         ["lin", "conv"],
         {"use_dora": True, "use_rslora": True, "modules_to_save": ["norm"],
          "rank_pattern": {"lin": 3}, "alpha_pattern": {"conv": 5}}, 4),
     "biases": (["lin"], {"bias": "all"}, 7),
-    "biases of its modules": (["lin"], {"bias": "lora_only"}, 2),
-    "orthogonal": (["lin"], {"init_lora_weights": "orthogonal"}, 1),
-    "inputs first": (["wide", "square"], {}, 2),
     "dora, inputs first": (["wide", "square"], {"use_dora": True, "bias": "lora_only"}, 4),
 }  # fmt: skip
 
@@ -289,13 +271,9 @@ ZEROS = torch.zeros(2, 2)
 REFUSED: list[tuple[dict[str, Any], dict[str, torch.Tensor] | None, str]] = [
     *((change, None, rf"adapter_config.*{word}.*merge_and_unload") for change, word in (
         ({"lora_bias": True}, "lora_bias"),
-        ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         ({"peft_type": "LOHA"}, "LOHA"),
-        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
         ({"something_new": 1}, "something_new"))),
-    ({}, {f"{START}lm_head.lora_embedding_A": ZEROS}, "only one of its two"),
     ({}, {f"{START}nowhere.lora_A.weight": ZEROS}, "only one of its two"),
-    ({}, {f"{START}lm_head.lora_B.bias": torch.zeros(2)}, "no tensor 'lm_head.lora_B.bias'"),
     ({}, {f"{START}lm_head.weight": torch.zeros(9, 8)}, r"shape \(9, 8\), the base's is \(23"),
     ({}, pair("lm_head"), r"changes a weight \(2, 2\), the base's is \(23, 8"),
     ({}, pair("elsewhere"), "no module 'elsewhere'"),

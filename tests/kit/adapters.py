@@ -20,11 +20,9 @@ def write_adapter(folder: Path, base: nn.Module, seed: int, **changes: Any) -> P
     for name, module in base.named_modules():
         if name.endswith(ADAPTED) and isinstance(module, nn.Linear):
             start = f"base_model.model.{name}.lora_"
-            down, up = (module.in_features, module.out_features)
-            if changes.get("fan_in_fan_out"):
-                down, up = up, down
-            tensors[f"{start}A.weight"] = torch.randn(2, down, generator=generator)
-            tensors[f"{start}B.weight"] = 0.1 * torch.randn(up, 2, generator=generator)
+            down = torch.randn(2, module.in_features, generator=generator)
+            up = torch.randn(module.out_features, 2, generator=generator)
+            tensors |= {f"{start}A.weight": down, f"{start}B.weight": 0.1 * up}
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(PLAIN | changes))
     return folder
