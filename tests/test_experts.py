@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from adapters import merged_by_hand, write_adapter
@@ -111,16 +110,6 @@ def test_copies_of_the_base_and_equal_experts_are_named(tmp_path: Path) -> None:
     assert notes_of(tmp_path, (0.1, 1), (0.1, 1)) == [
         "experts 0 and 1 are the same on a sample of weights: check their paths"
     ]
-
-
-def test_file_is_open_only_while_a_tensor_of_it_is_read(tmp_path: Path) -> None:
-    file, process = tmp_path / "model.safetensors", psutil.Process()
-    save_file({"a": torch.ones(3, 5), "b": torch.zeros(4)}, file)
-    source = SafetensorsExpert(tmp_path)
-    assert source.names() == {"a", "b"} and source.shape("a") == (3, 5)
-    assert torch.equal(source.tensor("a"), torch.ones(3, 5))
-    assert str(file) not in {entry.path for entry in process.memory_maps()}
-    assert str(file) not in {entry.path for entry in process.open_files()}
 
 
 SMALL: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -11,7 +11,7 @@ from typing import Any
 
 import datasets
 import torch
-from safetensors.torch import save_file
+from adapters import write_adapter
 from tiny_images import write_class_folders, write_clip
 from tiny_models import add_up, scatter
 from tiny_texts import TASKS, llama_model, sentences, t5_model, word_tokenizer
@@ -149,20 +149,8 @@ gpt2_folders = language_folders(gpt2_model)
 
 def write_adapters(folder: Path, base: nn.Module) -> None:
     """Write a LoRA adapter of rank 2 for each task, as PEFT does."""
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "bias": "none"}
     for number, task in enumerate(TASKS):
-        generator = torch.Generator().manual_seed(number)
-        tensors = {}
-        for name, module in base.named_modules():
-            if name.endswith(("q_proj", "down_proj", "query")) and isinstance(module, nn.Linear):
-                start = f"base_model.model.{name}.lora_"
-                down = torch.randn(2, module.in_features, generator=generator)
-                up = torch.randn(module.out_features, 2, generator=generator)
-                tensors |= {f"{start}A.weight": down, f"{start}B.weight": 0.05 * up}
-        adapter = folder / f"{task}-lora"
-        adapter.mkdir()
-        save_file(tensors, adapter / "adapter_model.safetensors")
-        (adapter / "adapter_config.json").write_text(json.dumps(config))
+        write_adapter(folder / f"{task}-lora", base, number, lora_alpha=1)
 
 
 @made_once

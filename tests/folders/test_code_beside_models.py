@@ -114,11 +114,8 @@ def test_featcal_calibrate_runs_no_code(
     assert str(folder / model) in screen.err and message in " ".join(screen.err.split())
 
 
-LORA = "fusion_bench.modelpool.seq2seq_lm.modelpool.load_lora_model"
-
-
 def pool_of(kind: str, folder: Path) -> Any:
-    """A pool of FusionBench: a base and two experts, or with `lora` an adapter of one's base."""
+    """A pool of FusionBench: a base and two experts."""
     from fusion_bench import modelpool
 
     names = {"_pretrained_": "base", "one": "one", "two": "two"}
@@ -133,13 +130,10 @@ def pool_of(kind: str, folder: Path) -> Any:
         return modelpool.CausalLMPool(paths, tokenizer=tokenizer)
     load = {"_target_": "transformers.AutoModelForSeq2SeqLM.from_pretrained"}
     models: Any = {n: load | {"pretrained_model_name_or_path": p} for n, p in paths.items()}
-    if kind == "lora":
-        one = {"base_model_path": paths["one"], "peft_model_path": paths["one"]}
-        models["one"] = {"_target_": LORA} | one
     return modelpool.Seq2SeqLMPool(models, tokenizer=tokenizer)
 
 
-MAKERS = {"causal": llama_folders, "seq2seq": t5_folders, "lora": t5_folders}
+MAKERS = {"causal": llama_folders, "seq2seq": t5_folders}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +144,6 @@ MAKERS = {"causal": llama_folders, "seq2seq": t5_folders, "lora": t5_folders}
         ("causal", "base", "tokenizer_config.json"),
         ("seq2seq", "one", "config.json"),
         ("seq2seq", "base", "tokenizer_config.json"),
-        ("lora", "one", "config.json"),
         ("images", "base", "preprocessor_config.json"),
     ],
 )

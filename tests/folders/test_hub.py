@@ -6,14 +6,13 @@ The client of the hub is the real one. It runs in a process of its own, online, 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
-from hub_mirror import Failure, Mirror, etag
+from hub_mirror import Failure, Mirror
 from made_folders import llama_folders
 from safetensors.torch import load, load_file
 from tiny_images import write_class_folders, write_clip
@@ -24,10 +23,7 @@ from fusion_bench_featcal import SafetensorsExpert
 from fusion_bench_featcal.hub_errors import RETRIES
 from fusion_bench_featcal.hub_files import needed_files
 
-RESUMES = int(huggingface_hub.__version__.partition(".")[0]) == 0
-"""Later clients begin an interrupted file anew, under another name."""
 AGAIN = "A second run goes on where this one stopped"
-CHUNK = 10 * 2**20  # bytes that the client writes at once
 DRIVER = """
 import contextlib, io, json, sys
 from types import SimpleNamespace
@@ -144,15 +140,12 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
             opened.process.kill()
 
 
-def weights(size: int = 100) -> dict[str, bytes]:
-    return {"config.json": b"{}", "model.safetensors": bytes(size)}
-
-
 # --- failures ---
 
 NO_DATA = "data 'no.jsonl' does not exist"
 """The message of a run that ends behind its models."""
 RESTRICTED = "access is restricted. Ask for it on the hub's page and log in (hf auth login)"
+LOAD = {"_target_": "datasets.load_dataset", "split": "train"}
 AWAY = ["the hub at http://127.0.0.1", "does not answer. Check the network", AGAIN]
 FAILURES: dict[Failure, list[str]] = {
     "missing": ["the hub gives nothing of that name. Correct it, or log in if it is private"],
@@ -180,53 +173,27 @@ def test_each_failure_has_its_setting_and_remedy(failure: Failure, hub: Hub):
         assert NO_DATA in hub.calibrate(name)
 
 
-DOORS = {
-    "run, model": "modelpool.models.one={}: ",
-    "run, processor": "modelpool.processor={}: ",
-    "run, data": "modelpool.train_datasets.one='{}': ",
-    "calibrate, tokenizer": "--tokenizer {}: ",
-    "calibrate, data": "data '{}'",
-}
+GATED = {name: b"{}" for name in ("config.json", "model.safetensors", "train.jsonl")}
+DOORS: dict[str, tuple[Callable[[Hub, str], str], str]] = {
+    "run, model": (lambda hub, name: hub.run(models=hub.pool["models"] | {"one": name}),
+                   "modelpool.models.one={}: "),
+    "run, processor": (lambda hub, name: hub.run(processor=name), "modelpool.processor={}: "),
+    "run, data": (lambda hub, name: hub.run(train_datasets={"one": LOAD | {"path": name}}),
+                  "modelpool.train_datasets.one='{}': "),
+    "calibrate, tokenizer": (
+        lambda hub, name: hub.calibrate("one", "one.jsonl", "--tokenizer", name),
+        "--tokenizer {}: "),
+    "calibrate, data": (lambda hub, name: hub.calibrate("one", f"{name}:train"), "data '{}'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_restricted_repository_is_named_at_each_door(door: str, hub: Hub):
-    name, one = door.replace(", ", "/"), str(hub.folder / "one")
-    if door.endswith("data"):
-        hub.mirror.add(f"datasets/{name}", {"train.jsonl": b'{"text": "a"}'}, "gated")
-    else:
-        hub.mirror.add(name, weights(), "gated")
-    load = {"_target_": "datasets.load_dataset", "path": name, "split": "train"}
-    message = {
-        "run, model": lambda: hub.run(models=hub.pool["models"] | {"one": name}),
-        "run, processor": lambda: hub.run(processor=name),
-        "run, data": lambda: hub.run(train_datasets={"one": load}),
-        "calibrate, tokenizer": lambda: hub.calibrate(one, f"{one}.jsonl", "--tokenizer", name),
-        "calibrate, data": lambda: hub.calibrate(one, f"{name}:train"),
-    }[door]()
-    assert DOORS[door].format(name) in message and RESTRICTED in message
-
-
-@pytest.mark.skipif(not RESUMES, reason="the client begins a file of another name each time")
-def test_a_full_disk_has_its_path_and_room(hub: Hub):
-    hub.mirror.add("disk/full", weights())
-    blobs = hub.cache / "models--disk--full" / "blobs"
-    blobs.mkdir(parents=True)
-    (blobs / f"{etag(weights()['model.safetensors'])}.incomplete").symlink_to("/dev/full")
-    message = hub.calibrate("disk/full")
-    assert f"no room left in {hub.cache} (" in message and message.endswith(AGAIN)
-    assert "iB free). Make room, or set HF_" in message
-
-
-@pytest.mark.skipif(not RESUMES, reason="the client begins a file of another name each time")
-def test_retries_and_a_second_run_go_on_at_the_byte(hub: Hub):
-    repository = hub.mirror.add("broken/off", weights(3 * CHUNK), "cut")
-    assert hub.calibrate("broken/off").endswith(AGAIN)
-    repository.failure = ""
-    assert "broke off" not in hub.calibrate("broken/off")
-    gets = [r for r in hub.mirror.requests_of("broken/off") if r.method == "GET"]
-    firsts = [r.first_byte for r in gets if r.path.endswith("/model.safetensors")]
-    assert firsts == [0, CHUNK, 2 * CHUNK, 2 * CHUNK, 2 * CHUNK]
+    (enter, setting), name = DOORS[door], door.replace(", ", "/")
+    for repository in (name, f"datasets/{name}"):
+        hub.mirror.add(repository, GATED, "gated")
+    message = enter(hub, name)
+    assert setting.format(name) in message and RESTRICTED in message
 
 
 def test_models_in_the_cache_are_taken_if_the_hub_fails(hub: Hub):

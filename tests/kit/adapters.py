@@ -1,4 +1,4 @@
-"""LoRA adapters of T5s, written as PEFT does and merged by hand."""
+"""LoRA adapters of language models, written as PEFT does and merged by hand."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,11 @@ from torch import nn
 
 PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", "init_lora_weights": True}
 ADAPTED = ("SelfAttention.q", "EncDecAttention.v", "DenseReluDense.wo")
+ADAPTED += ("q_proj", "down_proj", "query")
 
 
 def write_adapter(folder: Path, base: nn.Module, seed: int, **changes: Any) -> Path:
-    """An adapter of rank 2 for some of a T5's linear modules."""
+    """An adapter of rank 2 for some of a T5's, Llama's or BERT's linear modules."""
     folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

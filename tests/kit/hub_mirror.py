@@ -25,11 +25,10 @@ of a file; no answer ever comes; nothing fails."""
 
 @dataclass
 class Request:
-    """A request: its method, path without query, first byte asked for, and bytes of the answer."""
+    """A request: its method, path without query, and bytes of the answer."""
 
     method: str
     path: str
-    first_byte: int
     sent: int = 0
 
 
@@ -156,21 +155,21 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         span = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")
         first, last = int(span[0]), int(span[1]) if span[1] else None
-        self.request_ = Request(self.command, path, first)
+        self.request_ = Request(self.command, path)
         self.mirror.requests.append(self.request_)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if path == "/api/repos/create":
             return self._create(json.loads(body))
         if path == "/api/validate-yaml":
             return self._json({"errors": [], "warnings": []})
-        parts = path.strip("/").split("/")
-        is_api = parts[0] == "api"
-        parts = parts[is_api:]
-        prefix = "datasets/" if parts[0] == "datasets" else ""
-        parts = parts[parts[0] in ("datasets", "models") :]
+        steps = path.strip("/").split("/")
+        is_api = steps[0] == "api"
+        steps = steps[is_api:]
+        prefix = "datasets/" if steps[0] == "datasets" else ""
+        steps = steps[steps[0] in ("datasets", "models") :]
         ids = {*self.mirror.repositories, *self.mirror.renamed}
-        length = next((n for n in (2, 1) if prefix + "/".join(parts[:n]) in ids), 2)
-        name, rest = prefix + "/".join(parts[:length]), parts[length:]
+        length = next((n for n in (2, 1) if prefix + "/".join(steps[:n]) in ids), 2)
+        name, rest = prefix + "/".join(steps[:length]), steps[length:]
         repository = self.mirror.repositories.get(name)
         if name in self.mirror.renamed:
             new = self.path.replace(name, self.mirror.renamed[name], 1)
@@ -190,8 +189,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET = do_POST = _answer
 
-    def _create(self, asked: Mapping[str, Any]) -> None:
-        name = "/".join(part for part in (asked.get("organization"), asked["name"]) if part)
+    def _create(self, options: Mapping[str, Any]) -> None:
+        name = "/".join(filter(None, (options.get("organization"), options["name"])))
         self.mirror.repositories.setdefault(name, Repository({}))
         self._json({"url": f"{self.mirror.url}/{name}", "name": name})
 
@@ -212,11 +211,9 @@ class _Handler(BaseHTTPRequestHandler):
         if files is None:
             self._refuse(404, "RevisionNotFound", "Invalid rev id")
         elif action == "preupload":
-            asked, plain = (
-                json.loads(body)["files"],
-                {"uploadMode": "regular", "shouldIgnore": False},
-            )
-            self._json({"files": [{"path": file["path"], **plain} for file in asked]})
+            mode = {"uploadMode": "regular", "shouldIgnore": False}
+            uploads = json.loads(body)["files"]
+            self._json({"files": [{"path": file["path"], **mode} for file in uploads]})
         elif action == "commit":
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
@@ -225,8 +222,8 @@ class _Handler(BaseHTTPRequestHandler):
             url = f"{self.mirror.url}/{name}/commit/{repository.commit}"
             self._json({"commitUrl": url, "commitOid": repository.commit, "success": True})
         elif action == "paths-info":
-            asked, entries = parse_qs(body.decode())["paths"], _entries(files, "", recursive=True)
-            self._json([entry for entry in entries if entry["path"] in asked])
+            paths, entries = parse_qs(body.decode())["paths"], _entries(files, "", recursive=True)
+            self._json([entry for entry in entries if entry["path"] in paths])
         elif action == "tree":
             recursive = "recursive=true" in self.path.lower()
             entries = _entries(files, "/".join(rest[2:]), recursive=recursive)

@@ -7,24 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import write_adapter
 from calibrations import PLUS, run_fast
 from safetensors.torch import load_file
-from test_experts import Stored, stored
 from tiny_models import Suite, clip_suite, decoder_suite, t5_suite
-from tiny_texts import t5_model
 from torch import Tensor
 
 from fusion_bench_featcal import calibration
 from fusion_bench_featcal.experts import (
-    ExpertModel,
     SourceView,
     hollow_copy,
     source_of,
 )
-from fusion_bench_featcal.experts.joined import JoinedExperts
-from fusion_bench_featcal.experts.lora import LoraExpert
-from fusion_bench_featcal.experts.merging import MergedOnRead
 
 Events = list[tuple[str, ...]]
 """`requested` or `read` with model and tensor, or `solved` with a block."""
@@ -98,29 +91,3 @@ def test_weights_are_requested_before_the_previous_block_is_solved(
     expected, _ = heard(suite, tmp_path / "not", monkeypatch, **more)
     assert result.keys() == expected.keys() and len(result)
     assert all(torch.equal(result[key], expected[key]) for key in expected)
-
-
-@pytest.mark.parametrize("kind", ["joined", "lora", "arithmetic", "average"])
-def test_views_request_the_tensors_that_they_read(kind: str, tmp_path: Path):
-    events: Events = []
-    view: Any
-    if kind == "joined":
-        view = JoinedExperts(Heard(Stored(stored("qwen")), "base", events))
-    elif kind == "lora":
-        model = t5_model().float()
-        view = LoraExpert(Heard(model, "base", events), write_adapter(tmp_path, model, 1))
-        view._weights = Heard(view._weights, "adapter", events)
-    else:
-        suite = clip_suite()
-        models = {"base": suite.base, **suite.experts}
-        base, *experts = (
-            ExpertModel(name, Heard(model, name, events), suite.base)
-            for name, model in models.items()
-        )
-        view = MergedOnRead(base, base, experts, 0.3 if kind == "arithmetic" else None)
-    for name in sorted(view.names()):
-        events.clear()
-        view.will_need([name])
-        view.tensor(name)
-        requests, reads = ({e[1:] for e in events if e[0] == k} for k in ("requested", "read"))
-        assert requests == reads != set()
