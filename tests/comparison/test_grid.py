@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison_parts import MERGERS, Refusing, Scale, comparison, method, model_pool
+from comparison_parts import MERGERS, Scale, comparison, method, model_pool
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError
@@ -103,7 +103,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (method_x({"_target_": "builtins.dict"}), r"is no post-merging"),
     ({UPSTREAM: {"x": {"_target_": "no_such.Merger"}}}, r"mergers\.x.*=no_such\.Merger cannot be"),
     ({UPSTREAM: {"x": {"name": "clip_layer_wise_adamergin"}}}, r"no method .*nearest"),
-    (method_x(method(Refusing)), r"method\.post_merging_methods\.x: the pool has no such stream"),
     # settings of entries
     (method_x(method(Scale, facter=2)), r"x\.facter is unknown.*'factor'"),
     ({UPSTREAM: {"x": ARITHMETIC | {"scaling_facter": 1}}}, r"method\.upstream_mergers.*_factor'"),

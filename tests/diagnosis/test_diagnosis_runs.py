@@ -148,7 +148,6 @@ def test_a_language_model_has_the_blocks_of_both_stacks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tests", "keys", "message"),
     [
-        (None, {"items": 1}, r"method\.items must be an integer >= 2, got 1"),
         (None, {"itmes": 3}, r"method\.itmes"),
         (None, {"tasks": ["mini_corean"]}, rf"method\.tasks: .* 'mini_corean'.*{TASK}"),
         ({"mini_balinese": 9}, {}, rf"task '{TASK}' has 0 items of the test split, .*"

@@ -114,18 +114,6 @@ def test_drift_and_its_terms_are_those_of_whole_passes(case: str) -> None:
         assert (total / columns["drift_sq"] - 1).abs().max() < 1e-10
 
 
-def test_an_expert_beside_itself_has_no_drift_and_models_keep_their_modes() -> None:
-    suite = clip_suite()
-    expert = suite.experts["task_0"].train().requires_grad_(True)
-    settings, inputs = FeatCalSettings(), suite.inputs["task_0"]
-    family = resolve_family("auto", expert)
-    merged = copy.deepcopy(expert)
-    measures = measure(merged, suite.base, expert, "task_0", inputs, settings, family)
-    assert all(drift[:, 0].abs().max() == 0 for drift in measures.drift.values())
-    assert (measures.cosines - 1).abs().max() < EXACT
-    assert merged.training and all(weight.requires_grad for weight in merged.parameters())
-
-
 def test_final_features_are_pooled_and_projected() -> None:
     suite = clip_suite()
     torch.manual_seed(0)

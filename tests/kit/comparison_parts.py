@@ -1,8 +1,6 @@
 """A comparison small enough to run in milliseconds: one-layer models, a task pool, methods."""
 
 import gc
-import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +13,6 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
-from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab.compare import ComparisonAlgorithm
 
 TASKS = ("left", "right")
@@ -152,13 +149,6 @@ class Failing(Scale):
         return merged
 
 
-class Refusing(Scale):
-    """Refuses the pools before anything runs."""
-
-    def check(self, inputs: Any) -> None:
-        raise CalibrationError("the pool has no such stream")
-
-
 class Seeing(Scale):
     """Keeps the merged models that it is given, and trains on the first test items of a task."""
 
@@ -181,22 +171,6 @@ class Waiting(Scale):
         (self._folder / "begun").touch()
         while not (self._folder / "go_on").exists():
             time.sleep(0.05)
-        return merged
-
-
-class Deadly(Scale):
-    """Kills its process so many times."""
-
-    def __init__(self, folder: str, deaths: int) -> None:
-        super().__init__()
-        self._folder, self._deaths = Path(folder), deaths
-
-    def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
-        for death in range(self._deaths):
-            file = self._folder / f"death-{self._deaths}-{death}"
-            if not file.exists():
-                file.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
         return merged
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tiny_models import normal
 from torch import Tensor
 
 from fusion_bench_featcal.lab import rivals
@@ -67,20 +66,6 @@ RIVALS = {
         Rival("SurgeryV2", TRAINED | OURS | {"rank": 2}, STILL, texts=False),
     )
 }
-
-
-def planted_drift(samples: int = 256, width: int = 24, rank: int = 2) -> tuple[Tensor, Tensor]:
-    """Merged and expert features that differ by `U relu(D f)` of a low rank, what Surgery can say.
-
-    The last `samples` rows are for testing: twice as many are returned.
-    """
-    merged = normal(0, 2 * samples, width).float()
-    down, up = normal(1, rank, width).float() / width**0.5, normal(2, width, rank).float()
-    return merged, merged - torch.relu(merged @ down.T) @ up.T
-
-
-def distance(features: Tensor, target: Tensor) -> float:
-    return (features - target).abs().mean().item()
 
 
 def generator(seed: int, task: str, purpose: str) -> torch.Generator:

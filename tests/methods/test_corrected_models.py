@@ -12,24 +12,18 @@ from text_pools import MAKERS, NORMS, text_batch
 from tiny_models import normal
 from tiny_pools import (
     TASKS,
-    inputs_of,
     projection_of,
-    tiny_pool,
     tiny_processor,
     tower,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize as unit
 from transformers import CLIPModel
 
-from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.lab.compare import FeatureCorrection
 from fusion_bench_featcal.lab.rivals import (
     AffineModule,
-    Chain,
     CorrectedLanguageModel,
     CorrectedModel,
-    FeatCal,
     SurgeryModule,
 )
 
@@ -84,20 +78,6 @@ def test_the_classifier_gets_the_tasks_corrected_features(kind, normalize, model
         torch.testing.assert_close(before - removed, by_hand)
 
 
-def test_a_correction_may_follow_featcal_but_must_be_the_last(models) -> None:
-    ridge: Any = FeatureCorrection(method="ridge_surgery", samples_per_task=6)
-    chain, inputs = (
-        Chain({"featcal": FeatCal(samples_per_task=8), "ridge": ridge}),
-        inputs_of(tiny_pool(models)),
-    )
-    chain.check(inputs)
-    model: Any = chain.post_merge(tower(models, "_merged_"), inputs)
-    assert chain.samples(model, TASKS) == {task: {"samples": 8, "split": "train"} for task in TASKS}
-    assert len(chain.added(model)) == len(TASKS)
-    with pytest.raises(CalibrationError, match="ridge_surgery must be the last"):
-        ridge.added(nn.Identity())
-
-
 def model_of(kind: str) -> Any:
     return MAKERS[kind](0).float().eval()
 
@@ -141,22 +121,3 @@ def test_a_correction_acts_at_every_decoded_position_of_its_task_alone(kind) -> 
         with corrected.for_task(task):
             assert (written(corrected, kind, min_new_tokens=5) == token).all()
     assert torch.equal(written(corrected.model, kind), written(model_of(kind), kind))
-
-
-@pytest.mark.parametrize(("kind", "tied"), [("seq2seq", True), ("causal", False)])
-def test_ties_and_settings_of_generation_survive_saving(kind, tied, tmp_path) -> None:
-    base = model_of(kind)
-    base.config.tie_word_embeddings = tied
-    if tied:
-        base.get_output_embeddings().weight = base.get_input_embeddings().weight
-    base.generation_config.repetition_penalty = 1.5
-    modules = {"one": module("surgery", 1, WIDTH), "two": module("ridge", 2, WIDTH)}
-    model = CorrectedLanguageModel(base, NORMS[kind], modules)
-    model.save_pretrained(tmp_path)
-    loaded = CorrectedLanguageModel.from_pretrained(tmp_path)
-    head, embeddings = loaded.get_output_embeddings(), loaded.get_input_embeddings()
-    assert (head.weight is embeddings.weight) == tied
-    assert loaded.generation_config.repetition_penalty == 1.5
-    for task in ("one", "two"):
-        with model.for_task(task), loaded.for_task(task):
-            assert torch.equal(written(loaded, kind), written(model, kind))

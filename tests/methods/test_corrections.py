@@ -10,7 +10,7 @@ from text_pools import NORMS, text_pool, text_tokenizer, with_tests
 from tiny_models import normal
 from tiny_pools import TASKS, assert_equal, inputs_of, pictures, projection_of, tiny_pool, tower
 from tiny_texts import sentences
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusion_bench_featcal.lab.rivals import ProbSurgery, RidgeSurgery, Surgery
 from fusion_bench_featcal.tasks import TextTaskPool
@@ -205,36 +205,6 @@ TEXTS = {"samples_per_task": 12, "batch_size": 4, "generated_tokens": 4}
 @pytest.fixture(scope="module", params=list(NORMS))
 def texts(request, tmp_path_factory) -> tuple[str, Any]:
     return request.param, text_pool(request.param, tmp_path_factory.mktemp(request.param))
-
-
-class Drifting(nn.Module):
-    """A norm whose output drifts in two directions."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.drift = norm, nn.Parameter(0.1 * normal(3, 8, 2) @ normal(4, 2, 8))
-
-    def forward(self, states: Tensor) -> Tensor:
-        normed = self.norm(states)
-        return normed + normed @ self.drift.float()
-
-
-@torch.no_grad()
-def test_a_planted_drift_of_a_language_model_is_removed(texts) -> None:
-    kind, pool = texts
-    expert = pool.load_model("one").eval()
-    merged = copy.deepcopy(expert)
-    merged.set_submodule(NORMS[kind], Drifting(merged.get_submodule(NORMS[kind])))
-    alone = copy.copy(pool)
-    alone._models = {n: m for n, m in pool._models.items() if n in ("_pretrained_", "one")}
-    few = Rival("RidgeSurgery", TEXTS | {"ridge_lambda": 1e-10})
-    method, model = few.run(inputs_of(alone), merged)
-    for batch in method.batches(inputs_of(alone))["one"]:
-        rows = batch["labels"][:, kind == "causal" :] >= 0
-        with model.for_task("one"):
-            result, drifted, target = (m(**batch).logits for m in (model, merged, expert))
-        result, drifted, target = (x[:, : rows.shape[1]][rows] for x in (result, drifted, target))
-        assert (result - target).abs().mean() < 0.01 * (drifted - target).abs().mean()
 
 
 def test_the_test_stream_learns_from_the_experts_answers_alone(texts) -> None:

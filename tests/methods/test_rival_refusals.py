@@ -8,8 +8,8 @@ import torch
 from rivals import RIVALS
 from text_pools import NORMS, text_batch, text_pool
 from tiny_models import clip_suite, decoder_suite, normal
-from tiny_pools import in_memory, inputs_of, projection_of, refusing, tiny_pool, tower
-from tiny_texts import sentences, t5_model, with_data
+from tiny_pools import in_memory, projection_of, refusing, tiny_pool, tower
+from tiny_texts import t5_model
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError
@@ -77,34 +77,7 @@ def test_pools_before_a_model_is_loaded(kind, keys, make, message, models, tmp_p
         getattr(rivals, f"{kind}Algorithm")(**keys).run(refusing(pool))
 
 
-# ---- models, samples and features while a method runs
-
-
-def wrong_ids(_: Any, folder: Any) -> Any:
-    rows = [{"input_ids": [3, 4, 5], "labels": [-100, 5, 3]}] * 4
-    rows += [{"input_ids": [3, 9999, 4], "labels": [-100, 5, 3]}]
-    return with_data(text_pool("causal", folder), lambda _: rows)
-
-
-def no_targets(_: Any, folder: Any) -> Any:
-    pool = text_pool("causal", folder)
-    return with_data(pool, lambda task: [{"prompt": row["prompt"]} for row in sentences(task)])
-
-
-FEW = {"samples_per_task": 5, "batch_size": 2}
-RUNS: list[tuple[str, dict[str, Any], Any, str]] = [
-    ("RidgeSurgery", FEW, wrong_ids, r"task 'one', .*item 4: input_ids has .* id 9999"),
-    ("RidgeSurgery", {}, no_targets, "task one: texts have no targets.*generated"),
-    ("BatchNormStatistics", {}, without(""), "has no BatchNorm in its blocks"),
-]
-
-
-@pytest.mark.parametrize(("kind", "keys", "make", "message"), RUNS)
-def test_models_and_data_while_it_runs(kind, keys, make, message, models, tmp_path) -> None:
-    pool = make(models, tmp_path)
-    merged = pool.load_model("one" if "_merged_" not in pool._models else "_merged_")
-    with pytest.raises(CalibrationError, match=message):
-        getattr(rivals, kind)(**keys).post_merge(merged, inputs_of(pool))
+# ---- experts, samples and steps of distillation
 
 
 def spoiled(suite: Any) -> None:

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import logging
 import shutil
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -58,18 +57,12 @@ def run(folder: Path, **keys: Any) -> int:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A study with one seed, to which a second one is added, and the results of both."""
-    folder, records = tmp_path_factory.mktemp("finished"), []
-    handler, logger = logging.Handler(), logging.getLogger("fusion_bench_featcal.lab.compare")
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    folder = tmp_path_factory.mktemp("finished")
     run(folder, seeds=[1])
     one, page = Study.load(folder).points, (folder / "report.md").read_text()
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     added = run(folder)
-    logger.removeHandler(handler)
-    logger.setLevel(logging.NOTSET)
     lines = (folder / "lines.csv").read_text()
-    return SimpleNamespace(folder=folder, one=one, page=page, added=added, log=records, lines=lines)
+    return SimpleNamespace(folder=folder, one=one, page=page, added=added, lines=lines)
 
 
 @pytest.fixture
@@ -127,15 +120,6 @@ def test_only_several_seeds_have_an_interval_and_notes_stay_with_their_points(
     reports = [Report.load(file.parent) for file in finished.folder.rglob(f"{MERGER}/report.json")]
     assert any(text in note.text for report in reports for note in report.notes)
     assert text not in page
-
-
-def test_the_log_says_beforehand_how_much_there_is_to_run(finished: Any) -> None:
-    # base, experts, the merger and its scaled model, at two points with two seeds each
-    size = "factors: points: 2, seeds: 2, cells: 16; finished cells"
-    (first,) = (number for number, line in enumerate(finished.log) if line.startswith(size))
-    # base, experts and the merger with each seed, before four scaled models
-    after = finished.log[first:]
-    assert next(line for line in after if line.startswith("cell")) == "cell 1 of 4: base"
 
 
 def test_a_study_goes_on_with_new_points_and_runs_nothing_again(
