@@ -10,7 +10,6 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from cli_runs import fusion_bench
 from comparison_parts import (
     MERGERS,
     TASKS,
@@ -164,25 +163,3 @@ def test_methods_get_the_merged_model_bit_by_bit_with_its_ties(tmp_path: Path) -
     assert not any(parameter.requires_grad for parameter in merged.parameters())
     torch.testing.assert_close(dict(merged.state_dict()), dict(expected))
     assert merged[1].weight is merged[0].weight
-
-
-ROWS = ["anchor_only", "distillation", "featcal:tuned", "ridge_surgery", "surgery:recompute"]
-
-
-@pytest.mark.slow
-def test_the_command_runs_shipped_rows_and_leaves_reports(tmp_path: Path) -> None:
-    quoted = ",".join(f"'{row}'" for row in ROWS)
-    words = [
-        "method=compare", "modelpool=clip-vit-mini_alphabets2", "method.alone=[]",
-        "method.upstreams=[simple_average]", f"method.post_merging=[{quoted}]",
-        "method.samples_per_task=8", "method.steps=2", f"path.log_dir={tmp_path}/log",
-    ]  # fmt: skip
-    result = fusion_bench(words, tmp_path)
-    assert "+ ridge_surgery" in result.stdout and "8 train" in result.stdout
-    log, store = tmp_path / "log", tmp_path / "outputs" / "comparison" / "clip-vit-mini_alphabets2"
-    assert result.stdout.strip().splitlines()[-1].endswith(f"featcal report {log}")
-    assert content_of(log)["failed"] == []
-    report = Report.load(log / "simple_average")
-    assert list(report.rows) == ["base", "experts", "simple_average", *ROWS]
-    assert isinstance(report.cost["ridge_surgery"]["inference_seconds_per_sample"], float)
-    assert len(list(store.glob("cells/*/result.json"))) == len(report.rows)

@@ -85,17 +85,3 @@ def test_the_splits_that_a_method_reads_count(config: Any, counts: tuple[bool, b
         sample_digests(config, [1, 3], [1, 2]) != before,
         sample_digests(config, [1, 2], [1, 3]) != before,
     )
-
-
-def test_corrupted_samples_are_other_data(caplog: pytest.LogCaptureFixture) -> None:
-    clean = {"_target_": "fusion_bench_featcal.suites.image.load_split", "task": "mini_greek"}
-    clean["split"] = "train"
-    corrupted = {"_target_": "fusion_bench_featcal.tasks.corrupted", "data": clean}
-    fog = corrupted | {"corruption": "fog", "severity": 1}
-    changes: list[dict[str, Any]] = [{"severity": 2}, {"seed": 1}, {"task": "left"}]
-    changes += [{"corruption": name} for name in ("gaussian_noise", "motion_blur")]
-    entries = [clean, fog, *(fog | change for change in changes)]
-    digests = [sample_digests(FEATCAL, entry) for entry in entries]
-    assert len({str(digest) for digest in digests}) == len(entries)
-    assert digests == [sample_digests(FEATCAL, entry) for entry in entries]
-    assert "counts in fingerprints by class" not in caplog.text

@@ -93,7 +93,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # names
     ({"post_merging": ["duoble"]}, r"method\.post_merging: 'duoble' is unknown.*: 'double'"),
     ({"upstreams": ["ties"]}, r"method\.upstreams: 'ties' is unknown.*task_arithmetic"),
-    ({"references": ["expert"]}, r"method\.references: 'expert' is unknown.*'experts'"),
     ({"post_merging": "double"}, r"method\.post_merging must be a list of names"),
     ({UPSTREAM: {"../x": AVERAGE}}, r"upstream_mergers: '\.\./x' cannot name a file"),
     ({"upstreams": []}, r"the grid is empty"),
@@ -106,10 +105,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # settings of entries
     (method_x(method(Scale, facter=2)), r"x\.facter is unknown.*'factor'"),
     ({UPSTREAM: {"x": ARITHMETIC | {"scaling_facter": 1}}}, r"method\.upstream_mergers.*_factor'"),
-    ({ALONE: {"x": REGMEAN | {"sampels_per_task": 8}}}, r"mergers_alone\.x.*'samples_per_task'"),
     ({ALONE: {"x": REGMEAN | {"samples_per_task": 0}}}, "_per_task must be"),
     (method_x(FEATCAL, ridge_lamda=1), r"post_merging_methods\.x.*ridge_lamda.*'ridge_lambda'"),
-    (method_x(CORRECTION, method="surgery", stpes=3), r"x\.stpes .*nearest: 'steps'"),
     (method_x(CORRECTION, method="surgry"), r"x\.method must be one of surgery.*: 'surgery'"),
 ]
 

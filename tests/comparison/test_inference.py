@@ -86,14 +86,7 @@ def test_a_correction_counts(clock: Any) -> None:
     assert timed(clock, model, reference=[0.032]) == pytest.approx((0.064 / BATCH, 2))
 
 
-@pytest.mark.parametrize(
-    "taskpool",
-    [
-        SimpleNamespace(),
-        pool(items(20, 4), clip_model=None),
-        *map(pool, ([], [{"text": "no image"}], items(20, 4, 5))),
-    ],
-)
-def test_without_images_and_a_projection_there_is_no_time(clock: Any, taskpool: Any) -> None:
+def test_without_images_and_a_projection_there_is_no_time(clock: Any) -> None:
     model = Tower(clock, 1.0)
-    assert timed(clock, model, taskpool) is None and model.calls == 0
+    for taskpool in (SimpleNamespace(), pool(items(20, 4), clip_model=None), pool([{"text": "a"}])):
+        assert timed(clock, model, taskpool) is None and model.calls == 0

@@ -126,7 +126,6 @@ def test_texts_are_scored_where_they_answer(kind, tmp_path, caplog) -> None:
     ("changes", "message"),
     [
         ({"candidates": [{}]}, "a list of further settings to try"),
-        ({"of": {"_target_": None}}, "method.of must be the config of a method"),
         ({"candidates": [{"ridge_lamda": 1}]}, r"candidate \{'ridge_lamda': 1\}: .*'ridge_lambda'"),
         ({"of": {"stream": "test_tta"}}, "set stream=calibration"),
         ({"candidates": [{"seed": 3}]}, r"\['seed'\] choose the samples"),

@@ -149,13 +149,11 @@ ROW = {"name": "new", "accuracies": {"cars": 0.5, "dtd": 0.5}}
 BAD_ROWS: list[tuple[Any, str]] = [
     ({"accuracies": {"cars": 0.5}}, r"'new'.*missing \['dtd'\]"),
     ({"accuracies": {"cars": 50.0, "dtd": 0.5}}, "'new', task 'cars': accuracy 50.0"),
-    ({"accuracies": {"cars": NAN, "dtd": 0.5}}, "'new', task 'cars': accuracy nan"),
     ({"name": "featcal"}, "'featcal' is already"),
     ({"settings": {"x": object()}}, "new.x: a object cannot"),
     ({"correct": {"cars": [True] * 2, "dtd": [True] * 2}}, r"2 of 2 test items are right.*0\.5"),
     ({"correct": {"cars": np.arange(200) < 100}}, "task 'dtd': no flags"),
     ([[True]], r"row 'base', task 'a'.*shape \(1, 1\)"),
-    ([0.5, 1.0], "must be true or false"),
 ]
 
 
@@ -171,9 +169,7 @@ def test_bad_rows_and_flags_are_refused(changes: Any, message: str, tmp_path: Pa
 BAD_REPORTS: list[tuple[Any, str]] = [
     ({"schema": 99}, "has schema 99; this version .* reads schema 2"),
     ({"surprise": 1}, r"unknown keys \['surprise'\]"),
-    ({"loss": []}, "loss must be a mapping, got list"),
     ({"rows": {"base": {"a": 0.5, "average": 0.6}}}, "'base': average 0.6 is not the mean"),
-    ({"rows": {"base": {"a": "high", "average": 1}}}, "a must be int or float, got str"),
     (None, r"cannot read .*report\.json"),
     ('{"kind": "run"', r"report\.json is not valid JSON"),
     ('{"kind": "run", "schema": 2}', r"missing keys \['cost', 'device'"),

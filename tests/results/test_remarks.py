@@ -1,7 +1,6 @@
 """Sentences about tasks, and the last lines of a run."""
 
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,28 +18,18 @@ from fusion_bench_featcal.results.remarks import (
 PROGRAMS = Path(sys.executable).parent
 
 
-@pytest.mark.parametrize("is_above", [True, False])
-def test_the_next_command_works_in_a_shell_without_the_environment(
-    is_above: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.chdir(PROGRAMS.parent if is_above else tmp_path)
-    *_, report = closing_lines(make_report(), "featcal", None, tmp_path / "run")
-    program, *words = shlex.split(report.removeprefix("next: "))
-    assert program == ("bin/featcal" if is_above else str(PROGRAMS / "featcal"))
-    assert words == ["report", str(tmp_path / "run")] and Path(program).is_file()
-
-
 def test_the_last_lines_name_the_model_or_the_words_that_save_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "my run"
-    assert closing_lines(make_report(), "featcal", tmp_path / "model", folder) == [
-        f"saved the model of row featcal: {tmp_path / 'model'}",
-        f"reports: {folder}",
-        f"next: featcal report '{folder}'",
-    ]
+    saved, reports, command = closing_lines(make_report(), "featcal", tmp_path / "model", folder)
+    assert saved == f"saved the model of row featcal: {tmp_path / 'model'}"
+    assert (reports, command) == (f"reports: {folder}", f"next: featcal report '{folder}'")
+    monkeypatch.setenv("PATH", str(tmp_path))  # a shell without the environment
+    *_, command = closing_lines(make_report(), "featcal", None, folder)
+    assert command == f"next: {PROGRAMS / 'featcal'} report '{folder}'"
     (line,) = closing_lines(Report(), "featcal", None)  # nothing was evaluated
     assert line == "not saved: merged_model_save_path=DIR saves the model of row featcal"
 

@@ -97,14 +97,6 @@ def test_each_axis_moves_by_itself_around_the_present_settings(
         assert [entry.config.method.steps for entry in planned] == [1, 2, 1]
 
 
-def test_an_axis_goes_before_the_pools_setting() -> None:
-    methods = {"post_merging_methods": {"featcal": {"mix_alpha": 1}}}
-    whole = config(modelpool={"featcal": {"compare": methods}})
-    planned = points({"mix_alpha": [0]}, whole, design="each")
-    assert values_of(planned) == [(1,), (0,)]
-    assert [entry.grid.cells["featcal"].settings["mix_alpha"] for entry in planned] == [1, 0]
-
-
 def test_labels_change_any_key() -> None:
     other = {"modelpool.train_datasets": {"a": {"task": "z"}}}
     plain_point, changed = points({"data": {"plain": {}, "other": other}})
@@ -166,15 +158,6 @@ def test_sources_name_the_data_of_other_tasks() -> None:
     rows = instantiate(OmegaConf.create(planned["mixed"]["mini_latin"]))
     first = [image.load_split(task, "train")[0]["image"].tobytes() for task in TASKS]
     assert [rows[index]["image"].tobytes() for index in (0, 1)] == first
-
-
-def test_hub_ids_and_folders_become_configs(tmp_path: Path) -> None:
-    entries = {"train_datasets": {"mini_latin": "tanganke/dtd", "mini_greek": str(tmp_path)}}
-    (fog,) = points({"corruption": ["fog"]}, config(TASKS, entries))
-    hub = {"_target_": "datasets.load_dataset", "path": "tanganke/dtd", "split": "train"}
-    images = {"_target_": "fusion_bench_featcal.tasks.load_images", "path": str(tmp_path)}
-    data = fog.config.modelpool.train_datasets
-    assert [plain(data[task]["data"]) for task in TASKS] == [hub, images]
 
 
 # ---- refused

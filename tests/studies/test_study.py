@@ -12,13 +12,12 @@ import pytest
 from cli_runs import fusion_bench
 from comparison_parts import MERGERS, Failing, FakeProgram, Scale, SignTaskPool, method, model_pool
 from omegaconf import OmegaConf
-from reports import patch
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.lab.compare import StudyAlgorithm
 from fusion_bench_featcal.lab.report.study import Study, average_of
-from fusion_bench_featcal.results import Report, ReportError
+from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.long_table import DIMENSIONS
 
 MERGER = "task_arithmetic"
@@ -160,23 +159,6 @@ def test_a_failing_cell_is_named_and_stops_no_other(folder: Path) -> None:
     assert run(folder, post_merging_methods=methods) == 2 and not Study.load(folder).failed
 
 
-def test_rows_of_one_point_are_compared_with_the_row_that_they_change(folder: Path) -> None:
-    methods = {
-        name: method(Scale, factor=factor, seed="${method.seed}")
-        for name, factor in (("whole", 1.0), ("half", -3.0))
-    }
-    run(folder, axes=None, post_merging_methods=methods, against={"whole": ["half"]})
-    loaded = Study.load(folder)
-    ((title, grid),) = loaded.grids()
-    assert title == f"over {MERGER}"
-    cells = {row: dict(zip(grid.columns, line, strict=True)) for row, line in grid.lines}
-    (point,) = loaded.points
-    whole, half = rows_of(point, "whole", "half")
-    difference = 100 * (half.accuracy["average"] - whole.accuracy["average"])
-    assert cells["half"]["against"] == "whole" and cells["half"]["points"] == f"{difference:+.1f}"
-    assert cells["whole"]["points"] == "-"
-
-
 def test_the_command_report_reads_the_folder_of_a_study(folder: Path, capsys: Any) -> None:
     out = folder.parent / "out"
     assert main(["report", str(folder), "--out", str(out)]) == 0
@@ -187,14 +169,6 @@ def test_the_command_report_reads_the_folder_of_a_study(folder: Path, capsys: An
     assert main(["report", str(folder / "points" / "factor-small_seed-1")]) == 0
 
 
-def test_a_damaged_study_is_refused(folder: Path) -> None:
-    for change, message in (({"schema": 99}, "has schema 99"), ({"runs": ["nowhere"]}, "nowhere")):
-        patch(folder, **change)
-        with pytest.raises(ReportError, match=message):
-            Study.load(folder).grids()
-        patch(folder, schema=2)
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -203,7 +177,6 @@ def test_a_damaged_study_is_refused(folder: Path) -> None:
         ({"post_merging": ["scal"]}, r"'scal' is unknown.*nearest: 'scale'"),
         ({"axes": {"f": {"x": {SCALE.replace("factor", "fctor"): 1}}}}, r"fctor.*at the point f=x"),
         ({"over": ["subst"]}, "method.over: 'subst' is no label of this study's points: factor"),
-        ({"against": "featcal"}, r"method.against must be a mapping of a row .* got 'featcal'"),
     ],
 )
 def test_bad_input_leaves_nothing_behind(keys: dict, message: str, tmp_path: Path) -> None:
