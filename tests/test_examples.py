@@ -56,7 +56,7 @@ def test_a_family_of_ones_own_is_named_in_yaml(tmp_path: Path):
 def test_python_api_calibrates_the_bundled_suite():
     main, tasks = runpy.run_path(str(EXAMPLES / "python_api.py"))["main"], image.TA6[:2]
     main.__globals__["TASKS"] = tasks  # two of six, for the sake of time
-    table = main(samples=8, test_images=60)
+    table = main(samples=4, test_images=60)
     assert list(table) == list(tasks)
     merged, calibrated = (fmean(row[column] for row in table.values()) for column in (0, 1))
     assert calibrated > merged

@@ -14,7 +14,7 @@ from stock_pools.stand_ins import StandIns
 from transformers import PreTrainedModel
 
 slow = pytest.mark.slow
-QUICK = {"ties_merging", "slerp/slerp", "linear/llama_expo", "singular_value_calibration/iso_c"}
+QUICK = {"ties_merging", "linear/llama_expo"}
 WORKING = [name for name in METHODS if not merger_of(name).why_not]
 # Of FusionBench's methods and PEFT, which no part of this package raises.
 pytestmark = [

@@ -27,9 +27,7 @@ AGAINST = {
     "against": ["compare42", "compare43", "--against", "task_arithmetic/featcal"],
     "against over suites": ["suites", "--against", "featcal"],
 }
-WIDE = ("two seeds", "many")
-"""Stories that are printed in 200 columns too."""
-PAGES = ("two seeds", "mergers", "diagnosis", "study")
+PAGES = ("mergers", "diagnosis")
 """Stories with a page."""
 MANY = [f"oxford_flowers{number}" for number in range(14)]
 NOTES = [
@@ -112,8 +110,7 @@ def views(folder: Path) -> dict[str, list[str]]:
             if html:
                 content[f"{name}: page"] = Page(page.read_text()).lines()
         patched.setenv("COLUMNS", "200")
-        for name in WIDE:
-            content[f"{name}, 200 columns"] = _lines(*STORIES[name])
+        content["many, 200 columns"] = _lines("many")
         for run in ("losses/1", "many"):
             content[f"{run}: its report.md"] = Path(run, "report.md").read_text().splitlines()
     return content
