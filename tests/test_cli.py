@@ -123,11 +123,10 @@ def test_progress(terminal, show, seconds, text, monkeypatch, capsys):
     assert text in output.err and not output.out and bool(output.err) == bool(text)
 
 
-def test_errors_have_their_message_and_unexpected_ones_their_type():
+def test_errors_have_their_message():
     wrapper = InstantiationException("Error in call to target 'x'")
     wrapper.__cause__ = CalibrationError("expert 'a' has no config.json")
     assert error_block(wrapper) == "error: expert 'a' has no config.json"
-    assert error_block(KeyError("a")) == "error: unexpected KeyError: 'a'"
 
 
 POOL = SimpleNamespace(evaluate=lambda model: {"cars": {"accuracy": 0.5, "loss": 1.5}})

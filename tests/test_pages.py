@@ -2,9 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-import comparison_tables
 import pytest
 import take_results
 import write_tables
@@ -43,14 +41,3 @@ def test_results_of_the_make_targets_are_taken(
                      "diagnosis/toy/run.json"}  # fmt: skip
     taken = json.loads((results / "runs/TA6.json").read_text())
     assert taken["rows"][0]["runs"] == 2 and taken["device"] == {"cpu": "x"}
-
-
-def test_an_average_has_its_interval_and_the_worst_gap() -> None:
-    for changes, text in (
-        ({"deviation": {"average": 0.01}, "runs": 2}, "**80.0 ± 9.0** (50 %)"),
-        ({"half_width": 0.0, "seeds": 1}, "**80.0** (50 %)"),
-        ({"name": "merger"}, "**80.0**"),
-    ):
-        row: dict[str, Any] = {"name": "featcal", "upstream": "merger", "worst_recovered_gap": 0.5}
-        prepared = comparison_tables.prepared(row | {"accuracy": {"average": 0.8}} | changes)
-        assert comparison_tables.average(prepared, "80.0") == text

@@ -79,9 +79,7 @@ POOLS = {
     "mergebench_llama-3.1-8b-instruct": "paper_llama_8b",
 }
 CLASHES: list[tuple[dict[str, Any], str]] = [
-    *(({**PLUS, name: value}, rf"{name}={value} has no part in method\.rule=plus: leave")
-      for name, value in
-      (("ridge_lambda", 0.1), ("mix_alpha", 0.5), ("anchor_rho", 1.0), ("eps", 0.5))),
+    ({**PLUS, "mix_alpha": 0.5}, r"mix_alpha=0\.5 has no part in method\.rule=plus: leave"),
     ({"rule": "plus"}, r"rule=plus needs method\.calibrate_norm=false"),
     ({"task_weights": {"a": 2.0}}, r"task_weights has no part in method\.rule=paper: set "),
     ({"rule": Paper(), "mix_alpha": 0.5},
@@ -177,9 +175,7 @@ METHOD = CONFIG / "method"
 CONFIGS = runpy.run_path(str(CONFIG.parent / "scripts" / "write_configs.py"))
 MISSPELT = [
     ("featcal", "ridge_lamda", "ridge_lambda"),
-    ("compare", "upstream", "upstreams"),
     ("surgery", "train_steps", "steps"),
-    ("featcal_baselines/regmean", "sed", "seed"),
 ]
 
 

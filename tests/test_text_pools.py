@@ -86,19 +86,6 @@ def test_generated_targets_are_the_experts_greedy_answers(kind: str, tmp_path: P
             assert len(labels) == 3 or labels[-1] == 1
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ({"train": []}, r"got a mapping of train: set"),
-        (iter([]), "Load it without streaming"),
-        ([], "task 'one' has 0 samples"),
-    ],
-)
-def test_data_of_another_kind(rows: Any, message: str):
-    with pytest.raises(CalibrationError, match=message):
-        batches(rows=lambda task: rows)
-
-
 @kinds
 def test_tokenizer_is_loaded_and_compared_with_the_experts(kind: str, tmp_path: Path):
     tokenizer, folder, more = word_tokenizer(ends=True), str(tmp_path / "a"), tmp_path / "b"

@@ -12,8 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from sample_pools import RESCALE, Pool, image_batches, rgb
-from tiny_images import channels_first, picture, write_clip
-from transformers import CLIPProcessor
+from tiny_images import channels_first, picture
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.calibration_data import open_labelled
@@ -116,14 +115,6 @@ def test_any_map_style_data_set(rows):
 def test_rows_that_are_no_numbered_images_are_refused(rows, message):
     with pytest.raises(CalibrationError, match=message):
         open_labelled(Pool(a=rows), "a", "train")[0]
-
-
-def test_processor_gives_what_transformers_gives(tmp_path):
-    processor: Any = CLIPProcessor.from_pretrained(write_clip(tmp_path, seed=1))
-    large = picture(0, (40, 30))
-    expected = processor(images=[large], return_tensors="pt")["pixel_values"]
-    for entry in (processor, processor.image_processor):
-        assert torch.equal(next(iter(image_batches([(large,)], entry)))["pixel_values"], expected)
 
 
 class Rows:

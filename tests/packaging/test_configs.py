@@ -11,10 +11,9 @@ from golden.make import load
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 import fusion_bench_featcal.compat  # noqa: F401
-from fusion_bench_featcal.suites.paths import SUITE_ROOT
 
 CHOSEN = ("method", "modelpool", "taskpool")  # by the user; other groups are included by these
 HYDRA_KEYS = {"_target_", "_recursive_", "_partial_", "_convert_", "_args_", "_usage_", "_version_"}
@@ -66,18 +65,6 @@ def test_keys_and_values_are_the_golden_ones():
         assert result[option] == content, option
 
 
-@pytest.mark.parametrize(
-    ("target", "key", "misspelt"),
-    [
-        ("fusion_bench.taskpool.CLIPVisionModelTaskPool", "fast_dev_run", "fast_devrun"),
-        ("fusion_bench_featcal.algorithm.FeatCalAlgorithm", "ridge_lambda", "lambda"),
-    ],
-)
-def test_misspelt_keys_are_told_apart(target: str, key: str, misspelt: str):
-    keys = accepted_keys(get_object(target)) or set()
-    assert key in keys and misspelt not in keys
-
-
 @pytest.mark.parametrize("group", CHOSEN)
 def test_every_target_takes_its_keys(group: str):
     for option in golden_surface.composed():
@@ -127,16 +114,3 @@ def test_the_literal_command_composes_from_any_folder(start, tmp_path, monkeypat
     if start == "own_config":  # which comes first
         (tmp_path / "config" / "method" / "featcal.yaml").write_text("mine: true\n")
         assert composed("method=featcal").method == {"mine": True}
-
-
-@pytest.mark.parametrize("method", ["wudi/wudi", None])
-def test_upstream_merger_of_another_name_or_none(method):
-    change = f"method@method.base_method={method}" if method else "method.base_method=null"
-    expected = composed(f"method={method}").method if method else None
-    assert composed(*LITERAL, change).method.base_method == expected
-
-
-def test_suite_resolver_gives_a_path_in_the_package():
-    composed()
-    config: DictConfig = OmegaConf.create({"data": "${featcal_suite:images/mini_mnist.npz}"})
-    assert config.data == str(SUITE_ROOT / "images" / "mini_mnist.npz")

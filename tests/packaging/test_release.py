@@ -73,14 +73,6 @@ def test_every_licence_of_the_expression_has_its_text(metadata):
     assert texts == names | {"LICENSE"}
 
 
-def test_the_wheel_has_the_template_of_pages_and_announces_types():
-    from hatchling.builders.wheel import WheelBuilder
-
-    files = WheelBuilder(str(REPOSITORY)).recurse_included_files()
-    packed = {file.distribution_path for file in files}
-    assert {f"fusion_bench_featcal/{n}" for n in ("lab/report/page.html", "py.typed")} <= packed
-
-
 # --- README and notebook ---
 
 

@@ -1,6 +1,5 @@
 """The bundled suite in open_clip's architecture, as far as it goes without open_clip."""
 
-import json
 from pathlib import Path
 
 import fusion_bench_featcal.compat  # noqa: F401
@@ -13,11 +12,8 @@ from fusion_bench.utils import instantiate
 from hydra.utils import get_class, get_method
 from safetensors.torch import load_file
 from tiny_open_clip import Tower
-from torch import nn
-from transformers import CLIPModel
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.fusionbench.evaluation import evaluate
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.suites.open_clip import (
@@ -81,29 +77,3 @@ def test_pool_saves_weights_and_loads_its_processor(tmp_path):
     assert set(stored) == set(model.state_dict())
     assert all(torch.equal(stored[name], t) for name, t in model.state_dict().items())
     assert type(pool.load_processor()).__name__ == "CLIPProcessor"
-
-
-def accuracy(model: nn.Module) -> float:
-    pool = instantiate(composed(POOL).modelpool.default_taskpool, _recursive_=False)
-    return evaluate(pool, model, name="model", tasks=["mini_greek"]).accuracy["mini_greek"]
-
-
-class Projected(nn.Module):
-    """The suite's own vision model with its projection, which makes features as open_clip does."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.clip = CLIPModel.from_pretrained(image.path())
-        weights = load_file(Path(image.path(name), "model.safetensors"))
-        vision = {n: t.float() for n, t in weights.items() if n.startswith("vision_model.")}
-        assert not self.clip.load_state_dict(vision, strict=False).unexpected_keys
-
-    def encode_image(self, image: torch.Tensor) -> torch.Tensor:
-        return self.clip.visual_projection(self.clip.vision_model(image).pooler_output)
-
-
-def test_task_pool_compares_projected_features_with_the_heads():
-    rows = json.loads(Path(image.path("MEASURED.json")).read_text(encoding="utf-8"))["accuracies"]
-    items = len(image.load_split("mini_greek", "test"))
-    measured = accuracy(Projected("mini_greek"))
-    assert abs(measured - rows["TA6"]["experts"]["mini_greek"]) * items < 1.5

@@ -52,7 +52,6 @@ def test_each_task_has_its_own_metric(harness, tmp_path):
     [
         ({"tasks": {"gsm8k": "acc,none"}}, r"taskpool\.tasks\.gsm8k.*exact_match,none"),
         ({"tasks": {"gsm8": "acc,none"}}, r"gsm8: lm-eval has no such task \(nearest: 'gsm8k'\)"),
-        ({"tasks": {}}, "no tasks"),
         ({"include_path": "nowhere"}, r"include_path 'nowhere' is no folder"),
     ],
 )
