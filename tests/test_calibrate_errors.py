@@ -36,14 +36,12 @@ def spoil(value: float, name: str, *models: nn.Module) -> None:
         model.get_parameter(name).data.view(-1)[0] = value
 
 
-def quiet(last: float, scales: float = 1.0) -> Suite:
-    """Three tasks whose features are those of their samples times a scale."""
+def quiet(scale: float) -> Suite:
+    """Three tasks, of which the last one's features are small."""
     suite = stack_suite(plain, tasks=3)
     for model in all_models(suite):
         nn.init.zeros_(model.get_parameter("embed.bias"))
-    for task, batches in suite.inputs.items():
-        scale = last if task == "task_2" else scales
-        suite.inputs[task] = [scale * batch for batch in batches]
+    suite.inputs["task_2"] = [scale * batch for batch in suite.inputs["task_2"]]
     return suite
 
 
@@ -113,14 +111,12 @@ ROWS: list[Row] = [
     row(residual_suite, r"task_1.*no expert.*modelpool\.models", lambda s: s.experts.pop("task_1")),
     row(residual_suite, r"task_1.*no calibration data.*task_0.*modelpool\.train_datasets",
         lambda s: s.inputs.pop("task_1")),
-    row(residual_suite, "no expert", lambda s: s.experts.clear() or s.inputs.clear(),
-        samples_per_task=1),
     task_1(residual_suite, [],
            r"task_1 has 0 calibration samples.*modelpool\.train_datasets\.task_1"),
     *(task_1(residual_suite, batches, ONE_BATCH)
       for batches in (torch.zeros(4, 3), {"pixel_values": torch.zeros(4, 3)}, "text")),
     *(task_1(residual_suite, [batch], "task_1.*batch")
-      for batch in ({"label": "cat"}, torch.tensor(3.0), {})),
+      for batch in ({"label": "cat"}, torch.tensor(3.0))),
     task_1(decoder_suite, tokens([[0.5, 1.5]] * 2), samples_per_task=2,
            message=r"task task_1, sample 0: input_ids are torch\.float64, not integers"),
     *(task_1(decoder_suite, tokens([[1, 2], [3, 4]], [[1, 2], [3, number]]), samples_per_task=4,
@@ -129,8 +125,6 @@ ROWS: list[Row] = [
     row(clip_suite, r"task task_1: calibration batch 1, input 'pixel_values', has NaN or infinite "
         r"values.*modelpool\.train_datasets\.task_1",
         lambda s: s.inputs["task_1"][1]["pixel_values"][1].fill_(INF)),
-    row(residual_suite, r"task task_1: calibration batch 1, input 0, has NaN.*train_datasets\.",
-        lambda s: s.inputs["task_1"][1][0].fill_(NAN), **PLUS),
     row(t5_suite, r"task_1.*1 of 4 samples.*\[2\].*all padding.*modelpool\.train_datasets",
         lambda s: s.inputs["task_1"][1]["attention_mask"][2].zero_()),
     row(t5_suite, r"task_1.*1 of 4 samples.*\[1\].*labels all -100.*modelpool\.train_datasets",
@@ -170,8 +164,7 @@ ROWS: list[Row] = [
         lambda s: s.experts["task_1"].get_parameter("layers.0.only.weight").data.mul_(1e38),
         **PLUS),
     # systems without a solution
-    *(row(lambda scale=scale: quiet(0.0, scale), DEAD, knobs=Knobs(eps=eps))
-      for scale, eps in ((1.0, 0.0), (1e-3, 1e-2))),
+    row(lambda: quiet(0.0), DEAD),
     row(lambda: quiet(1e-4), DEAD.replace("zero", "almost zero")),
     row(lambda: clip_suite(tasks=1, sizes=(1,)), rf"block {FIRST}, module {FIRST}\.[\w.]+:.*Raise "
         r"method\.ridge_lambda \(now 0\.0\).*method\.samples_per_task", knobs=UNSOLVED),
@@ -190,17 +183,14 @@ ROWS: list[Row] = [
       for patterns in (["*", "!mlp.fc3"], ["q_prj"])),
     row(clip_suite, r"method\.modules leaves no module", modules=["!*"]),
     row(lambda: stack_suite(tricky.tied), r"layers\.0\.(first|second)\.weight.*one parameter.*"),
-    *(row(lambda: stack_suite(tricky.idle), SPARE, **more) for more in ({}, PLUS)),
+    row(lambda: stack_suite(tricky.idle), SPARE),
     *(row(lambda sizes=sizes: rebatched(tricky.shares_sometimes, **sizes),
           rf"task {next(iter(sizes))}, block .*first.*method\.modules=\['!", **more)
       for sizes, more in (({"task_1": (2, 5)}, {}), ({"task_0": (5, 2)}, PLUS))),
     row(lambda: stack_suite(tricky.in_place_residual),
         r"module .*first: .*overwrites its input.*method\.modules=\['!"),
-    *(row(lambda block=block: stack_suite(block),
-          rf"block layers\.0: module layers\.0\.{name} .*{kind}.*{weight}.*method\.modules")
-      for block, name, kind, weight in (
-          (tricky.fused_attention, "attention", "MultiheadAttention", "in_proj_weight"),
-          (tricky.mixture, "experts", "ParameterDict", "stacked"))),
+    row(lambda: stack_suite(tricky.fused_attention),
+        r"module layers\.0\.attention .*MultiheadAttention.*in_proj_weight.*method\.modules"),
     row(lambda: suite_named("deberta-v2"),
         r"receives a table of relative positions.*modules=\['!.*attention\.self", **PLUS),
 ]  # fmt: skip

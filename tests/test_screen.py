@@ -81,11 +81,3 @@ def test_normal_run_is_short(tmp_path: Path) -> None:
     assert "Loading model" in log and "Unused argument: base_model=any" in log
     assert "tensor by tensor from files" in log and "settings of featcal: samples_per_task=8" in log
     assert (tmp_path / "log" / "program_report.json").stat().st_size > 100
-
-
-def test_default_suite_takes_forty_lines_with_its_tables(tmp_path: Path) -> None:
-    words = ["method=featcal", "modelpool=clip-vit-mini_TA6", "path.log_dir=log"]
-    words += ["method.samples_per_task=8", "+modelpool.default_taskpool.fast_dev_run=true"]
-    output = screen(words, tmp_path)
-    assert output.code == 0 and len(output.lines) <= 40, output.text
-    assert "featcal:plus" in output.text and "gain over merger" in output.text

@@ -247,10 +247,12 @@ class ResidualBlock(nn.Module):
 class ResidualNet(nn.Module):
     """Residual blocks between two linear maps that are not calibrated."""
 
+    Block: type[ResidualBlock] = ResidualBlock
+
     def __init__(self, width: int = 6, hidden: int = 9, depth: int = 3) -> None:
         super().__init__()
         self.embed = nn.Linear(4, width)
-        self.layers = nn.ModuleList(ResidualBlock(width, hidden) for _ in range(depth))
+        self.layers = nn.ModuleList(self.Block(width, hidden) for _ in range(depth))
         self.head = nn.Linear(width, 2)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -106,12 +106,6 @@ def fused_attention(block: Any, hidden: Tensor) -> Tensor:
     return hidden + block.only(mixed[:, 0])
 
 
-@block_of(only=linear, experts=lambda: nn.ParameterDict({"stacked": torch.randn(3, 4, 4)}))
-def mixture(block: Any, hidden: Tensor) -> Tensor:
-    """Experts of a mixture, stacked in one parameter `[experts, 4, 4]`."""
-    return hidden + block.only(torch.einsum("nd,edf->nf", hidden, block.experts["stacked"]))
-
-
 @block_of(norm=partial(nn.LayerNorm, 4, bias=False), place=partial(nn.Embedding, 1, 4), only=linear)
 def gainful(block: Any, hidden: Tensor) -> Tensor:
     """A norm with gain but no shift, and a matrix of position features as an embedding."""
@@ -157,22 +151,17 @@ class Masked(nn.Module):
         return self.layers[0](x)
 
 
-class Linked(ResidualNet):
-    """Blocks that receive more than the hidden features."""
+class PlusFirst(ResidualBlock):
+    """Adds a second input."""
 
-    Block: type[nn.Module] = ResidualBlock
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(self.Block(6, 9) for _ in range(3))
+    def forward(self, hidden: Tensor, first: Tensor | None = None) -> Tensor:
+        return super().forward(hidden) + (0 if first is None else 0.1 * first)
 
 
-class Remembering(Linked):
-    """Later blocks receive what the first one gave."""
+class Remembering(ResidualNet):
+    """Later blocks receive the output of the first one."""
 
-    class Block(ResidualBlock):
-        def forward(self, hidden: Tensor, first: Tensor | None = None) -> Tensor:
-            return super().forward(hidden) + (0 if first is None else 0.1 * first)
+    Block = PlusFirst
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = first = self.layers[0](self.embed(x))
@@ -181,14 +170,19 @@ class Remembering(Linked):
         return self.head(hidden)
 
 
-class Sharing(Linked):
-    """Blocks hand a mapping around, into which each writes what the next one reads."""
+class PlusLast(ResidualBlock):
+    """Adds the output of the block before it, out of a mapping that all blocks share."""
 
-    class Block(ResidualBlock):
-        def forward(self, hidden: Tensor, shared: Any = None) -> Tensor:
-            before = shared.get("before", 0)
-            shared["before"] = super().forward(hidden)
-            return shared["before"] + 0.1 * before
+    def forward(self, hidden: Tensor, shared: Any = None) -> Tensor:
+        before = shared.get("before", 0)
+        shared["before"] = super().forward(hidden)
+        return shared["before"] + 0.1 * before
+
+
+class Sharing(ResidualNet):
+    """Blocks pass a mapping on, into which they write."""
+
+    Block = PlusLast
 
     def forward(self, x: Tensor) -> Tensor:
         hidden, shared = self.embed(x), {}
