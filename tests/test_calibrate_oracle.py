@@ -67,9 +67,15 @@ T5S: list[tuple[dict[str, Any], Knobs]] = [
 ]
 TARGETS = {"decoder_rows": "targets"}
 BLOCKS = {
-    tricky.used_twice: ((5, 3), PAPER), tricky.views: ((2, 5, 1), FREE),
-    tricky.keyword_calls: ((5, 3), FREE), tricky.gainful: ((2, 5, 1), PAPER),
+    "used_twice": ((5, 3), PAPER), "views": ((2, 5, 1), FREE), "keyword_calls": ((5, 3), FREE),
+    "gainful": ((2, 5, 1), PAPER),
 }  # fmt: skip
+
+
+def tricky_suite(name: str, sizes: tuple[int, ...]) -> Suite:
+    return tricky.stack_suite(getattr(tricky, name), sizes=sizes, seed=1)
+
+
 CASES: dict[str, tuple[Callable[[], Suite], Knobs, dict[str, Any]]] = {
     **{f"clip {n}": (lambda s=s: clip_suite(**s), k, {}) for n, (s, k) in enumerate(CLIPS)},
     "clip, replayed": (lambda: replayed(clip_suite()), Knobs(demo_last_block=True), {}),
@@ -84,8 +90,8 @@ CASES: dict[str, tuple[Callable[[], Suite], Knobs, dict[str, Any]]] = {
     "gpt2": (tiny.gpt2_suite, SMALL, {}),
     "residual": (tiny.residual_suite, SMALL, {}),
     **{
-        block.__name__: (lambda b=block, s=s: tricky.stack_suite(b, sizes=s, seed=1), knobs, {})
-        for block, (s, knobs) in BLOCKS.items()
+        name: (lambda name=name, sizes=sizes: tricky_suite(name, sizes), knobs, {})
+        for name, (sizes, knobs) in BLOCKS.items()
     },
     "convolutions, alpha 0": (net_suite, Knobs(alpha=0.0, lam=0.5, rho=0.5, norm=False), {}),
     "convolutions, alpha 1": (net_suite, Knobs(alpha=1.0, lam=1e-3, rho=1.0), {}),
@@ -161,9 +167,8 @@ PLUS_SUITES: dict[str, Callable[[], Suite]] = {
     },
     **{make: lambda make=make: replayed(suite_named(make)) for make in ("gpt_neox", "cohere")},
     **{
-        block.__name__: lambda block=block: tricky.stack_suite(block, sizes=(5, 2), seed=1)
-        for block in (tricky.used_twice, tricky.keyword_calls, tricky.few_outputs, tricky.biased,
-                      tricky.plain)
+        name: lambda name=name: tricky_suite(name, (5, 2))
+        for name in ("used_twice", "keyword_calls", "few_outputs", "biased", "plain")
     },
 }  # fmt: skip
 # One make with fused projections and one with parallel branches run each time.

@@ -1,7 +1,7 @@
 """Networks whose blocks do what a careless engine gets wrong. Inputs are `[samples, 4]` tensors."""
 
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,22 +24,17 @@ class Block(nn.Module):
         return self.run(self, hidden)
 
 
-def block_of(**makers: MakeBlock) -> Callable[[Callable[[Any, Tensor], Tensor]], MakeBlock]:
-    """Turn a function into a maker of blocks of the named modules."""
-
-    def maker(run: Callable[[Any, Tensor], Tensor]) -> MakeBlock:
-        return wraps(run)(lambda: Block(run, {name: make() for name, make in makers.items()}))
-
-    return maker
+def block_of(run: Callable[[Any, Tensor], Tensor], **makers: MakeBlock) -> MakeBlock:
+    """Maker of blocks of the named modules that run a function."""
+    return lambda: Block(run, {name: make() for name, make in makers.items()})
 
 
-linear = partial(nn.Linear, 4, 4)
-two_maps = block_of(first=linear, second=linear)
+linear, one_output = partial(nn.Linear, 4, 4), partial(nn.Linear, 4, 1)
+attention = partial(nn.MultiheadAttention, 4, 2, batch_first=True)
+two_maps: Any = partial(block_of, first=linear, second=linear)
 
 
-@two_maps
-def in_place_residual(block: Any, hidden: Tensor) -> Tensor:
-    """Writes into its own input and into what its modules received."""
+def _in_place(block: Any, hidden: Tensor) -> Tensor:
     inner = block.first(hidden).tanh_()
     update = block.second(inner)
     inner.zero_()
@@ -47,34 +42,41 @@ def in_place_residual(block: Any, hidden: Tensor) -> Tensor:
     return hidden
 
 
-@two_maps
-def used_twice(block: Any, hidden: Tensor) -> Tensor:
-    """Runs one map twice a pass: its rows are those of both calls."""
-    return hidden + block.second(block.first(hidden) * block.first(hidden.cos())).tanh()
-
-
-@two_maps
-def shares_sometimes(block: Any, hidden: Tensor) -> Tensor:
-    """Both maps receive one tensor in large batches, and equal copies of it in small ones."""
-    other = hidden if len(hidden) > 2 else hidden.clone()
-    return hidden + (block.first(hidden) * block.second(other)).tanh()
-
-
-@two_maps
-def views(block: Any, hidden: Tensor) -> Tensor:
-    """Maps that receive short-lived views, whose addresses the next one may reuse."""
-    return hidden + (block.first(hidden.flip(-1)) * block.second(hidden.roll(1, -1))).tanh()
-
-
-@two_maps
-def keyword_calls(block: Any, hidden: Tensor) -> Tensor:
-    """Names the argument when it calls its maps."""
-    return hidden + block.second(input=block.first(input=hidden).tanh())
-
-
-@two_maps
-def chain(block: Any, hidden: Tensor) -> Tensor:
-    return hidden + block.second(block.first(hidden).tanh())
+# Writes into its own input and into the inputs of its modules.
+in_place_residual = two_maps(_in_place)
+# Runs one map twice a pass, so that its rows are those of both calls.
+used_twice = two_maps(lambda b, x: x + b.second(b.first(x) * b.first(x.cos())).tanh())
+# Both maps receive one tensor in large batches, and equal copies of it in small ones.
+shares_sometimes = two_maps(
+    lambda b, x: x + (b.first(x) * b.second(x if len(x) > 2 else x.clone())).tanh()
+)
+# Maps that receive short-lived views, whose addresses the next one may reuse.
+views = two_maps(lambda b, x: x + (b.first(x.flip(-1)) * b.second(x.roll(1, -1))).tanh())
+# Names the argument when it calls its maps.
+keyword_calls = two_maps(lambda b, x: x + b.second(input=b.first(input=x).tanh()))
+chain = two_maps(lambda b, x: x + b.second(b.first(x).tanh()))
+# Maps that share an input of four and have two outputs together.
+few_outputs = block_of(
+    lambda b, x: x + (b.first(x).tanh() - 2 * b.second(x).tanh()),
+    first=one_output,
+    second=one_output,
+)
+plain = block_of(lambda b, x: x + b.only(x), only=partial(nn.Linear, 4, 4, bias=False))
+biased = block_of(lambda b, x: x + b.only(x), only=linear)
+idle = block_of(lambda b, x: x + b.only(x), only=linear, spare=linear)
+# The weights of q, k and v are one parameter.
+fused_attention = block_of(
+    lambda b, x: x + b.only(b.attention(*[x[:, None]] * 3)[0][:, 0]),
+    attention=attention,
+    only=linear,
+)
+# A norm with gain but no shift, and a matrix of position features as an embedding.
+gainful = block_of(
+    lambda b, x: x + b.only(b.norm(x + b.position.weight)),
+    norm=partial(nn.LayerNorm, 4, bias=False),
+    position=partial(nn.Embedding, 1, 4),
+    only=linear,
+)
 
 
 def tied() -> nn.Module:
@@ -82,34 +84,6 @@ def tied() -> nn.Module:
     block: Any = chain()
     block.second.weight = block.first.weight
     return block
-
-
-def through_only(block: Any, hidden: Tensor) -> Tensor:
-    return hidden + block.only(hidden)
-
-
-@block_of(first=partial(nn.Linear, 4, 1), second=partial(nn.Linear, 4, 1))
-def few_outputs(block: Any, hidden: Tensor) -> Tensor:
-    """Maps that share an input of four and have two outputs together."""
-    return hidden + (block.first(hidden).tanh() - 2 * block.second(hidden).tanh())
-
-
-plain = block_of(only=partial(nn.Linear, 4, 4, bias=False))(through_only)  # zero in, zero out
-biased = block_of(only=linear)(through_only)
-idle = block_of(only=linear, spare=linear)(through_only)
-
-
-@block_of(attention=partial(nn.MultiheadAttention, 4, 2, batch_first=True), only=linear)
-def fused_attention(block: Any, hidden: Tensor) -> Tensor:
-    """The weights of q, k and v are one parameter."""
-    mixed, _ = block.attention(hidden[:, None], hidden[:, None], hidden[:, None])
-    return hidden + block.only(mixed[:, 0])
-
-
-@block_of(norm=partial(nn.LayerNorm, 4, bias=False), place=partial(nn.Embedding, 1, 4), only=linear)
-def gainful(block: Any, hidden: Tensor) -> Tensor:
-    """A norm with gain but no shift, and a matrix of position features as an embedding."""
-    return hidden + block.only(block.norm(hidden + block.place.weight))
 
 
 class Stack(nn.Module):
