@@ -29,8 +29,8 @@ def backend_by_backend() -> None:
     backends.mkldnn.matmul.fp32_precision = "bf16"
 
 
-BACKENDS = [backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv,
-            backends.mkldnn.conv]  # fmt: skip
+cpu: Any = backends.mkldnn
+BACKENDS = [backends.cuda.matmul, cpu.matmul, backends.cudnn.conv, cpu.conv]
 
 
 @pytest.fixture(params=[older_functions, everything_at_once, backend_by_backend])

@@ -2,8 +2,8 @@
 
 import pytest
 from calibrations import PLUS, assert_identical, assert_same, run_fast, run_slow
-from model_types import suite_named
-from tiny_models import VISION_LANGUAGE_REPLAY, WHISPER_REPLAY, Suite, vision_language_batch
+from model_types import VISION_LANGUAGE_REPLAY, WHISPER_REPLAY, suite_named
+from tiny_models import Suite, vision_language_batch
 
 
 def single_images() -> Suite:

@@ -32,6 +32,17 @@ RELATIVE: dict[str, Any] = {
     "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
     "type_vocab_size": 0,
 }  # fmt: skip
+VISION_LANGUAGE_REPLAY: dict[str, Any] = {
+    "name": "replay",
+    "blocks": [["model.visual.blocks.*"], ["model.language_model.layers.*"]],
+    "mask": [None, "attention_mask"],
+}
+WHISPER_REPLAY: dict[str, Any] = {
+    "name": "replay",
+    "blocks": [["model.encoder.layers.*"], ["model.decoder.layers.*"]],
+    "mask": [None, "labels"],
+    "other_masks": {"encoder_attn.[kv]_proj": None},
+}
 Model = tuple[nn.Module, dict[str, list]]
 
 
@@ -246,9 +257,9 @@ VISION = (
 OTHERS = (
     _row("vision tower", "clip_vision_model", family="clip"),
     Row("t5", "encoder-decoder", _t5, family="t5", replay=tiny.REPLAY),
-    Row("whisper", "encoder-decoder", _whisper, family="whisper", replay=tiny.WHISPER_REPLAY),
+    Row("whisper", "encoder-decoder", _whisper, family="whisper", replay=WHISPER_REPLAY),
     *(Row(kind, "vision-language", partial(_vision_language, kind), family="vision_language",
-          replay=tiny.VISION_LANGUAGE_REPLAY) for kind in ("qwen2_vl", "qwen2_5_vl")),
+          replay=VISION_LANGUAGE_REPLAY) for kind in ("qwen2_vl", "qwen2_5_vl")),
 )  # fmt: skip
 MIXTURES = (
     _row("mixture", "mixtral", {"num_local_experts": 4}),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tiny_models import Suite, batched, normal, replayed, suite_of
+from tiny_models import Suite, replayed, samples_by_task, suite_of
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification
 
@@ -41,12 +41,9 @@ class Net(nn.Module):
         return x.flatten(2).mean(2)
 
 
-def images(*, tasks: int = 2, sizes: Sequence[int] = (5, 3), side: int = 6, seed: int = 0) -> dict:
-    """Images by task, unlike in scale and mean."""
-    return {
-        f"task_{i}": batched((1 + i) * normal(seed + i, sum(sizes), 3, side, side) + i / 2, sizes)
-        for i in range(tasks)
-    }
+def images(*, tasks: int = 2, sizes: Sequence[int] = (5, 3), side: int = 6, seed: int = 0) -> Any:
+    """Images by task."""
+    return samples_by_task(tasks, sizes, 3, side, side, seed=seed)
 
 
 def with_statistics(suite: Suite, seed: int = 0) -> Suite:
@@ -86,9 +83,7 @@ class Vectors(nn.Module):
 
 
 def vector_suite() -> Suite:
-    inputs: dict[str, list] = {
-        f"task_{i}": batched((i + 1) * normal(i, 9, 3, 7), (5, 4)) for i in range(2)
-    }
+    inputs: Any = samples_by_task(2, (5, 4), 3, 7)
     torch.manual_seed(8)
     return with_statistics(replayed(nn.Sequential(Vectors()), inputs, ["0"], 8))
 

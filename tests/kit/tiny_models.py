@@ -81,6 +81,16 @@ def batched(samples: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return list(samples.split(list(sizes)))
 
 
+def samples_by_task(
+    tasks: int, sizes: Sequence[int], *shape: int, seed: int = 0
+) -> dict[str, list[Tensor]]:
+    """Batches of numbers by task, which differ in scale and mean."""
+    return {
+        f"task_{i}": batched((i + 1) * normal(seed + i, sum(sizes), *shape) + i, sizes)
+        for i in range(tasks)
+    }
+
+
 def blocks_of(model: nn.Module, class_name: str) -> list[str]:
     """Names of the blocks; transformers moved CLIP's between releases."""
     return [name for name, m in model.named_modules() if type(m).__name__.endswith(class_name)]
@@ -265,10 +275,7 @@ class ResidualNet(nn.Module):
 def residual_suite(*, tasks: int = 2, sizes: Sequence[int] = (9, 6), seed: int = 0) -> Suite:
     """Residual network on plain `[samples, features]` tensors: a row is a sample."""
     torch.manual_seed(seed)
-    inputs: dict[str, list] = {
-        f"task_{index}": batched((index + 1) * normal(seed + index, sum(sizes), 4) + index, sizes)
-        for index in range(tasks)
-    }
+    inputs: Any = samples_by_task(tasks, sizes, 4, seed=seed)
     return replayed(ResidualNet(), inputs, [f"layers.{i}" for i in range(3)], seed)
 
 
@@ -331,11 +338,6 @@ REPLAY: dict[str, Any] = {
     "mask": ["attention_mask", "labels"],
     "other_masks": {"EncDecAttention.[kv]": "attention_mask"},
 }
-VISION_LANGUAGE_REPLAY: dict[str, Any] = {
-    "name": "replay",
-    "blocks": [["model.visual.blocks.*"], ["model.language_model.layers.*"]],
-    "mask": [None, "attention_mask"],
-}
 _IMAGE_TOKENS = (32, 30, 30, 30, 30, 33)  # 16 patches, of which four make a token
 
 
@@ -352,14 +354,6 @@ def vision_language_batch(lengths: Sequence[int], seed: int) -> dict[str, Tensor
     if not transformers.__version__.startswith("4"):
         batch["mm_token_type_ids"] = (batch["input_ids"] == _IMAGE_TOKENS[1]).long()
     return batch
-
-
-WHISPER_REPLAY: dict[str, Any] = {
-    "name": "replay",
-    "blocks": [["model.encoder.layers.*"], ["model.decoder.layers.*"]],
-    "mask": [None, "labels"],
-    "other_masks": {"encoder_attn.[kv]_proj": None},
-}
 
 
 def whisper_batch(target_lengths: Sequence[int], seed: int) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tiny_models import ResidualBlock, ResidualNet, Suite, batched, normal, replayed, suite_of
+from tiny_models import ResidualBlock, ResidualNet, Suite, replayed, samples_by_task, suite_of
 from torch import Tensor, nn
 
 MakeBlock = Callable[[], nn.Module]
@@ -107,10 +107,7 @@ def stack_suite(
 ) -> Suite:
     """Suite of such blocks, in float64."""
     torch.manual_seed(seed)
-    inputs: dict[str, list] = {
-        f"task_{index}": batched((index + 1) * normal(seed + index, sum(sizes), 4) + index, sizes)
-        for index in range(tasks)
-    }
+    inputs: Any = samples_by_task(tasks, sizes, 4, seed=seed)
     return replayed(Stack(make_block), inputs, ["layers.0", "layers.1"], seed)
 
 
@@ -177,5 +174,4 @@ class Backwards(ResidualNet):
 
 def net_suite(model: nn.Module) -> Suite:
     """Suite of a ResidualNet, in float64, of which `auto` finds the family."""
-    inputs: dict[str, list] = {t: batched(normal(n, 9, 4), (4, 5)) for n, t in enumerate("ab")}
-    return suite_of(model, inputs, ["layers.0", "layers.1", "layers.2"], 1)
+    return suite_of(model, samples_by_task(2, (4, 5), 4), ["layers.0", "layers.1", "layers.2"], 1)
