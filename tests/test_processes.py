@@ -87,7 +87,7 @@ def assert_all_raise(errors: list[Any], message: str, kind: type[Exception]) -> 
 CASES: dict[str, tuple[Callable[[], Suite], int, Any, dict[str, Any]]] = {
     "clip": (clip_suite, 4, PLUS, {}),
     "few samples": (few_samples, 4, PAPER, {"samples_per_task": 99}),
-    "one task": (lambda: clip_suite(tasks=1, sizes=(4, 4)), 3, PLUS, {}),
+    "one task": (lambda: clip_suite(tasks=1, sizes=(4, 4)), 2, PLUS, {}),
     "held out, copies": (clip_suite, 2, PAPER, {"held_out": 2, "augment": "jitter"}),
     "t5": (lambda: t5_suite(depths=(1, 1)), 2, PLUS, {}),
     "gpt2": (gpt2_suite, 2, PAPER, {}),
