@@ -41,11 +41,6 @@ FIXED: dict[str, Any] = RULES | {"plus": PLUS | {"rule": Plus(gammas=dict.fromke
 rules = pytest.mark.parametrize("rule", RULES)
 
 
-def cells(*names: str) -> Any:
-    """Parametrize a test by suites and rules."""
-    return pytest.mark.parametrize(("name", "rule"), [n.rsplit(" ", 1) for n in names], ids=names)
-
-
 @cache
 def reference(name: str, rule: str) -> CalibrationResult:
     return run_fast(SUITES[name](), **RULES[rule])
@@ -109,7 +104,10 @@ def test_variations_change_nothing(variation: str, cell: str, tmp_path: Path):
         assert logs[0] == logs[1]
 
 
-@cells("clip plus", "t5 paper", "open_clip paper", "batch norm plus")
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("clip", "plus"), ("t5", "paper"), ("open_clip", "paper"), ("batch norm", "plus")],
+)
 def test_inputs_and_models_are_untouched_and_nothing_is_shared(name: str, rule: str):
     suite = SUITES[name]()
     next(suite.merged.parameters()).requires_grad_(False)
