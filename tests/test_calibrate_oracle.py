@@ -150,7 +150,6 @@ def small_clip(**shape: Any) -> Suite:
 
 
 PLUS_SUITES: dict[str, Callable[[], Suite]] = {
-    "clip": clip_suite,
     "t5": lambda: t5_suite(depths=(1, 2)),
     "llama": decoder_suite,
     "gpt2": tiny.gpt2_suite,

@@ -126,7 +126,7 @@ def test_inputs_and_models_are_untouched_and_nothing_is_shared(name: str, rule: 
 STILL = [Knobs(), Knobs(alpha=1.0, lam=1e-3, rho=-1.0), Knobs(alpha=0.0, lam=3.0, rho=0.5)]
 
 
-@pytest.mark.parametrize("name", ["clip", "t5", "gpt2", "batch norm"])
+@pytest.mark.parametrize("name", ["clip", "t5", "batch norm"])
 def test_nothing_moves_if_experts_and_base_are_the_merged_model(name: str):
     suite = SUITES[name]()
     experts = dict.fromkeys(suite.experts, suite.merged)
@@ -134,10 +134,10 @@ def test_nothing_moves_if_experts_and_base_are_the_merged_model(name: str):
     for knobs in STILL if name == "clip" else STILL[:1]:
         model = run_fast(still, knobs, batch_norm="merged").model
         assert_same(model, suite.merged, 1e-7)
-        if name == "clip":  # the default eps moves weights by its share of eps + lambda
-            shifted = run_fast(still, replace(knobs, eps=1e-4)).model
-            assert distance(shifted, suite.merged) <= 1e-4 / (1e-4 + knobs.lam) + EXACT
     assert_same(run_fast(still, batch_norm="merged", **PLUS).model, suite.merged, 1e-7)
+    if name == "clip":  # the default eps moves weights by its share of eps + lambda
+        shifted = run_fast(still, Knobs(lam=0.05, eps=1e-4)).model
+        assert distance(shifted, suite.merged) <= 1e-4 / (1e-4 + 0.05) + EXACT
 
 
 @pytest.mark.parametrize(

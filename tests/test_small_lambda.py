@@ -7,7 +7,7 @@ from small_lambda import ALLOWED, CASES, SMALL
 from tiny_models import clip_suite
 
 # One family of each arrangement; test-newest runs all of them.
-EACH_TIME = ("clip, 1 image a task", "t5", "llama", "gpt2 (replay)")
+EACH_TIME = ("clip, 1 image a task", "llama", "gpt2 (replay)")
 NAMES = [n if n in EACH_TIME else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 
 
