@@ -151,9 +151,12 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Callable[[list[str]], str]:
     """The text that a command prints with `--plan`, once all checks have passed."""
 
     def planned(arguments: list[str]) -> str:
+        folder = Path(arguments[arguments.index("--out") + 1]).parent
+        before = sorted(folder.iterdir())
         code = main([*arguments, "--plan"])
-        printed = capsys.readouterr()
-        assert code == 0 and "nothing was run" in printed.out, printed.err
-        return printed.out
+        screen = capsys.readouterr()
+        assert code == 0 and "nothing was run" in screen.out, screen.err
+        assert "read from experts" in screen.out and sorted(folder.iterdir()) == before
+        return screen.out
 
     return planned

@@ -146,13 +146,6 @@ def test_models_that_do_not_fit_are_merged_and_evaluated_from_files(finished, fo
     assert AutoModelForCausalLM.from_pretrained(folder / "out").config.model_type == "llama"
 
 
-def test_a_plan_does_nothing(models, plan):
-    before = sorted(models.iterdir())
-    text = plan(words(models))
-    assert sorted(models.iterdir()) == before and "saved: " not in text
-    assert "one: 12 samples of " in text and "read from experts" in text
-
-
 # --- kinds of models and data ---
 
 
