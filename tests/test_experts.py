@@ -132,7 +132,7 @@ BOOKKEEPING = {
 
 
 def difference(config: Any, reference: Any, ignored: tuple[str, ...] = ()) -> str:
-    """Message of the comparison; empty if there is none."""
+    """Message of the comparison, empty if there is none."""
     try:
         check_same_function("two", config, reference, ignored)
     except CalibrationError as error:

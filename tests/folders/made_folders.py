@@ -29,7 +29,7 @@ from transformers import (
 
 CHAT = "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}"
 ROWS = 30
-HELD = ROWS // 5
+HELD_OUT = ROWS // 5
 FEW = ("--set", "samples_per_task=12", "--set", "batch_size=4", "--force")
 """Few samples; the experts are noise, and mostly no better than guessing."""
 PAPER = ("--preset", "paper")
@@ -78,7 +78,7 @@ def words(
     return [*arguments, *more]
 
 
-def made_once(make: Callable[[Path], Models]) -> Callable[[Path], Models]:
+def created_once(make: Callable[[Path], Models]) -> Callable[[Path], Models]:
     """Make folders once in a process, and copies of them and of their models for each test."""
 
     @cache
@@ -114,7 +114,7 @@ def write_models(
     experts: Mapping[str, Any] | None = None,
     merged: Any = None,
 ) -> Models:
-    """Save base, two experts and their merged model; return them in memory."""
+    """Save base, two experts and their merged model, and return them."""
     if experts is None:
         experts = {task: scatter(base, 10 + n, 0.03) for n, task in enumerate(TASKS)}
     models = {"base": base, **experts, "merged": merged or add_up(base, experts, 0.4)}
@@ -132,7 +132,7 @@ def language_folders(make: Callable[[], Any], *, ends: bool = False) -> Callable
             write_rows(folder / f"{task}.jsonl", sentences(task, ROWS))
         return write_models(folder, make(), word_tokenizer(ends=ends))
 
-    return made_once(folders)
+    return created_once(folders)
 
 
 def gpt2_model() -> nn.Module:
@@ -153,14 +153,14 @@ def write_adapters(folder: Path, base: nn.Module) -> None:
         write_adapter(folder / f"{task}-lora", base, number, lora_alpha=1)
 
 
-@made_once
+@created_once
 def classifier_folders(folder: Path) -> Models:
     """BERT sequence classifiers whose heads have two and three classes, and labelled texts."""
     size: Any = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     size |= {"intermediate_size": 12, "vocab_size": 23, "max_position_embeddings": 32}
     torch.manual_seed(0)
     base = scatter(BertForSequenceClassification(BertConfig(**size, num_labels=2)), 0, 0.1)
-    experts, same_heads = {}, {}
+    experts, with_base_head = {}, {}
     for number, task in enumerate(TASKS):
         labels = ["no", "yes", "maybe"][: 2 + number]
         numbers = {label: number for number, label in enumerate(labels)}
@@ -168,17 +168,17 @@ def classifier_folders(folder: Path) -> Models:
         expert: Any = BertForSequenceClassification(config)
         expert.bert.load_state_dict(base.get_submodule("bert").state_dict())
         experts[task] = scatter(expert, 20 + number, 0.03)
-        same_heads[task] = copy.deepcopy(base)
-        same_heads[task].bert = experts[task].bert
+        with_base_head[task] = copy.deepcopy(base)
+        with_base_head[task].bert = experts[task].bert
         texts = enumerate(sentences(task, ROWS))
         rows = [{"text": row["prompt"], "label": labels[n % len(labels)]} for n, row in texts]
         write_rows(folder / f"{task}.jsonl", rows)
-    merged = add_up(base, same_heads, 0.4)
+    merged = add_up(base, with_base_head, 0.4)
     tokenizer = word_tokenizer(model_max_length=32)
     return write_models(folder, base, tokenizer, experts, merged)
 
 
-@made_once
+@created_once
 def image_classifier_folders(folder: Path) -> Models:
     """ViT image classifiers with heads of three classes, and folders of images."""
     config = ViTConfig(
@@ -195,7 +195,7 @@ def image_classifier_folders(folder: Path) -> Models:
     return write_models(folder, scatter(ViTForImageClassification(config), 0, 0.1), processor)
 
 
-@made_once
+@created_once
 def clip_folders(folder: Path) -> Models:
     """Whole CLIPs whose vision towers differ, and folders of images."""
     write_clip(folder / "base")

@@ -65,7 +65,7 @@ def test_every_call_that_could_run_code_forbids_it():
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Iterator[Path]:
-    """An empty folder; whoever is asked on the terminal answers yes. No planted code may run."""
+    """An empty folder. Questions on the terminal are answered with yes. No planted code may run."""
     (tmp_path / "answers").write_text("y\n" * 20)
     with (tmp_path / "answers").open() as answers:
         monkeypatch.setattr(sys, "stdin", answers)

@@ -46,7 +46,7 @@ def text(name: str, content: str = "") -> Prepare:
 
 
 def keys(name: str, **changes: Any) -> Prepare:
-    """Change keys of a JSON file; those that become None are removed."""
+    """Change keys of a JSON file, and remove those that become None."""
 
     def prepare(folder: Path) -> None:
         content = json.loads((folder / name).read_text()) | changes
@@ -56,7 +56,7 @@ def keys(name: str, **changes: Any) -> Prepare:
 
 
 def rows(*content: Any, tasks: tuple[str, ...] = ("one",)) -> Prepare:
-    """Replace the rows of tasks; they repeat to 24."""
+    """Replace the rows of tasks, repeated to 24."""
 
     def prepare(folder: Path) -> None:
         for task in tasks:

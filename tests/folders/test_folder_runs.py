@@ -10,7 +10,7 @@ import torch
 import yaml
 from made_folders import (
     CHAT,
-    HELD,
+    HELD_OUT,
     PAPER,
     ROWS,
     SCORES,
@@ -75,7 +75,7 @@ def test_a_language_model_as_calibrated_in_python_without_held_out_rows(finished
     encoder = TextEncoder(word_tokenizer(padding_side="right"), "causal", 1024)
     batches = {}
     for task in TASKS:
-        order = sample_order(ROWS, task, 42)[: ROWS - HELD]
+        order = sample_order(ROWS, task, 42)[: ROWS - HELD_OUT]
         samples = [encoder.sample(sentences(task, ROWS)[index], "") for index in order]
         batches[task] = [pad_samples(samples[n : n + 4], encoder) for n in range(0, len(order), 4)]
     experts = {task: run.models[task] for task in TASKS}
@@ -91,9 +91,9 @@ def test_report_and_screen(finished):
     run = finished("llama")
     assert list(run.report.rows) == ["experts", "merged", "featcal"]
     assert set(run.report.loss["featcal"]) == {*TASKS, "average"}
-    assert run.report.test_sets["one"]["items"] == HELD
-    assert run.report.samples["featcal"]["one"]["samples"] == ROWS - HELD
-    assert "plan: " in run.screen and f"; evaluated on {HELD} rows" in run.screen
+    assert run.report.test_sets["one"]["items"] == HELD_OUT
+    assert run.report.samples["featcal"]["one"]["samples"] == ROWS - HELD_OUT
+    assert "plan: " in run.screen and f"; evaluated on {HELD_OUT} rows" in run.screen
     text = " ".join(run.screen.split())  # the last notes are wrapped
     assert run.notes and [text.count(note) for note in run.notes] == [1] * len(run.notes)
     assert not (run.folder / "out.blocks").exists()
@@ -192,8 +192,8 @@ def test_peft_loads_the_best_adapter_of_its_rank(finished, name, rank):
         if key.startswith(tied):
             expected = before[key]
         elif value.ndim == 2:
-            left, size, right = torch.linalg.svd(after[key] - before[key], full_matrices=False)
-            expected = before[key] + (left[:, :rank] * size[:rank]) @ right[:rank]
+            u, size, v = torch.linalg.svd(after[key] - before[key], full_matrices=False)
+            expected = before[key] + (u[:, :rank] * size[:rank]) @ v[:rank]
             lost, energy = lost + size[rank:].square().sum(), energy + size.square().sum()
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
     share = f"adapter of rank {rank}: {100 * lost / energy:.1f} % of the change's energy is lost"
@@ -236,7 +236,7 @@ def test_text_classifiers_keep_their_heads(finished):
     assert set(head) == {"classifier.weight", "classifier.bias"}
     expert = run.models["two"].state_dict()
     assert all(torch.equal(value, expert[name]) for name, value in head.items())
-    assert run.report.test_sets["two"]["items"] == HELD
+    assert run.report.test_sets["two"]["items"] == HELD_OUT
 
 
 def test_a_base_without_the_head_of_its_classifiers(tmp_path, capsys):
@@ -258,7 +258,7 @@ def test_image_classifiers(finished):
     saved = type(run.models["base"]).from_pretrained(run.out)
     assert changed(saved, run.models["merged"])
     assert (run.out / "preprocessor_config.json").is_file()
-    assert run.report.test_sets["one"]["items"] == HELD  # of a table with columns of other names
+    assert run.report.test_sets["one"]["items"] == HELD_OUT  # of a table
     with open(run.out / "featcal" / "lines.csv", newline="") as file:
         lines = [line for line in csv.DictReader(file) if line["metric"] == "loss"]
     for task in TASKS:  # heads are the same, bodies are not

@@ -36,7 +36,7 @@ class Request:
 class Repository:
     """A repository of models or data: content by path, at its newest revision and at others.
 
-    `times` is the number of requests that fail before all is well; None: all fail.
+    `times` is the number of requests that fail before all is well, or None if all fail.
     """
 
     files: dict[str, bytes]
@@ -51,7 +51,7 @@ class Repository:
         return commit_of(self.files)
 
     def at(self, revision: str) -> dict[str, bytes] | None:
-        """Files of a branch, tag or commit; None: there is no such revision."""
+        """Files of a branch, tag or commit, or None if there is no such revision."""
         named = {"main": self.files, **self.revisions}
         commits = {commit_of(files): files for files in named.values()}
         return (named | commits).get(revision)
@@ -70,7 +70,7 @@ class Mirror:
     """The mirror: a context manager that serves until it is left.
 
     Attributes:
-        repositories: Id -> repository; ids of datasets begin with `datasets/`.
+        repositories: Id -> repository. Ids of datasets begin with `datasets/`.
         renamed: Former id -> id.
         requests: Requests so far.
     """

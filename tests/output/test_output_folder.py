@@ -251,12 +251,12 @@ def test_files_of_killed_processes_are_removed_and_others_stay(tmp_path: Path):
     host = owner_mark().removesuffix(f"-{os.getpid()}")
     orphan = f".block-0000.safetensors.{host}-{dead}-0.part"
     alive = f".blocks.json.{host}-{os.getppid()}-0.part"
-    others = {f".blocks.json.elsewhere-{dead}-0.part", alive, ".mine.part", "notes.txt"}
-    for name in (orphan, *others):
+    unrelated = {f".blocks.json.elsewhere-{dead}-0.part", alive, ".mine.part", "notes.txt"}
+    for name in (orphan, *unrelated):
         (tmp_path / name).write_text("half")
     run(small_clip(), tmp_path)
     names = {entry.name for entry in tmp_path.iterdir()}
-    assert others <= names and orphan not in names
+    assert unrelated <= names and orphan not in names
 
 
 @pytest.mark.parametrize("seed", range(12))

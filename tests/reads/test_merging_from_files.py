@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import write_adapter
 from calibrations import assert_identical
 from fusion_bench import BaseModelPool
 from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
 from image_pools import ARITHMETIC, AVERAGE, suite_pool
 from text_pools import t5_pool
 from tiny_models import Suite, gpt2_suite, residual_suite, t5_suite
-from tiny_texts import TASKS, t5_model
 from torch import nn
 from transformers import CLIPVisionModel
 
@@ -35,7 +33,7 @@ EXPERTS = ("mini_greek", "mini_latin")
 
 
 def counting_suite() -> Suite:
-    """Models with integer buffers; FusionBench takes those whose differences are zero in sum."""
+    """Models with integer buffers. FusionBench takes those whose differences are zero in sum."""
     suite = residual_suite()
     models = [suite.base, suite.merged, *suite.experts.values()]
     for count, model in zip((3, 3, 1, 5), models, strict=True):
@@ -71,7 +69,7 @@ def test_values_that_are_not_finite_and_counts_of_batches():
     model = nn.BatchNorm1d(2)
     expert = ExpertModel("a", InMemoryExpert(model), model)
     with pytest.raises(CalibrationError, match=r"'weight' is NaN or infinite.*base_method"):
-        fill(copy.deepcopy(model), expert, [expert], lambda first, others: first / 0.0)
+        fill(copy.deepcopy(model), expert, [expert], lambda first, experts: first / 0.0)
     merged = copy.deepcopy(model)
     assert merged.num_batches_tracked is not None
     merged.num_batches_tracked.fill_(3)
@@ -102,36 +100,14 @@ def test_files_are_merged_as_they_load(make: Any, config: Any, tmp_path: Path, c
     assert type(merged) is type(expected)
 
 
-def pool_with(greek: Any) -> Any:
-    """A pool of two experts, of which one is another."""
-    models = {"_pretrained_": image.path(), "mini_greek": greek}
-    return suite_pool(models=models | {"mini_latin": image.path("mini_latin")})
-
-
 def other_dtype(folder: Path) -> Any:
     """A pool with an expert stored in another precision than its config names."""
     model = CLIPVisionModel.from_pretrained(image.path("mini_greek"), dtype=torch.float32)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
-    return pool_with(str(folder))
-
-
-def loaded_dtype(_: Path) -> Any:
-    """A pool that loads one expert in another precision."""
-    load = {"_target_": "transformers.CLIPVisionModel.from_pretrained", "torch_dtype": "float16"}
-    return pool_with(load | {"pretrained_model_name_or_path": image.path("mini_greek")})
-
-
-def lora_pool(folder: Path) -> Any:
-    """A pool whose experts are LoRA adapters."""
-    pool = t5_pool(folder)
-    base = pool._models["_pretrained_"]["pretrained_model_name_or_path"]
-    for task in TASKS:
-        adapter = str(write_adapter(folder / f"{task}-lora", t5_model(), 0))
-        load = {"_target_": "fusion_bench.modelpool.seq2seq_lm.modelpool.load_lora_model"}
-        pool._models[task] = load | {"base_model_path": base, "peft_model_path": adapter}
-    return pool
+    models = {"_pretrained_": image.path(), "mini_greek": str(folder)}
+    return suite_pool(models=models | {"mini_latin": image.path("mini_latin")})
 
 
 @pytest.mark.parametrize(
@@ -139,9 +115,7 @@ def lora_pool(folder: Path) -> Any:
     [
         (TIES, lambda _: suite_pool()),
         (AVERAGE | {"weights": [1]}, lambda _: suite_pool()),
-        (ARITHMETIC, loaded_dtype),
         (ARITHMETIC, other_dtype),
-        (ARITHMETIC, lora_pool),
     ],
 )
 def test_mergers_that_cannot_read_files_load_models(config: Any, make: Any, tmp_path, monkeypatch):
