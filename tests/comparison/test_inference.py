@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.lab.compare import inference
 from fusion_bench_featcal.lab.compare.inference import BATCH, REPEATS, InferenceTimer, on_one_clock
-from fusion_bench_featcal.lab.rivals import CorrectedModel, SurgeryModule
 
 FABRIC = SimpleNamespace(device=torch.device("cpu"), autocast=nullcontext)
 
@@ -72,18 +71,6 @@ def test_a_machine_that_slows_down_changes_no_ratio(clock: Any) -> None:
     assert (fast.relative, slow.relative) == pytest.approx((1, 2))
     first, second = on_one_clock([fast, slow])
     assert second / first == pytest.approx(2)
-
-
-def test_a_correction_counts(clock: Any) -> None:
-    class Slow(SurgeryModule):
-        def forward(self, features: Tensor) -> Tensor:
-            clock.now += 0.032
-            return super().forward(features)
-
-    corrections = {"first": Slow(torch.zeros(2, 4), torch.zeros(4, 2))}
-    tower, projection = Tower(clock, 0.032), nn.Linear(4, 4, bias=False)
-    model = CorrectedModel(tower, projection, corrections)
-    assert timed(clock, model, reference=[0.032]) == pytest.approx((0.064 / BATCH, 2))
 
 
 def test_without_images_and_a_projection_there_is_no_time(clock: Any) -> None:

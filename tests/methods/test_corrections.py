@@ -12,7 +12,7 @@ from tiny_pools import TASKS, assert_equal, inputs_of, pictures, projection_of, 
 from tiny_texts import sentences
 from torch import Tensor
 
-from fusion_bench_featcal.lab.rivals import ProbSurgery, RidgeSurgery, Surgery
+from fusion_bench_featcal.lab.rivals import RidgeSurgery
 from fusion_bench_featcal.tasks import TextTaskPool
 
 SHORT = TRAINED | OURS
@@ -55,23 +55,10 @@ def test_surgery_trains_as_written_out(kind, settings, models) -> None:
         torch.testing.assert_close(module.down, down, rtol=0, atol=1e-3)
         torch.testing.assert_close(module.up, up, rtol=0, atol=1e-3)
         assert method.losses[task] == pytest.approx(reference["losses"][task], rel=1e-4)
-        first, mean = method.losses[task][0], sum(method.losses[task]) / 7
-        assert model.curves[task] == [
-            (0, pytest.approx(first, rel=1e-5)),
-            (7, pytest.approx(mean, rel=1e-5)),
-        ]
     shared = settings.get("shared", False)
     assert (model.correction("one") is model.correction("two-b.c")) == shared
     sizes = sum(map(torch.numel, reference["modules"]["one"])) * (1 if shared else 2)
     assert sum(model.added().values()) == sizes
-
-
-def test_relative_width_is_in_proportion_to_the_features() -> None:
-    for features, width, hidden in ((512, 16, 128), (8, 1, 2)):
-        sides = normal(0, 3, features).float(), normal(1, 3, features).float()
-        assert Surgery(width="relative", steps=1).fit(*sides).down.shape == (width, features)
-        wide = ProbSurgery(width="relative", steps=1).fit(*sides)
-        assert wide.down.shape == (hidden, features)
 
 
 def ridge(merged: Tensor, expert: Tensor, strength: Any) -> Any:
@@ -199,36 +186,23 @@ def test_streams_draw_of_their_split_and_say_so(stream, split, number, models, c
     assert f"task one has {number} samples, fewer than method.samples_per_task = 99" in caplog.text
 
 
-TEXTS = {"samples_per_task": 12, "batch_size": 4, "generated_tokens": 4}
-
-
-@pytest.fixture(scope="module", params=list(NORMS))
-def texts(request, tmp_path_factory) -> tuple[str, Any]:
-    return request.param, text_pool(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def test_the_test_stream_learns_from_the_experts_answers_alone(texts) -> None:
-    """Other answers of the test split change nothing."""
-    kind, pool = texts
-    few = Rival("RidgeSurgery", TEXTS | {"stream": "test_tta"})
-    method, reference = few.run(inputs_of(pool), pool.load_model("_pretrained_"))
-    stream, tokenizer = method.batches(inputs_of(pool))["two"], text_tokenizer(kind)
-    expert, answers = pool.load_model("two").eval(), []
+@pytest.mark.parametrize("kind", list(NORMS))
+def test_the_test_stream_learns_from_the_experts_answers_alone(kind, tmp_path) -> None:
+    """Other answers of the test split change nothing, and task pools name the task."""
+    pool, tokenizer = text_pool(kind, tmp_path), text_tokenizer(kind)
+    few = {"samples_per_task": 12, "batch_size": 4, "generated_tokens": 4, "stream": "test_tta"}
+    rival = Rival("RidgeSurgery", few)
+    method, model = rival.run(inputs_of(pool), pool.load_model("_pretrained_"))
+    stream, expert, answers = method.batches(inputs_of(pool))["two"], pool.load_model("two"), []
     for index in stream.indices:
         ids = tokenizer(sentences("two")[index]["prompt"], return_tensors="pt")["input_ids"]
-        new = expert.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0]
+        new = expert.eval().generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0]
         answers.append(new[1 if kind == "seq2seq" else ids.shape[1] :].tolist())
     assert [row[row >= 0].tolist() for batch in stream for row in batch["labels"]] == answers
     rows = lambda task: [row | {"target": "t s r q"} for row in sentences(task)]  # noqa: E731
     other = with_tests(copy.copy(pool), rows)
-    assert_equal(few.run(inputs_of(other), pool.load_model("_pretrained_"))[1], reference)
-
-
-def test_the_task_pool_tells_the_task(texts) -> None:
-    kind, pool = texts
-    model = Rival("RidgeSurgery", TEXTS).run(inputs_of(pool), pool.load_model("_pretrained_"))[1]
+    assert_equal(rival.run(inputs_of(other), pool.load_model("_pretrained_"))[1], model)
     test_sets: Any = {task: sentences(task) for task in ("one", "two")}
-    taskpool = TextTaskPool(test_sets, tokenizer=text_tokenizer(kind), batch_size=5)
+    taskpool = TextTaskPool(test_sets, tokenizer=tokenizer, batch_size=5)
     report, plain = taskpool.evaluate(model), taskpool.evaluate(model.model)
     assert all(report[task]["loss"] != plain[task]["loss"] for task in test_sets)
-    assert model.task is None

@@ -1,6 +1,5 @@
 """Several runs in one report: which are found, what is averaged, what is refused."""
 
-import csv
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from reports import (
     featcal,
     leave_run,
     leave_seeds,
-    patch,
     summary,
 )
 
@@ -106,22 +104,6 @@ def test_runs_are_found_below_a_folder_once_and_foreign_reports_passed_over(tmp_
     assert featcal("report", *seeds, "--out", out).code == 0
     again = featcal("report", tmp_path, seeds[0], seeds[1] / "report.json", "--out", out)
     assert again.code == 0 and content_of(out)["runs"] == [str(run) for run in seeds]
-
-
-def test_a_comparison_is_its_own_runs_and_failures(tmp_path: Path):
-    seeds = leave_seeds(tmp_path)
-    leave_run(tmp_path / "from_before", seed=9)
-    failed = [{"upstream": "wudi", "name": "none", "reason": "out of memory", "seed": 2}]
-    assert featcal("report", *seeds, "--out", tmp_path).code == 0
-    patch(tmp_path, failed=failed)
-    again = featcal("report", tmp_path, "--out", tmp_path / "again")
-    assert "wudi, none failed (seed 2): out of memory" in again.out
-    content = content_of(tmp_path / "again")
-    assert (len(content["runs"]), content["failed"][0]["reason"]) == (3, "out of memory")
-    with (tmp_path / "again" / "report.csv").open() as file:
-        assert [*csv.DictReader(file)][-1]["status"] == "failed: out of memory"
-    patch(tmp_path, failed=[{"upstream": "wudi", "name": "none"}])
-    assert "report.json: failed[0]: no reason" in error_of("report", tmp_path)
 
 
 def test_a_report_of_several_runs_never_replaces_a_runs_own(tmp_path: Path):

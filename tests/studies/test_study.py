@@ -14,7 +14,6 @@ from comparison_parts import MERGERS, Failing, FakeProgram, Scale, SignTaskPool,
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.lab.compare import StudyAlgorithm
 from fusion_bench_featcal.lab.report.study import Study, average_of
 from fusion_bench_featcal.results import Report
@@ -157,16 +156,6 @@ def test_a_failing_cell_is_named_and_stops_no_other(folder: Path) -> None:
     assert text in (folder / "report.md").read_text()
     repaired.touch()
     assert run(folder, post_merging_methods=methods) == 2 and not Study.load(folder).failed
-
-
-def test_the_command_report_reads_the_folder_of_a_study(folder: Path, capsys: Any) -> None:
-    out = folder.parent / "out"
-    assert main(["report", str(folder), "--out", str(out)]) == 0
-    assert "+ scale" in capsys.readouterr().out
-    for name in ("report.md", "lines.csv"):
-        assert (out / name).read_text() == (folder / name).read_text()
-    assert main(["report", str(out)]) == 0  # it names the runs
-    assert main(["report", str(folder / "points" / "factor-small_seed-1")]) == 0
 
 
 @pytest.mark.parametrize(
