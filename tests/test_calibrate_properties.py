@@ -61,10 +61,10 @@ def other_family(name: str, suite: Suite, _: Path) -> Varied:
 VARIATIONS: dict[str, tuple[Callable[[str, Suite, Path], Varied], str, bool]] = {
     "tasks backwards": (
         lambda _, s, f: (vary.backwards(s), {}),
-        "clip paper, t5 plus, convolutions plus, batch norm paper", False),
+        "clip paper, t5 plus, batch norm paper", False),
     "samples alone": (
         lambda _, s, f: (vary.alone(s), {}),
-        "clip plus, llama paper, convolutions paper, batch norm plus", False),
+        "clip plus, llama paper, convolutions paper", False),
     "padding": (lambda _, s, f: (vary.longer(s), {}), "t5 plus, llama paper, gpt2 plus", False),
     "wrapped models": (lambda _, s, f: (vary.all_wrapped(s), {}), "clip paper", True),
     "training mode": (
@@ -78,7 +78,7 @@ VARIATIONS: dict[str, tuple[Callable[[str, Suite, Path], Varied], str, bool]] = 
         lambda _, s, f: (s, {"sums_at_once": "input"}), "clip plus, t5 paper, convolutions paper",
         True),
     "another family": (
-        other_family, "clip plus, t5 plus, llama plus, residual plus", False),
+        other_family, "clip plus, t5 plus, residual plus", False),
 }  # fmt: skip
 
 
