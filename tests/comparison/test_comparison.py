@@ -1,5 +1,6 @@
 """Comparisons from end to end: reports, failures, interruptions and the command."""
 
+import csv
 import io
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -74,6 +75,10 @@ def test_every_merger_has_a_report(compared: Any) -> None:
         assert report.samples["double"]["left"] == {"samples": 5, "split": "train"}
     assert content_of(compared.folder)["runs"] == list(MERGERS)
     assert "+ double" in compared.screen
+    with (compared.folder / "metrics.csv").open() as file:  # of the logger
+        (line,) = csv.DictReader(file)
+    average = compared.report.rows["a+b"]["average"]
+    assert float(line["task_arithmetic/a_b/average"]) == pytest.approx(average)
 
 
 def test_rows_are_those_of_the_methods_models(compared: Any) -> None:

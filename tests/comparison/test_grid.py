@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from comparison_parts import MERGERS, Scale, comparison, method, model_pool
+from tiny_pools import refusing
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError
@@ -69,20 +70,6 @@ def test_a_pool_leaves_entries_out_and_sets_others() -> None:
         grid({"compare": {"upstream": {}}})
 
 
-class NoModels:
-    """A pool whose models must not be loaded."""
-
-    has_pretrained = True
-
-    def __init__(self) -> None:
-        pool = model_pool()
-        self._models, self.model_names = pool._models, pool.model_names
-        self.all_model_names = pool.all_model_names
-
-    def load_model(self, name: str) -> None:
-        raise AssertionError(f"{name} was loaded")
-
-
 def method_x(entry: Any, **more: Any) -> dict[str, Any]:
     return {METHODS: {"x": entry | more if more else entry}}
 
@@ -115,10 +102,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_wrong_choices_are_named_before_anything_is_loaded(
     choices: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    pool: Any = NoModels()
     choices = {METHODS: {"double": method(Scale)}} | choices
     with pytest.raises((ValueError, CalibrationError), match=message) as caught:
-        comparison(tmp_path, **choices).run(pool)
+        comparison(tmp_path, **choices).run(refusing(model_pool()))
     text = str(caught.value)
     assert "\n" not in text and len(text) < 600 and not (tmp_path / "results").exists()
 
