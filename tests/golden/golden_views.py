@@ -29,7 +29,7 @@ AGAINST = {
 }
 PAGES = ("mergers", "diagnosis")
 """Stories with a page."""
-MANY = [f"oxford_flowers{number}" for number in range(14)]
+MANY = [f"oxford_flowers{number}" for number in range(9)]
 NOTES = [
     {"kind": "below", "text": "dtd ends below the merged model: featcal -1.0", "task": "dtd"},
     {"kind": "note", "text": "tuned by hand", "row": "ties:small"},
@@ -58,7 +58,7 @@ def leave_stories(folder: Path) -> None:
         }
         versions = {"torch": f"2.{seed}", "org/model": "aa"}
         leave_run(folder / "losses" / str(seed), seed=seed, loss=loss, versions=versions)
-    many = LEVELS | {f"featcal:preset_{number}": 0.6 + number / 50 for number in range(6)}
+    many = LEVELS | {f"featcal:preset_{number}": 0.6 + number / 50 for number in range(5)}
     leave_run(folder / "many", many, MANY, settings={"modules": "blocks.1.projection, " * 9})
     leave_lines(leave_run(folder / "diagnosis"), diagnosis_lines())
     leave_study(folder / "study")
