@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MESSAGES = {
     "report {tmp}/nowhere": "no such run: ",
     "suite path no-such-suite": "no 'no-such-suite'",
-    "suite path ../..": "leaves the suites' folder",
     "suite check {tmp}/nowhere": "no such folder",
     "plan modelpool=clip-vit-mini_TA66":
         "there is no config modelpool/clip-vit-mini_TA66 (nearest: 'clip-vit-mini_TA6')",

@@ -1,56 +1,18 @@
 """The examples run and are copied by `featcal example`."""
 
-import json
 import os
 import runpy
 import shlex
-import shutil
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
-from cli_runs import fusion_bench
 from reports import error_of, featcal
 
-from fusion_bench_featcal import example_files
 from fusion_bench_featcal.example_files import EXAMPLES as NAMES
 from fusion_bench_featcal.suites import image
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-
-
-def run(words: list[str], folder: Path, log: str) -> dict[str, Any]:
-    """Report of a command with few samples."""
-    words = [word.replace("samples_per_task=16", "samples_per_task=4") for word in words]
-    fusion_bench([*words, "path.log_dir=log"], folder)
-    return json.loads((folder / log / "report.json").read_text())
-
-
-@pytest.mark.slow
-def test_a_method_of_ones_own_needs_one_file_in_the_folder_of_the_run(tmp_path: Path):
-    _, command = example_files.copy_example("own-method", tmp_path / "run")
-    program, *words = shlex.split(command)
-    assert program == "fusion_bench"
-    words.append("method.results_dir=kept")
-    report = run(words, tmp_path / "run", "log/task_arithmetic")
-    rows = report["rows"]
-    assert report["settings"]["scaled"] == {"scale": 1.3}
-    assert rows["scaled"]["average"] != rows["task_arithmetic"]["average"]
-    assert set(rows) == {"base", "experts", "task_arithmetic", "scaled", "featcal"}
-
-
-@pytest.mark.slow
-def test_a_family_of_ones_own_is_named_in_yaml(tmp_path: Path):
-    folder = shutil.copytree(EXAMPLES / "own_family", tmp_path / "run")
-    command = (folder / "my_family.py").read_text().split('"""')[1].partition("fusion_bench ")[2]
-    words = [*shlex.split(command), "method.presets={}", "method.compare_with=[]"]
-    report = run(words, folder, "log")
-    records = map(json.loads, (folder / "log/calibration_log.jsonl").read_text().splitlines())
-    blocks = {record["block"] for record in records if record.get("kind") == "block"}
-    assert {name[-8:] for name in blocks} == {"layers.2", "layers.3"}
-    options = {"_target_": "my_family.LastBlocks", "count": 2}
-    assert report["settings"]["featcal"]["family"] == options
 
 
 def test_python_api_calibrates_the_bundled_suite():

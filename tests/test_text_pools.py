@@ -56,17 +56,6 @@ def texts(batches: list[dict], key: str) -> list[list[int]]:
     return rows
 
 
-def test_samples_are_drawn_as_images_are_whatever_the_batch_size():
-    samples, tokenizer = batches(), word_tokenizer()
-    assert [batch["input_ids"].shape[0] for batch in samples["one"]] == [4, 2]
-    rows = [sentences("one")[index] for index in draw_samples(12, "one", SETTINGS)]
-    expected = [[*tokenizer(f"{r['prompt']} {r['target']}")["input_ids"], 1] for r in rows]
-    assert texts(samples["one"], "input_ids") == expected
-    assert texts(batches(batch_size=5)["one"], "input_ids") == expected
-    assert texts(batches(samples_per_task=3)["one"], "input_ids") == expected[:3]
-    assert texts(batches(seed=1)["one"], "input_ids") != expected
-
-
 @kinds
 def test_generated_targets_are_the_experts_greedy_answers(kind: str, tmp_path: Path):
     make = llama_model if kind == "causal" else t5_model

@@ -31,8 +31,6 @@ GENERATED = ("calibration_targets=generated", "generated_tokens=3", "max_length=
 PEER = "featcal_baselines/"
 RUNS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "featcal": ("featcal", CLIP, ALONE),
-    "featcal, whole": ("featcal", CLIP, (*ALONE, "stream_experts=false")),
-    "featcal, other data": ("featcal", CLIP, (*ALONE, "seed=7", "calibration_split=test")),
     "featcal, preset": ("featcal", CLIP, (*FEW, PRESETS, "save=featcal:mini")),
     "featcal, t5": ("featcal", T5, ("samples_per_task=4", "presets={}")),
     "featcal, t5 generated": ("featcal/paper_flan_t5", T5,
@@ -49,8 +47,7 @@ RUNS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "prob_surgery": ("prob_surgery", CLIP, TRAINED),
     "surgery_v2": (PEER + "surgery_v2", CLIP, TRAINED),
 }  # fmt: skip
-SLOW = ("featcal, t5", "regmean_plusplus", "lot", "surgery_v2", "featcal, whole",
-        "featcal, other data", "featcal, t5 generated", "regmean",
+SLOW = ("featcal, t5", "featcal, t5 generated", "regmean", "regmean_plusplus", "lot", "surgery_v2",
         "ridge_surgery, fixed")  # fmt: skip
 EVALUATED = "featcal, preset"
 """The run whose models are evaluated, which leaves a full report."""

@@ -76,15 +76,3 @@ def test_programs_of_a_config_folder_get_ours_if_it_is_fusion_benchs(
     path.append("main", folder.format(folder=tmp_path))
     _hydra_plugin.FeatCalSearchPath().manipulate_search_path(path)
     assert [entry.provider for entry in path.get_path()] == providers
-
-
-@pytest.mark.slow
-def test_fusion_bench_finds_the_configs_beside_a_foreign_folder(tmp_path, plugin_path):
-    for folder in ("config/method", "elsewhere/modelpool"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "config/method/mine.yaml").write_text("size: 2\n")
-    (tmp_path / "elsewhere/modelpool/pool.yaml").write_text("defaults: [clip-vit-mini_TA6]\n")
-    words = ["--config-dir", "elsewhere", "modelpool=pool", "method=featcal", "--cfg", "job"]
-    done = run(["-m", "fusion_bench.scripts.cli", *words], tmp_path, plugin_path)
-    assert "FeatCalAlgorithm" in done.stdout, done.stderr
-    assert "mini_mnist" in done.stdout
