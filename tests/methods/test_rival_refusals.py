@@ -85,6 +85,8 @@ def test_samples_and_steps_of_distillation() -> None:
     suite.inputs["task_2"] = []
     with pytest.raises(CalibrationError, match="task task_2 has 0 calibration samples"):
         method.post_merge(suite.merged, in_memory(suite))
+    with pytest.raises(CalibrationError, match="has no BatchNorm in its blocks"):
+        rivals.BatchNormStatistics().post_merge(suite.merged, in_memory(suite))
 
 
 # ---- fits and uses of corrections

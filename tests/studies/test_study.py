@@ -158,6 +158,21 @@ def test_a_failing_cell_is_named_and_stops_no_other(folder: Path) -> None:
     assert run(folder, post_merging_methods=methods) == 2 and not Study.load(folder).failed
 
 
+def test_rows_of_one_point_are_compared_with_the_row_that_they_change(folder: Path) -> None:
+    methods = {
+        name: method(Scale, factor=factor, seed="${method.seed}")
+        for name, factor in (("whole", 1.0), ("half", -3.0))
+    }
+    run(folder, axes=None, post_merging_methods=methods, against={"whole": ["half"]})
+    loaded = Study.load(folder)
+    ((_, grid),) = loaded.grids()
+    cells = {row: dict(zip(grid.columns, line, strict=True)) for row, line in grid.lines}
+    whole, half = rows_of(loaded.points[0], "whole", "half")
+    difference = 100 * (half.accuracy["average"] - whole.accuracy["average"])
+    assert cells["half"]["against"] == "whole" and cells["half"]["points"] == f"{difference:+.1f}"
+    assert cells["whole"]["points"] == "-"
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
