@@ -75,7 +75,7 @@ def ended(arguments: list[str], folder: Path, fault: Fault) -> tuple[Any, str]:
             return tensors
 
         OutputFolder.write = written  # type: ignore[method-assign]
-        atexit.register = print  # a fork does not get there
+        atexit.register = lambda call, *args: call(*args)  # a fork does not get there
         with redirect_stderr(screen):
             try:
                 code = main(arguments)
