@@ -75,7 +75,8 @@ def ended(arguments: list[str], folder: Path, fault: Fault) -> tuple[Any, str]:
             return tensors
 
         OutputFolder.write = written  # type: ignore[method-assign]
-        atexit.register = lambda call, *args: call(*args)  # a fork does not get there
+        # A fork does not get there.
+        atexit.register = lambda call, *args: call(*args)  # type: ignore[assignment]
         with redirect_stderr(screen):
             try:
                 code = main(arguments)
