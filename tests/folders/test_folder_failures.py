@@ -62,6 +62,10 @@ def ctrl_c(_: Path) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def call_at_once(call: Any, *args: Any, **more: Any) -> Any:
+    return call(*args, **more)
+
+
 def ended(arguments: list[str], folder: Path, fault: Fault) -> tuple[Any, str]:
     """Exit code and errors of a command in a fork that meets a fault after its first block."""
 
