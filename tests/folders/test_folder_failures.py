@@ -80,7 +80,7 @@ def ended(arguments: list[str], folder: Path, fault: Fault) -> tuple[Any, str]:
 
         OutputFolder.write = written  # type: ignore[method-assign]
         # A fork does not get there.
-        atexit.register = lambda call, *args: call(*args)  # type: ignore[assignment]
+        atexit.register = call_at_once  # a fork does not get there
         with redirect_stderr(screen):
             try:
                 code = main(arguments)
