@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison_parts import MERGERS, Scale, Waiting, method
+from comparison_parts import MERGERS, Deadly, Scale, Waiting, method
 from fusion_bench.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -72,6 +72,38 @@ def test_another_process_gives_the_same_table(tmp_path: Path) -> None:
     assert table(tmp_path / "worker") == table(tmp_path / "here")
     assert finished(tmp_path / "here").keys() == finished(tmp_path / "worker").keys()
     assert not list((tmp_path / "worker" / "claims").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of distributed
+def test_a_dask_cluster_gives_the_same_table(tmp_path: Path) -> None:
+    distributed = pytest.importorskip("distributed")
+    options: Any = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    with distributed.LocalCluster(**options) as cluster:
+        address = {"address": cluster.scheduler_address}
+        driver = run(tmp_path / "dask", backend="dask", backend_options=address)
+    run(tmp_path / "here")
+    assert driver.taskpool.evaluated == 0  # here
+    assert table(tmp_path / "dask") == table(tmp_path / "here")
+    assert not list((tmp_path / "dask" / "claims").iterdir())
+
+
+@pytest.mark.slow
+def test_a_cell_that_dies_is_run_once_more_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    methods = {
+        "once": method(Deadly, folder=str(tmp_path), deaths=1),
+        "ever": method(Deadly, folder=str(tmp_path), deaths=9),
+        **METHODS,
+    }
+    message = r"1 of 4 cells failed.*simple_average, ever: its process died 2 times"
+    with pytest.raises(CalibrationError, match=message):
+        run(tmp_path / "cells", methods, jobs=2)
+    report = Report.load(tmp_path / "cells" / "simple_average")
+    assert list(report.rows) == ["simple_average", "once", "double"]
+    deaths = [caplog.text.count(f"the process of cell simple_average--{n} died") for n in methods]
+    assert deaths == [1, 2, 0] and not list((tmp_path / "cells" / "claims").iterdir())
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from comparison_parts import MERGERS, Scale, comparison, method, model_pool
 from fusion_bench import BaseModelPool
 from omegaconf import OmegaConf
 
+from fusion_bench_featcal.files import remove
 from fusion_bench_featcal.results import ReportError
 
 MERGER = "task_arithmetic"
@@ -188,6 +189,26 @@ def test_nothing_in_the_way_stays_there(names: Any, command: Command) -> None:
     files[1].parent.touch()  # a file for a folder
     assert command.run() == [DOUBLE] and unchanged(command)
     assert all(file.is_file() for file in files)
+
+
+def test_a_full_disk_ends_no_comparison(
+    command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    replace = os.replace
+
+    def full(source: Any, target: Any) -> None:
+        if {"cells", "upstreams"} & {*Path(target).parts}:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    for folder in ("cells", "upstreams"):
+        remove(Path("results") / folder)
+    monkeypatch.setattr(os, "replace", full)
+    assert command.run() == [] and unchanged(command)
+    for text in (f"the result of {DOUBLE} is not kept", f"model that {MERGER} made is not kept"):
+        assert text in caplog.text
+    assert "No space left on device" in caplog.text
+    assert not list(Path("results").rglob("*.part"))
 
 
 def test_files_in_the_way_of_reports_are_named_before_any_work(tmp_path: Path) -> None:
