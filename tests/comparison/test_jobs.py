@@ -64,6 +64,7 @@ def finished(folder: Path) -> dict[str, int]:
     return {file.parent.name: file.stat().st_mtime_ns for file in files}
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same_table(tmp_path: Path) -> None:
     # A single cell: each has its process, which imports torch.
     driver = run(tmp_path / "worker", backend="loky", post_merging=["none"])
