@@ -1,4 +1,4 @@
-"""Both rules give what slow, independent calibrations by whole forward passes give."""
+"""Both rules agree with slow, independent calibrations by whole forward passes."""
 
 import sys
 from collections.abc import Callable, Collection, Iterable

@@ -25,7 +25,7 @@ from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 
 
 def numbered(count: int) -> list[dict]:
-    """Items whose picture shows their number; no labels."""
+    """Items without labels, whose picture shows their number."""
     return [{"image": np.full((2, 2, 3), number, np.uint8)} for number in range(count)]
 
 

@@ -24,7 +24,7 @@ def kill_oneself(signum: int = signal.SIGTERM) -> None:
 
 
 def ended(work: Any, program: Any = PROGRAM) -> int | str | None:
-    """Exit code of work inside the context, in a process of its own."""
+    """Exit code of work inside the context, in a separate process."""
 
     def run(_: int) -> None:
         # A command in the background of a shell ignores Ctrl-C, and so would its children.
@@ -38,7 +38,7 @@ def ended(work: Any, program: Any = PROGRAM) -> int | str | None:
 
 
 def converted() -> None:
-    """A library that turns the end into an error of its own."""
+    """A library that turns the end into another error."""
     try:
         kill_oneself()
     except SystemExit as stop:

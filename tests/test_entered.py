@@ -1,4 +1,4 @@
-"""Files of the package that the simplest calibration enters: what is optional is not among them."""
+"""Files of the package that the simplest calibration enters, without optional ones."""
 
 import sys
 from pathlib import Path

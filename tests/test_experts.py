@@ -85,7 +85,7 @@ def model(distance: float, seed: int) -> nn.Module:
 
 
 def notes_of(folder: Path, *experts: tuple[float, int]) -> list[str]:
-    """Notes on experts of distances and seeds, of which those of odd seeds are in files."""
+    """Notes on experts of distances and seeds. Experts of odd seeds are in files."""
     named, base = {}, model(0, 0)
     for number, (distance, seed) in enumerate(experts):
         expert = model(distance, seed)

@@ -1,4 +1,4 @@
-"""Held-out samples measure a model; tasks that stay far are calibrated a second time."""
+"""Held-out samples measure a model. Tasks that stay far are calibrated a second time."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Fabric's loggers get settings, accuracies and drift by block; one may fail."""
+"""Fabric's loggers get settings, accuracies and drift by block. One may fail."""
 
 import csv
 import logging

@@ -102,7 +102,7 @@ def configured(**changes: Any) -> Callable[[Models], object]:
 
 
 def other_merged(models: Models) -> None:
-    """A merged model with a config of its own."""
+    """A merged model whose config differs from the other models'."""
     configured(layer_norm_eps=0.2)(models)
     models.update(_merged_=models["two"], two=models["one"])
 

@@ -41,7 +41,7 @@ def few_samples() -> Suite:
 def together(
     suite: Suite, size: int, change: Change | None = None, rule: Any = PAPER, **more: Any
 ) -> list[Any]:
-    """Each process's result or error; `change` may change the arguments of one of them."""
+    """Each process's result or error. `change` may change the arguments of one of them."""
 
     def work(processes: Processes) -> CalibrationResult:
         arguments = replace(suite, experts={**suite.experts}, inputs={**suite.inputs})

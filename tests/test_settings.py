@@ -1,4 +1,4 @@
-"""Settings: values, presets, rules and clashes; `featcal settings` and YAML agree with them."""
+"""Settings: values, presets, rules and clashes. `featcal settings` and YAML agree with them."""
 
 import dataclasses
 import json

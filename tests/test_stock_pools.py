@@ -52,7 +52,7 @@ def test_result_of_a_merger_is_calibrated(name: str, stand_ins: StandIns) -> Non
 
 
 def check(name: str, stand_ins: StandIns, words: Sequence[str], refused: str) -> None:
-    """Run a pool; check that it is refused in one line if that is expected."""
+    """Run a pool and check that it is refused in one line if that is expected."""
     if refused == RUNS:
         model = run(name, stand_ins, words)["merged_model"]
         assert all(parameter.isfinite().all() for parameter in model.parameters())

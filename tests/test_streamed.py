@@ -1,4 +1,4 @@
-"""Models larger than memory: read block by block, merged on read; errors if memory runs out."""
+"""Models larger than memory: read block by block, merged on read, and errors if memory runs out."""
 
 import errno
 from collections.abc import Callable, Iterator

@@ -1,9 +1,9 @@
 """The tutorials of docs/tutorials, word for word: every command and snippet, in order.
 
-Those that are elsewhere: docs/tasks.md is run by tasks/test_own_task_example.py, the commands of
-README.md and docs/install.md by .ci/run (scripts/readme_commands.py), README's Python by
-packaging/test_release.py, the notebook by `make notebook`. All other commands of the pages are
-composed or parsed by packaging/test_commands.py.
+Other commands run elsewhere: docs/tasks.md in tests/tasks, the commands of README.md and
+docs/install.md in .ci/run (scripts/readme_commands.py), README's Python in
+packaging/test_release.py, the notebook in `make notebook`. All remaining commands of the pages
+are composed or parsed by packaging/test_commands.py.
 """
 
 import os
@@ -28,7 +28,7 @@ LEFT = {
 
 
 def script_of(page: Path) -> str:
-    """All blocks of a page as one script; the package is installed already."""
+    """All blocks of a page as one script. The package is installed already."""
     scripts = []
     for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
         if language == "python":

@@ -43,7 +43,7 @@ def model() -> Any:
 
 
 def questions_with_next_words(model: Any, tokenizer: Any) -> list[tuple[str, str]]:
-    """Eight questions whose likeliest next token, by the model's own logits, is one of `WORDS`."""
+    """Eight questions whose likeliest next token, by the model's logits, is one of `WORDS`."""
     pairs = []
     for words in product(WORDS[:6], repeat=2):
         ids = torch.tensor([tokenizer(" ".join(words))["input_ids"]])

@@ -1,6 +1,6 @@
 """Lets PyPI's torchvision be imported beside a CPU build of torch, which its binary does not fit.
 
-Python runs this at its start where this folder is on PYTHONPATH. open_clip imports torchvision and
+Python runs this at its start if this folder is on PYTHONPATH. open_clip imports torchvision and
 needs none of its compiled operators, but torchvision wants to find two of them declared.
 """
 
@@ -8,7 +8,7 @@ import sys
 from importlib.abc import MetaPathFinder
 
 _OPERATORS = ("nms", "qnms")
-_kept = []  # the declarations live as long as this object
+_libs = []  # the declarations live as long as this list
 
 
 class _DeclareOperators(MetaPathFinder):
@@ -17,9 +17,9 @@ class _DeclareOperators(MetaPathFinder):
             sys.meta_path.remove(self)
             import torch
 
-            _kept.append(torch.library.Library("torchvision", "DEF"))
+            _libs.append(torch.library.Library("torchvision", "DEF"))
             for name in _OPERATORS:
-                _kept[0].define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
+                _libs[0].define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
         return None
 
 

@@ -1,4 +1,4 @@
-"""The bundled suite in open_clip's architecture gives what it gives in transformers'."""
+"""The bundled suite gives the same results in open_clip's and transformers' architectures."""
 
 import json
 from pathlib import Path

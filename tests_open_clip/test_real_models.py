@@ -23,7 +23,7 @@ TEXT = {"context_length": 5, "vocab_size": 20, "width": 8, "heads": 2, "layers":
 
 
 def real_tower(model: nn.Module, *, quick: bool, batch_first: bool) -> nn.Module:
-    """The same weights in open_clip's own class."""
+    """The same weights in open_clip's class."""
     tower = VisionTransformer(
         image_size=8,
         patch_size=4,
@@ -76,7 +76,7 @@ def clip_of(tower: nn.Module, kind: type[nn.Module]) -> nn.Module:
 
 
 def classifier_of(tower: nn.Module) -> nn.Module:
-    """FusionBench's wrappers; the constructor of the encoder would download weights."""
+    """FusionBench's wrappers. The constructor of the encoder would download weights."""
     encoder: Any = FusionBenchEncoder.__new__(FusionBenchEncoder)
     nn.Module.__init__(encoder)
     encoder.model = clip_of(tower, CLIP)

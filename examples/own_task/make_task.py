@@ -1,4 +1,4 @@
-"""Write an example of a task of your own: images in folders, and a model fine-tuned on them.
+"""Write an example of a custom task: images in folders, and a model fine-tuned on them.
 
 The images are an alphabet of the bundled suite that is not one of its six default tasks:
 

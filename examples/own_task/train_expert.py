@@ -3,7 +3,7 @@
     python train_expert.py my_alphabet/train my_alphabet/expert my_alphabet/test
 
 starts from the bundled base and prints the accuracies of base and expert on the last folder, which
-is optional. For a task of your own change the constants.
+is optional. For another task change the constants.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Claims of cells: one process holds one, and those of dead processes are taken over."""
+"""One process at a time holds the claim of a cell. Claims of dead processes are taken over."""
 
 import json
 import os

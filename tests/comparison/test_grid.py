@@ -1,4 +1,4 @@
-"""Grids that are made of keys, and those refused before anything is loaded."""
+"""Grids that are made of keys, and grids that are refused before anything is loaded."""
 
 from pathlib import Path
 from typing import Any

@@ -67,7 +67,7 @@ class Command:
         return {file.parent.name: file.stat().st_mtime_ns for file in files}
 
     def accuracies(self) -> str:
-        """Accuracies of all cells, which are those of their items."""
+        """Accuracies of all cells, which equal the shares of correct items."""
         for accuracy, correct in self.rows.values():
             shares = {t: float(torch.as_tensor(f).double().mean()) for t, f in correct.items()}
             assert accuracy == pytest.approx(shares)

@@ -1,4 +1,4 @@
-"""Either library gives the same result to rounding, and the choice between them is a run's own."""
+"""Both libraries give the same result up to rounding, and each run chooses between them."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lack
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of what goes to oneDNN."""
+    """Shapes of the inputs that go to oneDNN."""
     kernels.onednn_works()
     shapes: list[tuple[int, ...]] = []
     original = kernels._onednn_linear

@@ -1,4 +1,4 @@
-"""Corrupted images have the published strength; derived datasets repeat exactly, in any order."""
+"""Corrupted images have the published strength. Derived datasets repeat exactly, in any order."""
 
 from math import atan2, erf, hypot, pi, sqrt
 from typing import Any

@@ -118,7 +118,7 @@ def test_rows_that_are_no_numbered_images_are_refused(rows, message):
 
 
 class Rows:
-    """Arrays with their number in every pixel; notes reads and the threads that read."""
+    """Arrays with their number in every pixel. Records reads and the threads that read."""
 
     def __init__(self) -> None:
         self.read, self.threads = [], set()

@@ -1,4 +1,4 @@
-"""Folders, tables and hub ids give the same pictures and labels, or say what is wrong."""
+"""Folders, tables and hub ids give the same pictures and labels, or a clear error."""
 
 import json
 from pathlib import Path

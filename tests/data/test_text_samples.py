@@ -1,4 +1,4 @@
-"""Texts as token ids: what counts as prompt, target and padding, and what is refused."""
+"""Texts as token ids: prompts, targets, padding, and rows that are refused."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ PADDED = {"input_ids": [A, B, END, 0, 0], "attention_mask": [1, 1, 1, 0, 0]}
 
 
 def sample(row: Any, kind: str = "causal", **options: Any) -> str:
-    """The sample of a row; options are the tokenizer's, or settings of the calibration."""
+    """The sample of a row. Options go to the tokenizer, `max_length` to the calibration."""
     settings = {name: options.pop(name) for name in {"max_length"} & options.keys()}
     options = {"ends": kind == "seq2seq"} | options
     return text_sample(row, kind, word_tokenizer(**options), **settings)

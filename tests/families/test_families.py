@@ -1,4 +1,4 @@
-"""Running a model of a family block by block is the model's own forward pass."""
+"""Running a model of a family block by block equals the model's forward pass."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The family for any model: blocks by pattern, run inside the model's own forward pass."""
+"""The family for any model: blocks by pattern, run inside the model's forward pass."""
 
 from collections.abc import Callable
 from typing import Any

@@ -46,7 +46,7 @@ def text(name: str, content: str = "") -> Prepare:
 
 
 def keys(name: str, **changes: Any) -> Prepare:
-    """Change keys of a JSON file, and remove those that become None."""
+    """Change keys of a JSON file, and remove keys that become None."""
 
     def prepare(folder: Path) -> None:
         content = json.loads((folder / name).read_text()) | changes

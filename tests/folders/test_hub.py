@@ -1,6 +1,6 @@
 """Models and data of the hub: only needed files are fetched, once, and failures have remedies.
 
-The client of the hub is the real one. It runs in a process of its own, online, and asks a mirror.
+The client of the hub is the real one. It runs in a separate process, online, and asks a mirror.
 """
 
 import json
@@ -77,7 +77,7 @@ for line in sys.stdin:
 
 
 class Hub:
-    """A process that uses a mirror, with a cache of its own, and local models and data."""
+    """A process that uses a mirror, with a separate cache, and local models and data."""
 
     def __init__(self, mirror: Mirror, folder: Path) -> None:
         """Write models and data, and start the process."""

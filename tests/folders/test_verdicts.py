@@ -1,4 +1,4 @@
-"""Experts that cannot do their own task, and tasks that end no closer to their experts."""
+"""Experts that cannot do their task, and tasks that end no closer to their experts."""
 
 import math
 import re

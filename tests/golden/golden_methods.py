@@ -65,7 +65,7 @@ def stable_name(name: str) -> str:
 
 
 def sketch(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Sketch:
-    """Describe the change of every parameter that changed; new parameters count from zero."""
+    """Describe the change of every parameter that changed. New parameters count from zero."""
     changes = {}
     for name, value in sorted(after.items()):
         change = value.double() - (before[name].double() if name in before else 0)
@@ -115,7 +115,7 @@ def saved_tensors(folder: Path) -> dict[str, Any]:
 
 
 def _run(config: DictConfig) -> None:
-    """Do what FusionBench's command does with a config."""
+    """Run a config as FusionBench's command does."""
     HydraConfig.instance().set_config(config)
     try:
         words = copy.deepcopy(config)
@@ -164,7 +164,7 @@ def method_sketch(name: str, folder: Path) -> Sketch:
 
 
 def _structure(value: Any) -> Any:
-    """Nested keys with types; of a list the structures that its items have."""
+    """Nested keys with types. A list becomes the different structures of its items."""
     if isinstance(value, dict):
         return {stable_name(key): _structure(part) for key, part in sorted(value.items())}
     if isinstance(value, list):

@@ -23,7 +23,7 @@ _PATH = re.compile(r"\bfusion_bench_featcal(?:\.\w+)+")
 
 
 def _parameters(call: Any) -> list[str]:
-    """Names of parameters, with a mark before those that go by keyword only, and defaults."""
+    """Names and defaults of parameters, with a `*` before keyword-only parameters."""
     lines = []
     for p in inspect.signature(call).parameters.values():
         mark = "*" if p.kind is p.KEYWORD_ONLY else ""
@@ -47,7 +47,7 @@ def names() -> dict[str, Any]:
 
 
 def _shown(value: Any, *, values: bool) -> Any:
-    """A config's keys, of lists the items' keys; targets' names are checked apart."""
+    """Keys of a config and of the items of its lists. Names of targets are checked separately."""
     if isinstance(value, dict):
         return {
             key: _shown(part, values=values and key != "_target_") for key, part in value.items()
@@ -58,7 +58,7 @@ def _shown(value: Any, *, values: bool) -> Any:
 
 
 def _shared(value: Any) -> Any:
-    """The same with children that are alike written once."""
+    """The same value, in which equal children are written once."""
     if not isinstance(value, dict):
         return value
     children = {key: _shared(part) for key, part in sorted(value.items())}
@@ -76,7 +76,7 @@ def composed() -> dict[str, Any]:
 
 
 def configs() -> dict[str, Any]:
-    """Every YAML with its composed keys; of methods with the values too."""
+    """Every YAML with its composed keys, for methods with the values too."""
     contents = {}
     for option, config in composed().items():
         is_method = option.startswith("method/")
@@ -126,7 +126,7 @@ def _help(*verb: str) -> str:
 
 
 def _verbs(*parents: str) -> dict[str, Any]:
-    """Options of a verb, from its help, and those of the verbs below it."""
+    """Options of a verb and of the verbs below it, from their help."""
     text = _help(*parents)
     lines = re.findall(r"^ {2}(-.*?)(?: {2}|$)", text, re.MULTILINE)
     options = sorted(

@@ -1,7 +1,7 @@
 """Text that `featcal report` prints and writes.
 
 data/runs has a run of `method=featcal` and two of `method=compare` with the seeds 42 and 43, on the
-bundled pool clip-vit-mini_alphabets2 with 8 samples per task; other folders have known numbers.
+bundled pool clip-vit-mini_alphabets2 with 8 samples per task. Other folders have known numbers.
 """
 
 import re

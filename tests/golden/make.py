@@ -2,7 +2,7 @@
 
 They are made once and are not edited for a refactoring: code that is moved, renamed or rewritten
 must reproduce them as they are. A change that alters numbers on purpose has a line in CHANGELOG.md
-and makes its own group again, and no other.
+and makes only its group again.
 """
 
 import json
@@ -54,7 +54,7 @@ def load(group: str) -> Any:
 
 
 def text_of(content: Any) -> str:
-    """JSON in which lists of plain values stand in one line, where they have no brackets."""
+    """JSON with each list of plain values on one line, unless a value has brackets."""
     plain = re.compile(r"\[\s+([^][{}]+?)\s+\]")
     joined = plain.sub(lambda m: f"[{' '.join(m[1].split())}]", json.dumps(content, indent=1))
     if json.loads(joined) != content:
@@ -63,7 +63,7 @@ def text_of(content: Any) -> str:
 
 
 def main(groups: list[str]) -> None:
-    """Make groups; all of them by default."""
+    """Make groups, by default all of them."""
     logging.disable()
     for group in groups or GROUPS:
         with tempfile.TemporaryDirectory() as folder:

@@ -44,7 +44,7 @@ def settings_of(knobs: Knobs, suite: Suite, **more: Any) -> FeatCalSettings:
 
 
 def with_rule(settings: FeatCalSettings, rule: Any) -> FeatCalSettings:
-    """Settings with a rule that has numbers of its own."""
+    """Settings with another rule, with defaults for the settings in `OF_THE_RULE`."""
     defaults = {name: getattr(FeatCalSettings, name) for name in OF_THE_RULE}
     return settings.replace(**defaults, rule=rule)
 
@@ -61,7 +61,7 @@ def cast(inputs: Mapping[str, list], dtype: torch.dtype) -> dict[str, list]:
 def run_fast(
     suite: Suite, knobs: Knobs = PAPER, family: Any = None, has_base: bool = True, **more: Any
 ) -> CalibrationResult:
-    """Calibrate; `more` are settings, and what else `calibrate` takes."""
+    """Calibrate. `more` are settings and other arguments of `calibrate`."""
     dtype = next(suite.merged.parameters()).dtype
     options: dict[str, Any] = {"progress": False}
     options |= {name: more.pop(name) for name in OPTIONS & set(more)}

@@ -1,7 +1,7 @@
-"""Runs of the real `fusion_bench` command in a process of its own.
+"""Runs of the real `fusion_bench` command in a separate process.
 
 Importing FusionBench, transformers and torch takes seconds. So a process that has imported them
-forks for each command; only where a test says `fresh` is the command started from nothing.
+forks for each command. Only with `fresh` is the command started in a new interpreter.
 """
 
 import json
@@ -48,7 +48,7 @@ runpy.run_module(run["command"], run_name="__main__", alter_sys=True)
 class Screen(NamedTuple):
     """Screen of a command on a terminal of 80 columns, and its exit code.
 
-    `lines` are those of the terminal: one of 200 characters counts as three, and so does each
+    `lines` are lines of the terminal. One of 200 characters counts as three, and so does each
     update of a bar, which a file keeps.
     """
 
@@ -104,7 +104,7 @@ def _run(
     arguments: Sequence[str], cwd: Path, columns: str, out: Path, err: Path,
     more: Mapping[str, str], *, fresh: bool,
 ) -> int:  # fmt: skip
-    """Run the command in `cwd`, its output into files; the exit code."""
+    """Run the command in `cwd`, write its output to files and return the exit code."""
     for file in (out, err):
         file.write_text("")
     paths = [str(cwd / "plugin"), str(SOURCE.parent)]
@@ -123,7 +123,7 @@ def _run(
 
 @cache
 def _server() -> "subprocess.Popen[str]":
-    """The process that forks; it ends when this one closes its input."""
+    """The process that forks. It ends when this process closes its input."""
     paths = os.pathsep.join([str(SOURCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = _environment("") | {"PYTHONPATH": paths}
     del environment["COLUMNS"]  # consoles that are made on import take it for ever

@@ -20,7 +20,7 @@ class Panel(NamedTuple):
 
 
 def panels(svg: str) -> list[Panel]:
-    """Read all axes of a figure; without a legend all points belong to the row ''."""
+    """Read all axes of a figure. Without a legend all points belong to the row ''."""
     root = ElementTree.fromstring(svg)
     names = {}
     for legend in _named(root, "legend"):
@@ -73,7 +73,7 @@ def _ticks(axes: Any, axis: str) -> list[tuple[str, float]]:
 
 
 def _valued(ticks: dict[str, Any], position: tuple[float, float]) -> tuple[float, float]:
-    """Values at a position; among words the number of the nearest one."""
+    """Values at a position. On an axis of words this is the number of the nearest word."""
     values = []
     for at, labels in zip(position, ticks.values(), strict=True):
         numbers = [label.replace("\u2212", "-") for label, _ in labels]

@@ -48,7 +48,7 @@ WRONG: list[tuple[str, Any]] = [
 
 @dataclass(frozen=True)
 class Case:
-    """Random settings for one workload; `valid`: every value is of its type and in its range."""
+    """Random settings for one workload. `valid`: every value is of its type and in its range."""
 
     workload: str
     settings: dict[str, Any]
@@ -110,7 +110,7 @@ def attempt(workload: str, settings: dict[str, Any]) -> nn.Module | str:
 
 
 def outcome(case: Case) -> str:
-    """Run a case twice: `refused: ...` or `calibrated`; fail if these or the models differ."""
+    """Run a case twice: `refused: ...` or `calibrated`. Fails if these or the models differ."""
     first, second = (attempt(case.workload, case.settings) for _ in range(2))
     if isinstance(first, str):
         assert first == second, f"{case}: refused as {first}, then {second}"
@@ -134,7 +134,7 @@ DAMAGES = (
 
 
 def damage(folder: Path, other: Path, seed: int) -> str:
-    """Damage one file of a folder of checkpoints; `other` is that of another run."""
+    """Damage one file of a folder of checkpoints. `other` is the folder of another run."""
     generator = random.Random(seed)
     path = generator.choice(sorted(folder.iterdir()))
     data, kind = path.read_bytes(), generator.choice(DAMAGES)

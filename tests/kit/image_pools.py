@@ -11,7 +11,7 @@ ARITHMETIC = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scalin
 
 
 def suite_pool(**changes: Any) -> Any:
-    """Two of the bundled suite's tasks, as FusionBench's own pool, without any YAML."""
+    """Two of the bundled suite's tasks, as FusionBench's pool, without any YAML."""
     tasks = ["mini_greek", "mini_latin"]
     options = {
         "models": {"_pretrained_": image.path(), **{task: image.path(task) for task in tasks}},

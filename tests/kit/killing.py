@@ -40,7 +40,7 @@ def finished_blocks(folder: Path) -> int:
 def try_kill(
     calibrate: Calibrate, folder: Path, writes: int, blocks: int, seconds: float, seed: int
 ) -> tuple[str, str]:
-    """Kill a run once or twice and resume it; a report, and the digest of the model.
+    """Kill a run once or twice and resume it. Returns a report and the digest of the model.
 
     Args:
         calibrate: The run.

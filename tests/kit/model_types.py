@@ -53,11 +53,11 @@ class Row:
     Attributes:
         name: The row's name.
         kind: The kind of model in the table's words.
-        make: Makes a model and each task's batches; None if this release of transformers lacks
-            the type.
+        make: Makes a model and each task's batches, or None if this release of transformers
+            lacks the type.
         family: The family that `auto` should find.
         excluded: Ends of the names of modules that cannot be calibrated.
-        replay: The family to compare with; None: `replay` with the same blocks.
+        replay: The family to compare with. None means `replay` with the same blocks.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Row:
     replay: Any = None
 
     def suite(self, seed: int = 1) -> Suite | None:
-        """Base, experts and merger in float64; None if the type is lacking."""
+        """Base, experts and merger in float64, or None if the type is lacking."""
         torch.manual_seed(seed)
         pair = self.make()
         if pair is None:
@@ -90,7 +90,7 @@ class Examined(NamedTuple):
 
 
 def examined(row: Row, folder: Path) -> Examined | None:
-    """Calibrate a row's suite by `auto`, `replay` and the oracle; save and load the model."""
+    """Calibrate a row's suite by `auto`, `replay` and the oracle, and save and load the model."""
     suite = row.suite()
     if suite is None:
         return None

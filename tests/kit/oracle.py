@@ -79,9 +79,9 @@ def calibrate_slowly(
     """Calibrate a float64 copy of `merged`, block by block.
 
     `inputs` maps a task to its batches, `modules` a block to the full names of its modules, and
-    `row_weights` a task to one `[samples, tokens]` tensor per batch (absent: every row counts one);
+    `row_weights` a task to one `[samples, tokens]` tensor per batch (absent: every row counts one).
     `other_rows` has the weights of blocks and modules that see other rows. `features` is the dtype
-    in which models run and keep their parameters; all else is float64 always.
+    in which models run and keep their parameters. All else is always float64.
     """
     outcome = Outcome(model=copy.deepcopy(merged).double().eval())
     doubled = {task: copy.deepcopy(expert).double().eval() for task, expert in experts.items()}
@@ -127,7 +127,7 @@ def calibrate_slowly(
 
 
 def anchors(merged: nn.Module, base: nn.Module | None, knobs: Knobs) -> dict[str, Tensor]:
-    """Eq. 11 for every parameter; without a base, which rho = 1 does not need, the merged ones."""
+    """Eq. 11 for every parameter, or the merged parameters without a base (rho = 1 needs none)."""
     assert base is not None or knobs.rho == 1, f"rho = {knobs.rho} needs a base model"
     start = dict((base or merged).named_parameters())
     return {
@@ -139,7 +139,7 @@ def anchors(merged: nn.Module, base: nn.Module | None, knobs: Knobs) -> dict[str
 def record(
     model: nn.Module, batches: Sequence[Batch], names: Sequence[str], blocks: Sequence[str]
 ) -> tuple[Features, Features]:
-    """Run whole forward passes; keep every input of the named modules and every block's output."""
+    """Run whole forward passes and keep all inputs of the named modules and outputs of blocks."""
     received: Features = {name: [] for name in names}
     returned: Features = {name: [] for name in blocks}
 
@@ -186,7 +186,7 @@ def run(model: nn.Module, batch: Batch) -> None:
 def gather(
     cal: list[Tensor], exp: list[Tensor], row_weights: Masks, *, light: bool = False
 ) -> Rows:
-    """All calls as one table of rows, without those of weight zero.
+    """All calls as one table of rows, without rows of weight zero.
 
     `light` turns down all tokens but the first.
     """
@@ -232,7 +232,7 @@ def solve(
     biased = knobs.bias and module.bias is not None
 
     def weight_of(value: Tensor, group: int) -> Tensor:
-        """`[outputs, inputs]` of one group; GPT-2's Conv1D stores inputs first."""
+        """`[outputs, inputs]` of one group. GPT-2's Conv1D stores inputs first."""
         value = value.detach().double()
         return (value.T if kind == "Conv1D" else value).chunk(groups)[group].flatten(1)
 
@@ -260,7 +260,7 @@ def solve_linear(
 ) -> tuple[Tensor, Any]:
     """New weight `[m, d]`, and new bias if the experts' are given (Eqs. 13 to 15, 51 to 55).
 
-    One tall system in W'; eps pulls towards zero, not towards the anchor.
+    One tall system in W'. eps pulls towards zero, not towards the anchor.
     """
     moments = {t: torch.einsum("n,ni,nj->ij", r.p, r.cal, r.cal) for t, r in rows.items()}
     scales = {t: (r.p / moments[t].square().sum().sqrt()).sqrt()[:, None] for t, r in rows.items()}
@@ -367,7 +367,7 @@ def patches(module: Any, x: Tensor) -> Tensor:
 
 
 def normalise_batches(model: nn.Module, inputs: Any, block: str) -> bool:
-    """Give a block's BatchNorms new statistics, each from whole forward passes; return any had."""
+    """Give a block's BatchNorms statistics from whole forward passes. Return whether it has any."""
     inside = model.get_submodule(block).named_modules(prefix=block)
     norms = [name for name, module in inside if "BatchNorm" in type(module).__name__]
     order: list[str] = []

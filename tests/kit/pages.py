@@ -8,7 +8,7 @@ LINES = ("h1", "h2", "h3", "p", "li", "tr", "figcaption", "summary")
 
 
 class Page(HTMLParser):
-    """Elements of a page with their text; elements that are not closed are refused."""
+    """Elements of a page with their text. Elements that are not closed are refused."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)

@@ -176,7 +176,7 @@ def groups_of(model: nn.Module, batch: Batch, names: list[str], masks: RowMasks)
 
 
 def parameters_of(model: nn.Module, names: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Weights `[m, d]` and biases of modules on top of one another; no bias is a zero one."""
+    """Concatenated weights `[m, d]` and biases of modules. A missing bias is zero."""
     weights, biases = [], []
     for name in names:
         module: Any = model.get_submodule(name)

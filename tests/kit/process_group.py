@@ -19,7 +19,7 @@ from fusion_bench_featcal.processes import TorchProcesses
 def in_processes(
     size: int, work: Callable[[Any], Any], *, seconds: float = 60.0, patience: float | None = None
 ) -> list[Any]:
-    """Run a function in several processes that know each other; otherwise as `in_forks`."""
+    """Run a function as `in_forks` does, in the processes of a torch process group."""
     with tempfile.TemporaryDirectory() as folder:
 
         def joined(rank: int) -> Any:
@@ -37,8 +37,8 @@ def in_forks(size: int, work: Callable[[int], Any], *, seconds: float = 60.0) ->
     """Run a function of the rank in several processes, which are killed after some seconds.
 
     Returns:
-        The picklable result of each, by rank; the exception if it raised one; the signal's number,
-        as a negative integer, if it was killed.
+        The picklable result of each, by rank, or the exception that it raised, or the number of
+        the signal that killed it, as a negative integer.
     """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(rank)) for rank in range(size)]

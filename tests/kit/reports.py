@@ -1,4 +1,4 @@
-"""Reports with known numbers, and what the command `featcal` makes of them."""
+"""Reports with known numbers and the outputs of the command `featcal`."""
 
 import contextlib
 import csv
@@ -139,7 +139,7 @@ def leave_lines(folder: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def content_of(folder: Path) -> dict[str, Any]:
-    """Return what a folder's `report.json` holds."""
+    """Return the content of a folder's `report.json`."""
     return json.loads((folder / "report.json").read_text())
 
 

@@ -75,7 +75,7 @@ def generator(seed: int, task: str, purpose: str) -> torch.Generator:
 
 
 def batches_of(samples: int, method: Any, task: str) -> list[Tensor]:
-    """Positions of every update: shuffled anew in each pass."""
+    """Positions of every update, which are shuffled again for each pass."""
     numbers, result = generator(method.seed, task, "batches"), []
     while len(result) < method.steps:
         result += torch.randperm(samples, generator=numbers).split(method.batch_size)

@@ -43,7 +43,7 @@ def rgb(image: Any) -> list:
 
 
 def text_batch(rows: Any, kind: str, tokenizer: Any = None, **settings: Any) -> Any:
-    """One batch of all rows, in random order; further options are settings."""
+    """One batch of all rows, in random order. Further options are settings."""
     tokenizer = tokenizer or word_tokenizer(ends=kind == "seq2seq")
     chosen = FeatCalSettings(samples_per_task=len(rows), batch_size=len(rows)).replace(**settings)
     (batch,) = calibration_batches(TEXT_POOLS[kind](a=rows), ["a"], chosen, tokenizer)["a"]
@@ -51,13 +51,13 @@ def text_batch(rows: Any, kind: str, tokenizer: Any = None, **settings: Any) -> 
 
 
 def words(ids: Any) -> str:
-    """Tokens as words: `.` for the end mark, `?` for an unknown word, `_` where no target is."""
+    """Tokens as words: `.` for the end mark, `?` for an unknown word, `_` for no target."""
     signs = {-100: "_", 1: ".", 2: "?"}
     return " ".join(signs.get(int(token), WORDS[max(int(token), 0)]) for token in ids)
 
 
 def text_sample(row: Any, kind: str, tokenizer: Any = None, **settings: Any) -> str:
-    """Words that a model reads of a row, and those that it is to write, as `a b c. > _ _ c .`."""
+    """Words that a model reads of a row, and target words, as `a b c. > _ _ c .`."""
     batch = text_batch([row], kind, tokenizer, **settings)
     assert torch.equal(batch["attention_mask"], torch.ones_like(batch["input_ids"]))
     return " > ".join(words(batch[name][0]) for name in ("input_ids", "labels") if name in batch)

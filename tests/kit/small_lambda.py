@@ -1,4 +1,4 @@
-"""Errors at a small lambda: of the package, and of what float32 features allow at best."""
+"""Errors at a small lambda, of the package and of a float64 solution of float32 features."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

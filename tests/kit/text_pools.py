@@ -31,7 +31,7 @@ def text_tokenizer(kind: str) -> Any:
 
 
 def llamas(folder: Path, rows: dict[str, int]) -> dict[str, str]:
-    """A base and two experts; experts may have more rows of embeddings than there are words."""
+    """A base and two experts. Experts may have more rows of embeddings than there are words."""
     return {
         name: write(llama_model(n, rows.get(name, len(WORDS))).float(), folder / name.strip("_"))
         for n, name in enumerate(NAMES)
@@ -49,7 +49,7 @@ def t5_pool(folder: Path) -> Any:
 
 
 def text_pool(kind: str, folder: Path, tests: Any = sentences) -> Any:
-    """A base and two experts on disk; `tests` makes a task's test rows."""
+    """A base and two experts on disk. `tests` makes a task's test rows."""
     pool = causal_pool(llamas(folder, {})) if kind == "causal" else t5_pool(folder)
     return with_tests(pool, tests)
 

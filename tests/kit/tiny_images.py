@@ -14,7 +14,7 @@ SHAPES = ("circle", "square", "star")
 
 
 def picture(seed: int, size: tuple[int, int] = (28, 28)) -> Image.Image:
-    """A picture of noise; `size` is width and height."""
+    """A picture of noise. `size` is width and height."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
@@ -27,7 +27,7 @@ def channels_first(image) -> torch.Tensor:
 def write_class_folders(
     folder: Path, classes: Sequence[str] = SHAPES, per_class: int = 4, seed: int = 0
 ) -> Path:
-    """One folder of pictures per class; different for each class, number and seed."""
+    """One folder of pictures per class. They differ by class, number and seed."""
     for position, name in enumerate(classes):
         (folder / name).mkdir(parents=True)
         for number in range(per_class):
@@ -37,7 +37,7 @@ def write_class_folders(
 
 
 def write_clip(folder: Path, seed: int = 0) -> Path:
-    """A random CLIP with the bundled suite's processor, loadable by `from_pretrained`; 28 px."""
+    """A random CLIP with the bundled suite's processor (28 px), loadable by `from_pretrained`."""
     processor = image.load_processor()
     processor.save_pretrained(folder)
     vocabulary = processor.tokenizer.get_vocab()

@@ -30,7 +30,7 @@ class Suite:
     excluded: tuple[str, ...] = ()
 
     def to(self, dtype: torch.dtype) -> "Suite":
-        """Copies of the models in another dtype; inputs stay."""
+        """Copies of the models in another dtype. Inputs stay."""
         merged, base = (copy.deepcopy(model).to(dtype) for model in (self.merged, self.base))
         experts = {task: copy.deepcopy(e).to(dtype) for task, e in self.experts.items()}
         return replace(self, merged=merged, base=base, experts=experts)
@@ -92,7 +92,7 @@ def samples_by_task(
 
 
 def blocks_of(model: nn.Module, class_name: str) -> list[str]:
-    """Names of the blocks; transformers moved CLIP's between releases."""
+    """Names of the blocks. Releases of transformers differ in CLIP's names."""
     return [name for name, m in model.named_modules() if type(m).__name__.endswith(class_name)]
 
 
@@ -203,7 +203,7 @@ def t5_model(
     kind: str = "t5", *, gated: bool = True, untied: bool = False,
     depths: tuple[int, int] = (2, 2), seed: int = 0, **config: Any,
 ) -> nn.Module:  # fmt: skip
-    """Random model; `untied` gives the head weights of its own, as FLAN-T5's checkpoints do."""
+    """Random model. `untied` gives the head separate weights, as in FLAN-T5's checkpoints."""
     projection = {"feed_forward_proj": "gated-gelu" if gated else "relu"}
     sizes = {"num_layers": depths[0], "num_decoder_layers": depths[1]}
     model: Any = model_of(kind, seed, **(projection | sizes | config))
@@ -231,7 +231,7 @@ def vision_language_model(kind: str = "qwen2_vl", seed: int = 0) -> nn.Module:
 def clip_suite(
     *, tasks: int = 3, sizes: Sequence[int] = (4, 3), seed: int = 0, **shape: int
 ) -> Suite:
-    """Tiny CLIP suite in float64; each task's images are cut into batches of `sizes`."""
+    """Tiny CLIP suite in float64. Each task's images are cut into batches of `sizes`."""
     model = clip_model(seed=seed, **shape)
     inputs = {}
     for index in range(tasks):
@@ -241,7 +241,7 @@ def clip_suite(
 
 
 class ResidualBlock(nn.Module):
-    """Pre-norm residual block; the second linear has no bias, the norm after it no parameters."""
+    """Pre-norm residual block. The second linear has no bias, the norm after it no parameters."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def residual_suite(*, tasks: int = 2, sizes: Sequence[int] = (9, 6), seed: int =
 def sentences(
     lengths: Sequence[int], padded: int, *, side: str = "right", seed: int = 0
 ) -> dict[str, Tensor]:
-    """Sentences of given lengths, filled up on one side; the last third of each is its target."""
+    """Sentences of given lengths, padded on one side. The last third of each is its target."""
     generator = torch.Generator().manual_seed(seed)
     shape = (len(lengths), padded)
     ids, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)

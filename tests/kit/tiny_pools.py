@@ -40,7 +40,7 @@ def write_models(folder: Path) -> dict[str, str]:
 
 
 def tiny_pool(models: Mapping[str, Any], *, train: int = 12, test: int = 10) -> Any:
-    """FusionBench's pool; datasets are lists in memory, none where their number is 0."""
+    """FusionBench's pool. Datasets are lists in memory, with none if their number is 0."""
     sizes = {"train": train, "test": test}
     data = {
         split: {task: pictures(task, split, number) for task in TASKS if number}
@@ -97,7 +97,7 @@ def in_memory(suite: Any) -> Any:
 
 
 def assert_equal(result: nn.Module, expected: nn.Module, equal: bool = True) -> None:
-    """Equal to the bit in every tensor; or not all of them are."""
+    """Check that all tensors are bitwise equal, or with `equal=False` that not all are."""
     states = result.state_dict(), expected.state_dict()
     assert list(states[0]) == list(states[1])
     assert all(torch.equal(value, states[1][n]) for n, value in states[0].items()) == equal

@@ -14,7 +14,7 @@ TASKS = ("one", "two")
 
 
 def word_tokenizer(*, ends: bool = False, words: tuple[str, ...] = WORDS, **options: Any) -> Any:
-    """One token a word; with `ends` every text ends in `</s>`, as T5's do."""
+    """One token a word. With `ends` every text ends in `</s>`, as T5's do."""
     tokenizer = Tokenizer(
         models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>")
     )
@@ -28,7 +28,7 @@ def word_tokenizer(*, ends: bool = False, words: tuple[str, ...] = WORDS, **opti
 
 
 def t5_model(seed: int = 0) -> nn.Module:
-    """A gated T5 of two blocks a side, whose head is a matrix of its own."""
+    """A gated T5 of two blocks a side, whose head is a separate matrix."""
     model = tiny_models.t5_model(
         untied=True, seed=seed, vocab_size=len(WORDS), d_kv=4, d_ff=12, tie_word_embeddings=False
     )

@@ -1,4 +1,4 @@
-"""Networks whose blocks do what a careless engine gets wrong. Inputs are `[samples, 4]` tensors."""
+"""Networks whose blocks a careless engine gets wrong. Inputs are `[samples, 4]` tensors."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

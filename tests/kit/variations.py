@@ -51,7 +51,7 @@ def stored(model: nn.Module, folder: Path) -> SafetensorsExpert:
 
 
 def wrapped(model: Any) -> Any:
-    """Give a model what FusionBench's loaders of classifiers give theirs."""
+    """Wrap a model's forward as FusionBench's loaders of classifiers do."""
     original_forward = model.forward
     model.forward = lambda *args, **kwargs: original_forward(*args, **kwargs)
     model.original_forward = original_forward
@@ -71,7 +71,7 @@ def backwards(suite: Suite) -> Suite:
 
 
 def alone(suite: Suite) -> Suite:
-    """Every sample a batch of its own."""
+    """Every sample as a separate batch."""
     return changed(
         suite, lambda bs: [cut(b, slice(i, i + 1)) for b in bs for i in range(size_of(b))]
     )
@@ -106,7 +106,7 @@ def parted(suite: Suite, number: int) -> tuple[Suite, Suite]:
 
 
 def other_family(name: str, suite: Suite) -> Any:
-    """`replay` where a suite has a family, and the family that is found where it is replayed."""
+    """`replay` for a suite with a family, and `auto` for a suite that is replayed."""
     if suite.family != "auto":
         return "auto"
     return REPLAY if name == "t5" else replay(suite)

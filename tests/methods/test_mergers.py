@@ -69,7 +69,7 @@ def rows_into(model: nn.Module, batches: list, name: str) -> Tensor:
 
 
 def least_squares(suite: Suite, name: str, start: Tensor, shrunk: float = 1.0) -> Tensor:
-    """Step from `start` that fits all experts' outputs best, on their own inputs."""
+    """Step from `start` that fits all experts' outputs best, each on the inputs of its task."""
     step_sum = gram_sum = torch.zeros((), dtype=torch.float64)
     for task, expert in suite.experts.items():
         x = rows_into(expert, suite.inputs[task], name)

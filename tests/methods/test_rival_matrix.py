@@ -37,7 +37,7 @@ def fitted(setups) -> Any:
 
 @torch.no_grad()
 def output(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
-    """Corrected features or scores of a task. Without corrections those of the model."""
+    """Features or scores of a task, corrected if the model has corrections."""
     if hasattr(model, "for_task"):
         with model.for_task(task):
             return model(**batch).logits

@@ -1,4 +1,4 @@
-"""Distillation and ProDistill: what is trained, towards what, beside slow versions."""
+"""Distillation and ProDistill: trained parameters and targets, beside slow versions."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""A subclass counts as the module it derives from where it computes the same."""
+"""A subclass counts as the module it derives from if it computes the same."""
 
 import torch
 from torch import Tensor, nn

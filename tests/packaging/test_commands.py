@@ -22,7 +22,7 @@ POOLS = {"my_pool": ("tasks.md", "own-task"), "my_models": ("calibrate.md", "fol
 
 
 def words_of(line: str) -> list[str]:
-    """Words of a shell line from the program on; none where it runs neither program."""
+    """Words of a shell line from the program on, or none if it runs neither program."""
     line = re.sub(r"\$\{?\w+\}?", "1", line).removeprefix("$ ").removesuffix(" &")
     try:
         words = shlex.split(line, comments=True)
@@ -36,7 +36,7 @@ def words_of(line: str) -> list[str]:
 
 
 def commands_of(text: str) -> Iterator[tuple[str, ...]]:
-    """Whole commands of code blocks, and of the text those without an ellipsis."""
+    """Whole commands of code blocks, and commands in the text that have no ellipsis."""
     for language, block in BLOCK.findall(text):
         if language in SHELLS:
             for line in block.replace("\\\n", " ").splitlines():

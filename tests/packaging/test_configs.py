@@ -1,4 +1,4 @@
-"""Every YAML composes wherever the command starts; its targets exist and take their keys."""
+"""Every YAML composes wherever the command starts. Its targets exist and take their keys."""
 
 import inspect
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def targets(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def accepted_keys(target: Any) -> set[str] | None:
-    """Keys a callable takes by name; None where any goes (a function with **kwargs)."""
+    """Keys a callable takes by name, or None if it takes any (a function with **kwargs)."""
     constructors = [target]
     if inspect.isclass(target):
         constructors = [c.__init__ for c in target.__mro__ if "__init__" in vars(c)]

@@ -90,7 +90,7 @@ def add_pool(mirror: Mirror, stand_ins: StandIns) -> None:
 
 
 def run(folder: Path, environment: Mapping[str, str], *words: str) -> str:
-    """Run `fusion_bench` in an empty folder; return the screen of a run that ends well."""
+    """Run `fusion_bench` in an empty folder and return the screen of a run that ends well."""
     folder.mkdir()
     done = screen([*LITERAL, *words], folder, fresh=True, environment=environment)
     assert done.code == 0, done.text[-6000:]

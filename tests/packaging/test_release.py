@@ -1,4 +1,4 @@
-"""The package as an index shows it: links, licences and versions; README and notebook."""
+"""The package as an index shows it: links, licences, versions, README and notebook."""
 
 import json
 import re

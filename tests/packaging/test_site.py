@@ -1,4 +1,4 @@
-"""The documentation: pages are in the navigation; links, names and quoted messages exist."""
+"""The documentation: pages are in the navigation, and links, names and quoted messages exist."""
 
 import json
 import re

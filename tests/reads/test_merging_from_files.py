@@ -1,4 +1,4 @@
-"""Upstream mergers that read files by tensor: FusionBench's own bits, within a read budget."""
+"""Upstream mergers that read files by tensor give FusionBench's bits within a read budget."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ EXPERTS = ("mini_greek", "mini_latin")
 
 
 def counting_suite() -> Suite:
-    """Models with integer buffers. FusionBench takes those whose differences are zero in sum."""
+    """Models with integer buffers. FusionBench takes buffers whose differences sum to zero."""
     suite = residual_suite()
     models = [suite.base, suite.merged, *suite.experts.values()]
     for count, model in zip((3, 3, 1, 5), models, strict=True):
@@ -135,7 +135,7 @@ def file_bytes(pool: Any, *names: str) -> int:
 
 
 def reads_of(pool: Any, base_method: Any, **options: Any) -> dict[str, Any]:
-    """The manifest of a run's own calibration."""
+    """The manifest of a run's calibration."""
     few: dict[str, Any] = {"samples_per_task": 2, "presets": {}, "mix_alpha": 0.0}
     method: Any = FeatCalAlgorithm(base_method=base_method, log_drift=False, **few, **options)
     results, calibrate = [], method._calibrate

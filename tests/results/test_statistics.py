@@ -26,7 +26,7 @@ def against(reference: str, *runs: Path) -> dict[str, tuple[float, float, float,
 
 
 def correlated(seed: int, levels: dict[str, float], sizes: tuple[int, ...] = (60, 140)) -> Any:
-    """Rows that find the same items hard: right where difficulty and noise are below a level."""
+    """Rows that find the same items hard: right if difficulty plus noise is below a level."""
     generator = np.random.default_rng(seed)
     rows: dict[str, dict[str, np.ndarray]] = {name: {} for name in levels}
     for number, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Several runs in one report: which are found, what is averaged, what is refused."""
+"""Several runs in one report: runs that are found, averages, and runs that are refused."""
 
 import re
 from pathlib import Path

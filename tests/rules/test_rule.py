@@ -1,4 +1,4 @@
-"""Rules of one's own, derived from the base class."""
+"""Custom rules, derived from the base class."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -117,7 +117,7 @@ DATA = "DATA"
 
 
 def run(name: str, stand_ins: StandIns, words: Sequence[str] = ()) -> Any:
-    """Run FusionBench's program on a stock pool in the current folder; `words` may have `DATA`."""
+    """Run FusionBench's program on a stock pool in the current folder. `words` may have `DATA`."""
     config = composed(name, *(word for word in words if word != DATA))
     if DATA in words:
         tasks = [task for task in config.modelpool.models if not task.startswith("_")]

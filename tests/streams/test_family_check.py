@@ -1,4 +1,4 @@
-"""A family's steps are compared with the model's own forward pass before anything is calibrated."""
+"""A family's steps are compared with the model's forward pass before anything is calibrated."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The shipped suites, loaded through FusionBench's own pools from the shipped YAML."""
+"""The shipped suites, loaded through FusionBench's pools from the shipped YAML."""
 
 import json
 from pathlib import Path

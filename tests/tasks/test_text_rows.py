@@ -1,4 +1,4 @@
-"""Public datasets as texts: GLUE reads as FusionBench's own loader gives it."""
+"""Public datasets as texts: GLUE reads as FusionBench's loader gives it."""
 
 from typing import Any
 

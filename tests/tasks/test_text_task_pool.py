@@ -1,4 +1,4 @@
-"""The text task pool: greedy answers, scores, loss, and what it refuses."""
+"""The text task pool: greedy answers, scores, loss and refusals."""
 
 import math
 from typing import Any
