@@ -82,7 +82,3 @@ def diagnosis_part(suite: str) -> str:
         f"- {re.sub('; .', lambda end: f'. {end[0][2:].upper()}', text)}" for text in texts
     ]
     return "\n\n".join([*tables, "\n".join([*sentences, measured(run)])])
-
-
-def _new_sentence(separator: re.Match[str]) -> str:
-    return f". {separator[0][-1].upper()}"
