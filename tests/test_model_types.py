@@ -20,6 +20,10 @@ TABLE = [
 ]
 
 
+def test_names_of_types_that_run_each_time_are_in_the_table():
+    assert {row.name for row in ROWS} >= EACH_TIME
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
 @pytest.mark.parametrize("row", TABLE)
 def test_type_is_found_and_equals_replay_and_the_oracle(row: Row, tmp_path: Path):

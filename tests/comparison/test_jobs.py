@@ -1,4 +1,4 @@
-"""Cells in other processes: equal tables, deaths, and several drivers on one store."""
+"""Cells in other processes give equal tables, and dead processes lose no finished cell."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def run(folder: Path, methods: Any = METHODS, **choices: Any) -> Any:
 
 
 def start(folder: Path, methods: Any) -> subprocess.Popen[str]:
-    """Another driver on one store."""
+    """A comparison in another process, which a test may kill."""
     code = "import json, sys; from pathlib import Path; from test_jobs import run; "
     code += "run(Path(sys.argv[1]), json.loads(sys.argv[2]))"
     return subprocess.Popen([sys.executable, "-c", code, folder, json.dumps(methods)], **QUIET)
