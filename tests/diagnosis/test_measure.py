@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from calibrations import calls_of
 from oracle import run
 from tiny_convs import tower_suite
 from tiny_models import (
@@ -43,16 +44,8 @@ def measured(suite: Suite, task: str = "task_0", **options: Any) -> Measures:
 
 def outputs(model: nn.Module, batch: Any, block: str) -> Tensor:
     """A block's output in a whole forward pass."""
-    result: list[Tensor] = []
-
-    def store(_: nn.Module, __: Any, output: Any) -> None:
-        result.append((output if isinstance(output, Tensor) else output[0]).detach().clone())
-
-    handle = model.get_submodule(block).register_forward_hook(store)
-    with torch.no_grad():
-        run(model, batch)
-    handle.remove()
-    return result[0]
+    ((_, output),) = calls_of(model, block, lambda: run(model, batch))
+    return output if isinstance(output, Tensor) else output[0]
 
 
 def spliced(expert: nn.Module, model: nn.Module, block: str) -> nn.Module:

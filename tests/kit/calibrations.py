@@ -58,6 +58,17 @@ def cast(inputs: Mapping[str, list], dtype: torch.dtype) -> dict[str, list]:
     return {task: [*map(one, b)] if isinstance(b, list) else b for task, b in inputs.items()}
 
 
+@torch.no_grad()
+def calls_of(model: nn.Module, name: str, run: Callable[[], Any]) -> list[tuple[Any, Any]]:
+    """Positional arguments and output of each call of a module while a function runs."""
+    calls: list[tuple[Any, Any]] = []
+    module = model.get_submodule(name)
+    handle = module.register_forward_hook(lambda _, args, output: calls.append((args, output)))
+    run()
+    handle.remove()
+    return calls
+
+
 def run_fast(
     suite: Suite, knobs: Knobs = PAPER, family: Any = None, has_base: bool = True, **more: Any
 ) -> CalibrationResult:

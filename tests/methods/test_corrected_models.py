@@ -7,6 +7,7 @@ import fusion_bench_featcal.compat  # noqa: F401
 # isort: split
 import pytest
 import torch
+from calibrations import calls_of
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 from text_pools import MAKERS, NORMS, text_batch
 from tiny_models import normal
@@ -84,14 +85,12 @@ def model_of(kind: str) -> Any:
 
 @KINDS
 def test_scores_are_the_heads_of_corrected_states(kind) -> None:
-    model, batch, states = model_of(kind), text_batch(kind), []
+    model, batch = model_of(kind), text_batch(kind)
     modules = {"one": module("surgery", 1, WIDTH)}
     corrected = CorrectedLanguageModel(model, NORMS[kind], modules)
-    norm = model.get_submodule(NORMS[kind])
-    handle = norm.register_forward_hook(lambda _, __, output: states.append(output.detach()))
     plain = model(**batch).logits
-    handle.remove()
-    expected = written_out("surgery", 1, states[0].flatten(0, 1)).view_as(states[0])
+    ((_, states),) = calls_of(model, NORMS[kind], lambda: model(**batch))
+    expected = written_out("surgery", 1, states.flatten(0, 1)).view_as(states)
     with torch.no_grad(), corrected.for_task("one"):
         result, head = corrected(**batch).logits, model.get_output_embeddings()
         torch.testing.assert_close(result, head(expected))

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import oracle
 import pytest
 import torch
-from calibrations import assert_same, distance, replay, run_fast, samples_in
+from calibrations import assert_same, calls_of, distance, replay, run_fast, samples_in
 from oracle import Knobs
 from tiny_models import (
     Suite,
@@ -55,13 +56,9 @@ def chain_suite() -> Suite:
 
 def rows_into(model: nn.Module, batches: list, name: str) -> Tensor:
     """Rows that a module receives over whole forward passes. For a convolution its patches."""
-    rows: list[Tensor] = []
     module: Any = model.get_submodule(name)
-    handle = module.register_forward_pre_hook(lambda _, args: rows.append(args[0]))
-    with torch.no_grad():
-        for batch in batches:
-            model(**batch) if isinstance(batch, dict) else model(batch)
-    handle.remove()
+    calls = calls_of(model, name, lambda: [oracle.run(model, batch) for batch in batches])
+    rows = [args[0] for args, _ in calls]
     if isinstance(module, nn.Conv2d):
         unfold = nn.Unfold(module.kernel_size, stride=module.stride)
         rows = [unfold(x).transpose(1, 2) for x in rows]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical, replay
+from calibrations import assert_identical, calls_of, replay
 from rivals import Adam, generator
 from tiny_models import Suite, clip_suite, decoder_suite, residual_suite, t5_suite
 from tiny_open_clip import tower_suite as open_clip_suite
@@ -18,7 +18,7 @@ from fusion_bench_featcal.lab.rivals import Distillation, ProDistill
 
 def distilled(suite: Suite, **settings: Any) -> Any:
     family = suite.family if isinstance(suite.family, str) else replay(suite)
-    options = {"steps": 40, "learning_rate": 3e-3, "samples_per_task": 7, "family": family}
+    options = {"steps": 60, "learning_rate": 3e-3, "samples_per_task": 7, "family": family}
     method = Distillation(**(options | settings))
     return method.post_merge(copy.deepcopy(suite.merged), in_memory(suite))
 
@@ -26,7 +26,7 @@ def distilled(suite: Suite, **settings: Any) -> Any:
 @pytest.mark.parametrize("make", [clip_suite, open_clip_suite, residual_suite, t5_suite])
 def test_loss_falls_and_only_blocks_change(make: Any) -> None:
     suite = make()
-    result = distilled(suite, steps=60)
+    result = distilled(suite)
     assert all(curve[-1][1] < 0.7 * curve[0][1] for curve in result.curves.values())
     blocks, changed = tuple(f"{block}." for block in suite.blocks), 0
     for name, value in result.named_parameters():
@@ -101,8 +101,7 @@ def test_half_precision_is_trained_in_float32() -> None:
     suite = clip_suite(sizes=(7,))
     for batches in suite.inputs.values():
         batches[0]["pixel_values"] = batches[0]["pixel_values"].float()
-    # steps that bfloat16 would lose
-    result = distilled(suite.to(torch.bfloat16), learning_rate=1e-4, steps=60)
+    result = distilled(suite.to(torch.bfloat16), learning_rate=1e-4)  # steps bfloat16 would lose
     exact = distilled(suite.to(torch.float32), steps=1)
     assert all(value.dtype == torch.bfloat16 for value in result.parameters())
     for task, curve in result.curves.items():
@@ -119,13 +118,8 @@ def prodistill_by_hand(suite: Suite, method: ProDistill) -> nn.Module:
     model = copy.deepcopy(suite.base).requires_grad_(False)
 
     def block_io(net: nn.Module, batch: Any, block: str) -> tuple[Tensor, Tensor]:
-        calls: list[Any] = []
-        hook = net.get_submodule(block).register_forward_hook(
-            lambda _, args, out: calls.append((args[0].detach(), out.detach()))
-        )
-        net(batch)
-        hook.remove()
-        return calls[0]
+        ((inputs, output),) = calls_of(net, block, lambda: net(batch))
+        return inputs[0], output
 
     def mixed(name: str, weights: Tensor) -> Tensor:
         return start[name] + (weights * vectors[name]).sum(0)

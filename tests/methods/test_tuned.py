@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from calibrations import calls_of
 from text_pools import NORMS, text_pool
 from tiny_pools import TASKS, assert_equal, inputs_of, pixels_of, projection_of, tiny_pool, tower
 from tiny_texts import sentences, with_data
@@ -89,14 +90,9 @@ def test_the_best_merger_on_a_held_out_quarter_is_fitted_on_all(models) -> None:
 
 def features(model: Any, kind: str, batch: dict[str, Tensor]) -> Tensor:
     """States behind the last norm that predict a target token."""
-    states: list[Tensor] = []
-    norm = model.get_submodule(NORMS[kind])
-    handle = norm.register_forward_hook(lambda _, __, output: states.append(output))
-    with torch.no_grad():
-        model(**batch)
-    handle.remove()
+    ((_, states),) = calls_of(model, NORMS[kind], lambda: model(**batch))
     rows = batch["labels"][:, kind == "causal" :] >= 0
-    return states[0][:, : rows.shape[1]][rows]
+    return states[:, : rows.shape[1]][rows]
 
 
 @pytest.mark.parametrize("kind", list(NORMS))
