@@ -3,14 +3,11 @@
 from math import atan2, erf, hypot, pi, sqrt
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
 from PIL import Image
 from tiny_images import picture
-from tiny_texts import TASKS as TEXT_TASKS
-from tiny_texts import sentences
 
 import fusion_bench_featcal.compat  # noqa: F401
 
@@ -30,17 +27,10 @@ def bytes_of(rows: Any, index: int) -> bytes:
     return rows[index]["image"].tobytes()
 
 
-def corrupt(pixels: Any, corruption: str, severity: int, **options: Any) -> np.ndarray:
+def corrupt(pixels: Any, corruption: str, severity: int) -> np.ndarray:
     """Pixels in 0..1 of one corrupted image, which are stored in 8 bits."""
     stored = np.rint(np.asarray(pixels) * 255).astype(np.uint8)
-    return np.asarray(corrupted([stored], corruption, severity, **options)[0]["image"]) / 255
-
-
-def waves(side: int) -> np.ndarray:
-    """A smooth picture `[side, side, 3]` in 0..1 that looks the same at every size."""
-    across, down = np.meshgrid(*2 * [(np.arange(side) + 0.5) / side])
-    channels = [np.sin(9 * across + 5 * down), np.cos(11 * down), np.sin(6 * across * down + 1)]
-    return np.stack(channels, axis=2) / 2 + 0.5
+    return np.asarray(corrupted([stored], corruption, severity)[0]["image"]) / 255
 
 
 @pytest.mark.parametrize(("severity", "deviation"), [(1, 0.08), (3, 0.18), (5, 0.38)])
@@ -49,14 +39,12 @@ def test_noise_is_gaussian_and_independent_with_the_published_deviation(severity
     for limit in (25.5 / 255, 100.5 / 255):  # the rest may be clipped
         share = (np.abs(noise) < limit).mean()
         assert share == pytest.approx(erf(limit / deviation / sqrt(2)), abs=0.006)
-    channels = noise.reshape(-1, 3).T
-    correlations: Any = np.corrcoef(channels)
+    correlations: Any = np.corrcoef(noise.reshape(-1, 3).T)
     assert abs(correlations[np.triu_indices(3, 1)]).max() < 4.5 / 224
-    assert abs(np.sign(noise).mean()) < 0.02
 
 
 @pytest.mark.parametrize(
-    ("severity", "radius", "sigma", "side"), [(1, 10, 3, 28), (3, 15, 8, 112), (5, 20, 15, 300)]
+    ("severity", "radius", "sigma", "side"), [(1, 10, 3, 28), (5, 20, 15, 300)]
 )
 def test_blur_is_a_half_gaussian_on_a_line(severity, radius, sigma, side):
     scale, middle, means, squares = side / 224, side // 2, [], []
@@ -76,7 +64,7 @@ def test_blur_is_a_half_gaussian_on_a_line(severity, radius, sigma, side):
 
 
 def test_fog_keeps_the_range_and_lowers_the_contrast_by_the_published_factor():
-    first, second = 0.9 * waves(48), 0.9 * waves(48)[::-1]
+    first, second = (np.random.default_rng(seed).uniform(0, 0.9, (48, 48, 3)) for seed in (0, 1))
     first[0, 0] = second[0, 0] = 0.9  # the same brightest pixel
     for severity, density in enumerate((1.5, 2.0, 2.5, 2.5, 3.0), start=1):
         foggy = [corrupt(pixels, "fog", severity) for pixels in (first, second)]
@@ -91,35 +79,29 @@ def test_an_image_depends_on_seed_task_and_position_alone(corruption):
     backwards = {n: bytes_of(rows, n) for n in reversed(range(6))}
     assert [rows[n]["label"] for n in range(len(rows))] == list(range(6))
     assert [bytes_of(rows, n) for n in range(6)] == [backwards[n] for n in range(6)]
-    assert bytes_of(corrupted(PICTURES[:1], corruption, 2, seed=5, task="a"), 0) == backwards[0]
     copies = corrupted(6 * PICTURES[:1], corruption, 2, seed=5, task="a")
+    assert bytes_of(copies, 0) == backwards[0]
     variants = [(copies, n) for n in range(6)]
     variants += [(corrupted(PICTURES, corruption, 2, seed=6, task="a"), 0)]
     variants += [(corrupted(PICTURES, corruption, 2, seed=5, task="b"), 0), (PICTURES, 0)]
     assert len({bytes_of(*other) for other in variants}) == 9
-    for size in ((1, 1), (5, 40), (37, 20)):
-        (row,) = corrupted([picture(0, size)], corruption)
-        assert (row["image"].mode, row["image"].size) == ("RGB", size)
     resized = corrupted([picture(0, (40, 20))], corruption, size=10)  # before it is corrupted
     small = picture(0, (40, 20)).resize((20, 10), Image.Resampling.BICUBIC)
     assert bytes_of(resized, 0) == bytes_of(corrupted([small], corruption), 0)
 
 
-def calibrated_on(config: Any) -> Any:
-    data: Any = OmegaConf.create({"mini_greek": config})
+def calibrated_on(**changes: Any) -> Any:
+    """Pixels of the samples of a pool whose YAML puts fog over Greek letters."""
+    load = "fusion_bench_featcal.suites.image.load_split"
+    greek = {"_target_": load, "task": "mini_greek", "split": "train"}
+    fog = {"_target_": "fusion_bench_featcal.tasks.corrupted", "data": greek, "corruption": "fog"}
     models: Any = {"mini_greek": image.path("mini_greek")}
-    pool = CLIPVisionModelPool(models=models, train_datasets=data)
+    pool = CLIPVisionModelPool(
+        models=models, train_datasets=OmegaConf.create({"mini_greek": fog | changes})
+    )
     settings, processor = FeatCalSettings(samples_per_task=2), image.load_processor()
     batches = calibration_batches(pool, ["mini_greek"], settings, processor)["mini_greek"]
     return next(iter(batches))["pixel_values"].numpy()
-
-
-GREEK = {
-    "_target_": "fusion_bench_featcal.suites.image.load_split",
-    "task": "mini_greek",
-    "split": "train",
-}
-FOG = {"_target_": "fusion_bench_featcal.tasks.corrupted", "data": GREEK, "corruption": "fog"}
 
 
 def test_yaml_corrupts_a_pools_data():
@@ -127,7 +109,7 @@ def test_yaml_corrupts_a_pools_data():
     chosen = draw_samples(len(rows), "mini_greek", FeatCalSettings(samples_per_task=2))
     images = [rows[index]["image"] for index in chosen]
     expected = image.load_processor()(images=images, return_tensors="np")["pixel_values"]
-    np.testing.assert_array_equal(calibrated_on(FOG), expected)
+    np.testing.assert_array_equal(calibrated_on(), expected)
 
 
 @pytest.mark.parametrize(
@@ -135,19 +117,12 @@ def test_yaml_corrupts_a_pools_data():
     [
         ({"corruption": "frog"}, r"corruption must be one of .*fog, got 'frog' \(nearest: 'fog'\)"),
         ({"severity": 6}, "severity must be an integer from 1 to 5, got 6"),
-        ({"seed": -1}, "seed of corrupted data must be an integer >= 0, got -1"),
         ({"data": {"path": "cars"}}, "one dataset is needed, got a mapping of path: set its _t"),
-        ({"data": "no/such/folder/there"}, "does not exist"),
     ],
 )
 def test_unfit_keys_are_refused_by_the_setting(changes, message):
     with pytest.raises(CalibrationError, match=f"modelpool.train_datasets.mini_greek.*{message}"):
-        calibrated_on(FOG | changes)
-
-
-def test_texts_are_refused():
-    with pytest.raises(ValueError, match=r"data of corruption fog.* no image_column 'image'"):
-        corrupted(datasets.Dataset.from_list(sentences(TEXT_TASKS[0])), "fog")
+        calibrated_on(**changes)
 
 
 def test_mixed_sets_are_interleaved_in_equal_numbers():
@@ -156,8 +131,6 @@ def test_mixed_sets_are_interleaved_in_equal_numbers():
     assert len(list(rows)) == 12
     expected = [bytes_of(PICTURES, 1), bytes_of(noise, 1), bytes_of(PICTURES, 4)]
     assert [bytes_of(rows, n) for n in (3, 4, 5)] == expected
-    with pytest.raises(ValueError, match="data of mixed datasets must be a list"):
-        mixed([])
 
 
 def test_noise_images_are_uniform_and_depend_on_seed_and_position():
