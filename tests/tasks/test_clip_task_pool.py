@@ -70,14 +70,8 @@ def make_pool(clip_folder):
 
 
 @pytest.fixture
-def base(clip_folder) -> CLIPVisionModel:
-    """The vision model that belongs to the pool's heads."""
-    return CLIPVisionModel.from_pretrained(clip_folder).eval()
-
-
-@pytest.fixture
 def model(clip_folder) -> CLIPVisionModel:
-    """Another vision model."""
+    """A vision model unlike the one of the pool's heads."""
     model = CLIPVisionModel.from_pretrained(clip_folder).eval()
     torch.manual_seed(7)
     with torch.no_grad():
@@ -103,10 +97,11 @@ def predictions(clip_folder, model, processor, items, task):
 
 
 def test_same_accuracies_as_fusion_benchs_own_pool_item_by_item(
-    make_pool, two_tasks, clip_folder, base, model
+    make_pool, two_tasks, clip_folder, model
 ):
     ours, processor = make_pool(tasks=two_tasks), CLIPProcessor.from_pretrained(clip_folder)
     items = {name: load_images(task["data"]) for name, task in two_tasks.items()}
+    report = ours.evaluate(model, name="model")
     reference = CLIPVisionModelTaskPool(
         items,  # type: ignore[arg-type]
         processor=processor,
@@ -114,38 +109,33 @@ def test_same_accuracies_as_fusion_benchs_own_pool_item_by_item(
         dataloader_kwargs={"batch_size": 3},  # type: ignore[arg-type]
     )
     reference.fabric = ours.fabric
-    accuracies = set()
-    for tower in (base, model):
-        report, expected = ours.evaluate(tower, name="model"), reference.evaluate(tower)
-        assert list(ours.item_correct) == list(two_tasks)
-        for task, correct in ours.item_correct.items():
-            accuracy = report[task]["accuracy"]
-            assert accuracy == pytest.approx(expected[task]["accuracy"], abs=1e-6)
-            accuracies.add(round(accuracy, 3))
-            assert correct.dtype == torch.bool and correct.double().mean().item() == accuracy
-            labels = torch.tensor([item["label"] for item in items[task]])
-            classes = predictions(clip_folder, tower, processor, items[task], task)
-            assert torch.equal(correct, classes == labels)
-            names = items[task].classnames or []
-            assert ours.item_classes[task] == [names[label] for label in labels]
-        assert report["average"]["accuracy"] == pytest.approx(expected["average"]["accuracy"])
-        assert report["model_info"] == expected["model_info"] | {"name": "model"}
-    assert len(accuracies) > 2  # the comparison was not of trivial numbers
+    expected = reference.evaluate(model)
+    assert list(ours.item_correct) == list(two_tasks)
+    for task, correct in ours.item_correct.items():
+        accuracy = report[task]["accuracy"]
+        assert 0 < accuracy < 1 and correct.double().mean().item() == accuracy
+        assert accuracy == pytest.approx(expected[task]["accuracy"], abs=1e-6)
+        labels = torch.tensor([item["label"] for item in items[task]])
+        classes = predictions(clip_folder, model, processor, items[task], task)
+        assert torch.equal(correct, classes == labels)
+        names = items[task].classnames or []
+        assert ours.item_classes[task] == [names[label] for label in labels]
+    assert report["average"]["accuracy"] == pytest.approx(expected["average"]["accuracy"])
+    assert report["model_info"] == expected["model_info"] | {"name": "model"}
 
 
 def test_loss_is_a_mean_over_items_whatever_the_batch_size(make_pool, two_tasks, model):
-    single, uneven, worker = (
+    single, uneven = (
         make_pool(tasks=two_tasks, dataloader_kwargs=settings).evaluate(model)
-        for settings in ({"batch_size": 1}, {"batch_size": 5}, {"batch_size": 5, "num_workers": 1})
+        for settings in ({"batch_size": 1}, {"batch_size": 5, "num_workers": 1})
     )
-    assert worker == uneven
     for task in two_tasks:
         assert single[task]["loss"] > 0
         assert uneven[task]["loss"] == pytest.approx(single[task]["loss"], rel=1e-5)
 
 
 def test_pictures_of_tasks_that_fit_are_processed_once(make_pool, two_tasks, model):
-    for limit, processed in ((0, 80), (0.2, 68), (512, 40)):  # of 12 + 28 pictures
+    for limit, processed in ((0.2, 68), (512, 40)):  # of 12 + 28 pictures
         pictures = []
         processor = lambda image, p=pictures: p.append(image) or channels_first(image)  # noqa: E731
         pool = make_pool(tasks=two_tasks, data_processor=processor, pixel_cache_mb=limit)
@@ -181,11 +171,11 @@ CLASSES = dict.fromkeys(("plain", "view", "classnames", "split"), BY_SHAPE) | {
 }
 
 
-def test_every_key_of_a_task_is_used(make_pool, shapes, base):
+def test_every_key_of_a_task_is_used(make_pool, shapes, model):
     tasks = json.loads(json.dumps(TASKS).replace("SHAPES", str(shapes)))
     sets = {key: {"_target_": LOAD, "path": str(shapes)} for key in ("plain", "view")}
     pool = make_pool(test_datasets=OmegaConf.create(sets), tasks=OmegaConf.create(tasks))
-    report = pool.evaluate(base)
+    report = pool.evaluate(model)
     assert pool.item_classes == CLASSES
     # the order of the classes is no matter of the pictures
     assert report["classnames"] == pytest.approx(report["plain"], rel=1e-5)
@@ -195,11 +185,11 @@ def test_every_key_of_a_task_is_used(make_pool, shapes, base):
 
 
 def test_class_names_of_fusion_bench_are_used_in_the_order_of_tables_alone(
-    make_pool, tmp_path, base
+    make_pool, tmp_path, model
 ):
     letters = write_class_folders(tmp_path / "letters", "abcdefghij", per_class=1)
     pool = make_pool(test_datasets={"mnist": table("abcdefghij")})
-    pool.evaluate(base)
+    pool.evaluate(model)
     assert pool.item_classes["mnist"] == DIGITS
     assert get_classnames_and_templates("mnist")[1][0]("7") == 'a photo of the number: "7".'
     with pytest.raises(ValueError, match="No class name: 'a'"):
@@ -210,75 +200,56 @@ def test_class_names_of_fusion_bench_are_used_in_the_order_of_tables_alone(
     ("keys", "message"),
     [
         ({"task": {}}, r"taskpool: unknown key 'task' \(nearest: 'tasks'\)"),
-        ({}, "taskpool has no tasks: define them under taskpool.tasks"),
         ({"x": {}}, "task 'x' needs its data once: set either taskpool.tasks.x.data or"),
         ({"x": {"data": "./nowhere"}}, r"taskpool\.tasks\.x: data './nowhere' does not exist"),
-        ({"dataloader_kwargs": {"batchsize": 3}},
-         r"dataloader_kwargs: .* unexpected keyword argument 'batchsize'"),
         ({"dataloader_kwargs": {"shuffle": True}}, r"dataloader_kwargs\.shuffle must be false"),
         ({"x": {"clasnames": []}}, r"x: unknown key 'clasnames' \(nearest: 'classnames'"),
-        ({"x": {"classnames": "cat, dog"}}, "x.classnames must be null or a list of different na"),
         ({"x": {"classnames": [True, "maybe"]}}, "yes, no, on and off in quotes.*True"),
         ({"x": {"templates": ["a photo"]}}, r"prompts with \{\} for the class name.*'a photo'"),
-        ({"x": {"data": {"_target_": LOAD, "path": "SHAPES"}, "split": "test"}},
-         r"tasks\.x: split 'test' has no effect where data\._target_"),
         ({"x": {"data": "SHAPES/circle"}}, r"tasks\.x: .*circle' has no labels"),
-        ({"x": {"data": "SHAPES/table.csv"}},
-         r"tasks\.x: the data has no class names: set classnames"),
-        ({"x": {"data": "who/x", "split": "test", "classnames": ["a"]}},
-         r"tasks\.x: .*data 'who/x', split 'test'.*HF_HUB_OFFLINE is set"),
     ],
 )  # fmt: skip
-def test_bad_keys_are_refused_before_anything_is_loaded(make_pool, tmp_path, keys, message):
-    folder = write_class_folders(tmp_path / "shapes", per_class=1)
-    (folder / "table.csv").write_text("image,label\ncircle/00.png,0\n")
-    keys = json.loads(json.dumps({"tasks": keys} if "x" in keys else keys).replace(
-        "SHAPES", str(folder)))  # fmt: skip
+def test_bad_keys_are_refused_before_anything_is_loaded(make_pool, shapes, keys, message):
+    keys = {"tasks": keys} if "x" in keys else keys
     with pytest.raises(REFUSALS, match=message):
-        make_pool(**keys)
+        make_pool(**json.loads(json.dumps(keys).replace("SHAPES", str(shapes))))
 
 
-def rows(*labels: Any) -> list[dict[str, Any]]:
-    items = [{"image": picture(n), "label": label} for n, label in enumerate(labels)]
-    return [{k: v for k, v in item.items() if v is not None} for item in items]
+def row(label: int | None, size: tuple[int, int] = (28, 28)) -> dict[str, Any]:
+    return {"image": picture(0, size)} | ({} if label is None else {"label": label})
 
 
 def unsized(image) -> torch.Tensor:
     return torch.zeros(3, image.height, image.width)
 
 
-MIXED = [{"image": picture(0, size), "label": 0} for size in ((28, 28), (30, 20))]
-TWO = ["circle", "star"]
+TWO = {"classnames": ["circle", "star"]}
 
 
 @pytest.mark.parametrize(
-    ("task", "data", "keys", "message"),
+    ("task", "data", "definition", "keys", "message"),
     [
-        ("x", rows(0), {}, r"taskpool\.tasks\.x: the data has no class names"),
-        ("x", rows(0, 2), {"classnames": TWO}, r"test_datasets\.x, item 1: label 2 is out of ra"),
-        ("x", rows(None), {"classnames": TWO}, r"task 'x'.*item 0 has no label"),
-        ("x", [], {"classnames": TWO}, r"task 'x' has no test items"),
-        ("x", MIXED, {"classnames": TWO, "data_processor": unsized},
+        ("x", [row(0), row(2)], TWO, {}, r"test_datasets\.x, item 1: label 2 is out of ra"),
+        ("x", [row(None)], TWO, {}, r"task 'x'.*item 0 has no label"),
+        ("x", [], TWO, {}, r"task 'x' has no test items"),
+        ("x", [row(0), row(0, (30, 20))], TWO, {"data_processor": unsized},
          r"task 'x'.*\[3, 28, 28\] and \[3, 20, 30\].*taskpool\.processor"),
-        ("mnist", rows(0), {"classnames": DIGITS[:9]}, r"tasks\.mnist\.classnames: .*'my_mnist'"),
-        ("mnist", rows(0), {"templates": "x {}"}, "FusionBench has other templates for 'mnist'"),
-        *(("x", rows(0), {"classnames": TWO, key: "who/clip"},
-           rf"taskpool\.{setting}=who/clip: .*HF_HUB_OFFLINE is set")
-          for key, setting in (("base_model", "processor"), ("clip_model", "clip_model"))),
-        ("x", rows(0), {"classnames": TWO, "base_model": None}, "taskpool.processor is not set"),
+        ("mnist", [row(0)], {"templates": "x {}"}, {}, "FusionBench has other templates for 'mnis"),
+        ("x", [row(0)], TWO, {"base_model": "who/clip"},
+         r"taskpool\.processor=who/clip: .*HF_HUB_OFFLINE is set"),
     ],
 )  # fmt: skip
-def test_items_that_cannot_be_evaluated_are_named(make_pool, base, task, data, keys, message):
-    tasks = {task: {key: keys[key] for key in ("classnames", "templates") if key in keys}}
-    pool_keys = {key: value for key, value in keys.items() if key not in tasks[task]}
+def test_items_that_cannot_be_evaluated_are_named(
+    make_pool, model, task, data, definition, keys, message
+):
     with pytest.raises(REFUSALS, match=message):
-        make_pool(test_datasets={task: data}, tasks=tasks, **pool_keys).evaluate(base)
+        make_pool(test_datasets={task: data}, tasks={task: definition}, **keys).evaluate(model)
 
 
-def test_model_with_nan_is_refused(make_pool, two_tasks, base):
+def test_model_with_nan_is_refused(make_pool, two_tasks, model):
     with torch.no_grad():
-        next(base.parameters()).fill_(float("nan"))
+        next(model.parameters()).fill_(float("nan"))
     pool = make_pool(tasks=two_tasks)
     with pytest.raises(CalibrationError, match="task 'shapes': the evaluated model gives logits"):
-        pool.evaluate(base)
+        pool.evaluate(model)
     assert pool.item_correct == {}

@@ -34,10 +34,13 @@ def harness(monkeypatch):
     return arguments
 
 
+def pool_of(folder: Any, tasks: dict[str, str]) -> LMEvalTaskPool:
+    word_tokenizer().save_pretrained(folder)
+    return LMEvalTaskPool(tasks, tokenizer=str(folder), batch_size=3, limit=7)
+
+
 def test_each_task_has_its_own_metric(harness, tmp_path):
-    word_tokenizer().save_pretrained(tmp_path)
-    tasks = {"gsm8k": "exact_match,none", "ifeval": "acc,none"}
-    pool = LMEvalTaskPool(tasks, tokenizer=str(tmp_path), batch_size=3, limit=7)
+    pool = pool_of(tmp_path, {"gsm8k": "exact_match,none", "ifeval": "acc,none"})
     model = llama_model()
     result = evaluate(pool, model, name="merged")
     assert result.accuracy == {"gsm8k": 0.25, "ifeval": 0.5}
@@ -48,21 +51,18 @@ def test_each_task_has_its_own_metric(harness, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("task", "message"),
     [
-        ({"tasks": {"gsm8k": "acc,none"}}, r"taskpool\.tasks\.gsm8k.*exact_match,none"),
-        ({"tasks": {"gsm8": "acc,none"}}, r"gsm8: lm-eval has no such task \(nearest: 'gsm8k'\)"),
-        ({"include_path": "nowhere"}, r"include_path 'nowhere' is no folder"),
+        ("gsm8k", r"taskpool\.tasks\.gsm8k.*exact_match,none"),
+        ("gsm8", r"gsm8: lm-eval has no such task \(nearest: 'gsm8k'\)"),
     ],
 )
-def test_unfit_keys_are_refused(harness, tmp_path, keys, message):
-    word_tokenizer().save_pretrained(tmp_path)
-    keys = {"tasks": {"gsm8k": "x"}, "tokenizer": str(tmp_path)} | keys
-    with pytest.raises((ValueError, CalibrationError), match=message):
-        LMEvalTaskPool(**keys).evaluate(llama_model())
+def test_unknown_tasks_and_metrics_are_refused(harness, tmp_path, task, message):
+    with pytest.raises(CalibrationError, match=message):
+        pool_of(tmp_path, {task: "acc,none"}).evaluate(llama_model())
 
 
-def test_without_lm_eval_the_way_out_is_named(monkeypatch):
+def test_without_lm_eval_the_way_out_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(CalibrationError, match=r"\[llm\].*default_taskpool=null"):
-        LMEvalTaskPool({"gsm8k": "x"}, tokenizer="x")
+        pool_of(tmp_path, {"gsm8k": "x"})

@@ -20,32 +20,18 @@ RUN = [
     "modelpool=my_pool",
     "method.samples_per_task=4",
     "method.presets={}",
+    "method.compare_with=[experts,merged]",
     "fast_dev_run=true",  # one batch per task: the task's 144 test images
     "path.log_dir=run",
 ]
 EXAMPLE = re.compile(r"```yaml\n(# config/modelpool/my_pool\.yaml\n.*?)```", re.DOTALL)
-MEASURED = json.loads(Path(image.path("MEASURED.json")).read_text(encoding="utf-8"))
-
-
-def example() -> str:
-    (config,) = EXAMPLE.findall((REPOSITORY / "docs/tasks.md").read_text(encoding="utf-8"))
-    return config
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory) -> Path:
-    """A folder with the images and the expert of the example, and its YAML."""
-    folder = tmp_path_factory.mktemp("own_task")
-    copy_example("own-task", folder)
-    script = runpy.run_path(str(folder / "make_task.py"))
-    script["write_task"](folder / "my_alphabet")
-    return folder
 
 
 def test_the_pages_example_is_the_file_and_takes_fewer_than_twenty_lines():
+    (example,) = EXAMPLE.findall((REPOSITORY / "docs/tasks.md").read_text(encoding="utf-8"))
     file = REPOSITORY / "examples/own_task/config/modelpool/my_pool.yaml"
-    assert file.read_text(encoding="utf-8") == example()
-    assert len(example().splitlines()) < 20
+    assert file.read_text(encoding="utf-8") == example
+    assert len(example.splitlines()) < 20
 
 
 def test_template_names_every_key_of_a_task():
@@ -57,11 +43,15 @@ def test_template_names_every_key_of_a_task():
 
 
 @pytest.mark.slow
-def test_runs_as_it_stands(workplace):
-    fusion_bench([*RUN, "method.compare_with=[experts,merged]"], workplace)
-    rows = json.loads((workplace / "run/report.json").read_text(encoding="utf-8"))["rows"]
-    for row in rows.values():
+def test_runs_as_it_stands(tmp_path):
+    copy_example("own-task", tmp_path / "work")
+    script = runpy.run_path(str(tmp_path / "work" / "make_task.py"))
+    script["write_task"](tmp_path / "work" / "my_alphabet")
+    fusion_bench(RUN, tmp_path / "work")
+    report = json.loads((tmp_path / "work/run/report.json").read_text(encoding="utf-8"))
+    for row in report["rows"].values():
         assert list(row) == [*image.TA6, "my_alphabet", "average"]
-    expert = MEASURED["accuracies"]["all8"]["experts"]["mini_balinese"]
+    measured = json.loads(Path(image.path("MEASURED.json")).read_text(encoding="utf-8"))
+    expert = measured["accuracies"]["all8"]["experts"]["mini_balinese"]
     # the files hold the suite's images and weights
-    assert rows["experts"]["my_alphabet"] == pytest.approx(expert, abs=1.5 / 144)
+    assert report["rows"]["experts"]["my_alphabet"] == pytest.approx(expert, abs=1.5 / 144)

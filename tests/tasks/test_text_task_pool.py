@@ -18,24 +18,16 @@ TASK = "clinc_home"
 LOADERS = {"flan-t5-mini": AutoModelForSeq2SeqLM, "llama-mini": AutoModelForCausalLM}
 
 
-@pytest.fixture(scope="module", params=list(LOADERS))
-def suite(request):
-    return request.param
+@pytest.fixture(scope="module", params=LOADERS)
+def suite(request) -> tuple[str, Any, Any]:
+    """Name of a bundled suite, one of its experts, and its tokenizer."""
+    expert = LOADERS[request.param].from_pretrained(text.path(request.param, TASK)).eval()
+    return request.param, expert, AutoTokenizer.from_pretrained(text.path(request.param))
 
 
-@pytest.fixture(scope="module")
-def expert(suite):
-    return LOADERS[suite].from_pretrained(text.path(suite, TASK)).eval()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(suite):
-    return AutoTokenizer.from_pretrained(text.path(suite))
-
-
-@pytest.fixture(scope="module")
-def rows() -> Any:
-    return load_text_split(TASK, "test").select(range(0, 432, 18))
+def some_rows(number: int) -> Any:
+    """Test rows from all over the task."""
+    return load_text_split(TASK, "test").select(range(0, 432, 432 // number))
 
 
 def alone(model, tokenizer, row) -> tuple[str, float]:
@@ -57,37 +49,36 @@ def alone(model, tokenizer, row) -> tuple[str, float]:
     return tokenizer.decode(written, skip_special_tokens=True), losses.mean().item()
 
 
-def test_answers_and_losses_are_those_of_each_row_alone(expert, tokenizer, rows):
-    rows = rows.select(range(0, 24, 3))
+def test_answers_and_losses_are_those_of_each_row_alone(suite):
+    _, expert, tokenizer = suite
+    rows, side = some_rows(6), tokenizer.padding_side
     answers, losses = zip(*(alone(expert, tokenizer, row) for row in rows), strict=True)
     written = [bool(answer) for answer in answers]
-    assert sum(written) > 6
-    prompts = rows["prompt"]
-    assert len({len(prompt.split()) for prompt in prompts}) > 3  # most are padded in a batch
-    answered = Dataset.from_dict({"prompt": prompts, "target": [a or "NONE" for a in answers]})
-    tasks, side = {TASK: rows, "answered": answered}, tokenizer.padding_side
-    pool = TextTaskPool(tasks, tokenizer=tokenizer, batch_size=3, max_new_tokens=10)
+    assert sum(written) > 4
+    assert len({len(prompt.split()) for prompt in rows["prompt"]}) > 3  # padded in a batch
+    targets = [answer or "NONE" for answer in answers]
+    answered = Dataset.from_dict({"prompt": rows["prompt"], "target": targets})
+    tasks = {TASK: rows, "answered": answered}
+    pool = TextTaskPool(tasks, tokenizer=tokenizer, batch_size=4)
     report = pool.evaluate(expert, name="expert")
     assert pool.item_correct["answered"].tolist() == written
     right = [a.strip() == t.strip() for a, t in zip(answers, rows["target"], strict=True)]
     assert pool.item_correct[TASK].tolist() == right
-    assert report[TASK]["accuracy"] == pytest.approx(sum(right) / 8) and sum(right) > 4
-    assert report[TASK]["loss"] == pytest.approx(sum(losses) / 8, abs=5e-5)
+    assert report[TASK]["accuracy"] == pytest.approx(sum(right) / 6) and sum(right) > 3
+    assert report[TASK]["loss"] == pytest.approx(sum(losses) / 6, abs=5e-5)
     assert list(report) == ["model_info", *tasks, "average"]
     assert report["average"]["loss"] == pytest.approx(sum(report[t]["loss"] for t in tasks) / 2)
     assert tokenizer.padding_side == side
-    # the length of the longest target is enough
-    short = TextTaskPool({"answered": answered}, tokenizer=tokenizer)
-    assert short.evaluate(expert)["answered"]["accuracy"] == sum(written) / 8
 
 
-def test_tokenised_rows_score_like_their_texts(suite, expert, tokenizer, rows):
-    rows, tokenised = rows.select(range(8)), []
+def test_tokenised_rows_score_like_their_texts(suite):
+    name, expert, tokenizer = suite
+    rows, tokenised = some_rows(6), []
     for row in rows:
         ids = tokenizer(row["prompt"])["input_ids"]
         labels = tokenizer(row["target"], add_special_tokens=False)["input_ids"]
         labels.append(tokenizer.eos_token_id)
-        if suite == "llama-mini":
+        if name == "llama-mini":
             ids, labels = ids + labels, [-100] * len(ids) + labels
         padded = {"attention_mask": [1] * len(ids) + [0, 0], "labels": [*labels, -100, -100]}
         tokenised.append({"input_ids": [*ids, *2 * [tokenizer.pad_token_id]], **padded})
@@ -113,7 +104,6 @@ def scores(answers: list[str], targets: list[str], **options: Any) -> tuple[floa
     pool = TextTaskPool({"a": rows}, tokenizer=tokenizer, **options)
     report = pool.evaluate(model)
     assert math.isfinite(report["a"]["loss"])
-    assert pool.item_correct.keys() == pool.item_classes.keys()
     return report["a"]["accuracy"], pool.item_correct.get("a")
 
 
@@ -125,10 +115,9 @@ def test_exact_match_overlooks_blanks_at_the_ends_only():
 @pytest.mark.parametrize(
     ("answers", "targets", "expected"),
     [
-        (["1", "2.5", "9"], ["0.1", "0.2", "0.3"], 1),
         # ranks 1, 2.5, 2.5, 4 against 1, 3, 2, 4: 4.5 / sqrt(4.5 * 5)
         (["0", "3", "3", "5"], ["1", "3", "2", "4"], (4.5 / 5) ** 0.5),
-        *(([word, "1", "2"], ["1", "2", "3"], 1) for word in ("", "inf")),
+        (["inf", "1", "2"], ["1", "2", "3"], 1),  # no number counts as 0
         (["great", "-1", "2"], ["1", "2", "3"], 0.5),
         (["2", "2", "2"], ["1", "2", "3"], 0),
     ],
@@ -144,12 +133,11 @@ def test_spearman_of_known_answers(answers, targets, expected):
         ({"batchsize": 8}, r"unknown key 'batchsize' \(nearest: 'batch_size'\)"),
         ({"batch_size": 0}, "taskpool.batch_size must be a whole number >= 1, got 0"),
         ({"metrics": {"stsb": "spearman"}}, "taskpool.metrics: unknown key 'stsb'"),
-        ({"test_datasets": {}}, "taskpool has no tasks"),
     ],
 )
 def test_wrong_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        TextTaskPool(**{"test_datasets": {"a": []}, "tokenizer": "nowhere", **options})
+        TextTaskPool(test_datasets={"a": []}, tokenizer="nowhere", **options)
 
 
 PAIR = {"prompt": "a b", "target": "c"}
@@ -168,6 +156,6 @@ PAIR = {"prompt": "a b", "target": "c"}
 )  # fmt: skip
 def test_rows_and_models_that_cannot_be_evaluated_are_refused(rows, options, message):
     model = options.get("model") or llama_model()
+    tokenizer = options.get("tokenizer") or word_tokenizer()
     with pytest.raises((TypeError, CalibrationError), match=message):
-        tokenizer = options.get("tokenizer") or word_tokenizer()
         TextTaskPool({"a": rows}, tokenizer=tokenizer).evaluate(model)
