@@ -3,7 +3,7 @@
 Other commands run elsewhere: docs/tasks.md in tests/tasks, the commands of README.md and
 docs/install.md in .ci/run (scripts/readme_commands.py), README's Python in
 packaging/test_release.py, the notebook in `make notebook`. All remaining commands of the pages
-are composed or parsed by packaging/test_commands.py.
+are composed or parsed by packaging/test_configs.py.
 """
 
 import os

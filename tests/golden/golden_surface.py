@@ -4,12 +4,9 @@ import dataclasses
 import inspect
 import os
 import re
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from fusion_bench.constants.paths import DEFAULT_CONFIG_PATH
-from hydra import compose, initialize_config_dir
+from configs import CONFIG, own_configs
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 from reports import featcal
@@ -17,7 +14,6 @@ from reports import featcal
 import fusion_bench_featcal
 from fusion_bench_featcal import FeatCalSettings, calibrate
 
-CONFIG = Path(__file__).resolve().parents[2] / "config"
 CORE = ("fusion_bench_featcal.core.moments.Moments", "fusion_bench_featcal.core.solve.solve_ridge")
 _PATH = re.compile(r"\bfusion_bench_featcal(?:\.\w+)+")
 
@@ -67,18 +63,10 @@ def _shared(value: Any) -> Any:
     return {" ".join(children): first} if alike else children
 
 
-@cache
-def composed() -> dict[str, Any]:
-    """Compose every YAML once: option -> its config, interpolations unresolved."""
-    options = [p.relative_to(CONFIG).with_suffix("").as_posix() for p in CONFIG.rglob("*.yaml")]
-    with initialize_config_dir(str(DEFAULT_CONFIG_PATH), version_base=None):
-        return {option: compose(option) for option in sorted(options)}
-
-
 def configs() -> dict[str, Any]:
     """Every YAML with its composed keys, for methods with the values too."""
     contents = {}
-    for option, config in composed().items():
+    for option, config in own_configs().items():
         is_method = option.startswith("method/")
         content = _shown(OmegaConf.to_container(config, resolve=False), values=is_method)
         contents[option] = content if is_method else _shared(content)

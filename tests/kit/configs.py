@@ -1,16 +1,32 @@
 """Configs of FusionBench's program, composed as the command line does."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import yaml
 from fusion_bench.utils.hydra_utils import get_default_config_path
 from hydra import compose, initialize_config_dir
 
 import fusion_bench_featcal.fusionbench.plan_run  # noqa: F401  as FusionBench's command, see the plugin
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIG = REPOSITORY / "config"
+
+
+@contextmanager
+def composing() -> Iterator[None]:
+    """Let Hydra compose in FusionBench's folder, a third faster by libyaml's parser."""
+    folder = str(get_default_config_path())
+    with (
+        mock.patch.object(yaml, "SafeLoader", yaml.CSafeLoader),
+        initialize_config_dir(folder, version_base=None),
+    ):
+        yield
 
 
 def composed(*words: str) -> Any:
@@ -20,5 +36,13 @@ def composed(*words: str) -> Any:
 
 @cache
 def _composed(words: tuple[str, ...], folder: Path) -> Any:
-    with initialize_config_dir(str(get_default_config_path()), version_base=None):
+    with composing():
         return compose("fabric_model_fusion", overrides=list(words))
+
+
+@cache
+def own_configs() -> dict[str, Any]:
+    """Every YAML of the package composed once: option -> config with its interpolations."""
+    options = [p.relative_to(CONFIG).with_suffix("").as_posix() for p in CONFIG.rglob("*.yaml")]
+    with composing():
+        return {option: compose(option) for option in sorted(options)}

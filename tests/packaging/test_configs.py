@@ -1,37 +1,52 @@
-"""Every YAML composes wherever the command starts. Its targets exist and take their keys."""
+"""Every YAML composes and its targets take its keys, and every command of the docs can be typed."""
 
 import inspect
-from collections.abc import Iterator
+import re
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from configs import REPOSITORY, composed
+from configs import REPOSITORY, composed, own_configs
 from golden import golden_surface
 from golden.make import load
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-import fusion_bench_featcal.compat  # noqa: F401
+from fusion_bench_featcal.cli import _parser
 
 CHOSEN = ("method", "modelpool", "taskpool")  # by the user; other groups are included by these
 HYDRA_KEYS = {"_target_", "_recursive_", "_partial_", "_convert_", "_args_", "_usage_", "_version_"}
 # Keys that FusionBench's pools pass by: they are read from the config, by our algorithm or (as
 # base_model) by other keys of the same file; `debug` by the console.
 READ_FROM_CONFIG = {"default_taskpool", "featcal", "base_model", "debug"}
-LITERAL = ("method=featcal", "modelpool=clip-vit-base-patch32_TA8")
+
+
+def with_groups(*options: str) -> Any:
+    """The program's config in which some groups are our YAMLs, composed before."""
+    program = composed()
+    OmegaConf.set_struct(program, False)
+    for option in options:
+        group, *folders = option.split("/")[:-1]
+        config = own_configs()[option][group]
+        for folder in folders:  # composed by its whole name, a config lies as deep as its file
+            config = config[folder]
+        program[group] = config
+    OmegaConf.set_struct(program, True)
+    return program
 
 
 def resolved(option: str) -> Any:
-    """A composed YAML among the program's other keys, with all interpolations resolved."""
-    group, *folders = option.split("/")[:-1]
-    program, config = composed(), golden_surface.composed()[option][group]
-    for folder in folders:  # composed by its whole name, a config lies as deep as its file
-        config = config[folder]
-    OmegaConf.set_struct(program, False)
-    program[group] = config
-    return OmegaConf.to_container(program[group], resolve=True)
+    group = option.partition("/")[0]
+    return OmegaConf.to_container(with_groups(option)[group], resolve=True)
+
+
+# --- YAMLs ---
 
 
 def targets(node: Any) -> Iterator[dict[str, Any]]:
@@ -67,7 +82,7 @@ def test_keys_and_values_are_the_golden_ones():
 
 @pytest.mark.parametrize("group", CHOSEN)
 def test_every_target_takes_its_keys(group: str):
-    for option in golden_surface.composed():
+    for option in own_configs():
         if not option.startswith(f"{group}/"):
             continue
         config = resolved(option)
@@ -84,11 +99,9 @@ def test_every_target_takes_its_keys(group: str):
             bind(*node.get("_args_", ()), **{key: node[key] for key in keys})
 
 
-@pytest.mark.parametrize(
-    "name", ["base-patch32_TA8", "base-patch16_TALL14", "large-patch14_TALL20"]
-)
+@pytest.mark.parametrize("name", ["base-patch32_TA8", "large-patch14_TALL20"])
 def test_alias_pool_is_the_original_with_a_task_pool_that_fits(name: str):
-    alias: Any = resolved(f"modelpool/clip-vit-{name}")
+    alias = resolved(f"modelpool/clip-vit-{name}")
     config = composed(f"modelpool=CLIPVisionModelPool/clip-vit-{name}").modelpool
     original: Any = OmegaConf.to_container(config, resolve=True)
     task_pool = alias.pop("default_taskpool")
@@ -100,17 +113,114 @@ def test_alias_pool_is_the_original_with_a_task_pool_that_fits(name: str):
     assert [task_pool[key] for key in ("clip_model", "processor", "data_processor")] == [None] * 3
 
 
-@pytest.mark.parametrize("start", ["empty", "repository", "own_config"])
-def test_the_literal_command_composes_from_any_folder(start, tmp_path, monkeypatch):
+def test_the_literal_command_composes_beside_configs_of_the_user(tmp_path, monkeypatch):
     names = [plugin.__name__ for plugin in Plugins.instance().discover(SearchPathPlugin)]
     assert names.count("FeatCalSearchPath") == 1
-    monkeypatch.chdir(REPOSITORY if start == "repository" else tmp_path)
-    if start == "own_config":
-        (tmp_path / "config" / "method").mkdir(parents=True)
-        (tmp_path / "config" / "method" / "mine.yaml").write_text("scale: 1\n")
-    config = composed(*LITERAL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config" / "method").mkdir(parents=True)
+    config = composed("method=featcal", "modelpool=clip-vit-base-patch32_TA8")
     assert config.method._target_ == "fusion_bench_featcal.algorithm.FeatCalAlgorithm"
     assert config.modelpool.models._pretrained_ == "openai/clip-vit-base-patch32"
-    if start == "own_config":  # which comes first
-        (tmp_path / "config" / "method" / "featcal.yaml").write_text("mine: true\n")
-        assert composed("method=featcal").method == {"mine": True}
+    (tmp_path / "config" / "method" / "featcal.yaml").write_text("mine: true\n")
+    assert composed("method=featcal").method == {"mine": True}  # the user's come first
+
+
+# --- commands of README.md and docs/ ---
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`]+)`")
+SHELLS = ("", "bash", "sh", "console")
+PROGRAMS = ("fusion_bench", "fusion_bench.scripts.cli", "featcal")
+POOLS = {"my_pool": ("tasks.md", "own-task"), "my_models": ("calibrate.md", "folders")}
+"""Model pool that docs describe -> page and mark of its YAML."""
+
+
+def words_of(line: str) -> list[str]:
+    """Words of a shell line from the program on, or none if it runs neither program."""
+    line = re.sub(r"\$\{?\w+\}?", "1", line).removeprefix("$ ").removesuffix(" &")
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:  # prose with an apostrophe
+        return []
+    for position, word in enumerate(words):
+        program = word.rpartition("/")[2]
+        if program in PROGRAMS and (position == 0 or words[position - 1] != "import"):
+            return [program, *words[position + 1 :]]
+    return []
+
+
+def commands_of(text: str) -> Iterator[tuple[str, ...]]:
+    """Whole commands of code blocks, and commands in the text that have no ellipsis."""
+    for language, block in BLOCK.findall(text):
+        if language in SHELLS:
+            for line in block.replace("\\\n", " ").splitlines():
+                yield tuple(words_of(line))
+    for span in INLINE.findall(BLOCK.sub("", text)):
+        if "..." not in span and span.startswith(PROGRAMS):
+            yield tuple(words_of(span.replace("\n", " ")))
+
+
+TEXTS = [page.read_text(encoding="utf-8") for page in PAGES]
+COMMANDS = dict.fromkeys(words for text in TEXTS for words in commands_of(text) if len(words) > 1)
+"""Each command once, in order; programs that are only mentioned are left out."""
+
+
+def compose_command(words: Sequence[str]) -> None:
+    """Raise an error if words of `fusion_bench` do not compose.
+
+    Hydra composes them where a word includes more than a whole YAML of ours. Otherwise our YAMLs,
+    which are composed already, need only have the keys.
+    """
+    overrides = OverridesParser.create().parse_overrides([*words])
+    choices = {o.key_or_group: f"{o.key_or_group}/{o.value()}" for o in overrides}
+    options = [choices.pop(group) for group in CHOSEN if group in choices]
+    if any("@" in word for word in words) or not own_configs().keys() >= {*options}:
+        composed(*words)
+        return
+    config = with_groups(*options)
+    for override in overrides:
+        if override.key_or_group in choices:
+            key, value = override.key_or_group, override.value()
+            OmegaConf.update(config, key, value, force_add=override.is_add())
+
+
+@pytest.fixture
+def folder_with_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the model pools that the docs describe, to start in."""
+    # The tutorial on families starts in a copy of this example.
+    shutil.copytree(REPOSITORY / "examples" / "own_family" / "config", tmp_path / "config")
+    pools = tmp_path / "config" / "modelpool"
+    pools.mkdir(parents=True)
+    for name, (page, mark) in POOLS.items():
+        text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+        block = re.search(rf"<!-- {mark} -->\n```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        assert block
+        (pools / f"{name}.yaml").write_text(block[1])
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("folder_with_pools")
+def test_every_command_is_valid():
+    lines = [" ".join(words) for words in COMMANDS]
+    assert "fusion_bench method=featcal modelpool=clip-vit-mini_TA6" in lines
+    assert sum(line.startswith("fusion_bench") for line in lines) >= 30
+    for program, *words in COMMANDS:
+        if program != "featcal":
+            start = 2 if words[0] == "--config-dir" else 0
+            compose_command([word for word in words[start:] if not word.startswith("--")])
+            continue
+        if len(words) == 1 and words[0] not in ("--help", "suite"):  # only mentioned
+            words += ["featcal", *(["--out", "DIR"] if words[0] == "calibrate" else [])]
+        options = _parser().parse_args(words)
+        if any("=" in word for word in getattr(options, "words", ())):
+            compose_command(options.words)
+
+
+def test_wrong_commands_are_noticed():
+    text = "```\nfusion_bench method=compare \\\n  method.nothing=1\n```\nSee `featcal repot RUN`."
+    (compared, reported) = commands_of(text)
+    with pytest.raises(Exception, match="nothing"):
+        compose_command(compared[1:])
+    with pytest.raises(SystemExit):
+        _parser().parse_args(reported[1:])
