@@ -107,7 +107,8 @@ def test_featcal_calibrate_scores_by_lm_eval(pool, tmp_path, monkeypatch, capsys
     assert "--evaluate lm-eval:tiny_chocie: lm-eval has no such task" in capsys.readouterr().err
     assert main([*words, "--evaluate", "lm-eval:tiny_choice,tiny_writing"]) == 0
     report = json.loads((tmp_path / "out" / "featcal" / "report.json").read_text())
-    lines = [note for note in report["notes"] if note.startswith("evaluated by lm-eval ")]
+    texts = [note["text"] for note in report["notes"]]
+    lines = [text for text in texts if text.startswith("evaluated by lm-eval ")]
     assert [line.split(": ")[0].removeprefix("evaluated by lm-eval ") for line in lines] == [
         "tiny_choice acc",
         "tiny_writing exact_match",
