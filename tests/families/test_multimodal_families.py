@@ -13,6 +13,7 @@ def single_images() -> Suite:
     return suite
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "replay"),
     [(lambda: suite_named("whisper"), WHISPER_REPLAY), (single_images, VISION_LANGUAGE_REPLAY)],

@@ -7,12 +7,9 @@ from fusion_bench_featcal.rules.norms import NormRows, NormSums
 from fusion_bench_featcal.rules.rule import Linear
 
 
-def norm(gain: torch.Tensor, shift: torch.Tensor) -> Linear:
-    return Linear(gain[None, None], shift[None])
-
-
 def test_a_channel_that_does_not_vary_gives_finite_values() -> None:
-    expert = norm(*normal(3, 2, 2).double())
+    gain, shift = normal(3, 2, 2).double()
+    expert = Linear(gain[None, None], shift[None])
     sums = NormSums(expert, 0.0, 1e-8)
     rows = NormRows(2, torch.zeros(1, dtype=torch.float64))
     rows.add(torch.ones(4, 2, dtype=torch.float64), None)

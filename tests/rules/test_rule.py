@@ -27,7 +27,7 @@ class Wrapped(Rule):
 
 
 def calibrated(rule: Any, suite: Suite | None = None) -> Any:
-    suite = suite or clip_suite()
+    suite = suite or clip_suite(tasks=2)
     models = suite.merged, suite.base, suite.experts, suite.inputs
     return calibrate(*models, rule, family=suite.family, progress=False).model
 
