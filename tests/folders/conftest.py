@@ -13,7 +13,7 @@ import made_folders as makers
 import pytest
 import transformers
 from made_folders import PAPER, ROWS, SCORES, words, write_rows
-from tiny_texts import sentences
+from tiny_texts import TASKS, sentences
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.results import Report
@@ -43,10 +43,17 @@ class Run:
 
 
 def llama(folder: Path, _: Any) -> list[str]:
-    """All rows that are not held out are requested."""
+    """All rows that are not held out are requested. Their columns and splits have other names."""
     file = folder / "merged" / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"padding_side": "left"}))
-    return words(folder, *PAPER, "--set", f"samples_per_task={ROWS}")
+    one, two = (sentences(task, ROWS) for task in TASKS)
+    rows = [{"q": row["prompt"], "a": row["target"], "prompt": "id"} for row in one]
+    write_rows(folder / "one.jsonl", rows)
+    rows = [{"ask": row["prompt"], "a": row["target"]} for row in two]
+    makers.datasets_on_disk(folder / "saved", "fit", "more", rows=rows)
+    more = ("--columns", "prompt=q,target=a", "--columns", "two:prompt=ask")
+    more += ("--set", f"samples_per_task={ROWS}")
+    return words(folder, *PAPER, *more, data=("one.jsonl", "saved:fit"))
 
 
 def lora_experts(folder: Path, models: Any) -> list[str]:

@@ -40,9 +40,6 @@ def layers(model, tokenizer):
 
 def several(model, tokenizer):
     return {"tokens": len(tokenizer("a b")["input_ids"]), "half": 0.5}
-
-def failing(model, tokenizer):
-    return 1 / 0
 """
 
 Models = dict[str, Any]

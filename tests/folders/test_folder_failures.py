@@ -79,7 +79,6 @@ def ended(arguments: list[str], folder: Path, fault: Fault) -> tuple[Any, str]:
             return tensors
 
         OutputFolder.write = written  # type: ignore[method-assign]
-        # A fork does not get there.
         atexit.register = call_at_once  # a fork does not get there
         with redirect_stderr(screen):
             try:
@@ -120,11 +119,7 @@ FAULTS: dict[str, tuple[Fault, int, str]] = {
         r"--resume: .*/out\.blocks"),
     "memory short": (memory_short, 1,
         r"out of memory \(cpu\) at model\.layers\.1.*--set batch_size"),
-    "expert removed": (lambda folder: (folder / "two" / "model.safetensors").unlink(), 1,
-        r"expert 'two': .*two/model\.safetensors could be read"),
     "expert replaced": (replaced, 1, r"expert 'two': .*two/model\.safetensors has changed"),
-    "merged cut short": (lambda folder: os.truncate(folder / "merged" / "model.safetensors", 3000),
-        1, r"merged/model\.safetensors has changed.* Check MERGED or --merge"),
     "Ctrl-C": (ctrl_c, 1, r"ended before it was done: finished blocks .*--resume"),
 }  # fmt: skip
 

@@ -6,16 +6,15 @@ The client of the hub is the real one. It runs in a separate process, online, an
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hub_mirror import Failure, Mirror
 from made_folders import llama_folders
 from safetensors.torch import load, load_file
-from tiny_images import write_class_folders, write_clip
 from tiny_texts import TASKS
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -25,127 +24,86 @@ from fusion_bench_featcal.hub_files import needed_files
 
 AGAIN = "A second run goes on where this one stopped"
 DRIVER = """
-import contextlib, io, json, sys
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
-import fusion_bench_featcal.algorithm
-from fusion_bench.modelpool import CLIPVisionModelPool
-from huggingface_hub import snapshot_download
-from omegaconf import OmegaConf
 from fusion_bench_featcal import CalibrationError, hub_errors, hub_files
-from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.cli import main
 
-MERGER = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}
-free_space = hub_files.free_space
 hub_errors.time = SimpleNamespace(sleep=lambda _: None)  # 3.5 s for each model that fails
 
-def calibrate(words):
-    with contextlib.redirect_stderr(io.StringIO()) as screen:
-        code = main(["calibrate", *words])
-    lines = [line for line in screen.getvalue().splitlines() if "featcal: error" in line]
-    assert len(lines) == (code != 0), screen.getvalue()
-    return "".join(lines)
-
-def run(pool):
+def fetch(name, *, weights=True):
     try:
-        pool = CLIPVisionModelPool(**OmegaConf.create(pool))
-        FeatCalAlgorithm(base_method=MERGER, samples_per_task=4, decode_workers=0).run(pool)
+        folder = hub_files.fetch(name, f"--expert one={name}", weights=weights)
+        return str(folder), hub_files.commits()[name]
     except CalibrationError as error:
         return str(error)
-    return ""
 
-def fetch(options):
-    locations, weights, free = options
-    hub_files.free_space = free_space if free is None else lambda folder: free
-    with contextlib.redirect_stderr(io.StringIO()) as screen:
-        try:
-            folders = hub_files.fetch_all(locations, weights=weights)
-            used = hub_files.commits()
-            answer = [[str(folders[key]), used.get(name)] for key, name in locations.items()]
-        except CalibrationError as error:
-            answer = str(error)
-    hub_files.free_space = free_space
-    return answer, screen.getvalue()
-
-DOORS = {"calibrate": calibrate, "run": run, "fetch": fetch, "other program": snapshot_download}
 for line in sys.stdin:
-    name, argument = json.loads(line)
-    with contextlib.redirect_stdout(sys.stderr):
-        answer = DOORS[name](argument)
-    print(json.dumps(answer), flush=True)
+    options, words = json.loads(line)
+    with redirect_stdout(sys.stderr), redirect_stderr(io.StringIO()) as screen:
+        answer = main(words) if options is None else fetch(*words, **options)
+    print(json.dumps([answer, screen.getvalue()]), flush=True)
 """
 
 
-class Hub:
+class Hub(NamedTuple):
     """A process that uses a mirror, with a separate cache, and local models and data."""
 
-    def __init__(self, mirror: Mirror, folder: Path) -> None:
-        """Write models and data, and start the process."""
-        self.mirror, self.folder, self.cache = mirror, folder, folder / "home" / "hub"
-        llama_folders(folder)
-        self.clip = str(write_clip(folder / "clip"))
-        images = str(write_class_folders(folder / "images"))
-        data = {"_target_": "fusion_bench_featcal.tasks.load_images", "path": images}
-        models = {"_pretrained_": self.clip, "one": self.clip}
-        self.pool = {"models": models, "processor": self.clip, "train_datasets": {"one": data}}
-        waits = {"HF_HUB_ETAG_TIMEOUT": "2", "HF_HUB_DOWNLOAD_TIMEOUT": "2"}
-        with (folder / "screen").open("w") as screen:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", DRIVER],
-                env=mirror.environment(folder / "home") | waits,
-                cwd=folder,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=screen,
-                text=True,
-            )
+    mirror: Mirror
+    folder: Path
+    cache: Path
+    process: "subprocess.Popen[str]"
 
-    def ask(self, door: str, argument: Any) -> Any:
-        """Enter a door and return its answer, mostly the message of the error that ended it."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps([door, argument]) + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
+    def _ask(self, options: Any, words: Any) -> Any:
+        pipes: Any = self.process
+        print(json.dumps([options, words]), file=pipes.stdin, flush=True)
+        answer = pipes.stdout.readline()
         assert answer, (self.folder / "screen").read_text()[-3000:]
         return json.loads(answer)
 
-    def fetch(self, *names: str, weights: bool = True, free: int | None = None) -> Any:
-        """Fetch models and return folders and commits, or the error's message, and the screen."""
-        locations = {f"--expert x{number}={name}": name for number, name in enumerate(names)}
-        return self.ask("fetch", [locations, weights, free])
+    def fetch(self, name: str, **options: Any) -> Any:
+        """Fetch a model: its folder and commit, or the error's message, and the screen."""
+        return self._ask(options, [name])
 
-    def run(self, **changes: Any) -> str:
-        """Run through FusionBench with a pool of which some entries are changed."""
-        return self.ask("run", self.pool | changes)
+    def calibrate(self, *words: str, expect: int = 0) -> str:
+        """Run `featcal calibrate` and return its errors."""
+        code, screen = self._ask(None, ["calibrate", *words])
+        assert code == expect, screen
+        return screen
 
-    def calibrate(self, expert: str, data: str = "no.jsonl", *more: str) -> str:
-        """Run `featcal calibrate` for a single expert, as a rule without data."""
+    def refused(self, expert: str, data: str = "no.jsonl", *more: str) -> str:
+        """The error of a run for one expert, which ends behind its models for lack of data."""
         base = str(self.folder / "base")
-        named = ["--base", base, "--expert", f"one={expert}", "--data", f"one={data}"]
-        return self.ask("calibrate", [base, *named, "--out", str(self.folder / "never"), *more])
+        words = [base, "--base", base, "--expert", f"one={expert}", "--data", f"one={data}", *more]
+        screen = self.calibrate(*words, "--out", str(self.folder / "never"), expect=2)
+        (line,) = (line for line in screen.splitlines() if "featcal: error" in line)
+        return line
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
-    with Mirror() as mirror:
-        opened = Hub(mirror, tmp_path_factory.mktemp("hub"))
-        with opened.process:
-            yield opened
-            opened.process.kill()
+    folder = tmp_path_factory.mktemp("hub")
+    llama_folders(folder)
+    with Mirror() as mirror, (folder / "screen").open("w") as screen:
+        environment = mirror.environment(folder / "home")
+        environment |= {"HF_HUB_ETAG_TIMEOUT": "1", "HF_HUB_DOWNLOAD_TIMEOUT": "1"}
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": screen}
+        words = [sys.executable, "-c", DRIVER]
+        with subprocess.Popen(words, env=environment, cwd=folder, text=True, **pipes) as process:
+            yield Hub(mirror, folder, folder / "home" / "hub", process)
+            process.kill()
 
 
 # --- failures ---
 
 NO_DATA = "data 'no.jsonl' does not exist"
-"""The message of a run that ends behind its models."""
 RESTRICTED = "access is restricted. Ask for it on the hub's page and log in (hf auth login)"
-LOAD = {"_target_": "datasets.load_dataset", "split": "train"}
 AWAY = ["the hub at http://127.0.0.1", "does not answer. Check the network", AGAIN]
 FAILURES: dict[Failure, list[str]] = {
     "missing": ["the hub gives nothing of that name. Correct it, or log in if it is private"],
     "gated": [RESTRICTED],
     "busy": ["the hub is busy (503). Wait, or log in", AGAIN],
-    "limited": ["the hub is busy (429). Wait, or log in", AGAIN],
     "cut": AWAY,
     "silent": AWAY,
 }
@@ -155,86 +113,27 @@ FAILURES: dict[Failure, list[str]] = {
 def test_each_failure_has_its_setting_and_remedy(failure: Failure, hub: Hub):
     name = f"failing/{failure}"
     repository = hub.mirror.add(name, hub.folder / "one", failure)
-    message = hub.calibrate(name)
+    message = hub.refused(name)
     for words in (f"--expert one={name}: ", *FAILURES[failure]):
         assert words in message
     assert message.endswith(AGAIN) == (AGAIN in FAILURES[failure]) and len(message) < 350
-    requests = [r for r in hub.mirror.requests_of(name) if r.path == f"/api/models/{name}"]
-    assert len(requests) == 1 + RETRIES * (failure in ("busy", "limited"))
-    if failure in ("busy", "limited", "cut"):  # and passes, it is no error
+    requests = [r for r in hub.mirror.requests if r.path == f"/api/models/{name}"]
+    assert len(requests) == 1 + RETRIES * (failure == "busy")
+    if failure in ("busy", "cut"):  # and passes, it is no error
         repository.times = RETRIES
-        assert NO_DATA in hub.calibrate(name)
+        assert NO_DATA in hub.refused(name)
 
 
-GATED = {name: b"{}" for name in ("config.json", "model.safetensors", "train.jsonl")}
-DOORS: dict[str, tuple[Callable[[Hub, str], str], str]] = {
-    "run, model": (lambda hub, name: hub.run(models=hub.pool["models"] | {"one": name}),
-                   "modelpool.models.one={}: "),
-    "run, processor": (lambda hub, name: hub.run(processor=name), "modelpool.processor={}: "),
-    "run, data": (lambda hub, name: hub.run(train_datasets={"one": LOAD | {"path": name}}),
-                  "modelpool.train_datasets.one='{}': "),
-    "calibrate, tokenizer": (
-        lambda hub, name: hub.calibrate("one", "one.jsonl", "--tokenizer", name),
-        "--tokenizer {}: "),
-    "calibrate, data": (lambda hub, name: hub.calibrate("one", f"{name}:train"), "data '{}'"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_a_restricted_repository_is_named_at_each_door(door: str, hub: Hub):
-    (enter, setting), name = DOORS[door], door.replace(", ", "/")
-    for repository in (name, f"datasets/{name}"):
-        hub.mirror.add(repository, GATED, "gated")
-    message = enter(hub, name)
-    assert setting.format(name) in message and RESTRICTED in message
-
-
-def test_models_in_the_cache_are_taken_if_the_hub_fails(hub: Hub):
-    """Fetched by another program, or by `featcal calibrate` for a run through FusionBench."""
-    repository = hub.mirror.add("cached/model", hub.folder / "one")
-    hub.ask("other program", "cached/model")
-    repository.failure = "busy"
-    assert NO_DATA in hub.calibrate("cached/model")
-    repository = hub.mirror.add("cached/clip", Path(hub.clip))
-    hub.calibrate("cached/clip")  # ends after the download: it is no language model
-    repository.failure = "gated"
-    assert hub.run(models=hub.pool["models"] | {"one": "cached/clip"}) == ""
+def test_restricted_tokenizers_and_data_are_named(hub: Hub):
+    hub.mirror.add("who/words", {"tokenizer.json": b"{}"}, "gated")
+    hub.mirror.add("datasets/who/rows", {"train.jsonl": b"{}"}, "gated")
+    message = hub.refused("one", "one.jsonl", "--tokenizer", "who/words")
+    assert "--tokenizer who/words: " in message and RESTRICTED in message
+    message = hub.refused("one", "who/rows:train")
+    assert "--data one=who/rows:train: data 'who/rows'" in message and RESTRICTED in message
 
 
 # --- files ---
-
-
-def test_models_that_were_fetched_are_not_fetched_again(hub: Hub):
-    mirror, folder = hub.mirror, hub.folder
-    sources = {f"llama/{name}": folder / name for name in ("base", "merged", *TASKS)}
-    sources |= dict.fromkeys(("vision/clip", "vision/processor"), Path(hub.clip))
-    for name, source in sources.items():
-        repository = mirror.add(name, source)
-        repository.revisions["v1"] = repository.files
-    base = mirror.repositories["llama/base"].files
-    torch.save(load(base.pop("model.safetensors")), folder / "base.bin")
-    base["pytorch_model.bin"] = (folder / "base.bin").read_bytes()
-    words = ["llama/merged", "--base", "llama/base", "--set", "samples_per_task=4", "--force"]
-    for task in TASKS:
-        words += ["--expert", f"{task}=llama/{task}@v1", "--data", f"{task}={folder / task}.jsonl"]
-    assert hub.ask("calibrate", [*words, "--out", str(folder / "out"), "--plan"]) == ""
-    screen = (folder / "screen").read_text()
-    assert "to fetch: llama/merged, " in screen and "to fetch: llama/one@v1, " in screen
-    assert not [*hub.cache.glob("models--llama--*/**/*.safetensors")]
-    assert not (folder / "out").exists()
-    models = {"_pretrained_": "vision/clip", "one": "vision/clip@v1"}
-    for number in range(2):
-        before = len(mirror.requests)
-        assert hub.ask("calibrate", [*words, "--out", str(folder / f"out-{number}")]) == ""
-        assert hub.run(models=models, processor="vision/processor@v1") == ""
-        gets = [request for request in mirror.requests[before:] if request.method == "GET"]
-        assert any("/resolve/" in request.path for request in gets) == (number == 0)
-        for name in sources:
-            mirror.repositories[name].failure = "silent"
-    versions = json.loads((folder / "out-1" / "provenance.json").read_text())["versions"]
-    for name in ("llama/base", "llama/merged", *(f"llama/{task}@v1" for task in TASKS)):
-        assert versions[name] == mirror.repositories[name.partition("@")[0]].commit
-
 
 UNUSED = {
     "README.md": b"# A model",
@@ -250,6 +149,41 @@ def model(content: bytes, name: str = "model.safetensors") -> dict[str, bytes]:
     return CONFIGS | UNUSED | {name: content}
 
 
+def saved(tensors: Any, file: Path) -> bytes:
+    """Content of a `.bin` file."""
+    torch.save(tensors, file)
+    return file.read_bytes()
+
+
+def test_models_of_a_run_are_announced_and_fetched_once(hub: Hub):
+    mirror, folder = hub.mirror, hub.folder
+    names = [f"llama/{name}" for name in ("base", "merged", *TASKS)]
+    for name in names:
+        repository = mirror.add(name, folder / name.partition("/")[2])
+        repository.revisions["v1"] = repository.files
+    base = mirror.repositories["llama/base"].files
+    weights = load(base.pop("model.safetensors"))
+    base["pytorch_model.bin"] = saved(weights, folder / "base.bin")
+    words = ["llama/merged", "--base", "llama/base", "--set", "samples_per_task=4", "--force"]
+    for task in TASKS:
+        words += ["--expert", f"{task}=llama/{task}@v1", "--data", f"{task}={folder / task}.jsonl"]
+    hub.calibrate(*words, "--out", str(folder / "out"), "--plan")
+    screen = (folder / "screen").read_text()
+    assert "to fetch: llama/merged, " in screen and "to fetch: llama/one@v1, " in screen
+    assert not [*hub.cache.glob("models--llama--*/**/*.safetensors")]
+    assert not (folder / "out").exists()
+    for number in range(2):
+        before = len(mirror.requests)
+        hub.calibrate(*words, "--out", str(folder / f"out-{number}"))
+        gets = [request for request in mirror.requests[before:] if request.method == "GET"]
+        assert any("/resolve/" in request.path for request in gets) == (number == 0)
+        for name in names:
+            mirror.repositories[name].failure = "silent"
+    versions = json.loads((folder / "out-1" / "provenance.json").read_text())["versions"]
+    for name in ("llama/base", "llama/merged", *(f"llama/{task}@v1" for task in TASKS)):
+        assert versions[name] == mirror.repositories[name.partition("@")[0]].commit
+
+
 def test_weights_are_safetensors_or_bin_and_nothing_else():
     shards = ["model-1-of-1.safetensors", "model.safetensors.index.json"]
     for weights, copies in (
@@ -262,16 +196,13 @@ def test_weights_are_safetensors_or_bin_and_nothing_else():
         assert sorted(needed) == sorted([*CONFIGS, *weights])
 
 
-def test_a_model_is_announced_and_fetched_once_without_files_that_are_not_read(hub: Hub):
+def test_only_files_that_are_read_are_fetched_and_again_if_they_are_lost(hub: Hub):
     repository = hub.mirror.add("few/files", model(bytes(2 * 2**20)))
     hub.fetch("few/files", weights=False)  # as a processor
     assert sorted(hub.mirror.files_sent("few/files")) == sorted(CONFIGS)
-    ((folder, commit),), screen = hub.fetch("few/files")
-    assert screen.count("\n") == 1
+    (folder, commit), screen = hub.fetch("few/files")
     assert screen.startswith(f"fetching few/files, 2.00 MiB, to {hub.cache} (")
-    before, needed = len(hub.mirror.requests), sorted([*CONFIGS, "model.safetensors"])
-    assert hub.fetch("few/files") == [[[folder, commit]], ""]
-    assert len(hub.mirror.requests) == before
+    needed = sorted([*CONFIGS, "model.safetensors"])
     assert sorted(file.name for file in Path(folder).iterdir()) == needed
     assert sorted(hub.mirror.files_sent("few/files")) == needed
     assert commit == repository.commit
@@ -280,24 +211,28 @@ def test_a_model_is_announced_and_fetched_once_without_files_that_are_not_read(h
     assert (Path(folder) / "model.safetensors").is_file()
 
 
-def test_models_that_do_not_fit_on_the_disk_are_refused_before_any_is_fetched(hub: Hub):
-    for name in ("large/one", "large/two"):
-        hub.mirror.add(name, model(bytes(2**20)))
-    answer, _ = hub.fetch("large/one", "large/two", free=3 * 2**19)
-    assert answer.startswith("large/one, large/two: 2 models, 2.00 MiB, do not fit on the disk of ")
-    assert "1.50 MiB free. Make room, or set HF_HOME to a folder on another disk" in answer
-    assert not hub.mirror.files_sent("large/one")
+def test_a_model_larger_than_the_disk_is_refused_before_it_is_fetched(hub: Hub):
+    repository = hub.mirror.add("large/model", model(b"weights"))
+    repository.sizes["model.safetensors"] = 2**60
+    answer, _ = hub.fetch("large/model")
+    assert "do not fit on the disk of " in answer
+    assert "free. Make room, or set HF_HOME to a folder on another disk" in answer
+    assert not hub.mirror.files_sent("large/model")
 
 
-def test_revisions_and_renamed_models(hub: Hub):
-    repository = hub.mirror.add("old/new", model(b"new"))
+def test_a_whole_model_in_the_cache_is_taken_if_the_hub_fails(hub: Hub):
+    repository = hub.mirror.add("cached/model", model(b"new"))
     repository.revisions["v1"] = model(b"first")
-    hub.mirror.renamed["then/called"] = "old/new"
-    answers = hub.fetch("old/new", "old/new@v1", "then/called")[0]
-    files = [Path(folder, "model.safetensors") for folder, _ in answers]
-    assert [file.read_bytes() for file in files] == [b"new", b"first", b"new"]
-    assert hub.fetch(f"old/new@{answers[1][1]}")[0] == [answers[1]]
-    assert "gives nothing of that name" in hub.fetch("old/new@v2")[0]
+    for name, content in (("cached/model@v1", b"first"), ("cached/model", b"new")):
+        (folder, commit), _ = hub.fetch(name)
+        assert Path(folder, "model.safetensors").read_bytes() == content
+    assert "gives nothing of that name" in hub.fetch("cached/model@v2")[0]
+    (marker,) = hub.cache.glob(f"models--cached--model/featcal/{commit}.whole")
+    marker.unlink()  # as if another program had fetched it
+    repository.failure = "busy"
+    before = len(hub.mirror.requests)
+    assert hub.fetch("cached/model@main")[0] == [folder, commit]  # not asked for before
+    assert len(hub.mirror.requests) == before + 1 + RETRIES
 
 
 def test_bin_files_are_converted_once_with_every_tensor(hub: Hub, tmp_path: Path):
@@ -310,10 +245,9 @@ def test_bin_files_are_converted_once_with_every_tensor(hub: Hub, tmp_path: Path
     contents = model(json.dumps(config).encode(), "config.json")
     for file, is_shared in zip(split, (True, False), strict=True):
         tensors = {name: t for name, t in state.items() if name.endswith(tied) == is_shared}
-        torch.save(tensors, tmp_path / file)
-        contents[file] = (tmp_path / file).read_bytes()
+        contents[file] = saved(tensors, tmp_path / file)
     repository = hub.mirror.add("bins/two", contents)
-    ((folder, commit),), screen = hub.fetch("bins/two")
+    (folder, commit), screen = hub.fetch("bins/two")
     converting = f"converting {', '.join(split)} of bins/two to safetensors, once"
     assert screen.splitlines()[1].startswith(converting) and commit == repository.commit
     dropped = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"}
@@ -322,20 +256,20 @@ def test_bin_files_are_converted_once_with_every_tensor(hub: Hub, tmp_path: Path
     assert all(torch.equal(loaded[key], state[key]) for key in state)
     (weight,) = hub.cache.glob(f"models--bins--two/snapshots/*/{split[0]}")
     weight.unlink()  # to save room
-    assert hub.fetch("bins/two") == [[[folder, commit]], ""]
+    assert hub.fetch("bins/two") == [[folder, commit], ""]
 
 
 def test_bin_files_of_adapters_and_those_that_hold_code(hub: Hub, tmp_path: Path):
-    matrix, file = torch.randn(3, 2), tmp_path / "weights"
-    torch.save({"a": matrix, "b": matrix[:2], "c": 1}, file)  # two share their storage
-    files = {"adapter_config.json": b"{}", "adapter_model.bin": file.read_bytes()}
+    matrix = torch.randn(3, 2)
+    content = saved({"a": matrix, "b": matrix[:2], "c": 1}, tmp_path / "weights")  # a, b overlap
+    files = {"adapter_config.json": b"{}", "adapter_model.bin": content}
     hub.mirror.add("bins/adapter", files)
-    ((folder, _),), _ = hub.fetch("bins/adapter")
+    (folder, _), _ = hub.fetch("bins/adapter")
     tensors = load_file(Path(folder, "adapter_model.safetensors"))
     assert torch.equal(tensors["a"], matrix) and torch.equal(tensors["b"], matrix[:2])
     assert sorted(tensors) == ["a", "b"]
-    torch.save({"a": Path("somewhere")}, file)
-    hub.mirror.add("bins/code", model(file.read_bytes(), "pytorch_model.bin"))
+    code = saved({"a": Path("somewhere")}, tmp_path / "weights")
+    hub.mirror.add("bins/code", model(code, "pytorch_model.bin"))
     answer, _ = hub.fetch("bins/code")
     assert "pytorch_model.bin is damaged, or holds more than tensors, which alone" in answer
     assert not list(hub.cache.glob("models--bins--code/featcal/*/"))

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
-Failure = Literal["gated", "missing", "busy", "limited", "cut", "silent", ""]
-"""Access is restricted; there is no repository; 503; 429; the connection breaks off in the middle
-of a file; no answer ever comes; nothing fails."""
+Failure = Literal["gated", "missing", "busy", "cut", "silent", ""]
+"""Access is restricted; there is no repository; 503; the connection breaks off in the middle of a
+file; no answer ever comes; nothing fails."""
 
 
 @dataclass
@@ -36,14 +36,15 @@ class Request:
 class Repository:
     """A repository of models or data: content by path, at its newest revision and at others.
 
-    `times` is the number of requests that fail before all is well, or None if all fail.
+    `times` is the number of requests that fail before all is well, or None if all fail. `sizes`
+    are untrue sizes of files in the description.
     """
 
     files: dict[str, bytes]
     failure: Failure = ""
     times: int | None = None
     revisions: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    lock: Any = field(default_factory=threading.Lock, repr=False)
+    sizes: dict[str, int] = field(default_factory=dict)
 
     @property
     def commit(self) -> str:
@@ -58,12 +59,11 @@ class Repository:
 
     def fails(self) -> bool:
         """Count a request that may fail, and return whether it does."""
-        with self.lock:
-            if not self.failure or self.times == 0:
-                return False
-            if self.times is not None:
-                self.times -= 1
-            return True
+        if not self.failure or self.times == 0:
+            return False
+        if self.times is not None:
+            self.times -= 1
+        return True
 
 
 class Mirror:
@@ -71,14 +71,12 @@ class Mirror:
 
     Attributes:
         repositories: Id -> repository. Ids of datasets begin with `datasets/`.
-        renamed: Former id -> id.
         requests: Requests so far.
     """
 
     def __init__(self) -> None:
         """Bind a free port of the loopback."""
         self.repositories: dict[str, Repository] = {}
-        self.renamed: dict[str, str] = {}
         self.requests: list[Request] = []
         self.stopped = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
@@ -96,27 +94,22 @@ class Mirror:
         usual = {name: value for name, value in os.environ.items() if name not in offline}
         return usual | {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
 
-    def add(self, name: str, files: Path | Mapping[str, bytes], failure: Failure = "",
-            times: int | None = None) -> Repository:  # fmt: skip
+    def add(
+        self, name: str, files: Path | Mapping[str, bytes], failure: Failure = ""
+    ) -> Repository:
         """Add a repository with the files of a folder, or with named contents."""
         if isinstance(files, Path):
-            paths = [path for path in sorted(files.rglob("*")) if path.is_file()]
-            files = {path.relative_to(files).as_posix(): path.read_bytes() for path in paths}
-        self.repositories[name] = Repository(dict(files), failure, times)
+            files = {path.name: path.read_bytes() for path in files.iterdir() if path.is_file()}
+        self.repositories[name] = Repository(dict(files), failure)
         return self.repositories[name]
-
-    def requests_of(self, name: str) -> list[Request]:
-        """Requests of one repository."""
-        starts = (f"/{name}/", f"/api/{name}/", f"/api/models/{name}/")
-        return [r for r in self.requests if f"{r.path}/".startswith(starts)]
 
     def files_sent(self, name: str) -> dict[str, list[int]]:
         """File of a repository -> bytes of each answer that has its content."""
         sent: dict[str, list[int]] = {}
-        for request in self.requests_of(name):
-            _, is_file, file = request.path.partition("/resolve/")
-            if request.method == "GET" and is_file and request.sent:
-                sent.setdefault(file.partition("/")[2], []).append(request.sent)
+        for request in self.requests:
+            _, _, place = request.path.partition(f"/{name}/resolve/")
+            if request.method == "GET" and place and request.sent:
+                sent.setdefault(place.partition("/")[2], []).append(request.sent)
         return sent
 
     def __enter__(self) -> Self:
@@ -153,8 +146,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        span = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")
-        first, last = int(span[0]), int(span[1]) if span[1] else None
         self.request_ = Request(self.command, path)
         self.mirror.requests.append(self.request_)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -162,21 +153,14 @@ class _Handler(BaseHTTPRequestHandler):
             return self._create(json.loads(body))
         if path == "/api/validate-yaml":
             return self._json({"errors": [], "warnings": []})
-        steps = path.strip("/").split("/")
-        is_api = steps[0] == "api"
-        steps = steps[is_api:]
-        prefix = "datasets/" if steps[0] == "datasets" else ""
-        steps = steps[steps[0] in ("datasets", "models") :]
-        ids = {*self.mirror.repositories, *self.mirror.renamed}
-        length = next((n for n in (2, 1) if prefix + "/".join(steps[:n]) in ids), 2)
-        name, rest = prefix + "/".join(steps[:length]), steps[length:]
-        repository = self.mirror.repositories.get(name)
-        if name in self.mirror.renamed:
-            new = self.path.replace(name, self.mirror.renamed[name], 1)
-            self._send(307, b"", {"Location": new})
-        elif repository is None or repository.failure == "missing":
+        is_api, path = path.startswith("/api/"), path.removeprefix("/api")
+        steps = path.removeprefix("/models/").strip("/").split("/")
+        ids = ["/".join(steps[:length]) for length in (1, 2, 3)]
+        name = next((name for name in ids if name in self.mirror.repositories), "")
+        repository, rest = self.mirror.repositories.get(name), steps[name.count("/") + 1 :]
+        if repository is None or repository.failure == "missing":
             self._refuse(404, "RepoNotFound", "Repository not found")
-        elif repository.failure not in ("gated", "cut") and repository.fails():
+        elif repository.failure in ("busy", "silent") and repository.fails():
             self._fail(repository.failure)
         elif is_api:
             self._describe(repository, name.removeprefix("datasets/"), rest, body)
@@ -185,7 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
                 f"Access to model {name} is restricted and you are not in the authorized list. "
                 f"Visit https://huggingface.co/{name} to ask for access.")  # fmt: skip
         else:
-            self._file(repository, rest[1], "/".join(rest[2:]), first, last)
+            self._file(repository, rest[1], "/".join(rest[2:]))
+        return None
 
     do_HEAD = do_GET = do_POST = _answer
 
@@ -199,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.mirror.stopped.wait()
             self.close_connection = True
         else:
-            self._send(429 if failure == "limited" else 503, b"Too much", {"Retry-After": "0"})
+            self._send(503, b"Too much", {"Retry-After": "0"})
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": message})
@@ -232,34 +217,36 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._refuse(404, "EntryNotFound", "Entry not found")
         else:
-            siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
+            sizes = {path: len(data) for path, data in files.items()} | repository.sizes
+            siblings = [{"rfilename": path, "size": size} for path, size in sizes.items()]
             self._json({"id": name, "modelId": name, "sha": commit_of(files), "private": False,
                         "tags": [], "siblings": siblings})  # fmt: skip
 
-    def _file(
-        self, repository: Repository, revision: str, path: str, first: int, last: int | None
-    ) -> None:
+    def _file(self, repository: Repository, revision: str, path: str) -> None:
         files = repository.at(revision)
         if files is None or path not in files:
             code = "RevisionNotFound" if files is None else "EntryNotFound"
             return self._refuse(404, code, "Entry not found")
         content = files[path]
+        first, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")
+        part = content[int(first) : int(last) + 1 if last else None]
         headers = {"ETag": f'"{etag(content)}"', "X-Repo-Commit": commit_of(files),
                    "X-Linked-Size": str(len(content)), "Accept-Ranges": "bytes"}  # fmt: skip
-        rest = content[first : None if last is None else last + 1]
-        is_part = len(rest) < len(content)
+        is_part = len(part) < len(content)
         if is_part:
-            headers["Content-Range"] = f"bytes {first}-{first + len(rest) - 1}/{len(content)}"
+            end = int(first) + len(part) - 1
+            headers["Content-Range"] = f"bytes {first}-{end}/{len(content)}"
         is_weights = path.endswith(".safetensors") and self.command == "GET"
         is_cut = repository.failure == "cut" and is_weights and repository.fails()
-        self._send(206 if is_part else 200, rest, headers, len(rest) // 2 if is_cut else None)
+        self._send(206 if is_part else 200, part, headers, len(part) // 2 if is_cut else None)
         return None
 
     def _json(self, answer: Any) -> None:
         self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
-    def _send(self, status: int, content: bytes, headers: Mapping[str, str],
-              stop_at: int | None = None) -> None:  # fmt: skip
+    def _send(
+        self, status: int, content: bytes, headers: Mapping[str, str], stop_at: int | None = None
+    ) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)

@@ -27,7 +27,6 @@ LITERAL = ("method=featcal", "modelpool=clip-vit-base-patch32_TA8")
 BINARY = "openai/clip-vit-base-patch32"
 """The model that has no safetensors file on the hub."""
 UNUSED = {"tf_model.h5": b"tensorflow" * 10_000, "flax_model.msgpack": b"flax" * 10_000}
-RENAMED = {"mnist": "ylecun/mnist", "svhn": "ufldl-stanford/svhn"}
 ROWS = 12
 MODEL_KEYS = {"pretrained_model_name_or_path", "models", "processor", "clip_model", "base_model"}
 
@@ -82,11 +81,8 @@ def add_pool(mirror: Mirror, stand_ins: StandIns) -> None:
         entries = [value for key, value in owner.items() if key.endswith("_datasets")]
         for task, entry in (pair for value in entries for pair in value.items()):
             path, config = (*entry.get("_args_", [entry.get("path")]), "default")[:2]
-            name = f"datasets/{RENAMED.get(path, path)}"
-            if path in RENAMED:
-                mirror.renamed[f"datasets/{path}"] = name
-            if name not in mirror.repositories:
-                mirror.add(name, files_of_data(task, config))
+            if f"datasets/{path}" not in mirror.repositories:
+                mirror.add(f"datasets/{path}", files_of_data(task, config))
 
 
 def run(folder: Path, environment: Mapping[str, str], *words: str) -> str:
