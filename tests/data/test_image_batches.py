@@ -92,19 +92,6 @@ def test_any_map_style_data_set(row):
     assert torch.equal(batch["pixel_values"][0], channels_first(P))
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"img": P}], r"has no .image.; it has: img\. Check image_column"),
-        ([(P, -1)], r"label -1 is out of range \(0 and above"),
-        (iter([P]), r"iterator\. Load it without streaming"),
-    ],
-)
-def test_rows_that_are_no_numbered_images_are_refused(rows, message):
-    with pytest.raises(CalibrationError, match=message):
-        open_labelled(Pool(a=rows), "a", "train")[0]
-
-
 class Rows:
     """Fifty arrays with their number in every pixel. Records reads and the threads that read."""
 

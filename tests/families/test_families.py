@@ -18,7 +18,6 @@ from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import (
     CLIP,
     LLAMA,
-    STACK,
     STAGES,
     VISION_LANGUAGE,
     WHISPER,
@@ -175,20 +174,6 @@ def two_towers() -> nn.Module:
     return transformers.CLIPModel(config)
 
 
-class Unpads(nn.Module):
-    """Its features have no padding, unlike their mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers = nn.Embedding(30, 4), stack(2, 4)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        hidden = self.embed(input_ids)[attention_mask > 0]
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
-
-
 def flat(model: nn.Module) -> Any:
     return ["0"]
 
@@ -209,8 +194,6 @@ def unlabelled() -> dict[str, Any]:
          r"method\.decoder_rows=targets.*labels.*input_ids"),
         (lambda: stages_of(ChainFamily("flat", flat), nn.ReLU()),
          r"method\.family=flat: stages gives \['0'\], but must give one list"),
-        (lambda: STACK.begin(Unpads(), unlabelled(), "layers.0"),
-         r"layers\.0 of Unpads.*\(8, 4\).*\(2, 6\).*sdpa"),
         (lambda: VISION_LANGUAGE.begin(tiny.vision_language_model(), unlabelled(), "x"),
          r"pixel_values .* they are \['attention_mask', 'inp"),
     ],

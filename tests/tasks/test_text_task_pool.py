@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from tiny_texts import WORDS, llama_model, word_tokenizer
+from tiny_texts import TASKS, WORDS, llama_model, sentences, t5_model, word_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -16,18 +16,6 @@ from fusion_bench_featcal.tasks import TextTaskPool
 
 TASK = "clinc_home"
 LOADERS = {"flan-t5-mini": AutoModelForSeq2SeqLM, "llama-mini": AutoModelForCausalLM}
-
-
-@pytest.fixture(scope="module", params=LOADERS)
-def suite(request) -> tuple[str, Any, Any]:
-    """Name of a bundled suite, one of its experts, and its tokenizer."""
-    expert = LOADERS[request.param].from_pretrained(text.path(request.param, TASK)).eval()
-    return request.param, expert, AutoTokenizer.from_pretrained(text.path(request.param))
-
-
-def some_rows(number: int) -> Any:
-    """Test rows from all over the task."""
-    return load_text_split(TASK, "test").select(range(0, 432, 432 // number))
 
 
 def alone(model, tokenizer, row) -> tuple[str, float]:
@@ -49,9 +37,11 @@ def alone(model, tokenizer, row) -> tuple[str, float]:
     return tokenizer.decode(written, skip_special_tokens=True), losses.mean().item()
 
 
+@pytest.mark.parametrize("suite", LOADERS)
 def test_answers_and_losses_are_those_of_each_row_alone(suite):
-    _, expert, tokenizer = suite
-    rows, side = some_rows(6), tokenizer.padding_side
+    expert = LOADERS[suite].from_pretrained(text.path(suite, TASK)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(text.path(suite))
+    side, rows = tokenizer.padding_side, load_text_split(TASK, "test").select(range(0, 432, 72))
     answers, losses = zip(*(alone(expert, tokenizer, row) for row in rows), strict=True)
     written = [bool(answer) for answer in answers]
     assert sum(written) > 4
@@ -71,23 +61,19 @@ def test_answers_and_losses_are_those_of_each_row_alone(suite):
     assert tokenizer.padding_side == side
 
 
-def test_tokenised_rows_score_like_their_texts(suite):
-    name, expert, tokenizer = suite
-    rows, tokenised = some_rows(6), []
+def test_tokenised_rows_score_like_their_texts():
+    tokenizer, rows = word_tokenizer(ends=True), sentences(TASKS[0])
+    tokens = []
     for row in rows:
-        ids = tokenizer(row["prompt"])["input_ids"]
-        labels = tokenizer(row["target"], add_special_tokens=False)["input_ids"]
-        labels.append(tokenizer.eos_token_id)
-        if name == "llama-mini":
-            ids, labels = ids + labels, [-100] * len(ids) + labels
-        padded = {"attention_mask": [1] * len(ids) + [0, 0], "labels": [*labels, -100, -100]}
-        tokenised.append({"input_ids": [*ids, *2 * [tokenizer.pad_token_id]], **padded})
-    pool = TextTaskPool({"text": rows, "tokens": tokenised}, tokenizer=tokenizer)
-    report = pool.evaluate(expert)
+        ids, labels = (tokenizer(row[column])["input_ids"] for column in ("prompt", "target"))
+        padded = {"attention_mask": [1] * len(ids) + [0], "labels": [*labels, -100]}
+        tokens.append({"input_ids": [*ids, tokenizer.pad_token_id], **padded})
+    pool = TextTaskPool({"text": rows, "tokens": tokens}, tokenizer=tokenizer)
+    report = pool.evaluate(t5_model())
     assert report["tokens"] == pytest.approx(report["text"])
     assert torch.equal(pool.item_correct["tokens"], pool.item_correct["text"])
     assert pool.item_classes["tokens"] == pool.item_classes["text"]
-    assert pool.item_classes["text"] == [target.strip() for target in rows["target"]]
+    assert pool.item_classes["text"] == [row["target"] for row in rows]
 
 
 def scores(answers: list[str], targets: list[str], **options: Any) -> tuple[float, Any]:
