@@ -58,6 +58,8 @@ class Row:
         family: The family that `auto` should find.
         excluded: Ends of the names of modules that cannot be calibrated.
         replay: The family to compare with. None means `replay` with the same blocks.
+        slow: If a test of it is slow: one type of each arrangement of norms, projections and
+            positions is tested each time.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Row:
     family: str = "stack"
     excluded: tuple[str, ...] = ()
     replay: Any = None
+    slow: bool = True
 
     def suite(self, seed: int = 1) -> Suite | None:
         """Base, experts and merger in float64, or None if the type is lacking."""
@@ -112,32 +115,23 @@ def examined(row: Row, folder: Path) -> Examined | None:
     )
 
 
-def two(*batches: Callable[[int], Any]) -> dict[str, list]:
-    """Batches of two tasks."""
-    return {f"task_{n}": [batch(n) for batch in batches] for n in range(2)}
+def by_task(batch: Callable[[int, int], Any]) -> dict[str, list]:
+    """Two batches of each of two tasks, from the numbers of task and batch."""
+    return {f"task_{task}": [batch(task, number) for number in range(2)] for task in range(2)}
 
 
-def texts() -> dict[str, list]:
-    """Sentences of unequal length, of which one is filled up on the right."""
-    lengths = [[[5, 7, 3], [4, 6]], [[2, 6, 4], [5, 3]]]
-
-    def batch(task: int, number: int) -> Any:
-        part = lengths[task][number]
-        return without_labels(sentences(part, max(part) + 1, seed=100 * task + number))
-
-    return two(lambda n: batch(n, 0), lambda n: batch(n, 1))
+def _texts(lengths: list, task: int, number: int) -> Any:
+    """Sentences of unequal length, of which each is filled up on the right."""
+    part = lengths[task][number]
+    return without_labels(sentences(part, max(part) + 1, seed=100 * task + number))
 
 
-def long_texts() -> dict[str, list]:
-    """Enough tokens for every expert of a mixture."""
-    lengths = [15, 9, 13, 16, 12] * 2
-    return two(*(lambda n, k=k: without_labels(sentences(lengths, 16, seed=10 * n + k))
-                 for k in range(2)))  # fmt: skip
-
-
-def images() -> dict[str, list]:
-    return two(*(lambda n, k=k: {"pixel_values": tiny.normal(10 * n + k, 4 - n, 3, 8, 8)}
-                 for k in range(2)))  # fmt: skip
+SHORT = [[[5, 7, 3], [4, 6]], [[2, 6, 4], [5, 3]]]
+LONG = [[[14, 9, 13, 15, 12] * 2] * 2] * 2  # enough tokens for every expert of a mixture
+short_texts, long_texts = (partial(by_task, partial(_texts, each)) for each in (SHORT, LONG))
+images = partial(
+    by_task, lambda task, n: {"pixel_values": tiny.normal(10 * task + n, 4 - task, 3, 8, 8)}
+)
 
 
 def _mixture(config: Any) -> nn.Module:
@@ -148,12 +142,12 @@ def _mixture(config: Any) -> nn.Module:
 
 # Maker, batches, and config of each kind.
 KINDS: dict[str, tuple[Any, Callable[[], dict[str, list]], dict[str, Any]]] = {
-    "decoder": (AutoModelForCausalLM.from_config, texts, TEXT),
+    "decoder": (AutoModelForCausalLM.from_config, short_texts, TEXT),
     "mixture": (_mixture, long_texts,
                 TEXT | GROUPED | {"num_experts_per_tok": 2, "num_experts": 4}),
-    "text classifier": (transformers.AutoModelForSequenceClassification.from_config, texts,
+    "text classifier": (transformers.AutoModelForSequenceClassification.from_config, short_texts,
                         TEXT | {"num_labels": 3}),
-    "encoder": (AutoModel.from_config, texts, TEXT),
+    "encoder": (AutoModel.from_config, short_texts, TEXT),
     "image classifier": (transformers.AutoModelForImageClassification.from_config, images,
                          IMAGE | {"num_labels": 3}),
     "vision tower": (AutoModel.from_config, images, IMAGE),
@@ -179,15 +173,15 @@ def _row(
 
 
 def _whisper() -> Model:
-    batch = tiny.whisper_batch
-    return tiny.model_of("whisper"), two(
-        lambda n: batch([4, 1, 3], 10 * n), lambda n: batch([2, 5], 10 * n + 1)
+    lengths = [4, 1, 3], [2, 5]
+    return tiny.model_of("whisper"), by_task(
+        lambda task, n: tiny.whisper_batch(lengths[n], 10 * task + n)
     )
 
 
 def _t5() -> Model:
-    first = lambda n: tiny.t5_batch([3, 6, 5], [4, 1, 3], 10 * n)  # noqa: E731
-    return tiny.t5_model(), two(first, lambda n: tiny.t5_batch([5, 2], [2, 3], 10 * n + 1))
+    lengths = ([3, 6, 5], [4, 1, 3]), ([5, 2], [2, 3])
+    return tiny.t5_model(), by_task(lambda task, n: tiny.t5_batch(*lengths[n], 10 * task + n))
 
 
 def _network(name: str) -> Model:
@@ -197,28 +191,30 @@ def _network(name: str) -> Model:
 
 
 def _vision_language(kind: str) -> Model:
-    batch = tiny.vision_language_batch
-    return tiny.vision_language_model(kind), two(
-        lambda n: batch([4, 2], 10 * n + 6), lambda n: batch([3, 1], 10 * n + 4)
+    lengths = [4, 2], [3, 1]
+    return tiny.vision_language_model(kind), by_task(
+        lambda task, n: tiny.vision_language_batch(lengths[n], 10 * task + n)
     )
 
 
 _decoder, _classifier = partial(_row, "decoder"), partial(_row, "text classifier")
 _image_classifier = partial(_row, "image classifier")
 DECODERS = (
-    *(_decoder(name, family="llama") for name in ("llama", "qwen2", "gemma2", "phi3")),
+    *(_decoder(name, family="llama") for name in ("llama", "qwen2", "phi3")),
+    _decoder("gemma2", family="llama", slow=False),
+    *(_decoder(name, slow=False) for name in ("phi", "nemotron", "gpt_neox")),
     *map(
         _decoder,
         (
-            "phi", "cohere", "cohere2", "glm", "glm4", "exaone4", "gemma3_text", "stablelm", "olmo",
-            "olmo3", "apertus", "arcee", "helium", "nemotron", "ernie4_5", "seed_oss",
-            "hunyuan_v1_dense", "bitnet", "gpt_neox", "jais2", "nanochat",
+            "cohere", "cohere2", "glm", "glm4", "exaone4", "gemma3_text", "stablelm", "olmo",
+            "olmo3", "apertus", "arcee", "helium", "ernie4_5", "seed_oss", "hunyuan_v1_dense",
+            "bitnet", "jais2", "nanochat",
         ),
     ),
     _decoder("diffllama", {"num_attention_heads": 4, "num_key_value_heads": 2}),
-    _decoder("persimmon", excluded=("q_layernorm", "k_layernorm")),  # of heads
+    _decoder("persimmon", excluded=("q_layernorm", "k_layernorm"), slow=False),  # of heads
     _decoder("lfm2", GROUPED | {"layer_types": ["full_attention"] * 2}),
-    _decoder("gpt2", GPT),
+    _decoder("gpt2", GPT, slow=False),
     _decoder("gpt_bigcode", GPT),
     _decoder("gptj", ROTARY),
     _decoder("codegen", ROTARY | {"num_attention_heads": 4, "hidden_size": 16}),
@@ -226,38 +222,42 @@ DECODERS = (
         "gpt_neo",
         {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]},
     ),
-    _decoder("bloom", {"n_layer": 2, "n_head": 2}),
-    _decoder("opt", {"ffn_dim": 12, "word_embed_proj_dim": 8}),
-    _decoder("falcon", {"new_decoder_architecture": False}),
+    _decoder("bloom", {"n_layer": 2, "n_head": 2}, slow=False),
+    _decoder("opt", {"ffn_dim": 12, "word_embed_proj_dim": 8}, slow=False),
+    _decoder("falcon", {"new_decoder_architecture": False}, slow=False),
     _decoder("falcon", {"alibi": True}, name="falcon, alibi"),
     _decoder("biogpt", {}),
 )  # fmt: skip
 ENCODERS = (
-    *map(_classifier, ("bert", "roberta", "xlm-roberta", "mpnet", "esm", "megatron-bert")),
-    _classifier("distilbert", {"dim": 8, "hidden_dim": 12, "n_layers": 2, "n_heads": 2}),
+    _classifier("bert", slow=False),
+    *map(_classifier, ("roberta", "xlm-roberta", "mpnet", "esm", "megatron-bert")),
+    _classifier("distilbert", {"dim": 8, "hidden_dim": 12, "n_layers": 2, "n_heads": 2},
+                slow=False),
     _classifier("electra", {"embedding_size": 8}),
     _classifier("roformer", {"embedding_size": 8}),
     _classifier("deberta", RELATIVE),
     _classifier("deberta-v2", RELATIVE | {
-        "share_att_key": True, "position_buckets": 4, "norm_rel_ebd": "layer_norm"}),
+        "share_att_key": True, "position_buckets": 4, "norm_rel_ebd": "layer_norm"}, slow=False),
     _classifier("modernbert", {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 4,
                                "global_attn_every_n_layers": 2}),
     *(_row("encoder", name) for name in ("bert", "roberta")),
-    _row("encoder", "eurobert", {"num_key_value_heads": 1}),
+    _row("encoder", "eurobert", {"num_key_value_heads": 1}, slow=False),
 )  # fmt: skip
 VISION = (
     *map(_image_classifier, ("vit", "dinov2", "dinov2_with_registers", "ijepa", "vit_msn")),
     _image_classifier("deit", make=transformers.DeiTForImageClassification),
     _image_classifier("beit", {"use_relative_position_bias": True},
-                      excluded=("relative_position_bias",)),
-    _image_classifier("siglip", {"vision_config": SIZES | IMAGE, "text_config": SIZES | TEXT}),
-    *(_row("vision tower", name)
-      for name in ("siglip_vision_model", "vit", "dinov3_vit", "aimv2_vision_model")),
+                      excluded=("relative_position_bias",), slow=False),
+    _image_classifier("siglip", {"vision_config": SIZES | IMAGE, "text_config": SIZES | TEXT},
+                      slow=False),
+    _row("vision tower", "dinov3_vit", slow=False),
+    *(_row("vision tower", name) for name in ("siglip_vision_model", "vit", "aimv2_vision_model")),
 )  # fmt: skip
 OTHERS = (
-    _row("vision tower", "clip_vision_model", family="clip"),
+    _row("vision tower", "clip_vision_model", family="clip", slow=False),
     Row("t5", "encoder-decoder", _t5, family="t5", replay=tiny.REPLAY),
-    Row("whisper", "encoder-decoder", _whisper, family="whisper", replay=WHISPER_REPLAY),
+    Row("whisper", "encoder-decoder", _whisper, family="whisper", replay=WHISPER_REPLAY,
+        slow=False),
     *(Row(kind, "vision-language", partial(_vision_language, kind), family="vision_language",
           replay=VISION_LANGUAGE_REPLAY) for kind in ("qwen2_vl", "qwen2_5_vl")),
 )  # fmt: skip
@@ -266,10 +266,10 @@ MIXTURES = (
     _row("mixture", "qwen3_moe", {"moe_intermediate_size": 10}),
     _row("mixture", "olmoe", {"num_key_value_heads": 2}),
     _row("mixture", "qwen2_moe", {"num_key_value_heads": 2, "moe_intermediate_size": 10,
-                                  "shared_expert_intermediate_size": 6}),
+                                  "shared_expert_intermediate_size": 6}, slow=False),
 )  # fmt: skip
 CONVOLUTIONAL = tuple(
-    Row(name, "convolutional network", partial(_network, name), family="stages")
+    Row(name, "convolutional network", partial(_network, name), "stages", slow=name != "convnext")
     for name in ("resnet", "resnet, bottleneck", "convnext")  # `replay` cannot order SegFormer's
 )
 ROWS: tuple[Row, ...] = (*OTHERS, *DECODERS, *MIXTURES, *ENCODERS, *VISION, *CONVOLUTIONAL)
