@@ -101,7 +101,7 @@ def test_manifest_counts_the_bytes_that_were_read(run: Run) -> None:
 
 def test_failed_run_leaves_nothing_half_written(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"method\.calibration_split \(now val\)"):
-        golden_methods.run_method("featcal", tmp_path, ["method.calibration_split=val"])
+        golden_methods.run_method("featcal", tmp_path, "method.calibration_split=val")
     assert not (tmp_path / "saved").exists()
     assert not [*tmp_path.rglob("report*"), *tmp_path.rglob("*.part")]
 

@@ -1,56 +1,62 @@
 """Methods run on the bundled suites: models that they save, and structure of a run's reports."""
 
-import copy
 import csv
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import fusion_bench_featcal  # noqa: F401
 
 # isort: split
-from fusion_bench.constants.paths import DEFAULT_CONFIG_PATH
+from configs import as_job, composed
 from fusion_bench.utils import instantiate
-from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
 CLIP, T5, LLAMA = "clip-vit-mini_alphabets2", "flan-t5-mini_TA6", "llama-mini_TA6"
+
+
+class Golden(NamedTuple):
+    """A method, a pool, words of the command for the method, and if its test is slow."""
+
+    method: str
+    pool: str
+    words: tuple[str, ...]
+    slow: bool = True
+
+
 FEW = ("samples_per_task=8",)
 ALONE = (*FEW, "presets={}")
 TRAINED = (*FEW, "steps=5", "batch_size=4")
 PRESETS = "presets={mini: {ridge_lambda: 1e-4, mix_alpha: 0.3, anchor_rho: 1.0}}"
 GENERATED = ("calibration_targets=generated", "generated_tokens=3", "max_length=16")
-PEER = "featcal_baselines/"
-RUNS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "featcal": ("featcal", CLIP, ALONE),
-    "featcal, preset": ("featcal", CLIP, (*FEW, PRESETS, "save=featcal:mini")),
-    "featcal, t5": ("featcal", T5, ("samples_per_task=4", "presets={}")),
-    "featcal, t5 generated": ("featcal/paper_flan_t5", T5,
+RUNS: dict[str, Golden] = {
+    "featcal": Golden("featcal", CLIP, ALONE),
+    "featcal, preset": Golden("featcal", CLIP, (*FEW, PRESETS, "save=featcal:mini")),
+    "featcal, t5": Golden("featcal", T5, ("samples_per_task=4", "presets={}")),
+    "featcal, t5 generated": Golden("featcal/paper_flan_t5", T5,
         ("samples_per_task=2", *GENERATED, "presets={}")),
-    "featcal, llama": ("featcal/paper_llama_3b", LLAMA,
-        ("samples_per_task=4", "presets={}", "max_length=64")),
-    "anchor_only": (PEER + "anchor_only", CLIP, ()),
-    "regmean": (PEER + "regmean", CLIP, (*FEW, "task_weights=unit_gram")),
-    "regmean_plusplus": (PEER + "regmean_plusplus", CLIP, FEW),
-    "lot": (PEER + "lot", CLIP, FEW),
-    "ridge_surgery": ("ridge_surgery", CLIP, FEW),
-    "ridge_surgery, fixed": ("ridge_surgery", CLIP, (*FEW, "ridge_lambda=0.1", "normalize=pre")),
-    "surgery": ("surgery", CLIP, TRAINED),
-    "prob_surgery": ("prob_surgery", CLIP, TRAINED),
-    "surgery_v2": (PEER + "surgery_v2", CLIP, TRAINED),
+    "featcal, llama": Golden("featcal/paper_llama_3b", LLAMA,
+        ("samples_per_task=4", "presets={}", "max_length=64"), slow=False),
+    "anchor_only": Golden("featcal_baselines/anchor_only", CLIP, ()),
+    "regmean": Golden("featcal_baselines/regmean", CLIP, (*FEW, "task_weights=unit_gram")),
+    "regmean_plusplus": Golden("featcal_baselines/regmean_plusplus", CLIP, FEW),
+    "lot": Golden("featcal_baselines/lot", CLIP, FEW),
+    "ridge_surgery": Golden("ridge_surgery", CLIP, FEW, slow=False),
+    "ridge_surgery, fixed": Golden("ridge_surgery", CLIP,
+        (*FEW, "ridge_lambda=0.1", "normalize=pre")),
+    "surgery": Golden("surgery", CLIP, TRAINED, slow=False),
+    "prob_surgery": Golden("prob_surgery", CLIP, TRAINED),
+    "surgery_v2": Golden("featcal_baselines/surgery_v2", CLIP, TRAINED),
 }  # fmt: skip
-SLOW = ("featcal, t5", "featcal, t5 generated", "regmean", "regmean_plusplus", "lot", "surgery_v2",
-        "ridge_surgery, fixed")  # fmt: skip
 EVALUATED = "featcal, preset"
-"""The run whose models are evaluated, which leaves a full report."""
+"""The run whose models are evaluated, which leaves a full report. test_algorithm.py compares it."""
 REPORTS = ("report.json", "lines.csv", "calibration_log.jsonl", "reads.json")
 BOUND = 2e-4
 PROJECTIONS = 4
@@ -70,19 +76,13 @@ def sketch(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Sketch:
     for name, value in sorted(after.items()):
         change = value.double() - (before[name].double() if name in before else 0)
         if bool(change.any()):
-            products = (_directions(name, change.shape) * change).flatten(1).sum(1)
-            numbers = [change.norm().item(), *products.tolist()]
-            changes[name] = [float(f"{number:.6g}") for number in numbers]
+            # normal numbers that depend on the name alone: drawn in float64, which has one draw
+            numbers = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            shape = (PROJECTIONS, *change.shape)
+            directions = torch.randn(shape, generator=numbers, dtype=torch.float64).float()
+            products = (directions.double() * change).flatten(1).sum(1)
+            changes[name] = [float(f"{n:.6g}") for n in (change.norm(), *products)]
     return changes
-
-
-@cache
-def _directions(name: str, shape: torch.Size) -> Tensor:
-    """Normal numbers that depend on the name alone: drawn in float64, which has one draw."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return (
-        torch.randn(PROJECTIONS, *shape, generator=generator, dtype=torch.float64).float().double()
-    )
 
 
 def differences(result: Sketch, golden: Sketch) -> list[str]:
@@ -95,17 +95,12 @@ def differences(result: Sketch, golden: Sketch) -> list[str]:
     return wrong + [f"{name}: in one only" for name in sorted(result.keys() ^ golden.keys())]
 
 
-def composed(*overrides: str) -> DictConfig:
-    """The config of the command with these words."""
-    with initialize_config_dir(str(DEFAULT_CONFIG_PATH), version_base=None):
-        return compose("fabric_model_fusion", overrides=list(overrides), return_hydra_config=True)
-
-
 @cache
 def _base(pool: str) -> dict[str, Any]:
     base = composed(f"modelpool={pool}").modelpool.models["_pretrained_"]
-    is_path = isinstance(base, str)
-    return saved_tensors(Path(base if is_path else base.pretrained_model_name_or_path))
+    return saved_tensors(
+        Path(base if isinstance(base, str) else base.pretrained_model_name_or_path)
+    )
 
 
 def saved_tensors(folder: Path) -> dict[str, Any]:
@@ -114,47 +109,24 @@ def saved_tensors(folder: Path) -> dict[str, Any]:
     return {stable_name(name): t for file in files for name, t in load_file(file).items()}
 
 
-def _run(config: DictConfig) -> None:
-    """Run a config as FusionBench's command does."""
-    HydraConfig.instance().set_config(config)
-    try:
-        words = copy.deepcopy(config)
-        with read_write(words), open_dict(words):
-            del words["hydra"]
-        OmegaConf.resolve(words)
-        instantiate(words).run()
-    finally:
-        HydraConfig.instance().cfg = None
+def run_method(name: str, folder: Path, *words: str) -> None:
+    """Run one of RUNS in this process, with further words of the command.
 
-
-def run_method(name: str, folder: Path, words: Iterable[str] = ()) -> None:
-    """Run a method on a suite in this process.
-
-    Args:
-        name: One of RUNS.
-        folder: For `log` and `saved`, the model.
-        words: Further words of the command.
+    The run logs to `log` in the folder, and saves the model to `saved`.
     """
-    method, pool, settings = RUNS[name]
-    config = composed(
-        f"method={method}",
-        f"modelpool={pool}",
-        *([] if name == EVALUATED else ["~modelpool.default_taskpool"]),
-        "fabric/loggers=csv_logger",
-        "print_config=false",
-        "report_save_path=null",  # FusionBench leaves that file open
-        f"path.log_dir={folder}/log",
-        f"hydra.runtime.output_dir={folder}/log",
-        f"merged_model_save_path={folder}/saved",
-        *(f"method.{word}" for word in settings),
-        *words,
-    )
-    _run(config)
+    golden = RUNS[name]
+    command = [f"method={golden.method}", f"modelpool={golden.pool}", "fabric/loggers=csv_logger"]
+    command += [f"method.{word}" for word in golden.words]
+    command += [] if name == EVALUATED else ["~modelpool.default_taskpool"]
+    command += [f"merged_model_save_path={folder}/saved", *words]
+    with as_job(folder / "log", *command) as config:
+        OmegaConf.resolve(config)
+        instantiate(config).run()
 
 
 def sketch_of_run(name: str, folder: Path) -> Sketch:
     """Describe the model that a run saved beside the suite's base."""
-    return sketch(_base(RUNS[name][1]), saved_tensors(folder / "saved"))
+    return sketch(_base(RUNS[name].pool), saved_tensors(folder / "saved"))
 
 
 def method_sketch(name: str, folder: Path) -> Sketch:
@@ -179,8 +151,7 @@ def structure_of(file: Path) -> Any:
         return next(csv.reader(file.read_text().splitlines()))
     if file.suffix == ".jsonl":
         records = [json.loads(line) for line in file.read_text().splitlines()]
-        kinds = {str(record.get("kind")): _structure(record) for record in records}
-        return dict(sorted(kinds.items()))
+        return {str(record.get("kind")): _structure(record) for record in records}
     content = json.loads(file.read_text())
     content.pop("hashes", None)  # of the row that is saved, tensor by tensor
     return _structure(content)

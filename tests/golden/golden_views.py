@@ -13,28 +13,20 @@ import pytest
 from pages import Page
 from reports import GOLDEN, LEVELS, featcal, leave_lines, leave_run, leave_study, patch
 
-# Story -> words of `report`. Its files are read too.
+# Story -> words of `report`. Files that it writes are read too.
 STORIES = {
-    "run": ["run"],
-    "two seeds": ["compare42", "compare43"],
-    "mergers": ["mergers"],
-    "losses": ["losses"],
-    "many": ["many"],
-    "diagnosis": ["diagnosis"],
-    "study": ["study"],
-}
-AGAINST = {
     "against": ["compare42", "compare43", "--against", "task_arithmetic/featcal"],
-    "against over suites": ["suites", "--against", "featcal"],
+    "two seeds": ["compare42", "compare43", "--out", "written/two seeds"],
+    "mergers": ["mergers", "--out", "written/mergers", "--html", "written/mergers.html"],
+    "losses": ["losses", "--out", "written/losses"],
+    "many": ["many"],
+    "diagnosis": ["diagnosis", "--out", "written/diagnosis", "--html", "written/diagnosis.html"],
+    "study": ["study", "--out", "written/study"],
 }
-PAGES = ("mergers", "diagnosis")
-"""Stories with a page."""
-MANY = [f"oxford_flowers{number}" for number in range(9)]
-NOTES = [
-    {"kind": "below", "text": "dtd ends below the merged model: featcal -1.0", "task": "dtd"},
-    {"kind": "note", "text": "tuned by hand", "row": "ties:small"},
-    {"kind": "note", "text": "slow [bold]disk[/bold]", "row": "featcal"},
-]
+NOTES = {
+    "ties": {"kind": "below", "text": "dtd ends below it: featcal -1.0", "task": "dtd"},
+    "ties:small": {"kind": "note", "text": "tuned by hand", "row": "ties:small"},
+}
 _CODES = re.compile(r"\x1b\[[\d;]*m")
 
 
@@ -42,11 +34,11 @@ def leave_stories(folder: Path) -> None:
     """Write the runs of all stories."""
     for run in GOLDEN.iterdir():
         (folder / run.name).symlink_to(run)
-    for merger, note in (("ties", NOTES[0]), ("ties:small", NOTES[1])):
-        levels = {"base": 0.3, "experts": 0.9, "ties": 0.5, "ties:small": 0.6, "featcal": 0.7}
-        levels.pop("ties" if merger != "ties" else "ties:small")
+    slow = {"kind": "note", "text": "slow [bold]disk[/bold]", "row": "featcal"}
+    for (merger, note), level in zip(NOTES.items(), (0.5, 0.6), strict=True):
+        levels = {"base": 0.3, "experts": 0.9, merger: level, "featcal": 0.7}
         run = folder / "mergers" / merger.replace(":", "-")
-        leave_run(run, levels, upstream=merger, notes=[note, NOTES[2]])
+        leave_run(run, levels, upstream=merger, notes=[note, slow])
     assert featcal("report", folder / "mergers", "--out", folder / "mergers").code == 0
     failed = [{"upstream": "ties", "name": "surgery", "reason": "the features are not finite"},
               {"upstream": "wudi", "name": "none", "reason": "out of memory"}]  # fmt: skip
@@ -58,13 +50,10 @@ def leave_stories(folder: Path) -> None:
         }
         versions = {"torch": f"2.{seed}", "org/model": "aa"}
         leave_run(folder / "losses" / str(seed), seed=seed, loss=loss, versions=versions)
-    many = LEVELS | {f"featcal:preset_{number}": 0.6 + number / 50 for number in range(5)}
-    leave_run(folder / "many", many, MANY, settings={"modules": "blocks.1.projection, " * 9})
+    tasks = [f"oxford_flowers{number}" for number in range(9)]
+    leave_run(folder / "many", LEVELS | {"featcal:preset": 0.6}, tasks)
     leave_lines(leave_run(folder / "diagnosis"), diagnosis_lines())
     leave_study(folder / "study")
-    for number in range(3):
-        levels = LEVELS | {"featcal": 0.75 + number / 100} | ({} if number else {"once": 0.7})
-        leave_run(folder / "suites" / str(number), levels, suite=f"suite {number}")
 
 
 def diagnosis_lines() -> Iterator[dict[str, Any]]:
@@ -92,32 +81,21 @@ def diagnosis_lines() -> Iterator[dict[str, Any]]:
 
 
 def views(folder: Path) -> dict[str, list[str]]:
-    """Lines of tables on a terminal, of the Markdown and CSV files and of pages."""
+    """Lines of tables on a terminal, and of the Markdown and CSV files and the pages."""
     content: dict[str, list[str]] = {}
     leave_stories(folder)
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         patched.setenv("FORCE_COLOR", "1")  # for rich this is a terminal
         patched.setenv("COLUMNS", "80")
-        for name, words in AGAINST.items():
-            content[name] = _lines(*words)
         for name, words in STORIES.items():
-            out, page = Path("written", name), Path(f"{name}.html")
-            html = ["--html", str(page)] if name in PAGES else []
-            content[name] = _lines(*words, "--out", str(out), *html)
-            for file in sorted({*out.glob("*.md"), *out.glob("*.csv")}):
-                content[f"{name}: {file.name}"] = file.read_text().splitlines()
-            if html:
-                content[f"{name}: page"] = Page(page.read_text()).lines()
-        patched.setenv("COLUMNS", "200")
-        content["many, 200 columns"] = _lines("many")
-        for run in ("losses/1", "many"):
-            content[f"{run}: its report.md"] = Path(run, "report.md").read_text().splitlines()
+            done = featcal("report", *words)
+            assert done.code == 0, done.err
+            lines = [line.rstrip() for line in _CODES.sub("", done.out).splitlines()]
+            content[name] = [line for line in lines if not line.startswith("written: ")]
+    tables = sorted([*folder.glob("written/*/*.md"), *folder.glob("written/*/*.csv")])
+    for file in (*tables, folder / "losses" / "1" / "report.md"):
+        content[f"{file.parent.name}: {file.name}"] = file.read_text().splitlines()
+    for page in sorted(folder.glob("written/*.html")):
+        content[f"{page.stem}: page"] = Page(page.read_text()).lines()
     return content
-
-
-def _lines(*words: str) -> list[str]:
-    done = featcal("report", *words)
-    assert done.code == 0, done.err
-    lines = [line.rstrip() for line in _CODES.sub("", done.out).splitlines()]
-    return [line for line in lines if not line.startswith("written: ")]  # into a temporary folder

@@ -26,19 +26,16 @@ import golden_views
 DATA = Path(__file__).parent / "data"
 
 
-def methods(folder: Path) -> dict[str, Any]:
-    """All methods on the bundled suites."""
-    return {name: golden_methods.method_sketch(name, folder) for name in golden_methods.RUNS}
-
-
 def reports(folder: Path) -> dict[str, Any]:
-    """Reports of a run."""
-    golden_methods.method_sketch(golden_methods.EVALUATED, folder)
+    """Structures of the reports of a run."""
+    golden_methods.run_method(golden_methods.EVALUATED, folder)
     return golden_methods.reports_of(folder / "log")
 
 
 GROUPS: dict[str, Callable[[Path], Any]] = {
-    "methods": methods,
+    "methods": lambda folder: {
+        name: golden_methods.method_sketch(name, folder / name) for name in golden_methods.RUNS
+    },
     "reports": reports,
     "names": lambda _: golden_surface.names(),
     "configs": lambda _: golden_surface.configs(),
@@ -62,15 +59,10 @@ def text_of(content: Any) -> str:
     return joined + "\n"
 
 
-def main(groups: list[str]) -> None:
-    """Make groups, by default all of them."""
+if __name__ == "__main__":
     logging.disable()
-    for group in groups or GROUPS:
+    for group in sys.argv[1:] or GROUPS:
         with tempfile.TemporaryDirectory() as folder:
             content = GROUPS[group](Path(folder))
         (DATA / f"{group}.json").write_text(text_of(content))
         print(f"made {DATA / group}.json")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

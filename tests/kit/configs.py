@@ -1,4 +1,4 @@
-"""Configs of FusionBench's program, composed as the command line does."""
+"""Configs of FusionBench's program, composed and run as the command line does."""
 
 import copy
 from collections.abc import Iterator
@@ -11,6 +11,8 @@ from unittest import mock
 import yaml
 from fusion_bench.utils.hydra_utils import get_default_config_path
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf, open_dict
 
 import fusion_bench_featcal.fusionbench.plan_run  # noqa: F401  as FusionBench's command, see the plugin
 
@@ -46,3 +48,20 @@ def own_configs() -> dict[str, Any]:
     options = [p.relative_to(CONFIG).with_suffix("").as_posix() for p in CONFIG.rglob("*.yaml")]
     with composing():
         return {option: compose(option) for option in sorted(options)}
+
+
+@contextmanager
+def as_job(folder: Path, *words: str) -> Iterator[Any]:
+    """Context in which a composed config is that of Hydra's running job, which logs to a folder."""
+    quiet = ("print_config=false", "report_save_path=null")  # that file stays open
+    with composing():
+        config = compose("fabric_model_fusion", [*quiet, *words], return_hydra_config=True)
+    with open_dict(config):
+        config.hydra.runtime.cwd = config.hydra.runtime.output_dir = str(folder)
+        config.hydra.job.config_name = "fabric_model_fusion"
+        config.path.log_dir = str(folder)
+        HydraConfig.instance().set_config(OmegaConf.create({"hydra": config.pop("hydra")}))
+    try:
+        yield config
+    finally:
+        HydraConfig.instance().cfg = None
