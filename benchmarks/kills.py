@@ -2,9 +2,9 @@
 
     python benchmarks/kills.py [--kills 50] [--without-suite]
 
-A run kills itself (SIGKILL) between two blocks, while a file is half written, or before or after it
-is moved into place. One run in five is killed at a random time. Every second run is killed again
-while it resumes. Exits with 1 if a model is lost or different.
+A run kills itself (SIGKILL) while a file is half written, or before or after it is moved into
+place. One run in four is killed at a random time. Every second run is killed again while it
+resumes. Exits with 1 if a model is lost or different.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "kit")
 
 import torch
 from calibrations import cast, run_fast
-from killing import ANYWHERE, BETWEEN, RENAMED, RENAMING, WRITING, Calibrate, digest_of, try_kill
+from killing import MOMENTS, Calibrate, digest_of, try_kill
 from tiny_models import clip_suite, t5_suite
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
@@ -80,9 +80,7 @@ class Workload:
     def killed(self, seed: int) -> tuple[str, bool]:
         """Kill and resume a run. Return the outcome, and True if the model is equal."""
         with tempfile.TemporaryDirectory() as folder:
-            moment, digest = try_kill(
-                self.calibrate, Path(folder), self.writes, self.blocks, self.seconds, seed
-            )
+            moment, digest = try_kill(self.calibrate, Path(folder), self.writes, self.seconds, seed)
         return moment, digest == self.expected_digest
 
 
@@ -102,9 +100,9 @@ def main() -> None:
     counts: collections.Counter[str] = collections.Counter()
     lost = trials = seed = 0
     while sum(counts.values()) < options.kills:
-        workload = workloads[(seed // 5) % len(workloads)]
+        workload = workloads[(seed // len(MOMENTS)) % len(workloads)]
         outcome, is_equal = workload.killed(seed)
-        for moment in (WRITING, RENAMING, RENAMED, BETWEEN, ANYWHERE):
+        for moment in MOMENTS:
             counts[moment] += outcome.count(moment)
         lost, trials, seed = lost + (not is_equal), trials + 1, seed + 1
         print(

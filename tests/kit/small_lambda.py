@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import tiny_models as tiny
@@ -23,9 +24,10 @@ class Errors(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A family's tiny suite of a seed."""
+    """Makes a family's tiny suite of a seed."""
 
     make: Callable[..., tiny.Suite]
+    slow: bool = True
 
     def errors(self, seed: int, knobs: Knobs = SMALL, **settings: Any) -> Errors:
         """Errors with float32 models."""
@@ -38,13 +40,10 @@ class Case:
 
 CASES = {
     "clip": Case(tiny.clip_suite),
-    "clip, 1 image a task": Case(lambda seed: tiny.clip_suite(seed=seed, sizes=(1,), width=24)),
+    "clip, 1 image a task": Case(partial(tiny.clip_suite, sizes=(1,), width=24), slow=False),
     "t5": Case(tiny.t5_suite),
-    "umt5": Case(lambda seed: tiny.t5_suite(seed=seed, kind="umt5")),
-    **{
-        make: Case(lambda seed, make=make: tiny.decoder_suite(make, seed=seed))
-        for make in ("llama", "qwen3", "gemma2", "phi3")
-    },
-    "gpt2 (replay)": Case(tiny.gpt2_suite),
+    "umt5": Case(partial(tiny.t5_suite, kind="umt5")),
+    **{m: Case(partial(tiny.decoder_suite, m)) for m in ("llama", "qwen3", "gemma2", "phi3")},
+    "gpt2 (replay)": Case(tiny.gpt2_suite, slow=False),
     "residual network (replay)": Case(tiny.residual_suite),
 }
