@@ -4,16 +4,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import fusion_bench_featcal.compat  # noqa: F401
-
-# isort: split
 import transformers
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 from packaging.version import Version
 from stock_pools.running import DATA
-
-from fusion_bench_featcal.fusionbench.config_errors import explained
 
 RUNS = ""
 """The refusal of a pool that runs."""
@@ -29,7 +22,7 @@ class Expected(NamedTuple):
     """Outcome of the configs whose whole name matches `pattern`, and no earlier one."""
 
     pattern: str
-    refused: str = RUNS  # pattern of the line that refuses the pool as it is
+    refused: str = RUNS  # pattern of the message that refuses the pool as it is
     words: Sequence[str] = ()  # words that add what is missing
     then: str = RUNS  # as `refused`, with these words
 
@@ -114,14 +107,3 @@ EXPECTED = (
 def expected_of(name: str) -> Expected:
     """The expectation of a config: the first whose pattern its name matches."""
     return next(entry for entry in EXPECTED if re.fullmatch(entry.pattern, name))
-
-
-def line_of(error: Exception) -> str:
-    """The message that the command shows of an error, without the lines around it."""
-    while isinstance(error, HydraException) and isinstance(error.__cause__, Exception):
-        if isinstance(error.__cause__, OmegaConfBaseException):
-            break
-        error = error.__cause__
-    is_config = isinstance(error, HydraException | OmegaConfBaseException)
-    line = str(explained(error) if is_config else error)
-    return re.sub(r"\s+full_key: .*", "", line, flags=re.DOTALL)

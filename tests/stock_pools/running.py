@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from configs import as_job
 from stock_pools.stand_ins import StandIns, glue
 
 # isort: split
@@ -14,41 +15,22 @@ import fusion_bench_featcal.compat  # noqa: F401
 import fusion_bench_config
 from fusion_bench.dataset import gpt2_glue
 from fusion_bench.tasks.flan_t5_text_generation import glue_load_dataset
-from fusion_bench.utils.hydra_utils import get_default_config_path
-from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 POOLS = Path(next(iter(fusion_bench_config.__path__))) / "modelpool"
 NAMES = sorted(str(file.relative_to(POOLS).with_suffix("")) for file in POOLS.rglob("*.yaml"))
-FEW = (
-    "method.samples_per_task=2",
-    "fabric.accelerator=cpu",
-    "fabric.devices=1",
-    "print_config=false",
-    "print_function_call=false",
-    "report_save_path=null",  # FusionBench leaves that file open
-)
+FEW = ("method.samples_per_task=2", "fabric.accelerator=cpu", "fabric.devices=1")
 _MODEL_KEYS = (
     "pretrained_model_name_or_path", "config_path", "base_model_path", "peft_model_path",
     "base_model_name", "peft_name", "model_name", "path",
 )  # fmt: skip
 
 
-def composed(name: str, *words: str) -> DictConfig:
-    """The program's config of a stock pool with `method=featcal`, if its YAML composes."""
-    with initialize_config_dir(str(get_default_config_path()), version_base=None):
-        overrides = ["method=featcal", f"modelpool={name}", *FEW, *words]
-        config = compose("fabric_model_fusion", overrides=overrides, return_hydra_config=True)
-    OmegaConf.to_container(config.modelpool, resolve=True, throw_on_missing=True)
-    return config
-
-
 def redirected(config: DictConfig, stand_ins: StandIns) -> DictConfig:
     """The config with folders of stand-ins in place of hub ids, and otherwise unchanged."""
     for name in ("modelpool", "taskpool"):
-        group: Any = OmegaConf.to_container(config[name], resolve=True)
+        group: Any = OmegaConf.to_container(config[name], resolve=True, throw_on_missing=True)
         for key, value in group.items():
             if key.endswith("_datasets") and value:
                 group[key] = {task: _data(entry, stand_ins) for task, entry in value.items()}
@@ -95,33 +77,18 @@ def local_glue() -> Iterator[None]:
         glue_load_dataset.load_dataset, gpt2_glue.load_dataset = before
 
 
-@contextmanager
-def as_hydra_job(config: DictConfig) -> Iterator[None]:
-    """Context in which a composed config is that of the running job, which it then is alone."""
-    with open_dict(config):
-        config.hydra.runtime.cwd = config.hydra.runtime.output_dir = str(Path.cwd())
-        config.hydra.job.config_name = "pools"
-        config.path.log_dir = str(Path.cwd())
-        hydra = {"hydra": config.hydra}
-    HydraConfig.instance().set_config(OmegaConf.create(hydra))
-    with open_dict(config):
-        del config.hydra
-    try:
-        yield
-    finally:
-        HydraConfig.instance().cfg = None
-
-
 DATA = "DATA"
 """Word that stands for `method.calibration_data` of every expert, with a stand-in's file."""
 
 
 def run(name: str, stand_ins: StandIns, words: Sequence[str] = ()) -> Any:
     """Run FusionBench's program on a stock pool in the current folder. `words` may have `DATA`."""
-    config = composed(name, *(word for word in words if word != DATA))
-    if DATA in words:
-        tasks = [task for task in config.modelpool.models if not task.startswith("_")]
-        file = stand_ins.texts() if "tokenizer" in config.modelpool else stand_ins.picture_table()
-        config.method.calibration_data = dict.fromkeys(tasks, file)
-    with as_hydra_job(config), local_glue():
-        return instantiate(redirected(config, stand_ins), _recursive_=False).run()
+    command = ["method=featcal", f"modelpool={name}", *FEW, *(w for w in words if w != DATA)]
+    with as_job(Path.cwd(), *command) as config, local_glue():
+        redirected(config, stand_ins)
+        if DATA in words:
+            tasks = [task for task in config.modelpool.models if not task.startswith("_")]
+            is_text = "tokenizer" in config.modelpool
+            file = stand_ins.texts() if is_text else f"{stand_ins.images()}/train.parquet"
+            config.method.calibration_data = dict.fromkeys(tasks, file)
+        return instantiate(config, _recursive_=False).run()
