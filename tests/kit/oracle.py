@@ -20,6 +20,7 @@ Batch = Tensor | Mapping  # one tensor, or keyword arguments
 Masks = Sequence[Tensor] | None  # one `[samples, tokens]` per batch; None: all count one
 Features = dict[str, list[Tensor]]  # by module name, one per call
 
+CONVOLUTIONS = nn.Conv1d | nn.Conv2d
 CLASS_TOKEN_ONLY = 0.01  # weight of the other tokens of the last block in the demo's rule
 
 
@@ -88,11 +89,12 @@ def calibrate_slowly(
     anchor = anchors(merged, base, knobs)
     other_masks, common = other_rows or {}, row_weights or dict.fromkeys(doubled)
     names = [name for block in blocks for name in modules[block]]
+    # the head of CLIP reads nothing but the first position
+    reads_first = any(name.endswith("class_embedding") for name, _ in merged.named_parameters())
 
     def recorded(models: Mapping[str, nn.Module]) -> dict[str, tuple[Features, Features]]:
-        models_by_id = {id(m): m if features == torch.float64 else copy.deepcopy(m).to(features)
-                for m in models.values()}  # fmt: skip
-        return {t: record(models_by_id[id(m)], inputs[t], names, blocks) for t, m in models.items()}
+        cast = {t: copy.deepcopy(m).to(features) for t, m in models.items()}
+        return {task: record(m, inputs[task], names, blocks) for task, m in cast.items()}
 
     ours = dict.fromkeys(doubled, outcome.model)
     expert_features, features_now = recorded(doubled), recorded(ours)
@@ -117,7 +119,7 @@ def calibrate_slowly(
         before, features_now = features_now, recorded(ours)
         for task in doubled:
             expected, read = expert_features[task][1][block], block_masks[task]
-            if block == blocks[-1] and has_class_token(merged):
+            if block == blocks[-1] and reads_first:
                 read = [functional.one_hot(torch.zeros(len(f), dtype=torch.long), f.shape[1])
                         for f in expected]  # fmt: skip
             sides = (before[task][1][block], features_now[task][1][block])
@@ -139,32 +141,33 @@ def anchors(merged: nn.Module, base: nn.Module | None, knobs: Knobs) -> dict[str
 def record(
     model: nn.Module, batches: Sequence[Batch], names: Sequence[str], blocks: Sequence[str]
 ) -> tuple[Features, Features]:
-    """Run whole forward passes and keep all inputs of the named modules and outputs of blocks."""
-    received: Features = {name: [] for name in names}
-    returned: Features = {name: [] for name in blocks}
+    """Run whole forward passes and keep all inputs of the named modules and outputs of blocks.
 
-    def keep(calls: list[Tensor], value: Any) -> None:
+    Names are in the order of their first calls.
+    """
+    received, returned = Features(), Features()
+
+    def keep(calls: Features, name: str, value: Any) -> None:
         tensor = value if isinstance(value, Tensor) else value[0]
-        calls.append(tensor.detach().double().clone())
+        calls.setdefault(name, []).append(tensor.detach().double().clone())
 
-    def receive(calls: list[Tensor], _: nn.Module, args: tuple, named: dict) -> None:
-        keep(calls, args or tuple(named.values()))
+    def receive(name: str, _: nn.Module, args: tuple, named: dict) -> None:
+        keep(received, name, args or tuple(named.values()))
 
-    def give(calls: list[Tensor], _: nn.Module, args: tuple, result: Any) -> None:
-        keep(calls, result)
+    def give(name: str, _: nn.Module, args: tuple, result: Any) -> None:
+        keep(returned, name, result)
 
-    handles = []
-    for name, calls in received.items():
-        module = model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(partial(receive, calls), with_kwargs=True))
-    for name, calls in returned.items():
-        handles.append(model.get_submodule(name).register_forward_hook(partial(give, calls)))
-    try:
-        for batch in batches:
-            run(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(
+            partial(receive, name), with_kwargs=True
+        )
+        for name in names
+    ]
+    handles += [model.get_submodule(n).register_forward_hook(partial(give, n)) for n in blocks]
+    for batch in batches:
+        run(model, batch)
+    for handle in handles:
+        handle.remove()
     return received, returned
 
 
@@ -228,24 +231,21 @@ def solve(
         affines = {task: (t.weight.detach(), t.bias.detach()) for task, t in expert_modules.items()}
         new = stacked_norm(z, affines, (anchor[pair[0]], anchor[pair[1]]), knobs.lam)
         return dict(zip(pair, new, strict=True))
-    groups = module.groups if is_convolution(module) else 1
+    groups = module.groups if isinstance(module, CONVOLUTIONS) else 1
     biased = knobs.bias and module.bias is not None
 
-    def weight_of(value: Tensor, group: int) -> Tensor:
-        """`[outputs, inputs]` of one group. GPT-2's Conv1D stores inputs first."""
-        value = value.detach().double()
-        return (value.T if kind == "Conv1D" else value).chunk(groups)[group].flatten(1)
+    def in_groups(weight: Tensor, bias: Any) -> list[tuple[Tensor, Any]]:
+        """`[outputs, inputs]` and bias of each group. GPT-2's Conv1D stores inputs first."""
+        weights = (weight.T if kind == "Conv1D" else weight).detach().double().chunk(groups)
+        biases = bias.detach().double().chunk(groups) if biased else [None] * groups
+        return [(w.flatten(1), b) for w, b in zip(weights, biases, strict=True)]
 
-    def bias_of(value: Any, group: int) -> Any:
-        return value.detach().double().chunk(groups)[group] if biased else None
-
+    maps = {task: in_groups(their.weight, their.bias) for task, their in expert_modules.items()}
     solved = []
-    for group in range(groups):
+    for group, start in enumerate(in_groups(anchor[pair[0]], anchor.get(pair[1]))):
         group_rows = {task: r.of_group(group, groups) for task, r in rows.items()}
-        weights = {task: weight_of(their.weight, group) for task, their in expert_modules.items()}
-        biases = {task: bias_of(their.bias, group) for task, their in expert_modules.items()}
-        start = weight_of(anchor[pair[0]], group), bias_of(anchor.get(pair[1]), group)
-        solved.append(solve_linear(group_rows, weights, biases if biased else None, start, knobs))
+        theirs = {task: parts[group] for task, parts in maps.items()}
+        solved.append(solve_linear(group_rows, theirs, start, knobs))
     weight = torch.cat([weight for weight, _ in solved])
     new = {pair[0]: weight.T if kind == "Conv1D" else weight.reshape(module.weight.shape)}
     return new | {pair[1]: torch.cat([bias for _, bias in solved])} if biased else new
@@ -253,12 +253,11 @@ def solve(
 
 def solve_linear(
     rows: Mapping[str, Rows],
-    weights: Mapping[str, Tensor],
-    biases: Mapping[str, Tensor] | None,
+    maps: Mapping[str, tuple[Tensor, Any]],
     anchor: tuple[Tensor, Any],
     knobs: Knobs,
 ) -> tuple[Tensor, Any]:
-    """New weight `[m, d]`, and new bias if the experts' are given (Eqs. 13 to 15, 51 to 55).
+    """New weight `[m, d]` and new bias, if there is one (Eqs. 13 to 15, 51 to 55).
 
     One tall system in W'. eps pulls towards zero, not towards the anchor.
     """
@@ -267,13 +266,13 @@ def solve_linear(
     eye = torch.eye(anchor[0].shape[1], dtype=torch.float64)
     pieces = [(knobs.lam**0.5 * eye, knobs.lam**0.5 * anchor[0].T)]
     pieces.append((knobs.eps**0.5 * eye, torch.zeros_like(anchor[0].T)))
-    outputs = {task: r.target(knobs.alpha) @ weights[task].T for task, r in rows.items()}
+    outputs = {task: r.target(knobs.alpha) @ maps[task][0].T for task, r in rows.items()}
     pieces += [(scales[task] * r.cal, scales[task] * outputs[task]) for task, r in rows.items()]
     new = least_squares(pieces).T
-    if biases is None:
+    if anchor[1] is None:
         return new, None
     # a constant explains a part of the error that the new weight leaves
-    errors = {task: biases[task] + outputs[task] - r.cal @ new.T for task, r in rows.items()}
+    errors = {task: maps[task][1] + outputs[task] - r.cal @ new.T for task, r in rows.items()}
     pieces = [(scales[task], scales[task] * errors[task]) for task in rows]
     pull = torch.full((1, 1), knobs.lam**0.5, dtype=torch.float64)
     pieces.append((pull, pull * anchor[1]))
@@ -314,11 +313,6 @@ def stacked_norm(
     return gain, shift
 
 
-def has_class_token(model: nn.Module) -> bool:
-    """Return True if the head reads nothing but the first position."""
-    return any(name.endswith("class_embedding") for name, _ in model.named_parameters())
-
-
 def drift(rows: Rows) -> tuple[float, float]:
     """Mean over rows of |h_cal - h_exp| (Eq. 2), and root mean square relative to |h_exp|."""
     squares = (rows.cal - rows.exp).square().sum(dim=-1)
@@ -329,13 +323,9 @@ def drift(rows: Rows) -> tuple[float, float]:
 # Convolutions and BatchNorms: position by position, group by group.
 
 
-def is_convolution(module: nn.Module) -> bool:
-    return type(module).__name__ in ("Conv1d", "Conv2d")
-
-
 def as_rows(module: Any, features: list[Tensor]) -> list[Tensor]:
     """Inputs of a module with a row for each position, `[n, ..., d]`."""
-    if is_convolution(module):
+    if isinstance(module, CONVOLUTIONS):
         return [patches(module, x) for x in features]
     if type(module).__name__ == "GroupNorm":
         whole = [x.reshape(len(x), module.num_groups, -1) for x in features]
@@ -370,16 +360,8 @@ def normalise_batches(model: nn.Module, inputs: Any, block: str) -> bool:
     """Give a block's BatchNorms statistics from whole forward passes. Return whether it has any."""
     inside = model.get_submodule(block).named_modules(prefix=block)
     norms = [name for name, module in inside if "BatchNorm" in type(module).__name__]
-    order: list[str] = []
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(lambda *_, n=name: order.append(n))
-        for name in norms
-    ]
-    if norms:
-        run(model, next(iter(inputs.values()))[0])
-    for hook in hooks:
-        hook.remove()
-    for name in order:
+    in_order = record(model, next(iter(inputs.values()))[:1], norms, [])[0] if norms else {}
+    for name in in_order:
         module: Any = model.get_submodule(name)
         rows, weights = [], []
         for batches in inputs.values():
