@@ -94,7 +94,7 @@ EXPECTED = (
     Expected("Seq2SeqLMPool/flan-t5-base_individual", NO_EXPERT),
     Expected("Seq2SeqLMPool/.*_tta", NO_DATA, ("method.calibration_split=test",)),
     Expected("Seq2SeqLMPool/.*", NO_DATA, (DATA,)),
-    Expected("Sequence.*/roberta-base_glue", "there is no config model/roberta/roberta_"),
+    Expected("Sequence.*/roberta-base_glue", "Could not load 'model/roberta/roberta_"),
     Expected("Sequence.*/llama_preference700k", NO_EXPERT,
              (*_REWARD_EXPERT, "~modelpool.models._pretrained_.use_flash_attention_2")),
     Expected("Sequence.*", NO_EXPERT, _REWARD_EXPERT),
