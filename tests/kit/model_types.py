@@ -128,7 +128,7 @@ def _texts(lengths: list, task: int, number: int) -> Any:
 
 SHORT = [[[5, 7, 3], [4, 6]], [[2, 6, 4], [5, 3]]]
 LONG = [[[14, 9, 13, 15, 12] * 2] * 2] * 2  # enough tokens for every expert of a mixture
-short_texts, long_texts = (partial(by_task, partial(_texts, each)) for each in (SHORT, LONG))
+short_texts, long_texts = (partial(by_task, partial(_texts, sizes)) for sizes in (SHORT, LONG))
 images = partial(
     by_task, lambda task, n: {"pixel_values": tiny.normal(10 * task + n, 4 - task, 3, 8, 8)}
 )

@@ -244,8 +244,8 @@ def solve(
     solved = []
     for group, start in enumerate(in_groups(anchor[pair[0]], anchor.get(pair[1]))):
         group_rows = {task: r.of_group(group, groups) for task, r in rows.items()}
-        theirs = {task: parts[group] for task, parts in maps.items()}
-        solved.append(solve_linear(group_rows, theirs, start, knobs))
+        expert_maps = {task: groups_of_map[group] for task, groups_of_map in maps.items()}
+        solved.append(solve_linear(group_rows, expert_maps, start, knobs))
     weight = torch.cat([weight for weight, _ in solved])
     new = {pair[0]: weight.T if kind == "Conv1D" else weight.reshape(module.weight.shape)}
     return new | {pair[1]: torch.cat([bias for _, bias in solved])} if biased else new
