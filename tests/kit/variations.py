@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from calibrations import replay
 from safetensors.torch import save_file
-from tiny_models import NO_TARGET, REPLAY, Suite
+from tiny_models import NO_TARGET, Suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import SafetensorsExpert
@@ -103,13 +102,6 @@ def parted(suite: Suite, number: int) -> tuple[Suite, Suite]:
 
     first, last = (changed(suite, partial(part, last=side)) for side in (False, True))
     return first, last
-
-
-def other_family(name: str, suite: Suite) -> Any:
-    """`replay` for a suite with a family, and `auto` for a suite that is replayed."""
-    if suite.family != "auto":
-        return "auto"
-    return REPLAY if name == "t5" else replay(suite)
 
 
 def tensors_of(suite: Suite) -> list[Tensor]:
