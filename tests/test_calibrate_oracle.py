@@ -142,6 +142,7 @@ PLUS_SUITES: dict[str, Callable[[], Suite]] = {
     "gpt2": tiny.gpt2_suite,
     "gpt_neox, replayed": lambda: replayed(suite_named("gpt_neox")),
     "residual": tiny.residual_suite,
+    "residual, 2 samples": lambda: tiny.residual_suite(sizes=(1, 1), tasks=3, seed=2),
     "many samples": lambda: tiny.residual_suite(sizes=(60, 40)),
     "clip": lambda: small_clip(tasks=2),
     "clip, 1 task": lambda: small_clip(tasks=1, sizes=(5, 4), hidden=10, seed=5),
