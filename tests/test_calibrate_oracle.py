@@ -142,7 +142,6 @@ PLUS_SUITES: dict[str, Callable[[], Suite]] = {
     "gpt2": tiny.gpt2_suite,
     "gpt_neox, replayed": lambda: replayed(suite_named("gpt_neox")),
     "residual": tiny.residual_suite,
-    "residual, 2 samples": lambda: tiny.residual_suite(sizes=(1, 1), tasks=3, seed=2),
     "many samples": lambda: tiny.residual_suite(sizes=(60, 40)),
     "clip": lambda: small_clip(tasks=2),
     "clip, 1 task": lambda: small_clip(tasks=1, sizes=(5, 4), hidden=10, seed=5),
@@ -154,7 +153,7 @@ PLUS_SUITES: dict[str, Callable[[], Suite]] = {
 }
 # A suite, arguments of the oracle, and fields of the rule.
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "samples alone": ("residual", {"gamma": 0.0}, {"gamma": 0.0}),
+    "samples alone": ("clip", {"gamma": 0.0}, {"gamma": 0.0}),
     "no biases": ("residual", {"biases": False}, {"calibrate_bias": False}),
     "factors": ("residual", {"factors": {"task_0": 4.0}}, {"task_weights": {"task_0": 4.0}}),
 }

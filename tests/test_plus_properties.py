@@ -92,7 +92,7 @@ def test_nothing_to_learn_from_moves_nothing_and_no_base_leaves_samples_alone():
 
 def trained_suite() -> Suite:
     """A suite whose experts' first modules differ from the base by the root of a Gram matrix."""
-    suite = clip_suite(width=8, heads=2)
+    suite = clip_suite()
     block = suite.blocks[0]
     names = [f"{block}.self_attn.{letter}_proj" for letter in "qkv"]
     for task, expert in suite.experts.items():

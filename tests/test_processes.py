@@ -204,10 +204,10 @@ def test_dead_process_ends_the_others_and_a_resumed_run_has_the_same_bits(
         setattr(OutputFolder, "write", writing)  # noqa: B010 - a method is not for assigning to
         return run_fast(suite, processes=processes, checkpoint_dir=str(tmp_path))
 
-    left, dead = in_processes(2, die_behind_the_first_block)
+    survivor, dead = in_processes(2, die_behind_the_first_block)
     assert dead == -signal.SIGKILL
-    assert isinstance(left, LostProcessError)
-    assert re.search(r"process 0 of 2 has lost contact .* method\.resume=true", str(left))
+    assert isinstance(survivor, LostProcessError)
+    assert re.search(r"process 0 of 2 has lost contact .* method\.resume=true", str(survivor))
     written = 2  # the first process writes, and had not missed the other one yet
     assert finished_blocks(tmp_path) == written
     results = together(suite, 2, checkpoint_dir=str(tmp_path), resume=True)
