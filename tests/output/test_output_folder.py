@@ -13,7 +13,7 @@ from calibrations import assert_identical, settings_of, with_rule
 from fuzzing import NAMES_A_SETTING, damage
 from oracle import Knobs
 from process_group import in_forks
-from tiny_models import Suite, clip_suite, gpt2_suite, t5_suite
+from tiny_models import Suite, clip_suite, t5_suite
 from tiny_open_clip import tower_suite
 from torch import nn
 
@@ -86,9 +86,7 @@ def small_t5() -> Suite:
 SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any]]] = {
     "clip": (clip_suite, {"expert_read_budget": "60%"}),
     "weights alone": (clip_suite, {"rule": Paper(mix_alpha=0.0), "log_drift": False}),
-    "gpt2": (gpt2_suite, {"modules": ["h.1.*"]}),
     "open_clip": (tower_suite, {"held_out": 1}),
-    "t5": (small_t5, {}),
     "plus, t5": (small_t5, {"rule": Plus(), "held_out": 1}),
 }
 
@@ -111,7 +109,7 @@ def test_resumed_model_and_log_are_those_of_an_uninterrupted_run(name: str, tmp_
 
 
 def test_a_run_may_be_interrupted_again_and_again_and_lose_a_file(tmp_path: Path):
-    suite = t5_suite(depths=(1, 2))
+    suite = t5_suite(depths=(1, 2), tasks=1)
     interrupt(suite, tmp_path, 0)
     for _ in range(2):
         interrupt(suite, tmp_path, 1, resume=True)
@@ -124,9 +122,8 @@ def test_a_run_may_be_interrupted_again_and_again_and_lose_a_file(tmp_path: Path
     assert restored(result) == [1]
 
 
-@pytest.mark.parametrize("make", [gpt2_suite, small_t5])
-def test_a_finished_folder_is_the_model(make: Callable[[], Suite], tmp_path: Path):
-    model: Any = run(make(), tmp_path).model
+def test_a_finished_folder_is_the_model(tmp_path: Path):
+    model: Any = run(small_t5(), tmp_path).model  # with tied tensors
     source = SafetensorsExpert(tmp_path)
     state = model.state_dict(keep_vars=True)
     first = {id(tensor): key for key, tensor in reversed(state.items())}
@@ -180,7 +177,6 @@ CHANGES: list[tuple[Callable[[Suite], Any], str]] = [
     (lambda s: nudge(s.base, "layers.0."), r"base _pretrained_ \(modelpool\.models\._pretrained_"),
     (lambda s: nudge(s.merged, "layers.1."), r"weights of the merged model\. "),
     (lambda s: s.inputs["task_1"][1]["pixel_values"][0].add_(1e-9), r"samples of task task_1\."),
-    (lambda s: s.inputs["task_1"].reverse(), r"samples of task task_1\."),
     (lambda s: (s.experts.pop("task_0"), s.inputs.pop("task_0")), r"tasks .*task_0.* then"),
     (other_activation, r"merged model's modules"),
 ]  # fmt: skip
@@ -194,8 +190,7 @@ def test_changed_models_and_samples_are_named(finished, change: Callable, messag
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    *[({name: value}, rf"method\.{name} \(.* then, .* now\)")
-      for name, value in (("seed", 1), ("modules", ["fc1"]), ("expert_read_budget", "50%"))],
+    ({"seed": 1}, r"method\.seed \(.* then, .* now\)"),
     ({"rule": Plus()}, r"rule \(.*Paper.* then, .*Plus.* now"),
     ({"autocast": lambda: torch.autocast("cpu", torch.bfloat16)},
      r"precision: autocast \(null then, .*bfloat16"),
@@ -277,7 +272,6 @@ def test_damage_is_refused_or_harmless(finished, seed: int, tmp_path: Path):
     ("name", "content", "message"),
     [
         ("blocks.json", b'{"checksum": "earlier"}', r"blocks\.json.*digest.*Remove"),
-        ("blocks.json", b"[" * 100_000, r"blocks\.json .*not valid JSON.*Remove that folder"),
         ("block-0000.safetensors", b"", r"block-0000\.safetensors.*digest.*Remove .*0000\.safet"),
     ],
 )
