@@ -11,12 +11,7 @@ from calibrations import calls_of
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 from text_pools import MAKERS, NORMS, text_batch
 from tiny_models import normal
-from tiny_pools import (
-    TASKS,
-    projection_of,
-    tiny_processor,
-    tower,
-)
+from tiny_pools import TASKS, projection_of, tiny_processor, tower
 from torch import Tensor
 from torch.nn.functional import normalize as unit
 from transformers import CLIPModel

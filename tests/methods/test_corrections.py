@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from rivals import OURS, TRAINED, Rival, trained_by_hand
-from text_pools import NORMS, text_pool, text_tokenizer, with_tests
+from rivals import DRAW, improved, trained_by_hand
+from text_pools import text_pool, text_tokenizer, with_tests
 from tiny_models import normal
 from tiny_pools import TASKS, assert_equal, inputs_of, pictures, projection_of, tiny_pool, tower
 from tiny_texts import sentences
@@ -15,29 +15,22 @@ from torch import Tensor
 from fusion_bench_featcal.lab.rivals import RidgeSurgery
 from fusion_bench_featcal.tasks import TextTaskPool
 
-SHORT = TRAINED | OURS
+
+def trained(models: Any, pool: Any, kind: str, **settings: Any) -> tuple[Any, Any]:
+    settings = DRAW | {"stream": "calibration", "learning_rate": 1e-2, "rank": 3} | settings
+    if kind == "ProbSurgery":
+        del settings["rank"]
+    return improved(kind, inputs_of(pool), tower(models, "_merged_"), **settings)
 
 
-def trained(models: Any, kind: str, pool: Any = None, **settings: Any) -> tuple[Any, Any]:
-    merged = tower(models, "_merged_")
-    return Rival(kind, SHORT).run(inputs_of(pool or tiny_pool(models)), merged, **settings)
-
-
-@torch.no_grad()
-def features_of(models: Any, method: Any, pool: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """Projected features of merged model and expert on the drawn samples."""
-    projection, result = projection_of(models), {}
-    for task, batches in method.batches(inputs_of(pool)).items():
-        pixels = torch.cat([batch["pixel_values"] for batch in batches])
-        sides = [tower(models, name)(pixels).pooler_output for name in ("_merged_", task)]
-        result[task] = tuple(map(projection, sides))
-    return result
+def pixels_by_task(method: Any, pool: Any) -> dict[str, Tensor]:
+    batches = method.batches(inputs_of(pool)).items()
+    return {task: torch.cat([batch["pixel_values"] for batch in of_it]) for task, of_it in batches}
 
 
 SURGERIES: list[tuple[str, dict[str, Any]]] = [
-    ("Surgery", {"rank": 3}),
-    ("Surgery", {"rank": 3, "optimizer": "per_task", "seed": 3}),
-    ("Surgery", {"rank": 3, "recompute": True}),
+    ("Surgery", {}),
+    ("Surgery", {"optimizer": "per_task", "seed": 3, "recompute": True}),
     ("ProbSurgery", {"hidden": 5, "kl_weight": 0.05}),
     ("ProbSurgery", {"hidden": 5, "kl_weight": 0.0, "shared": True}),
 ]
@@ -45,10 +38,13 @@ SURGERIES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "settings"), SURGERIES)
 def test_surgery_trains_as_written_out(kind, settings, models) -> None:
-    pool = tiny_pool(models)
-    settings = settings | {"learning_rate": 1e-2, "steps": 7, "batch_size": 3}
-    method, model = trained(models, kind, pool, **settings)
-    reference = trained_by_hand(features_of(models, method, pool), method)
+    pool, projection = tiny_pool(models), projection_of(models)
+    method, model = trained(models, pool, kind, steps=7, **settings | {"batch_size": 3})
+    features = {}
+    for task, pixels in pixels_by_task(method, pool).items():
+        sides = [tower(models, name)(pixels).pooler_output for name in ("_merged_", task)]
+        features[task] = tuple(projection(side).detach() for side in sides)
+    reference = trained_by_hand(features, method)
     for task, (down, up) in reference["modules"].items():
         module = model.correction(task)
         # A tenth of a step: rounding can turn a sign in the gradient of an L1 loss.
@@ -65,11 +61,10 @@ def ridge(merged: Tensor, expert: Tensor, strength: Any) -> Any:
     return RidgeSurgery(ridge_lambda=strength).fit(merged, expert, "a")
 
 
-def affine_drift(samples: int = 40, width: int = 6, noise: float = 1.0) -> tuple[Tensor, Tensor]:
+def affine_drift(samples: int = 40, width: int = 6) -> tuple[Tensor, Tensor]:
     merged = normal(0, samples, width) + 2
     matrix = torch.eye(width).double() + 0.3 * normal(1, width, width)
-    expert = merged @ matrix.T + normal(2, width)
-    return merged, expert + noise * normal(5, samples, width)
+    return merged, merged @ matrix.T + normal(2, width) + normal(5, samples, width)
 
 
 def test_ridge_surgery_solves_the_ridge_regression_of_the_drift() -> None:
@@ -80,10 +75,6 @@ def test_ridge_surgery_solves_the_ridge_regression_of_the_drift() -> None:
     matrix = torch.linalg.solve(centred.T @ centred + scale, centred.T @ (drift - drift.mean(0))).T
     torch.testing.assert_close(module.matrix, matrix)
     torch.testing.assert_close(module.shift, drift.mean(0) - matrix @ merged.mean(0))
-    scaled = ridge(100 * merged, 100 * expert, 0.2)
-    torch.testing.assert_close(scaled(100 * merged), 100 * module(merged))
-    mean = ridge(merged, expert, 1e12)(merged)
-    torch.testing.assert_close(mean, merged - drift.mean(0))
     for samples, strength in ((1, 0.1), (4, 0)):  # few samples are reproduced
         merged, expert = affine_drift(samples=samples, width=10)
         torch.testing.assert_close(ridge(merged, expert, strength)(merged), expert)
@@ -108,67 +99,53 @@ def test_auto_takes_the_least_error_of_refits_without_each_sample() -> None:
 
 
 @torch.no_grad()
-def site_features(model: Any, x: Any, blocks: list[str], final: Any, sites: Any = None) -> list:
+def site_features(model: Any, pixels: Tensor, project: Any, sites: Any = None) -> list[Tensor]:
     """Token means behind every block and final features, with corrections in the blocks."""
     means: list[Tensor] = []
+    blocks = [m for m in model.modules() if type(m).__name__ == "CLIPEncoderLayer"]
+    corrections = [lambda hidden: hidden] * len(blocks) if sites is None else sites.blocks
 
-    def hook(part: Any) -> Any:
+    def hook(correct: Any) -> Any:
         def change(_: Any, __: Any, output: Any) -> Any:
-            hidden = output if isinstance(output, Tensor) else output[0]
-            hidden = hidden if part is None else part(hidden)
-            means.append(hidden.mean(1) if hidden.ndim == 3 else hidden)
+            hidden = correct(output if isinstance(output, Tensor) else output[0])
+            means.append(hidden.mean(1))
             return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
         return change
 
-    corrections = [None] * len(blocks) if sites is None else sites.blocks
     pairs = zip(blocks, corrections, strict=True)
-    hooks = [model.get_submodule(name).register_forward_hook(hook(part)) for name, part in pairs]
-    features = final(model, x)
+    hooks = [block.register_forward_hook(hook(correct)) for block, correct in pairs]
+    features = project(model(pixels).pooler_output)
     for handle in hooks:
         handle.remove()
     return [*means, features if sites is None else sites.final(features)]
 
 
-def total_drift(merged: Any, expert: Any, *args: Any, sites: Any = None) -> float:
-    x, blocks, final = args
-    sides = site_features(merged, x, blocks, final, sites), site_features(expert, x, blocks, final)
-    return sum(float((a - b).abs().mean()) for a, b in zip(*sides, strict=True))
-
-
 def test_surgery_v2_trains_on_the_drift_behind_every_block_and_applies_it(models) -> None:
     """The loss of an update is that with the modules of the updates before it."""
-    settings: dict[str, Any] = {"rank": 3, "batch_size": 8, "optimizer": "per_task"}
-    method, result = trained(models, "SurgeryV2", steps=6, learning_rate=1e-2, **settings)
-    _, before = trained(models, "SurgeryV2", steps=5, learning_rate=1e-2, **settings)
-    projection = projection_of(models)
-    merged = tower(models, "_merged_")
-    blocks = [n for n, m in merged.named_modules() if type(m).__name__ == "CLIPEncoderLayer"]
-
-    def final(model: Any, pixels: Tensor) -> Tensor:
-        return projection(model(pixels).pooler_output)
-
-    for task, batches in method.batches(inputs_of(tiny_pool(models))).items():
-        pixels = torch.cat([batch["pixel_values"] for batch in batches])
-        expert = tower(models, task)
+    pool, project, merged = tiny_pool(models), projection_of(models), tower(models, "_merged_")
+    settings: dict[str, Any] = {"batch_size": 8, "optimizer": "per_task"}
+    method, result = trained(models, pool, "SurgeryV2", steps=6, **settings)
+    _, before = trained(models, pool, "SurgeryV2", steps=5, **settings)
+    for task, pixels in pixels_by_task(method, pool).items():
+        target = site_features(tower(models, task), pixels, project)
         for step, sites in ((0, None), (5, before.correction(task))):
-            expected = total_drift(merged, expert, pixels, blocks, final, sites=sites)
+            sides = zip(site_features(merged, pixels, project, sites), target, strict=True)
+            expected = sum(float((one - other).abs().mean()) for one, other in sides)
             assert method.losses[task][step] == pytest.approx(expected, rel=1e-4)
-        expected = site_features(merged, pixels, blocks, final, result.correction(task))[-1]
+        expected = site_features(merged, pixels, project, result.correction(task))[-1]
         torch.testing.assert_close(result.features(task, pixels), expected)
         assert torch.equal(result(pixels).pooler_output, merged(pixels).pooler_output)
         assert all(bool(weight.any()) for weight in result.correction(task).parameters())
-        assert method.losses[task][5] < method.losses[task][0]
 
 
 @pytest.mark.parametrize(
     ("stream", "split", "number"), [("calibration", "train", 12), ("test_tta", "test", 10)]
 )
 def test_streams_draw_of_their_split_and_say_so(stream, split, number, models, caplog) -> None:
-    few = Rival("RidgeSurgery", {"samples_per_task": 8, "stream": stream})
-
-    def fitted(pool: Any, **more: Any) -> Any:
-        return few.run(inputs_of(pool), tower(models, "_merged_"), **more)
+    def fitted(pool: Any, samples: int = 8) -> Any:
+        settings = {"samples_per_task": samples, "stream": stream}
+        return improved("RidgeSurgery", inputs_of(pool), tower(models, "_merged_"), **settings)
 
     pool = tiny_pool(models)
     method, model = fitted(pool)
@@ -181,28 +158,30 @@ def test_streams_draw_of_their_split_and_say_so(stream, split, number, models, c
     setattr(pool, f"load_{split}_dataset", chosen.__getitem__)
     again = fitted(pool)[1].state_dict()
     torch.testing.assert_close(model.state_dict(), again, rtol=1e-3, atol=1e-4)
-    whole = fitted(tiny_pool(models), samples_per_task=99)[1]
+    whole = fitted(tiny_pool(models), samples=99)[1]
     assert whole.samples["one"] == {"samples": number, "split": split}
     assert f"task one has {number} samples, fewer than method.samples_per_task = 99" in caplog.text
 
 
-@pytest.mark.parametrize("kind", list(NORMS))
+@pytest.mark.parametrize("kind", ["causal", pytest.param("seq2seq", marks=pytest.mark.slow)])
 def test_the_test_stream_learns_from_the_experts_answers_alone(kind, tmp_path) -> None:
     """Other answers of the test split change nothing, and task pools name the task."""
     pool, tokenizer = text_pool(kind, tmp_path), text_tokenizer(kind)
-    few = {"samples_per_task": 12, "batch_size": 4, "generated_tokens": 4, "stream": "test_tta"}
-    rival = Rival("RidgeSurgery", few)
-    method, model = rival.run(inputs_of(pool), pool.load_model("_pretrained_"))
+    few = {"samples_per_task": 6, "batch_size": 3, "generated_tokens": 3, "stream": "test_tta"}
+
+    def fitted(pool: Any) -> Any:
+        return improved("RidgeSurgery", inputs_of(pool), pool.load_model("_pretrained_"), **few)
+
+    method, model = fitted(pool)
     stream, expert, answers = method.batches(inputs_of(pool))["two"], pool.load_model("two"), []
     for index in stream.indices:
         ids = tokenizer(sentences("two")[index]["prompt"], return_tensors="pt")["input_ids"]
-        new = expert.eval().generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0]
+        new = expert.eval().generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)[0]
         answers.append(new[1 if kind == "seq2seq" else ids.shape[1] :].tolist())
     assert [row[row >= 0].tolist() for batch in stream for row in batch["labels"]] == answers
     rows = lambda task: [row | {"target": "t s r q"} for row in sentences(task)]  # noqa: E731
-    other = with_tests(copy.copy(pool), rows)
-    assert_equal(rival.run(inputs_of(other), pool.load_model("_pretrained_"))[1], model)
-    test_sets: Any = {task: sentences(task) for task in ("one", "two")}
-    taskpool = TextTaskPool(test_sets, tokenizer=tokenizer, batch_size=5)
+    assert_equal(fitted(with_tests(copy.copy(pool), rows))[1], model)
+    test_sets: Any = {task: sentences(task, 4) for task in ("one", "two")}
+    taskpool = TextTaskPool(test_sets, tokenizer=tokenizer, batch_size=4, max_new_tokens=2)
     report, plain = taskpool.evaluate(model), taskpool.evaluate(model.model)
     assert all(report[task]["loss"] != plain[task]["loss"] for task in test_sets)

@@ -15,7 +15,6 @@ from tiny_models import (
     clip_suite,
     gpt2_suite,
     normal,
-    residual_suite,
     suite_of,
     t5_suite,
 )
@@ -90,29 +89,8 @@ def test_regmean_is_the_formula_on_features_of_the_whole_experts() -> None:
     assert_same(result, mean, bound=1e-7)  # all else is the experts' mean
 
 
-@pytest.mark.parametrize("merger", [RegMean, Lot])
-def test_padding_does_not_count(merger: Any) -> None:
-    assert_same(run(merger, gpt2_suite(padded=6)), run(merger, gpt2_suite(padded=9)))
-
-
-@pytest.mark.parametrize(
-    ("merger", "make"),
-    [(RegMean, gpt2_suite), (RegMeanPlusPlus, residual_suite), (RegMean, t5_suite)],
-)
-def test_equal_experts_give_that_expert(merger: Any, make: Any) -> None:
-    suite = make()
-    expert = next(iter(suite.experts.values()))
-    suite.experts.update(dict.fromkeys(suite.experts, expert))
-    result = run(merger, suite, family="auto" if make is t5_suite else None)
-    assert_same(result, expert, bound=1e-4 if make is t5_suite else 1e-9)  # float32 inside of T5
-
-
-def test_order_of_tasks_size_of_batches_and_the_base_do_not_matter_to_regmean() -> None:
-    suite, once = clip_suite(sizes=(4, 3)), clip_suite(sizes=(7,))
-    reference = run(RegMean, suite)
-    assert_same(reference, run(RegMean, once))
-    suite.base, suite.experts = suite.merged, dict(reversed(suite.experts.items()))
-    assert_same(reference, run(RegMean, suite))
+def test_padding_does_not_count() -> None:
+    assert_same(run(RegMean, gpt2_suite(padded=6)), run(RegMean, gpt2_suite(padded=9)))
 
 
 def test_regmean_plusplus_is_featcal_where_inputs_are_the_blocks_own() -> None:
@@ -214,9 +192,7 @@ def test_tied_embeddings_move_once() -> None:
 
 ANCHORED: list[tuple[Any, dict[str, Any]]] = [
     (gpt2_suite, {"anchor_rho": 2.0}),
-    (residual_suite, {"anchor_rho": 0.0}),
     (clip_suite, {"modules": ["!mlp.*"], "calibrate_norm": False}),
-    (clip_suite, {"modules": ["q_proj"], "calibrate_bias": False}),
 ]
 
 

@@ -1,6 +1,5 @@
 """Methods run by themselves leave reports as FeatCal does, but not as parts of other methods."""
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,19 @@ BLOCKS = {"name": "replay", "blocks": ["0", "2"]}
 KEYS: Any = {"anchor_rho": -2.0, "family": BLOCKS, "base_method": MERGERS["simple_average"]}
 
 
-def anchor(folder: Path, *, is_run: bool = True, taskpool: Any = None) -> Any:
+def anchor(folder: Path, *, is_run: bool) -> Any:
     """A method with a program, which runs it or another one."""
     algorithm: Any = AnchorOnlyAlgorithm(**KEYS)
     logger = CSVLogger(root_dir=folder, name="logs", version="")
     algorithm.fabric = lightning.Fabric(accelerator="cpu", devices=1, loggers=logger)
-    program: Any = FakeProgram(taskpool or SignTaskPool())
+    program: Any = FakeProgram(SignTaskPool())
     program.method = algorithm if is_run else None
     algorithm._program = program
     return algorithm
 
 
 def test_the_improved_model_stands_beside_the_merged_one(tmp_path: Path) -> None:
-    method = anchor(tmp_path)
+    method = anchor(tmp_path, is_run=True)
     taskpool = method._program.taskpool
     model = method.run(model_pool())
     report = Report.load(tmp_path / "logs")
@@ -40,9 +39,7 @@ def test_the_improved_model_stands_beside_the_merged_one(tmp_path: Path) -> None
     assert report.settings["anchor_only"]["anchor_rho"] == -2.0
     assert isinstance(report.cost["anchor_only"]["seconds"], float)
     assert any("ends below the merged model" in note.text for note in report.notes)
-    with (tmp_path / "logs" / "metrics.csv").open() as file:
-        assert [*csv.DictReader(file)]
-    assert taskpool.evaluated == 2
+    assert (tmp_path / "logs" / "metrics.csv").is_file()
     again = method._program.taskpool.evaluate(model)
     assert again["left"]["accuracy"] == report.rows["anchor_only"]["left"]
     assert taskpool.evaluated == 2  # the stored evaluation is returned

@@ -8,7 +8,6 @@ import torch
 from calibrations import assert_identical, calls_of, replay
 from rivals import Adam, generator
 from tiny_models import Suite, clip_suite, decoder_suite, residual_suite, t5_suite
-from tiny_open_clip import tower_suite as open_clip_suite
 from tiny_pools import in_memory
 from torch import Tensor, nn
 
@@ -23,10 +22,10 @@ def distilled(suite: Suite, **settings: Any) -> Any:
     return method.post_merge(copy.deepcopy(suite.merged), in_memory(suite))
 
 
-@pytest.mark.parametrize("make", [clip_suite, open_clip_suite, residual_suite, t5_suite])
-def test_loss_falls_and_only_blocks_change(make: Any) -> None:
+@pytest.mark.parametrize(("make", "steps"), [(residual_suite, 60), (t5_suite, 25)])
+def test_loss_falls_and_only_blocks_change(make: Any, steps: int) -> None:
     suite = make()
-    result = distilled(suite)
+    result = distilled(suite, steps=steps, learning_rate=6e-3)
     assert all(curve[-1][1] < 0.7 * curve[0][1] for curve in result.curves.values())
     blocks, changed = tuple(f"{block}." for block in suite.blocks), 0
     for name, value in result.named_parameters():
@@ -65,9 +64,8 @@ def distilled_by_hand(suite: Suite, steps: int, rate: float, seed: int) -> tuple
             loss = far.square().mean() / norms[task]
             losses[task].append(loss.item())
             total = total + loss / len(tasks)
-        gradients = torch.autograd.grad(total, weights, allow_unused=True)
         adam.rate = rate * (1 - step / steps)
-        adam.step(weights, {n: g for n, g in enumerate(gradients) if g is not None})
+        adam.step(weights, torch.autograd.grad(total, weights, allow_unused=True))
     return model, losses
 
 
@@ -146,8 +144,7 @@ def prodistill_by_hand(suite: Suite, method: ProDistill) -> nn.Module:
                 for i in rows
             ]
             # The loss is the sum over the update's batches of squares, each added up.
-            gradients = torch.autograd.grad(torch.cat(far).square().sum(), weights)
-            adam.step(weights, dict(enumerate(gradients)))
+            adam.step(weights, torch.autograd.grad(torch.cat(far).square().sum(), weights))
         for n, w in zip(names, weights, strict=True):
             model.get_parameter(n).data = mixed(n, w.detach())
     return model
