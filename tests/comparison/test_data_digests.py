@@ -44,44 +44,41 @@ def test_files_count_with_their_content(tmp_path: Path) -> None:
     assert len(digests) == 4
 
 
-def sample_digests(config: dict[str, Any], train: Any, test: Any = ()) -> dict[str, Any]:
-    """Digests of the samples of a method. Data are numbers, or the config of a dataset."""
+def sample_digests(config: dict[str, Any], train: list[int], test: list[int]) -> dict[str, Any]:
+    """Digests of the samples of a method, on data of numbers."""
     models: Any = {"left": linear(1)}
     data = {
         f"{split}_datasets": OmegaConf.create(
-            {"left": {"_target_": "comparison_parts.Numbers", "values": values}
-             if isinstance(values, list) else values}
+            {"left": {"_target_": "comparison_parts.Numbers", "values": values}}
         )
         for split, values in (("train", train), ("test", test))
-        if values
-    }  # fmt: skip
+    }
     return DataDigests(BaseModelPool(models, **data), BaseTaskPool()).digests_of_samples(config)
 
 
 def test_only_drawn_samples_count() -> None:
     config, values = FEATCAL | {"seed": 7}, list(range(10))
     settings = FeatCalSettings(samples_per_task=3, seed=7)
-    before = sample_digests(config, values)
+    before = sample_digests(config, values, [1])
     other = {n: [*values[:n], -1, *values[n + 1 :]] for n in range(10)}
-    changed = {n for n in range(10) if sample_digests(config, other[n]) != before}
+    changed = {n for n in range(10) if sample_digests(config, other[n], [1]) != before}
     assert changed == {*draw_samples(10, "left", settings)}
 
 
 @pytest.mark.parametrize(
-    ("config", "counts"),
+    ("config", "train_counts", "test_counts"),
     [
-        ({"_target_": "comparison_parts.Scale"}, (True, True)),  # its draw is unknown
-        ({"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}, (False, False)),
-        ({"name": "clip_layer_wise_adamerging"}, (False, True)),
-        (FEATCAL, (True, False)),
-        (FEATCAL | {"stream": "test_tta"}, (False, True)),
-        ({"a": FEATCAL, "b": FEATCAL | {"calibration_split": "test"}}, (True, True)),
+        ({"_target_": "comparison_parts.Scale"}, True, True),  # its draw is unknown
+        ({"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}, False, False),
+        ({"name": "clip_layer_wise_adamerging"}, False, True),
+        (FEATCAL, True, False),
+        (FEATCAL | {"stream": "test_tta"}, False, True),
+        ({"a": FEATCAL, "b": FEATCAL | {"calibration_split": "test"}}, True, True),
     ],
 )
-def test_the_splits_that_a_method_reads_count(config: Any, counts: tuple[bool, bool]) -> None:
+def test_the_splits_that_a_method_reads_count(
+    config: Any, train_counts: bool, test_counts: bool
+) -> None:
     before = sample_digests(config, [1, 2], [1, 2])
-    assert before == sample_digests(config, [1, 2], [1, 2])
-    assert counts == (
-        sample_digests(config, [1, 3], [1, 2]) != before,
-        sample_digests(config, [1, 2], [1, 3]) != before,
-    )
+    assert (sample_digests(config, [1, 3], [1, 2]) != before) == train_counts
+    assert (sample_digests(config, [1, 2], [1, 3]) != before) == test_counts

@@ -35,20 +35,12 @@ class Tower(nn.Module):
         return pixels
 
 
-def items(number: int, *sizes: int) -> Any:
-    return [(torch.ones(sizes[i % len(sizes)]), 0) for i in range(number)]
-
-
-def pool(dataset: Any, **changes: Any) -> Any:
-    loaders = {"first": SimpleNamespace(dataset=dataset), "second": None}
-    clip = SimpleNamespace(visual_projection=nn.Linear(4, 4))
-    return SimpleNamespace(**{"test_dataloaders": loaders, "clip_model": clip} | changes)
-
-
-def timed(clock: Any, model: Any, taskpool: Any = None, reference: Any = (1.0,)) -> Any:
+def timed(model: Tower, images: int = 100, reference: Any = (1.0,), projects: bool = True) -> Any:
     """Time a model whose reference takes the given times."""
-    taskpool = taskpool or pool(items(100, 4))
-    return InferenceTimer(taskpool, FABRIC, lambda: Tower(clock, *reference)).time(model)
+    loader = SimpleNamespace(dataset=[(torch.ones(4), 0)] * images)
+    clip = SimpleNamespace(visual_projection=nn.Linear(4, 4) if projects else None)
+    pool: Any = SimpleNamespace(test_dataloaders={"first": loader}, clip_model=clip)
+    return InferenceTimer(pool, FABRIC, lambda: Tower(model.clock, *reference)).time(model)
 
 
 @pytest.mark.parametrize(
@@ -60,20 +52,20 @@ def timed(clock: Any, model: Any, taskpool: Any = None, reference: Any = (1.0,))
 )
 def test_a_batch_is_timed_several_times(times, images, seconds, calls, clock: Any) -> None:
     model = Tower(clock, *times)
-    assert timed(clock, model, pool(items(images, 4))).seconds == pytest.approx(seconds)
+    assert timed(model, images).seconds == pytest.approx(seconds)
     assert (model.calls, model.images) == (calls, min(images, BATCH))
 
 
 def test_a_machine_that_slows_down_changes_no_ratio(clock: Any) -> None:
     slowing = [0.002 * 1.2**n for n in range(1 + REPEATS)]
-    fast = timed(clock, Tower(clock, *slowing), reference=slowing)
-    slow = timed(clock, Tower(clock, 1.0), reference=[0.5])
+    fast = timed(Tower(clock, *slowing), reference=slowing)
+    slow = timed(Tower(clock, 1.0), reference=[0.5])
     assert (fast.relative, slow.relative) == pytest.approx((1, 2))
     first, second = on_one_clock([fast, slow])
     assert second / first == pytest.approx(2)
 
 
-def test_without_images_and_a_projection_there_is_no_time(clock: Any) -> None:
+@pytest.mark.parametrize("without", [{"images": 0}, {"projects": False}])
+def test_without_images_or_a_projection_there_is_no_time(without: Any, clock: Any) -> None:
     model = Tower(clock, 1.0)
-    for taskpool in (SimpleNamespace(), pool(items(20, 4), clip_model=None), pool([{"text": "a"}])):
-        assert timed(clock, model, taskpool) is None and model.calls == 0
+    assert timed(model, **without) is None and model.calls == 0

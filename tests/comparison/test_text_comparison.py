@@ -36,9 +36,8 @@ def test_the_default_grid_of_language_pools_has_no_failing_cell(
     words = ["method=compare", f"modelpool={SUITES[kind]}", *(f"method.{word}" for word in few)]
     config = composed(*words)
     algorithm = instantiate(config.method, _recursive_=False)
-    program: Any = FakeProgram(task_pool(kind))
-    program._modelpool = {"featcal": config.modelpool.featcal}
-    algorithm._program = program
+    algorithm._program = FakeProgram(task_pool(kind))
+    algorithm._program._modelpool = {"featcal": config.modelpool.featcal}
     algorithm.run(text_pool(kind, tmp_path / "models"))
     results = tmp_path / "cells"
     assert json.loads((results / "report.json").read_text())["failed"] == []
@@ -55,7 +54,7 @@ def test_the_default_grid_of_language_pools_has_no_failing_cell(
     assert not (results / "adamerging").exists()
 
 
-@pytest.mark.parametrize("pool", ["llama-mini_TA6", "flan-t5-base_glue", "open-clip-vit-mini_TA6"])
+@pytest.mark.parametrize("pool", ["llama-mini_TA6", "open-clip-vit-mini_TA6"])
 def test_pools_leave_out_entries_that_exist(pool: str) -> None:
     """A misspelt name would leave nothing out, and nobody would know."""
     config = composed("method=compare", f"modelpool={pool}")
@@ -67,6 +66,6 @@ def test_pools_leave_out_entries_that_exist(pool: str) -> None:
         *method.mergers_alone,
         *method.post_merging_methods,
     }
-    if not pool.startswith("open"):
+    if pool.startswith("llama"):
         assert "lm_head.weight" in changes["upstream_mergers"]["wudi"]["exclude_keys"]
         assert "wudi" in method.upstream_mergers

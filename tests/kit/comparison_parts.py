@@ -3,14 +3,13 @@
 import gc
 import os
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from fusion_bench import BaseAlgorithm, BaseModelPool, BaseTaskPool
+from fusion_bench import BaseModelPool, BaseTaskPool
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
@@ -83,9 +82,9 @@ class FakeProgram:
 
     merged_model_save_path = None
 
-    def __init__(self, taskpool: Any, presets: Any = None) -> None:
+    def __init__(self, taskpool: Any) -> None:
         self.taskpool = taskpool
-        self._modelpool = {"featcal": {"presets": presets or {}}}
+        self._modelpool: Any = {}
 
     def save_merged_model(self, merged_model: Any) -> None:
         """Save nothing: there is no `merged_model_save_path`."""
@@ -100,9 +99,9 @@ class ConfiguredProgram(FakeProgram):
     def __init__(self, method: Any, modelpool: Any, taskpool: Any, **more: Any) -> None:
         super().__init__(self._instantiate_and_setup(taskpool))
         self._modelpool, self._method = modelpool, method
-        target = f"comparison_parts.{type(self).__name__}"
         entries = {"method": method, "modelpool": modelpool, "taskpool": taskpool}
-        self.config: Any = OmegaConf.create({"_target_": target, **entries, "_recursive_": False})
+        target = {"_target_": "comparison_parts.ConfiguredProgram", "_recursive_": False}
+        self.config: Any = OmegaConf.create(target | entries)
 
     def _instantiate_and_setup(self, config: Any, compat_load_fn: str | None = None) -> Any:
         instance = super()._instantiate_and_setup(config, compat_load_fn)
@@ -151,35 +150,10 @@ class Failing(Scale):
         return merged
 
 
-class Seeing(Scale):
-    """Keeps the merged models that it is given, and trains on the first test items of a task."""
-
-    merged: ClassVar[list[Any]] = []
-
-    def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
-        self.merged.append(merged)
-        merged.fitted_items = {"left": ([0, 3, 4], ITEMS), "right": ([*range(ITEMS)], ITEMS)}  # type: ignore[assignment]
-        return merged
-
-
-class Waiting(Scale):
-    """Leaves a file when it begins, and waits for another one."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self._folder = Path(folder)
-
-    def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
-        (self._folder / "begun").touch()
-        while not (self._folder / "go_on").exists():
-            time.sleep(0.05)
-        return merged
-
-
 class Deadly(Scale):
     """Kills its process so many times."""
 
-    def __init__(self, folder: str, deaths: int) -> None:
+    def __init__(self, folder: str, deaths: int = 1) -> None:
         super().__init__()
         self._folder, self._deaths = Path(folder), deaths
 
@@ -192,36 +166,29 @@ class Deadly(Scale):
         return merged
 
 
-class WithHead(Scale):
-    """Adds a module with six parameters, and needs to know the task."""
+class Head(Scale):
+    """Adds six parameters, needs to know the task, and trains on test items: on all of `right`."""
 
     def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
         head = nn.Linear(2, 2)
         nn.init.eye_(head.weight)
         nn.init.zeros_(head.bias)
-        model = nn.Sequential(merged, head)
-        model.is_surgery_model = True  # type: ignore[assignment]
+        model: Any = nn.Sequential(merged, head)
+        model.is_surgery_model = True
+        model.fitted_items = {"left": ([0, 3, 4], ITEMS), "right": ([*range(ITEMS)], ITEMS)}
         return model
 
     def added(self, model: nn.Module) -> dict[str, int]:
         return {"head": 6}
 
 
-class BrokenMerger(BaseAlgorithm):
-    """Fails to merge."""
-
-    def run(self, modelpool: Any) -> None:
-        raise ValueError("experts do not agree")
-
-
 def method(kind: type, **settings: Any) -> dict[str, Any]:
     return {"_target_": f"comparison_parts.{kind.__name__}", **settings}
 
 
-def comparison(folder: Path, **choices: Any) -> ComparisonAlgorithm:
+def comparison(folder: Path, **choices: Any) -> Any:
     """The algorithm with its program, as FusionBench would set it up."""
     choices = {"upstream_mergers": MERGERS, "results_dir": str(folder / "results")} | choices
-    algorithm = ComparisonAlgorithm(**choices)
-    program: Any = FakeProgram(SignTaskPool())
-    algorithm._program = program
+    algorithm: Any = ComparisonAlgorithm(**choices)
+    algorithm._program = FakeProgram(SignTaskPool())
     return algorithm
