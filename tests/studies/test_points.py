@@ -47,9 +47,8 @@ def points(axes: Any, whole: Any = None, **method: Any) -> list[Any]:
     before = plain(whole)
     keys: Any = OmegaConf.to_container(whole.method)
     algorithm: Any = StudyAlgorithm(study="x", **keys)
-    program: Any = FakeProgram(None)
-    program.config = whole
-    algorithm._program = program
+    algorithm._program = FakeProgram(None)
+    algorithm._program.config = whole
     planned = algorithm.planned(False)
     assert plain(whole) == before
     return planned
@@ -107,23 +106,23 @@ def test_labels_change_any_key() -> None:
 
 
 def test_points_have_folders_of_their_own() -> None:
-    subsets = ["+".join(f"long_task_name_{n}" for n in range(14) if n != out) for out in range(14)]
-    planned = points({"of": {text: {} for text in [*subsets, "a/b", "a_b"]}}, seeds=[1, 2])
-    assert len({entry.point.folder for entry in planned}) == len(planned) == 32
+    subsets = ["+".join(f"long_task_name_{n}" for n in range(9) if n != out) for out in range(9)]
+    planned = points({"of": {text: {} for text in [*subsets, "a/b", "a_b"]}}, seeds=[1])
+    assert len({entry.point.folder for entry in planned}) == len(planned) == 11
 
 
 def test_subsets_of_tasks_are_in_both_pools() -> None:
-    planned = points({"tasks": [2, 4, 5]})
-    assert len(planned) == 6 + 1  # the pool has no five tasks
+    planned = points({"tasks": [3, 4, 5]})
+    assert len(planned) == 4 + 1  # the pool has no five tasks
     for entry in planned:
         chosen, pool = entry.point.labels["subset"].split("+"), entry.config.modelpool
         assert list(pool.models) == ["_pretrained_", *chosen]
         assert list(pool.train_datasets) == list(entry.config.taskpool.test_datasets) == chosen
         assert entry.config.taskpool.tasks == chosen
         assert entry.point.labels["tasks"] == len(chosen)
-    sample = values_of(points({"tasks": [2, 3]}, subsets=3))
-    assert sample == values_of(points({"tasks": [2, 3]}, subsets=3))
-    assert len(set(sample)) == 6
+    sample = values_of(points({"tasks": [2]}, subsets=3))
+    assert sample == values_of(points({"tasks": [2]}, subsets=3))
+    assert len(set(sample)) == 3
 
 
 # ---- calibration data
@@ -163,35 +162,24 @@ def test_sources_name_the_data_of_other_tasks() -> None:
 # ---- refused
 
 ONE = {"train_datasets": {"mini_latin": {"_target_": LOAD}}}
-ALPHA = {"mix_alpha": [0]}
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"axes": {"sample_per_task": [8]}}, r"sample_per_task is no axis.*'samples_per_task'"),
-    ({"axes": {"samples_per_task": [8, 0]}}, r"samples_per_task must be an integer >= 1"),
-    ({"axes": {"seed": [1, 2]}}, r"with each seed of method.seeds=\[1, 2\]"),
-    ({"axes": {"modules": [["a"], ["b"]]}}, r"\['a'\] needs a label"),
-    ({"axes": [8]}, r"method.axes must be a mapping of names to values"),
-    ({"axes": {"tasks": [9]}}, r"method.axes.tasks=\[9\]: the pool has 4 tasks"),
-    ({"axes": ALPHA, "pairs": [["mix_alpha", "rho"]]}, r"'rho' is no axis"),
-    ({"axes": {}, "seeds": 42}, r"method.seeds must be a list of at least one"),
-    ({"axes": {}, "design": "grid"}, r"method.design must be one of product, each, got 'grid'"),
-    ({"axes": {"corruption": ["frog"]}}, r"must be one of gaussian_noise.*\(nearest: "),
-    ({"axes": {"corruption": {"severities": [6]}}}, r"severities must be .* 1 to 5, got 6"),
-    ({"axes": {"corruption": {"kind": ["fog"]}}}, r"axes\.corruption: unknown key 'kind' "),
-    ({"axes": {"corruption": ["fog"]}, "modelpool": ONE}, r"has none for mini_greek: set modelp"),
-    ({"axes": {"source": ["others"]}, "tasks": TASKS[:1]}, r"a second task, and there is mini_la"),
-    ({"axes": {"source": ["mini_latn"]}}, r"source must name .* \(nearest: 'mini_latin'\)"),
-    ({"axes": {"tasks": [2]}, "design": "each"}, r"the axis tasks has no present value to stay at"),
+REFUSED: list[tuple[dict[str, Any], Any, str]] = [
+    ({"axes": {"sample_per_task": [8]}}, config(), r"sample_per_task is no axis.*'samples_per_ta"),
+    ({"axes": {"samples_per_task": [8, 0]}}, config(), r"samples_per_task must be an integer >= 1"),
+    ({"axes": {"seed": [1, 2]}}, config(), r"with each seed of method.seeds=\[1, 2\]"),
+    ({"axes": {"modules": [["a"], ["b"]]}}, config(), r"\['a'\] needs a label"),
+    ({"axes": {"tasks": [9]}}, config(), r"method.axes.tasks=\[9\]: the pool has 4 tasks"),
+    ({"axes": {"tasks": [2]}, "design": "each"}, config(), r"axis tasks has no present value to"),
+    ({"axes": {}, "seeds": 42}, config(), r"method.seeds must be a list of at least one"),
+    ({"axes": {"corruption": ["frog"]}}, config(TASKS), r"one of gaussian_noise.*\(nearest: "),
+    ({"axes": {"corruption": ["fog"]}}, config(TASKS, ONE), r"has none for mini_greek: set modelp"),
+    ({"axes": {"source": ["mini_latn"]}}, config(TASKS), r"source .* \(nearest: 'mini_latin'\)"),
 ]
 
 
-@pytest.mark.parametrize(("keys", "message"), REFUSED)
-def test_axes_that_cannot_be_are_refused(keys: dict[str, Any], message: str) -> None:
-    keys, pool = dict(keys), keys.get("modelpool")
-    data = {"corruption", "source"} & {*keys["axes"]} if isinstance(keys["axes"], dict) else ()
-    tasks = keys.pop("tasks", TASKS if data else FOUR)
-    keys.pop("modelpool", None)
+@pytest.mark.parametrize(("keys", "whole", "message"), REFUSED)
+def test_axes_that_cannot_be_are_refused(keys: dict[str, Any], whole: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        points(keys.pop("axes"), config(tasks, pool), **keys)
+        points(whole=whole, **keys)
     assert "\n" not in str(caught.value)
 
 
