@@ -160,10 +160,12 @@ def test_methods_get_the_merged_model_bit_by_bit_with_its_ties(
 ) -> None:
     pool: Any = model_pool()
     pool._models = {name: tied(n) for n, name in enumerate(pool._models)}
-    given: list[Any] = []
-    monkeypatch.setattr(Scale, "post_merge", lambda _, model, inputs: given.append(model) or model)
+    received: list[Any] = []
+    monkeypatch.setattr(
+        Scale, "post_merge", lambda _, model, inputs: received.append(model) or model
+    )
     comparison(tmp_path, upstreams=["task_arithmetic"], post_merging_methods=DOUBLE).run(pool)
-    (merged,) = given
+    (merged,) = received
     experts = {task: pool._models[task] for task in TASKS}
     expected = add_up(pool._models["_pretrained_"], experts, 0.3).state_dict()
     assert not any(parameter.requires_grad for parameter in merged.parameters())

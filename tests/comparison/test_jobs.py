@@ -67,8 +67,8 @@ def test_other_processes_give_the_same_table(
 ) -> None:
     pytest.importorskip(library)
     # A single cell: each has its process, which imports torch.
-    there = {"post_merging": ["none"], "backend": backend, "backend_options": options}
-    assert run(tmp_path / "there", **there) == 0
+    choices = {"post_merging": ["none"], "backend": backend, "backend_options": options}
+    assert run(tmp_path / "there", **choices) == 0
     run(tmp_path / "here", post_merging=["none"])
     assert table(tmp_path / "there") == table(tmp_path / "here")
     assert finished(tmp_path / "there").keys() == finished(tmp_path / "here").keys()

@@ -57,7 +57,7 @@ def trained_by_hand(features: Mapping[str, tuple[Tensor, Tensor]], method: Any) 
     module_of = {task: "shared" if shared else task for task in features}
     width = next(iter(features.values()))[0].shape[1]
     modules = {name: _start(name, width, method) for name in {*module_of.values()}}
-    every = [weight for name in dict.fromkeys(module_of.values()) for weight in modules[name]]
+    all_weights = [weight for name in dict.fromkeys(module_of.values()) for weight in modules[name]]
     positions = {
         task: _batches(len(merged), method, task) for task, (merged, _) in features.items()
     }
@@ -71,7 +71,7 @@ def trained_by_hand(features: Mapping[str, tuple[Tensor, Tensor]], method: Any) 
             loss = _loss(weights, merged[rows], expert[rows], method, noise[task])
             losses[task].append(loss.item())
             is_joint = method.optimizer == "joint"
-            adam, trained = (joint, every) if is_joint else (alone[task], weights)
+            adam, trained = (joint, all_weights) if is_joint else (alone[task], weights)
             adam.step(trained, torch.autograd.grad(loss, trained, allow_unused=True))
     result = {t: [w.detach() for w in modules[name][:2]] for t, name in module_of.items()}
     return {"modules": result, "losses": losses}
@@ -102,6 +102,6 @@ def _loss(weights: list[Tensor], x: Tensor, target: Tensor, method: Any, noise: 
         return (x - drift - target).abs().mean()
     mean, deviation = drift, (inner @ weights[2].T / 2).exp()
     drift = mean + deviation * torch.randn(mean.shape, generator=noise)
-    drawn, plain = torch.distributions.Normal(mean, deviation), torch.distributions.Normal(0.0, 1.0)
-    divergence = torch.distributions.kl_divergence(drawn, plain).sum(1).mean()
+    noisy, plain = torch.distributions.Normal(mean, deviation), torch.distributions.Normal(0.0, 1.0)
+    divergence = torch.distributions.kl_divergence(noisy, plain).sum(1).mean()
     return (x - drift - target).abs().mean() + method.kl_weight * divergence

@@ -112,8 +112,8 @@ def test_a_model_is_finite_described_and_survives_saving(
         states = model.state_dict(), merged.state_dict()
         shapes = [{name: (v.shape, v.dtype) for name, v in state.items()} for state in states]
         assert shapes[0] == shapes[1] and type(model) is type(merged)
-    drawn = [] if kind == "AnchorOnly" else tasks
-    used = {task: {"samples": 8, "split": "train"} for task in drawn}
+    with_samples = [] if kind == "AnchorOnly" else tasks
+    used = {task: {"samples": 8, "split": "train"} for task in with_samples}
     assert method.samples(model, [*tasks, "another"]) == used
     corrections = getattr(model, "corrections", torch.nn.Module())
     assert sum(method.added(model).values()) == sum(p.numel() for p in corrections.parameters())
