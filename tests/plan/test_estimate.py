@@ -63,7 +63,6 @@ def without_masks(suite: Suite) -> dict[str, list]:
 @pytest.mark.parametrize(
     ("make", "changes"),
     [
-        (clip_suite, {"mix_alpha": 0.0, "log_drift": False}),
         (t5_suite, {"anchor_rho": 1.0}),
         (decoder_suite, PLUS | {"expert_read_budget": "60%"}),
     ],
@@ -124,10 +123,7 @@ def test_memory_is_near_what_tensors_of_a_run_take(
     assert needed == pytest.approx(live.peak, rel=0.3)
 
 
-TYPES = (
-    "clip_vision_model", "t5", "whisper", "qwen2_vl", "llama", "gpt2", "mixtral", "bert",
-    "vit", "resnet",
-)  # fmt: skip
+TYPES = ("clip_vision_model", "t5", "whisper", "qwen2_vl", "llama", "resnet")
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in TYPES], ids=lambda r: r.name)
@@ -246,29 +242,21 @@ def test_runs_log_their_plan(caplog: pytest.LogCaptureFixture, monkeypatch: pyte
 # --- models from configurations ---
 
 
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [
-        ("flan-t5-large", (783_150_080, [24, 24], "t5")),
-        ("Llama-3.2-3B-Instruct", (3_212_749_824, [28], "llama")),
-    ],
-)
-def test_parameters_blocks_and_memory_of_published_models(name: str, published: tuple):
-    model = empty_model(f"someone/{name}")
+def test_parameters_blocks_and_memory_of_a_published_model():
+    model = empty_model("someone/Llama-3.2-3B-Instruct")
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     request = Request(model, FeatCalSettings(samples_per_task=10, batch_size=10), 3, length=100)
     shapes = Shapes.of(request)
-    blocks = [len(stage) for stage in shapes.stages]
-    assert (parameters, blocks, shapes.family.name) == published
-    if shapes.family.name == "llama":
-        memory = plan_of(request).parts
-        assert memory["model"] == 2 * parameters
-        assert memory["features"] == 2 * 2 * 3 * 10 * 100 * 3072
-        assert memory["solve"] == 2 * 4 * 3072 * 2 * 8192
+    assert parameters == 3_212_749_824
+    assert ([len(stage) for stage in shapes.stages], shapes.family.name) == ([28], "llama")
+    memory = plan_of(request).parts
+    assert memory["model"] == 2 * parameters
+    assert memory["features"] == 2 * 2 * 3 * 10 * 100 * 3072
+    assert memory["solve"] == 2 * 4 * 3072 * 2 * 8192
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
 def test_class_of_a_configuration_is_the_one_that_it_names(name: str, tmp_path: Path):
     make: Any = next(row for row in ROWS if row.name == name).make
     model = make()[0]

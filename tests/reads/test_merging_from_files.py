@@ -14,7 +14,7 @@ from fusion_bench import BaseModelPool
 from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
 from image_pools import ARITHMETIC, AVERAGE, suite_pool
 from text_pools import t5_pool
-from tiny_models import Suite, gpt2_suite, residual_suite, t5_suite
+from tiny_models import Suite, residual_suite, t5_suite
 from torch import nn
 from transformers import CLIPVisionModel
 
@@ -44,7 +44,6 @@ def counting_suite() -> Suite:
 
 SUITES: dict[str, Callable[[], Suite]] = {
     "t5, untied": lambda: t5_suite(depths=(1, 1), tasks=2, untied=True),
-    "gpt2": gpt2_suite,
     "integers": counting_suite,
 }
 

@@ -9,22 +9,17 @@ import pytest
 import torch
 from calibrations import PLUS, run_fast
 from safetensors.torch import load_file
-from tiny_models import Suite, clip_suite, decoder_suite, t5_suite
+from tiny_models import Suite, clip_suite, decoder_suite
 from torch import Tensor
 
 from fusion_bench_featcal import calibration
-from fusion_bench_featcal.experts import (
-    SourceView,
-    hollow_copy,
-    source_of,
-)
+from fusion_bench_featcal.experts import SourceView, hollow_copy, source_of
 
 Events = list[tuple[str, ...]]
 """`requested` or `read` with model and tensor, or `solved` with a block."""
 
 SUITES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama, plus": (decoder_suite, PLUS),
-    "t5": (lambda: t5_suite(depths=(1, 1)), {}),
     "one input at a time": (clip_suite, {"sums_at_once": "input"}),
     "budget": (clip_suite, {"expert_read_budget": "60%"}),
 }
