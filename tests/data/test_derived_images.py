@@ -113,11 +113,3 @@ def test_mixed_sets_are_interleaved_in_equal_numbers():
     assert len(list(rows)) == 12
     expected = [bytes_of(PICTURES, 1), bytes_of(noise, 1), bytes_of(PICTURES, 4)]
     assert [bytes_of(rows, n) for n in (3, 4, 5)] == expected
-
-
-def test_noise_images_are_uniform_and_depend_on_seed_and_position():
-    rows = NoiseImages(number=20, size=30, seed=3)
-    pixels = np.stack([np.asarray(row["image"], float) for row in rows])
-    assert pixels.shape == (20, 30, 30, 3)
-    assert abs(pixels.mean() - 127.5) < 4 * 73.9 / np.sqrt(pixels.size)
-    assert bytes_of(rows, 7) == bytes_of(NoiseImages(number=99, size=30, seed=3), 7)

@@ -1,6 +1,5 @@
 """The family for any model: blocks by pattern, run inside the model's forward pass."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,19 +9,6 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import ReplayFamily, resolve_family
-
-
-def replayed(model: nn.Module, inputs: Any, patterns: list[str]) -> list[Tensor]:
-    family = ReplayFamily(blocks=patterns)
-    (blocks,) = family.stages(model)
-    call = family.begin(model, inputs, blocks[0])
-    outputs = []
-    with torch.no_grad():
-        for block in blocks:
-            hidden, call = family.step(model, block, call)
-            outputs.append(hidden)
-    return outputs
-
 
 REPLAY: dict[str, Any] = {"name": "replay", "blocks": ["a"]}
 FAMILIES: list[tuple[Any, str]] = [
@@ -38,6 +24,12 @@ FAMILIES: list[tuple[Any, str]] = [
      r"method\.family\.mask.*2 stages.*'attention_mask'"),
     (REPLAY | {"other_masks": ["k"]}, r"method\.family\.other_masks"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "message"), FAMILIES)
+def test_families_that_cannot_be_made_are_refused(family, message):
+    with pytest.raises((CalibrationError, TypeError, ValueError), match=message):
+        resolve_family(family, ResidualNet())
 
 
 class Ordered(nn.Module):
@@ -61,33 +53,30 @@ class Nested(nn.Module):
         return [None, x]
 
 
-def step(model: nn.Module, *blocks: str) -> Callable[[], Any]:
-    return lambda: replayed(model, torch.ones(2, 4), list(blocks))
-
-
-MASK = {"attention_mask": torch.ones(2, 2)}
-LABELS = {"labels": torch.zeros(2, 2)}
-MASKS: Any = {"cross.k": "attention_mask"}
-
-
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("model", "blocks", "message"),
     [
-        *((lambda f=family: resolve_family(f, ResidualNet()), m) for family, m in FAMILIES),
-        (step(ResidualNet(), "layers.*", "layer.*"), r"family\.blocks.*no module.*Residual"),
+        (ResidualNet(), ["layers.*", "layer.*"], r"family\.blocks.*no module.*Residual"),
         # the list of blocks is a module too, but nothing calls it
-        (step(ResidualNet(), "layers"), r"method\.family\.blocks.*layers"),
-        (step(Ordered(2, 1, 0), "layers.*"), r"layers\.0.*layers\.2.*once, in this order"),
-        (step(Ordered(0, 0, 1), "layers.0", "layers.1"), "once, in this order"),
-        (step(nn.Sequential(Nested()), "0"), "hidden features"),
-        (lambda: ReplayFamily(blocks=["h.*"], mask="other").row_weights(MASK, 0, "all"),
-         r"method\.family\.mask.*'other'.*attention_mask"),
-        (lambda: ReplayFamily(["h.*"], other_masks=MASKS).other_rows(LABELS, 0),
-         r"method\.family\.other_masks.*attention_mask"),
-        (lambda: ReplayFamily(blocks=["h.*"]).row_weights(MASK, 0, "targets"),
-         r"method\.decoder_rows=targets.*labels"),
+        (ResidualNet(), ["layers"], r"method\.family\.blocks.*layers"),
+        (Ordered(2, 1, 0), ["layers.*"], r"layers\.0.*layers\.2.*once, in this order"),
+        (Ordered(0, 0, 1), ["layers.0", "layers.1"], "once, in this order"),
+        (nn.Sequential(Nested()), ["0"], "hidden features"),
     ],
-)  # fmt: skip
-def test_families_models_and_masks_that_do_not_fit_are_refused(call, message):
-    with pytest.raises((CalibrationError, TypeError, ValueError), match=message):
-        call()
+)
+def test_blocks_that_cannot_be_replayed_are_refused(model, blocks, message):
+    family = ReplayFamily(blocks=blocks)
+    with pytest.raises((CalibrationError, TypeError), match=message):
+        (names,) = family.stages(model)
+        call = family.begin(model, torch.ones(2, 4), names[0])
+        for name in names:
+            _, call = family.step(model, name, call)
+
+
+def test_masks_that_are_no_inputs_are_named():
+    mask, labels = {"attention_mask": torch.ones(2, 2)}, {"labels": torch.zeros(2, 2)}
+    with pytest.raises(CalibrationError, match=r"method\.family\.mask.*'other'.*attention_mask"):
+        ReplayFamily(blocks=["h.*"], mask="other").row_weights(mask, 0, "all")
+    family = ReplayFamily(blocks=["h.*"], other_masks={"cross.k": "attention_mask"})
+    with pytest.raises(CalibrationError, match=r"method\.family\.other_masks.*attention_mask"):
+        family.other_rows(labels, 0)

@@ -16,7 +16,7 @@ from tiny_open_clip import Tower
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.suites import image
-from fusion_bench_featcal.suites.open_clip import WEIGHTS_FILE, load_tower, tower_weights
+from fusion_bench_featcal.suites.open_clip import load_tower, tower_weights
 from fusion_bench_featcal.tasks.open_clip import OpenClipTaskPool
 
 POOL = ("modelpool=open-clip-vit-mini_TA6", "taskpool=open-clip-vit-mini_TA6")
@@ -56,13 +56,3 @@ def test_missing_open_clip_says_what_to_install(monkeypatch):
     pool = instantiate(composed(*POOL).modelpool, _recursive_=False)
     with pytest.raises(CalibrationError, match=r"_pretrained_.*'open_clip.*\[openclip\]"):
         load_pool_model(pool, "_pretrained_")
-
-
-def test_pool_saves_weights_and_loads_its_processor(tmp_path):
-    pool = instantiate(composed(*POOL).modelpool, _recursive_=False)
-    model = Tower()
-    pool.save_model(model, tmp_path / "saved")
-    stored = load_file(tmp_path / "saved" / WEIGHTS_FILE)
-    assert set(stored) == set(model.state_dict())
-    assert all(torch.equal(stored[name], t) for name, t in model.state_dict().items())
-    assert type(pool.load_processor()).__name__ == "CLIPProcessor"
