@@ -1,5 +1,6 @@
 """Products are exact, whatever short cuts the caller allows, and its choice stays."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,34 +15,24 @@ from fusion_bench_featcal.core.float32_products import (
 )
 
 backends: Any = torch.backends  # typed without its newer attributes
+BACKENDS = [backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.mkldnn.conv]
 
 
-def older_functions() -> None:
-    torch.set_float32_matmul_precision("medium")
-
-
-def everything_at_once() -> None:
-    backends.fp32_precision = "tf32"
-
-
-def backend_by_backend() -> None:
-    backends.cuda.matmul.fp32_precision = "tf32"
-    backends.mkldnn.matmul.fp32_precision = "bf16"
-
-
-cpu: Any = backends.mkldnn
-BACKENDS = [backends.cuda.matmul, cpu.matmul, backends.cudnn.conv, cpu.conv]
-
-
-@pytest.fixture(params=[older_functions, everything_at_once, backend_by_backend])
-def allowed(request: pytest.FixtureRequest):
+@pytest.fixture(params=["older function", "everything at once", "backend by backend"])
+def allowed(request: pytest.FixtureRequest) -> Iterator[None]:
     """A caller that allows short cuts, in each of torch's ways of doing so."""
     before = [backend.fp32_precision for backend in BACKENDS]
     for backend in BACKENDS:  # torch's defaults, which some of FusionBench's mergers change
         backend.fp32_precision = "tf32" if backend is backends.cudnn.conv else "none"
-    request.param()
+    if request.param == "older function":
+        torch.set_float32_matmul_precision("medium")
+    elif request.param == "everything at once":
+        backends.fp32_precision = "tf32"
+    else:
+        backends.cuda.matmul.fp32_precision = "tf32"
+        backends.mkldnn.matmul.fp32_precision = "bf16"
     chosen = products_in_force()
-    yield request.param
+    yield
     assert products_in_force() == chosen
     backends.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
@@ -49,21 +40,19 @@ def allowed(request: pytest.FixtureRequest):
         backend.fp32_precision = precision
 
 
-def test_exact_products_take_no_short_cut_and_leave_the_callers_choice(allowed: Any):
+@pytest.mark.usefixtures("allowed")
+def test_exact_products_take_no_short_cut_and_leave_the_callers_choice():
     with convolving_as_multiplying():
         assert products_in_force()["cudnn.conv"] == "tf32"  # as the products of this caller
     with exact_products(), convolving_as_multiplying():
         result = products_in_force()
         for name in ("cuda.matmul", "mkldnn.matmul", "cudnn.conv"):
             assert result[name] == "ieee"
-    if allowed is everything_at_once:  # what is inherited stays so
-        backends.fp32_precision = "ieee"
-        assert set(products_in_force().values()) == {"ieee"}
-        backends.fp32_precision = "tf32"
 
 
 @pytest.mark.usefixtures("allowed")
-def test_every_way_of_allowing_short_cuts_gives_the_same_model():
+@pytest.mark.parametrize("allowed", ["everything at once"], indirect=True)
+def test_short_cuts_that_the_caller_allows_give_the_same_model():
     suite = clip_suite(tasks=2).to(torch.float32)
     with exact_products():
         exact = run_fast(suite).model

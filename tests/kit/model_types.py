@@ -240,8 +240,9 @@ ENCODERS = (
         "share_att_key": True, "position_buckets": 4, "norm_rel_ebd": "layer_norm"}, slow=False),
     _classifier("modernbert", {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 4,
                                "global_attn_every_n_layers": 2}),
-    *(_row("encoder", name) for name in ("bert", "roberta")),
-    _row("encoder", "eurobert", {"num_key_value_heads": 1}, slow=False),
+    _row("encoder", "bert", slow=False),
+    _row("encoder", "roberta"),
+    _row("encoder", "eurobert", {"num_key_value_heads": 1}),
 )  # fmt: skip
 VISION = (
     *map(_image_classifier, ("vit", "dinov2", "dinov2_with_registers", "ijepa", "vit_msn")),
