@@ -92,6 +92,8 @@ def _die_at(moment: str, count: int, seconds: float) -> None:
             die()
 
     if moment == ANYWHERE:
-        threading.Timer(seconds, die).start()
+        timer = threading.Timer(seconds, die)
+        timer.daemon = True  # a process that ended before is not waited for
+        timer.start()
     else:
         os.fsync, os.replace = fsync, replaced

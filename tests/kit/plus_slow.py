@@ -8,12 +8,11 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from calibrations import counted_rows
-from oracle import Batch, Features, record, run
+from oracle import Batch, Features, record
 from tiny_models import Suite, modules_of
 from torch import Tensor, nn
 
@@ -97,7 +96,7 @@ def calibrated_plus(
     model, base = (copy.deepcopy(m).double().eval() for m in (suite.merged, suite.base))
     experts = {task: copy.deepcopy(e).double().eval() for task, e in suite.experts.items()}
     masks = RowMasks(suite, decoder_rows=decoder_rows, biases=biases)
-    batch = next(iter(suite.inputs.values()))[0]
+    batches = next(iter(suite.inputs.values()))
     new: dict[str, Tensor] = {}
     gammas: dict[str, float] = {}
     for block in suite.blocks:
@@ -105,14 +104,14 @@ def calibrated_plus(
         expert_features = {
             task: listen(e, suite.inputs[task], block, names) for task, e in experts.items()
         }
-        for group in groups_of(model, batch, names, masks):
+        for group in groups_of(listen(model, batches, block, names), names, masks):
             first, biased = group[0], masks.biased(group[0])
             ours = {task: listen(model, suite.inputs[task], block, names) for task in experts}
             if not gammas:
                 trust = trust_in(group, base, experts, ours, masks)
-                for task, batches in suite.inputs.items():
+                for task in experts:
                     familiar = min(max(trust[task] / FAMILIAR, LEAST), 1)
-                    lack = max(ENOUGH / sum(map(size_of, batches)), 1)
+                    lack = max(ENOUGH / sum(map(size_of, suite.inputs[task])), 1)
                     gammas[task] = gamma * lack / familiar**2
             tables = []
             for task, expert in experts.items():
@@ -155,24 +154,18 @@ def flat(calls: list[Tensor]) -> Tensor:
     return torch.cat([call.reshape(-1, call.shape[-1]) for call in calls])
 
 
-def groups_of(model: nn.Module, batch: Batch, names: list[str], masks: RowMasks) -> list[list[str]]:
-    """Modules of one kind that receive the same tensors, in the order of their first calls."""
-    received: dict[str, list[Tensor]] = {}  # keeps the tensors alive: no two have the same id
-
-    def note(name: str, _: nn.Module, args: tuple, named: dict) -> None:
-        received.setdefault(name, []).append((args or tuple(named.values()))[0])
-
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(partial(note, name), with_kwargs=True)
-        for name in names
-    ]
-    run(model, batch)
-    for handle in handles:
-        handle.remove()
-    groups: dict[Any, list[str]] = {}
-    for name, tensors in received.items():
-        groups.setdefault((*map(id, tensors), masks.kind(name)), []).append(name)
-    return list(groups.values())
+def groups_of(heard: Seen, names: list[str], masks: RowMasks) -> list[list[str]]:
+    """Modules of one kind that receive equal tensors, in the order of their first calls."""
+    groups: list[list[str]] = []
+    for name in (name for name in heard.received if name in names):
+        for group in groups:
+            pairs = zip(heard.received[name], heard.received[group[0]], strict=False)
+            if masks.kind(name) == masks.kind(group[0]) and all(torch.equal(*p) for p in pairs):
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return groups
 
 
 def parameters_of(model: nn.Module, names: Sequence[str]) -> tuple[Tensor, Tensor]:

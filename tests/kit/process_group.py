@@ -1,8 +1,7 @@
 """Functions that run in several real processes, joined by gloo, and never wait for ever."""
 
-import os
+import multiprocessing
 import pickle
-import signal
 import tempfile
 import time
 import traceback
@@ -40,43 +39,30 @@ def in_forks(size: int, work: Callable[[int], Any], *, seconds: float = 60.0) ->
         The picklable result of each, by rank, or the exception that it raised, or the number of
         the signal that killed it, as a negative integer.
     """
+    fork, deadline = multiprocessing.get_context("fork"), time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(rank)) for rank in range(size)]
-        children = [_start(rank, work, file) for rank, file in enumerate(files)]
-        statuses = _wait(children, time.monotonic() + seconds)
+        children = [fork.Process(target=_keep, args=(work, *pair)) for pair in enumerate(files)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(max(deadline - time.monotonic(), 0))
+        hanging = [child for child in children if child.is_alive()]
+        for child in hanging:
+            child.kill()
+            child.join()
+        assert not hanging, "processes hang"
         return [
-            -os.WTERMSIG(status) if os.WIFSIGNALED(status) else pickle.loads(file.read_bytes())
-            for file, status in zip(files, statuses, strict=True)
+            child.exitcode or pickle.loads(file.read_bytes())
+            for child, file in zip(children, files, strict=True)
         ]
 
 
-def _start(rank: int, work: Callable[[int], Any], file: Path) -> int:
-    child = os.fork()
-    if child:
-        return child
+def _keep(work: Callable[[int], Any], rank: int, file: Path) -> None:
+    """Write a function's result or exception to a file."""
     try:
-        try:
-            result = work(rank)
-        except (Exception, SystemExit) as error:
-            traceback.print_exc()
-            result = error
-        file.write_bytes(pickle.dumps(result))
-    except BaseException:
+        result = work(rank)
+    except (Exception, SystemExit) as error:
         traceback.print_exc()
-    finally:
-        os._exit(0)
-
-
-def _wait(children: list[int], deadline: float) -> list[int]:
-    statuses: dict[int, int] = {}
-    while missing := set(children) - set(statuses):
-        for child in missing:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                statuses[child] = status
-            elif time.monotonic() > deadline:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-        assert time.monotonic() < deadline, "processes hang"
-        time.sleep(0.01)
-    return [statuses[child] for child in children]
+        result = error
+    file.write_bytes(pickle.dumps(result))
