@@ -5,7 +5,7 @@ import sys
 import time
 from importlib.metadata import version
 from threading import Event
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,7 @@ def test_a_block_is_timed_and_its_memory_seen() -> None:
     assert isinstance(result.seconds, float) and result.seconds >= 0.1
     assert isinstance(result.peak_rss_bytes, int) and result.peak_rss_bytes > 64 * MEBIBYTE
     assert result.peak_rss_method in ("kernel", "sampled")
-    names = "seconds peak_rss_bytes peak_rss_method peak_accelerator_bytes gpu_energy_wh"
-    assert set(result.as_dict()) == {*names.split(), "gpu_energy_method", "expert_bytes"}
+    assert result.as_dict()["expert_bytes"] == 10
     with pytest.raises(ZeroDivisionError), measure() as result:
         _ = 1 / 0
     assert isinstance(result.seconds, float)
@@ -67,39 +66,27 @@ class NVMLError(Exception):
     pass
 
 
-class FakeNvml(ModuleType):
-    """Devices by index, each with a counter of millijoules. None: it cannot be read."""
+def nvml_of(counters: list[int | None]) -> Any:
+    """A library with a counter of millijoules for each device. None: it cannot be read."""
 
-    NVMLError = NVMLError
-
-    def __init__(self, *counters: int | None) -> None:
-        super().__init__("pynvml")
-        self.counters: list[int | None] = list(counters)
-        self.opened = 0
-
-    def nvmlInit(self) -> None:
-        self.opened += 1
-
-    def nvmlShutdown(self) -> None:
-        self.opened -= 1
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self.counters)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:
-        return f"GPU-device-{handle}"
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
-        value = self.counters[handle]
-        if value is None:
+    def energy(device: int) -> int:
+        if (value := counters[device]) is None:
             raise NVMLError("not supported")
         return value
 
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> float:
+    def power(device: int) -> float:
         raise NVMLError("not supported")
+
+    return SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: len(counters),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda device: f"GPU-device-{device}",
+        nvmlDeviceGetTotalEnergyConsumption=energy,
+        nvmlDeviceGetPowerUsage=power,
+    )
 
 
 @pytest.fixture
@@ -126,44 +113,36 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_memory_and_energy_of_the_devices_in_use_are_summed(pretend: Any) -> None:
-    nvml = FakeNvml(WATT_HOUR, 5, 0)
-    calls = pretend(0, 2, nvml=nvml)
+    counters: list[int | None] = [WATT_HOUR, 5, 0]
+    calls = pretend(0, 2, nvml=nvml_of(counters))
     with measure() as result:
         calls.append(("block", -1))
-        nvml.counters = [3 * WATT_HOUR, 10**9, WATT_HOUR // 2]
+        counters[:] = [3 * WATT_HOUR, 10**9, WATT_HOUR // 2]
     assert result.peak_accelerator_bytes == 5 + 7
     assert ("reset", 0) in calls[: calls.index(("block", -1))]
     assert calls[-2:] == [("synchronize", 0), ("synchronize", 2)]
     assert all(device != 1 for _, device in calls)  # idle
-    assert result.gpu_energy_wh == pytest.approx(2.5)
-    assert (result.gpu_energy_method, nvml.opened) == ("counter", 0)
+    assert result.gpu_energy_wh == pytest.approx(2.5) and result.gpu_energy_method == "counter"
     pretend(0, initialised=False)
     with measure() as result:
         pass
     assert result.peak_accelerator_bytes == UNAVAILABLE
 
 
-def test_energy_that_cannot_be_measured_is_unavailable(pretend: Any) -> None:
-    # No library, a counter that does not move, and one of two devices that cannot be read.
-    for nvml, in_use in ((None, [0]), (FakeNvml(0), [0]), (FakeNvml(0, None), [0, 1])):
-        pretend(*in_use, nvml=nvml)
-        with measure() as result:
-            if nvml is not None and len(in_use) > 1:
-                nvml.counters = [1, None]
-        assert result.gpu_energy_wh == result.gpu_energy_method == UNAVAILABLE
+@pytest.mark.parametrize("counters", [None, [0], [0, None]])
+def test_energy_that_cannot_be_measured_is_unavailable(counters: Any, pretend: Any) -> None:
+    """No library, a counter that does not move, and one of two devices that cannot be read."""
+    pretend(0, 1, nvml=counters and nvml_of(counters))
+    with measure() as result:
+        if counters == [0, None]:
+            counters[0] = 1
+    assert result.gpu_energy_wh == result.gpu_energy_method == UNAVAILABLE
 
 
-# ---- software and device
-
-
-def test_versions_are_the_installed_ones_of_what_decides_numbers() -> None:
+def test_software_and_device_are_described() -> None:
     names = {"python", "torch", "transformers", "fusion-bench", "lightning", "fusion-bench-featcal"}
     installed = versions()
-    assert names <= set(installed)
-    assert installed["torch"] == version("torch")
-
-
-def test_the_device_is_described() -> None:
+    assert names <= set(installed) and installed["torch"] == version("torch")
     described = describe_device("cpu")
     assert (described["device"], described["accelerator"]) == ("cpu", "none")
     assert described["cpu"] and described["cpu_cores"] >= 1

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -28,29 +29,27 @@ def figures(*runs: Path) -> dict[str, list[Panel]]:
 
 def leave_log(
     run: Path, *, relative: bool = True, stages: Sequence[str] = ("encoder",), end: str = ""
-) -> Path:
+) -> None:
     """Drift that rises by block, is three times as large for `dtd`, and that calibration halves."""
-    records = []
-    for stage, number, (task, factor) in (
-        (s, n, t) for s in stages for n in range(3) for t in (("cars", 1.0), ("dtd", 3.0))
-    ):
-        before = factor * (number + 1)
-        records.append({
-            "kind": "task", "block": f"{stage}.layers.{number}", "task": task,
-            "drift_before": before, "drift_after": before / 2,
-            "relative_drift_before": before / 10 if relative else None,
-            "relative_drift_after": before / 20 if relative else None,
-            "held_out_drift": before / 20, "held_out_drift_merged": before / 5,
-        })  # fmt: skip
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    (run / f"calibration_log{end}.jsonl").write_text(text)
-    return run
+    blocks = product(stages, range(3), (("cars", 1.0), ("dtd", 3.0)))
+    with (run / f"calibration_log{end}.jsonl").open("w") as file:
+        for stage, number, (task, factor) in blocks:
+            before = factor * (number + 1)
+            record = {
+                "kind": "task", "block": f"{stage}.layers.{number}", "task": task,
+                "drift_before": before, "drift_after": before / 2,
+                "relative_drift_before": before / 10 if relative else None,
+                "relative_drift_after": before / 20 if relative else None,
+                "held_out_drift": before / 20, "held_out_drift_merged": before / 5,
+            }  # fmt: skip
+            file.write(json.dumps(record) + "\n")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a log of its calibration and curves of a training."""
-    folder = leave_log(leave_run(tmp_path_factory.mktemp("figures") / "run"))
+    folder = leave_run(tmp_path_factory.mktemp("figures") / "run")
+    leave_log(folder)
     curves = [{"name": "surgery", "task": f"x_{task}", "losses": [[0, start], [20, 1.0], [25, 0.5]]}
               for task, start in (("left", 2.0), ("right", 4.0))]  # fmt: skip
     (folder / "training_curves.jsonl").write_text("".join(json.dumps(c) + "\n" for c in curves))
@@ -100,7 +99,7 @@ def test_accuracy_has_every_row_but_the_base_with_the_interval_of_its_gain(of_ru
 def test_mergers_and_calibrated_rows_have_panels_side_by_side(tmp_path: Path):
     for merger, level in (("task_arithmetic", 0.6), ("ties", 0.5)):
         levels = {"experts": 0.9, merger: level, "featcal": level + 0.1}
-        leave_run(tmp_path / "runs" / merger, levels, upstream=merger, items=False)
+        leave_run(tmp_path / "runs" / merger, levels, ("cars",), upstream=merger, items=False)
     leave_log(tmp_path / "runs" / "task_arithmetic", end=".plus", stages=("encoder", "decoder"))
     leave_log(tmp_path / "runs" / "ties", relative=False)
     result = figures(tmp_path / "runs")
@@ -130,7 +129,7 @@ def test_studies_and_diagnoses_have_lines_over_points_and_blocks(tmp_path: Path)
 
 
 def test_names_are_text_and_a_repeated_run_gives_equal_files(tmp_path: Path):
-    run = leave_run(tmp_path / "run", LEVELS | {f"featcal:{EVIL}\x1b[31m": 0.8}, (EVIL, "b"))
+    run = leave_run(tmp_path / "run", LEVELS | {f"featcal:{EVIL}\x1b[31m": 0.8}, (EVIL,))
     texts = []
     for folder in (tmp_path / "one", tmp_path / "two"):
         assert featcal("report", run, "--figures", folder).code == 0

@@ -1,8 +1,9 @@
 """Files of runs: they are read back as they were written, and damage is refused by name."""
 
 import json
+import math
 import os
-import shutil
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,8 @@ from reports import (
 )
 
 from fusion_bench_featcal import lab
-from fusion_bench_featcal.results import (
-    Report,
-    ReportError,
-    load_items,
-    save_items,
-)
+from fusion_bench_featcal.results import Report, ReportError, load_items, save_items
 from fusion_bench_featcal.results.long_table import means
-
-NAN = float("nan")
 
 
 def lines(folder: Path, **names: Any) -> list[dict[str, Any]]:
@@ -56,7 +50,7 @@ def test_a_written_report_loads_unchanged(tmp_path: Path):
     settings = Settings(ridge_lambda=0.05, modules=("mlp", "norm"), folder=Path("data"))
     cost = {"seconds": np.float32(1.5), "bytes": torch.tensor(3)}
     half = {"cars": torch.tensor(0.5), "dtd": 0.25}
-    report.add_row("new", half, settings=settings, cost=cost, loss={"cars": NAN, "dtd": 1.5})
+    report.add_row("new", half, settings=settings, cost=cost, loss={"cars": math.nan, "dtd": 1.5})
     folder = report.write(tmp_path / "deep" / "run").parent
     loaded = Report.load(folder)
     assert loaded.to_dict() == report.to_dict()
@@ -96,8 +90,8 @@ def test_items_survive_with_any_names(tmp_path: Path):
     rows = ["featcal:demo", "../up/down", "índice 索引", "index", ""]
     items = {row: {task: generator.random(17) < 0.5 for task in ("a|b", "a/b")} for row in rows}
     save_items(tmp_path, items)
-    loaded = load_items(tmp_path)
-    assert loaded is not None and list(loaded) == rows
+    loaded: Any = load_items(tmp_path)
+    assert list(loaded) == rows
     for row, tasks in items.items():
         for task, flag in tasks.items():
             assert loaded[row][task].dtype == np.bool_
@@ -146,70 +140,33 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, m
 # ---- refused by name
 
 ROW = {"name": "new", "accuracies": {"cars": 0.5, "dtd": 0.5}}
-BAD_ROWS: list[tuple[Any, str]] = [
+BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"accuracies": {"cars": 0.5}}, r"'new'.*missing \['dtd'\]"),
     ({"accuracies": {"cars": 50.0, "dtd": 0.5}}, "'new', task 'cars': accuracy 50.0"),
     ({"name": "featcal"}, "'featcal' is already"),
-    ({"settings": {"x": object()}}, "new.x: a object cannot"),
     ({"correct": {"cars": [True] * 2, "dtd": [True] * 2}}, r"2 of 2 test items are right.*0\.5"),
     ({"correct": {"cars": np.arange(200) < 100}}, "task 'dtd': no flags"),
-    ([[True]], r"row 'base', task 'a'.*shape \(1, 1\)"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_ROWS, ids=lambda value: str(value)[:40])
-def test_bad_rows_and_flags_are_refused(changes: Any, message: str, tmp_path: Path):
+def test_bad_rows_are_refused(changes: Any, message: str):
     with pytest.raises(ReportError, match=message):
-        if isinstance(changes, dict):
-            make_report().add_row(**(ROW | changes))
-        save_items(tmp_path, {"base": {"a": changes}})
-    assert list(tmp_path.iterdir()) == []
-
-
-BAD_REPORTS: list[tuple[Any, str]] = [
-    ({"schema": 99}, "has schema 99; this version .* reads schema 2"),
-    ({"surprise": 1}, r"unknown keys \['surprise'\]"),
-    ({"rows": {"base": {"a": 0.5, "average": 0.6}}}, "'base': average 0.6 is not the mean"),
-    (None, r"cannot read .*report\.json"),
-    ('{"kind": "run"', r"report\.json is not valid JSON"),
-    ('{"kind": "run", "schema": 2}', r"missing keys \['cost', 'device'"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), BAD_REPORTS, ids=lambda value: str(value)[:40])
-def test_loading_names_the_damage(tmp_path: Path, changes: Any, message: str):
-    folder = leave_run(tmp_path, items=False)
-    if changes is None:
-        (folder / "report.json").unlink()
-    elif isinstance(changes, str):
-        (folder / "report.json").write_text(changes)
-    else:
-        patch(folder, **changes)
-    with pytest.raises(ReportError, match=message) as caught:
-        Report.load(folder)
-    assert str(tmp_path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("suite,", "suit,", "its first line has no suite"),
-        (",2\n", ",nan\n", ", line 3: 'nan' is no number"),
-        (",2\n", ",2,3\n", ", line 3: its columns are not those of the first line"),
-    ],
-)
-def test_damaged_lines_are_refused(old: str, new: str, message: str, tmp_path: Path):
-    rows = [{"row": "featcal", "metric": "drift", "value": value} for value in (1, 2)]
-    file = leave_lines(leave_run(tmp_path), rows) / "lines.csv"
-    file.write_text(file.read_text().replace("\r\n", "\n").replace(old, new, 1))
-    text = error_of("report", tmp_path)
-    assert message in text and str(file) in text
-    with pytest.raises(ReportError, match=message):
-        lab.load(tmp_path)
+        make_report().add_row(**(ROW | changes))
 
 
 LINE = {"suite": "toy", "merger": "task_arithmetic", "row": "featcal", "task": "a", "block": "b",
         "metric": "relative", "value": 1.0}  # fmt: skip
+
+
+def test_damaged_lines_are_refused(tmp_path: Path):
+    file = leave_lines(leave_run(tmp_path), [LINE, LINE | {"task": "b"}]) / "lines.csv"
+    file.write_text(file.read_text().replace("1.0", "nan"))
+    message = ", line 2: 'nan' is no number"
+    text = error_of("report", tmp_path)
+    assert message in text and str(file) in text
+    with pytest.raises(ReportError, match=message):
+        lab.load(tmp_path)
 
 
 def test_numbers_that_must_not_be_averaged_are_refused(tmp_path: Path):
@@ -223,28 +180,11 @@ def test_numbers_that_must_not_be_averaged_are_refused(tmp_path: Path):
         means([LINE, LINE | {"metric": "items"}], "row")
 
 
-# ---- damaged files
-
-CURVE = {"name": "surgery", "task": "cars", "losses": [[0, 1.5], [20, 0.25]]}
-LOG = {"kind": "task", "task": "cars", "block": "layers.0", "drift_before": 2.0, "drift_after": 1.0}
-
-
-@pytest.fixture(scope="module")
-def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A comparison with everything that is read back."""
-    folder = tmp_path_factory.mktemp("undamaged")
-    run = leave_run(folder / "average", notes=[{"text": "a note"}])
-    (run / "training_curves.jsonl").write_text(json.dumps(CURVE) + "\n")
-    (run / "calibration_log.jsonl").write_text(json.dumps(LOG) + "\n")
-    assert featcal("report", folder, "--out", folder).code == 0
-    return folder
-
-
 def test_damaged_items_are_refused(tmp_path: Path):
     run = leave_run(tmp_path / "run")
     file = run / "items.npz"
     content = file.read_bytes()
-    for at in range(0, len(content) - 66, 17):  # the seal is at the end
+    for at in range(0, len(content) - 66, 37):  # the seal is at the end
         file.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
         with pytest.raises(ReportError, match=r"items\.npz is damaged"):
             load_items(run)
@@ -256,22 +196,30 @@ def test_damaged_items_are_refused(tmp_path: Path):
         Report.load(run)  # items of another run
 
 
-RAW = ["1e999", "NaN", "[" * 100_000, '"\\ud800"']
-RISING = CURVE | {"losses": [[20, 1.0], [0, 2.0]]}
-DAMAGED: list[tuple[str, str]] = [
-    *(("average/report.json", f'{{"kind": "run", "schema": 2, "rows": {raw}}}') for raw in RAW),
-    ("report.json", ""),
-    ("average/training_curves.jsonl", '{"name": "surgery"}'),
-    ("average/training_curves.jsonl", json.dumps(RISING)),
-    ("average/calibration_log.jsonl", json.dumps(LOG | {"drift_after": "x"})),
+# Files of a run with their contents, or what is changed in its report.
+RISING = {"name": "surgery", "task": "cars", "losses": [[20, 1.0], [0, 2.0]]}
+LOG = {"kind": "task", "task": "cars", "block": "layers.0", "drift_before": 2.0, "drift_after": "x"}
+DAMAGED: list[tuple[str, Any, str]] = [
+    ("report.json", {"schema": 99}, "has schema 99; this version .* reads schema 2"),
+    ("report.json", {"surprise": 1}, r"unknown keys \['surprise'\]"),
+    ("report.json", {"rows": {"base": {"a": 0.5, "average": 0.6}}}, "average 0.6 is not the mean"),
+    ("report.json", '{"kind": "run"', "is not valid JSON"),
+    ("report.json", '{"kind": "run", "schema": 2}', r"missing keys \['cost', 'device'"),
+    ("report.json", '{"kind": "run", "schema": 2, "rows": 1e999}', ""),
+    ("report.json", '{"kind": "run", "schema": 2, "rows": "\\ud800"}', ""),
+    ("report.json", "[" * 100_000, ""),
+    ("training_curves.jsonl", '{"name": "surgery"}', ""),
+    ("training_curves.jsonl", json.dumps(RISING), ""),
+    ("calibration_log.jsonl", json.dumps(LOG), ""),
 ]
 
 
-@pytest.mark.parametrize(("name", "content"), DAMAGED, ids=lambda value: str(value)[:30])
-def test_damaged_files_are_refused_by_name(
-    name: str, content: str, undamaged: Path, tmp_path: Path
-):
-    folder = shutil.copytree(undamaged, tmp_path / "results")
-    (folder / name).write_text(content)
-    message = error_of("report", folder, "--figures", folder / "figures")
-    assert Path(name).name in message
+@pytest.mark.parametrize(("name", "content", "message"), DAMAGED, ids=lambda value: str(value)[:40])
+def test_damaged_files_are_refused_by_name(name: str, content: Any, message: str, tmp_path: Path):
+    folder = leave_run(tmp_path / "run", items=False)
+    if isinstance(content, dict):
+        patch(folder, **content)
+    else:
+        (folder / name).write_text(content)
+    text = error_of("report", folder, "--figures", tmp_path / "figures")
+    assert str(folder / name) in text and re.search(message, text), text

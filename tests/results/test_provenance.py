@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,30 +20,22 @@ from fusion_bench_featcal.suites import image
 ARITHMETIC = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}
 
 
-class Program:
-    """A program that saves its model."""
-
-    def __init__(self, path: Path) -> None:
-        self.merged_model_save_path, self.merged_model_save_kwargs = str(path), None
-        self.taskpool = None
-
-    def save_merged_model(self, model: Any) -> None:
-        raise AssertionError("it was saved before")
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of a saved model and of its run."""
     folder = tmp_path_factory.mktemp("saved")
-    method = FeatCalAlgorithm(
+    model, log = folder / "model", folder / "log"
+    method: Any = FeatCalAlgorithm(
         base_method=ARITHMETIC, samples_per_task=2, presets={}, expert_read_budget="11MB"
     )
-    method._program = Program(folder / "model")  # type: ignore[assignment]
-    (folder / "log").mkdir()
+    method._program = SimpleNamespace(
+        merged_model_save_path=str(model), merged_model_save_kwargs=None, taskpool=None
+    )
+    log.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(method), "log_dir", property(lambda _: str(folder / "log")))
+        patch.setattr(FeatCalAlgorithm, "log_dir", property(lambda _: str(log)))
         method.run(suite_pool())
-    return folder / "model", folder / "log"
+    return model, log
 
 
 def test_digests_are_those_of_the_weights_that_were_read(saved: tuple[Path, Path]):

@@ -37,8 +37,6 @@ def test_the_last_lines_name_the_model_or_the_words_that_save_it(
 HIGHER: list[tuple[dict[str, float], str, str]] = [
     ({"featcal:mini": 0.765, "featcal:other": 0.76}, "featcal", "featcal:mini scored 1.5"),
     ({"featcal": 0.55}, "featcal", "the merged model (task_arithmetic) scored 5.0"),
-    ({"featcal:mini": 0.7}, "featcal:mini", "featcal scored 5.0"),
-    ({"surgery": 0.8}, "featcal", "surgery scored 5.0"),
     ({"featcal:mini": 0.75}, "featcal", ""),  # equal ones and references
 ]
 

@@ -6,15 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reports import (
-    LEVELS,
-    content_of,
-    error_of,
-    featcal,
-    leave_run,
-    leave_seeds,
-    summary,
-)
+from reports import LEVELS, content_of, error_of, featcal, leave_run, leave_seeds, summary
 
 from fusion_bench_featcal import lab
 from fusion_bench_featcal.results import Report, ReportError
