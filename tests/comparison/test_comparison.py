@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +73,9 @@ def test_every_merger_has_a_report(compared: Any) -> None:
         assert report.rows["experts"]["average"] == 1
         assert report.seeds.items() >= {"comparison": 42, "double": 42}.items()
         assert report.samples["double"]["left"] == {"samples": 5, "split": "train"}
+        curve = {"name": "head", "task": "left", "losses": [[0, 2.0], [20, 1.0]]}
+        curves = (compared.folder / merger / "training_curves.jsonl").read_text()
+        assert json.loads(curves) == curve
     assert content_of(compared.folder)["runs"] == list(MERGERS)
     assert "+ double" in compared.screen
     assert compared.report.loss["double"] == {"left": 0.25}  # that of `right` is not finite

@@ -174,7 +174,7 @@ class Head(Scale):
         nn.init.eye_(head.weight)
         nn.init.zeros_(head.bias)
         model: Any = nn.Sequential(merged, head)
-        model.is_surgery_model = True
+        model.is_surgery_model, model.curves = True, {"left": [(0, 2.0), (20, 1.0)]}
         model.fitted_items = {"left": ([0, 3, 4], ITEMS), "right": ([*range(ITEMS)], ITEMS)}
         return model
 

@@ -11,7 +11,6 @@ from tiny_models import (
     Suite,
     add_up,
     batched,
-    blocks_of,
     clip_suite,
     gpt2_suite,
     normal,
@@ -54,43 +53,26 @@ def chain_suite() -> Suite:
 
 
 def rows_into(model: nn.Module, batches: list, name: str) -> Tensor:
-    """Rows that a module receives over whole forward passes. For a convolution its patches."""
-    module: Any = model.get_submodule(name)
+    """Rows that a module receives over whole forward passes."""
     calls = calls_of(model, name, lambda: [oracle.run(model, batch) for batch in batches])
-    rows = [args[0] for args, _ in calls]
-    if isinstance(module, nn.Conv2d):
-        unfold = nn.Unfold(module.kernel_size, stride=module.stride)
-        rows = [unfold(x).transpose(1, 2) for x in rows]
-    return torch.cat([x.flatten(0, -2) for x in rows])
-
-
-def least_squares(suite: Suite, name: str, start: Tensor, shrunk: float = 1.0) -> Tensor:
-    """Step from `start` that fits all experts' outputs best, each on the inputs of its task."""
-    step_sum = gram_sum = torch.zeros((), dtype=torch.float64)
-    for task, expert in suite.experts.items():
-        x = rows_into(expert, suite.inputs[task], name)
-        gram = x.T @ x / len(x)
-        gram = shrunk * gram + (1 - shrunk) * torch.diag(gram.diagonal())
-        step = expert.get_parameter(f"{name}.weight").detach().flatten(1) - start
-        step_sum, gram_sum = step_sum + step @ gram, gram_sum + gram
-    return step_sum @ torch.linalg.pinv(gram_sum, hermitian=True)
+    return torch.cat([args[0].flatten(0, -2) for args, _ in calls])
 
 
 def test_regmean_is_the_formula_on_features_of_the_whole_experts() -> None:
     suite = clip_suite(sizes=(9, 5))
     result = run(RegMean, suite, off_diagonal=0.3)
-    mean = add_up(suite.base, suite.experts, 1 / len(suite.experts))
+    expected = add_up(suite.base, suite.experts, 1 / len(suite.experts))
     linear = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-    for block in blocks_of(suite.base, "CLIPEncoderLayer"):
-        inner = suite.base.get_submodule(block).named_modules(prefix=block)
-        for name in [name for name, _ in inner if name.endswith(linear)]:
-            weight = mean.get_parameter(f"{name}.weight")
-            weight.data += least_squares(suite, name, weight.detach(), 0.3)
-    assert_same(result, mean, bound=1e-7)  # all else is the experts' mean
-
-
-def test_padding_does_not_count() -> None:
-    assert_same(run(RegMean, gpt2_suite(padded=6)), run(RegMean, gpt2_suite(padded=9)))
+    for name in [name for name, _ in suite.base.named_modules() if name.endswith(linear)]:
+        right = grams = torch.zeros((), dtype=torch.float64)
+        for task, expert in suite.experts.items():
+            x = rows_into(expert, suite.inputs[task], name)
+            gram = x.T @ x / len(x)
+            gram = 0.3 * gram + 0.7 * torch.diag(gram.diagonal())
+            right = right + expert.get_parameter(f"{name}.weight").detach() @ gram
+            grams = grams + gram
+        expected.get_parameter(f"{name}.weight").data = right @ torch.linalg.inv(grams)
+    assert_same(result, expected, bound=1e-7)  # all else is the experts' mean
 
 
 def test_regmean_plusplus_is_featcal_where_inputs_are_the_blocks_own() -> None:
@@ -149,35 +131,26 @@ def test_lot_scales_steps_from_the_base_and_cuts_weak_directions(cutoff: float, 
     torch.testing.assert_close(result.get_parameter(bias), scaled.get_parameter(bias))
 
 
-def energy_weighted(suite: Suite, name: str) -> Tensor:
-    """Mean step of the experts' gains, each channel weighted by the energy behind the norm."""
-    layer: Any = suite.base.get_submodule(name)
-    energy = right = torch.zeros((), dtype=torch.float64)
-    for task, expert in suite.experts.items():
-        x = rows_into(expert, suite.inputs[task], name)
-        power = nn.functional.layer_norm(x, x.shape[-1:], eps=layer.eps).square().mean(0)
-        energy = energy + power
-        right = right + power * (expert.get_parameter(f"{name}.weight") - layer.weight).detach()
-    return right / energy
-
-
 def test_lot_weights_gains_by_energy_and_may_solve_layers_outside_the_blocks() -> None:
     suite = clip_suite(sizes=(9, 5))
     without, result = (run(Lot, suite, outside=value) for value in (False, True))
     modules = dict(suite.base.named_modules())
-    [patches] = [n for n, m in modules.items() if isinstance(m, nn.Conv2d)]
-    outside = [patches, *(n for n in modules if "layrnorm" in n or "post_lay" in n)]
-    gain = next(n for n in modules if "layers.0.layer_norm1" in n)  # in a block
-    for name in (*outside, gain):
+    norms = [name for name, module in modules.items() if isinstance(module, nn.LayerNorm)]
+    for name in norms:
+        energies = right = torch.zeros((), dtype=torch.float64)
         start = suite.base.get_parameter(f"{name}.weight").detach()
-        if name == patches:
-            step = least_squares(suite, name, start.flatten(1)).view_as(start)
-        else:
-            step = energy_weighted(suite, name)
+        for task, expert in suite.experts.items():
+            x = rows_into(expert, suite.inputs[task], name)
+            energy = nn.functional.layer_norm(x, x.shape[-1:], eps=1e-5).square().mean(0)
+            right = right + energy * (expert.get_parameter(f"{name}.weight") - start).detach()
+            energies = energies + energy
         weight = result.get_parameter(f"{name}.weight")
-        torch.testing.assert_close(weight, start + Lot().scale * step, rtol=1e-5, atol=1e-7)
+        expected = start + Lot().scale * right / energies
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-7)
+    outside = [n for n in norms if ".layers." not in n]
+    outside += [n for n, module in modules.items() if isinstance(module, nn.Conv2d)]
+    assert len(outside) == 3
     changed = {f"{name}.weight" for name in outside}
-    assert len(changed) == 3
     for name, value in result.state_dict().items():
         assert torch.equal(value, without.state_dict()[name]) == (name not in changed), name
 

@@ -15,13 +15,10 @@ from fusion_bench_featcal.lab import rivals
 
 SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("Surgery", {"rank": 0, "steps": 1.5}, r"rank must be an integer >= 1, got 0; method\.steps"),
-    ("Surgery", {"learning_rate": float("inf")}, r"method\.learning_rate must be .*, got inf"),
     ("Surgery", {"stream": "train"}, r"method\.stream must be .*, got 'train'"),
-    ("Surgery", {"ranks": 1}, r"method\.ranks .*'rank'"),
     ("ProbSurgery", {"shared": True, "optimizer": "per_task"}, r"set method\.optimizer=joint"),
     ("RidgeSurgery", {"samples_per_task": 1}, r"ridge_lambda=auto.*method\.samples_per_task"),
     ("Distillation", {"ridge_lambda": 1}, r"method\.ridge_lambda is no setting of distillation"),
-    ("FeatCal", {"checkpoint_dir": "blocks"}, r"checkpoint_dir.*method\.results_dir"),
     ("SurgeryAlgorithm", {"base_metod": 1}, "'base_method'"),
 ]
 
@@ -32,31 +29,30 @@ def test_settings(kind: str, keys: dict[str, Any], message: str) -> None:
         getattr(rivals, kind)(**keys)
 
 
-def without(name: str, **options: Any) -> Any:
-    return lambda models, _: tiny_pool({n: p for n, p in models.items() if n != name}, **options)
-
-
-def texts(kind: str) -> Any:
-    return lambda _, folder: text_pool(kind, folder)
-
-
 MEAN = {"base_method": {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}}
 VAL = {"stream": "calibration", "calibration_split": "val"}
-POOLS: list[tuple[str, dict[str, Any], Any, str]] = [
-    ("Surgery", {}, without("", test=0), r"method\.stream=test_tta.*test_datasets\.one.*none"),
-    ("Surgery", VAL, without(""), r"calibration_split=val.*modelpool\.val_datasets\.one"),
-    ("Surgery", {}, without("_merged_"), r"modelpool\.models\._merged_"),
-    ("RegMean", {}, without("_pretrained_"), r"modelpool\.models\._pretrained_"),
-    ("RidgeSurgery", MEAN | {"final_norm": "ln_f"}, texts("causal"), r"has no ln_f: .*final_norm"),
-    ("SurgeryV2", MEAN, texts("seq2seq"), "surgery_v2 corrects CLIP vision models, and"),
+# Method and settings -> model and data that the pool lacks, and the message.
+POOLS: list[tuple[str, dict[str, Any], str, int, str]] = [
+    ("Surgery", {}, "", 0, r"method\.stream=test_tta.*test_datasets\.one.*none"),
+    ("Surgery", VAL, "", 10, r"calibration_split=val.*modelpool\.val_datasets\.one"),
+    ("Surgery", {}, "_merged_", 10, r"modelpool\.models\._merged_"),
+    ("RegMean", {}, "_pretrained_", 10, r"modelpool\.models\._pretrained_"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "keys", "make", "message"), POOLS)
-def test_pools_before_a_model_is_loaded(kind, keys, make, message, models, tmp_path) -> None:
-    pool = make(models, tmp_path)
+@pytest.mark.parametrize(("kind", "keys", "absent", "tests", "message"), POOLS)
+def test_pools_before_a_model_is_loaded(kind, keys, absent, tests, message, models) -> None:
+    pool = tiny_pool({n: path for n, path in models.items() if n != absent}, test=tests)
     with pytest.raises(CalibrationError, match=message):
         getattr(rivals, f"{kind}Algorithm")(**keys).run(refusing(pool))
+
+
+def test_language_models_that_cannot_be_corrected(tmp_path) -> None:
+    pool = refusing(text_pool("causal", tmp_path))
+    with pytest.raises(CalibrationError, match=r"has no ln_f: .*final_norm"):
+        rivals.RidgeSurgeryAlgorithm(**MEAN, final_norm="ln_f").run(pool)
+    with pytest.raises(CalibrationError, match="surgery_v2 corrects CLIP vision models, and"):
+        rivals.SurgeryV2Algorithm(**MEAN).run(pool)
 
 
 def test_samples_and_steps_of_distillation() -> None:

