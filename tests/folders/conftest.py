@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -121,9 +122,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(models: Path, tmp_path: Path) -> Path:
     """Llamas and their texts, which a test may change."""
-    makers.llama_folders(tmp_path)
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 

@@ -2,11 +2,9 @@
 
 import copy
 import json
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, wraps
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
@@ -54,16 +52,9 @@ def words(
     experts: Sequence[str] = TASKS,
     data: str | Sequence[str] = "{}.jsonl",
 ) -> list[str]:
-    """Arguments of `featcal calibrate` for models and data of a folder.
+    """Arguments of `featcal calibrate` for models and data of a folder, with the result in `out`.
 
-    Args:
-        folder: The folder, in which the result goes to `out`.
-        more: Further arguments.
-        merged: Merged model.
-        base: Base model.
-        names: Names of the tasks.
-        experts: Folders of the experts.
-        data: File of each task, or a pattern for them.
+    `experts` are folders of the experts, `data` the file of each task or a pattern for them.
     """
     arguments = ["calibrate", *([] if merged is None else [str(folder / merged)])]
     arguments += [] if base is None else ["--base", str(folder / base)]
@@ -73,23 +64,6 @@ def words(
         for name, location in zip(names, locations, strict=False):
             arguments += [option, f"{name}={folder / location}"]
     return [*arguments, *more]
-
-
-def created_once(make: Callable[[Path], Models]) -> Callable[[Path], Models]:
-    """Make folders once in a process, and copies of them and of their models for each test."""
-
-    @cache
-    def original() -> tuple[TemporaryDirectory[str], Models]:
-        folder = TemporaryDirectory()  # removed when the process ends
-        return folder, make(Path(folder.name))
-
-    @wraps(make)
-    def copied(folder: Path) -> Models:
-        source, models = original()
-        shutil.copytree(source.name, folder, dirs_exist_ok=True)
-        return copy.deepcopy(models)
-
-    return copied
 
 
 def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -121,17 +95,6 @@ def write_models(
     return models
 
 
-def language_folders(make: Callable[[], Any], *, ends: bool = False) -> Callable[[Path], Models]:
-    """Maker of a language model, two experts, their merged model and texts of each task."""
-
-    def folders(folder: Path) -> Models:
-        for task in TASKS:
-            write_rows(folder / f"{task}.jsonl", sentences(task, ROWS))
-        return write_models(folder, make(), word_tokenizer(ends=ends))
-
-    return created_once(folders)
-
-
 def gpt2_model() -> nn.Module:
     """Weights as `[inputs, outputs]`, biases, tied embeddings."""
     torch.manual_seed(0)
@@ -139,9 +102,16 @@ def gpt2_model() -> nn.Module:
     return scatter(GPT2LMHeadModel(config), 0, 0.1)
 
 
-llama_folders = language_folders(llama_model)
-t5_folders = language_folders(t5_model, ends=True)
-gpt2_folders = language_folders(gpt2_model)
+def language_folders(folder: Path, make: Any, *, ends: bool = False) -> Models:
+    """A language model, two experts, their merged model and texts of each task."""
+    for task in TASKS:
+        write_rows(folder / f"{task}.jsonl", sentences(task, ROWS))
+    return write_models(folder, make(), word_tokenizer(ends=ends))
+
+
+llama_folders = partial(language_folders, make=llama_model)
+t5_folders = partial(language_folders, make=t5_model, ends=True)
+gpt2_folders = partial(language_folders, make=gpt2_model)
 
 
 def write_adapters(folder: Path, base: nn.Module) -> None:
@@ -150,7 +120,6 @@ def write_adapters(folder: Path, base: nn.Module) -> None:
         write_adapter(folder / f"{task}-lora", base, number, lora_alpha=1)
 
 
-@created_once
 def classifier_folders(folder: Path) -> Models:
     """BERT sequence classifiers whose heads have two and three classes, and labelled texts."""
     size: Any = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -175,7 +144,6 @@ def classifier_folders(folder: Path) -> Models:
     return write_models(folder, base, tokenizer, experts, merged)
 
 
-@created_once
 def image_classifier_folders(folder: Path) -> Models:
     """ViT image classifiers with heads of three classes, and folders of images."""
     config = ViTConfig(
@@ -192,7 +160,6 @@ def image_classifier_folders(folder: Path) -> Models:
     return write_models(folder, scatter(ViTForImageClassification(config), 0, 0.1), processor)
 
 
-@created_once
 def clip_folders(folder: Path) -> Models:
     """Whole CLIPs whose vision towers differ, and folders of images."""
     write_clip(folder / "base")
