@@ -152,31 +152,32 @@ def table(names, columns=("image", "label")) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows, features=features)
 
 
+def per_shape(*names: str) -> list[str]:
+    """Class names of four pictures each."""
+    return [name for name in names for _ in range(4)]
+
+
 RENAMED = ["star", "circle", "square"]
-TASKS = {
-    "classnames": {"data": "SHAPES", "classnames": RENAMED},
-    "order": {"data": "SHAPES", "classnames": [1, 2.5, "x"], "classnames_by": "order"},
-    "columns": {
-        "data": {"_target_": "builtins.dict", "test": {"_target_": f"{__name__}.table",
-                 "names": list(SHAPES), "columns": ["img", "kind"]}},
-        "split": "test", "image_column": "img", "label_column": "kind", "classnames": RENAMED,
-    },
-    "view": {"classnames": RENAMED},  # of a dataset of FusionBench's way to define tasks
-    "split": {"data": "SHAPES/..", "split": "shapes", "templates": "a {x} {}"},
+IN_COLUMNS = {"_target_": f"{__name__}.table", "names": list(SHAPES), "columns": ["img", "kind"]}
+# Keys of a task, and the classes of its items.
+TASKS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "plain": ({"data": "SHAPES"}, per_shape(*SHAPES)),
+    "classnames": ({"data": "SHAPES", "classnames": RENAMED}, per_shape(*SHAPES)),
+    "order": ({"data": "SHAPES", "classnames": [1, 2.5, "x"], "classnames_by": "order"},
+              per_shape("1", "2.5", "x")),
+    "columns": ({"data": {"_target_": "builtins.dict", "test": IN_COLUMNS}, "split": "test",
+                 "image_column": "img", "label_column": "kind", "classnames": RENAMED},
+                list(SHAPES)),
+    "split": ({"data": "SHAPES/..", "split": "shapes", "templates": "a {x} {}"},
+              per_shape(*SHAPES)),
 }  # fmt: skip
-BY_SHAPE = [name for name in SHAPES for _ in range(4)]
-CLASSES = dict.fromkeys(("plain", "view", "classnames", "split"), BY_SHAPE) | {
-    "order": [name for name in ("1", "2.5", "x") for _ in range(4)],
-    "columns": list(SHAPES),
-}
 
 
 def test_every_key_of_a_task_is_used(make_pool, shapes, model):
-    tasks = json.loads(json.dumps(TASKS).replace("SHAPES", str(shapes)))
-    sets = {key: {"_target_": LOAD, "path": str(shapes)} for key in ("plain", "view")}
-    pool = make_pool(test_datasets=OmegaConf.create(sets), tasks=OmegaConf.create(tasks))
+    keys = json.dumps({name: task for name, (task, _) in TASKS.items()})
+    pool = make_pool(tasks=OmegaConf.create(keys.replace("SHAPES", str(shapes))))
     report = pool.evaluate(model)
-    assert pool.item_classes == CLASSES
+    assert pool.item_classes == {name: classes for name, (_, classes) in TASKS.items()}
     # the order of the classes is no matter of the pictures
     assert report["classnames"] == pytest.approx(report["plain"], rel=1e-5)
     names, templates = get_classnames_and_templates("split")
@@ -215,35 +216,33 @@ def test_bad_keys_are_refused_before_anything_is_loaded(make_pool, shapes, keys,
         make_pool(**json.loads(json.dumps(keys).replace("SHAPES", str(shapes))))
 
 
-def row(label: int | None, size: tuple[int, int] = (28, 28)) -> dict[str, Any]:
-    return {"image": picture(0, size)} | ({} if label is None else {"label": label})
-
-
 def unsized(image) -> torch.Tensor:
     return torch.zeros(3, image.height, image.width)
 
 
-TWO = {"classnames": ["circle", "star"]}
+CAT = {"image": picture(0), "label": 0}
+SMALL = {"image": picture(0, (30, 20)), "label": 0}
+TWO = {"classnames": ["cat", "dog"]}
 
 
 @pytest.mark.parametrize(
-    ("task", "data", "definition", "keys", "message"),
+    ("task", "data", "definition", "message"),
     [
-        ("x", [row(0), row(2)], TWO, {}, r"test_datasets\.x, item 1: label 2 is out of ra"),
-        ("x", [row(None)], TWO, {}, r"task 'x'.*item 0 has no label"),
-        ("x", [], TWO, {}, r"task 'x' has no test items"),
-        ("x", [row(0), row(0, (30, 20))], TWO, {"data_processor": unsized},
-         r"task 'x'.*\[3, 28, 28\] and \[3, 20, 30\].*taskpool\.processor"),
-        ("mnist", [row(0)], {"templates": "x {}"}, {}, "FusionBench has other templates for 'mnis"),
-        ("x", [row(0)], TWO, {"base_model": "who/clip"},
-         r"taskpool\.processor=who/clip: .*HF_HUB_OFFLINE is set"),
+        ("x", [CAT, CAT | {"label": 2}], TWO, r"test_datasets\.x, item 1: label 2 is out of ra"),
+        ("x", [{"image": picture(0)}], TWO, r"task 'x'.*item 0 has no label"),
+        ("x", [], TWO, r"task 'x' has no test items"),
+        ("x", [CAT, SMALL], TWO, r"task 'x'.*\[3, 28, 28\] and \[3, 20, 30\].*taskpool\.processor"),
+        ("mnist", [CAT], {"templates": "x {}"}, "FusionBench has other templates for 'mnist'"),
     ],
-)  # fmt: skip
+)
 def test_items_that_cannot_be_evaluated_are_named(
-    make_pool, model, task, data, definition, keys, message
+    make_pool, model, task, data, definition, message
 ):
     with pytest.raises(REFUSALS, match=message):
-        make_pool(test_datasets={task: data}, tasks={task: definition}, **keys).evaluate(model)
+        pool = make_pool(
+            test_datasets={task: data}, tasks={task: definition}, data_processor=unsized
+        )
+        pool.evaluate(model)
 
 
 def test_model_with_nan_is_refused(make_pool, two_tasks, model):
