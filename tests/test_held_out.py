@@ -17,14 +17,13 @@ from torch.nn.functional import cosine_similarity
 from tricky_models import biased, stack_suite
 from variations import parted
 
-from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal import CalibrationError, CalibrationLog, FeatCalSettings
 from fusion_bench_featcal.agreement import (
     Agreement,
     calibrate_and_compare,
     outcome_of,
     warnings_of,
 )
-from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.problem import Request
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.samples import hold_out

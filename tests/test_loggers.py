@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 
+from fusion_bench_featcal import CalibrationLog
 from fusion_bench_featcal.fusionbench.loggers import log_results
-from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.results import Report
 
 ROW = "task_arithmetic/featcal_plus"

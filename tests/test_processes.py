@@ -18,13 +18,11 @@ from safetensors.torch import save_model
 from tiny_convs import batched_suite
 from tiny_models import Suite, clip_suite, t5_suite
 
-from fusion_bench_featcal import CalibrationError, CalibrationResult, SafetensorsExpert
+from fusion_bench_featcal import CalibrationError, CalibrationResult, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.experts import hollow_copy
 from fusion_bench_featcal.json_files import read_json
 from fusion_bench_featcal.output.folder import OutputFolder
 from fusion_bench_featcal.processes import LostProcessError, Processes
-from fusion_bench_featcal.rules.paper import Paper
-from fusion_bench_featcal.rules.plus import Plus
 
 PAPER, PLUS = Paper(), Plus()
 SIZE = "number of processes (fabric.devices x fabric.num_nodes)"

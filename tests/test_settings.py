@@ -12,12 +12,10 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 from reports import error_of, featcal
 
-from fusion_bench_featcal import FeatCalSettings, ReplayFamily
+from fusion_bench_featcal import FeatCalSettings, Paper, Plus, ReplayFamily
 from fusion_bench_featcal.families import _BY_NAME
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS
 from fusion_bench_featcal.rules import rule_of
-from fusion_bench_featcal.rules.paper import Paper
-from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.setting_docs import algorithm_class, method_names
 from fusion_bench_featcal.setting_fields import settings_of
 from fusion_bench_featcal.settings import PLUS

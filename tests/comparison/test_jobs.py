@@ -13,8 +13,8 @@ from comparison_parts import MERGERS, Deadly, Scale, method
 from fusion_bench.utils import instantiate
 from omegaconf import OmegaConf
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.settings import CalibrationError
 
 METHODS = {"double": method(Scale)}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fusion_bench_featcal.processes import TorchProcesses
+from fusion_bench_featcal import TorchProcesses
 
 
 def in_processes(

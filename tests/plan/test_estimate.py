@@ -17,7 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
-from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate, memory
+from fusion_bench_featcal import (
+    CalibrationError,
+    FeatCalSettings,
+    Paper,
+    Plus,
+    SafetensorsExpert,
+    calibrate,
+    memory,
+)
 from fusion_bench_featcal import plan as module
 from fusion_bench_featcal.experts import hollow_copy
 from fusion_bench_featcal.families import resolve_family
@@ -26,9 +34,6 @@ from fusion_bench_featcal.fusionbench.empty_models import empty_model
 from fusion_bench_featcal.fusionbench.plan_run import log_plan
 from fusion_bench_featcal.plan import Plan, check, one_line, plan_of
 from fusion_bench_featcal.plan_shapes import Request, Shapes
-from fusion_bench_featcal.rules.paper import Paper
-from fusion_bench_featcal.rules.plus import Plus
-from fusion_bench_featcal.settings import CalibrationError
 
 CONFIG = CLIPVisionConfig(
     hidden_size=128, intermediate_size=512, num_hidden_layers=1, num_attention_heads=2,

@@ -7,9 +7,9 @@ import pytest
 from calibrations import assert_identical
 from tricky_models import few_outputs, stack_suite
 
-from fusion_bench_featcal import calibrate
-from fusion_bench_featcal.rules.paper import Paper
-from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule
+from fusion_bench_featcal import Paper, calibrate
+from fusion_bench_featcal.rules import Rule
+from fusion_bench_featcal.rules.rule import GroupSums, Linear
 
 
 @dataclass(frozen=True)
