@@ -9,7 +9,6 @@ import pytest
 import torch
 from tiny_texts import llama_model, word_tokenizer
 
-from fusion_bench_featcal.fusionbench.evaluation import evaluate
 from fusion_bench_featcal.tasks.harness import LMEvalTaskPool
 
 WORDS = list("abcdefghijklmnopqrst")
@@ -84,8 +83,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("limit", "rows"), [(None, 8), (4, 4)])
 def test_accuracy_is_that_of_the_model(pool, model, limit, rows):
     pool.batch_size, pool.limit = 3, limit
-    result = evaluate(pool, model, name="merged")
-    assert result.accuracy == dict.fromkeys(("tiny_choice", "tiny_writing"), RIGHT / rows)
+    report = pool.evaluate(model)
+    assert {task: result["accuracy"] for task, result in report.items()} == dict.fromkeys(
+        ("tiny_choice", "tiny_writing"), RIGHT / rows
+    )
 
 
 def test_featcal_calibrate_scores_by_lm_eval(pool, tmp_path, monkeypatch, capsys):

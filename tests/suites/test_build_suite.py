@@ -22,7 +22,6 @@ from transformers import (
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.suites import image
-from fusion_bench_featcal.suites.checksums import check
 
 CLIP, RESNET, LLAMA = "clip-vit-mini", "resnet-mini", "llama-mini"
 # Classes of base and expert, and the processor; the tasks.
@@ -99,7 +98,7 @@ def test_a_built_suite_is_whole_and_experts_keep_what_is_shared(suite, tmp_path)
     rows = record["accuracies"]["alphabets2"] if suite == CLIP else record["accuracies"]
     assert list(rows) == ["base", "experts", "simple_average", "task_arithmetic"]
     assert {tuple(row) for row in rows.values()} == {(*tasks, "average")}
-    assert check(tmp_path) == []
+    assert main(["suite", "check", str(tmp_path)]) == 0
 
 
 def test_a_stopped_build_resumes_and_gives_the_same_files(tmp_path):

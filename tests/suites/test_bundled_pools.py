@@ -12,8 +12,8 @@ import torch
 from configs import composed
 from fusion_bench.method import SimpleAverageAlgorithm
 from fusion_bench.utils import instantiate
+from omegaconf import OmegaConf
 
-from fusion_bench_featcal.fusionbench.evaluation import evaluate
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.suites import image, paths, text
 
@@ -69,8 +69,9 @@ def test_task_pools_measure_what_the_builder_measured(name, task):
     pool: Any = instantiate(config.modelpool, _recursive_=False)
     model = SimpleAverageAlgorithm(show_pbar=False).run(pool)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    task_pool = instantiate(config.taskpool, _recursive_=False)
-    measured = evaluate(task_pool, model, name="simple_average", tasks=[task]).accuracy[task]
+    tests = OmegaConf.masked_copy(config.taskpool.test_datasets, [task])
+    task_pool = instantiate(config.taskpool, test_datasets=tests, _recursive_=False)
+    measured = task_pool.evaluate(model)[task]["accuracy"]
     suite, _, task_set = name.partition("_")
     record = json.loads(Path(paths.suite_path(f"{suite}/MEASURED.json")).read_text("utf-8"))
     assert record["seed"] == 0

@@ -9,7 +9,6 @@ import pytest
 from tiny_texts import llama_model, word_tokenizer
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.fusionbench.evaluation import evaluate
 from fusion_bench_featcal.tasks.harness import LMEvalTaskPool
 
 RESULTS = {"gsm8k": {"exact_match,none": 0.25, "alias": "gsm8k"}, "ifeval": {"acc,none": 0.5}}
@@ -38,15 +37,15 @@ def test_each_task_has_its_own_metric(harness, tmp_path):
     word_tokenizer().save_pretrained(tmp_path)
     tasks, model = {"gsm8k": "exact_match,none", "ifeval": "acc,none"}, llama_model()
     pool = LMEvalTaskPool(tasks, tokenizer=str(tmp_path), batch_size=3, limit=7)
-    result = evaluate(pool, model, name="merged")
-    assert result.accuracy == {"gsm8k": 0.25, "ifeval": 0.5}
+    report = pool.evaluate(model)
+    assert [report[task]["accuracy"] for task in tasks] == [0.25, 0.5]
     assert (harness["tasks"], harness["limit"]) == (["gsm8k", "ifeval"], 7)
     assert harness["confirm_run_unsafe_code"] is False
     assert harness["wrapped"]["pretrained"] is model
     assert harness["wrapped"]["batch_size"] == 3
     tasks["ifeval"] = "exact_match,none"
     with pytest.raises(CalibrationError, match=r"taskpool\.tasks\.ifeval.*acc,none"):
-        evaluate(pool, model, name="merged")
+        pool.evaluate(model)
 
 
 def test_without_lm_eval_the_way_out_is_named(monkeypatch):
