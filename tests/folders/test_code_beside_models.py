@@ -4,13 +4,11 @@ import ast
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
-from made_folders import image_classifier_folders, llama_folders, t5_folders, words
+from made_folders import image_classifier_folders, llama_folders, words
 from omegaconf import OmegaConf
 
 import fusion_bench_featcal
@@ -20,8 +18,6 @@ from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels, load_pool_model
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 
-IGNORES = int(transformers.__version__.partition(".")[0]) >= 5
-"""Code beside T5's tokenizer is ignored, where transformers 4 refuses to load it."""
 LOADING = ("from_pretrained", "from_config")
 CONCRETE = {"CLIPModel", "CLIPVisionModel"}
 """Classes that load as they are, whatever a config names."""
@@ -118,15 +114,7 @@ def pool_of(kind: str, folder: Path) -> Any:
         return pool(models=OmegaConf.create(paths), type="transformers")
     load = {"_target_": "transformers.AutoTokenizer.from_pretrained"}
     load["pretrained_model_name_or_path"] = paths["_pretrained_"]
-    tokenizer = OmegaConf.create(load)
-    if kind == "causal":
-        return modelpool.CausalLMPool(paths, tokenizer=tokenizer)
-    load = {"_target_": "transformers.AutoModelForSeq2SeqLM.from_pretrained"}
-    models: Any = {n: load | {"pretrained_model_name_or_path": p} for n, p in paths.items()}
-    return modelpool.Seq2SeqLMPool(models, tokenizer=tokenizer)
-
-
-MAKERS = {"causal": llama_folders, "seq2seq": t5_folders}
+    return modelpool.CausalLMPool(paths, tokenizer=OmegaConf.create(load))
 
 
 @pytest.mark.parametrize(
@@ -134,18 +122,15 @@ MAKERS = {"causal": llama_folders, "seq2seq": t5_folders}
     [
         ("causal", "one", "config.json"),
         ("causal", "base", "tokenizer_config.json"),
-        ("seq2seq", "base", "tokenizer_config.json"),
         ("images", "base", "preprocessor_config.json"),
     ],
 )
 def test_pools_run_no_code(folder, capfd, kind, model, file):
-    MAKERS.get(kind, image_classifier_folders)(folder)
+    (llama_folders if kind == "causal" else image_classifier_folders)(folder)
     plant(folder / model, file)
     pool = pool_of(kind, folder)
-    ignored = IGNORES and (kind, file) == ("seq2seq", "tokenizer_config.json")
-    refused = pytest.raises(CalibrationError, match=str(folder / model))
-    with nullcontext() if ignored else refused:
-        models = PoolModels(pool) if kind in MAKERS else {}
+    with pytest.raises(CalibrationError, match=str(folder / model)):
+        models = PoolModels(pool) if kind == "causal" else {}
         for name in models:
             models[name].config  # noqa: B018
             load_pool_model(pool, name)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from calibrations import PAPER, PLUS, settings_of, with_rule
 from model_types import ROWS
 from tiny_models import Suite, clip_suite, decoder_suite, residual_suite, t5_suite
@@ -259,16 +258,3 @@ def test_parameters_blocks_and_memory_of_a_published_model():
     assert memory["model"] == 2 * parameters
     assert memory["features"] == 2 * 2 * 3 * 10 * 100 * 3072
     assert memory["solve"] == 2 * 4 * 3072 * 2 * 8192
-
-
-@pytest.mark.parametrize("name", ["gpt2", "vit"])
-def test_class_of_a_configuration_is_the_one_that_it_names(name: str, tmp_path: Path):
-    make: Any = next(row for row in ROWS if row.name == name).make
-    model = make()[0]
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(tmp_path)
-    assert type(empty_model(str(tmp_path))) is type(model)
-    model.config.architectures = None
-    model.config.save_pretrained(tmp_path)
-    auto = transformers.AutoModel if name == "vit" else transformers.AutoModelForCausalLM
-    assert type(empty_model(str(tmp_path))) is auto._model_mapping[type(model.config)]

@@ -1,7 +1,6 @@
 """Upstream mergers that read files by tensor give FusionBench's bits within a read budget."""
 
 import copy
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +63,7 @@ def test_merging_by_tensor_has_fusion_benchs_bits(name: str):
         assert_identical(merged, upstream.run(pool))
 
 
-def test_values_that_are_not_finite_and_counts_of_batches():
+def test_counts_of_batches_and_values_that_are_not_finite():
     model = nn.BatchNorm1d(2)
     expert = ExpertModel("a", InMemoryExpert(model), model)
     with pytest.raises(CalibrationError, match=r"'weight' is NaN or infinite.*base_method"):
@@ -74,11 +73,6 @@ def test_values_that_are_not_finite_and_counts_of_batches():
     merged.num_batches_tracked.fill_(3)
     fill(merged, expert, [expert], _average)
     assert merged.num_batches_tracked == 0
-    broken = copy.deepcopy(model)
-    nn.init.constant_(broken.weight, float("nan"))
-    other = ExpertModel("b", InMemoryExpert(broken), model)
-    with pytest.raises(CalibrationError, match=r"expert 'b': tensor 'weight' has NaN"):
-        fill(merged, expert, [expert, other], _average)
 
 
 def merged_by(config: Any, pool: Any, *, from_files: bool = True) -> nn.Module:
@@ -99,30 +93,13 @@ def test_files_are_merged_as_they_load(make: Any, config: Any, tmp_path: Path, c
     assert type(merged) is type(expected)
 
 
-def other_dtype(folder: Path) -> Any:
-    """A pool with an expert stored in another precision than its config names."""
-    model = CLIPVisionModel.from_pretrained(image.path("mini_greek"), dtype=torch.float32)
-    model.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config))
-    models = {"_pretrained_": image.path(), "mini_greek": str(folder)}
-    return suite_pool(models=models | {"mini_latin": image.path("mini_latin")})
-
-
-@pytest.mark.parametrize(
-    ("config", "make"),
-    [
-        (TIES, lambda _: suite_pool()),
-        (AVERAGE | {"weights": [1]}, lambda _: suite_pool()),
-        (ARITHMETIC, other_dtype),
-    ],
-)
-def test_mergers_that_cannot_read_files_load_models(config: Any, make: Any, tmp_path, monkeypatch):
+@pytest.mark.parametrize("config", [TIES, AVERAGE | {"weights": [1]}])
+def test_mergers_that_cannot_read_files_load_models(config: Any, monkeypatch):
     calls: list[Any] = []
     linear = nn.Linear(1, 1)
     run_merger = "fusion_bench_featcal.fusionbench.upstream.run_merger"
     monkeypatch.setattr(run_merger, lambda *args: calls.append(args) or linear)
-    assert merged_by(config, make(tmp_path / "other")) is linear and len(calls) == 1
+    assert merged_by(config, suite_pool()) is linear and len(calls) == 1
 
 
 # --- read budgets ---
@@ -181,8 +158,6 @@ def test_a_merged_model_of_the_pool_is_no_expert_read(tmp_path: Path) -> None:
 
 
 def test_a_plan_subtracts_the_bytes_that_a_merger_reads() -> None:
-    words = ["modelpool=clip-vit-mini_TA6"]
-    budget = run_request([*words, "method.expert_read_budget=1GB"]).settings.expert_read_budget
+    words = ["modelpool=clip-vit-mini_TA6", "method.expert_read_budget=1GB"]
+    budget = run_request(words).settings.expert_read_budget
     assert isinstance(budget, int) and budget < 10**9
-    with pytest.raises(CalibrationError, match="reads every expert whole"):
-        run_request([*words, "method.expert_read_budget='50%'"])
