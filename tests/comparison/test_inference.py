@@ -35,10 +35,10 @@ class Tower(nn.Module):
         return pixels
 
 
-def timed(model: Tower, images: int = 100, reference: Any = (1.0,), projects: bool = True) -> Any:
+def timed(model: Tower, images: int = 100, reference: Any = (1.0,)) -> Any:
     """Time a model whose reference takes the given times."""
     loader = SimpleNamespace(dataset=[(torch.ones(4), 0)] * images)
-    clip = SimpleNamespace(visual_projection=nn.Linear(4, 4) if projects else None)
+    clip = SimpleNamespace(visual_projection=nn.Linear(4, 4))
     pool: Any = SimpleNamespace(test_dataloaders={"first": loader}, clip_model=clip)
     return InferenceTimer(pool, FABRIC, lambda: Tower(model.clock, *reference)).time(model)
 
@@ -63,9 +63,3 @@ def test_a_machine_that_slows_down_changes_no_ratio(clock: Any) -> None:
     assert (fast.relative, slow.relative) == pytest.approx((1, 2))
     first, second = on_one_clock([fast, slow])
     assert second / first == pytest.approx(2)
-
-
-@pytest.mark.parametrize("without", [{"images": 0}, {"projects": False}])
-def test_without_images_or_a_projection_there_is_no_time(without: Any, clock: Any) -> None:
-    model = Tower(clock, 1.0)
-    assert timed(model, **without) is None and model.calls == 0

@@ -34,7 +34,7 @@ RIVALS: dict[str, dict[str, Any]] = {
 }
 CASES = [
     *((kind, "clip") for kind in RIVALS),
-    *((kind, "causal") for kind in ("Distillation", "ProDistill", "RegMean", "Surgery")),
+    *((kind, "causal") for kind in ("Distillation", "ProDistill", "Surgery")),
     *((kind, "seq2seq") for kind in ("AnchorOnly", "ProbSurgery", "RidgeSurgery")),
 ]
 

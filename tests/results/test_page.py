@@ -86,15 +86,15 @@ def test_a_report_loads_no_model_and_no_framework(tmp_path: Path):
 
 
 SCRIPT = """
-const rows = () => [...document.querySelector("table").tBodies[0].rows]
-  .filter(row => !row.hidden).map(row => row.cells[0].textContent);
-const heads = () => [...document.querySelector("table").tHead.rows[0].cells];
-const head = name => heads().find(cell => cell.textContent === name);
+const table = document.querySelector("table");
+const rows = () => [...table.tBodies[0].rows].filter(row => !row.hidden);
 const result = [];
 for (const name of ["average", "average", "gain over merger"]) {
-  head(name).querySelector("button").click();
-  result.push([head(name).getAttribute("aria-sort"), rows(),
-               heads().filter(cell => cell.hasAttribute("aria-sort")).length]);
+  [...table.tHead.rows[0].cells].find(cell => cell.textContent === name)
+    .querySelector("button").click();
+  result.push([table.querySelectorAll("[aria-sort]").length,
+               table.querySelector("[aria-sort]").getAttribute("aria-sort"),
+               ...rows().map(row => row.cells[0].textContent)]);
 }
 const field = document.querySelector("input[type=search]");
 result.push(["surgery", "RIDGE surgery", "nothing", ""].map(words => {
@@ -115,21 +115,18 @@ def test_heads_sort_and_a_filter_keeps_rows_with_all_words(tmp_path: Path):
     run = leave_run(tmp_path / "run", LEVELS | {"surgery": 0.7, "ridge_surgery": 0.72})
     page = tmp_path / "tested.html"
     page.write_text(page_of(run, tmp_path).replace("</body>", f"<script>{SCRIPT}</script></body>"))
-    command = [
-        str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run",
-        "--disable-dev-shm-usage", "--virtual-time-budget=2000",
-        f"--user-data-dir={tmp_path / 'profile'}", "--blink-settings=preferredColorScheme=0",
-        "--dump-dom", page.as_uri(),
-    ]  # fmt: skip
+    words = "--headless=new --no-sandbox --disable-gpu --no-first-run --disable-dev-shm-usage "
+    words += "--virtual-time-budget=2000 --blink-settings=preferredColorScheme=0 --dump-dom"
+    command = [BROWSER, *words.split(), f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     output: Any = re.search("<pre>(.*?)</pre>", done.stdout, re.S)
     assert output, done.stdout[-500:]
-    first, second, third, filtered, colour = json.loads(output[1])
+    falling, rising, by_gain, filtered, colour = json.loads(output[1])
     over = "task_arithmetic + "
-    order = ["experts", f"{over}featcal", f"{over}ridge_surgery", f"{over}surgery",
-             "task_arithmetic", "base"]  # fmt: skip
-    assert first == ["descending", order, 1]
-    assert second == ["ascending", order[::-1], 1]
-    assert third[1][:3] == order[1:4]  # rows without a value stay at the end
+    order = ["experts", f"{over}featcal", f"{over}ridge_surgery", f"{over}surgery"]
+    order += ["task_arithmetic", "base"]
+    assert falling == [1, "descending", *order]
+    assert rising == [1, "ascending", *reversed(order)]
+    assert by_gain[2:5] == order[1:4]  # rows without a value stay at the end
     assert filtered == [2, 1, 0, 6]
     assert colour == "rgb(20, 23, 27)"

@@ -1,6 +1,5 @@
 """Sentences about tasks, and the last lines of a run."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,17 @@ from fusion_bench_featcal.results.remarks import (
     tasks_with_high_drift,
 )
 
-PROGRAMS = Path(sys.executable).parent
-
 
 def test_the_last_lines_name_the_model_or_the_words_that_save_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", str(tmp_path))  # a shell without the environment
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "my run"
     saved, reports, command = closing_lines(make_report(), "featcal", tmp_path / "model", folder)
     assert saved == f"saved the model of row featcal: {tmp_path / 'model'}"
-    assert (reports, command) == (f"reports: {folder}", f"next: featcal report '{folder}'")
-    monkeypatch.setenv("PATH", str(tmp_path))  # a shell without the environment
-    *_, command = closing_lines(make_report(), "featcal", None, folder)
-    assert command == f"next: {PROGRAMS / 'featcal'} report '{folder}'"
+    program = Path(sys.executable).parent / "featcal"
+    assert (reports, command) == (f"reports: {folder}", f"next: {program} report '{folder}'")
     (line,) = closing_lines(Report(), "featcal", None)  # nothing was evaluated
     assert line == "not saved: merged_model_save_path=DIR saves the model of row featcal"
 

@@ -70,19 +70,14 @@ def test_a_product_has_every_combination_with_every_seed() -> None:
 
 
 KINDS = {"one": {"method.steps": 1}, "two": {"method.steps": 2}}
+# The default of a setting, and the value that the config has.
 EACH: list[tuple[dict[str, Any], Any, list[tuple[Any, ...]]]] = [
-    # The default of a setting, and the value that the config has.
     (
         {"ridge_lambda": [0.05, 1], "mix_alpha": [0, 0.2], "anchor_rho": [2.0]},
         [["ridge_lambda", "mix_alpha"]],
         [(0.05, 0.2, 2.0), (1, 0.2, 2.0), (0.05, 0, 2.0), (1, 0, 2.0)],
     ),
     ({"kind": KINDS, "ridge_lambda": [1]}, (), [("one", 0.05), ("two", 0.05), ("one", 1)]),
-    (
-        {"corruption": ["clean", "fog"], "ridge_lambda": [1]},
-        (),
-        [("clean", 0, 0.05), ("fog", 3, 0.05), ("clean", 0, 1)],
-    ),
 ]
 
 
@@ -165,12 +160,9 @@ ONE = {"train_datasets": {"mini_latin": {"_target_": LOAD}}}
 REFUSED: list[tuple[dict[str, Any], Any, str]] = [
     ({"axes": {"sample_per_task": [8]}}, config(), r"sample_per_task is no axis.*'samples_per_ta"),
     ({"axes": {"samples_per_task": [8, 0]}}, config(), r"samples_per_task must be an integer >= 1"),
-    ({"axes": {"seed": [1, 2]}}, config(), r"with each seed of method.seeds=\[1, 2\]"),
     ({"axes": {"modules": [["a"], ["b"]]}}, config(), r"\['a'\] needs a label"),
     ({"axes": {"tasks": [9]}}, config(), r"method.axes.tasks=\[9\]: the pool has 4 tasks"),
     ({"axes": {"tasks": [2]}, "design": "each"}, config(), r"axis tasks has no present value to"),
-    ({"axes": {}, "seeds": 42}, config(), r"method.seeds must be a list of at least one"),
-    ({"axes": {"corruption": ["frog"]}}, config(TASKS), r"one of gaussian_noise.*\(nearest: "),
     ({"axes": {"corruption": ["fog"]}}, config(TASKS, ONE), r"has none for mini_greek: set modelp"),
     ({"axes": {"source": ["mini_latn"]}}, config(TASKS), r"source .* \(nearest: 'mini_latin'\)"),
 ]
