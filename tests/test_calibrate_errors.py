@@ -45,36 +45,11 @@ def quiet(scale: float) -> Suite:
     return suite
 
 
-class Pooled(nn.Module):
-    """Passes one row per sample to its linear map, though the mask has one per position."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.only = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.only(x.mean(dim=1))[:, None]
-
-
-def masked(mask: Any, block: nn.Module | None = None) -> Suite:
-    block, mask = block or nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), torch.tensor(mask)
-    batch = {"x": tiny.normal(0, *mask.shape, 4), "attention_mask": mask}
+def masked(block: nn.Module, mask: Any, *shape: int) -> Suite:
+    """A block beside a mask, on random samples of a shape."""
+    mask = torch.tensor(mask)
+    batch = {"x": tiny.normal(0, len(mask), *shape), "attention_mask": mask}
     return tiny.replayed(Masked(block), {"task": [batch]}, ["layers.0"], seed=0)
-
-
-def convolved() -> Suite:
-    """A convolution beside a mask."""
-    batch = {"x": tiny.normal(1, 4, 3, 7), "attention_mask": torch.tensor([[1, 1, 0]] * 4)}
-    conv = nn.Conv1d(3, 3, 3, padding=1)
-    return tiny.replayed(Masked(conv), {"task_0": [batch]}, ["layers.0"], 9)
-
-
-def rebatched(block: Any, **sizes: tuple[int, ...]) -> Suite:
-    """Seven samples per task, cut into batches of these sizes."""
-    suite = stack_suite(block, sizes=(7,), seed=2)
-    for task, cut in sizes.items():
-        suite.inputs[task] = tiny.batched(torch.cat(suite.inputs[task]), cut)
-    return suite
 
 
 def overflowing() -> Suite:
@@ -93,35 +68,23 @@ def row(
     return make, message, change, more
 
 
-def task_1(make: Callable[[], Suite], batches: Any, message: str, **more: Any) -> Row:
-    """Give one task other batches."""
-    return row(make, message, lambda suite: suite.inputs.update(task_1=batches), **more)
-
-
 def tokens(*batches: Any) -> list[dict[str, Tensor]]:
     return [{"input_ids": torch.tensor(ids)} for ids in batches]
 
 
-ONE_BATCH = r"task task_1: batches are one (Tensor \[4, 3\]|dict|str), .*\[batch\]"
-DEAD = r"task task_2, block layers\.0, module layers\.0\.only.*zero.*task_2"
-SPARE = r"block layers\.0: module layers\.0\.spare .*method\.modules"
-FC1 = r"mlp\.fc1\.(weight|bias)'"
 ROWS: list[Row] = [
     # tasks and their samples
     row(residual_suite, r"task_1.*no expert.*modelpool\.models", lambda s: s.experts.pop("task_1")),
     row(residual_suite, r"task_1.*no calibration data.*task_0.*modelpool\.train_datasets",
         lambda s: s.inputs.pop("task_1")),
-    task_1(residual_suite, [],
-           r"task_1 has 0 calibration samples.*modelpool\.train_datasets\.task_1"),
-    *(task_1(residual_suite, batches, ONE_BATCH)
-      for batches in (torch.zeros(4, 3), {"pixel_values": torch.zeros(4, 3)}, "text")),
-    *(task_1(residual_suite, [batch], "task_1.*batch")
-      for batch in ({"label": "cat"}, torch.tensor(3.0))),
-    task_1(decoder_suite, tokens([[0.5, 1.5]] * 2), samples_per_task=2,
-           message=r"task task_1, sample 0: input_ids are torch\.float64, not integers"),
-    *(task_1(decoder_suite, tokens([[1, 2], [3, 4]], [[1, 2], [3, number]]), samples_per_task=4,
-             message=f"task task_1, sample 3: input_ids has the token id {number}")
-      for number in (900, -5)),
+    row(residual_suite, r"task_1 has 0 calibration samples.*modelpool\.train_datasets\.task_1",
+        lambda s: s.inputs.update(task_1=[])),
+    row(residual_suite, r"task task_1: batches are one Tensor \[4, 3\], .*\[batch\]",
+        lambda s: s.inputs.update(task_1=torch.zeros(4, 3))),
+    row(decoder_suite, r"task task_1, sample 0: input_ids are torch\.float64, not integers",
+        lambda s: s.inputs.update(task_1=tokens([[0.5, 1.5]] * 2)), samples_per_task=2),
+    row(decoder_suite, "task task_1, sample 3: input_ids has the token id 900", samples_per_task=4,
+        change=lambda s: s.inputs.update(task_1=tokens([[1, 2], [3, 4]], [[1, 2], [3, 900]]))),
     row(clip_suite, r"task task_1: calibration batch 1, input 'pixel_values', has NaN or infinite "
         r"values.*modelpool\.train_datasets\.task_1",
         lambda s: s.inputs["task_1"][1]["pixel_values"][1].fill_(INF)),
@@ -129,11 +92,7 @@ ROWS: list[Row] = [
         lambda s: s.inputs["task_1"][1]["attention_mask"][2].zero_()),
     row(t5_suite, r"task_1.*1 of 4 samples.*\[1\].*labels all -100.*modelpool\.train_datasets",
         lambda s: s.inputs["task_1"][1]["labels"][1].fill_(-100)),
-    row(t5_suite, r"task_1.*attention_mask.*\[batch, positions\]", lambda s: [
-        b.update(attention_mask=b["attention_mask"][:, None]) for b in s.inputs["task_1"]]),
     row(t5_suite, r"task_0.*labels, or decoder_input_ids",
-        lambda s: s.inputs["task_0"][0].pop("labels")),
-    row(lambda: suite_named("whisper"), r"task task_0: an encoder-decoder model needs labels",
         lambda s: s.inputs["task_0"][0].pop("labels")),
     row(lambda: suite_named("qwen2_vl"), r"32 patches, image_grid_thw 16.*samples_per_task",
         samples_per_task=3),
@@ -143,11 +102,10 @@ ROWS: list[Row] = [
     row(clip_suite, r"task_weights names tasks \['travel'\].*no expert", **PLUS,
         task_weights={"travel": 2.0}),
     # models that do not fit
-    row(clip_suite, rf"expert 'task_2'.*{FC1}.*21.*20.*modelpool\.models\.task_2",
+    row(clip_suite, r"expert 'task_2'.*mlp\.fc1\.\w+'.*21.*20.*modelpool\.models\.task_2",
         lambda s: s.experts.update(task_2=clip_model(hidden=21).double())),
     row(clip_suite, rf"expert 'task_0' has no tensor '{LAST}\..*modelpool\.models\.task_0",
         lambda s: s.experts.update(task_0=clip_model(depth=1).double())),
-    row(clip_suite, f"base.*{FC1}", lambda s: setattr(s, "base", clip_model(hidden=21).double())),
     row(clip_suite, r"method\.anchor_rho.*2\.0.*base", has_base=False),
     # numbers that are not finite, or too large
     row(clip_suite, r"expert 'task_2'.*mlp\.fc2\.bias.*NaN.*modelpool\.models\.task_2",
@@ -164,8 +122,7 @@ ROWS: list[Row] = [
         lambda s: s.experts["task_1"].get_parameter("layers.0.only.weight").data.mul_(1e38),
         **PLUS),
     # systems without a solution
-    row(lambda: quiet(0.0), DEAD),
-    row(lambda: quiet(1e-4), DEAD.replace("zero", "almost zero")),
+    row(lambda: quiet(0.0), r"task task_2, block layers\.0, module layers\.0\.only.*zero.*task_2"),
     row(lambda: clip_suite(tasks=1, sizes=(1,)), rf"block {FIRST}, module {FIRST}\.[\w.]+:.*Raise "
         r"method\.ridge_lambda \(now 0\.0\).*method\.samples_per_task", knobs=UNSOLVED),
     # families, masks and modules
@@ -173,20 +130,17 @@ ROWS: list[Row] = [
         knobs=Knobs(demo_last_block=True)),
     row(lambda: net_suite(tricky.Remembering()), family="stack", message=
         r"family=stack: the blocks of Remembering .* Set method\.family=\{name: replay"),
-    row(lambda: net_suite(tricky.Backwards()), r"Backwards runs the blocks \['layers\.2', .*once"),
-    row(lambda: masked([[1] * 5] * 2, Pooled()),
-        r"task task, block layers\.0: module layers\.0\.only.*\(2,\).*\(2, 5\)"),
-    row(lambda: masked([[1.0, 1.0], [1.0, -1.0]]), r"task task.*negative or not finite"),
-    row(lambda: masked([[1, 1], [0, 0]]), r"task task.*1 of 2 samples.*\[1\]"),
-    row(convolved, r"layers\.0 is a convolution.*method\.modules"),
-    *(row(clip_suite, r"method\.modules.*(fc3|q_prj).*matches no module", modules=patterns)
-      for patterns in (["*", "!mlp.fc3"], ["q_prj"])),
+    row(lambda: masked(nn.Linear(4, 4), [[1.0, 1.0], [1.0, -1.0]], 2, 4),
+        r"task task.*negative or not finite"),
+    row(lambda: masked(nn.Conv1d(3, 3, 3, padding=1), [[1, 1, 0]] * 4, 3, 7),
+        r"layers\.0 is a convolution.*method\.modules"),
+    row(clip_suite, r"method\.modules.*q_prj.*matches no module", modules=["q_prj"]),
     row(clip_suite, r"method\.modules leaves no module", modules=["!*"]),
     row(lambda: stack_suite(tricky.tied), r"layers\.0\.(first|second)\.weight.*one parameter.*"),
-    row(lambda: stack_suite(tricky.idle), SPARE),
-    *(row(lambda sizes=sizes: rebatched(tricky.shares_sometimes, **sizes),
-          rf"task {next(iter(sizes))}, block .*first.*method\.modules=\['!", **more)
-      for sizes, more in (({"task_1": (2, 5)}, {}), ({"task_0": (5, 2)}, PLUS))),
+    row(lambda: stack_suite(tricky.idle),
+        r"block layers\.0: module layers\.0\.spare .*method\.modules"),
+    row(lambda: stack_suite(tricky.shares_sometimes, sizes=(5, 2)),
+        r"task task_0, block .*first.*method\.modules=\['!", **PLUS),
     row(lambda: stack_suite(tricky.in_place_residual),
         r"module .*first: .*overwrites its input.*method\.modules=\['!"),
     row(lambda: stack_suite(tricky.fused_attention),
@@ -215,7 +169,8 @@ def test_refused_modules_that_are_excluded_stay_as_merged():
 
 
 def test_padding_may_hold_anything_but_rows_that_count_may_not():
-    suite = masked([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
+    block = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    suite = masked(block, [[1, 1, 0], [1, 0, 0], [1, 1, 1]], 3, 4)
     (batch,), expected = suite.inputs["task"], run_fast(suite).model
     batch["x"][batch["attention_mask"] == 0] = NAN
     assert_same(run_fast(suite).model, expected)

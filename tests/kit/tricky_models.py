@@ -162,16 +162,6 @@ class Sharing(ResidualNet):
         return self.head(hidden)
 
 
-class Backwards(ResidualNet):
-    """Blocks run from the last to the first."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        for layer in reversed(self.layers):
-            hidden = layer(hidden)
-        return self.head(hidden)
-
-
 def net_suite(model: nn.Module) -> Suite:
     """Suite of a ResidualNet, in float64, of which `auto` finds the family."""
     return suite_of(model, samples_by_task(2, (4, 5), 4), ["layers.0", "layers.1", "layers.2"], 1)
