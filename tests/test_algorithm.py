@@ -1,7 +1,8 @@
 """A run of the method on the bundled suite, and the method on pools made in Python."""
 
-import contextlib
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +12,15 @@ import torch
 from fusion_bench import BaseModelPool
 from golden import golden_methods
 from golden.make import load
+from hydra.core.utils import JobReturn, JobStatus
 from image_pools import AVERAGE, suite_pool
+from omegaconf import OmegaConf
 from tiny_models import clip_suite
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.fusionbench.console import FeatCalJob
 from fusion_bench_featcal.fusionbench.options import checked_choices
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image
@@ -27,6 +31,7 @@ ROW = "featcal:mini"
 
 class Run(NamedTuple):
     folder: Path
+    early: str  # what was printed before the end of the job
     output: str
     report: Report
 
@@ -35,11 +40,14 @@ class Run(NamedTuple):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The run that evaluates all its models."""
     folder = tmp_path_factory.mktemp("run")
-    with (folder / "output").open("w") as file, pytest.MonkeyPatch.context() as patch:
+    job, config = FeatCalJob(), OmegaConf.create({"hydra": {"overrides": {"task": []}}})
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as output:
         patch.setenv("COLUMNS", "80")
-        with contextlib.redirect_stdout(file):
-            golden_methods.run_method(golden_methods.EVALUATED, folder)
-    return Run(folder, (folder / "output").read_text(), Report.load(folder / "log"))
+        job.on_job_start(config=config)
+        golden_methods.run_method(golden_methods.EVALUATED, folder)
+        early = output.getvalue()
+        job.on_job_end(config=config, job_return=JobReturn(status=JobStatus.COMPLETED))
+    return Run(folder, early, output.getvalue(), Report.load(folder / "log"))
 
 
 def test_saved_model_and_structure_of_files_are_the_golden_ones(run: Run) -> None:
@@ -65,6 +73,7 @@ def test_report_has_every_row_and_featcal_recovers_most_of_the_gap(run: Run) -> 
 
 
 def test_table_and_next_steps_come_last(run: Run) -> None:
+    assert run.early == ""
     lines = run.output[run.output.index("merged by") :].splitlines()
     end = next(n for n, line in enumerate(lines) if line.startswith("next: "))
     assert lines[end].endswith(f"featcal report {run.folder}/log")
