@@ -40,37 +40,23 @@ def pool_of(kind: str, models: dict[str, Any]) -> Any:
     return with_data(pool(OmegaConf.create(models), tokenizer=None))  # type: ignore[arg-type]
 
 
-def batches(kind: str = "causal", rows: Any = sentences, pool: Any = None, **changes: Any) -> Any:
-    chosen = with_data(pool or pool_of(kind, dict.fromkeys(TASKS, "x")), rows)
-    tokenizer = word_tokenizer(ends=kind == "seq2seq")
-    samples = calibration_batches(chosen, TASKS, SETTINGS.replace(**changes), tokenizer)
-    return {task: list(samples[task]) for task in TASKS}
-
-
-def texts(batches: list[dict], key: str) -> list[list[int]]:
-    """One list of tokens per sample, without padding."""
-    rows = []
-    for batch in batches:
-        keep = batch["attention_mask"].bool() if key == "input_ids" else batch[key] != -100
-        rows += [row[used].tolist() for row, used in zip(batch[key], keep, strict=True)]
-    return rows
-
-
 @kinds
 def test_generated_targets_are_the_experts_greedy_answers(kind: str, tmp_path: Path):
     make = llama_model if kind == "causal" else t5_model
     experts = {task: make(seed).float() for seed, task in enumerate(TASKS, start=1)}
     paths = {task: write(expert, tmp_path / task) for task, expert in experts.items()}
     pool = pool_of(kind, paths if kind == "causal" else load_t5(paths))
-    unlabeled = lambda task: [{"prompt": row["prompt"]} for row in sentences(task)]  # noqa: E731
-    samples = batches(kind, unlabeled, pool, calibration_targets="generated", generated_tokens=3)
+    pool.load_train_dataset = lambda task: [{"prompt": r["prompt"]} for r in sentences(task)]
+    generated = SETTINGS.replace(calibration_targets="generated", generated_tokens=3)
     tokenizer = word_tokenizer(ends=kind == "seq2seq")
+    batches = calibration_batches(pool, TASKS, generated, tokenizer)
     for task, expert in experts.items():
-        answers = texts(samples[task], "labels")
-        for index, labels in zip(draw_samples(12, task, SETTINGS), answers, strict=True):
+        rows = [row for batch in batches[task] for row in batch["labels"]]
+        for index, row in zip(draw_samples(12, task, SETTINGS), rows, strict=True):
             ids = torch.tensor([tokenizer(sentences(task)[index]["prompt"])["input_ids"]])
             answer: Any = expert.generate(ids, max_new_tokens=3, do_sample=False)  # type: ignore[operator]
             answer = answer[0, 1:] if kind == "seq2seq" else answer[0, ids.shape[1] :]
+            labels = row[row != -100].tolist()
             assert labels == answer.tolist()[: len(labels)]
             assert len(labels) == 3 or labels[-1] == 1
 
@@ -129,24 +115,20 @@ def test_unequal_vocabularies_are_refused_or_cut_to_common_rows(tmp_path):
         load_input_processor(pool)
 
 
-MERGERS = {
-    "ties_merging": (),
-    "featcal_mergers/wudi_language_models": ("method.iter_num=2",),
-    "linear/task_arithmetic_for_causallm": ("method.model_save_path=null",),
-}
-
-
 def test_mergers_that_documentation_names_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     t5s = t5_pool(tmp_path / "t5")
     decoders = causal_pool(llamas(tmp_path, {"two": 30}), vocabulary="common_rows")
-    for method, words in MERGERS.items():
+    for pool, method, *words in (
+        (t5s, "ties_merging"),
+        (decoders, "featcal_mergers/wudi_language_models", "method.iter_num=2"),
+        (decoders, "linear/task_arithmetic_for_causallm", "method.model_save_path=null"),
+    ):
         config = composed(f"method={method}", *words).method
-        for pool in (decoders,) if "causal" in method else (decoders, t5s):
-            merged: Any = run_merger(None, config, pool, "method.base_method")
-            assert not are_equal(merged, pool.load_model("_pretrained_")), method
-            if pool is t5s:
-                assert not torch.equal(merged.lm_head.weight, merged.shared.weight), method
+        merged: Any = run_merger(None, config, pool, "method.base_method")
+        assert not are_equal(merged, pool.load_model("_pretrained_")), method
+        if pool is t5s:
+            assert not torch.equal(merged.lm_head.weight, merged.shared.weight)
 
 
 def test_t5s_are_saved_with_their_tokenizer_and_may_be_plain_names(tmp_path):
