@@ -134,8 +134,8 @@ def test_own_data_give_the_model_of_the_same_data_of_the_pool(models, tmp_path: 
     table = {"_target_": "datasets.load_dataset", "path": "json", "split": "train"}
     first, second = (str(tmp_path / f"{task}.jsonl") for task in TASKS)
     lazy = pool_of(models, lazy=True)
-    own = OmegaConf.create({TASKS[0]: first, TASKS[1]: table | {"data_files": second}})
-    model = calibrated(lazy, calibration_data=own)
+    mixed = OmegaConf.create({TASKS[0]: first, TASKS[1]: table | {"data_files": second}})
+    model = calibrated(lazy, calibration_data=mixed)
     assert_identical(model, calibrated(with_data(pool_of(models))))
     assert lazy.enable_lazy_loading and lazy._train_datasets is None
 

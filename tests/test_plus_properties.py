@@ -7,7 +7,6 @@ import pytest
 import torch
 from calibrations import PLUS, assert_identical, cast, distance, run_fast
 from plus_slow import calibrated_plus, listen
-from tiny_convs import net_suite
 from tiny_models import Suite, clip_suite
 from torch import nn
 from tricky_models import biased, plain, stack_suite
@@ -119,17 +118,6 @@ def test_samples_of_other_tasks_are_named_and_count_less(caplog: pytest.LogCaptu
         assert f"method.calibration_data.{task}" in message
     for name, value in calibrated_plus(suite).items():
         torch.testing.assert_close(result.model.get_parameter(name), value)
-
-
-def test_trust_is_measured_only_if_rows_out_of_weights_join() -> None:
-    suite = stack_suite(biased)
-    assert run_fast(suite, rule=Plus()).log.of_kind("trust")
-    for rule in (Plus(gamma=0.0), Plus(gammas=dict.fromkeys(suite.experts, 1.0))):
-        assert not run_fast(suite, rule=rule).log.of_kind("trust")
-    convolutions = net_suite(depth=1)
-    result = run_fast(convolutions, rule=Plus())
-    assert result.log.of_kind("trust") == []
-    assert_identical(result.model, run_fast(convolutions, **SAMPLES_ALONE).model)
 
 
 def test_equal_weights_add_gram_matrices_as_they_are() -> None:

@@ -12,16 +12,15 @@ import lightning
 import pytest
 import torch
 from fusion_bench import BaseModelPool
-from fusion_bench.modelpool import CausalLMPool, CLIPVisionModelPool
+from fusion_bench.modelpool import CLIPVisionModelPool
 from fusion_bench.taskpool.dummy import DummyTaskPool
 from hydra.core.hydra_config import HydraConfig
 from image_pools import AVERAGE
 from model_names import UNUSABLE_NAMES
-from model_types import suite_named
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from tiny_models import clip_model, gpt2_suite, scatter
-from tiny_texts import TASKS, with_data, word_tokenizer, write
+from tiny_models import clip_model, scatter
+from tiny_texts import TASKS, write
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
@@ -152,17 +151,6 @@ def test_models_that_fit_pass_without_a_word(models: Models, caplog: pytest.LogC
     configured(hidden_act="relu")(models)
     checked(clip_pool(models), ignore_config=["hidden_act"])
     assert not [record for record in caplog.records if record.name.startswith("fusion_bench_f")]
-
-
-def test_families_are_recognised_by_the_class_that_is_loaded(tmp_path: Path):
-    gpt2 = write(gpt2_suite().base.float(), tmp_path / "gpt2")
-    texts = CausalLMPool(OmegaConf.create(dict.fromkeys(NAMES, gpt2)), tokenizer=word_tokenizer())
-    checked(with_data(texts))
-    vit: Any = suite_named("vit").base.float()
-    folder = write(vit, tmp_path / "vit")
-    load = "transformers.AutoModel.from_pretrained"
-    entry = {"_target_": load, "pretrained_model_name_or_path": folder}
-    checked(BaseModelPool(OmegaConf.create({"_pretrained_": entry, "one": entry})))  # type: ignore[arg-type]
 
 
 def test_unknown_model_in_memory_is_refused_with_the_repeated_blocks_to_try():
