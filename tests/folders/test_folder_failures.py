@@ -143,45 +143,28 @@ def test_a_fault_is_one_sentence_and_loses_nothing(name: str, whole: Any, tmp_pa
     assert [record["blocks"] for record in log if record["kind"] == "resumed"] == [blocks]
 
 
-def killed(arguments: list[str], moment: str) -> None:
-    """Run the command in a process that is killed when its model has appeared."""
+def test_a_run_that_was_killed_after_saving_ends_well(folder: Path, capsys: Any):
+    run, out = words(folder, *PAPER), folder / "out"
 
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def run(_: int) -> None:
-        replace, remove = os.replace, shutil.rmtree
+    def killed_once_saved(_: int) -> None:
+        replace = os.replace
 
         def replaced(source: Any, target: Any) -> None:
             replace(source, target)
-            if moment == "saved" and Path(target).name == "out":
-                die()
+            if Path(target) == out:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-        def removed(folder: Any, *rest: Any, **options: Any) -> None:
-            is_blocks = Path(folder).name == "out.blocks"
-            if is_blocks and moment == "removing blocks":
-                (Path(folder) / "blocks.json").unlink()
-                die()
-            remove(folder, *rest, **options)
+        os.replace = replaced
+        main(run)
 
-        os.replace, shutil.rmtree = replaced, removed
-        main(arguments)
-
-    assert in_forks(1, run, seconds=SECONDS) == [-signal.SIGKILL]
-
-
-@pytest.mark.parametrize("moment", ["saved", "removing blocks"])
-def test_a_run_that_was_killed_after_saving_ends_well(moment: str, folder: Path, capsys: Any):
-    run, out = words(folder, *PAPER), folder / "out"
-    killed(run, moment)
+    assert in_forks(1, killed_once_saved, seconds=SECONDS) == [-signal.SIGKILL]
     saved = (out / "model.safetensors").read_bytes()
     assert main([*run, "--set", "seed=1", "--resume"]) == 2  # the model is of another command
     assert f"--out {out} exists and is not empty" in capsys.readouterr().err
-    assert main([*run, *([] if moment == "saved" else ["--resume"])]) == 0
+    assert main(run) == 0
     assert f"{out}" in capsys.readouterr().out
     assert not Path(f"{out}.blocks").exists()
     assert (out / "model.safetensors").read_bytes() == saved
     assert main(["explain", str(out)]) == 0  # its files are as they were written
     assert main(["report", str(out)]) == 0
-    assert (out / "featcal" / "calibration_log.jsonl").is_file()
     assert main(run) == 2  # another run needs another folder
