@@ -18,7 +18,7 @@ from tiny_open_clip import tower_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError, Paper, Plus, SafetensorsExpert, calibrate
-from fusion_bench_featcal.files import ReportError, owner_mark, write_atomic, write_whole
+from fusion_bench_featcal.files import ReportError, owner_mark, write_atomic
 from fusion_bench_featcal.output import check_output
 from fusion_bench_featcal.processes import Processes
 from fusion_bench_featcal.tensor_files import read_tensors, write_tensors
@@ -269,28 +269,8 @@ def test_damage_is_refused_or_harmless(finished, seed: int, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("blocks.json", b'{"checksum": "earlier"}', r"blocks\.json.*digest.*Remove"),
-        ("block-0000.safetensors", b"", r"block-0000\.safetensors.*digest.*Remove .*0000\.safet"),
-    ],
-)
-def test_a_message_names_the_file_and_the_remedy(finished, name, content, message, tmp_path: Path):
-    suite, folder, _, expected = finished
-    damaged = tmp_path / "damaged"
-    shutil.copytree(folder, damaged)
-    (damaged / name).write_bytes(content)
-    with pytest.raises(CalibrationError, match=message):
-        run(suite, damaged, resume=True)
-    if name.startswith("block-"):
-        (damaged / name).unlink()
-        assert_identical(run(suite, damaged, resume=True).model, expected)
-
-
-@pytest.mark.parametrize(
     ("write", "error"),
     [
-        (lambda path: write_whole(path, b"new"), SystemExit(143)),
         (lambda path: write_atomic(path, "new"), OSError(28, "No space left on device")),
         (lambda path: write_tensors(path, {"a": torch.ones(3)}), SystemExit(143)),
     ],

@@ -1,6 +1,5 @@
 """Weights are requested once, before they are read. Requests change no bit of the result."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,6 @@ from fusion_bench_featcal.experts import SourceView, hollow_copy, source_of
 
 Events = list[tuple[str, ...]]
 """`requested` or `read` with model and tensor, or `solved` with a block."""
-
-SUITES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "llama, plus": (decoder_suite, PLUS),
-    "one input at a time": (clip_suite, {"sums_at_once": "input"}),
-    "budget": (clip_suite, {"expert_read_budget": "60%"}),
-}
 
 
 class Heard(SourceView):
@@ -64,24 +57,24 @@ def heard(suite: Suite, folder: Path, patch: Any, **more: Any) -> tuple[dict[str
     return {name: tensor for file in files for name, tensor in file.items()}, events
 
 
-@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize(
+    ("make", "more"), [(decoder_suite, PLUS), (clip_suite, {"expert_read_budget": "60%"})]
+)
 def test_weights_are_requested_before_the_previous_block_is_solved(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Any, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    make, more = SUITES[name]
     suite: Suite = make()
     result, events = heard(suite, tmp_path / "ahead", monkeypatch, **more)
     requests = [event for event in events if event[0] == "requested"]
     reads = [event for event in events if event[0] == "read"]
     assert len(requests) == len(set(requests))
     assert {event[1:] for event in requests} <= {event[1:] for event in reads}
-    for before, block in itertools.pairwise(["", *suite.blocks]):
-        for event in {event for event in reads if event[2].startswith(f"{block}.")}:
-            at_once = event[1] in list(suite.experts)[1:]  # in the block itself, in the first alone
-            if before or (at_once and more is not PLUS):  # whose first experts tell trust
-                at = events.index(("requested", *event[1:]))
-                solved = events.index(("solved", block if at_once else before))
-                assert at < events.index(event) and at < solved
+    first, second = suite.blocks
+    in_its_block = list(suite.experts)[1:]  # the first expert's weights are requested before it
+    for event in {event for event in reads if event[2].startswith(f"{second}.")}:
+        at = events.index(("requested", *event[1:]))
+        solved = events.index(("solved", second if event[1] in in_its_block else first))
+        assert at < events.index(event) and at < solved
     monkeypatch.setattr(Heard, "will_need", lambda *_: None)
     expected, _ = heard(suite, tmp_path / "not", monkeypatch, **more)
     assert result.keys() == expected.keys() and len(result)

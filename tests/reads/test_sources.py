@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import write_adapter
 from calibrations import Bare, Overheard, assert_identical, run_fast
 from safetensors.torch import load_file, save_file
 from tiny_models import Suite, clip_suite, t5_model, t5_suite
@@ -14,11 +13,8 @@ from variations import stored
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.experts import InMemoryExpert
-from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.reads import BASE, OUTSIDE
 from fusion_bench_featcal.json_files import json_text
-from fusion_bench_featcal.output.fingerprint import glimpse
 from fusion_bench_featcal.read_budgets import budget_in_bytes
 
 
@@ -52,12 +48,6 @@ def test_files_give_the_tensors_and_sizes_of_load_file(tmp_path: Path):
             for span, read in zip(some, reads, strict=True):
                 expected = tensor[span] if tensor.ndim else tensor
                 assert read.dtype == tensor.dtype and torch.equal(read, expected)
-
-
-def test_a_glimpse_of_a_base_with_another_adapter_differs(tmp_path: Path):
-    adapters = (write_adapter(tmp_path / str(n), t5_model().float(), n) for n in range(2))
-    sources = [LoraExpert(InMemoryExpert(t5_model().float()), adapter) for adapter in adapters]
-    assert glimpse(sources[0]) != glimpse(sources[1])
 
 
 SUITES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
