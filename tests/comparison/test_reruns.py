@@ -165,16 +165,6 @@ def test_no_flipped_bit_goes_unnoticed(command: Command, caplog: pytest.LogCaptu
         assert caplog.text.count("is damaged and made again") == len(ALL) + 1
 
 
-def test_nothing_in_the_way_stays_there(command: Command) -> None:
-    result, weights = file_of(f"cells/{DOUBLE}-*/{RESULT}"), file_of(WEIGHTS)
-    result.unlink()
-    (result / "inside").mkdir(parents=True)  # a folder for a file
-    shutil.rmtree(weights.parent)
-    weights.parent.touch()  # a file for a folder
-    assert command.run() == {DOUBLE} and command.accuracies == BEFORE.read_text()
-    assert result.is_file() and weights.is_file()
-
-
 def test_a_full_disk_ends_no_comparison(
     command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -168,9 +168,7 @@ def test_rows_of_one_point_are_compared_with_the_row_that_they_change(folder: Pa
     ("keys", "message"),
     [
         ({"axs": {}}, r"method.axs is no setting of factors.*axes"),
-        ({"post_merging": ["scal"]}, r"'scal' is unknown.*nearest: 'scale'"),
         ({"axes": {"f": {"x": {SCALE.replace("factor", "fctor"): 1}}}}, r"fctor.*at the point f=x"),
-        ({"over": ["subst"]}, "method.over: 'subst' is no label of this study's points: factor"),
     ],
 )
 def test_bad_input_leaves_nothing_behind(keys: dict, message: str, tmp_path: Path) -> None:
