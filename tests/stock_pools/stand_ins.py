@@ -85,10 +85,6 @@ class StandIns:
             features |= {name: datasets.Value("string") for name in ("__key__", "__url__")}
         return self._table(f"images-{image}-{config}", columns, datasets.Features(features), config)
 
-    def picture_table(self) -> str:
-        """A parquet file of pictures."""
-        return f"{self.images()}/train.parquet"
-
     def _table(self, name: str, columns: Any, features: Any, config: str) -> str:
         folder = self.root / "data" / name
         if not folder.exists():
