@@ -34,12 +34,6 @@ def icon() -> Image.Image:
     return result
 
 
-def icon_with_colour_key() -> Image.Image:
-    result = icon().convert("RGB")
-    result.info["transparency"] = result.getpixel((0, 3))
-    return result
-
-
 P = picture(3)
 PIXELS = np.asarray(P)
 ON_WHITE = 2 * [4 * [INK]] + 2 * [4 * [(255, 255, 255)]]
@@ -55,7 +49,6 @@ ON_WHITE = 2 * [4 * [INK]] + 2 * [4 * [(255, 255, 255)]]
         *((P.convert(mode), np.asarray(P.convert(mode).convert("RGB"))) for mode in ("L", "CMYK")),
         (file_of(icon()), ON_WHITE),
         (np.asarray(icon()), ON_WHITE),
-        (icon_with_colour_key(), ON_WHITE),
         (file_of(icon().quantize(4)), ON_WHITE),
         (Image.new("RGBA", (4, 4), (0, 0, 0, 51)), np.full((4, 4, 3), 204)),  # mixed with white
     ],

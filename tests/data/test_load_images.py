@@ -54,19 +54,6 @@ def test_folders_and_tables_give_pictures_and_labels(shapes, suffix, monkeypatch
     assert (unlabelled.has_labels, list(unlabelled[0])) == (False, ["image"])
 
 
-def test_parquet_with_the_images_inside(shapes, tmp_path):
-    files = sorted(shapes.rglob("*.png"))
-    rows = [
-        {"image": {"bytes": f.read_bytes(), "path": None}, "label": f.parent.name} for f in files
-    ]
-    label = datasets.ClassLabel(names=list(SHAPES))
-    features = datasets.Features({"image": datasets.Image(), "label": label})
-    path = str(tmp_path / "inside.parquet")
-    datasets.Dataset.from_list(rows, features=features).to_parquet(path)
-    assert contents(load_images(path)) == PICTURES
-    assert load_images(path, classnames=["star", "circle", "square"])[0]["label"] == 1
-
-
 def test_one_folder_of_pictures_is_unlabelled_and_upright(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was held sideways
@@ -152,7 +139,6 @@ def test_damaged_and_missing_files_are_named(shapes):
         ("table.csv", {"split": "test"}, r"one table without splits: remove split \('test'\)"),
         ("table.csv", {"image_column": "fil"}, r"no image_column 'fil' \(nearest: 'file'\)"),
         ("broken.jsonl", {}, r"broken\.jsonl' is not readable as json"),
-        ("hidden", {}, "has no images"),
         ("./no/such", {}, r"data '\./no/such' does not exist"),
         ("shapes/trian", {}, r"neither.*: correct the path, or, if .* split .*train or test\)$"),
         ("who/what", {"split": "test"}, r"'who/what', split 'test'.*HF_HUB_OFFLINE"),
@@ -162,7 +148,5 @@ def test_refused_paths(shapes, path, options, message, monkeypatch):
     monkeypatch.chdir(shapes)
     write_table(shapes, ".csv")
     (shapes / "broken.jsonl").write_text('{"image": ')
-    (shapes / "hidden").mkdir()
-    picture(0).save(shapes / "hidden" / ".00.png")
     with pytest.raises(REFUSALS, match=message):
         load_images(path, **options)[0]

@@ -58,7 +58,7 @@ def no_traces(tmp_path, monkeypatch):
 
 @pytest.fixture
 def make_pool(clip_folder):
-    """Builds a task pool on the CPU from its keys."""
+    """Makes a task pool on the CPU from its keys."""
 
     def make(**keys) -> Any:
         keys = {"base_model": str(clip_folder), "dataloader_kwargs": {"batch_size": 5}} | keys

@@ -113,19 +113,6 @@ def test_spearman_of_known_answers(answers, targets, expected):
     assert accuracy == pytest.approx(expected) and correct is None
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batchsize": 8}, r"unknown key 'batchsize' \(nearest: 'batch_size'\)"),
-        ({"batch_size": 0}, "taskpool.batch_size must be a whole number >= 1, got 0"),
-        ({"metrics": {"stsb": "spearman"}}, "taskpool.metrics: unknown key 'stsb'"),
-    ],
-)
-def test_wrong_settings_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        TextTaskPool(test_datasets={"a": []}, tokenizer="nowhere", **options)
-
-
 PAIR = {"prompt": "a b", "target": "c"}
 
 
