@@ -74,41 +74,38 @@ def screen(
     if (SOURCE / "_hydra_plugin").is_dir() and not plugin.exists():
         shutil.copytree(SOURCE / "_hydra_plugin", plugin)
     out = cwd / "plugin" / "screen"
-    code = _run(arguments, cwd, "80", out, out, environment or {}, fresh=fresh)
+    more = {"COLUMNS": "80"} | dict(environment or {})
+    code = _run(arguments, cwd, out, out, more, fresh=fresh)
     lines = out.read_text().splitlines()
     rows = [line[at : at + 80] for line in lines for at in range(0, max(len(line), 1), 80)]
     return Screen(code, out.read_text(), rows)
 
 
-def fusion_bench(
-    arguments: Sequence[str], cwd: Path, *, check: bool = True, fresh: bool = False
-) -> subprocess.CompletedProcess[str]:
+def fusion_bench(arguments: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `fusion_bench` with Hydra overrides, offline, from `cwd`."""
-    words = [*arguments, "print_config=false"]
-    out, err = cwd / ".stdout", cwd / ".stderr"
-    code = _run(words, cwd, "160", out, err, {}, fresh=fresh)
+    words, out, err = [*arguments, "print_config=false"], cwd / ".stdout", cwd / ".stderr"
+    code = _run(words, cwd, out, err, {"COLUMNS": "160"})
     result = subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
-    for file in (out, err):
-        file.unlink()
-    if check:
-        assert code == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    out.unlink()
+    err.unlink()
+    assert code == 0, result.stdout[-3000:] + result.stderr[-6000:]
     return result
 
 
-def _environment(columns: str) -> dict[str, str]:
-    usual = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
-    return usual | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": columns}
+def _environment() -> dict[str, str]:
+    usual = {n: v for n, v in os.environ.items() if n not in ("HYDRA_FULL_ERROR", "COLUMNS")}
+    return usual | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def _run(
-    arguments: Sequence[str], cwd: Path, columns: str, out: Path, err: Path,
-    more: Mapping[str, str], *, fresh: bool,
+    arguments: Sequence[str], cwd: Path, out: Path, err: Path, more: Mapping[str, str],
+    *, fresh: bool = False,
 ) -> int:  # fmt: skip
     """Run the command in `cwd`, write its output to files and return the exit code."""
     for file in (out, err):
         file.write_text("")
     paths = [str(cwd / "plugin"), str(SOURCE.parent)]
-    environment = _environment(columns) | {"PYTHONPATH": os.pathsep.join(paths), **more}
+    environment = _environment() | {"PYTHONPATH": os.pathsep.join(paths), **more}
     if fresh:
         words = [sys.executable, "-m", COMMAND, *arguments]
         with out.open("a") as stdout, err.open("a") as stderr:
@@ -125,7 +122,7 @@ def _run(
 def _server() -> "subprocess.Popen[str]":
     """The process that forks. It ends when this process closes its input."""
     paths = os.pathsep.join([str(SOURCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = _environment("") | {"PYTHONPATH": paths}
-    del environment["COLUMNS"]  # consoles that are made on import take it for ever
+    # without COLUMNS, which consoles that are made on import take for ever
+    environment = _environment() | {"PYTHONPATH": paths}
     pipe, words = subprocess.PIPE, [sys.executable, "-c", FORKING]
     return subprocess.Popen(words, env=environment, stdin=pipe, stdout=pipe, text=True)

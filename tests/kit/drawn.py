@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 SVG = "{http://www.w3.org/2000/svg}"
 Points = list[tuple[float, float]]
+Ticks = list[tuple[str, float]]  # labels with their positions
 
 
 class Panel(NamedTuple):
@@ -27,26 +28,30 @@ def panels(svg: str) -> list[Panel]:
         colours = [_colour(use) for use in legend.iter(f"{SVG}use")]
         names |= dict(zip(colours, _words(legend), strict=True))
     groups = [*_named(root, "axes")]
-    shared = {axis: _ticks(groups[0], axis) for axis in "xy"}  # later panels may have no labels
-    return [_panel(axes, names, shared) for axes in groups]
+    first = [_ticks(groups[0], axis) for axis in "xy"]  # later panels may have no labels
+    return [_panel(axes, names, first) for axes in groups]
 
 
-def _panel(axes: Any, names: dict[str, str], shared: dict[str, Any]) -> Panel:
-    ticks = {axis: _ticks(axes, axis) or shared[axis] for axis in "xy"}
+def _panel(axes: Any, names: dict[str, str], first: list[Ticks]) -> Panel:
+    x_ticks, y_ticks = (
+        _ticks(axes, axis) or ticks for axis, ticks in zip("xy", first, strict=True)
+    )
     points: dict[str, Points] = {}
-    bars = []
+    bars: list[Points] = []
+
+    def valued(x: str, y: str) -> tuple[float, float]:
+        return _value(x_ticks, float(x)), _value(y_ticks, float(y))
+
     for group in axes:
         kind = group.get("id", "").partition("_")[0]
-        if kind == "line2d":
-            for use in group.iter(f"{SVG}use"):
-                position = (float(use.get("x")), float(use.get("y")))
-                points.setdefault(names.get(_colour(use), ""), []).append(_valued(ticks, position))
-        if kind == "LineCollection":
-            for path in group.iter(f"{SVG}path"):
-                ends = re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", path.get("d"))
-                bars.append([_valued(ticks, (float(x), float(y))) for x, y in ends])
-    x_labels, y_labels = ([label for label, _ in ticks[axis]] for axis in "xy")
-    return Panel(_words(axes), x_labels, y_labels, points, bars)
+        for use in group.iter(f"{SVG}use") if kind == "line2d" else ():
+            point = valued(use.get("x"), use.get("y"))
+            points.setdefault(names.get(_colour(use), ""), []).append(point)
+        for path in group.iter(f"{SVG}path") if kind == "LineCollection" else ():
+            ends = re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", path.get("d"))
+            bars.append([valued(*end) for end in ends])
+    labels = [[label for label, _ in ticks] for ticks in (x_ticks, y_ticks)]
+    return Panel(_words(axes), *labels, points, bars)
 
 
 def _named(root: Any, kind: str) -> Iterator[Any]:
@@ -61,29 +66,21 @@ def _colour(use: Any) -> str:
     return re.search(r"fill: ([^;]+)", use.get("style", "") + "fill: ")[1]  # type: ignore[index]
 
 
-def _ticks(axes: Any, axis: str) -> list[tuple[str, float]]:
-    """Labels of an axis with their positions. Ticks without a mark have the label's."""
-    ticks = []
-    for tick in _named(axes, f"{axis}tick"):
-        marks = [*tick.iter(f"{SVG}use"), *tick.iter(f"{SVG}text")]
-        ticks += (
-            [(" ".join(_words(tick)), float(marks[0].get(axis, "nan")))] if _words(tick) else []
-        )
-    return ticks
+def _ticks(axes: Any, axis: str) -> Ticks:
+    """Labels of an axis. Ticks without a mark are where their label is."""
+    labelled = [tick for tick in _named(axes, f"{axis}tick") if _words(tick)]
+    marks = [next(iter([*t.iter(f"{SVG}use"), *t.iter(f"{SVG}text")])) for t in labelled]
+    return [
+        (" ".join(_words(t)), float(m.get(axis, "nan")))
+        for t, m in zip(labelled, marks, strict=True)
+    ]
 
 
-def _valued(ticks: dict[str, Any], position: tuple[float, float]) -> tuple[float, float]:
-    """Values at a position. On an axis of words this is the number of the nearest word."""
-    values = []
-    for at, labels in zip(position, ticks.values(), strict=True):
-        numbers = [label.replace("\u2212", "-") for label, _ in labels]
-        if labels and all(re.fullmatch(r"-?[\d.]+", number) for number in numbers):
-            low, high, start, end = (
-                *map(float, numbers[:: len(numbers) - 1]),
-                *(labels[n][1] for n in (0, -1)),
-            )
-            values.append(round(low + (at - start) / (end - start) * (high - low), 3))
-        else:
-            gaps = [abs(at - where) for _, where in labels]
-            values.append(gaps.index(min(gaps)) if gaps else at)
-    return values[0], values[1]
+def _value(ticks: Ticks, position: float) -> float:
+    """Value at a position. On an axis of words this is the number of the nearest word."""
+    labels = [label.replace("\u2212", "-") for label, _ in ticks]
+    if labels and all(re.fullmatch(r"-?[\d.]+", label) for label in labels):
+        (low, start), (high, end) = ((float(labels[n]), ticks[n][1]) for n in (0, -1))
+        return round(low + (position - start) / (end - start) * (high - low), 3)
+    gaps = [abs(position - at) for _, at in ticks]
+    return gaps.index(min(gaps)) if gaps else position

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.suites.open_clip import to_open_clip
 
-FEATURES = 7
+WIDTH, HEADS, HIDDEN, FEATURES = 12, 3, 20, 7
 
 
 class QuickGELU(nn.Module):
@@ -21,15 +21,15 @@ class QuickGELU(nn.Module):
 class Block(nn.Module):
     """Attention and MLP after a norm each, called as open_clip calls them."""
 
-    def __init__(self, width: int, heads: int, hidden: int, quick: bool, batch_first: bool) -> None:
+    def __init__(self, quick: bool, batch_first: bool) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(width)
-        self.attn = nn.MultiheadAttention(width, heads, batch_first=batch_first)
+        self.ln_1 = nn.LayerNorm(WIDTH)
+        self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first)
         self.ls_1 = nn.Identity()
-        self.ln_2 = nn.LayerNorm(width)
+        self.ln_2 = nn.LayerNorm(WIDTH)
         gelu = QuickGELU() if quick else nn.GELU()
         self.mlp = nn.Sequential(
-            OrderedDict(c_fc=nn.Linear(width, hidden), gelu=gelu, c_proj=nn.Linear(hidden, width))
+            OrderedDict(c_fc=nn.Linear(WIDTH, HIDDEN), gelu=gelu, c_proj=nn.Linear(HIDDEN, WIDTH))
         )
         self.ls_2 = nn.Identity()
 
@@ -42,12 +42,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Blocks that may want positions in first place."""
 
-    def __init__(
-        self, depth: int, batch_first: bool, sizes: tuple[int, int, int], quick: bool = True
-    ) -> None:
+    def __init__(self, depth: int, quick: bool = True, batch_first: bool = True) -> None:
         super().__init__()
         self.batch_first = batch_first
-        self.resblocks = nn.ModuleList(Block(*sizes, quick, batch_first) for _ in range(depth))
+        self.resblocks = nn.ModuleList(Block(quick, batch_first) for _ in range(depth))
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         x = x if self.batch_first else x.transpose(0, 1)
@@ -59,18 +57,15 @@ class Transformer(nn.Module):
 class Tower(nn.Module):
     """The vision tower: its weights have open_clip's names."""
 
-    def __init__(
-        self, width: int = 12, heads: int = 3, depth: int = 2, hidden: int = 20, *,
-        quick: bool = True, batch_first: bool = True,
-    ) -> None:  # fmt: skip
+    def __init__(self, depth: int = 2, *, quick: bool = True, batch_first: bool = True) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, width, 4, 4, bias=False)
-        self.class_embedding = nn.Parameter(torch.randn(width))
-        self.positional_embedding = nn.Parameter(torch.randn(5, width))
-        self.ln_pre = nn.LayerNorm(width)
-        self.transformer = Transformer(depth, batch_first, (width, heads, hidden), quick)
-        self.ln_post = nn.LayerNorm(width)
-        self.proj = nn.Parameter(torch.randn(width, FEATURES))
+        self.conv1 = nn.Conv2d(3, WIDTH, 4, 4, bias=False)
+        self.class_embedding = nn.Parameter(torch.randn(WIDTH))
+        self.positional_embedding = nn.Parameter(torch.randn(5, WIDTH))
+        self.ln_pre = nn.LayerNorm(WIDTH)
+        self.transformer = Transformer(depth, quick, batch_first)
+        self.ln_post = nn.LayerNorm(WIDTH)
+        self.proj = nn.Parameter(torch.randn(WIDTH, FEATURES))
 
     def forward(self, x: Tensor) -> Tensor:
         patches = self.conv1(x).flatten(2).transpose(1, 2)
@@ -84,40 +79,24 @@ class TwoTowers(nn.Module):
 
     def __init__(self, visual: nn.Module) -> None:
         super().__init__()
-        self.visual = visual
-        self.transformer = Transformer(1, True, (8, 2, 8))
-        self.token_embedding = nn.Embedding(10, 8)
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.visual(image)
+        self.visual, self.transformer = visual, Transformer(1)
 
 
-class ImageEncoder(nn.Module):
-    """A wrapper as FusionBench has one."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model(images)
-
-
-def converted(vision_model: nn.Module, *, seed: int = 0, batch_first: bool = True) -> nn.Module:
+def converted(vision_model: nn.Module, *, batch_first: bool) -> nn.Module:
     """A transformers CLIP vision model as such a tower."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     state = {n.removeprefix("vision_model."): t for n, t in vision_model.state_dict().items()}
     tower = Tower(batch_first=batch_first).double().eval()
     tower.load_state_dict({**to_open_clip(state), "proj": tower.proj.detach()})
     return tower
 
 
-def tower_suite(*, tasks: int = 2, seed: int = 0, **options: bool) -> Suite:
+def tower_suite(*, seed: int = 0, quick: bool = True, batch_first: bool = True) -> Suite:
     """Base, experts and merger of such towers, in float64."""
     torch.manual_seed(seed)
     inputs: dict[str, list] = {
         f"task_{i}": [normal(seed + 10 * i, size, 3, 8, 8) * (i + 1) for size in (4, 3)]
-        for i in range(tasks)
+        for i in range(2)
     }
     blocks = ["transformer.resblocks.0", "transformer.resblocks.1"]
-    return suite_of(Tower(**options), inputs, blocks, seed)  # type: ignore[arg-type]
+    return suite_of(Tower(quick=quick, batch_first=batch_first), inputs, blocks, seed)
