@@ -39,7 +39,7 @@ def stack(number: int, width: int = 3) -> nn.ModuleList:
 
 
 def test_forward_that_a_library_replaced_is_back_afterwards():
-    model: Any = tiny.decoder_model()
+    model: Any = tiny.model_of()
     block, ran = model.model.layers[0], []
     plain = block.forward
     block.forward = lambda *args, **kwargs: ran.append(1) or 2 * plain(*args, **kwargs)
@@ -51,7 +51,7 @@ def test_forward_that_a_library_replaced_is_back_afterwards():
 
 
 def test_failing_forward_pass_is_not_swallowed_and_leaves_no_hooks():
-    model = tiny.decoder_model()
+    model = tiny.model_of()
     with pytest.raises(IndexError):
         LLAMA.begin(model, {"input_ids": torch.full((1, 3), 99)}, "model.layers.0")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

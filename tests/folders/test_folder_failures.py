@@ -18,7 +18,7 @@ from killing import finished_blocks
 from made_folders import PAPER, ROWS, words, write_models, write_rows
 from process_group import in_forks
 from safetensors.torch import load_file, save_file
-from tiny_models import decoder_model, scatter
+from tiny_models import model_of, scatter
 from tiny_texts import TASKS, WORDS, sentences, word_tokenizer
 
 from fusion_bench_featcal.cli import main
@@ -100,7 +100,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     for task in TASKS:
         write_rows(folder / f"{task}.jsonl", sentences(task, ROWS))
     options: Any = {"vocab_size": len(WORDS), "intermediate_size": 4096}
-    write_models(folder, scatter(decoder_model(**options), 0, 0.05), word_tokenizer())
+    write_models(folder, scatter(model_of(**options), 0, 0.05), word_tokenizer())
     assert main(command(folder)) == 0
     content = (folder / "out" / "model.safetensors").read_bytes()
     shutil.rmtree(folder / "out")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from made_folders import classifier_folders, datasets_on_disk, words, write_adapters, write_rows
-from tiny_models import decoder_model, scatter
+from tiny_models import model_of, scatter
 from tiny_texts import TASKS, WORDS, llama_model, sentences, t5_model, word_tokenizer, write
 from transformers import AutoModelForCausalLM
 
@@ -62,7 +62,7 @@ def other_llama(path: Path) -> None:
 
 
 def wider_llama(path: Path) -> None:
-    write(decoder_model(vocab_size=len(WORDS), hidden_size=16), path, word_tokenizer())
+    write(model_of(vocab_size=len(WORDS), hidden_size=16), path, word_tokenizer())
 
 
 def other_words(path: Path) -> None:

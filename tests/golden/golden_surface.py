@@ -36,9 +36,9 @@ def names() -> dict[str, Any]:
 
 def configs() -> dict[str, Any]:
     """Every YAML with its composed keys: of methods with their values, of studies what is new."""
-    configs = {o: OmegaConf.to_container(c, resolve=False) for o, c in own_configs().items()}
-    compare: Any = configs["method/compare"]["method"]
     contents: dict[str, Any] = {}
+    configs: Any = {o: OmegaConf.to_container(c, resolve=False) for o, c in own_configs().items()}
+    compare = configs["method/compare"]["method"]
     for option, config in configs.items():
         contents[option] = config if option.startswith("method/") else _keys(config)
         if option.startswith("method/study/"):

@@ -50,8 +50,8 @@ def _panel(axes: Any, names: dict[str, str], first: list[Ticks]) -> Panel:
         for path in group.iter(f"{SVG}path") if kind == "LineCollection" else ():
             ends = re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", path.get("d"))
             bars.append([valued(*end) for end in ends])
-    labels = [[label for label, _ in ticks] for ticks in (x_ticks, y_ticks)]
-    return Panel(_words(axes), *labels, points, bars)
+    x_labels, y_labels = ([label for label, _ in ticks] for ticks in (x_ticks, y_ticks))
+    return Panel(_words(axes), x_labels, y_labels, points, bars)
 
 
 def _named(root: Any, kind: str) -> Iterator[Any]:

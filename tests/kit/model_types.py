@@ -11,7 +11,7 @@ import tiny_models as tiny
 import torch
 import transformers
 from calibrations import PAPER, distance, replay, run_fast, run_slow
-from tiny_models import VOCABULARY, Suite, sentences, without_labels
+from tiny_models import VOCABULARY, Suite, by_task, sentences, without_labels
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -113,11 +113,6 @@ def examined(row: Row, folder: Path) -> Examined | None:
         # Apertus loads some parameters in bfloat16, whatever dtype is asked for.
         reloaded=all(torch.equal(p.to(q.dtype), q) for p, _, q in zip(*parameters, strict=True)),
     )
-
-
-def by_task(batch: Callable[[int, int], Any]) -> dict[str, list]:
-    """Two batches of each of two tasks, from the numbers of task and batch."""
-    return {f"task_{task}": [batch(task, number) for number in range(2)] for task in range(2)}
 
 
 def _texts(lengths: list, task: int, number: int) -> Any:

@@ -1,7 +1,7 @@
 """Tiny models of every family: no parameter is zero, one or shared by chance."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,6 +79,11 @@ def normal(seed: int, *shape: int) -> Tensor:
 def batched(samples: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Cut samples into batches of the given sizes."""
     return list(samples.split(list(sizes)))
+
+
+def by_task(batch: Callable[[int, int], Any], tasks: int = 2) -> dict[str, list]:
+    """Two batches of each task, from the numbers of task and batch."""
+    return {f"task_{task}": [batch(task, number) for number in range(2)] for task in range(tasks)}
 
 
 def samples_by_task(
@@ -176,7 +181,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def model_of(kind: str, seed: int = 0, **config: Any) -> nn.Module:
+def model_of(kind: str = "llama", seed: int = 0, **config: Any) -> nn.Module:
     """Random model of a type."""
     torch.manual_seed(seed)
     maker, numbers = CONFIGS[kind]
@@ -192,11 +197,6 @@ def clip_model(
         "clip_vision_model", seed, hidden_size=width, intermediate_size=hidden,
         num_hidden_layers=depth, projection_dim=width, num_attention_heads=heads,
     )  # fmt: skip
-
-
-def decoder_model(make: str = "llama", *, seed: int = 0, **config: Any) -> nn.Module:
-    """Two blocks of four heads, of which two share keys and values, on 30 tokens."""
-    return model_of(make, seed, **config)
 
 
 def t5_model(
@@ -306,25 +306,23 @@ def decoder_suite(
     tasks: int = 2, seed: int = 0, extra: int = 0,
 ) -> Suite:  # fmt: skip
     """Suite in float64, in batches of unequal length with `extra` positions of padding."""
-    inputs: dict[str, list] = {
-        f"task_{index}": [
-            sentences(part, max(part) + extra, side=side, seed=seed + 10 * index + i)
-            for i, part in enumerate([[5, 9, 7], [6, 3, 4, 6]])
-        ]
-        for index in range(tasks)
-    }
-    model = decoder_model(make, tie_word_embeddings=tied, num_hidden_layers=depth, seed=seed)
+    lengths = [5, 9, 7], [6, 3, 4, 6]
+    inputs = by_task(
+        lambda task, n: sentences(
+            lengths[n], max(lengths[n]) + extra, side=side, seed=seed + 10 * task + n
+        ),
+        tasks,
+    )
+    model = model_of(make, seed, tie_word_embeddings=tied, num_hidden_layers=depth)
     return suite_of(model, inputs, [f"model.layers.{index}" for index in range(depth)], seed)
 
 
-def gpt2_suite(*, padded: int = 6, tasks: int = 2, seed: int = 0) -> Suite:
+def gpt2_suite(*, padded: int = 6, seed: int = 0) -> Suite:
     """GPT-2, whose linear modules are Conv1D, on sentences filled up to `padded` tokens."""
-    lengths = [[2, 5, 3], [4, 1, 5, 2]]
-    inputs: dict[str, list] = {
-        f"task_{index}": [without_labels(sentences(part, padded, seed=seed + 10 * index + i))
-                          for i, part in enumerate(lengths)]
-        for index in range(tasks)
-    }  # fmt: skip
+    lengths = [2, 5, 3], [4, 1, 5, 2]
+    inputs = by_task(
+        lambda task, n: without_labels(sentences(lengths[n], padded, seed=seed + 10 * task + n)),
+    )
     return replayed(model_of("gpt2", seed), inputs, ["h.0", "h.1"], seed)
 
 
@@ -364,27 +362,27 @@ def whisper_batch(target_lengths: Sequence[int], seed: int) -> dict[str, Tensor]
 
 
 def t5_batch(
-    lengths: Sequence[int], targets: Sequence[int], seed: int, *, pad: tuple[int, int] = (0, 0)
+    lengths: Sequence[int], targets: Sequence[int], seed: int, *, pad: int = 0
 ) -> dict[str, Tensor]:
-    """Sentences and labels of given lengths, filled up on the right by at least `pad` more."""
+    """Sentences and labels of given lengths, filled up on the right, sentences by `pad` more."""
     generator = torch.Generator().manual_seed(seed)
 
-    def filled(sizes: Sequence[int], extra: int, fill: int) -> Tensor:
-        table = torch.full((len(sizes), max(sizes) + extra), fill)
+    def filled(sizes: Sequence[int], width: int, fill: int) -> Tensor:
+        table = torch.full((len(sizes), width), fill)
         for row, size in enumerate(sizes):
             table[row, :size] = torch.randint(2, VOCABULARY, (size,), generator=generator)
         return table
 
-    ids, labels = filled(lengths, pad[0], 0), filled(targets, pad[1], NO_TARGET)
+    ids = filled(lengths, max(lengths) + pad, 0)
+    labels = filled(targets, max(targets), NO_TARGET)
     return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
 
 
 def t5_suite(*, tasks: int = 2, seed: int = 0, **shape: Any) -> Suite:
     """Tiny T5 suite in float64, with two batches a task."""
     model = t5_model(seed=seed, **shape)
-    inputs = {}
-    for index in range(tasks):
-        start = 100 * seed + 10 * index
-        first = t5_batch([3, 6, 5], [4, 1, 3], start, pad=(1, 0))
-        inputs[f"task_{index}"] = [first, t5_batch([5, 2, 4, 4], [2, 3, 1, 2], start + 1)]
+    sizes = ([3, 6, 5], [4, 1, 3]), ([5, 2, 4, 4], [2, 3, 1, 2])
+    inputs = by_task(
+        lambda task, n: t5_batch(*sizes[n], 100 * seed + 10 * task + n, pad=1 - n), tasks
+    )
     return suite_of(model, inputs, blocks_of(model, "T5Block"), seed)

@@ -37,7 +37,7 @@ def t5_model(seed: int = 0) -> nn.Module:
 
 def llama_model(seed: int = 0, rows: int = len(WORDS)) -> nn.Module:
     """A Llama of two blocks with grouped heads."""
-    model = tiny_models.decoder_model(
+    model = tiny_models.model_of(
         seed=seed, vocab_size=rows, hidden_size=8, intermediate_size=12, num_attention_heads=2,
         num_key_value_heads=1, bos_token_id=2, eos_token_id=1,
     )  # fmt: skip

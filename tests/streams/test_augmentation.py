@@ -40,7 +40,8 @@ class Cropped:
 
 def copies_of(inputs: Any = IMAGES, task: str = "a", start: int = 0, **more: Any) -> list[Any]:
     """The copies of a batch, which are in the folds of the samples that they are of."""
-    settings = FeatCalSettings(**({"augment": THREE} | more))
+    values: dict[str, Any] = {"augment": THREE}
+    settings = FeatCalSettings(**(values | more))
     images = images_of(inputs)
     assert images is not None
     batch = Batch(inputs, len(images), start)
