@@ -1,4 +1,4 @@
-"""Models of each family: their blocks found, begun and refused."""
+"""Models of each family: blocks and rows that are found, and models that are refused."""
 
 import re
 from types import SimpleNamespace

@@ -12,15 +12,16 @@ from transformers import AutoTokenizer
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.suites import image, text
-from fusion_bench_featcal.suites.paths import SUITE_ROOT
+
+ROOT = Path(image.path()).parents[1]
 
 
 def test_shipped_files_are_whole_all_listed_and_no_pickles():
     assert main(["suite", "check"]) == 0
-    listing = (SUITE_ROOT / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
-    files = [file for file in SUITE_ROOT.rglob("*") if file.is_file()]
+    listing = (ROOT / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    files = [file for file in ROOT.rglob("*") if file.is_file()]
     listed = {line.partition("  ")[2] for line in listing} | {"SHA256SUMS"}
-    assert listed == {file.relative_to(SUITE_ROOT).as_posix() for file in files}
+    assert listed == {file.relative_to(ROOT).as_posix() for file in files}
     suffixes = {".npz", ".parquet", ".safetensors", ".json", ".txt", ".md", ""}
     assert {file.suffix for file in files} <= suffixes
 
