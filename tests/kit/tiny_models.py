@@ -254,15 +254,13 @@ class ResidualBlock(nn.Module):
         return hidden + self.rescale(self.down(torch.tanh(self.up(self.norm(hidden)))))
 
 
-class ResidualNet(nn.Module):
-    """Residual blocks between two linear maps that are not calibrated."""
+class Stack(nn.Module):
+    """Blocks between two linear maps that are not calibrated."""
 
-    Block: type[ResidualBlock] = ResidualBlock
-
-    def __init__(self, width: int = 6, hidden: int = 9, depth: int = 3) -> None:
+    def __init__(self, make_block: Callable[[], nn.Module], depth: int, width: int) -> None:
         super().__init__()
         self.embed = nn.Linear(4, width)
-        self.layers = nn.ModuleList(self.Block(width, hidden) for _ in range(depth))
+        self.layers = nn.ModuleList(make_block() for _ in range(depth))
         self.head = nn.Linear(width, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -270,6 +268,15 @@ class ResidualNet(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return self.head(hidden)
+
+
+class ResidualNet(Stack):
+    """Three residual blocks."""
+
+    Block: type[ResidualBlock] = ResidualBlock
+
+    def __init__(self) -> None:
+        super().__init__(lambda: self.Block(6, 9), 3, 6)
 
 
 def residual_suite(*, tasks: int = 2, sizes: Sequence[int] = (9, 6), seed: int = 0) -> Suite:

@@ -5,7 +5,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from tiny_models import ResidualBlock, ResidualNet, Suite, replayed, samples_by_task, suite_of
+from tiny_models import (
+    ResidualBlock,
+    ResidualNet,
+    Stack,
+    Suite,
+    replayed,
+    samples_by_task,
+    suite_of,
+)
 from torch import Tensor, nn
 
 MakeBlock = Callable[[], nn.Module]
@@ -86,29 +94,13 @@ def tied() -> nn.Module:
     return block
 
 
-class Stack(nn.Module):
-    """Two blocks between two linear maps that are not calibrated."""
-
-    def __init__(self, make_block: MakeBlock) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4, 4)
-        self.layers = nn.ModuleList(make_block() for _ in range(2))
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.head(hidden)
-
-
 def stack_suite(
     make_block: MakeBlock, *, tasks: int = 2, sizes: Sequence[int] = (5, 3), seed: int = 0
 ) -> Suite:
     """Suite of such blocks, in float64."""
     torch.manual_seed(seed)
     inputs: Any = samples_by_task(tasks, sizes, 4, seed=seed)
-    return replayed(Stack(make_block), inputs, ["layers.0", "layers.1"], seed)
+    return replayed(Stack(make_block, 2, 4), inputs, ["layers.0", "layers.1"], seed)
 
 
 class Masked(nn.Module):
