@@ -19,11 +19,11 @@ NAMES = {"math": "one", "code": "two"}
 
 @pytest.mark.skipif(not DOCS.is_dir(), reason="an installation has no docs")
 def test_the_yaml_for_folders_and_json_lines(tmp_path):
-    llama_folders(tmp_path / "llama")
+    llama_folders(tmp_path)
     work = tmp_path / "work"
-    shutil.copytree(tmp_path / "llama" / "base", work / "models" / "base")
+    shutil.copytree(tmp_path / "base", work / "models" / "base")
     for name, task in NAMES.items():
-        shutil.copytree(tmp_path / "llama" / task, work / "models" / name)
+        shutil.copytree(tmp_path / task, work / "models" / name)
         write_rows(work / f"{name}.jsonl", sentences(task, 20))
         write_rows(work / f"{name}_test.jsonl", sentences(task, 8))
     (work / "config" / "modelpool").mkdir(parents=True)

@@ -27,9 +27,9 @@ HYDRA_KEYS = {"_target_", "_recursive_", "_partial_", "_convert_", "_args_", "_u
 READ_FROM_CONFIG = {"default_taskpool", "featcal", "base_model", "debug"}
 
 
-def with_groups(*options: str) -> Any:
-    """The program's config in which some groups are our YAMLs, composed before."""
-    program = composed()
+def with_groups(*options: str, words: Sequence[str] = ()) -> Any:
+    """The program's config with some words, in which other groups are our YAMLs."""
+    program = composed(*words)
     OmegaConf.set_struct(program, False)
     for option in options:
         group, *folders = option.split("/")[:-1]
@@ -169,20 +169,24 @@ COMMANDS = dict.fromkeys(words for text in TEXTS for words in commands_of(text) 
 def compose_command(words: Sequence[str]) -> None:
     """Raise an error if words of `fusion_bench` do not compose.
 
-    Hydra composes them where a word includes more than a whole YAML of ours. Otherwise our YAMLs,
-    which are composed already, need only have the keys.
+    Hydra composes words that put a group elsewhere, and groups of others. YAMLs of ours are
+    composed already, and need only have the keys.
     """
-    overrides = OverridesParser.create().parse_overrides([*words])
-    choices = {o.key_or_group: f"{o.key_or_group}/{o.value()}" for o in overrides}
-    options = [choices.pop(group) for group in CHOSEN if group in choices]
-    if any("@" in word for word in words) or not own_configs().keys() >= {*options}:
+    if any("@" in word for word in words):
         composed(*words)
         return
-    config = with_groups(*options)
-    for override in overrides:
-        if override.key_or_group in choices:
-            key, value = override.key_or_group, override.value()
-            OmegaConf.update(config, key, value, force_add=override.is_add())
+    options, groups, values = [], [], []
+    for override in OverridesParser.create().parse_overrides([*words]):
+        key = override.key_or_group
+        if (option := f"{key}/{override.value()}") in own_configs():
+            options.append(option)
+        elif key in CHOSEN:
+            groups.append(override.input_line)
+        else:
+            values.append(override)
+    config = with_groups(*options, words=groups)
+    for value in values:
+        OmegaConf.update(config, value.key_or_group, value.value(), force_add=value.is_add())
 
 
 @pytest.fixture

@@ -115,13 +115,13 @@ class LiveBytes(TorchDispatchMode):
 def test_memory_is_near_what_tensors_of_a_run_take(
     rule: Any, changes: dict[str, Any], clip: Request
 ):
-    models: dict[str, Any] = {name: CLIPVisionModel(CONFIG).eval() for name in "mbxyz"}
+    models: dict[str, Any] = {name: CLIPVisionModel(CONFIG).eval() for name in "mbxy"}
     settings = FeatCalSettings(**{"batch_size": 32, "samples_per_task": 64, **changes})
-    experts = {task: models[task] for task in "xyz"}
+    experts = {task: models[task] for task in "xy"}
     data = dict.fromkeys(experts, [torch.randn(32, 3, 64, 64)] * 2)
     with LiveBytes() as live:
         calibrate(models["m"], models["b"], experts, data, with_rule(settings, rule))
-    plan = plan_of(Request(clip.model, settings, 3, loaded=1))
+    plan = plan_of(Request(clip.model, settings, 2, loaded=1))
     # Models in memory lend the tensors of a block.
     needed = plan.needs[0].needed - module.LIBRARIES - plan.parts["block"]
     assert needed == pytest.approx(live.peak, rel=0.3)
