@@ -11,7 +11,7 @@ from calibrations import assert_identical, run_fast
 from fusion_bench.modelpool import Seq2SeqLMPool
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
-from tiny_models import Suite, clip_suite
+from tiny_models import Suite, clip_model, clip_suite, scatter
 from tiny_texts import load_t5, t5_model, with_data, word_tokenizer, write
 from torch import nn
 from transformers import CLIPConfig, CLIPVisionConfig, LlamaConfig, Qwen2Config, T5Config
@@ -55,34 +55,21 @@ def test_matrices_of_a_mixture_are_joined_as_transformers_5_has_them(kind: str, 
         assert source.nbytes(name) == expected.nbytes
 
 
-def far_notes(folder: Path, *experts: tuple[float, int]) -> list[str]:
-    """Notes on experts of distances and seeds. Those of odd seeds are in files."""
-
-    def model(distance: float, seed: int) -> nn.Module:
-        net = nn.Sequential(nn.Embedding(500, 8), *(nn.Linear(8, 8) for _ in range(20)))
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in net.parameters():
-            parameter.data.copy_(1 + distance * torch.randn(parameter.shape, generator=generator))
-        return net
-
-    named, base = {}, model(0, 0)
-    for number, (distance, seed) in enumerate(experts):
-        expert = model(distance, seed)
-        save_file(expert.state_dict(), folder / f"{number}.safetensors")
-        file = SafetensorsExpert(folder / f"{number}.safetensors")
-        source = file if seed % 2 else InMemoryExpert(expert)
-        named[str(number)] = ExpertModel(str(number), source, base)
-    return far_experts(named, base)
+def far_notes(*experts: tuple[float, int]) -> list[str]:
+    """Notes on experts at distances from the base, in directions by a seed."""
+    base = clip_model()
+    moved = (InMemoryExpert(scatter(base, seed, distance)) for distance, seed in experts)
+    return far_experts({str(n): ExpertModel(str(n), e, base) for n, e in enumerate(moved)}, base)
 
 
-def test_experts_far_from_the_base_and_copies_are_named(tmp_path: Path):
-    (note,) = far_notes(tmp_path, (0.1, 0), (0.12, 1), (0.8, 5), (0.1, 3))
+def test_experts_far_from_the_base_and_copies_are_named():
+    (note,) = far_notes((0.1, 0), (0.12, 1), (0.8, 5), (0.1, 3))
     assert note.startswith("expert 2 lies ") and 7 < float(note.split()[3]) < 9
-    assert far_notes(tmp_path, (0.1, 0), (0.2, 1), (0.15, 2)) == []
-    assert far_notes(tmp_path, (5.0, 0)) == []  # nothing to compare with
-    (note,) = far_notes(tmp_path, (0.0, 1), (1.0, 2))
+    assert far_notes((0.1, 0), (0.2, 1), (0.15, 2)) == []
+    assert far_notes((5.0, 0)) == []  # nothing to compare with
+    (note,) = far_notes((0.0, 1), (1.0, 2))
     assert note.startswith("expert 0 equals the base on a")
-    (note,) = far_notes(tmp_path, (0.1, 1), (0.1, 1))
+    (note,) = far_notes((0.1, 1), (0.1, 1))
     assert note.startswith("experts 0 and 1 are the same on a sample of weights: check their paths")
 
 
