@@ -1,5 +1,6 @@
 """A run of the method on the bundled suite, and the method on pools made in Python."""
 
+import gc
 import io
 import json
 from contextlib import redirect_stdout
@@ -20,6 +21,7 @@ from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.fusionbench import run_results
 from fusion_bench_featcal.fusionbench.console import FeatCalJob
 from fusion_bench_featcal.fusionbench.options import checked_choices
 from fusion_bench_featcal.results import Report
@@ -34,6 +36,14 @@ class Run(NamedTuple):
     early: str  # what was printed before the end of the job
     output: str
     report: Report
+    events: list[str]  # "save", and the names of models when they are evaluated
+    in_memory: list[int]  # models in memory at each event, beside those of other tests
+
+
+def models_in_memory() -> int:
+    gc.collect()
+    models = [x for x in gc.get_objects() if type(x) is CLIPVisionModel]
+    return sum(next(model.parameters()).device.type == "cpu" for model in models)
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +51,32 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The run that evaluates all its models."""
     folder = tmp_path_factory.mktemp("run")
     job, config = FeatCalJob(), OmegaConf.create({"hydra": {"overrides": {"task": []}}})
+    evaluate, save_pretrained = run_results.evaluate, CLIPVisionModel.save_pretrained
+    before, events, in_memory = models_in_memory(), list[str](), list[int]()
+
+    def note(event: str) -> None:
+        events.append(event)
+        in_memory.append(models_in_memory() - before)
+
+    def noted_evaluation(*args: Any, name: str, **options: Any) -> Any:
+        note(name)
+        return evaluate(*args, name=name, **options)
+
+    def noted_save(*args: Any, **options: Any) -> None:
+        note("save")
+        save_pretrained(*args, **options)
+
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as output:
         patch.setenv("COLUMNS", "80")
+        patch.setattr("sys.argv", ["fusion_bench", "method=featcal", "x={token: hf_secret}"])
+        patch.setattr(run_results, "evaluate", noted_evaluation)
+        patch.setattr(CLIPVisionModel, "save_pretrained", noted_save)
         job.on_job_start(config=config)
         golden_methods.run_method(golden_methods.EVALUATED, folder)
         early = output.getvalue()
         job.on_job_end(config=config, job_return=JobReturn(status=JobStatus.COMPLETED))
-    return Run(folder, early, output.getvalue(), Report.load(folder / "log"))
+    report = Report.load(folder / "log")
+    return Run(folder, early, output.getvalue(), report, events, in_memory)
 
 
 def test_saved_model_and_structure_of_files_are_the_golden_ones(run: Run) -> None:
@@ -59,6 +88,35 @@ def test_saved_model_and_structure_of_files_are_the_golden_ones(run: Run) -> Non
     assert files >= {"report.md", "items.npz", "config_resolved.yaml", "reads.mini.json",
                      "calibration_log.mini.jsonl"}  # fmt: skip
     assert not list(run.folder.rglob("*.part"))
+
+
+def test_chosen_row_is_saved_once_before_it_is_evaluated_and_others_come_last(run: Run) -> None:
+    tasks = [name for name in run.report.rows["experts"] if name != "average"]
+    assert run.events == ["featcal", "save", ROW, "task_arithmetic", "base", *tasks]
+    assert max(run.in_memory) <= 3  # merged, featcal and the preset
+    assert max(run.in_memory[-3:]) <= 2  # and the returned one
+    card = (run.folder / "saved" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers")
+    for text in (
+        "- mini_korean: `8`", "TaskArithmetic", "- ridge_lambda: `0.0001`", "arxiv.org",
+        "fusion_bench method=featcal", "- torch: `", f"| **{ROW}** | ",
+    ):  # fmt: skip
+        assert text in card, text
+    assert "hf_secret" not in card
+
+
+def test_model_is_saved_though_its_evaluation_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_results, "evaluate", fail)
+    words = ["method.save=featcal", "method.samples_per_task=2"]
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        golden_methods.run_method(golden_methods.EVALUATED, tmp_path, *words)
+    assert CLIPVisionModel.from_pretrained(tmp_path / "saved")
+    assert CLIPProcessor.from_pretrained(tmp_path / "saved").image_processor.size
 
 
 def test_report_has_every_row_and_featcal_recovers_most_of_the_gap(run: Run) -> None:

@@ -1,6 +1,5 @@
-"""Models are calibrated, saved as a whole in a safe place, and evaluated last."""
+"""Models are saved as a whole, in a safe place."""
 
-import gc
 import os
 import signal
 from pathlib import Path
@@ -9,20 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical
 from fusion_bench import BaseModelPool
-from fusion_bench.programs import FabricModelFusionProgram
-from image_pools import AVERAGE, suite_pool
 from process_group import in_forks
 from torch import nn
-from transformers import CLIPImageProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError, files
-from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.files import clear_leftovers
-from fusion_bench_featcal.fusionbench import run_results as results
-from fusion_bench_featcal.fusionbench.evaluation import Evaluation
-from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.saving import check_save_target, save_model
 from fusion_bench_featcal.results import ReportError
 
@@ -165,84 +156,3 @@ def test_links_are_followed_and_models_keep_their_dtype(tmp_path: Path) -> None:
     assert (tmp_path / "saved").is_symlink() and value_at(tmp_path / "disk") == 2
     assert model.weight.dtype == torch.float32
     assert torch.load(tmp_path / "disk" / "pytorch_model.bin")["weight"].dtype == torch.bfloat16
-
-
-TASKS = ("mini_greek", "mini_latin")
-
-
-class Program(FabricModelFusionProgram):
-    """FusionBench's program without its configuration: it saves as the real one does."""
-
-    def __init__(self, folder: Path) -> None:
-        self.modelpool = suite_pool()
-        self.taskpool: Any = SimpleNamespace(test_dataloaders=dict.fromkeys(TASKS))
-        self._modelpool: Any = {}
-        self.merged_model_save_path = str(folder / "saved")
-        self.merged_model_save_kwargs: Any = None
-
-
-def run(folder: Path, **options: Any) -> tuple[Any, Program]:
-    method: Any = FeatCalAlgorithm(base_method=AVERAGE, samples_per_task=4, **options)
-    method._program = program = Program(folder)
-    prepare_run(program, None)
-    return method.run(program.modelpool), program
-
-
-def models_in_memory() -> int:
-    gc.collect()
-    models = [x for x in gc.get_objects() if type(x) is CLIPVisionModel]
-    return sum(next(model.parameters()).device.type == "cpu" for model in models)
-
-
-def test_chosen_row_is_saved_before_it_is_evaluated_and_others_come_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    in_memory: dict[str, int] = {}
-    before, save_pretrained = models_in_memory(), CLIPVisionModel.save_pretrained
-
-    def save(*args: Any, **options: Any) -> None:
-        events.append("save")
-        save_pretrained(*args, **options)
-
-    def evaluate(taskpool: Any, model: Any, *, name: str, tasks: Any, **_: Any) -> Evaluation:
-        events.append(name)
-        in_memory[name] = models_in_memory() - before
-        accuracy: dict[str, float] = {task: 0.5 for task in tasks or TASKS}
-        return Evaluation({t: {"accuracy": a} for t, a in accuracy.items()}, accuracy, None)
-
-    monkeypatch.setattr(CLIPVisionModel, "save_pretrained", save)
-    monkeypatch.setattr(results, "evaluate", evaluate)
-    monkeypatch.setattr("sys.argv", ["fusion_bench", "method=featcal", "x={token: hf_secret}"])
-    rows: dict[str, Any] = {"save": "featcal:weak", "presets": {"weak": {"mix_alpha": 0.1}}}
-    model, program = run(tmp_path, **rows, compare_with=["base", "experts", "merged"])
-    expected = ["featcal", "save", "featcal:weak", "simple_average", "base", *TASKS]
-    assert events == expected
-    assert max(in_memory.values()) <= 3  # merged, featcal and the preset
-    assert max(in_memory[name] for name in ("base", *TASKS)) <= 2  # and the returned one
-    saved = CLIPVisionModel.from_pretrained(tmp_path / "saved")
-    assert_identical(saved, model)
-    program.save_merged_model(model)
-    program.taskpool.evaluate(model)
-    assert events == expected  # FusionBench's saving and evaluation have nothing to do
-    card = (tmp_path / "saved" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers")
-    for text in (
-        "- mini_greek: `4`", "SimpleAverage", "- ridge_lambda: `0.05`", "arxiv.org",
-        "fusion_bench method=featcal", "- torch: `", "| **featcal:weak** | 50.0% |",
-    ):  # fmt: skip
-        assert text in card, text
-    assert "hf_secret" not in card
-
-
-def test_model_is_saved_though_its_evaluation_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(results, "evaluate", fail)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        run(tmp_path)
-    assert CLIPVisionModel.from_pretrained(tmp_path / "saved")
-    assert CLIPImageProcessor.from_pretrained(tmp_path / "saved").size  # and its processor

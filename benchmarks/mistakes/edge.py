@@ -43,7 +43,7 @@ MUTATIONS = [
         "fusionbench/saving.py",
         "        if facts.row != self.row:\n            return\n",
         "",
-        "test_saving.py",
+        "test_algorithm.py",
     ),
     Mutation(
         "evaluated before it is saved",
@@ -52,7 +52,7 @@ MUTATIONS = [
         "        self.add_made(name, result.model, **details, seed=settings.seed)\n",
         "        self.add_made(name, result.model, **details, seed=settings.seed)\n"
         "        self.saver.offer(result.model, facts)\n",
-        "test_saving.py",
+        "test_algorithm.py",
     ),
     Mutation(
         "temporary folder stays when saving fails",
