@@ -3,8 +3,9 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import tiny_models as tiny
@@ -62,7 +63,6 @@ T5S: list[tuple[dict[str, Any], Knobs]] = [
     ({"seed": 1, "untied": True, "depths": (2, 1)}, PAPER),
     ({"seed": 2, "gated": False, "depths": (1, 2)}, FLAN),
 ]
-TARGETS = {"decoder_rows": "targets"}
 BLOCKS = {"used_twice": PAPER, "views": FREE, "keyword_calls": FREE, "gainful": PAPER}
 
 
@@ -70,48 +70,58 @@ def tricky_suite(name: str) -> Suite:
     return tricky.stack_suite(getattr(tricky, name), sizes=(2, 5, 1), seed=1)
 
 
-CASES: dict[str, tuple[Callable[[], Suite], Knobs, dict[str, Any]]] = {
-    **{f"clip {n}": (lambda s=s: clip_suite(**s), k, {}) for n, (s, k) in enumerate(CLIPS)},
-    "clip, wide norms": (wide_norms, PAPER, {}),
-    **{f"t5 {n}": (lambda s=s: t5_suite(**s), k, {}) for n, (s, k) in enumerate(T5S)},
-    "t5, all of some labels": (partly_labelled, PAPER, {}),
-    "t5, targets": (partly_labelled, PAPER, TARGETS),
-    **{make: (lambda make=make: decoder_suite(make, seed=1), TEXT, {}) for make in MAKES},
-    "mistral, left": (lambda: decoder_suite("mistral", side="left", seed=3), PAPER, {}),
-    "llama, targets": (lambda: decoder_suite(side="left", seed=3), TEXT, TARGETS),
-    "residual": (tiny.residual_suite, SMALL, {}),
-    **{n: (lambda n=n: tricky_suite(n), knobs, {}) for n, knobs in BLOCKS.items()},
-    "convolutions, alpha 0": (net_suite, Knobs(alpha=0.0, lam=0.5, rho=0.5, norm=False), {}),
-    "convolutions, alpha 1": (net_suite, Knobs(alpha=1.0, lam=1e-3, rho=1.0), {}),
-    "one dimension": (vector_suite, PAPER, {}),
-    **{make: (lambda make=make: tower_suite(make), PAPER, {}) for make in TOWERS},
+class Case(NamedTuple):
+    """A suite, and how it is calibrated and compared.
+
+    Language models round in float32, and deep sums of convolutions add up to a larger bound.
+    Drift of convolutions counts other rows. A case is slow if the table of model types has its
+    arrangement of norms and projections.
+    """
+
+    make: Callable[[], Suite]
+    knobs: Knobs = PAPER
+    bound: float = EXACT
+    decoder_rows: str = "all"
+    has_drift: bool = True
+    slow: bool = False
+
+
+CASES = {
+    **{f"clip {n}": Case(partial(clip_suite, **s), k) for n, (s, k) in enumerate(CLIPS)},
+    "clip, wide norms": Case(wide_norms),
+    **{f"t5 {n}": Case(partial(t5_suite, **s), k, ROUNDING) for n, (s, k) in enumerate(T5S)},
+    "t5, all of some labels": Case(partly_labelled, PAPER, ROUNDING),
+    "t5, targets": Case(partly_labelled, PAPER, ROUNDING, "targets"),
+    **{make: Case(partial(decoder_suite, make, seed=1), TEXT, ROUNDING, slow=make != "qwen3")
+       for make in MAKES},
+    "mistral, left": Case(partial(decoder_suite, "mistral", side="left", seed=3), PAPER, ROUNDING),
+    "llama, targets": Case(partial(decoder_suite, side="left", seed=3), TEXT, ROUNDING, "targets"),
+    "residual": Case(tiny.residual_suite, SMALL),
+    **{name: Case(partial(tricky_suite, name), knobs) for name, knobs in BLOCKS.items()},
+    "convolutions, alpha 0": Case(
+        net_suite, Knobs(alpha=0.0, lam=0.5, rho=0.5, norm=False), has_drift=False),
+    "convolutions, alpha 1": Case(net_suite, Knobs(alpha=1.0, lam=1e-3, rho=1.0), has_drift=False),
+    "one dimension": Case(vector_suite, PAPER, 1e-6, has_drift=False),
+    **{make: Case(partial(tower_suite, make), PAPER, 1e-6, has_drift=False,
+                  slow=make in ("resnet, bottleneck", "convnext")) for make in TOWERS},
 }  # fmt: skip
-# The table of model types has these arrangements of norms and projections.
-SLOW = {*MAKES, "resnet, bottleneck", "convnext"} - {"qwen3"}
-# Rows of convolutions are other ones.
-NO_DRIFT = ("convolutions", "one dimension", *TOWERS)
-
-
-def bound_of(name: str) -> float:
-    """Language models round in float32, and deep sums of convolutions add up."""
-    if name in TOWERS or name == "one dimension":
-        return 1e-6
-    return ROUNDING if name.split(",")[0].split()[0] in (*MAKES, "t5") else EXACT
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES]
-)
-def test_paper_equals_the_oracle(name: str):
-    make, knobs, settings = CASES[name]
-    suite, bound = make(), bound_of(name)
-    result, slow = run_fast(suite, knobs, **settings), run_slow(suite, knobs, **settings)
+    "case",
+    [pytest.param(case, id=name, marks=[pytest.mark.slow] * case.slow)
+     for name, case in CASES.items()],
+)  # fmt: skip
+def test_paper_equals_the_oracle(case: Case):
+    suite = case.make()
+    rows: Any = {"decoder_rows": case.decoder_rows}
+    result, slow = run_fast(suite, case.knobs, **rows), run_slow(suite, case.knobs, **rows)
     assert distance(slow.model, suite.merged) > 1e-3
-    assert_same(result.model, slow.model, bound)
+    assert_same(result.model, slow.model, case.bound)
     for buffer, value in slow.model.named_buffers():
         torch.testing.assert_close(result.model.get_buffer(buffer), value, rtol=1e-6, atol=1e-8)
     keys = ["drift_before", "relative_drift_before", "drift_after", "relative_drift_after"]
-    for record in [] if name.startswith(NO_DRIFT) else result.log.of_kind("task"):
+    for record in result.log.of_kind("task") if case.has_drift else []:
         drift = slow.drift[record["block"], record["task"]]
         assert [record[key] for key in keys] == pytest.approx(drift, rel=1e-5)
 
@@ -124,7 +134,7 @@ def test_at_rho_1_no_base_is_needed():
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 1e-2)])
 def test_narrow_models_stay_near_the_float64_oracle(dtype: torch.dtype, bound: float):
-    make, knobs, _ = CASES["clip 0"]
+    make, knobs, *_ = CASES["clip 0"]
     suite = make().to(dtype)
     expected = run_slow(suite, knobs).model
     assert_same(run_fast(suite, knobs).model, expected, bound)

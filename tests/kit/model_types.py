@@ -195,8 +195,8 @@ def _vision_language(kind: str) -> Model:
 _decoder, _classifier = partial(_row, "decoder"), partial(_row, "text classifier")
 _image_classifier = partial(_row, "image classifier")
 DECODERS = (
-    *(_decoder(name, family="llama") for name in ("llama", "qwen2", "phi3")),
-    _decoder("gemma2", family="llama", slow=False),
+    *(_decoder(name, family="llama") for name in ("llama", "qwen2")),
+    *(_decoder(name, family="llama", slow=False) for name in ("gemma2", "phi3")),
     *(_decoder(name, slow=False) for name in ("phi", "nemotron", "gpt_neox")),
     *map(
         _decoder,
