@@ -19,11 +19,6 @@ from fusion_bench_featcal.tasks import TextTaskPool
 SUITES = {"seq2seq": "flan-t5-mini_TA6", "causal": "llama-mini_TA6"}
 
 
-def task_pool(kind: str) -> TextTaskPool:
-    tests = {task: sentences(task, 6) for task in TASKS}
-    return TextTaskPool(tests, tokenizer=text_tokenizer(kind), max_new_tokens=3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(MAKERS))
 def test_the_default_grid_of_language_pools_has_no_failing_cell(
@@ -36,7 +31,9 @@ def test_the_default_grid_of_language_pools_has_no_failing_cell(
     words = ["method=compare", f"modelpool={SUITES[kind]}", *(f"method.{word}" for word in few)]
     config = composed(*words)
     algorithm = instantiate(config.method, _recursive_=False)
-    algorithm._program = FakeProgram(task_pool(kind))
+    tests = {task: sentences(task, 6) for task in TASKS}
+    taskpool = TextTaskPool(tests, tokenizer=text_tokenizer(kind), max_new_tokens=3)
+    algorithm._program = FakeProgram(taskpool)
     algorithm._program._modelpool = {"featcal": config.modelpool.featcal}
     algorithm.run(text_pool(kind, tmp_path / "models"))
     results = tmp_path / "cells"
