@@ -243,18 +243,3 @@ def test_presets_of_the_pool_are_taken_unless_the_run_has_its_own() -> None:
     assert checked_choices(settings, None, None, paper).presets == {}
     (preset,) = checked_choices(settings, paper["presets"], None, {}).presets.values()
     assert preset.checkpoint_dir == "somewhere/preset-paper_flan_t5"
-
-
-def test_checkpoints_of_presets_lie_apart_and_are_resumed(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"base_method": AVERAGE, "samples_per_task": 2}
-    options |= {"presets": {"weak": {"mix_alpha": 0.1}}, "checkpoint_dir": str(tmp_path)}
-
-    def run(**more: Any) -> dict[str, torch.Tensor]:
-        return dict(FeatCalAlgorithm(**options | more).run(suite_pool()).state_dict())
-
-    first = run()
-    assert (tmp_path / "blocks.json").is_file()
-    assert (tmp_path / "preset-weak" / "block-0003.safetensors").is_file()
-    with pytest.raises(CalibrationError, match=r"checkpoint_dir .*method\.resume=true"):
-        run()
-    assert all(torch.equal(value, first[name]) for name, value in run(resume=True).items())

@@ -87,7 +87,7 @@ def test_auto_holds_out_one_of_eight(samples: int, number: int):
 
 def test_copies_are_made_of_the_others_only():
     suite = clip_suite(tasks=2, sizes=(8,))
-    (first, *_) = run_fast(suite, held_out=2, augment="jitter", **PLUS).log.of_kind("task")
+    (first, *_) = run_fast(suite, held_out=2, augment="jitter").log.of_kind("task")
     assert (first["samples"], first["held_out"]) == (6 + 2, 2)
     assert first["rows"] == 6 * 8 * (1 + (8 // 4) ** 2)
 
