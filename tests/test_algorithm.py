@@ -17,7 +17,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from image_pools import AVERAGE, suite_pool
 from omegaconf import OmegaConf
 from tiny_models import clip_suite
-from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
+from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
@@ -116,7 +116,7 @@ def test_model_is_saved_though_its_evaluation_fails(
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         golden_methods.run_method(golden_methods.EVALUATED, tmp_path, *words)
     assert CLIPVisionModel.from_pretrained(tmp_path / "saved")
-    assert CLIPProcessor.from_pretrained(tmp_path / "saved").image_processor.size
+    assert CLIPImageProcessor.from_pretrained(tmp_path / "saved").size  # and its processor
 
 
 def test_report_has_every_row_and_featcal_recovers_most_of_the_gap(run: Run) -> None:

@@ -118,9 +118,9 @@ def test_nothing_moves_if_experts_and_base_are_the_merged_model(name: str):
     suite = SUITES[name]()
     experts = dict.fromkeys(suite.experts, suite.merged)
     still: Any = replace(suite, base=suite.merged, experts=experts)
-    for settings in ({"knobs": Knobs()}, {"knobs": Knobs(alpha=0.0, lam=3.0, rho=0.5)}, PLUS):
-        model = run_fast(still, batch_norm="merged", **settings).model
-        assert_same(model, suite.merged, 1e-7)
+    for knobs in (Knobs(), Knobs(alpha=0.0, lam=3.0, rho=0.5)):
+        assert_same(run_fast(still, knobs, batch_norm="merged").model, suite.merged, 1e-7)
+    assert_same(run_fast(still, batch_norm="merged", **PLUS).model, suite.merged, 1e-7)
     # The default eps moves weights by its share of eps + lambda.
     shifted = run_fast(still, Knobs(lam=0.05, eps=1e-4), batch_norm="merged").model
     assert distance(shifted, suite.merged) <= 1e-4 / (1e-4 + 0.05) + EXACT
