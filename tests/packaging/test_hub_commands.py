@@ -6,7 +6,7 @@ Everything that the pool names is made small under its true name.
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,6 @@ BINARY = "openai/clip-vit-base-patch32"
 """The model that has no safetensors file on the hub."""
 UNUSED = {"tf_model.h5": b"tensorflow" * 10_000, "flax_model.msgpack": b"flax" * 10_000}
 ROWS = 12
-MODEL_KEYS = {"pretrained_model_name_or_path", "models", "processor", "clip_model", "base_model"}
-
-
-def models_of(node: Any, key: str = "") -> Iterator[str]:
-    """Hub ids of models and processors in a config."""
-    if isinstance(node, Mapping):
-        for name, value in node.items():
-            if not name.endswith("_datasets") and name != "featcal":
-                yield from models_of(value, key if key == "models" else name)
-    elif isinstance(node, str) and key in MODEL_KEYS and "/" in node:
-        yield node
 
 
 def files_of_model(hub_id: str, folder: Path) -> dict[str, bytes]:
@@ -75,7 +64,7 @@ def files_of_data(task: str, config: str) -> dict[str, bytes]:
 def add_pool(mirror: Mirror, stand_ins: StandIns) -> None:
     """Add models and datasets that the run asks the hub for."""
     pool: Any = OmegaConf.to_container(composed(*LITERAL).modelpool, resolve=True)
-    for hub_id in sorted(set(models_of(pool))):
+    for hub_id in pool["models"].values():  # the base is the processor, too
         mirror.add(hub_id, files_of_model(hub_id, Path(stand_ins.model(hub_id))))
     for owner in (pool, pool["default_taskpool"]):
         entries = [value for key, value in owner.items() if key.endswith("_datasets")]
