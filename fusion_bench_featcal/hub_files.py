@@ -281,16 +281,16 @@ def _announce(models: Sequence[HubModel]) -> None:
     converted = sum(sum(model.bins.values()) for model in models)
     fetched = sum(sum(model.missing.values()) for model in models)
     names = [model.location for model in models]
-    what = names[0] if len(names) == 1 else counted(len(names), "model")
-    what += f", {bytes_text(fetched)}"
+    sizes = bytes_text(fetched)
     if converted:
-        what += f" and {bytes_text(converted)} of .bin files converted"
+        sizes += f" and {bytes_text(converted)} of .bin files converted"
     if fetched + converted > free:
         raise CalibrationError(
-            f"{', '.join(names)}: {what}, do not fit on the disk of {cache}, which has "
+            f"{', '.join(names)}: no room for {sizes} on the disk of {cache}, which has "
             f"{bytes_text(free)} free. Make room, or set HF_HOME to a folder on another disk"
         )
-    _say(f"fetching {what}, to {cache} ({bytes_text(free)} free)")
+    what = names[0] if len(names) == 1 else counted(len(names), "model")
+    _say(f"fetching {what}, {sizes}, to {cache} ({bytes_text(free)} free)")
 
 
 def _say(text: str) -> None:

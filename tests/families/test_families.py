@@ -139,7 +139,7 @@ def test_labels_of_encoders_choose_no_positions():
         for name in ("bert", "gpt2")
     )
     assert bert is inputs["attention_mask"]
-    assert gpt2 is not None and not torch.equal(gpt2, bert)
+    assert bert is not None and gpt2 is not None and not torch.equal(gpt2, bert)
 
 
 def test_positions_of_whisper_that_count():

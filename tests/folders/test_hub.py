@@ -215,7 +215,7 @@ def test_a_model_larger_than_the_disk_is_refused_before_it_is_fetched(hub: Hub):
     repository = hub.mirror.add("large/model", model(b"weights"))
     repository.sizes["model.safetensors"] = 2**60
     answer, _ = hub.fetch("large/model")
-    assert "do not fit on the disk of " in answer
+    assert "no room for " in answer
     assert "free. Make room, or set HF_HOME to a folder on another disk" in answer
     assert not hub.mirror.files_sent("large/model")
 

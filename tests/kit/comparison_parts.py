@@ -81,6 +81,7 @@ class FakeProgram:
     """The part of FusionBench's program that methods use."""
 
     merged_model_save_path = None
+    config: Any = None
 
     def __init__(self, taskpool: Any) -> None:
         self.taskpool = taskpool
