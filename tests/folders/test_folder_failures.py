@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from killing import finished_blocks
 from made_folders import PAPER, ROWS, words, write_models, write_rows
 from process_group import in_forks
-from safetensors.torch import load_file, save_file
 from tiny_models import model_of, scatter
 from tiny_texts import TASKS, WORDS, sentences, word_tokenizer
 
@@ -27,7 +25,6 @@ from fusion_bench_featcal.output.folder import OutputFolder
 
 SECONDS = 600.0
 Fault = Callable[[Path], Any]
-BALLAST: list[torch.Tensor] = []
 
 
 def largest_file(size: int) -> None:
@@ -37,24 +34,6 @@ def largest_file(size: int) -> None:
 
 def size_of(folder: Path) -> int:
     return (folder / "model.safetensors").stat().st_size
-
-
-def memory_short(_: Path) -> None:
-    """Take all memory that the system gives, in pieces that are smaller than a tensor."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**22, resource.RLIM_INFINITY))
-    for size in (2**power for power in range(26, 14, -1)):
-        while True:
-            try:
-                BALLAST.append(torch.empty(size, dtype=torch.uint8))
-            except RuntimeError:
-                break
-
-
-def replaced(folder: Path) -> None:
-    """Write other values, of the same names and shapes."""
-    file = folder / "two" / "model.safetensors"
-    save_file({name: t + 1 for name, t in load_file(file).items()}, file, {"format": "pt"})
 
 
 def ctrl_c(_: Path) -> None:
@@ -85,7 +64,6 @@ def ended(arguments: list[str], folder: Path, fault: Fault) -> tuple[Any, str]:
                 code = main(arguments)
             except SystemExit as stop:
                 code = stop.code
-        BALLAST.clear()
         largest_file(resource.RLIM_INFINITY)
         return code, screen.getvalue()
 
@@ -117,9 +95,6 @@ FAULTS: dict[str, tuple[Fault, int, str]] = {
     "no room for the model": (lambda folder: largest_file(size_of(folder / "merged") - 1), 2,
         r"the model cannot be saved to --out .*/out: .*File too large.* It needs .*iB are free.*"
         r"--resume: .*/out\.blocks"),
-    "memory short": (memory_short, 1,
-        r"out of memory \(cpu\) at model\.layers\.1.*--set batch_size"),
-    "expert replaced": (replaced, 1, r"expert 'two': .*two/model\.safetensors has changed"),
     "Ctrl-C": (ctrl_c, 1, r"ended before it was done: finished blocks .*--resume"),
 }  # fmt: skip
 
@@ -136,7 +111,6 @@ def test_a_fault_is_one_sentence_and_loses_nothing(name: str, whole: Any, tmp_pa
     files = {path.name for path in folder.iterdir()}
     assert files == {path.name for path in source.iterdir()} | {"out.blocks"}
     assert finished_blocks(folder / "out.blocks") == blocks
-    shutil.copytree(source, folder, dirs_exist_ok=True)
     assert main([*command(folder), "--resume"]) == 0
     assert (folder / "out" / "model.safetensors").read_bytes() == expected
     log = read_lines(folder / "out" / "featcal" / "calibration_log.jsonl")

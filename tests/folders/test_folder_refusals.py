@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from made_folders import classifier_folders, datasets_on_disk, words, write_adapters, write_rows
 from tiny_models import model_of, scatter
-from tiny_texts import TASKS, WORDS, llama_model, sentences, t5_model, word_tokenizer, write
+from tiny_texts import WORDS, llama_model, sentences, t5_model, word_tokenizer, write
 from transformers import AutoModelForCausalLM
 
 from fusion_bench_featcal.cli import main
@@ -29,9 +29,8 @@ NO_MODELS: dict[str, Any] = {"base": None, "experts": ()}
 def change(folder: Path, files: Mapping[str, Any]) -> None:
     """Change files of a folder, which are named by patterns.
 
-    The value is a file's new text, its rows, repeated to 24, or changes of its JSON, where a key
-    that becomes None is removed. Without a value the file or folder is removed. A function is
-    called with the path.
+    The value is a file's new text, its rows, repeated to 24, or changes of its JSON. Without a
+    value the file or folder is removed. A function is called with the path.
     """
     for pattern, value in files.items():
         for path in [*folder.glob(pattern)] or [folder / pattern]:
@@ -43,8 +42,7 @@ def change(folder: Path, files: Mapping[str, Any]) -> None:
             elif isinstance(value, list):
                 write_rows(path, [value[n % len(value)] for n in range(24)])
             elif isinstance(value, dict):
-                content = json.loads(path.read_text()) | value
-                path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+                path.write_text(json.dumps(json.loads(path.read_text()) | value))
             elif path.is_dir():
                 shutil.rmtree(path)
             else:
@@ -188,14 +186,7 @@ def test_files_of_language_models(folder, refusal, monkeypatch, files, options, 
 
 # --- files of classifiers that are changed ---
 
-UNNAMED = {"id2label": None, "label2id": None}
 DISAGREE = ["--expert one", "id2label and label2id of its config.json do not fit together"]
-
-
-def change_labels(folder: Path, labels: list[str], config: dict[str, Any]) -> None:
-    classifier_folders(folder)
-    rows = [{"text": "a b", "label": label} for label in labels]
-    change(folder, {"one.jsonl": rows, "one/config.json": config})
 
 
 @pytest.mark.parametrize(
@@ -207,22 +198,11 @@ def change_labels(folder: Path, labels: list[str], config: dict[str, Any]) -> No
     ],
 )
 def test_labels_that_do_not_fit_the_head(tmp_path, refusal, labels, config, messages):
-    change_labels(tmp_path, labels, config)
+    classifier_folders(tmp_path)
+    rows = [{"text": "a b", "label": label} for label in labels]
+    change(tmp_path, {"one.jsonl": rows, "one/config.json": config})
     line = refusal(words(tmp_path))
     assert all(message in line for message in messages), line
-
-
-@pytest.mark.parametrize(
-    ("labels", "config", "note"),
-    [
-        (["YES", "No"], {"label2id": {"LABEL_0": 0, "LABEL_1": 1}}, ""),
-        (["c_10", "c_9"], UNNAMED, "are taken as c_9=0, c_10=1"),
-    ],
-)
-def test_labels_that_fit_the_head(tmp_path, plan, labels, config, note):
-    change_labels(tmp_path, labels, config)
-    screen = plan(words(tmp_path))
-    assert ("has no class names" in screen) == bool(note) and note in screen
 
 
 # --- files that pass all checks ---
@@ -232,7 +212,6 @@ ACCEPTED: list[Refused] = [
     ({"two": other_llama}, {"more": "--any-base"}, []),
     (merge_config("linear", "base", "one", "two", base_model="base"), NO_MODELS,
      ["base by mergekit_config.yml"]),
-    ({MERGE_CONFIG: "models: 5"}, {}, ["not read: "]),
     ({"one-lora": lambda path: write_adapters(path.parent, llama_model())}
      | merge_config("linear", "base+one-lora", LONG_FORM),
      {**NO_MODELS, "names": ["one-lora", "two-lora"]},
@@ -249,17 +228,6 @@ def test_files_that_pass_all_checks(folder, plan, monkeypatch, files, options, m
     change(folder, files)
     screen = plan(arguments(folder, options))
     assert all(message in screen for message in messages), screen
-
-
-def test_experts_of_a_merge_config_have_the_shortest_names_that_differ(folder, plan, monkeypatch):
-    monkeypatch.chdir(folder)
-    names = ["math-final", "code-final"]
-    for task, name in zip(TASKS, ("math", "code"), strict=True):
-        shutil.copytree(folder / task, folder / name / "final")
-    change(folder, merge_config("ties", "./math/final", "code/final", "./base", base_model="base"))
-    screen = plan(words(folder, names=names, **NO_MODELS))
-    experts = screen.split("  experts: ")[1].splitlines()[0]
-    assert [word.split("=")[0] for word in experts.split(", ")] == names
 
 
 def test_a_note_on_a_sibling_in_place_of_the_base(folder, plan):

@@ -13,7 +13,6 @@ from made_folders import (
     HELD_OUT,
     PAPER,
     ROWS,
-    classifier_folders,
     clip_folders,
     words,
     write_rows,
@@ -26,7 +25,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BertForSequenceClassification,
-    BertModel,
     CLIPProcessor,
     CLIPVisionModel,
 )
@@ -221,20 +219,6 @@ def test_text_classifiers_keep_their_heads(finished):
     expert = run.models["two"].state_dict()
     assert all(torch.equal(value, expert[name]) for name, value in head.items())
     assert run.report.test_sets["two"]["items"] == HELD_OUT
-
-
-def test_a_base_without_the_head_of_its_classifiers(tmp_path, capsys):
-    models = classifier_folders(tmp_path)
-    body, base = models["base"].bert.state_dict(), BertModel(models["base"].config)
-    base.load_state_dict({name: body[name] for name in base.state_dict()})
-    base.save_pretrained(tmp_path / "base")
-    assert main(words(tmp_path, "--merge", "task_arithmetic:0.4", *PAPER, merged=None)) == 0
-    saved = BertForSequenceClassification.from_pretrained(tmp_path / "out")
-    merged = "bert.embeddings.word_embeddings.weight"  # and not calibrated
-    expected = models["merged"].get_parameter(merged)
-    torch.testing.assert_close(saved.get_parameter(merged), expected, rtol=1e-4, atol=1e-5)
-    assert "heads: " in capsys.readouterr().out
-    assert "## Heads" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_image_classifiers(finished):
