@@ -175,11 +175,3 @@ class Overheard(InMemoryExpert):
     def tensor(self, name: str) -> Tensor:
         self.read.append(name)
         return super().tensor(name)
-
-
-class Bare:
-    """A source that does not tell the sizes of its tensors."""
-
-    def __init__(self, module: nn.Module) -> None:
-        inner = InMemoryExpert(module)
-        self.names, self.shape, self.tensor = inner.names, inner.shape, inner.tensor

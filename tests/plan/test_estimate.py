@@ -1,6 +1,5 @@
 """Planned bytes are the bytes of a run: reads, memory, waiting features and models."""
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 from calibrations import PAPER, PLUS, settings_of, with_rule
 from model_types import ROWS
-from tiny_models import Suite, clip_suite, decoder_suite, residual_suite, t5_suite
+from tiny_models import Suite, decoder_suite, t5_suite
 from torch import Tensor, is_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,8 +29,7 @@ from fusion_bench_featcal.experts import hollow_copy
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.feature_shapes import features_of
 from fusion_bench_featcal.fusionbench.empty_models import empty_model
-from fusion_bench_featcal.fusionbench.plan_run import log_plan
-from fusion_bench_featcal.plan import Plan, check, one_line, plan_of
+from fusion_bench_featcal.plan import Plan, check, plan_of
 from fusion_bench_featcal.plan_shapes import Request, Shapes
 
 CONFIG = CLIPVisionConfig(
@@ -217,19 +215,6 @@ def test_files_of_a_run_need_room(clip: Request, tmp_path: Path, monkeypatch: py
     (tmp_path / "blocks").mkdir()
     (tmp_path / "blocks/block-0000.safetensors").write_bytes(b"1")  # of a run that is resumed
     check(planned(saving, **changes))
-
-
-def test_runs_log_their_plan(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    suite, cpu = clip_suite(), torch.device("cpu")
-    with caplog.at_level(logging.INFO, logger="fusion_bench_featcal"):
-        plan = log_plan(suite.merged, FeatCalSettings(), 2, cpu)
-        assert plan is not None and one_line(plan) in caplog.text
-        monkeypatch.setattr(module, "free_bytes", lambda _: plan.needs[0].needed - 1)
-        log_plan(suite.merged, FeatCalSettings(), 2, cpu)
-        assert "method.batch_size" in caplog.text
-    suite = residual_suite()
-    settings = FeatCalSettings(family={"name": "replay", "blocks": suite.blocks})
-    assert log_plan(suite.merged, settings, 2, cpu) is None
 
 
 # --- models from configurations ---

@@ -15,7 +15,6 @@ from image_pools import ARITHMETIC, AVERAGE, suite_pool
 from text_pools import t5_pool
 from tiny_models import Suite, residual_suite, t5_suite
 from torch import nn
-from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
@@ -24,7 +23,6 @@ from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average, fill
 from fusion_bench_featcal.fusionbench.plan_run import run_request
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels
 from fusion_bench_featcal.fusionbench.upstream import Upstream
-from fusion_bench_featcal.suites import image
 
 TIES: dict[str, Any] = {"_target_": "fusion_bench.method.TiesMergingAlgorithm", "threshold": 20}
 TIES |= {"scaling_factor": 0.3, "remove_keys": [], "merge_func": "sum"}
@@ -63,18 +61,6 @@ def test_merging_by_tensor_has_fusion_benchs_bits(name: str):
         assert_identical(merged, upstream.run(pool))
 
 
-def test_counts_of_batches_and_values_that_are_not_finite():
-    model = nn.BatchNorm1d(2)
-    expert = ExpertModel("a", InMemoryExpert(model), model)
-    with pytest.raises(CalibrationError, match=r"'weight' is NaN or infinite.*base_method"):
-        fill(copy.deepcopy(model), expert, [expert], lambda first, experts: first / 0.0)
-    merged = copy.deepcopy(model)
-    assert merged.num_batches_tracked is not None
-    merged.num_batches_tracked.fill_(3)
-    fill(merged, expert, [expert], _average)
-    assert merged.num_batches_tracked == 0
-
-
 def merged_by(config: Any, pool: Any, *, from_files: bool = True) -> nn.Module:
     return Upstream(config, PoolModels(pool)).merged_model(None, from_files=from_files)
 
@@ -91,15 +77,6 @@ def test_files_are_merged_as_they_load(make: Any, config: Any, tmp_path: Path, c
     assert "tensor by tensor" not in caplog.text
     assert_identical(merged, expected)
     assert type(merged) is type(expected)
-
-
-@pytest.mark.parametrize("config", [TIES, AVERAGE | {"weights": [1]}])
-def test_mergers_that_cannot_read_files_load_models(config: Any, monkeypatch):
-    calls: list[Any] = []
-    linear = nn.Linear(1, 1)
-    run_merger = "fusion_bench_featcal.fusionbench.upstream.run_merger"
-    monkeypatch.setattr(run_merger, lambda *args: calls.append(args) or linear)
-    assert merged_by(config, suite_pool()) is linear and len(calls) == 1
 
 
 # --- read budgets ---
@@ -145,16 +122,6 @@ def test_merger_and_calibration_keep_a_budget_together() -> None:
     assert reads["plan"]["limit"] == whole // 3 >= totals["experts_read"] > 0
     assert totals["all_experts_read"] == whole + totals["experts_read"]
     assert totals["merged_stood_in"] > 0 and reads["budget"] == whole + whole // 3
-
-
-def test_a_merged_model_of_the_pool_is_no_expert_read(tmp_path: Path) -> None:
-    CLIPVisionModel.from_pretrained(image.path()).save_pretrained(tmp_path)
-    models = {"_pretrained_": image.path(), "_merged_": str(tmp_path)}
-    pool = suite_pool(models=models | {name: image.path(name) for name in EXPERTS})
-    totals = reads_of(pool, None, expert_read_budget="50%")["totals"]
-    assert totals["merged_read"] == file_bytes(pool, "_merged_")
-    assert totals["upstream_experts_read"] == 0
-    assert 0 < totals["all_experts_read"] <= file_bytes(pool, *EXPERTS) // 2
 
 
 def test_a_plan_subtracts_the_bytes_that_a_merger_reads() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import Bare, Overheard, assert_identical, run_fast
+from calibrations import Overheard, assert_identical, run_fast
 from safetensors.torch import load_file, save_file
 from tiny_models import Suite, clip_suite, t5_model, t5_suite
 from variations import stored
@@ -119,18 +119,9 @@ def test_a_larger_budget_reads_more_of_the_same_and_first_blocks_come_first(tmp_
     assert f"merged model: {reads[1]['hashes']['merged'][:16]}" in screen
 
 
-def test_a_source_without_sizes_is_counted_and_takes_no_budget():
+def test_state_dicts_are_no_experts():
     suite = small_clip()
-    expected = run(suite)
-    suite.experts = {task: Bare(expert) for task, expert in suite.experts.items()}  # type: ignore
-    result = run(suite)
-    assert_identical(result.model, expected.model)
-    assert result.reads["plan"] is None
-    assert result.reads["totals"]["experts_read"] == expected.reads["totals"]["experts_read"]
-    with pytest.raises(CalibrationError, match=r"'Bare' .* 'nbytes'.*method\.expert_read_budget"):
-        run(suite, expert_read_budget="50%")
-    states: Any = {task: expert.state_dict() for task, expert in small_clip().experts.items()}
-    suite.experts = states
+    suite.experts = {task: e.state_dict() for task, e in suite.experts.items()}  # type: ignore
     with pytest.raises(CalibrationError, match=r"expert 'task_0': a OrderedDict is no model: give"):
         run(suite)
 
