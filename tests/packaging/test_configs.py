@@ -4,7 +4,7 @@ import inspect
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 from configs import REPOSITORY, composed, own_configs
 from golden import golden_surface
 from golden.make import load
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.utils import get_object
@@ -25,25 +24,6 @@ HYDRA_KEYS = {"_target_", "_recursive_", "_partial_", "_convert_", "_args_", "_u
 # Keys that FusionBench's pools pass by: they are read from the config, by our algorithm or (as
 # base_model) by other keys of the same file; `debug` by the console.
 READ_FROM_CONFIG = {"default_taskpool", "featcal", "base_model", "debug"}
-
-
-def with_groups(*options: str, words: Sequence[str] = ()) -> Any:
-    """The program's config with some words, in which other groups are our YAMLs."""
-    program = composed(*words)
-    OmegaConf.set_struct(program, False)
-    for option in options:
-        group, *folders = option.split("/")[:-1]
-        config = own_configs()[option][group]
-        for folder in folders:  # composed by its whole name, a config lies as deep as its file
-            config = config[folder]
-        program[group] = config
-    OmegaConf.set_struct(program, True)
-    return program
-
-
-def resolved(option: str) -> Any:
-    group = option.partition("/")[0]
-    return OmegaConf.to_container(with_groups(option)[group], resolve=True)
 
 
 # --- YAMLs ---
@@ -85,8 +65,13 @@ def test_every_target_takes_its_keys(group: str):
     for option in own_configs():
         if not option.startswith(f"{group}/"):
             continue
-        config = resolved(option)
-        assert "_target_" in config, option
+        program = composed()
+        OmegaConf.set_struct(program, False)
+        program[group] = own_configs()[option][group]
+        for folder in option.split("/")[1:-1]:  # a config lies as deep as its file
+            program[group] = program[group][folder]
+        config = OmegaConf.to_container(program[group], resolve=True)
+        assert isinstance(config, dict) and "_target_" in config, option
         for node in targets(config):
             target = get_object(node["_target_"])
             keys = node.keys() - HYDRA_KEYS
@@ -97,20 +82,6 @@ def test_every_target_takes_its_keys(group: str):
             signature = inspect.signature(target)
             bind = signature.bind_partial if node.get("_partial_") else signature.bind
             bind(*node.get("_args_", ()), **{key: node[key] for key in keys})
-
-
-@pytest.mark.parametrize("name", ["base-patch32_TA8", "large-patch14_TALL20"])
-def test_alias_pool_is_the_original_with_a_task_pool_that_fits(name: str):
-    alias = resolved(f"modelpool/clip-vit-{name}")
-    config = composed(f"modelpool=CLIPVisionModelPool/clip-vit-{name}").modelpool
-    original: Any = OmegaConf.to_container(config, resolve=True)
-    task_pool = alias.pop("default_taskpool")
-    assert alias.pop("featcal") == {"compare_with": ["experts", "merged"]}
-    assert alias == original
-    assert task_pool["_target_"] == "fusion_bench_featcal.tasks.ClipTaskPool"
-    assert task_pool["test_datasets"] == original["test_datasets"]
-    assert task_pool["base_model"] == f"openai/clip-vit-{name.partition('_')[0]}"
-    assert [task_pool[key] for key in ("clip_model", "processor", "data_processor")] == [None] * 3
 
 
 def test_the_literal_command_composes_beside_configs_of_the_user(tmp_path, monkeypatch):
@@ -166,29 +137,6 @@ COMMANDS = dict.fromkeys(words for text in TEXTS for words in commands_of(text) 
 """Each command once, in order; programs that are only mentioned are left out."""
 
 
-def compose_command(words: Sequence[str]) -> None:
-    """Raise an error if words of `fusion_bench` do not compose.
-
-    Hydra composes words that put a group elsewhere, and groups of others. YAMLs of ours are
-    composed already, and need only have the keys.
-    """
-    if any("@" in word for word in words):
-        composed(*words)
-        return
-    options, groups, values = [], [], []
-    for override in OverridesParser.create().parse_overrides([*words]):
-        key = override.key_or_group
-        if (option := f"{key}/{override.value()}") in own_configs():
-            options.append(option)
-        elif key in CHOSEN:
-            groups.append(override.input_line)
-        else:
-            values.append(override)
-    config = with_groups(*options, words=groups)
-    for value in values:
-        OmegaConf.update(config, value.key_or_group, value.value(), force_add=value.is_add())
-
-
 @pytest.fixture
 def folder_with_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with the model pools that the docs describe, to start in."""
@@ -212,19 +160,10 @@ def test_every_command_is_valid():
     for program, *words in COMMANDS:
         if program != "featcal":
             start = 2 if words[0] == "--config-dir" else 0
-            compose_command([word for word in words[start:] if not word.startswith("--")])
+            composed(*(word for word in words[start:] if not word.startswith("--")))
             continue
         if len(words) == 1 and words[0] not in ("--help", "suite"):  # only mentioned
             words += ["featcal", *(["--out", "DIR"] if words[0] == "calibrate" else [])]
         options = _parser().parse_args(words)
         if any("=" in word for word in getattr(options, "words", ())):
-            compose_command(options.words)
-
-
-def test_wrong_commands_are_noticed():
-    text = "```\nfusion_bench method=compare \\\n  method.nothing=1\n```\nSee `featcal repot RUN`."
-    (compared, reported) = commands_of(text)
-    with pytest.raises(Exception, match="nothing"):
-        compose_command(compared[1:])
-    with pytest.raises(SystemExit):
-        _parser().parse_args(reported[1:])
+            composed(*options.words)

@@ -5,11 +5,7 @@ import shutil
 import subprocess
 import sys
 
-import pytest
 from configs import REPOSITORY
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-
-from fusion_bench_featcal import _hydra_plugin
 
 PLUGIN = REPOSITORY / "fusion_bench_featcal" / "_hydra_plugin"
 APP = """
@@ -38,26 +34,3 @@ def test_a_foreign_program_has_only_its_own_configs(tmp_path):
     words = [sys.executable, "app.py"]
     text = subprocess.check_output(words, cwd=tmp_path, env=environment, text=True)
     assert text.splitlines() == ["['hydra', 'main', 'schema']", "False False"]
-
-
-OURS = ["main", "fusion_bench_featcal", "fusion_bench_featcal"]
-
-
-@pytest.mark.parametrize(
-    ("folder", "providers"),
-    [
-        (f"file://{REPOSITORY}/config", OURS),
-        ("{folder}/empty", ["main"]),
-        ("{folder}", OURS),  # with FusionBench's root config
-        ("pkg://conf", ["main"]),
-    ],
-)
-def test_programs_of_a_config_folder_get_ours_if_it_is_fusion_benchs(
-    folder, providers, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(_hydra_plugin, "PROGRAMS", ("no.program", "of.this.process"))
-    (tmp_path / "fabric_model_fusion.yaml").write_text("{}\n")
-    path = ConfigSearchPathImpl()
-    path.append("main", folder.format(folder=tmp_path))
-    _hydra_plugin.FeatCalSearchPath().manipulate_search_path(path)
-    assert [entry.provider for entry in path.get_path()] == providers

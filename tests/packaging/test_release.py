@@ -1,6 +1,5 @@
-"""The package as an index shows it: links, licences, versions, README and notebook."""
+"""The package as an index shows it: links, licences, versions and README."""
 
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -62,7 +61,7 @@ def test_every_licence_of_the_expression_has_its_text(metadata):
     assert texts == names | {"LICENSE"}
 
 
-# --- README and notebook ---
+# --- README ---
 
 
 def test_python_of_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -79,14 +78,3 @@ def test_python_of_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     exec(code, {})
     names = {path.name for path in (tmp_path / "calibrated").iterdir()}
     assert names == {"config.json", "model.safetensors"}
-
-
-def test_the_notebook_was_run_in_order_and_raises_the_average():
-    text = (REPOSITORY / "examples" / "walkthrough.ipynb").read_text(encoding="utf-8")
-    assert len(text.encode()) < 300_000
-    code = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
-    printed = "".join(code[-2]["outputs"][0]["text"])
-    average = {line.split()[0]: float(line.split()[-1]) for line in printed.splitlines()[1:]}
-    assert average["base"] < average["merged"] < average["paper"] < average["experts"]
-    assert average["merged"] < average["FeatCal+"] < average["experts"]
