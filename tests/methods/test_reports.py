@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import pytest
-from cli_runs import fusion_bench
 from comparison_parts import MERGERS, FakeProgram, SignTaskPool, model_pool
 from lightning.fabric.loggers import CSVLogger
 
-from fusion_bench_featcal.lab.rivals import AnchorOnlyAlgorithm, CorrectedModel
+from fusion_bench_featcal.lab.rivals import AnchorOnlyAlgorithm
 from fusion_bench_featcal.results import Report
 
 BLOCKS = {"name": "replay", "blocks": ["0", "2"]}
@@ -49,16 +47,3 @@ def test_a_part_of_another_method_reports_nothing(tmp_path: Path) -> None:
     method.run(model_pool())
     assert method._program.taskpool.evaluated == 0
     assert not (tmp_path / "logs").exists()
-
-
-@pytest.mark.slow
-def test_the_command_merges_corrects_evaluates_and_saves(tmp_path: Path) -> None:
-    words = ["method=surgery", "method@method.base_method=simple_average", "method.steps=3"]
-    words += ["modelpool=clip-vit-mini_alphabets2", "method.samples_per_task=8"]
-    words += ["merged_model_save_path=saved", "path.log_dir=log"]
-    fusion_bench(words, cwd=tmp_path)
-    report = Report.load(tmp_path / "log")
-    assert {"mini_balinese", "mini_korean", "average"} == report.rows["surgery"].keys()
-    loaded = CorrectedModel.from_pretrained(tmp_path / "saved")
-    assert loaded.samples["mini_korean"] == {"samples": 8, "split": "test"}
-    assert "mini_korean" in (tmp_path / "log" / "training_curves.jsonl").read_text()

@@ -3,12 +3,9 @@
 from typing import Any
 
 import pytest
-import torch
-from text_pools import NORMS, text_batch, text_pool
-from tiny_models import clip_suite, normal
-from tiny_pools import in_memory, projection_of, refusing, tiny_pool, tower
-from tiny_texts import t5_model
-from torch import nn
+from text_pools import text_pool
+from tiny_models import clip_suite
+from tiny_pools import in_memory, refusing, tiny_pool
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab import rivals
@@ -65,32 +62,3 @@ def test_samples_and_steps_of_distillation() -> None:
         method.post_merge(suite.merged, in_memory(suite))
     with pytest.raises(CalibrationError, match="has no BatchNorm in its blocks"):
         rivals.BatchNormStatistics().post_merge(suite.merged, in_memory(suite))
-
-
-def test_features_that_cannot_be_fitted() -> None:
-    features = normal(0, 20, 6).float()
-    surgery = rivals.Surgery(steps=5, learning_rate=1e30)
-    with pytest.raises(CalibrationError, match="merged model's features are not"):
-        surgery.fit(features * torch.nan, features, "a")
-    with pytest.raises(CalibrationError, match=r"task 'a'.*method\.learning_rate \(now 1e\+30\)"):
-        surgery.fit(features, 2 * features, "a")
-    with pytest.raises(CalibrationError, match=r"task 'a' has 1 sample.*method\.samples_per_task"):
-        rivals.RidgeSurgery().fit(features[:1], features[:1], "a")
-    with pytest.raises(CalibrationError, match=r"task 'a'.*do not vary over 20 samples"):
-        rivals.RidgeSurgery().fit(torch.ones(20, 6), features, "a")
-
-
-def test_uses_of_corrected_models(models) -> None:
-    module = rivals.SurgeryModule(normal(1, 3, 12).float(), normal(2, 12, 3).float())
-    model = rivals.CorrectedModel(tower(models, "_merged_"), projection_of(models), {"one": module})
-    with pytest.raises(CalibrationError, match=r"no feature correction.*for task 'three'.*one"):
-        model.features("three", torch.rand(1, 3, 28, 28))
-    with pytest.raises((CalibrationError, ValueError), match=r"holds no corrected model: .*_c"):
-        rivals.CorrectedModel.from_pretrained(models["_merged_"])
-    plain = t5_model(0).float()
-    texts = rivals.CorrectedLanguageModel(plain, NORMS["seq2seq"], {"one": nn.Identity()})
-    with pytest.raises(CalibrationError, match=r"no task is told.*for_task.*one"):
-        texts(**text_batch("seq2seq"))
-    with pytest.raises(ZeroDivisionError), texts.for_task("one"):
-        raise ZeroDivisionError
-    assert texts.task is None

@@ -1,17 +1,15 @@
 """Cost of a block (time, memory, energy) and its software, with a pretended torch and NVML."""
 
-import subprocess
 import sys
 import time
 from importlib.metadata import version
-from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fusion_bench_featcal.results import UNAVAILABLE, cost, describe_device, measure, versions
+from fusion_bench_featcal.results import UNAVAILABLE, describe_device, measure, versions
 
 MEBIBYTE = 2**20
 WATT_HOUR = 3_600_000  # in millijoules
@@ -30,33 +28,6 @@ def test_a_block_is_timed_and_its_memory_seen() -> None:
     with pytest.raises(ZeroDivisionError), measure() as result:
         _ = 1 / 0
     assert isinstance(result.seconds, float)
-
-
-# Prints when its memory is filled, and ends with its input.
-CHILD = f"block = bytearray(b'x') * {96 * MEBIBYTE}; print('filled', flush=True); input()"
-
-
-def test_memory_of_a_child_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured, read = Event(), cost._ProcessTree.read
-    with measure() as without:
-        pass
-    assert isinstance(without.peak_rss_bytes, int)
-    filled = without.peak_rss_bytes + 96 * MEBIBYTE
-
-    def watched_read(tree: Any) -> None:
-        read(tree)
-        if tree.peak > filled:
-            measured.set()
-
-    monkeypatch.setattr(cost._ProcessTree, "read", watched_read)
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with measure() as result:
-        child: Any = subprocess.Popen([sys.executable, "-S", "-c", CHILD], **pipes)
-        assert child.stdout.readline() == "filled\n"
-        measured.wait(60)  # on a busy machine samples are far apart
-        child.communicate("\n")
-    assert isinstance(result.peak_rss_bytes, int) and result.peak_rss_bytes > filled
-    assert result.peak_rss_method == "sampled"
 
 
 # ---- accelerators

@@ -1,7 +1,6 @@
 """Figures of runs, comparisons, studies and diagnoses: the numbers that their SVG files show."""
 
 import json
-import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -139,9 +138,3 @@ def test_names_are_text_and_a_repeated_run_gives_equal_files(tmp_path: Path):
     assert not [element for element in root.iter() if element.tag.endswith("script")]
     assert EVIL in [element.text for element in root.iter() if element.tag.endswith("text")]
     assert "currentColor" in texts[0] and "prefers-color-scheme:dark" in texts[0]
-
-
-def test_without_matplotlib_the_message_names_its_extra(tmp_path: Path, monkeypatch: Any):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    message = error_of("report", leave_run(tmp_path / "run"), "--figures", tmp_path / "figures")
-    assert "figures need matplotlib: pip install '" in message and "[lab]'" in message

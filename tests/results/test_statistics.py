@@ -7,7 +7,7 @@ from typing import Any
 import check_statistics
 import numpy as np
 import pytest
-from reports import GOLDEN, error_of, featcal, flags, leave_flags, leave_run, leave_seeds, summary
+from reports import GOLDEN, featcal, flags, leave_flags, leave_run, leave_seeds, summary
 from scipy import stats
 
 ONE_SEED = sorted((GOLDEN / "compare42").glob("*/"))
@@ -117,13 +117,3 @@ def test_rows_are_compared_over_the_seeds_that_both_have(tmp_path: Path):
     common = "in common with task_arithmetic/y"
     assert f"one seed {common}, intervals are given the seed: task_arithmetic/x" in screen
     assert f"left out, without a seed {common}: task_arithmetic/alone" in screen
-
-
-def test_one_row_is_named_for_all_to_be_compared_with(tmp_path: Path):
-    for merger in ("one", "two"):
-        leave_run(tmp_path / merger, {merger: 0.5, "b": 0.6}, upstream=merger)
-    assert set(against("one/b", tmp_path)) == {"one", "two", "two/b"}
-    text = error_of("report", tmp_path, "--against", "b")
-    assert "name one row, got 'b'. There are: ['one/b', 'two/b']" in text
-    assert "got 'one/c'" in (text := error_of("report", tmp_path, "--against", "one/c"))
-    assert "nearest" in text
