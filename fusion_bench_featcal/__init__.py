@@ -1,7 +1,8 @@
 """FeatCal: repairs merged models by closed-form feature calibration (arXiv 2605.13030)."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fusion_bench_featcal.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fusion_bench_featcal.calibration import calibrate
@@ -16,23 +17,6 @@ if TYPE_CHECKING:
     from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 __version__ = "0.1.0"
-
-# Public name -> module. Loaded on first use, so that `import fusion_bench_featcal` is fast.
-_EXPORTS = {
-    "CalibrationError": "settings",
-    "CalibrationLog": "log",
-    "CalibrationResult": "problem",
-    "ExpertSource": "experts",
-    "Family": "families",
-    "FeatCalSettings": "settings",
-    "InMemoryExpert": "experts",
-    "Paper": "rules.paper",
-    "Plus": "rules.plus",
-    "ReplayFamily": "families",
-    "SafetensorsExpert": "experts.safetensors_files",
-    "TorchProcesses": "processes",
-    "calibrate": "calibration",
-}
 
 __all__ = [
     "CalibrationError",
@@ -50,10 +34,22 @@ __all__ = [
     "calibrate",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    globals()[name] = value
-    return value
+# Imported on first use, so that `import fusion_bench_featcal` is fast.
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "CalibrationError": ".settings",
+        "CalibrationLog": ".log",
+        "CalibrationResult": ".problem",
+        "ExpertSource": ".experts",
+        "Family": ".families",
+        "FeatCalSettings": ".settings",
+        "InMemoryExpert": ".experts",
+        "Paper": ".rules.paper",
+        "Plus": ".rules.plus",
+        "ReplayFamily": ".families",
+        "SafetensorsExpert": ".experts.safetensors_files",
+        "TorchProcesses": ".processes",
+        "calibrate": ".calibration",
+    },
+)

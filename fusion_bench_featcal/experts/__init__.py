@@ -13,6 +13,7 @@ from fusion_bench_featcal.experts.source import (
     known_bytes,
     source_of,
 )
+from fusion_bench_featcal.lazy import lazy_names
 
 __all__ = [
     "ExpertModel",
@@ -25,3 +26,13 @@ __all__ = [
     "put_tensor",
     "source_of",
 ]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "LoraExpert": ".lora",
+        "MergedOnRead": ".merging",
+        "SafetensorsExpert": ".safetensors_files",
+        "check_same_function": ".model_config",
+    },
+)

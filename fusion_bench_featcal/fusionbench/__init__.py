@@ -8,3 +8,27 @@
 `plan_run`, `program_processes`: the plan of a run, and several processes.
 `saving`, `evaluation`, `run_results`, `loggers`: saving, evaluating and reporting the models.
 """
+
+from fusion_bench_featcal.lazy import lazy_names
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "FeatCalJob": ".console",
+        "PoolModel": ".pool_models",
+        "PoolModels": ".pool_models",
+        "Upstream": ".upstream",
+        "check_pool_models": ".pool_checks",
+        "check_pool_settings": ".pool_configs",
+        "checked_choices": ".options",
+        "load_input_processor": ".processors",
+        "load_pool_model": ".pool_models",
+        "log_results": ".loggers",
+        "plain": ".options",
+        "prepare_run": ".program",
+        "run_merger": ".program",
+        "run_request": ".plan_run",
+        "save_model": ".saving",
+        "share_model": ".program_processes",
+    },
+)

@@ -1,17 +1,12 @@
 """Comparisons, studies, diagnoses and reports, which nothing else of the package imports."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fusion_bench_featcal.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .report.load import load, load_notes
 
 __all__ = ["load", "load_notes"]
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public function when it is first used."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .report import load
-
-    return getattr(load, name)
+__getattr__ = lazy_names(__name__, {"load": ".report.load", "load_notes": ".report.load"})

@@ -1,1 +1,13 @@
 """Batches that pass through the models block by block, and the rows of them that are summed."""
+
+from fusion_bench_featcal.lazy import lazy_names
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Batch": ".batch",
+        "Checks": ".checks",
+        "Runner": ".runner",
+        "Streams": ".streams",
+    },
+)

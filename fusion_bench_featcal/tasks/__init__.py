@@ -3,30 +3,44 @@
 Names are imported on first use, because `load_images` does not need FusionBench.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fusion_bench_featcal.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fusion_bench_featcal.data.derived_images import NoiseImages, corrupted, mixed
     from fusion_bench_featcal.data.images import load_images
     from fusion_bench_featcal.tasks.clip_pool import ClipTaskPool
+    from fusion_bench_featcal.tasks.harness import LMEvalTaskPool
+    from fusion_bench_featcal.tasks.open_clip import OpenClipTaskPool
     from fusion_bench_featcal.tasks.text_pool import TextTaskPool
+    from fusion_bench_featcal.tasks.text_rows import load_chats, load_glue
 
-__all__ = ["ClipTaskPool", "NoiseImages", "TextTaskPool", "corrupted", "load_images", "mixed"]
+__all__ = [
+    "ClipTaskPool",
+    "LMEvalTaskPool",
+    "NoiseImages",
+    "OpenClipTaskPool",
+    "TextTaskPool",
+    "corrupted",
+    "load_chats",
+    "load_glue",
+    "load_images",
+    "mixed",
+]
 
-_DERIVED = "fusion_bench_featcal.data.derived_images"
-
-_HOMES = {
-    "ClipTaskPool": f"{__name__}.clip_pool",
-    "TextTaskPool": f"{__name__}.text_pool",
-    "NoiseImages": _DERIVED,
-    "corrupted": _DERIVED,
-    "mixed": _DERIVED,
-    "load_images": "fusion_bench_featcal.data.images",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "ClipTaskPool": ".clip_pool",
+        "LMEvalTaskPool": ".harness",
+        "NoiseImages": "..data.derived_images",
+        "OpenClipTaskPool": ".open_clip",
+        "TextTaskPool": ".text_pool",
+        "corrupted": "..data.derived_images",
+        "load_chats": ".text_rows",
+        "load_glue": ".text_rows",
+        "load_images": "..data.images",
+        "mixed": "..data.derived_images",
+    },
+)

@@ -3,26 +3,28 @@
 from importlib import import_module
 from typing import Any
 
-# Public name -> module, in addition to the registered methods. Loaded on first use, because
-# FusionBench is slow to import.
+from fusion_bench_featcal.lazy import lazy_names
+
+# Names in addition to the registered methods. FusionBench is slow to import.
 _EXPORTS = {
-    "AffineModule": "corrected_model",
-    "Chain": "interface",
-    "CorrectedLanguageModel": "corrected_language_model",
-    "CorrectedModel": "corrected_clip",
-    "FeatCal": "featcal",
-    "LayerCorrectedModel": "corrected_clip",
-    "PostMerging": "interface",
-    "SurgeryModule": "corrected_model",
-    "Tuned": "tuned",
-    "TunedMerger": "tuned",
+    "AffineModule": ".corrected_model",
+    "Chain": ".interface",
+    "CorrectedLanguageModel": ".corrected_language_model",
+    "CorrectedModel": ".corrected_clip",
+    "FeatCal": ".featcal",
+    "LayerCorrectedModel": ".corrected_clip",
+    "PostMerging": ".interface",
+    "SurgeryModule": ".corrected_model",
+    "Tuned": ".tuned",
+    "TunedMerger": ".tuned",
 }
+_get_name = lazy_names(__name__, _EXPORTS)
 
 
 def __getattr__(name: str) -> Any:
     """Return a public object, a registered method, or its FusionBench class `<name>Algorithm`."""
     if name in _EXPORTS:
-        return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+        return _get_name(name)
     if name.endswith("Algorithm"):
         kind = __getattr__(name.removesuffix("Algorithm"))
         return import_module(f"{__name__}.standalone").algorithm_of(kind)
