@@ -21,9 +21,7 @@ from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisio
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench import run_results
-from fusion_bench_featcal.fusionbench.console import FeatCalJob
-from fusion_bench_featcal.fusionbench.options import checked_choices
+from fusion_bench_featcal.fusionbench import FeatCalJob, checked_choices, run_results
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image
 

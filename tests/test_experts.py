@@ -19,12 +19,15 @@ from transformers.pytorch_utils import Conv1D
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
+from fusion_bench_featcal.experts import (
+    ExpertModel,
+    InMemoryExpert,
+    LoraExpert,
+    check_same_function,
+)
 from fusion_bench_featcal.experts.expert_model import fitted_to
 from fusion_bench_featcal.experts.far_experts import far_experts
-from fusion_bench_featcal.experts.lora import LoraExpert
-from fusion_bench_featcal.experts.model_config import check_same_function
-from fusion_bench_featcal.fusionbench.pool_models import PoolModel
+from fusion_bench_featcal.fusionbench import PoolModel
 
 MIXTURES = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),

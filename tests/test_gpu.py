@@ -13,8 +13,7 @@ from test_streamed import calibrated, tensors_in_memory
 from tiny_models import Suite, clip_suite, decoder_suite, t5_suite
 
 from fusion_bench_featcal.rules.paper import PaperSums
-from fusion_bench_featcal.streams.checks import Checks
-from fusion_bench_featcal.streams.streams import Streams
+from fusion_bench_featcal.streams import Checks, Streams
 from fusion_bench_featcal.streams.task_rows import AffineRows, LinearRows
 
 pytestmark = pytest.mark.gpu

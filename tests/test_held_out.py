@@ -18,14 +18,9 @@ from tricky_models import biased, stack_suite
 from variations import parted
 
 from fusion_bench_featcal import CalibrationError, CalibrationLog, FeatCalSettings
-from fusion_bench_featcal.agreement import (
-    Agreement,
-    calibrate_and_compare,
-    outcome_of,
-    warnings_of,
-)
+from fusion_bench_featcal.agreement import Agreement, calibrate_and_compare, outcome_of, warnings_of
 from fusion_bench_featcal.problem import Request
-from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams import Batch
 from fusion_bench_featcal.streams.samples import hold_out
 
 CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any]]] = {

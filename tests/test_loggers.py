@@ -10,7 +10,7 @@ import pytest
 from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 
 from fusion_bench_featcal import CalibrationLog
-from fusion_bench_featcal.fusionbench.loggers import log_results
+from fusion_bench_featcal.fusionbench import log_results
 from fusion_bench_featcal.results import Report
 
 ROW = "task_arithmetic/featcal_plus"

@@ -7,7 +7,7 @@ import pytest
 import take_results
 import write_tables
 
-from fusion_bench_featcal.results.long_table import write_lines
+from fusion_bench_featcal.results import write_lines
 
 
 @pytest.mark.parametrize("page", write_tables.PAGES, ids=lambda page: page.name)

@@ -25,9 +25,12 @@ from torch import nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
-from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
-from fusion_bench_featcal.fusionbench.pool_models import PoolModels, load_pool_model
+from fusion_bench_featcal.fusionbench import (
+    PoolModels,
+    check_pool_models,
+    check_pool_settings,
+    load_pool_model,
+)
 from fusion_bench_featcal.fusionbench.program import take_default_taskpool
 
 NAMES = ("_pretrained_", *TASKS)

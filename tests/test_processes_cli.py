@@ -19,8 +19,7 @@ from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench.program import prepare_run
-from fusion_bench_featcal.fusionbench.program_processes import share_model
+from fusion_bench_featcal.fusionbench import prepare_run, share_model
 from fusion_bench_featcal.processes import OtherProcessError, Processes
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image

@@ -14,7 +14,8 @@ from torch import nn
 
 from fusion_bench_featcal import CalibrationError, files
 from fusion_bench_featcal.files import clear_leftovers
-from fusion_bench_featcal.fusionbench.saving import check_save_target, save_model
+from fusion_bench_featcal.fusionbench import save_model
+from fusion_bench_featcal.fusionbench.saving import check_save_target
 from fusion_bench_featcal.results import ReportError
 
 

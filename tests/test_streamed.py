@@ -16,13 +16,12 @@ from tiny_models import Suite, clip_suite, decoder_suite, t5_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, InMemoryExpert, SafetensorsExpert
-from fusion_bench_featcal.experts import ExpertModel, hollow_copy
+from fusion_bench_featcal.experts import ExpertModel, MergedOnRead, hollow_copy
 from fusion_bench_featcal.experts import merging as merging_module
-from fusion_bench_featcal.experts.merging import MergedOnRead
 from fusion_bench_featcal.experts.offloaded import fill, offloaded
 from fusion_bench_featcal.memory import divided
 from fusion_bench_featcal.module_copies import copied_module
-from fusion_bench_featcal.streams.runner import Runner
+from fusion_bench_featcal.streams import Runner
 
 CASES: dict[str, tuple[Callable[[], Suite], int]] = {  # a suite, and its held-out samples
     "clip": (clip_suite, 2),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_texts import llama_model, word_tokenizer
 
-from fusion_bench_featcal.tasks.harness import LMEvalTaskPool
+from fusion_bench_featcal.tasks import LMEvalTaskPool
 
 WORDS = list("abcdefghijklmnopqrst")
 TASK = """

@@ -19,7 +19,7 @@ from transformers import CLIPVisionModel
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab.diagnosis import DiagnosisAlgorithm, measure
 from fusion_bench_featcal.lab.report.diagnosis import by_block, rows_of
-from fusion_bench_featcal.results.long_table import LINES_FILE, Line, means, read_lines, where
+from fusion_bench_featcal.results import LINES_FILE, Line, means, read_lines, where
 
 MERGER, TASK = "task_arithmetic", TASKS[0]
 FEW = {"base_method": MERGERS[MERGER], "compare_with": ["base", "merged"], "presets": {},

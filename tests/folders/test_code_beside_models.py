@@ -16,8 +16,7 @@ import fusion_bench_featcal
 import fusion_bench_featcal.algorithm  # as every run through FusionBench does
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.fusionbench.pool_models import PoolModels, load_pool_model
-from fusion_bench_featcal.fusionbench.processors import load_input_processor
+from fusion_bench_featcal.fusionbench import PoolModels, load_input_processor, load_pool_model
 
 LOADING = re.compile(r"\w(?<!CLIPModel)(?<!CLIPVisionModel)\.from_(?:pretrained|config)[(,]")
 """CLIPs load as they are, whatever a config names."""

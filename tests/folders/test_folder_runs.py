@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from made_folders import (
-    CHAT,
-    HELD_OUT,
-    PAPER,
-    ROWS,
-    clip_folders,
-    words,
-    write_rows,
-)
+from made_folders import CHAT, HELD_OUT, PAPER, ROWS, clip_folders, words, write_rows
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_images import picture
@@ -31,8 +23,7 @@ from transformers import (
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.data.draws import sample_order
-from fusion_bench_featcal.data.text_samples import TextEncoder, pad_samples
+from fusion_bench_featcal.data import TextEncoder, pad_samples, sample_order
 from fusion_bench_featcal.folders import calibrate_folder
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.results import Report

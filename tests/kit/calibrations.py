@@ -8,12 +8,7 @@ from oracle import Knobs, Outcome, calibrate_slowly
 from tiny_models import NO_TARGET, Suite, modules_of
 from torch import Tensor, nn
 
-from fusion_bench_featcal import (
-    CalibrationResult,
-    FeatCalSettings,
-    InMemoryExpert,
-    calibrate,
-)
+from fusion_bench_featcal import CalibrationResult, FeatCalSettings, InMemoryExpert, calibrate
 
 EXACT = 1e-9  # float64, relative to each parameter's norm
 PAPER = Knobs(eps=1e-8)

@@ -7,16 +7,7 @@ import pytest
 import torch
 from calibrations import assert_same, calls_of, distance, replay, run_fast, samples_in
 from oracle import Knobs
-from tiny_models import (
-    Suite,
-    add_up,
-    batched,
-    clip_suite,
-    gpt2_suite,
-    normal,
-    suite_of,
-    t5_suite,
-)
+from tiny_models import Suite, add_up, batched, clip_suite, gpt2_suite, normal, suite_of, t5_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import FeatCalSettings, calibrate

@@ -9,7 +9,7 @@ import torch
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.fusionbench.plan_run import run_request
+from fusion_bench_featcal.fusionbench import run_request
 
 MINI = ["modelpool=clip-vit-mini_TA6"]
 

@@ -19,10 +19,8 @@ from torch import nn
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert, known_bytes
+from fusion_bench_featcal.fusionbench import PoolModel, PoolModels, Upstream, run_request
 from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average, fill
-from fusion_bench_featcal.fusionbench.plan_run import run_request
-from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels
-from fusion_bench_featcal.fusionbench.upstream import Upstream
 
 TIES: dict[str, Any] = {"_target_": "fusion_bench.method.TiesMergingAlgorithm", "threshold": 20}
 TIES |= {"scaling_factor": 0.3, "remove_keys": [], "merge_func": "sum"}

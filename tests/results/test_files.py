@@ -26,8 +26,7 @@ from reports import (
 )
 
 from fusion_bench_featcal import lab
-from fusion_bench_featcal.results import Report, ReportError, load_items, save_items
-from fusion_bench_featcal.results.long_table import means
+from fusion_bench_featcal.results import Report, ReportError, load_items, means, save_items
 
 
 def lines(folder: Path, **names: Any) -> list[dict[str, Any]]:

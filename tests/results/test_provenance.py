@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.digests import digest_tensor
-from fusion_bench_featcal.results import ReportError
-from fusion_bench_featcal.results.provenance import Provenance
+from fusion_bench_featcal.results import Provenance, ReportError
 from fusion_bench_featcal.suites import image
 
 ARITHMETIC = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}

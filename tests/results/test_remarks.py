@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 from reports import LEVELS, make_report
 
-from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.remarks import (
-    closing_lines,
-    tasks_below_merged,
-    tasks_with_high_drift,
-)
+from fusion_bench_featcal.results import Report, closing_lines, tasks_below_merged
+from fusion_bench_featcal.results.remarks import tasks_with_high_drift
 
 
 def test_the_last_lines_name_the_model_or_the_words_that_save_it(

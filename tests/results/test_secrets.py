@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from omegaconf import OmegaConf
 from reports import make_report
 
-from fusion_bench_featcal.fusionbench.program import prepare_run
+from fusion_bench_featcal.fusionbench import prepare_run
 from fusion_bench_featcal.json_files import masked
 from fusion_bench_featcal.saved_model import CardFacts, card_text, write_provenance
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.least_squares import shrink_off_diagonal, solve_seen
 from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.rules import Linear
 from fusion_bench_featcal.rules.regmean import LeastSquaresSums
-from fusion_bench_featcal.rules.rule import Linear
 
 
 def stacked(*weights: Tensor) -> Linear:

@@ -3,8 +3,8 @@
 import torch
 from tiny_models import normal
 
+from fusion_bench_featcal.rules import Linear
 from fusion_bench_featcal.rules.norms import NormRows, NormSums
-from fusion_bench_featcal.rules.rule import Linear
 
 
 def test_a_channel_that_does_not_vary_gives_finite_values() -> None:

@@ -8,8 +8,7 @@ from calibrations import assert_identical
 from tricky_models import few_outputs, stack_suite
 
 from fusion_bench_featcal import Paper, calibrate
-from fusion_bench_featcal.rules import Rule
-from fusion_bench_featcal.rules.rule import GroupSums, Linear
+from fusion_bench_featcal.rules import GroupSums, Linear, Rule
 
 
 @dataclass(frozen=True)

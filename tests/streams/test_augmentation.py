@@ -13,8 +13,8 @@ from tiny_models import ROUNDING, clip_suite, decoder_suite, normal
 from torch import Tensor
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, Plus
+from fusion_bench_featcal.streams import Batch
 from fusion_bench_featcal.streams.augmentation import Jitter, images_of, number_of_copies
-from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.samples import with_copies
 
 IMAGES = normal(0, 8, 2, 8, 6).float()

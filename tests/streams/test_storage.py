@@ -11,7 +11,7 @@ from tiny_models import normal
 from torch import Tensor
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams import Batch
 from fusion_bench_featcal.streams.storage import (
     DeviceStorage,
     DiskStorage,

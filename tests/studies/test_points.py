@@ -10,7 +10,7 @@ from comparison_parts import MERGERS, FakeProgram
 from fusion_bench.utils import instantiate
 from omegaconf import OmegaConf
 
-from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.fusionbench import plain
 from fusion_bench_featcal.lab.compare import StudyAlgorithm
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.tasks import corrupted

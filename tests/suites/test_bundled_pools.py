@@ -14,7 +14,7 @@ from fusion_bench.method import SimpleAverageAlgorithm
 from fusion_bench.utils import instantiate
 from omegaconf import OmegaConf
 
-from fusion_bench_featcal.fusionbench.program import run_merger
+from fusion_bench_featcal.fusionbench import run_merger
 from fusion_bench_featcal.suites import image, paths, text
 
 CLIP, RESNET = "clip-vit-mini", "resnet-mini_TA3"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tiny_open_clip import Tower
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
+from fusion_bench_featcal.fusionbench import load_pool_model
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.suites.open_clip import load_tower, tower_weights
 from fusion_bench_featcal.tasks import ClipTaskPool

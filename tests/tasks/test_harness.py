@@ -9,7 +9,7 @@ import pytest
 from tiny_texts import llama_model, word_tokenizer
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.tasks.harness import LMEvalTaskPool
+from fusion_bench_featcal.tasks import LMEvalTaskPool
 
 RESULTS = {"gsm8k": {"exact_match,none": 0.25, "alias": "gsm8k"}, "ifeval": {"acc,none": 0.5}}
 

@@ -8,7 +8,7 @@ import torch
 from sample_pools import text_batch
 from tiny_texts import word_tokenizer
 
-from fusion_bench_featcal.tasks.text_rows import load_chats, load_glue
+from fusion_bench_featcal.tasks import load_chats, load_glue
 
 TABLES: dict[str, dict[str, list[Any]]] = {
     "mnli": {"premise": ["a b", "c"], "hypothesis": ["d", "e"], "label": [2, 0]},
