@@ -1,7 +1,8 @@
 """Rivals of FeatCal: a run of one of them, and slow versions of how they are trained."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,26 +27,6 @@ def generator(seed: int, task: str, purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-class Adam:
-    """Adam written out: one count of steps for a weight, from its first gradient on."""
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-        self.state: dict[Tensor, tuple[int, Tensor, Tensor]] = {}
-
-    def step(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Weights without a gradient move on by their momentum."""
-        for w, gradient in zip(weights, gradients, strict=True):
-            count, first, second = self.state.get(w, (0, 0 * w, 0 * w))
-            if gradient is None and not count:
-                continue
-            g = torch.zeros_like(w) if gradient is None else gradient
-            first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g**2
-            self.state[w] = count + 1, first, second
-            size = (second / (1 - 0.999 ** (count + 1))).sqrt() + 1e-8
-            w.data -= self.rate * first / (1 - 0.9 ** (count + 1)) / size
-
-
 def trained_by_hand(features: Mapping[str, tuple[Tensor, Tensor]], method: Any) -> dict[str, Any]:
     """Surgery's and ProbSurgery's modules, `task -> (down, up)`, and the losses of every update.
 
@@ -57,22 +38,23 @@ def trained_by_hand(features: Mapping[str, tuple[Tensor, Tensor]], method: Any) 
     module_of = {task: "shared" if shared else task for task in features}
     width = next(iter(features.values()))[0].shape[1]
     modules = {name: _start(name, width, method) for name in {*module_of.values()}}
-    all_weights = [weight for name in dict.fromkeys(module_of.values()) for weight in modules[name]]
     positions = {
         task: _batches(len(merged), method, task) for task, (merged, _) in features.items()
     }
     noise = {task: generator(method.seed, task, "noise") for task in features}
     losses: dict[str, list[float]] = {task: [] for task in features}
-    joint = Adam(method.learning_rate)
-    alone = {task: Adam(method.learning_rate) for task in features}
+    make_adam = partial(torch.optim.Adam, lr=method.learning_rate)
+    joint = make_adam([weight for weights in modules.values() for weight in weights])
+    alone = {task: make_adam(modules[module_of[task]]) for task in features}
     for step in range(method.steps):
         for task, (merged, expert) in features.items():
             weights, rows = modules[module_of[task]], positions[task][step]
             loss = _loss(weights, merged[rows], expert[rows], method, noise[task])
             losses[task].append(loss.item())
-            is_joint = method.optimizer == "joint"
-            adam, trained = (joint, all_weights) if is_joint else (alone[task], weights)
-            adam.step(trained, torch.autograd.grad(loss, trained, allow_unused=True))
+            adam = joint if method.optimizer == "joint" else alone[task]
+            adam.zero_grad(set_to_none=False)  # the others move on by their momentum
+            loss.backward()
+            adam.step()
     result = {t: [w.detach() for w in modules[name][:2]] for t, name in module_of.items()}
     return {"modules": result, "losses": losses}
 

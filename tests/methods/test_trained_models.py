@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from calibrations import assert_identical, calls_of, replay
-from rivals import Adam, generator
+from rivals import generator
 from tiny_models import Suite, clip_suite, decoder_suite, residual_suite, t5_suite
 from tiny_pools import in_memory
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ def distilled_by_hand(suite: Suite, steps: int, rate: float, seed: int) -> tuple
         passes = [torch.randperm(len(targets[task]), generator=numbers) for _ in range(steps)]
         orders[task] = torch.cat(passes).tolist()
     losses: dict[str, list[float]] = {task: [] for task in tasks}
-    adam = Adam(rate)
+    adam = torch.optim.Adam(weights, rate)
     for step in range(steps):
         total = torch.zeros((), dtype=torch.float64)
         for task in tasks:
@@ -64,8 +64,10 @@ def distilled_by_hand(suite: Suite, steps: int, rate: float, seed: int) -> tuple
             loss = far.square().mean() / norms[task]
             losses[task].append(loss.item())
             total = total + loss / len(tasks)
-        adam.rate = rate * (1 - step / steps)
-        adam.step(weights, torch.autograd.grad(total, weights, allow_unused=True))
+        adam.param_groups[0]["lr"] = rate * (1 - step / steps)
+        adam.zero_grad()
+        total.backward()
+        adam.step()
     return model, losses
 
 
@@ -130,7 +132,8 @@ def prodistill_by_hand(suite: Suite, method: ProDistill) -> nn.Module:
         names = [name for name in start if name.startswith(f"{block}.")]
         weights = [(0 * vectors[n] + method.coefficient).requires_grad_() for n in names]
         steps = -(-len(lessons) // method.batches_per_step)
-        numbers, adam = generator(method.seed, block, "batches"), Adam(method.learning_rate)
+        numbers = generator(method.seed, block, "batches")
+        adam = torch.optim.Adam(weights, method.learning_rate)
         passes = [torch.randperm(len(lessons), generator=numbers) for _ in range(method.epochs)]
         for rows in (r for one in passes for r in one.split(method.batches_per_step)[:steps]):
             pairs = zip(names, weights, strict=True)
@@ -141,7 +144,9 @@ def prodistill_by_hand(suite: Suite, method: ProDistill) -> nn.Module:
                 for i in rows
             ]
             # The loss is the sum over the update's batches of squares, each added up.
-            adam.step(weights, torch.autograd.grad(torch.cat(far).square().sum(), weights))
+            adam.zero_grad()
+            torch.cat(far).square().sum().backward()
+            adam.step()
         for n, w in zip(names, weights, strict=True):
             model.get_parameter(n).data = mixed(n, w.detach())
     return model
