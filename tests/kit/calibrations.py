@@ -1,5 +1,6 @@
 """Runs of the package and of the oracle on one suite, and how far their models are apart."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from oracle import Knobs, Outcome, calibrate_slowly
 from tiny_models import NO_TARGET, Suite, modules_of
 from torch import Tensor, nn
+from variations import size_of
 
 from fusion_bench_featcal import CalibrationResult, FeatCalSettings, InMemoryExpert, calibrate
 
@@ -18,10 +20,7 @@ OPTIONS = {"hashed", "autocast", "device", "merged_weights", "processes", "progr
 
 
 def samples_in(suite: Suite) -> int:
-    batches = next(iter(suite.inputs.values()))
-    return sum(
-        len(batch if isinstance(batch, Tensor) else next(iter(batch.values()))) for batch in batches
-    )
+    return sum(map(size_of, next(iter(suite.inputs.values()))))
 
 
 def settings_of(knobs: Knobs, suite: Suite, **more: Any) -> FeatCalSettings:
@@ -90,40 +89,31 @@ def run_slow(
 
 def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: str) -> tuple:
     """Row weights of every task, and of blocks and modules that see other rows."""
-    first = next(iter(suite.inputs.values()))[0]
-    if isinstance(first, Mapping) and "input_features" in first:
-        return None, rows_of_sound(suite, modules)
-    if not isinstance(first, Mapping) or "attention_mask" not in first:
-        return None, None
+    first, everywhere = next(iter(suite.inputs.values()))[0], dict.fromkeys(suite.inputs)
 
     def masks(of: Callable[[Any], Tensor]) -> dict[str, list[Tensor]]:
         return {task: [of(batch) for batch in batches] for task, batches in suite.inputs.items()}
 
-    plain = masks(lambda batch: batch["attention_mask"])
-    if "pixel_values" in first:  # patches have no padding
-        everywhere = dict.fromkeys(suite.inputs)
-        return plain, {name: everywhere for name in suite.blocks if ".visual." in name}
-    decoder_blocks = [name for name in suite.blocks if name.startswith("decoder.block")]
+    plain: Any = None
+    if isinstance(first, Mapping) and "attention_mask" in first:
+        plain = masks(lambda batch: batch["attention_mask"])
+        if "pixel_values" in first:  # patches have no padding
+            return plain, {name: everywhere for name in suite.blocks if ".visual." in name}
+    elif not isinstance(first, Mapping) or "input_features" not in first:
+        return None, None
+    is_pair = "encoder." in suite.blocks[0]
+    decoder_blocks = [name for name in suite.blocks if is_pair and "decoder." in name]
     if not decoder_blocks:
         return plain if decoder_rows == "all" else masks(before_targets), None
     labelled = masks(lambda batch: batch["labels"] >= 0)
     if decoder_rows == "all" and "decoder_attention_mask" in first:
         labelled = masks(lambda batch: batch["decoder_attention_mask"])
     other_rows: dict[str, Any] = dict.fromkeys(decoder_blocks, labelled)
+    cross = re.compile(r"EncDecAttention\.[kv]|encoder_attn\.[kv]_proj")
     for name in (name for names in modules.values() for name in names):
-        if name.endswith(("EncDecAttention.k", "EncDecAttention.v")):
-            other_rows[name] = plain
+        if cross.search(name):
+            other_rows[name] = plain or everywhere
     return plain, other_rows
-
-
-def rows_of_sound(suite: Suite, modules: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Row weights of a decoder of text behind an encoder of sound, all of whose positions count."""
-    labelled = {t: [batch["labels"] >= 0 for batch in b] for t, b in suite.inputs.items()}
-    other_rows: dict[str, Any] = {b: labelled for b in suite.blocks if "decoder" in b}
-    for name in (name for names in modules.values() for name in names):
-        if name.endswith(("encoder_attn.k_proj", "encoder_attn.v_proj")):
-            other_rows[name] = dict.fromkeys(suite.inputs)
-    return other_rows
 
 
 def before_targets(batch: Mapping[str, Tensor]) -> Tensor:

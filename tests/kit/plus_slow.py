@@ -1,7 +1,7 @@
 """Slow reference of FeatCal+ in float64.
 
 Whole models run forward for every group of modules. Rows stay in one table with their weights and
-folds, and the rows out of an expert's weights are explicit too, each with both signs.
+folds, and the rows out of an expert's weights stand in it too, in each fold.
 """
 
 import copy
@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from calibrations import counted_rows
-from oracle import Batch, Features, record
+from oracle import Features, record
 from tiny_models import Suite, modules_of
 from torch import Tensor, nn
+from variations import size_of
 
 FOLDS = 4
 ENOUGH, FAMILIAR, LEAST = 64, 0.3, 1 / 4
@@ -126,8 +127,9 @@ def calibrated_plus(
                 tau = their_weight - parameters_of(base, group)[0]
                 memory = tau * (energy / tau.square().sum().clamp_min(1e-300)).sqrt()
                 answer = memory @ (their_weight - weight).T
-                tables.append((x, u, p, sample[used] % FOLDS, memory, answer))
-            solved = solved_group(group, model, tables, biased)
+                tables.append(with_memory(x, u, p, sample[used] % FOLDS, memory, answer))
+            rows = [torch.cat(column) for column in zip(*tables, strict=True)]
+            solved = solved_group(group, model, rows, biased)
             load(model, solved)
             new |= solved
     return new
@@ -140,10 +142,6 @@ def listen(model: nn.Module, batches: list, block: str, names: list[str]) -> See
 def load(model: nn.Module, new: dict[str, Tensor]) -> None:
     for name, value in new.items():
         model.get_parameter(name).data.copy_(value)
-
-
-def size_of(batch: Batch) -> int:
-    return len(batch if isinstance(batch, Tensor) else next(iter(batch.values())))
 
 
 def is_linear(model: nn.Module, name: str) -> bool:
@@ -202,19 +200,21 @@ def trust_in(group, base, experts, ours, masks) -> dict[str, float]:
     return trust
 
 
-def moments(tables, folds: list[int], biased: bool):
-    """Means, Gram and cross matrix of some folds, with their shares of the rows out of weights."""
-    d, m = tables[0][0].shape[1], tables[0][1].shape[1]
-    total, x_sum, u_sum = 0.0, torch.zeros(d).double(), torch.zeros(m).double()
-    gram, cross = torch.zeros(d, d).double(), torch.zeros(m, d).double()
-    for x, u, p, fold, memory, answer in tables:
-        chosen = torch.isin(fold, torch.tensor(folds))
-        part, x, u = p[chosen], x[chosen], u[chosen]
-        total += float(part.sum())
-        x_sum, u_sum = x_sum + part @ x, u_sum + part @ u
-        gram += x.T @ (part[:, None] * x) + part.sum() * memory.T @ memory
-        cross += u.T @ (part[:, None] * x) + part.sum() * answer.T @ memory
-    x_mean, u_mean, gram, cross = x_sum / total, u_sum / total, gram / total, cross / total
+def with_memory(x, u, p, fold, memory, answer):
+    """Inputs, outputs, weights, shares of the mean, and folds. Rows of `memory` shift no mean."""
+    folds, height = torch.arange(FOLDS), len(memory)
+    weights = torch.bincount(fold, p, FOLDS).repeat_interleave(height)
+    more = (memory.repeat(FOLDS, 1), answer.repeat(FOLDS, 1), weights, 0 * weights)
+    pairs = zip((x, u, p, p, fold), (*more, folds.repeat_interleave(height)), strict=True)
+    return [torch.cat(pair) for pair in pairs]
+
+
+def moments(rows, chosen: Tensor, biased: bool):
+    """Means, Gram and cross matrix of some rows."""
+    x, u, p, share, _ = (column[chosen] for column in rows)
+    total = share.sum()
+    x_mean, u_mean = share @ x / total, share @ u / total
+    gram, cross = (side.T @ (p[:, None] * x) / total for side in (x, u))
     if biased:
         gram, cross = gram - torch.outer(x_mean, x_mean), cross - torch.outer(u_mean, x_mean)
     return x_mean, u_mean, gram, cross
@@ -227,17 +227,13 @@ def ridge_map(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
     return torch.linalg.solve(gram + pull, cross.T).T
 
 
-def held_out_error(tables, fold: int, ridge: float, biased: bool) -> float:
-    x_mean, u_mean, gram, cross = moments(tables, [k for k in range(FOLDS) if k != fold], biased)
+def held_out_error(rows, fold: int, ridge: float, biased: bool) -> float:
+    x_mean, u_mean, gram, cross = moments(rows, rows[-1] != fold, biased)
     change = ridge_map(gram, cross, ridge)
     bias = u_mean - change @ x_mean if biased else torch.zeros_like(u_mean)
-    error, probes = 0.0, sketch(len(u_mean))
-    for x, u, p, folds, memory, answer in tables:
-        chosen = folds == fold
-        rows = (u[chosen] - x[chosen] @ change.T - bias) @ probes.T
-        error += float(p[chosen] @ rows.square().sum(1))
-        error += float(p[chosen].sum() * ((answer - memory @ change.T) @ probes.T).square().sum())
-    return error
+    x, u, p, share, _ = (column[rows[-1] == fold] for column in rows)
+    errors = (u - x @ change.T - bias * (share > 0)[:, None]) @ sketch(len(u_mean)).T
+    return float(p @ errors.square().sum(1))
 
 
 def sketch(m: int) -> Tensor:
@@ -257,13 +253,12 @@ def downhill(errors: list[float]) -> int:
     return up if up > START else down
 
 
-def solved_group(group: list[str], model: nn.Module, tables, biased: bool) -> dict[str, Tensor]:
-    used = sorted({int(k) for table in tables for k in table[3].unique()})
-    ridge = 1.0
+def solved_group(group: list[str], model: nn.Module, rows, biased: bool) -> dict[str, Tensor]:
+    used, ridge = rows[-1][rows[3] > 0].unique().tolist(), 1.0
     if len(used) > 1:
-        errors = [sum(held_out_error(tables, k, ridge, biased) for k in used) for ridge in GRID]
+        errors = [sum(held_out_error(rows, k, ridge, biased) for k in used) for ridge in GRID]
         ridge = GRID[downhill(errors)]
-    x_mean, u_mean, gram, cross = moments(tables, list(range(FOLDS)), biased)
+    x_mean, u_mean, gram, cross = moments(rows, rows[-1] >= 0, biased)
     change = ridge_map(gram, cross, ridge)
     sizes = [len(parameters_of(model, [name])[1]) for name in group]
     weight, bias = parameters_of(model, group)
