@@ -48,14 +48,6 @@ def test_statistics_are_those_of_an_independent_script(seeds: int, tmp_path: Pat
         assert printed_p == pytest.approx(p, rel=0.1, abs=1e-6), name
 
 
-def test_tasks_count_equally_whatever_their_size(tmp_path: Path):
-    def row(small: float, large: float) -> Any:
-        return {"small": flags(small, 10), "large": flags(large, 1000)}
-
-    run = leave_flags(tmp_path, {"ties": row(0, 0), "row": row(1, 0)})
-    assert interval(summary(run)["ties/row"]) == (0.5, 0.5, 0.5)
-
-
 def test_recovered_gap_is_the_closed_share_and_needs_a_gap(tmp_path: Path):
     generator = np.random.default_rng(7)
     difficulty = {"small": generator.random(60), "large": generator.random(140)}
