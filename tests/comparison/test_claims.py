@@ -3,14 +3,13 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from process_group import in_forks
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab.compare.claims import EXPIRES_SECONDS, Busy, claimed
@@ -21,13 +20,6 @@ HERE = socket.gethostname()
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "claims" / "wudi--featcal-abc"
-
-
-@pytest.fixture(scope="module")
-def dead() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
 
 
 def test_one_process_holds_a_claim_and_leaves_nothing(path: Path) -> None:
@@ -58,8 +50,9 @@ CLAIMS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CLAIMS)
-def test_claims_of_others(case: str, path: Path, dead: int) -> None:
+def test_claims_of_others(case: str, path: Path) -> None:
     words, outcome = CLAIMS[case]
+    (dead,) = in_forks(1, lambda _: os.getpid())
     claim = {"host": HERE, "pid": dead, "run": "other", "tries": 1, "age": 0, "at": 0, **words}
     born, then = psutil.Process().create_time() - claim.pop("age"), time.time() + claim.pop("at")
     path.parent.mkdir()

@@ -29,7 +29,7 @@ def test_everything_is_run_unless_chosen_or_set_to_null() -> None:
     assert cells == {**{name: ["none", "double"] for name in MERGERS}, "alone": ["none"]}
     assert whole.references == ["base", "experts"] and len(whole) == 7
     chosen = grid(upstreams=["task_arithmetic"], post_merging=["double"], references=[])
-    assert [chosen.cells_of(merger) for merger in chosen.mergers] == [["none", "double"]]
+    assert len(chosen) == 2
 
 
 def test_presets_of_the_suite_are_cells() -> None:
@@ -87,11 +87,8 @@ def test_wrong_choices_are_named_before_anything_is_loaded(
     assert "\n" not in text and len(text) < 600 and not (tmp_path / "results").exists()
 
 
-def test_a_program_that_does_not_suit_is_refused(tmp_path: Path) -> None:
+def test_a_comparison_saves_no_model(tmp_path: Path) -> None:
     algorithm = comparison(tmp_path)
     algorithm._program.merged_model_save_path = "x"
     with pytest.raises(CalibrationError, match="merged_model_save_path"):
-        algorithm.run(model_pool())
-    algorithm._program.taskpool = None
-    with pytest.raises(CalibrationError, match="taskpool="):
         algorithm.run(model_pool())

@@ -1,9 +1,6 @@
 """Cells in other processes give equal tables, and dead processes lose no finished cell."""
 
-import json
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ import pytest
 from comparison_parts import MERGERS, Deadly, Scale, method
 from fusion_bench.utils import instantiate
 from omegaconf import OmegaConf
+from process_group import in_forks
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.results import Report
@@ -93,18 +91,10 @@ def test_a_cell_that_dies_is_run_once_more_and_the_others_go_on(
     assert deaths == [1, 2, 0] and not list((tmp_path / "cells" / "claims").iterdir())
 
 
-@pytest.mark.slow
 def test_a_killed_comparison_resumes(tmp_path: Path) -> None:
     """Finished cells are not touched, the others are made."""
     methods = {**METHODS, "deadly": method(Deadly, folder=str(tmp_path), deaths=1)}
-    code = "import json, sys; from pathlib import Path; from test_jobs import run; "
-    code += "run(Path(sys.argv[1]), json.loads(sys.argv[2]))"
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "cells", json.dumps(methods)],
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    assert done.returncode == -signal.SIGKILL
+    assert in_forks(1, lambda _: run(tmp_path / "cells", methods)) == [-signal.SIGKILL]
     before = finished(tmp_path / "cells")
     titles = sorted(name.rpartition("-")[0] for name in before)
     assert titles == ["simple_average--double", "simple_average--none"]

@@ -14,9 +14,6 @@ from comparison_parts import MERGERS, Scale, comparison, method, model_pool
 from fusion_bench import BaseModelPool
 from omegaconf import OmegaConf
 
-from fusion_bench_featcal.files import remove
-from fusion_bench_featcal.results import ReportError
-
 MERGER = "task_arithmetic"
 DOUBLE, LOCAL = f"{MERGER}--double", f"{MERGER}--my_local"
 OVER_MERGER = {f"{MERGER}--none", DOUBLE, LOCAL}
@@ -137,7 +134,7 @@ def test_weights_in_memory_count(tmp_path: Path) -> None:
     assert evaluations() == 4
 
 
-# ---- results that are damaged, or in the way
+# ---- results that are damaged
 
 RESULT, ITEMS = "result.json", "items.npz"
 WEIGHTS, COST = (f"upstreams/{MERGER}-*/{name}" for name in ("model.safetensors", "cost.json"))
@@ -163,31 +160,3 @@ def test_no_flipped_bit_goes_unnoticed(command: Command, caplog: pytest.LogCaptu
         caplog.clear()
         assert command.run() == ALL and command.accuracies == BEFORE.read_text()
         assert caplog.text.count("is damaged and made again") == len(ALL) + 1
-
-
-def test_a_full_disk_ends_no_comparison(
-    command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    replace = os.replace
-
-    def full(source: Any, target: Any) -> None:
-        if {"cells", "upstreams"} & {*Path(target).parts}:
-            raise OSError(28, "No space left on device")
-        replace(source, target)
-
-    for folder in ("cells", "upstreams"):
-        remove(Path("results") / folder)
-    monkeypatch.setattr(os, "replace", full)
-    assert command.run() == set() and command.accuracies == BEFORE.read_text()
-    for text in (f"the result of {DOUBLE} is not kept", f"model that {MERGER} made is not kept"):
-        assert text in caplog.text
-    assert not list(Path("results").rglob("*.part"))
-
-
-def test_files_in_the_way_of_reports_are_named_before_any_work(tmp_path: Path) -> None:
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / MERGER).touch()
-    algorithm = comparison(tmp_path, upstreams=[MERGER])
-    with pytest.raises(ReportError, match=rf"{MERGER} is in the way.*remove it"):
-        algorithm.run(model_pool())
-    assert algorithm._program.taskpool.evaluated == 0
