@@ -1,5 +1,6 @@
 """No code beside a model is run, and nothing is asked on the terminal."""
 
+import io
 import json
 import re
 import sys
@@ -37,26 +38,24 @@ def test_every_call_that_could_run_code_forbids_it():
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Iterator[Path]:
-    """An empty folder. Questions on the terminal are answered with yes. No planted code may run."""
-    (tmp_path / "answers").write_text("y\n" * 20)
-    with (tmp_path / "answers").open() as answers:
-        monkeypatch.setattr(sys, "stdin", answers)
-        yield tmp_path
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Llamas. Questions on the terminal would be answered with yes. No planted code may run."""
+    llama_folders(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 20))
+    yield tmp_path
     assert not (tmp_path / "ran").exists()
 
 
-def plant(folder: Path, file: str) -> None:
+def plant(model: Path, file: str) -> None:
     """Put code beside a model, and the keys that have transformers load it."""
-    source = f"open({str(folder.parent / 'ran')!r}, 'w').close()\nclass Odd: ...\n"
-    path = folder / file
+    source = f"open({str(model.parent / 'ran')!r}, 'w').close()\n"
+    path = model / file
     if file == GENERATION:
         path.parent.mkdir()
         path.write_text(source + "def generate(model, *args, **options): ...\n")
         return
-    (folder / "odd.py").write_text(source)
-    before = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(before | CODE[file]))
+    (model / "odd.py").write_text(source + "class Odd: ...\n")
+    path.write_text(json.dumps(json.loads(path.read_text()) | CODE[file]))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,6 @@ def plant(folder: Path, file: str) -> None:
     ],
 )
 def test_featcal_calibrate_runs_no_code(folder, capfd, model, file, message):
-    llama_folders(folder)
     plant(folder / model, file)
     assert main(words(folder)) == 2 and not (folder / "out").exists()
     screen = capfd.readouterr()
@@ -80,14 +78,12 @@ def test_featcal_calibrate_runs_no_code(folder, capfd, model, file, message):
     ("model", "file"), [("one", "config.json"), ("base", "tokenizer_config.json")]
 )
 def test_pools_run_no_code(folder, capfd, model, file):
-    llama_folders(folder)
     plant(folder / model, file)
-    names = {"_pretrained_": "base", "one": "one", "two": "two"}
+    paths: Any = {"_pretrained_": str(folder / "base"), "one": str(folder / "one")}
     load = {
         "_target_": "transformers.AutoTokenizer.from_pretrained",
         "pretrained_model_name_or_path": str(folder / "base"),
     }
-    paths: Any = {name: str(folder / model) for name, model in names.items()}
     pool = CausalLMPool(paths, tokenizer=OmegaConf.create(load))
     with pytest.raises(CalibrationError, match=str(folder / model)):
         for name, opened in PoolModels(pool).items():
