@@ -6,7 +6,6 @@ nothing is summed on the way. It is meant for models of a few hundred parameters
 """
 
 import copy
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -338,7 +337,7 @@ def as_rows(module: Any, features: list[Tensor]) -> list[Tensor]:
 
 
 def patches(module: Any, x: Tensor) -> Tensor:
-    """Every patch that the kernel sees, `[n, positions, in * kernel]`, cut out one by one."""
+    """Every patch that the kernel sees, `[n, positions, in * kernel]`."""
     dims, padding = len(module.kernel_size), module.padding
     spans = [d * (k - 1) for k, d in zip(module.kernel_size, module.dilation, strict=True)]
     if padding == "same":
@@ -347,13 +346,9 @@ def patches(module: Any, x: Tensor) -> Tensor:
         pairs = [(0, 0)] * dims if padding == "valid" else [(p, p) for p in padding]
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     x = functional.pad(x, [side for pair in pairs[::-1] for side in pair], mode=mode)
-    cuts = [
-        [slice(start, start + span + 1, dilation) for start in range(0, size - span, step)]
-        for size, span, step, dilation in zip(
-            x.shape[2:], spans, module.stride, module.dilation, strict=True
-        )
-    ]
-    return torch.stack([x[:, :, *cut].flatten(1) for cut in itertools.product(*cuts)], dim=1)
+    for axis, span in enumerate(spans):
+        x = x.unfold(axis + 2, span + 1, module.stride[axis])[..., :: module.dilation[axis]]
+    return x.movedim(1, dims + 1).flatten(dims + 1).flatten(1, dims)
 
 
 def normalise_batches(model: nn.Module, inputs: Any, block: str) -> bool:

@@ -19,34 +19,30 @@ def _part(name: str) -> str:
     return ".".join(words[: 2 if words[0] == "lab" else 1])
 
 
-def imported_names(path: Path) -> set[str]:
-    """Full dotted names that a file imports anywhere, also inside functions."""
-    package = [PACKAGE, *path.relative_to(ROOT).parts[:-1]]
-    names = set()
+def imports_of(path: Path) -> set[str]:
+    """Parts of the package (with a dot) and other packages that a file imports anywhere."""
+    package, names = [PACKAGE, *path.relative_to(ROOT).parts[:-1]], set[str]()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
+            module = ".".join([*base, *filter(None, [node.module])])
             names |= {f"{module}.{alias.name}" for alias in node.names}
-    return names
+    pairs = (name.partition(".") for name in names)
+    return {f".{_part(rest)}" if top == PACKAGE and rest else top for top, _, rest in pairs}
 
 
-FILES = {path: imported_names(path) for path in ROOT.rglob("*.py")}
-
-
-def import_graph() -> dict[str, set[str]]:
-    """Part of the package -> parts that it imports (with a dot) and other top-level packages."""
-    graph: dict[str, set[str]] = {}
-    for path, names in FILES.items():
-        part = _part(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        targets = graph.setdefault(part, set())
-        for name in names:
-            top, _, rest = name.partition(".")
-            targets.add(f".{_part(rest)}" if top == PACKAGE and rest else top)
-        targets.discard(f".{part}")
-    return graph
+GRAPH: dict[str, set[str]] = {}
+for file in ROOT.rglob("*.py"):
+    name = _part(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    GRAPH[name] = (GRAPH.get(name, set()) | imports_of(file)) - {f".{name}"}
+OURS = {
+    part: {name[1:] for name in targets if name.startswith(".")} & GRAPH.keys()
+    for part, targets in GRAPH.items()
+}
+LOOP = {"core", "experts", "families", "modules", "output", "rules", "streams"}
+LOOP |= {"calibration", "problem", "team"}
 
 
 def reachable(name: str, graph: Mapping[str, set[str]]) -> set[str]:
@@ -57,15 +53,6 @@ def reachable(name: str, graph: Mapping[str, set[str]]) -> set[str]:
         reached |= new
         waiting += new
     return reached
-
-
-GRAPH = import_graph()
-OURS = {
-    part: {name[1:] for name in targets if name.startswith(".")} & GRAPH.keys()
-    for part, targets in GRAPH.items()
-}
-LOOP = {"core", "experts", "families", "modules", "output", "rules", "streams"}
-LOOP |= {"calibration", "problem", "team"}
 
 
 @pytest.mark.parametrize(

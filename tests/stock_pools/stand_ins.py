@@ -29,10 +29,9 @@ from transformers import (
 DECODERS = {
     "mixtral": r"mixtral",
     "gemma2": r"gemma-2",
-    "deepseek_v2": r"deepseek-v2",
+    "llama": r"deepseek-v2|llama|vicuna|wizardmath",
     "qwen2": r"qwen",
     "mistral": r"mistral|path_to_your",
-    "llama": r"llama|vicuna|wizardmath",
 }
 CLIPS = {"large-patch14": (14, 3), "base-patch16": (7, 2), "base-patch32": (14, 2)}
 # Mixtures multiply bfloat16 rows of a multiple of eight numbers only.
@@ -40,9 +39,7 @@ _SIZES = {
     "vocab_size": len(WORDS) + 1, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
-    "num_local_experts": 2, "n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1,
-    "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1, "kv_lora_rank": 4,
-    "q_lora_rank": None, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4,
+    "num_local_experts": 2, "num_experts_per_tok": 1,
 }  # fmt: skip
 _SMALL_VISION = {
     "convnext": {"hidden_sizes": [8, 12], "depths": [1, 1], "num_stages": 2, "image_size": 32},
