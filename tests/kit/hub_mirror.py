@@ -206,13 +206,14 @@ class _Handler(BaseHTTPRequestHandler):
                     repository.files[line["value"]["path"]] = content
             url = f"{self.mirror.url}/{name}/commit/{repository.commit}"
             self._json({"commitUrl": url, "commitOid": repository.commit, "success": True})
-        elif action == "paths-info":
-            paths, entries = parse_qs(body.decode())["paths"], _entries(files, "", recursive=True)
-            self._json([entry for entry in entries if entry["path"] in paths])
-        elif action == "tree":
-            recursive = "recursive=true" in self.path.lower()
-            entries = _entries(files, "/".join(rest[2:]), recursive=recursive)
-            if entries:
+        elif action in ("paths-info", "tree"):
+            paths = parse_qs(body.decode()).get("paths", ["/".join(rest[2:])])
+            entries = [
+                {"type": "file", "path": path, "size": len(data), "oid": etag(data)[:40]}
+                for path, data in files.items()
+                if path.startswith(tuple(paths))
+            ]
+            if entries or action == "paths-info":
                 self._json(entries)
             else:
                 self._refuse(404, "EntryNotFound", "Entry not found")
@@ -256,19 +257,3 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[:stop_at])
         if stop_at is not None:
             self.close_connection = True
-
-
-def _entries(files: Mapping[str, bytes], folder: str, *, recursive: bool) -> list[dict[str, Any]]:
-    """Files and folders in a folder of a repository, as the hub describes them."""
-    entries: dict[str, dict[str, Any]] = {}
-    start = f"{folder}/" if folder else ""
-    for path, data in files.items():
-        steps = path.removeprefix(start).split("/") if path.startswith(start) else []
-        for depth in range(1, len(steps)):
-            inner = start + "/".join(steps[:depth])
-            oid = etag(inner.encode())[:40]
-            entries[inner] = {"type": "directory", "path": inner, "size": 0, "oid": oid}
-        if steps:
-            oid = etag(data)[:40]
-            entries[path] = {"type": "file", "path": path, "size": len(data), "oid": oid}
-    return [e for e in entries.values() if recursive or "/" not in e["path"].removeprefix(start)]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import torch
+import sample_pools
 from fusion_bench.modelpool import Seq2SeqLMPool
 from omegaconf import OmegaConf
 from tiny_texts import (
@@ -63,19 +63,8 @@ def with_tests(pool: Any, tests: Any) -> Any:
 
 def text_batch(kind: str, *, left: bool = False) -> dict[str, Tensor]:
     """Three texts of unequal length, filled up on the left or right."""
-    prompts, targets = [[5, 6, 7, 8], [9, 4], [10, 11, 12]], [[13, 1], [14, 15, 1], [16, 1]]
-    ids, labels = prompts, targets
-    if kind == "causal":
-        ids = [p + t for p, t in zip(prompts, targets, strict=True)]
-        labels = [[-100] * len(p) + t for p, t in zip(prompts, targets, strict=True)]
-
-    def padded(rows: list[list[int]], fill: int, before: bool) -> Tensor:
-        width = max(map(len, rows))
-        filled = [[fill] * (width - len(row)) for row in rows]
-        return torch.tensor([f + r if before else r + f for r, f in zip(rows, filled, strict=True)])
-
-    return {
-        "input_ids": padded(ids, 0, left),
-        "attention_mask": padded([[1] * len(row) for row in ids], 0, left),
-        "labels": padded(labels, -100, left and kind == "causal"),
-    }
+    pairs = ("c d e f", "k"), ("g b", "l m"), ("h i j", "n")
+    rows = [{"prompt": prompt, "target": target} for prompt, target in pairs]
+    side = "left" if left else "right"
+    tokenizer = word_tokenizer(ends=kind == "seq2seq", padding_side=side)
+    return sample_pools.text_batch(rows, kind, tokenizer)
