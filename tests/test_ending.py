@@ -52,14 +52,6 @@ def test_signals_become_exit_codes() -> None:
         raise KeyboardInterrupt
 
 
-def test_handler_is_set_for_the_time_of_a_run_only() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(ValueError), ending_cleanly(PROGRAM, lambda: ""):
-        assert signal.getsignal(signal.SIGTERM) is not before
-        raise ValueError
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 def test_other_methods_end_so() -> None:
     class Pool:
         def __getattr__(self, name: str) -> Any:

@@ -49,10 +49,3 @@ def entered(**settings: Any) -> set[str]:
 def test_simplest_calibration_enters_nothing_optional() -> None:
     entered()  # imports and caches
     assert entered() <= set(PAPER.split())
-
-
-def test_options_add_their_files_alone() -> None:
-    files = entered(log_drift=False, calibrate_norm=False)
-    assert not files & {"rules/norms.py", "trust.py", "agreement.py", "rules/plus.py"}
-    more = entered(rule="plus", calibrate_norm=False) - set(PAPER.split())
-    assert more == {"rules/plus.py", "core/ridge.py", "trust.py"}

@@ -15,7 +15,6 @@ MISTAKES = {
     "method.ridge_lamda=1": "method.ridge_lamda is no setting (nearest: 'ridge_l",
     "modelpool._target_=nowhere.Pool": "making modelpool nowhere.Pool",
     "method.base_method={_target_:builtins.dict}": "program.py:",
-    "modelpool.models._pretrained_=${nowhere}": "nowhere",
     "path.log_dir=taken": "Change path.log_dir to a writable directory",
     "method=surgery method.seed=-1": "method.seed must be",
 }
