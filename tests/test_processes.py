@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -164,16 +163,6 @@ def test_error_of_one_process_is_raised_in_all_which_can_go_on(tmp_path: Path):
         assert all(re.search(words, message) for message in messages), messages
     assert "(process 1 of 2" in first[0]
     assert_one_model([one, two])
-
-
-def test_hanging_process_ends_the_others():
-    def work(processes: Processes) -> None:
-        if processes.rank == 1:
-            time.sleep(1.2)
-        else:
-            run_fast(clip_suite(), processes=processes)
-
-    assert isinstance(in_processes(2, work, patience=0.5)[0], LostProcessError)
 
 
 Finished = tuple[Suite, list[CalibrationResult], Path]

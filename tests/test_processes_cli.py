@@ -1,10 +1,5 @@
 """The `fusion_bench` command with several processes."""
 
-import os
-import shutil
-import socket
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 from cli_runs import fusion_bench
-from process_group import in_forks, in_processes
-from safetensors.torch import load_file, save_file
+from process_group import in_processes
 from tiny_models import clip_suite
 from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench import prepare_run, share_model
-from fusion_bench_featcal.processes import OtherProcessError, Processes
+from fusion_bench_featcal.processes import Processes
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image
 
@@ -50,39 +44,6 @@ def test_command_leaves_one_model_and_one_report(tmp_path: Path) -> None:
     assert not list(log_dir.rglob("*.part")) and (log_dir / "program_report.json").is_file()
     for pair in zip(*(model.parameters() for model in saved), strict=True):
         torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)
-
-
-def command(words: Sequence[str], folder: Path) -> list[Any]:
-    """Run the command in two processes, as a launcher does. Returns the error of each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def work(rank: int) -> None:
-        from fusion_bench.scripts.cli import _hydra_main
-
-        os.chdir(folder)
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "test"}
-        os.environ |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "HYDRA_FULL_ERROR": "1"}
-        sys.argv = ["fusion_bench", *WORDS, "fabric.devices=2", *words]
-        _hydra_main()
-
-    return in_forks(2, work)
-
-
-def test_failure_of_either_process_ends_the_command_in_all(tmp_path: Path) -> None:
-    expert = Path(shutil.copytree(image.path("mini_korean"), tmp_path / "expert"))
-    tensors = load_file(expert / "model.safetensors")
-    name = next(name for name in tensors if name.endswith("layers.2.mlp.fc1.weight"))
-    tensors[name][0, 0] = float("nan")
-    save_file(tensors, expert / "model.safetensors", {"format": "pt"})
-    spoilt = [f"modelpool.models.mini_korean={expert}", "modelpool.default_taskpool=null"]
-    errors = command(spoilt, tmp_path)
-    for error in errors:
-        with pytest.raises(CalibrationError, match=r"expert 'mini_korean': tensor .* has NaN"):
-            raise error
-    assert isinstance(errors[0], OtherProcessError) and "(process 1 of 2" in str(errors[0])
 
 
 def test_other_methods_and_strategies_are_refused() -> None:

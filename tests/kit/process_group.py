@@ -15,19 +15,17 @@ import torch.distributed as dist
 from fusion_bench_featcal import TorchProcesses
 
 
-def in_processes(
-    size: int, work: Callable[[Any], Any], *, seconds: float = 60.0, patience: float | None = None
-) -> list[Any]:
+def in_processes(size: int, work: Callable[[Any], Any], *, seconds: float = 60.0) -> list[Any]:
     """Run a function as `in_forks` does, in the processes of a torch process group."""
     with tempfile.TemporaryDirectory() as folder:
 
         def joined(rank: int) -> Any:
             store = dist.FileStore(f"{folder}/store", size)
-            longest, waits = timedelta(seconds=seconds), timedelta(seconds=patience or seconds)
+            longest = timedelta(seconds=seconds)
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=longest
             )
-            return work(TorchProcesses(patience=waits))
+            return work(TorchProcesses(patience=longest))
 
         return in_forks(size, joined, seconds=seconds)
 
