@@ -171,10 +171,7 @@ def test_failed_run_leaves_nothing_half_written(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("report*"), *tmp_path.rglob("*.part")]
 
 
-GREEK = "mini_greek"
 KEYS: list[tuple[dict[str, Any], str]] = [
-    ({"ridge_lamda": 0.1}, r"method\.ridge_lamda .* 'ridge_lambda'"),
-    ({"ridge_lambda": -1, "mix_alpha": 2}, r"method\.ridge_lambda .*; method\.mix_alpha"),
     ({"base_method": "simple_average"}, r"method@method\.base_method=task_arithmetic"),
     ({"compare_with": ["expert"]}, "method.compare_with must be null or a list of base, experts,"),
     ({"presets": {"a/b": {}}}, r"method\.presets: 'a/b' cannot name a file"),
@@ -201,43 +198,25 @@ def test_models_that_the_pool_lacks_are_named() -> None:
             FeatCalAlgorithm(base_method=None).run(BaseModelPool(models | suite.experts))
 
 
-def loaded_whole(folder: Path) -> str:
-    """Folder of an expert that is no file of safetensors."""
-    model = CLIPVisionModel.from_pretrained(image.path(GREEK))
-    model.config.save_pretrained(folder)
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    return str(folder)
-
-
-BUDGET: dict[str, Any] = {"expert_read_budget": "50%"}
-# What differs in a pool, settings, and words of the message.
-POOLS: list[tuple[Any, dict[str, Any], str]] = [
-    (lambda f: {"models": {"_pretrained_": str(f)}}, {},
-     r"no weights in .*modelpool\.models\._pretrained_"),
-    (lambda f: {"models": {"_pretrained_": image.path(), GREEK: loaded_whole(f)}}, BUDGET,
-     r"method\.expert_read_budget cannot be kept: expert 'mini_greek'.*loaded whole"),
-    (lambda f: {"processor": "nobody/no-such-processor"}, {},
-     r"modelpool\.processor=nobody/no-such-processor: "),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "settings", "message"), POOLS)
-def test_pools_that_cannot_be_calibrated_are_refused(
-    changes: Any, settings: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"models": {"_pretrained_": "."}}, r"no weights in .*modelpool\.models\._pretrained_"),
+        ({"processor": "nobody/no-such-one"}, r"modelpool\.processor=nobody/no-such-one: "),
+    ],
+)
+def test_pools_that_cannot_be_calibrated_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((CalibrationError, ValueError), match=message):
-        FeatCalAlgorithm(base_method=AVERAGE, **settings).run(suite_pool(**changes(tmp_path)))
+        FeatCalAlgorithm(base_method=AVERAGE).run(suite_pool(**changes))
 
 
 def test_presets_of_the_pool_are_taken_unless_the_run_has_its_own() -> None:
     paper: Any = {"presets": {"paper_flan_t5": {"ridge_lambda": 1e-5, "mix_alpha": 0.6}}}
-    chosen = checked_choices(FeatCalSettings(), None, None, paper)
-    assert list(chosen.presets) == ["paper_flan_t5"]
-    assert checked_choices(FeatCalSettings(), {}, None, paper).presets == {}
-    beside_plus = checked_choices(FeatCalSettings.plus(seed=3), None, None, paper).presets
-    expected = FeatCalSettings(seed=3, **paper["presets"]["paper_flan_t5"])
-    assert beside_plus == {"paper_flan_t5": expected}  # it begins with the paper's settings
-    settings = FeatCalSettings(ridge_lambda=1e-5, mix_alpha=0.6, checkpoint_dir="somewhere")
-    assert checked_choices(settings, None, None, paper).presets == {}
-    (preset,) = checked_choices(settings, paper["presets"], None, {}).presets.values()
-    assert preset.checkpoint_dir == "somewhere/preset-paper_flan_t5"
+    plus = FeatCalSettings.plus(seed=3, checkpoint_dir="somewhere")
+    assert checked_choices(plus, {}, None, paper).presets == {}
+    expected = FeatCalSettings(  # it begins with the paper's settings
+        seed=3, checkpoint_dir="somewhere/preset-paper_flan_t5", **paper["presets"]["paper_flan_t5"]
+    )
+    assert checked_choices(plus, None, None, paper).presets == {"paper_flan_t5": expected}
+    same = FeatCalSettings(ridge_lambda=1e-5, mix_alpha=0.6)
+    assert checked_choices(same, None, None, paper).presets == {}

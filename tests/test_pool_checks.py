@@ -1,11 +1,9 @@
 """Mistakes in a pool are refused before any of its models is loaded."""
 
 import json
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -13,8 +11,6 @@ import pytest
 import torch
 from fusion_bench import BaseModelPool
 from fusion_bench.modelpool import CLIPVisionModelPool
-from fusion_bench.taskpool.dummy import DummyTaskPool
-from hydra.core.hydra_config import HydraConfig
 from image_pools import AVERAGE
 from model_names import UNUSABLE_NAMES
 from omegaconf import OmegaConf
@@ -31,7 +27,6 @@ from fusion_bench_featcal.fusionbench import (
     check_pool_settings,
     load_pool_model,
 )
-from fusion_bench_featcal.fusionbench.program import take_default_taskpool
 
 NAMES = ("_pretrained_", *TASKS)
 FC1 = "layers.0.mlp.fc1.weight"
@@ -177,17 +172,3 @@ def test_loader_that_fails_is_named():
     pool: Any = BaseModelPool({"one": entry})
     with pytest.raises(CalibrationError, match=r"model 'one' .*zero.*modelpool\.models\.one"):
         load_pool_model(pool, "one")
-
-
-@pytest.mark.parametrize("words", [[], ["taskpool=dummy"]], ids=str)
-def test_dummy_task_pool_is_kept_if_it_was_asked_for(
-    words: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    config = OmegaConf.create({"hydra": {"overrides": {"task": ["method=featcal", *words]}}})
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", config)
-    program: Any = SimpleNamespace(taskpool=DummyTaskPool(), _modelpool={"default_taskpool": 1})
-    program._instantiate_and_setup = lambda default: default
-    with caplog.at_level(logging.DEBUG, logger="fusion_bench_featcal"):
-        take_default_taskpool(program)
-    assert program.taskpool == (None if words else 1)
-    assert [("nothing is evaluated" in r.getMessage()) for r in caplog.records] == [bool(words)]

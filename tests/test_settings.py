@@ -48,10 +48,6 @@ SETTINGS: dict[str, tuple[str, list[Any], list[Any]]] = {
     "calibration_data": ("null or a mapping of tasks to paths, hub ids or configs of datasets",
                          [{"a": "a.jsonl", "b": {"_target_": "datasets.load_dataset"}}],
                          [["a.jsonl"], {"math": 3}]),
-    "max_length": ("null or an integer >= 2", [None, 2], [1, "512"]),
-    "ignore_config": ("a list of config keys, such as [hidden_act]", [["hidden_act"]],
-                      ["hidden_act", None]),
-    "stream_experts": ("one of auto, true, false", [True, False], ["yes", 1]),
     "expert_read_budget": (BUDGET, [None, 1, "1.5GiB", "100%"],
                            [0, -5, 1.5, True, INF, "0MB", "800", "800mb", "half", "101%", "-50%"]),
     "checkpoint_dir": ("null or a folder's path", [None, "a"], ["", 3]),
@@ -79,12 +75,10 @@ CLASHES: list[tuple[dict[str, Any], str]] = [
     ({"held_out": 2, "log_drift": False}, r"held_out needs method\.log_drift=true"),
     ({"seed": -1, "mix_alpha": 2.0, "ridge_lambda": -1.0},
      r"method\.ridge_lambda.*; method\.mix_alpha.*; method\.seed"),
+    ({"rule": {"_target_": "no.such.Rule"}}, r"method\.rule: .*'no\.such\.Rule' cannot be impor"),
+    ({"rule": {"_target_": "pathlib.Path"}}, r"method\.rule: pathlib\.Path is no rule: a data"),
+    ({"rule": {"_target_": "plus", "gama": 1.0}}, r"method\.rule: plus: .*'gama'"),
 ]  # fmt: skip
-RULES: list[tuple[Any, str]] = [
-    ({"_target_": "no.such.Rule"}, r"_target_ 'no\.such\.Rule' cannot be imported"),
-    ({"_target_": "pathlib.Path"}, r"pathlib\.Path is no rule: a dataclass with turns and sums"),
-    ({"_target_": "plus", "gama": 1.0}, r"plus: .*'gama'"),
-]
 
 
 def read_yaml(path: str) -> Any:
@@ -111,9 +105,11 @@ def test_values_are_accepted_or_refused_in_the_words_of_the_list(name: str):
 
 
 @pytest.mark.parametrize(("values", "message"), CLASHES, ids=str)
-def test_settings_that_clash_are_named(values: dict[str, Any], message: str):
+def test_settings_that_clash_and_rules_that_cannot_be_made_are_named(
+    values: dict[str, Any], message: str
+):
     with pytest.raises(ValueError, match=message):
-        FeatCalSettings(**values)
+        rule_of(FeatCalSettings(**values))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -144,12 +140,6 @@ def test_settings_are_copied_with_changes_and_never_changed():
             settings.replace(**misspelt)
     assert "h.*" in json.dumps(FeatCalSettings(family=ReplayFamily(blocks=["h.*"])).as_dict())
     assert FeatCalSettings.plus(seed=3).replace(seed=42) == FeatCalSettings(**PLUS)
-
-
-@pytest.mark.parametrize(("rule", "message"), RULES, ids=str)
-def test_rules_that_cannot_be_made_are_refused(rule: Any, message: str):
-    with pytest.raises(ValueError, match=rf"method\.rule: {message}"):
-        rule_of(FeatCalSettings(rule=rule))
 
 
 def test_a_rule_takes_the_settings_that_are_its_fields():
