@@ -12,7 +12,7 @@ from torch import nn
 from tricky_models import biased, plain, stack_suite
 
 from fusion_bench_featcal import Plus
-from fusion_bench_featcal.lab.ablations import AllAtOnce, EqualWeights
+from fusion_bench_featcal.lab.ablations import EqualWeights
 from fusion_bench_featcal.results.remarks import largest_update
 
 SAMPLES_ALONE: dict[str, Any] = {"rule": Plus(gamma=0.0)}
@@ -41,26 +41,22 @@ def test_fewer_samples_than_folds_are_enough(samples: int):
     assert all(ridge == 1 for ridge in ridges) == (samples == 1)  # which cannot be left out
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("bias", [True, False])
-def test_inputs_that_do_not_vary_move_biases_or_weights_but_not_both(
-    bias: bool, dtype: torch.dtype
-):
-    suite = alike(stack_suite(biased, tasks=1)).to(dtype)
+def test_inputs_that_do_not_vary_move_biases_or_weights_but_not_both(bias: bool):
+    suite = alike(stack_suite(biased, tasks=1))
     model = plus(suite, calibrate_bias=bias, rule=Plus(gamma=0.0, calibrate_bias=bias))
     for block in suite.blocks:
         for leaf, moves in (("weight", not bias), ("bias", bias)):
             name = f"{block}.only.{leaf}"
             is_unmoved = torch.equal(model.get_parameter(name), suite.merged.get_parameter(name))
             assert is_unmoved != moves
-        batches, names = cast(suite.inputs, dtype)["task_0"], [f"{block}.only"]
+        batches, names = cast(suite.inputs, torch.float64)["task_0"], [f"{block}.only"]
         outputs, expected = (
             listen(side, batches, block, names).outputs(names)
             for side in (model, suite.experts["task_0"])
         )
-        # one input asks for no more than a bias; in float32 sums round more than the rest
-        bound = 1e-5 if dtype == torch.float64 else 1e-4
-        assert (outputs - expected).norm() < bound * expected.norm()
+        # one input asks for no more than a bias
+        assert (outputs - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_an_update_far_larger_than_the_merged_weights_is_named():
@@ -72,8 +68,6 @@ def test_an_update_far_larger_than_the_merged_weights_is_named():
     (note,) = largest_update("featcal", log.records)
     assert note.row == "featcal" and note.text.endswith("of task task_0")
     assert note.text.startswith(f"module {name}: the update is {worst:.3g} times as large")
-    (note,) = largest_update("featcal", list(log.of_kind("module")))  # without drift
-    assert note.text.endswith("calibration samples")
 
 
 def test_nothing_to_learn_from_moves_nothing_and_no_base_leaves_samples_alone():
@@ -132,15 +126,3 @@ def test_equal_weights_add_gram_matrices_as_they_are() -> None:
     system = sum(grams.values()) + pull * torch.eye(4, dtype=torch.float64)
     weight = run_fast(suite, rule=rule).model.get_parameter(name)
     torch.testing.assert_close(weight, torch.linalg.solve(system, right.T).T)
-
-
-def test_modules_that_are_solved_at_once_do_not_see_each_other() -> None:
-    suite = clip_suite(tasks=2, depth=1, width=8, heads=2)
-    gammas = {"task_0": 2.0, "task_1": 3.0}
-    rule = AllAtOnce(gammas=gammas)
-    whole, in_order = (run_fast(suite, rule=r).model for r in (rule, Plus(gammas=gammas)))
-    assert distance(whole, in_order) > 1e-3
-    for names in (["q_proj", "k_proj", "v_proj"], ["out_proj"], ["fc1"], ["fc2"]):
-        for name, value in run_fast(suite, rule=rule, modules=names).model.named_parameters():
-            if not torch.equal(value, suite.merged.get_parameter(name)):
-                torch.testing.assert_close(whole.get_parameter(name), value)

@@ -66,9 +66,11 @@ def test_folder_is_replaced_as_a_whole_and_other_files_stay(tmp_path: Path) -> N
     blocks.mkdir()
     (blocks / "block-0000.safetensors").write_text("kept")
     with open(target / "run.log", "w") as run_log:
-        save(2, target)
+        model = Tiny(2)
+        save_model(pool(), model, target, model_dtype="bfloat16")
         run_log.write("goes on")
-    assert value_at(target) == 2
+    assert value_at(target) == 2 and model.weight.dtype == torch.float32
+    assert torch.load(target / "pytorch_model.bin")["weight"].dtype == torch.bfloat16
     names = {"pytorch_model.bin", "config.json", "blocks", "run.log"}
     assert {file.name for file in target.iterdir()} == names
     assert (target / "run.log").read_text() == "goes on"
@@ -124,8 +126,6 @@ def test_full_disk_is_named_and_leaves_the_old_model(tmp_path: Path, monkeypatch
 TARGETS: list[tuple[str, dict[str, Any], str]] = [  # FOLDER has a file and the folder of an expert
     ("..", {}, "is the current folder or one above it"),
     ("FOLDER/file", {}, "is a file"),
-    ("/proc/nowhere/model", {}, "cannot write"),
-    ("FOLDER/expert/a/b", {}, r"modelpool\.models\.one"),
     ("FOLDER", {}, r"modelpool\.models\.one"),
     ("new", {"max_shard_sise": "1GB"}, r"kwargs.*Pool cannot save with .*max_shard_sise"),
 ]
@@ -147,13 +147,3 @@ def test_targets_and_options_are_refused_first(
         check_save_target(program, models)
     assert "merged_model_save_" in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_links_are_followed_and_models_keep_their_dtype(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "saved").symlink_to(tmp_path / "disk")
-    model = Tiny(2)
-    save_model(pool(), model, tmp_path / "saved", model_dtype="bfloat16")
-    assert (tmp_path / "saved").is_symlink() and value_at(tmp_path / "disk") == 2
-    assert model.weight.dtype == torch.float32
-    assert torch.load(tmp_path / "disk" / "pytorch_model.bin")["weight"].dtype == torch.bfloat16
