@@ -11,16 +11,13 @@ from fusion_bench_featcal.results import Report, closing_lines, tasks_below_merg
 from fusion_bench_featcal.results.remarks import tasks_with_high_drift
 
 
-def test_the_last_lines_name_the_model_or_the_words_that_save_it(
+def test_the_last_lines_have_words_that_can_be_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # a shell without the environment
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "my run"
-    saved, reports, command = closing_lines(make_report(), "featcal", tmp_path / "model", folder)
-    assert saved == f"saved the model of row featcal: {tmp_path / 'model'}"
+    *_, command = closing_lines(make_report(), "featcal", tmp_path, tmp_path / "my run")
     program = Path(sys.executable).parent / "featcal"
-    assert (reports, command) == (f"reports: {folder}", f"next: {program} report '{folder}'")
+    assert command == f"next: {program} report '{tmp_path / 'my run'}'"
     (line,) = closing_lines(Report(), "featcal", None)  # nothing was evaluated
     assert line == "not saved: merged_model_save_path=DIR saves the model of row featcal"
 
