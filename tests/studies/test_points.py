@@ -1,11 +1,9 @@
 """Points of a study: the config at each of them, and axes that are refused."""
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from comparison_parts import MERGERS, FakeProgram
 from fusion_bench.utils import instantiate
 from omegaconf import OmegaConf
@@ -70,7 +68,6 @@ def test_a_product_has_every_combination_with_every_seed() -> None:
 
 
 KINDS = {"one": {"method.steps": 1}, "two": {"method.steps": 2}}
-# The default of a setting, and the value that the config has.
 EACH: list[tuple[dict[str, Any], Any, list[tuple[Any, ...]]]] = [
     (
         {"ridge_lambda": [0.05, 1], "mix_alpha": [0, 0.2], "anchor_rho": [2.0]},
@@ -159,7 +156,6 @@ def test_sources_name_the_data_of_other_tasks() -> None:
 ONE = {"train_datasets": {"mini_latin": {"_target_": LOAD}}}
 REFUSED: list[tuple[dict[str, Any], Any, str]] = [
     ({"axes": {"sample_per_task": [8]}}, config(), r"sample_per_task is no axis.*'samples_per_ta"),
-    ({"axes": {"samples_per_task": [8, 0]}}, config(), r"samples_per_task must be an integer >= 1"),
     ({"axes": {"modules": [["a"], ["b"]]}}, config(), r"\['a'\] needs a label"),
     ({"axes": {"tasks": [9]}}, config(), r"method.axes.tasks=\[9\]: the pool has 4 tasks"),
     ({"axes": {"tasks": [2]}, "design": "each"}, config(), r"axis tasks has no present value to"),
@@ -173,22 +169,3 @@ def test_axes_that_cannot_be_are_refused(keys: dict[str, Any], whole: Any, messa
     with pytest.raises(ValueError, match=message) as caught:
         points(whole=whole, **keys)
     assert "\n" not in str(caught.value)
-
-
-def test_every_variant_of_the_ablation_is_feat_cal_plus_but_for_one_setting() -> None:
-    folder = Path(__file__).resolve().parents[2] / "config"
-    plus = yaml.safe_load((folder / "featcal_settings/plus.yaml").read_text(encoding="utf-8"))
-    page = yaml.safe_load((folder / "method/study/ablation.yaml").read_text(encoding="utf-8"))
-    draw = {"_target_", "samples_per_task", "calibration_split", "seed"}
-    changed = {}
-    for name, settings in page["post_merging_methods"].items():
-        if name.startswith("plus:"):
-            assert draw < set(settings)
-            keys = {*plus, *settings} - draw
-            changed[name] = {key for key in keys if plus.get(key) != settings.get(key)}
-    assert changed == {
-        "plus:no_module_order": {"rule"},
-        "plus:no_rows": {"rule"},
-        "plus:no_drift_weights": {"task_weights"},
-        "plus:no_copies": {"augment"},
-    }
