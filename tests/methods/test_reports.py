@@ -14,19 +14,18 @@ BLOCKS = {"name": "replay", "blocks": ["0", "2"]}
 KEYS: Any = {"anchor_rho": -2.0, "family": BLOCKS, "base_method": MERGERS["simple_average"]}
 
 
-def anchor(folder: Path, *, is_run: bool) -> Any:
-    """A method with a program, which runs it or another one."""
+def anchor(folder: Path) -> Any:
+    """A method, and the program that runs it."""
     algorithm: Any = AnchorOnlyAlgorithm(**KEYS)
     logger = CSVLogger(root_dir=folder, name="logs", version="")
     algorithm.fabric = lightning.Fabric(accelerator="cpu", devices=1, loggers=logger)
-    program: Any = FakeProgram(SignTaskPool())
-    program.method = algorithm if is_run else None
-    algorithm._program = program
+    algorithm._program = FakeProgram(SignTaskPool())
+    algorithm._program.method = algorithm
     return algorithm
 
 
 def test_the_improved_model_stands_beside_the_merged_one(tmp_path: Path) -> None:
-    method = anchor(tmp_path, is_run=True)
+    method = anchor(tmp_path)
     taskpool = method._program.taskpool
     model = method.run(model_pool())
     report = Report.load(tmp_path / "logs")
@@ -43,7 +42,8 @@ def test_the_improved_model_stands_beside_the_merged_one(tmp_path: Path) -> None
 
 
 def test_a_part_of_another_method_reports_nothing(tmp_path: Path) -> None:
-    method = anchor(tmp_path, is_run=False)
+    method = anchor(tmp_path)
+    method._program.method = None
     method.run(model_pool())
     assert method._program.taskpool.evaluated == 0
     assert not (tmp_path / "logs").exists()

@@ -52,13 +52,10 @@ def test_language_models_that_cannot_be_corrected(tmp_path) -> None:
         rivals.SurgeryV2Algorithm(**MEAN).run(pool)
 
 
-def test_samples_and_steps_of_distillation() -> None:
+def test_training_that_diverges_and_models_without_batch_norm() -> None:
     suite = clip_suite()
     method = rivals.Distillation(samples_per_task=7, steps=5, learning_rate=1e300)
     with pytest.raises(CalibrationError, match=r"diverged.*method\.learning_rate \(now 1e\+300\)"):
-        method.post_merge(suite.merged, in_memory(suite))
-    suite.inputs["task_2"] = []
-    with pytest.raises(CalibrationError, match="task task_2 has 0 calibration samples"):
         method.post_merge(suite.merged, in_memory(suite))
     with pytest.raises(CalibrationError, match="has no BatchNorm in its blocks"):
         rivals.BatchNormStatistics().post_merge(suite.merged, in_memory(suite))
