@@ -14,9 +14,9 @@ from fusion_bench import BaseModelPool
 from golden import golden_methods
 from golden.make import load
 from hydra.core.utils import JobReturn, JobStatus
-from image_pools import AVERAGE, suite_pool
 from omegaconf import OmegaConf
 from tiny_models import clip_suite
+from tiny_pools import AVERAGE, suite_pool
 from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings

@@ -9,10 +9,10 @@ import pytest
 import torch
 from calibrations import assert_identical
 from fusion_bench.modelpool import CLIPVisionModelPool
-from image_pools import AVERAGE
 from omegaconf import DictConfig, OmegaConf
 from sample_pools import Pool
 from tiny_images import channels_first, picture
+from tiny_pools import AVERAGE
 from tiny_texts import TASKS, llama_model, sentences, with_data, word_tokenizer, write
 
 import fusion_bench_featcal.compat  # noqa: F401

@@ -6,13 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import merged_by_hand, write_adapter
 from calibrations import assert_identical, run_fast
 from fusion_bench.modelpool import Seq2SeqLMPool
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from tiny_models import Suite, clip_model, clip_suite, scatter
-from tiny_texts import load_t5, t5_model, with_data, word_tokenizer, write
+from tiny_texts import (
+    load_t5,
+    merged_by_hand,
+    t5_model,
+    with_data,
+    word_tokenizer,
+    write,
+    write_adapter,
+)
 from torch import nn
 from transformers import CLIPConfig, CLIPVisionConfig, LlamaConfig, Qwen2Config, T5Config
 from transformers.pytorch_utils import Conv1D

@@ -11,11 +11,10 @@ import pytest
 import torch
 from fusion_bench import BaseModelPool
 from fusion_bench.modelpool import CLIPVisionModelPool
-from image_pools import AVERAGE
-from model_names import UNUSABLE_NAMES
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from tiny_models import clip_model, scatter
+from tiny_pools import AVERAGE
 from tiny_texts import TASKS, write
 from torch import nn
 
@@ -30,6 +29,7 @@ from fusion_bench_featcal.fusionbench import (
 
 NAMES = ("_pretrained_", *TASKS)
 FC1 = "layers.0.mlp.fc1.weight"
+UNUSABLE_NAMES = ("../../x", ".", "\u4e2d" * 40, "a\x1b[31mb", "a.", "normalised", "Two")
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 Models = dict[str, Any]
 
@@ -107,7 +107,7 @@ def nothing(_: Models) -> None:
 # A change of the models, settings of the run, and words of the message.
 ROWS: list[tuple[Callable[[Models], object], dict[str, Any], tuple[str, ...]]] = [
     *((lambda m, name=name: m.update({name: m.pop("one")}), {},
-       ("modelpool.models: ", repr(name[:100]))) for name in (*UNUSABLE_NAMES[::3], "Two")),
+       ("modelpool.models: ", repr(name[:100]))) for name in UNUSABLE_NAMES),
     (lambda m: m.update(two=5), {}, ("modelpool.models.two is 5, which is no model",)),
     (lambda m: m.update(two={"_target_": "no_such_package.load", "path": "x"}), {},
      ("modelpool.models.two._target_=no_such_package.load cannot be imported",)),

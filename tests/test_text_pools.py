@@ -9,15 +9,17 @@ import torch
 from configs import composed
 from fusion_bench.modelpool import CausalLMPool as FusionBenchPool
 from fusion_bench.modelpool import Seq2SeqLMPool
-from image_pools import ARITHMETIC
 from omegaconf import OmegaConf
-from text_pools import causal_pool, llamas, t5_pool
+from tiny_pools import ARITHMETIC
 from tiny_texts import (
     TASKS,
+    causal_pool,
     llama_model,
+    llamas,
     load_t5,
     sentences,
     t5_model,
+    t5_pool,
     with_data,
     word_tokenizer,
     write,

@@ -8,8 +8,7 @@ import pytest
 from comparison_parts import FakeProgram
 from configs import composed
 from hydra.utils import instantiate
-from text_pools import MAKERS, text_pool, text_tokenizer
-from tiny_texts import TASKS, sentences
+from tiny_texts import MAKERS, TASKS, sentences, text_pool, text_tokenizer
 
 from fusion_bench_featcal.lab.compare import inference
 from fusion_bench_featcal.results import Report

@@ -11,8 +11,8 @@ from cli_runs import fusion_bench
 from comparison_parts import MERGERS, FakeProgram
 from fusion_bench import BaseTaskPool
 from reports import featcal
-from text_pools import text_pool
 from tiny_pools import TASKS, tiny_pool, write_models
+from tiny_texts import text_pool
 from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError

@@ -9,10 +9,9 @@ from typing import Any
 
 import datasets
 import torch
-from adapters import write_adapter
 from tiny_images import write_class_folders, write_clip
 from tiny_models import add_up, scatter
-from tiny_texts import TASKS, llama_model, sentences, t5_model, word_tokenizer
+from tiny_texts import TASKS, llama_model, sentences, t5_model, word_tokenizer, write_adapter
 from torch import nn
 from transformers import (
     BertConfig,

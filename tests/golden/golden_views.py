@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import Page
-from reports import GOLDEN, LEVELS, featcal, leave_lines, leave_run, leave_study, patch
+from reports import GOLDEN, LEVELS, Page, featcal, leave_lines, leave_run, leave_study, patch
 
 # Story -> words of `report`. Files that it writes are read too.
 STORIES = {

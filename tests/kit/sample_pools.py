@@ -50,6 +50,15 @@ def text_batch(rows: Any, kind: str, tokenizer: Any = None, **settings: Any) -> 
     return batch
 
 
+def three_texts(kind: str, *, left: bool = False) -> Any:
+    """Three texts of unequal length, filled up on the left or right."""
+    pairs = ("c d e f", "k"), ("g b", "l m"), ("h i j", "n")
+    rows = [{"prompt": prompt, "target": target} for prompt, target in pairs]
+    side = "left" if left else "right"
+    tokenizer = word_tokenizer(ends=kind == "seq2seq", padding_side=side)
+    return text_batch(rows, kind, tokenizer)
+
+
 def words(ids: Any) -> str:
     """Tokens as words: `.` for the end mark, `?` for an unknown word, `_` for no target."""
     signs = {-100: "_", 1: ".", 2: "?"}

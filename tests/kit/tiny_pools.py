@@ -1,4 +1,4 @@
-"""Pools of a few CLIP towers of a few thousand parameters, with pictures of noise."""
+"""Pools of CLIP towers of a few thousand parameters, and of two tasks of the bundled suite."""
 
 import copy
 import json
@@ -19,8 +19,11 @@ from torch import Tensor, nn
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal.lab.compare import CellInputs
+from fusion_bench_featcal.suites import image
 
 TASKS = ("one", "two-b.c")
+AVERAGE = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
+ARITHMETIC = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}
 
 
 def pictures(task: str, split: str, number: int) -> list[dict[str, Any]]:
@@ -54,6 +57,19 @@ def tiny_pool(models: Mapping[str, Any], *, train: int = 12, test: int = 10) -> 
     )
     pool.load_train_dataset = lambda task: data["train"][task]
     pool.load_test_dataset = lambda task: data["test"][task]
+    return pool
+
+
+def suite_pool(**changes: Any) -> Any:
+    """Two of the bundled suite's tasks, as FusionBench's pool, without any YAML."""
+    tasks = ["mini_greek", "mini_latin"]
+    options = {
+        "models": {"_pretrained_": image.path(), **{task: image.path(task) for task in tasks}},
+        "train_datasets": {task: image.load_split(task, "train") for task in tasks},
+        "processor": {"_target_": "fusion_bench_featcal.suites.image.load_processor"},
+    }
+    pool: Any = CLIPVisionModelPool(**(options | changes))
+    pool.load_train_dataset = lambda task: options["train_datasets"][task]
     return pool
 
 

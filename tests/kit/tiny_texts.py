@@ -1,16 +1,25 @@
-"""A tokenizer of a few words, tiny language models that speak it, and pools of them on disk."""
+"""A tokenizer of a few words, tiny language models that speak it, their pools and adapters."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import tiny_models
+import torch
+from fusion_bench.modelpool import Seq2SeqLMPool
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 from tiny_models import scatter
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from fusion_bench_featcal.pools import CausalLMPool
+
 WORDS = ("<pad>", "</s>", "<unk>", *"abcdefghijklmnopqrst")
 TASKS = ("one", "two")
+NAMES = ("_pretrained_", *TASKS)
+NORMS = {"seq2seq": "decoder.final_layer_norm", "causal": "model.norm"}
 
 
 def word_tokenizer(*, ends: bool = False, words: tuple[str, ...] = WORDS, **options: Any) -> Any:
@@ -76,3 +85,77 @@ def with_data(pool: Any, rows: Any = sentences) -> Any:
     pool._train_datasets = {task: {} for task in TASKS}
     pool.load_train_dataset = rows
     return pool
+
+
+# --- pools ---
+
+MAKERS: dict[str, Any] = {"seq2seq": t5_model, "causal": llama_model}
+
+
+def text_tokenizer(kind: str) -> Any:
+    return word_tokenizer(ends=kind == "seq2seq")
+
+
+def llamas(folder: Path, rows: dict[str, int]) -> dict[str, str]:
+    """A base and two experts. Experts may have more rows of embeddings than there are words."""
+    return {
+        name: write(llama_model(n, rows.get(name, len(WORDS))).float(), folder / name.strip("_"))
+        for n, name in enumerate(NAMES)
+    }
+
+
+def causal_pool(models: dict[str, str], kind: Any = CausalLMPool, **options: Any) -> Any:
+    return with_data(kind(OmegaConf.create(models), tokenizer=word_tokenizer(), **options))
+
+
+def t5_pool(folder: Path) -> Any:
+    models = {n: write(t5_model(k).float(), folder / n.strip("_")) for k, n in enumerate(NAMES)}
+    tokenizer = text_tokenizer("seq2seq")
+    return with_data(Seq2SeqLMPool(OmegaConf.create(load_t5(models)), tokenizer=tokenizer))
+
+
+def text_pool(kind: str, folder: Path, tests: Any = sentences) -> Any:
+    """A base and two experts on disk. `tests` makes a task's test rows."""
+    pool = causal_pool(llamas(folder, {})) if kind == "causal" else t5_pool(folder)
+    return with_tests(pool, tests)
+
+
+def with_tests(pool: Any, tests: Any) -> Any:
+    """Give a pool the two tasks' texts as test data."""
+    pool._test_datasets = {task: {} for task in TASKS}
+    pool.load_test_dataset = tests
+    return pool
+
+
+# --- LoRA adapters, written as PEFT does ---
+
+PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", "init_lora_weights": True}
+ADAPTED = ("SelfAttention.q", "EncDecAttention.v", "DenseReluDense.wo")
+ADAPTED += ("q_proj", "down_proj", "query")
+
+
+def write_adapter(folder: Path, base: nn.Module, seed: int, **changes: Any) -> Path:
+    """An adapter of rank 2 for some of a T5's, Llama's or BERT's linear modules."""
+    folder.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, module in base.named_modules():
+        if name.endswith(ADAPTED) and isinstance(module, nn.Linear):
+            start = f"base_model.model.{name}.lora_"
+            down = torch.randn(2, module.in_features, generator=generator)
+            up = torch.randn(module.out_features, 2, generator=generator)
+            tensors |= {f"{start}A.weight": down, f"{start}B.weight": 0.1 * up}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(PLAIN | changes))
+    return folder
+
+
+def merged_by_hand(base: nn.Module, adapter: Path, scale: float) -> nn.Module:
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    with torch.no_grad():
+        for name, module in base.named_modules():
+            up = tensors.get(f"base_model.model.{name}.lora_B.weight")
+            if up is not None:
+                down = tensors[f"base_model.model.{name}.lora_A.weight"]
+                module.weight += scale * (up @ down)  # type: ignore[operator]
+    return base

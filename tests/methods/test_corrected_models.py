@@ -9,9 +9,10 @@ import pytest
 import torch
 from calibrations import calls_of
 from fusion_bench.models.hf_clip import HFCLIPClassifier
-from text_pools import MAKERS, NORMS, text_batch
+from sample_pools import three_texts
 from tiny_models import normal
 from tiny_pools import TASKS, projection_of, tiny_processor, tower
+from tiny_texts import MAKERS, NORMS
 from torch import Tensor
 from torch.nn.functional import normalize as unit
 from transformers import CLIPModel
@@ -80,7 +81,7 @@ def model_of(kind: str) -> Any:
 
 @KINDS
 def test_scores_are_the_heads_of_corrected_states(kind) -> None:
-    model, batch = model_of(kind), text_batch(kind)
+    model, batch = model_of(kind), three_texts(kind)
     modules = {"one": module("surgery", 1, WIDTH)}
     corrected = CorrectedLanguageModel(model, NORMS[kind], modules)
     plain = model(**batch).logits
@@ -95,7 +96,7 @@ def test_scores_are_the_heads_of_corrected_states(kind) -> None:
 @KINDS
 def test_a_correction_acts_at_every_decoded_position_of_its_task_alone(kind) -> None:
     """Behind it the head prefers one token, whatever it is given."""
-    model, batch = model_of(kind), text_batch(kind, left=True)
+    model, batch = model_of(kind), three_texts(kind, left=True)
     head = model.get_output_embeddings().weight.detach()
     shift = AffineModule(torch.eye(WIDTH), -100 * head[9].clone())
     corrected = CorrectedLanguageModel(model, NORMS[kind], {"one": shift})

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 from rivals import DRAW, improved, trained_by_hand
-from text_pools import text_pool, text_tokenizer, with_tests
 from tiny_models import normal
 from tiny_pools import TASKS, assert_equal, inputs_of, pictures, projection_of, tiny_pool, tower
-from tiny_texts import sentences
+from tiny_texts import sentences, text_pool, text_tokenizer, with_tests
 from torch import Tensor
 
 from fusion_bench_featcal.lab.rivals import RidgeSurgery

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from rivals import DRAW, improved
-from text_pools import text_batch, text_pool
+from sample_pools import three_texts
 from tiny_pools import TASKS, assert_equal, inputs_of, pixels_of, tiny_pool
+from tiny_texts import text_pool
 from torch import Tensor
 
 from fusion_bench_featcal.lab import rivals
@@ -99,7 +100,7 @@ def test_a_model_is_finite_described_and_survives_saving(
     if setup == "clip":
         batch = {"pixel_values": pixels_of(models, pool.load_train_dataset(TASKS[0]))}
     else:
-        batch = text_batch(setup)
+        batch = three_texts(setup)
     for task in tasks:  # products of unaligned tensors round differently
         torch.testing.assert_close(output(loaded, batch, task), output(model, batch, task))
     if hasattr(model, "corrections"):

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from text_pools import text_pool
 from tiny_models import clip_suite
 from tiny_pools import in_memory, refusing, tiny_pool
+from tiny_texts import text_pool
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab import rivals

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 from calibrations import calls_of
-from text_pools import NORMS, text_pool
 from tiny_pools import TASKS, assert_equal, inputs_of, pixels_of, projection_of, tiny_pool, tower
-from tiny_texts import sentences, with_data
+from tiny_texts import NORMS, sentences, text_pool, with_data
 from torch import Tensor
 
 from fusion_bench_featcal import FeatCalSettings

@@ -11,9 +11,9 @@ import torch
 from calibrations import assert_identical
 from fusion_bench import BaseModelPool
 from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
-from image_pools import ARITHMETIC, AVERAGE, suite_pool
-from text_pools import t5_pool
 from tiny_models import Suite, residual_suite, t5_suite
+from tiny_pools import ARITHMETIC, AVERAGE, suite_pool
+from tiny_texts import t5_pool
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError

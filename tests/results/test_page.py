@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import Page
-from reports import LEVELS, error_of, featcal, leave_run
+from reports import LEVELS, Page, error_of, featcal, leave_run
 
 EVIL = "<script>alert('&')</script>{{ 7 * 7 }}"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from image_pools import suite_pool
 from safetensors.torch import load_file
+from tiny_pools import suite_pool
 
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.cli import main
