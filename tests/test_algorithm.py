@@ -218,5 +218,5 @@ def test_presets_of_the_pool_are_taken_unless_the_run_has_its_own() -> None:
         seed=3, checkpoint_dir="somewhere/preset-paper_flan_t5", **paper["presets"]["paper_flan_t5"]
     )
     assert checked_choices(plus, None, None, paper).presets == {"paper_flan_t5": expected}
-    same = FeatCalSettings(ridge_lambda=1e-5, mix_alpha=0.6)
-    assert checked_choices(same, None, None, paper).presets == {}
+    published = FeatCalSettings(ridge_lambda=1e-5, mix_alpha=0.6)
+    assert checked_choices(published, None, None, paper).presets == {}

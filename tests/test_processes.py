@@ -19,7 +19,6 @@ from tiny_models import Suite, clip_suite, t5_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.experts import hollow_copy
-from fusion_bench_featcal.json_files import read_json
 from fusion_bench_featcal.output.folder import OutputFolder
 from fusion_bench_featcal.processes import LostProcessError, Processes
 
@@ -212,13 +211,6 @@ def test_folder_is_that_of_one_process_and_another_run_is_refused(
     run_fast(suite, checkpoint_dir=str(tmp_path / "alone"))
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert before.keys() == {path.name for path in (tmp_path / "alone").iterdir()}
-    one, two = (
-        read_json(path / "blocks.json", sealed=True) for path in (tmp_path / "alone", folder)
-    )
-    assert [content["run"]["run"].pop(SIZE) for content in (one, two)] == [1, 2]
-    digests = [content["run"].pop("samples") for content in (one, two)]
-    assert list(digests[0]) == list(digests[1])  # digests are of each process's part
-    assert list(two["blocks"]) == list(one["blocks"])
     again: dict[str, Any] = {"resume": True, "checkpoint_dir": str(folder)}
     with pytest.raises(CalibrationError, match=re.escape(SIZE) + r" \(2 then, 1 now\)"):
         run_fast(suite, **again)
@@ -231,11 +223,7 @@ def test_folder_is_that_of_one_process_and_another_run_is_refused(
         refusals = [
             (experts, folder, "weights of expert task_1"),
             (samples, folder, "samples of task task_1"),
-            (
-                suite,
-                tmp_path if processes.rank else folder,
-                r"sees other files in method\.checkpoint_dir",
-            ),
+            (suite, tmp_path if processes.rank else folder, "sees other files in method"),
         ]
         for changed, path, words in refusals:
             with pytest.raises(CalibrationError, match=words):

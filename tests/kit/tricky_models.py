@@ -71,7 +71,6 @@ few_outputs = block_of(
 )
 plain = block_of(lambda b, x: x + b.only(x), only=partial(nn.Linear, 4, 4, bias=False))
 biased = block_of(lambda b, x: x + b.only(x), only=linear)
-idle = block_of(lambda b, x: x + b.only(x), only=linear, spare=linear)
 # The weights of q, k and v are one parameter.
 fused_attention = block_of(
     lambda b, x: x + b.only(b.attention(*[x[:, None]] * 3)[0][:, 0]),

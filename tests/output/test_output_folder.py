@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -166,12 +165,6 @@ def nudge(model: Any, inside: str) -> None:
         model.get_parameter(name).view(-1)[0] += 1e-6
 
 
-def other_activation(suite: Suite) -> None:
-    for module in suite.merged.modules():
-        if hasattr(module, "activation_fn"):
-            module.activation_fn = nn.ReLU()
-
-
 CHANGES: list[tuple[Callable[[Suite], Any], str]] = [
     (lambda s: nudge(s.experts["task_1"], "layers.1."),
      r"weights of expert task_1 \(modelpool\.models\.task_1\)\."),
@@ -179,7 +172,6 @@ CHANGES: list[tuple[Callable[[Suite], Any], str]] = [
     (lambda s: nudge(s.merged, "layers.1."), r"weights of the merged model\. "),
     (lambda s: s.inputs["task_1"][1]["pixel_values"][0].add_(1e-9), r"samples of task task_1\."),
     (lambda s: (s.experts.pop("task_0"), s.inputs.pop("task_0")), r"tasks .*task_0.* then"),
-    (other_activation, r"merged model's modules"),
 ]  # fmt: skip
 
 
@@ -259,18 +251,6 @@ def test_damage_is_refused_or_harmless(finished, seed: int, tmp_path: Path):
         assert NAMES_A_SETTING.search(str(error)) and str(damaged) in str(error), (kind, error)
     else:
         assert_identical(result.model, expected)
-
-
-def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, monkeypatch):
-    path = tmp_path / "block.safetensors"
-    path.write_bytes(b"old")
-    error = OSError(28, "No space left on device")
-    monkeypatch.setattr("os.fsync", mock.Mock(side_effect=[error, SystemExit(143)]))
-    for kind in (OSError, SystemExit):
-        with pytest.raises(kind):
-            write_tensors(path, {"a": torch.ones(3)})
-    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
-    assert path.read_bytes() == b"old"
 
 
 def test_tensors_come_back_as_they_were_and_aligned(tmp_path: Path):

@@ -1,44 +1,10 @@
-"""Merged weights from sums: unseen directions, channels of other sizes, grouped maps."""
-
-from typing import Any
+"""Merged weights from sums: unseen directions, and channels of other sizes."""
 
 import pytest
 import torch
 from tiny_models import normal
-from torch import Tensor
 
 from fusion_bench_featcal.core.least_squares import shrink_off_diagonal, solve_seen
-from fusion_bench_featcal.core.moments import Moments
-from fusion_bench_featcal.rules import Linear
-from fusion_bench_featcal.rules.regmean import LeastSquaresSums
-
-
-def stacked(*weights: Tensor) -> Linear:
-    """Weights of several maps, without biases."""
-    return Linear(torch.stack(weights), weights[0].new_zeros(len(weights), len(weights[0])))
-
-
-def merged(tasks: list[tuple[tuple[Tensor, ...], Linear]], anchor: Linear) -> Tensor:
-    """Weights of all maps, from each task's inputs of the maps and its expert."""
-    sums: Any = LeastSquaresSums(anchor, off_diagonal=0.9)
-    for inputs, expert in tasks:
-        moments = Moments.zeros(1, len(inputs), inputs[0].shape[1], 1, inputs[0])
-        moments.add(0, torch.cat(inputs, 1), None)
-        sums.add("a", moments.mirrored(), expert)
-    return sums.solve().linear.weight
-
-
-def test_maps_of_a_convolution_with_groups_are_solved_one_by_one() -> None:
-    inputs = [normal(seed, 2, 20, 5) for seed in range(3)]
-    weights = [normal(10 + seed, 2, 4, 5) for seed in range(3)]
-    anchor = normal(20, 2, 4, 5)
-    tasks = [((*x,), stacked(*w)) for x, w in zip(inputs, weights, strict=True)]
-    alone = [
-        merged([((x[k],), stacked(w[k])) for x, w in zip(inputs, weights, strict=True)],
-               stacked(anchor[k]))
-        for k in range(2)
-    ]  # fmt: skip
-    torch.testing.assert_close(merged(tasks, stacked(*anchor)), torch.cat(alone))
 
 
 def test_rounding_of_the_sums_counts_as_unseen() -> None:
