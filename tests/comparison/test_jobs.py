@@ -17,8 +17,8 @@ from fusion_bench_featcal.results import Report
 METHODS = {"double": method(Scale)}
 
 
-def program(folder: Path, methods: Any = METHODS, **choices: Any) -> Any:
-    """A program whose pools are named by its config, as the command makes it."""
+def run(folder: Path, methods: Any = METHODS, **choices: Any) -> int:
+    """Run a comparison. Return the number of models that were evaluated in this process."""
     chosen = {
         "_target_": "fusion_bench_featcal.lab.compare.ComparisonAlgorithm",
         "upstream_mergers": {"simple_average": MERGERS["simple_average"]},
@@ -30,14 +30,9 @@ def program(folder: Path, methods: Any = METHODS, **choices: Any) -> Any:
     pools = {"modelpool": "model_pool", "taskpool": "SignTaskPool"}
     config = {pool: {"_target_": f"comparison_parts.{name}"} for pool, name in pools.items()}
     target = {"_target_": "comparison_parts.ConfiguredProgram", "_recursive_": False}
-    return instantiate(OmegaConf.create({**target, "method": chosen, **config}))
-
-
-def run(folder: Path, methods: Any = METHODS, **choices: Any) -> int:
-    """Run a comparison. Return the number of models that were evaluated in this process."""
-    driver = program(folder, methods, **choices)
-    driver.run()
-    return driver.taskpool.evaluated
+    program = instantiate(OmegaConf.create({**target, "method": chosen, **config}))
+    program.run()
+    return program.taskpool.evaluated
 
 
 def table(folder: Path) -> Any:
@@ -114,7 +109,3 @@ def test_workers_that_cannot_be_are_refused(
     install = r"backend=ray needs pip install 'fusion_bench_featcal\[ray\]'"
     with pytest.raises(CalibrationError, match=install):
         run(tmp_path, backend="ray")
-    driver = program(tmp_path, jobs=2)
-    driver.config = None  # pools made in Python
-    with pytest.raises(CalibrationError, match=r"cannot be sent to other processes"):
-        driver.run()

@@ -47,12 +47,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: source.tensor(name) for name in source.names()}
 
 
-def assert_equal(first: Path, second: Path) -> None:
-    expected = weights(second)
-    assert weights(first).keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in weights(first).items())
-
-
 # --- one run of a language model, and its repetitions ---
 
 
@@ -97,8 +91,8 @@ def test_the_recipe_beside_a_result_repeats_it_in_python(finished, tmp_path, mon
     assert "out" not in recipe and "eval_rows" not in recipe
     monkeypatch.chdir(tmp_path)
     assert calibrate_folder(**recipe, out="again") == Path("again")
-    assert_equal(tmp_path / "again", run.out)
-    assert Path("again/recipe.yaml").read_text() == (run.out / "recipe.yaml").read_text()
+    for name in ("model.safetensors", "recipe.yaml"):
+        assert Path("again", name).read_bytes() == (run.out / name).read_bytes()
 
 
 RECIPE = """

@@ -112,11 +112,11 @@ def in_memory(suite: Any) -> Any:
     return SimpleNamespace(modelpool=pool, fabric=fabric, batches=lambda _: suite.inputs)
 
 
-def assert_equal(result: nn.Module, expected: nn.Module, equal: bool = True) -> None:
-    """Check that all tensors are bitwise equal, or with `equal=False` that not all are."""
+def assert_equal(result: nn.Module, expected: nn.Module) -> None:
+    """Check that all tensors are bitwise equal."""
     states = result.state_dict(), expected.state_dict()
     assert list(states[0]) == list(states[1])
-    assert all(torch.equal(value, states[1][n]) for n, value in states[0].items()) == equal
+    assert all(torch.equal(value, states[1][n]) for n, value in states[0].items())
 
 
 def cpu_fabric() -> lightning.Fabric:

@@ -139,10 +139,3 @@ def test_its_algorithm_repeats_it_without_labels_and_leaves_experts(kind, fitted
     assert_equal(result, fitted(kind, "clip")[1])
     for name in set(before) - {"_merged_"}:  # that one is improved in place
         assert_equal(pool._models[name], before[name])
-
-
-@pytest.mark.parametrize("kind", ["Lot", "RidgeSurgery"])
-def test_another_seed_draws_other_samples(kind, fitted, pool_of) -> None:
-    inputs = inputs_of(pool_of("clip"))
-    model = improved(kind, inputs, merged_model(inputs.modelpool), **RIVALS[kind], seed=7)[1]
-    assert_equal(model, fitted(kind, "clip")[1], equal=False)

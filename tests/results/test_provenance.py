@@ -3,38 +3,25 @@
 import hashlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from golden import golden_methods
 from safetensors.torch import load_file
-from tiny_pools import suite_pool
 
-from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.results import Provenance, ReportError
 from fusion_bench_featcal.suites import image
 
-ARITHMETIC = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of a saved model and of its run."""
-    folder = tmp_path_factory.mktemp("saved")
-    model, log = folder / "model", folder / "log"
-    method: Any = FeatCalAlgorithm(
-        base_method=ARITHMETIC, samples_per_task=2, presets={}, expert_read_budget="11MB"
-    )
-    method._program = SimpleNamespace(
-        merged_model_save_path=str(model), merged_model_save_kwargs=None, taskpool=None
-    )
-    log.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FeatCalAlgorithm, "log_dir", property(lambda _: str(log)))
-        method.run(suite_pool())
-    return model, log
+    folder = tmp_path_factory.mktemp("run")
+    words = ("method.samples_per_task=2", "method.expert_read_budget=11MB")
+    golden_methods.run_method("featcal", folder, *words)
+    return folder / "saved", folder / "log"
 
 
 def test_digests_are_those_of_the_weights_that_were_read(saved: tuple[Path, Path]):
