@@ -43,25 +43,22 @@ def numbers_of(pool: Any, tasks: Any = ("a",), **changes: Any) -> dict[str, list
 
 
 def test_batches_hold_distinct_samples_in_batch_size():
-    batches = calibration_batches(Pool(a=numbered(30)), ["a"], settings(), channels_first)
+    pool = Pool(a=numbered(30))
+    batches = calibration_batches(pool, ["a"], settings(), channels_first)
     assert [len(batch["pixel_values"]) for batch in batches["a"]] == [4, 4, 2]
-    assert len(batches["a"]) == 3
-    assert len(set(numbers_of(Pool(a=numbered(30)))["a"])) == 10
+    assert len(set(numbers_of(pool)["a"])) == 10
 
 
 def test_a_tasks_samples_do_not_depend_on_other_tasks_or_batches():
     alone = numbers_of(Pool(a=numbered(50)))["a"]
-    pool = Pool(z=numbered(20), a=numbered(50), b=numbered(50))
+    pool: Any = Pool(z=numbered(20), a=numbered(50), b=numbered(50))
     assert numbers_of(pool, ("b", "z", "a"))["a"] == alone
     assert numbers_of(pool, ("a", "b"), batch_size=7)["a"] == alone
     assert numbers_of(pool, samples_per_task=20)["a"][:10] == alone
     assert numbers_of(pool, ("a", "b"))["b"] != alone
     assert numbers_of(pool, seed=43)["a"] != alone
-    for split in ("val", "test"):
-        pool = Pool()
-        setattr(pool, f"{split}_dataset_names", ["a"])
-        setattr(pool, f"load_{split}_dataset", lambda _: numbered(10))
-        assert sorted(numbers_of(pool, calibration_split=split)["a"]) == list(range(10))
+    pool.val_dataset_names, pool.load_val_dataset = ["a"], lambda _: numbered(10)
+    assert sorted(numbers_of(pool, calibration_split="val")["a"]) == list(range(10))
 
 
 def test_draw_is_the_same_on_every_machine():
@@ -140,14 +137,9 @@ def test_own_data_give_the_model_of_the_same_data_of_the_pool(models, tmp_path: 
     assert lazy.enable_lazy_loading and lazy._train_datasets is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, r"task 'one' .*\+method\.calibration_data\.one"),
-        ({"calibration_data": {"onne": "a.jsonl"}},
-         r"calibration_data\.onne: .* no expert 'onne' \(nearest: 'one'\)"),
-    ],
-)  # fmt: skip
-def test_own_data_that_cannot_be_used_are_named(settings: Any, message: str, models):
+def test_missing_and_misspelt_data_are_named(models):
+    with pytest.raises(CalibrationError, match=r"task 'one' .*\+method\.calibration_data\.one"):
+        calibrated(pool_of(models))
+    message = r"calibration_data\.onne: .* no expert 'onne' \(nearest: 'one'\)"
     with pytest.raises(CalibrationError, match=message):
-        calibrated(pool_of(models), **settings)
+        calibrated(pool_of(models), calibration_data={"onne": "a.jsonl"})

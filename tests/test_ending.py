@@ -13,7 +13,6 @@ import pytest
 from process_group import in_forks
 
 from fusion_bench_featcal.ending import ending_cleanly
-from fusion_bench_featcal.lab.rivals import SurgeryAlgorithm
 
 PROGRAM: Any = SimpleNamespace()
 
@@ -42,15 +41,6 @@ def test_signals_become_exit_codes() -> None:
     assert ended(lambda: kill_oneself(signal.SIGINT)) == 130
     with pytest.raises(KeyboardInterrupt), ending_cleanly(None, lambda: ""):
         raise KeyboardInterrupt
-
-
-def test_other_methods_end_so() -> None:
-    class Pool:
-        def __getattr__(self, name: str) -> Any:
-            kill_oneself()
-
-    (result,) = in_forks(1, lambda _: SurgeryAlgorithm().run(Pool()))
-    assert isinstance(result, SystemExit) and result.code == 143
 
 
 COMMAND = (

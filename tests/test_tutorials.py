@@ -46,14 +46,9 @@ def test_every_tutorial_is_run():
 @pytest.mark.slow
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_runs_as_printed(page: Path, tmp_path: Path):
-    places = [str(Path(sys.executable).parent), os.environ["PATH"]]
-    environment = os.environ | {"PATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script_of(page)],
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-        capture_output=True,
-    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "HF_HUB_OFFLINE": "1"}
+    command = ["bash", "-euo", "pipefail", "-c", script_of(page)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / LEFT[page.stem]).exists()

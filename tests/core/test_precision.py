@@ -18,19 +18,16 @@ backends: Any = torch.backends  # typed without its newer attributes
 BACKENDS = [backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.mkldnn.conv]
 
 
-@pytest.fixture(params=["older function", "everything at once", "backend by backend"])
+@pytest.fixture(params=["older function", "everything at once"])
 def allowed(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A caller that allows short cuts, in each of torch's ways of doing so."""
+    """A caller that allows short cuts, in torch's two ways of doing so."""
     before = [backend.fp32_precision for backend in BACKENDS]
     for backend in BACKENDS:  # torch's defaults, which some of FusionBench's mergers change
         backend.fp32_precision = "tf32" if backend is backends.cudnn.conv else "none"
     if request.param == "older function":
         torch.set_float32_matmul_precision("medium")
-    elif request.param == "everything at once":
-        backends.fp32_precision = "tf32"
     else:
-        backends.cuda.matmul.fp32_precision = "tf32"
-        backends.mkldnn.matmul.fp32_precision = "bf16"
+        backends.fp32_precision = "tf32"
     chosen = products_in_force()
     yield
     assert products_in_force() == chosen

@@ -41,13 +41,12 @@ def test_files_give_the_tensors_and_sizes_of_load_file(tmp_path: Path):
         source = SafetensorsExpert(folder)
         assert source.names() == set(tensors)
         for name, tensor in tensors.items():
-            size = tensor.numel() * tensor.element_size()
-            assert (source.shape(name), source.nbytes(name)) == (tuple(tensor.shape), size)
-            some = [slice(None), slice(0, 2), slice(1, 3), slice(1, 9)]
-            reads = [source.tensor(name), *(source.rows(name, s.start, s.stop) for s in some[1:])]
-            for span, read in zip(some, reads, strict=True):
-                expected = tensor[span] if tensor.ndim else tensor
-                assert read.dtype == tensor.dtype and torch.equal(read, expected)
+            sizes = source.shape(name), source.nbytes(name)
+            assert sizes == (tuple(tensor.shape), tensor.nbytes)
+            whole = source.tensor(name)
+            assert whole.dtype == tensor.dtype and torch.equal(whole, tensor)
+            for start, stop in ((0, 2), (1, 3), (1, 9)) if tensor.ndim else ():
+                assert torch.equal(source.rows(name, start, stop), tensor[start:stop])
 
 
 SUITES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
