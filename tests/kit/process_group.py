@@ -14,20 +14,20 @@ import torch.distributed as dist
 
 from fusion_bench_featcal import TorchProcesses
 
+MINUTE = timedelta(minutes=1)
 
-def in_processes(size: int, work: Callable[[Any], Any], *, seconds: float = 60.0) -> list[Any]:
+
+def in_processes(size: int, work: Callable[[Any], Any]) -> list[Any]:
     """Run a function as `in_forks` does, in the processes of a torch process group."""
     with tempfile.TemporaryDirectory() as folder:
 
         def joined(rank: int) -> Any:
             store = dist.FileStore(f"{folder}/store", size)
-            longest = timedelta(seconds=seconds)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=size, timeout=longest
-            )
-            return work(TorchProcesses(patience=longest))
+            group: Any = {"store": store, "rank": rank, "world_size": size}
+            dist.init_process_group("gloo", timeout=MINUTE, **group)
+            return work(TorchProcesses(patience=MINUTE))
 
-        return in_forks(size, joined, seconds=seconds)
+        return in_forks(size, joined)
 
 
 def in_forks(size: int, work: Callable[[int], Any], *, seconds: float = 60.0) -> list[Any]:

@@ -1,7 +1,6 @@
 """Errors at a small lambda, of the package and of a float64 solution of float32 features."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ import tiny_models as tiny
 import torch
 from calibrations import distance, run_fast, run_slow
 from oracle import Knobs
+from tiny_models import Suite
 
 SMALL = Knobs(alpha=0.6, lam=1e-5, rho=2.0, eps=1e-8)
 ALLOWED = 4.0
@@ -22,28 +22,25 @@ class Errors(NamedTuple):
     at_best: float
 
 
-@dataclass(frozen=True)
-class Case:
-    """Makes a family's tiny suite of a seed."""
-
-    make: Callable[..., tiny.Suite]
-    slow: bool = True
-
-    def errors(self, seed: int, knobs: Knobs = SMALL, **settings: Any) -> Errors:
-        """Errors with float32 models."""
-        suite = self.make(seed=seed).to(torch.float32)
-        expected = run_slow(suite, knobs).model
-        at_best = run_slow(suite, knobs, features=torch.float32).model
-        model = run_fast(suite, knobs, **settings).model
-        return Errors(distance(model, expected), distance(at_best, expected))
+def errors_of(
+    make: Callable[..., Suite], seed: int, knobs: Knobs = SMALL, **settings: Any
+) -> Errors:
+    """Errors with float32 models of a suite."""
+    suite = make(seed=seed).to(torch.float32)
+    expected = run_slow(suite, knobs).model
+    at_best = run_slow(suite, knobs, features=torch.float32).model
+    model = run_fast(suite, knobs, **settings).model
+    return Errors(distance(model, expected), distance(at_best, expected))
 
 
-CASES = {
-    "clip": Case(tiny.clip_suite),
-    "clip, 1 image a task": Case(partial(tiny.clip_suite, sizes=(1,), width=24), slow=False),
-    "t5": Case(tiny.t5_suite),
-    "umt5": Case(partial(tiny.t5_suite, kind="umt5")),
-    **{m: Case(partial(tiny.decoder_suite, m)) for m in ("llama", "qwen3", "gemma2", "phi3")},
-    "gpt2 (replay)": Case(tiny.gpt2_suite, slow=False),
-    "residual network (replay)": Case(tiny.residual_suite),
+# Makers of tiny suites, of which those in `QUICK` are tested each time.
+CASES: dict[str, Callable[..., Suite]] = {
+    "clip": tiny.clip_suite,
+    "clip, 1 image a task": partial(tiny.clip_suite, sizes=(1,), width=24),
+    "t5": tiny.t5_suite,
+    "umt5": partial(tiny.t5_suite, kind="umt5"),
+    **{m: partial(tiny.decoder_suite, m) for m in ("llama", "qwen3", "gemma2", "phi3")},
+    "gpt2 (replay)": tiny.gpt2_suite,
+    "residual network (replay)": tiny.residual_suite,
 }
+QUICK = ("clip, 1 image a task", "gpt2 (replay)")

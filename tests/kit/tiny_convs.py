@@ -41,9 +41,9 @@ class Net(nn.Module):
         return x.flatten(2).mean(2)
 
 
-def images(*, tasks: int = 2, sizes: Sequence[int] = (5, 3), side: int = 6, seed: int = 0) -> Any:
-    """Images by task."""
-    return samples_by_task(tasks, sizes, 3, side, side, seed=seed)
+def images(*, sizes: Sequence[int] = (5, 3), side: int = 6, seed: int = 0) -> Any:
+    """Images of two tasks."""
+    return samples_by_task(2, sizes, 3, side, side, seed=seed)
 
 
 def with_statistics(suite: Suite, seed: int = 0) -> Suite:
@@ -61,12 +61,16 @@ def with_statistics(suite: Suite, seed: int = 0) -> Suite:
     return suite
 
 
-def net_suite(*, seed: int = 1, depth: int = 2, **shape: Any) -> Suite:
+def pixel_values(**shape: Any) -> dict[str, list]:
+    """Images by task as keyword arguments."""
+    return {t: [{"pixel_values": b} for b in batches] for t, batches in images(**shape).items()}
+
+
+def net_suite(*, seed: int = 1, **shape: Any) -> Suite:
     """Convolutions of many forms with GroupNorm."""
     torch.manual_seed(seed)
-    net = Net([Unit() for _ in range(depth)], nn.Conv2d(3, 4, 1))
-    blocks = [f"layers.{n}" for n in range(depth)]
-    return replayed(net, images(seed=seed, **shape), blocks, seed)
+    net = Net([Unit() for _ in range(2)], nn.Conv2d(3, 4, 1))
+    return replayed(net, images(seed=seed, **shape), ["layers.0", "layers.1"], seed)
 
 
 class Vectors(nn.Module):
@@ -129,11 +133,10 @@ def tower(name: str) -> nn.Module:
     return AutoModelForImageClassification.from_config(config)
 
 
-def tower_suite(make: str, *, seed: int = 1, side: int = 16, **shape: Any) -> Suite:
+def tower_suite(make: str, *, seed: int = 1, **shape: Any) -> Suite:
     """A model of transformers, cut into blocks by its family."""
     torch.manual_seed(seed)
     model = tower(make)
     (blocks,) = resolve_family("auto", model).stages(model)
-    noise = images(seed=seed, side=side, **shape).items()
-    inputs = {task: [{"pixel_values": batch} for batch in batches] for task, batches in noise}
+    inputs = pixel_values(seed=seed, side=16, **shape)
     return with_statistics(suite_of(model, inputs, blocks, seed), seed)

@@ -212,7 +212,7 @@ def t5_model(
     return model
 
 
-def vision_language_model(kind: str = "qwen2_vl", seed: int = 0) -> nn.Module:
+def vision_language_model(kind: str = "qwen2_vl") -> nn.Module:
     """A model of text and images of 4 x 4 patches."""
     rotary: dict[str, Any] = {"mrope_section": [2, 1, 1]}
     if transformers.__version__.startswith("4"):
@@ -225,7 +225,7 @@ def vision_language_model(kind: str = "qwen2_vl", seed: int = 0) -> nn.Module:
         "max_position_embeddings": 64, "tie_word_embeddings": False,
     }  # fmt: skip
     tokens = {"image": 30, "video": 31, "vision_start": 32, "vision_end": 33}
-    return model_of(kind, seed, text_config=text, **{f"{n}_token_id": k for n, k in tokens.items()})
+    return model_of(kind, text_config=text, **{f"{n}_token_id": k for n, k in tokens.items()})
 
 
 def clip_suite(

@@ -114,10 +114,10 @@ def t5_pool(folder: Path) -> Any:
     return with_data(Seq2SeqLMPool(OmegaConf.create(load_t5(models)), tokenizer=tokenizer))
 
 
-def text_pool(kind: str, folder: Path, tests: Any = sentences) -> Any:
-    """A base and two experts on disk. `tests` makes a task's test rows."""
+def text_pool(kind: str, folder: Path) -> Any:
+    """A base and two experts on disk."""
     pool = causal_pool(llamas(folder, {})) if kind == "causal" else t5_pool(folder)
-    return with_tests(pool, tests)
+    return with_tests(pool, sentences)
 
 
 def with_tests(pool: Any, tests: Any) -> Any:

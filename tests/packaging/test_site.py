@@ -1,6 +1,8 @@
-"""Names and messages of the documentation exist. `make docs` checks its navigation and links."""
+"""Names, messages and commands of the documentation exist. `make docs` checks its links."""
 
 import re
+import subprocess
+import sys
 from importlib import import_module
 
 from configs import REPOSITORY
@@ -36,3 +38,14 @@ def test_every_quoted_message_is_in_the_code():
         fragments = [text.strip() for text in message.replace("(nearest: ...)", "...").split("...")]
         assert sum(map(len, fragments)) >= 9, message
         assert [text for text in fragments if text not in code] == [], message
+
+
+def test_make_reproduce_runs_the_commands_of_the_page():
+    script = [sys.executable, str(REPOSITORY / "scripts" / "reproduce.py"), "--list"]
+    listed = subprocess.check_output(script, text=True)
+    page = (DOCS / "paper.md").read_text(encoding="utf-8")
+    commands = [line.split() for line in listed.splitlines() if line.startswith("fusion_bench")]
+    assert len(commands) > 10
+    for _, method, pool in commands:
+        lines = [line for line in page.splitlines() if f"`{method}`" in line]
+        assert any(pool.removeprefix("modelpool=") in line for line in lines)

@@ -1,13 +1,11 @@
 """The shipped data: whole, listed, disjoint, and written as the suites' processors read it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import clip_processor
 import numpy as np
 import pytest
-import text_tokenizer
 from transformers import AutoTokenizer
 
 from fusion_bench_featcal.cli import main
@@ -60,32 +58,17 @@ def test_the_clip_processor_is_the_builders_with_one_token_per_prompt_word(tmp_p
     assert processor.tokenizer.get_vocab() == vocabulary
     for name in ("tokenizer.json", "vocab.json", "merges.txt", "preprocessor_config.json"):
         assert Path(image.path(), name).read_bytes() == (tmp_path / name).read_bytes()
-    encoded = set()
     for prompt in prompts:
         ids = processor.tokenizer(prompt)["input_ids"]
         assert len(ids) == len(prompt.replace("-", " - ").split()) + 2
-        encoded.add(tuple(ids))
-    assert len(encoded) == len(set(prompts))
 
 
 @pytest.mark.parametrize("suite", text.SUITES)
-def test_tokenizers_have_every_word_and_a_token_per_label_word(suite):
+def test_texts_come_back_from_their_tokens(suite):
     tokenizer = AutoTokenizer.from_pretrained(text.path(suite))
-    ids = text_tokenizer.label_ids(tokenizer, text.TA6)
-    words = sorted(text_tokenizer.label_words(text.TA6))
-    assert tokenizer.batch_decode([[token] for token in ids]) == words
     for task in text.TA6[::2]:
         rows = text.load_text_split(task, "test")[::3]
-        for column in ("prompt", "target"):  # each comes back from its tokens
+        for column in ("prompt", "target"):
             encoded = tokenizer(rows[column])["input_ids"]
-            tokens = {token for row in encoded for token in row}
-            assert tokenizer.unk_token_id not in tokens
+            assert not any(tokenizer.unk_token_id in row for row in encoded)
             assert tokenizer.batch_decode(encoded, skip_special_tokens=True) == rows[column]
-            assert column == "target" or task != "banking77" or not set(ids) & tokens
-        for target in set(rows["target"]):
-            encoded = tokenizer(target, add_special_tokens=False)["input_ids"]
-            assert len(encoded) == len(target.split())
-    config = json.loads(Path(text.path(suite), "config.json").read_text(encoding="utf-8"))
-    assert config["vocab_size"] == len(tokenizer) == text_tokenizer.PLANS[suite].vocab_size
-    for role in ("pad_token_id", "eos_token_id"):
-        assert config[role] == getattr(tokenizer, role)

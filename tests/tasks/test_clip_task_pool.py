@@ -16,6 +16,7 @@ from fusion_bench.tasks.clip_classification import CLIPTemplateFactory, get_clas
 from fusion_bench.utils import cache_utils
 from omegaconf import OmegaConf
 from tiny_images import SHAPES, channels_first, picture, write_class_folders, write_clip
+from tiny_models import scatter
 from torch.nn.functional import normalize
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
@@ -70,14 +71,9 @@ def make_pool(clip_folder):
 
 
 @pytest.fixture
-def model(clip_folder) -> CLIPVisionModel:
+def model(clip_folder) -> Any:
     """A vision model unlike the one of the pool's heads."""
-    model = CLIPVisionModel.from_pretrained(clip_folder).eval()
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+    return scatter(CLIPVisionModel.from_pretrained(clip_folder), 7, 0.3)
 
 
 def predictions(clip_folder, model, processor, items, task):
