@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison_parts import MERGERS, Deadly, Scale, method
+from comparison_parts import MERGERS, Deadly, Scale, finished_cells, method
 from fusion_bench.utils import instantiate
 from omegaconf import OmegaConf
 from process_group import in_forks
@@ -42,11 +42,6 @@ def table(folder: Path) -> Any:
     return report.rows, report.samples, report.seeds, items
 
 
-def finished(folder: Path) -> dict[str, int]:
-    files = folder.glob("cells/*/result.json")
-    return {file.parent.name: file.stat().st_mtime_ns for file in files}
-
-
 CLUSTER = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None}
 
 
@@ -64,7 +59,7 @@ def test_other_processes_give_the_same_table(
     assert run(tmp_path / "there", **choices) == 0
     run(tmp_path / "here", post_merging=["none"])
     assert table(tmp_path / "there") == table(tmp_path / "here")
-    assert finished(tmp_path / "there").keys() == finished(tmp_path / "here").keys()
+    assert finished_cells(tmp_path / "there").keys() == finished_cells(tmp_path / "here").keys()
     assert not list((tmp_path / "there" / "claims").iterdir())
 
 
@@ -90,11 +85,11 @@ def test_a_killed_comparison_resumes(tmp_path: Path) -> None:
     """Finished cells are not touched, the others are made."""
     methods = {**METHODS, "deadly": method(Deadly, folder=str(tmp_path), deaths=1)}
     assert in_forks(1, lambda _: run(tmp_path / "cells", methods)) == [-signal.SIGKILL]
-    before = finished(tmp_path / "cells")
+    before = finished_cells(tmp_path / "cells")
     titles = sorted(name.rpartition("-")[0] for name in before)
     assert titles == ["simple_average--double", "simple_average--none"]
     assert run(tmp_path / "cells", methods) == 1
-    assert before.items() < finished(tmp_path / "cells").items()
+    assert before.items() < finished_cells(tmp_path / "cells").items()
     run(tmp_path / "fresh", methods)
     assert table(tmp_path / "cells") == table(tmp_path / "fresh")
 

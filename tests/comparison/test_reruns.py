@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparison_parts import MERGERS, Scale, comparison, method, model_pool
+from comparison_parts import MERGERS, Scale, comparison, finished_cells, method, model_pool
 from fusion_bench import BaseModelPool
 from omegaconf import OmegaConf
 
@@ -20,6 +20,7 @@ OVER_MERGER = {f"{MERGER}--none", DOUBLE, LOCAL}
 ALL = {"base", "experts"} | OVER_MERGER
 CODE = "from comparison_parts import Scale\n\n\nclass Local(Scale):\n    x = 1\n"
 FILE, SOURCE, BEFORE = Path("model.bin"), Path("local_method.py"), Path("accuracies")
+RESULTS = Path("results")
 
 
 class Command:
@@ -39,7 +40,7 @@ class Command:
 
     def run(self) -> set[str]:
         """Run it without reports. Return titles of the cells whose results were written."""
-        before = self._finished()
+        before = finished_cells(RESULTS)
         sys.modules.pop("local_method", None)
         importlib.invalidate_caches()
         algorithm = comparison(
@@ -49,15 +50,11 @@ class Command:
         algorithm.report = self._keep
         models: Any = OmegaConf.create(self.models)
         algorithm.run(BaseModelPool(models, train_datasets=OmegaConf.create(self.train)))
-        after = self._finished().items()
-        return {name.rpartition("-")[0] for name, at in after if before.get(name) != at}
+        written = finished_cells(RESULTS).items() - before.items()
+        return {name.rpartition("-")[0] for name, _ in written}
 
     def _keep(self, _: Any, runs: Any, *__: Any) -> None:
         self.accuracies = repr({c: result.accuracy for c, result in runs[0].results.items()})
-
-    def _finished(self) -> dict[str, int]:
-        files = Path("results").glob("cells/*/result.json")
-        return {file.parent.name: file.stat().st_mtime_ns for file in files}
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +138,7 @@ WEIGHTS, COST = (f"upstreams/{MERGER}-*/{name}" for name in ("model.safetensors"
 
 
 def file_of(pattern: str) -> Path:
-    (file,) = Path("results").glob(pattern)
+    (file,) = RESULTS.glob(pattern)
     return file
 
 

@@ -1,7 +1,6 @@
 """Finished runs of `featcal calibrate`, which several tests inspect, and its refusals."""
 
 import contextlib
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -14,9 +13,9 @@ import made_folders as makers
 import pytest
 import transformers
 from made_folders import PAPER, ROWS, SCORES, words, write_rows
+from reports import error_of, featcal
 from tiny_texts import TASKS, sentences
 
-from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.results import Report
 
 TEMPLATE = "{{ messages[0]['content'] }}"
@@ -106,9 +105,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
         folder = tmp_path_factory.mktemp(name)
         models = make(folder)
         arguments = prepare(folder, models)
-        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as screen:
-            assert main(arguments) == 0
-        return Run(folder, models, screen.getvalue())
+        with contextlib.chdir(folder):
+            done = featcal(*arguments)
+        assert done.code == 0, done.err
+        return Run(folder, models, done.out)
 
     return run
 
@@ -129,9 +129,7 @@ def folder(models: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def refusal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[list[str]], str]:
+def refusal(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], str]:
     """The one line that a command prints on stderr, without a loaded model or a new file."""
 
     def loaded(*_: Any, **__: Any) -> Any:
@@ -140,31 +138,9 @@ def refusal(
     def refused(arguments: list[str]) -> str:
         folder = Path(arguments[arguments.index("--out") + 1]).parent
         before = sorted(folder.iterdir())
-        try:
-            assert main(arguments) == 2
-        except SystemExit as ended:  # a word that the parser refuses
-            assert ended.code == 2
-        assert sorted(folder.iterdir()) == before
-        errors = ("featcal: error", "featcal calibrate: error")
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(errors)]
-        assert len(lines) == 1 and "a model was loaded" not in lines[0], lines
-        return lines[0]
+        message = error_of(*arguments)
+        assert sorted(folder.iterdir()) == before and "a model was loaded" not in message
+        return message
 
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", loaded)
     return refused
-
-
-@pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str]) -> Callable[[list[str]], str]:
-    """The text that a command prints with `--plan`, once all checks have passed."""
-
-    def planned(arguments: list[str]) -> str:
-        folder = Path(arguments[arguments.index("--out") + 1]).parent
-        before = sorted(folder.iterdir())
-        code = main([*arguments, "--plan"])
-        screen = capsys.readouterr()
-        assert code == 0 and "nothing was run" in screen.out, screen.err
-        assert "read from experts" in screen.out and sorted(folder.iterdir()) == before
-        return screen.out
-
-    return planned

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from made_folders import classifier_folders, datasets_on_disk, words, write_adapters, write_rows
+from reports import featcal
 from tiny_models import model_of, scatter
 from tiny_texts import WORDS, llama_model, sentences, t5_model, word_tokenizer, write
 from transformers import AutoModelForCausalLM
@@ -215,18 +216,26 @@ ACCEPTED: list[Refused] = [
 ]  # fmt: skip
 
 
+def planned(arguments: list[str]) -> str:
+    """The text that a command prints with `--plan`, once all checks have passed."""
+    done = featcal(*arguments, "--plan")
+    assert done.code == 0 and "nothing was run" in done.out, done.err
+    return done.out
+
+
 @pytest.mark.parametrize(("files", "options", "messages"), ACCEPTED)
-def test_files_that_pass_all_checks(folder, plan, monkeypatch, files, options, messages):
+def test_files_that_pass_all_checks(folder, monkeypatch, files, options, messages):
     monkeypatch.chdir(folder)
     change(folder, files)
-    screen = plan(arguments(folder, options))
+    screen = planned(arguments(folder, options))
+    assert "read from experts" in screen and not (folder / "out").exists()
     assert all(message in screen for message in messages), screen
 
 
-def test_a_note_on_a_sibling_in_place_of_the_base(folder, plan):
+def test_a_note_on_a_sibling_in_place_of_the_base(folder):
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
-    assert "cosine" not in plan(words(folder))
+    assert "cosine" not in planned(words(folder))
     write(scatter(base, 99, 0.03), folder / "sibling", word_tokenizer())
-    note = plan(words(folder, base="sibling")).split("the changes from ")[1]
+    note = planned(words(folder, base="sibling")).split("the changes from ")[1]
     start = f"--base {folder / 'sibling'} to experts one and two have a cosine of "
     assert note.startswith(start) and 0.4 < float(note.removeprefix(start).split()[0]) < 0.6

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from made_folders import PAPER, t5_folders, words
+from reports import error_of
 
 from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.agreement import Agreement
@@ -17,12 +18,11 @@ from fusion_bench_featcal.folders.verdict import Verdict
 from fusion_bench_featcal.results import Report
 
 
-def test_experts_no_better_than_guessing_need_force(tmp_path, capsys):
+def test_experts_no_better_than_guessing_need_force(tmp_path):
     t5_folders(tmp_path)
     before = sorted(tmp_path.iterdir())
     run = words(tmp_path, *PAPER)
-    assert main([word for word in run if word != "--force"]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
+    line = error_of(*(word for word in run if word != "--force"))
     (loss,) = re.findall(r"own rows: one \(loss (\d\.\d\d) on 6 rows, guessing 3\.14", line)
     assert float(loss) > 6 and "--chat-template" in line and line.endswith("give --force")
     assert sorted(tmp_path.iterdir()) == before

@@ -183,6 +183,12 @@ class Head(Scale):
         return {"head": 6}
 
 
+def finished_cells(folder: Path) -> dict[str, int]:
+    """Cells that are finished, and the times at which their results were written."""
+    files = folder.glob("cells/*/result.json")
+    return {file.parent.name: file.stat().st_mtime_ns for file in files}
+
+
 def method(kind: type, **settings: Any) -> dict[str, Any]:
     return {"_target_": f"comparison_parts.{kind.__name__}", **settings}
 
