@@ -93,8 +93,7 @@ def test_class_folders_are_matched_to_class_names(tmp_path, folders, classnames,
 
 def test_class_folders_that_could_be_swapped_are_refused(tmp_path):
     write_class_folders(tmp_path, ["n01", "n02"], per_class=1)
-    message = r"\('n01', 'n02'\) and 2 .*do not match\. No class name: 'n01'.*_by: order"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"do not match\. No class name: 'n01'.*_by: order"):
         load_images(str(tmp_path), classnames=["cat", "dog"])
 
 

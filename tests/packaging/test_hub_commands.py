@@ -10,24 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from cli_runs import screen
 from configs import composed
-from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from hub_mirror import Mirror
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from stock_pools.stand_ins import StandIns
 
-from fusion_bench_featcal.suites.image import ALL8, load_split
-
 LITERAL = ("method=featcal", "modelpool=clip-vit-base-patch32_TA8")
 BINARY = "openai/clip-vit-base-patch32"
 """The model that has no safetensors file on the hub."""
 UNUSED = {"tf_model.h5": b"tensorflow" * 10_000, "flax_model.msgpack": b"flax" * 10_000}
-ROWS = 12
 
 
 def files_of_model(hub_id: str, folder: Path) -> dict[str, bytes]:
@@ -41,26 +36,6 @@ def files_of_model(hub_id: str, folder: Path) -> dict[str, bytes]:
     return files | UNUSED
 
 
-def files_of_data(task: str, config: str) -> dict[str, bytes]:
-    """Pictures of a bundled suite with labels of the task's classes, and a card."""
-    classes = len(get_classnames_and_templates(task)[0])
-    suite = load_split(ALL8[len(task) % len(ALL8)], "train")
-    pictures = []
-    for number in range(ROWS):
-        stream = io.BytesIO()
-        suite[number]["image"].save(stream, "png")
-        pictures.append({"bytes": stream.getvalue(), "path": None})
-    columns = {"image": pictures, "label": [number % classes for number in range(ROWS)]}
-    table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
-    stream = io.BytesIO()
-    table.to_parquet(stream)
-    paths = {split: f"{config}/{split}-00000-of-00001.parquet" for split in ("train", "test")}
-    card = ["---", "configs:", f"- config_name: {config}", "  data_files:"]
-    card += [f"  - split: {split}\n    path: {path}" for split, path in paths.items()]
-    files = dict.fromkeys(paths.values(), stream.getvalue())
-    return files | {"README.md": "\n".join([*card, "---", ""]).encode()}
-
-
 def add_pool(mirror: Mirror, stand_ins: StandIns) -> None:
     """Add models and datasets that the run asks the hub for."""
     pool: Any = OmegaConf.to_container(composed(*LITERAL).modelpool, resolve=True)
@@ -68,10 +43,10 @@ def add_pool(mirror: Mirror, stand_ins: StandIns) -> None:
         mirror.add(hub_id, files_of_model(hub_id, Path(stand_ins.model(hub_id))))
     for owner in (pool, pool["default_taskpool"]):
         entries = [value for key, value in owner.items() if key.endswith("_datasets")]
-        for task, entry in (pair for value in entries for pair in value.items()):
+        for entry in (entry for value in entries for entry in value.values()):
             path, config = (*entry.get("_args_", [entry.get("path")]), "default")[:2]
             if f"datasets/{path}" not in mirror.repositories:
-                mirror.add(f"datasets/{path}", files_of_data(task, config))
+                mirror.add(f"datasets/{path}", Path(stand_ins.images(config=config)))
 
 
 def run(folder: Path, environment: Mapping[str, str], *words: str) -> str:
