@@ -1,14 +1,12 @@
 """`featcal calibrate` that fails midway or is killed has one sentence for it, and loses nothing."""
 
 import atexit
-import io
 import os
 import re
 import resource
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 from killing import finished_blocks
 from made_folders import PAPER, ROWS, words, write_models, write_rows
 from process_group import in_forks
+from reports import Done, error_of, featcal
 from tiny_models import model_of, scatter
 from tiny_texts import TASKS, WORDS, sentences, word_tokenizer
 
@@ -44,11 +43,11 @@ def call_at_once(call: Any, *args: Any, **more: Any) -> Any:
     return call(*args, **more)
 
 
-def ended(arguments: list[str], folder: Path, fault: Fault) -> tuple[Any, str]:
+def ended(arguments: list[str], folder: Path, fault: Fault) -> Done:
     """Exit code and errors of a command in a fork that meets a fault after its first block."""
 
-    def work(_: int) -> tuple[Any, str]:
-        write, screen = OutputFolder.write, io.StringIO()
+    def work(_: int) -> Done:
+        write = OutputFolder.write
 
         def written(self: OutputFolder, block: str, *rest: Any) -> Any:
             tensors = write(self, block, *rest)
@@ -58,13 +57,9 @@ def ended(arguments: list[str], folder: Path, fault: Fault) -> tuple[Any, str]:
 
         OutputFolder.write = written  # type: ignore[method-assign]
         atexit.register = call_at_once  # a fork does not get there
-        with redirect_stderr(screen):
-            try:
-                code = main(arguments)
-            except SystemExit as stop:
-                code = stop.code
+        done = featcal(*arguments)
         largest_file(resource.RLIM_INFINITY)
-        return code, screen.getvalue()
+        return done
 
     (result,) = in_forks(1, work, seconds=600.0)
     return result
@@ -104,9 +99,9 @@ def test_a_fault_is_one_sentence_and_loses_nothing(name: str, whole: Any, tmp_pa
     source, expected = whole
     folder = tmp_path / "models"
     shutil.copytree(source, folder)
-    code, errors = ended(command(folder), folder, fault)
-    assert code == (130 if fault is ctrl_c else 2)
-    assert re.search(message, errors) and len(errors.splitlines()) == 1, errors
+    done = ended(command(folder), folder, fault)
+    assert done.code == (130 if fault is ctrl_c else 2)
+    assert re.search(message, done.err) and len(done.err.splitlines()) == 1, done.err
     files = {path.name for path in folder.iterdir()}
     assert files == {path.name for path in source.iterdir()} | {"out.blocks"}
     assert finished_blocks(folder / "out.blocks") == blocks
@@ -116,15 +111,14 @@ def test_a_fault_is_one_sentence_and_loses_nothing(name: str, whole: Any, tmp_pa
     assert [record["blocks"] for record in log if record["kind"] == "resumed"] == [blocks]
 
 
-def test_a_run_that_was_killed_after_saving_ends_well(folder: Path, capsys: Any):
+def test_a_run_that_was_killed_after_saving_ends_well(folder: Path):
     run, out = words(folder, *PAPER), folder / "out"
     assert main(run) == 0
     Path(f"{out}.blocks").mkdir()  # the process was killed before it removed the blocks
     saved = (out / "model.safetensors").read_bytes()
-    assert main([*run, "--set", "seed=1", "--resume"]) == 2  # the model is of another command
-    assert f"--out {out} exists and is not empty" in capsys.readouterr().err
-    assert main(run) == 0
-    assert f"{out}" in capsys.readouterr().out
+    message = error_of(*run, "--set", "seed=1", "--resume")  # the model is of another command
+    assert f"--out {out} exists and is not empty" in message
+    assert str(out) in featcal(*run).out
     assert not Path(f"{out}.blocks").exists()
     assert (out / "model.safetensors").read_bytes() == saved
     assert main(["explain", str(out)]) == 0  # its files are as they were written

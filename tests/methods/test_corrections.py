@@ -52,8 +52,6 @@ def test_surgery_trains_as_written_out(kind, settings, models) -> None:
         assert method.losses[task] == pytest.approx(reference["losses"][task], rel=1e-4)
     shared = settings.get("shared", False)
     assert (model.correction("one") is model.correction("two-b.c")) == shared
-    sizes = sum(map(torch.numel, reference["modules"]["one"])) * (1 if shared else 2)
-    assert sum(model.added().values()) == sizes
 
 
 def ridge(merged: Tensor, expert: Tensor, strength: Any) -> Any:
