@@ -110,10 +110,7 @@ def saved_tensors(folder: Path) -> dict[str, Any]:
 
 
 def run_method(name: str, folder: Path, *words: str) -> None:
-    """Run one of RUNS in this process, with further words of the command.
-
-    The run logs to `log` in the folder, and saves the model to `saved`.
-    """
+    """Run one of RUNS, with its logs in the folder's `log` and the model in `saved`."""
     golden = RUNS[name]
     command = [f"method={golden.method}", f"modelpool={golden.pool}", "fabric/loggers=csv_logger"]
     command += [f"method.{word}" for word in golden.words]

@@ -46,15 +46,11 @@ runpy.run_module(run["command"], run_name="__main__", alter_sys=True)
 
 
 class Screen(NamedTuple):
-    """Screen of a command on a terminal of 80 columns, and its exit code.
-
-    `lines` are lines of the terminal. One of 200 characters counts as three, and so does each
-    update of a bar, which a file keeps.
-    """
+    """Screen of a command on a terminal of 80 columns, and its exit code."""
 
     code: int
     text: str
-    lines: list[str]
+    lines: list[str]  # of the terminal: one of 200 characters counts as three
 
     @property
     def block(self) -> list[str]:

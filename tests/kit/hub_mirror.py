@@ -34,17 +34,13 @@ class Request:
 
 @dataclass
 class Repository:
-    """A repository of models or data: content by path, at its newest revision and at others.
-
-    `times` is the number of requests that fail before all is well, or None if all fail. `sizes`
-    are untrue sizes of files in the description.
-    """
+    """A repository of models or data: content by path, at its newest revision and at others."""
 
     files: dict[str, bytes]
     failure: Failure = ""
-    times: int | None = None
+    times: int | None = None  # requests that fail before all is well
     revisions: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)  # untrue ones, in the description
 
     @property
     def commit(self) -> str:
@@ -67,16 +63,10 @@ class Repository:
 
 
 class Mirror:
-    """The mirror: a context manager that serves until it is left.
-
-    Attributes:
-        repositories: Id -> repository. Ids of datasets begin with `datasets/`.
-        requests: Requests so far.
-    """
+    """The mirror: a context manager that serves until it is left, on a free port."""
 
     def __init__(self) -> None:
-        """Bind a free port of the loopback."""
-        self.repositories: dict[str, Repository] = {}
+        self.repositories: dict[str, Repository] = {}  # datasets by `datasets/ID`
         self.requests: list[Request] = []
         self.stopped = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)

@@ -41,15 +41,7 @@ def finished_blocks(folder: Path) -> int:
 def try_kill(
     calibrate: Calibrate, folder: Path, writes: int, seconds: float, seed: int
 ) -> tuple[str, str]:
-    """Kill a run once or twice and resume it. Returns a report and the digest of the model.
-
-    Args:
-        calibrate: The run.
-        folder: An empty folder.
-        writes: Number of files that a whole run writes.
-        seconds: Duration of a whole run.
-        seed: Chooses the moments: one in four is any time.
-    """
+    """Kill a run of so many files and seconds, resume it, and return a report and its digest."""
     generator, moment, kills = random.Random(seed), MOMENTS[seed % len(MOMENTS)], []
     for attempt in range(1 + generator.randrange(2)):
         count = generator.randrange(2 if attempt else writes - 1)

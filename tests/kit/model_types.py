@@ -48,26 +48,14 @@ Model = tuple[nn.Module, dict[str, list]]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table.
-
-    Attributes:
-        name: The row's name.
-        kind: The kind of model in the table's words.
-        make: Makes a model and each task's batches, or None if this release of transformers
-            lacks the type.
-        family: The family that `auto` should find.
-        excluded: Ends of the names of modules that cannot be calibrated.
-        replay: The family to compare with. None means `replay` with the same blocks.
-        slow: If a test of it is slow: one type of each arrangement of norms, projections and
-            positions is tested each time.
-    """
+    """One row of the table. One type of each arrangement of modules is not slow."""
 
     name: str
     kind: str
-    make: Callable[[], Model | None]
-    family: str = "stack"
-    excluded: tuple[str, ...] = ()
-    replay: Any = None
+    make: Callable[[], Model | None]  # model and batches, or None if transformers lacks the type
+    family: str = "stack"  # that `auto` should find
+    excluded: tuple[str, ...] = ()  # ends of the names of modules that cannot be calibrated
+    replay: Any = None  # the family to compare with, if not `replay` with the same blocks
     slow: bool = True
 
     def suite(self) -> Suite | None:

@@ -31,12 +31,7 @@ def in_processes(size: int, work: Callable[[Any], Any]) -> list[Any]:
 
 
 def in_forks(size: int, work: Callable[[int], Any], *, seconds: float = 60.0) -> list[Any]:
-    """Run a function of the rank in several processes, which are killed after some seconds.
-
-    Returns:
-        The picklable result of each, by rank, or the exception that it raised, or the number of
-        the signal that killed it, as a negative integer.
-    """
+    """Run a function of the rank in processes: results, exceptions, or negative signals."""
     fork, deadline = multiprocessing.get_context("fork"), time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(rank)) for rank in range(size)]

@@ -28,12 +28,7 @@ def generator(seed: int, task: str, purpose: str) -> torch.Generator:
 
 
 def trained_by_hand(features: Mapping[str, tuple[Tensor, Tensor]], method: Any) -> dict[str, Any]:
-    """Surgery's and ProbSurgery's modules, `task -> (down, up)`, and the losses of every update.
-
-    Args:
-        features: Task -> features of merged model and expert on its samples, `[n, d]` each.
-        method: Its settings.
-    """
+    """Modules `task -> (down, up)` and losses, from features `[n, d]` of merged and expert."""
     shared = getattr(method, "shared", False)
     module_of = {task: "shared" if shared else task for task in features}
     width = next(iter(features.values()))[0].shape[1]

@@ -25,19 +25,12 @@ T5 = ("Seq2SeqLMPool/flan-t5-base_glue_tta", "method.calibration_split=test")
 
 
 class Merger(NamedTuple):
-    """Methods whose whole names match a pattern.
-
-    Attributes:
-        pattern: Regular expression.
-        pool: Name of the stock pool, and further words of the command.
-        words: Keys of the method that make it short there.
-        quick: Names of those that are tried each time.
-    """
+    """Methods whose whole names match a pattern."""
 
     pattern: str
-    pool: Sequence[str] = CLIP
-    words: Sequence[str] = ()
-    quick: Sequence[str] = ()
+    pool: Sequence[str] = CLIP  # name of the stock pool, and further words of the command
+    words: Sequence[str] = ()  # keys of the method that make it short there
+    quick: Sequence[str] = ()  # names of those that are tried each time
 
 
 # Others return several models or mixtures, merge nothing, need a GPU, or are broken in 0.2.33.
