@@ -1,14 +1,12 @@
-"""The command `featcal`, bars of progress, and blocks of errors."""
+"""The command `featcal` and bars of progress."""
 
 import sys
 from pathlib import Path
 
 import pytest
-from hydra.errors import InstantiationException
 from reports import error_of, featcal, leave_run
 
-from fusion_bench_featcal import CalibrationError, __version__, progress
-from fusion_bench_featcal.error_block import error_block
+from fusion_bench_featcal import __version__, progress
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites.checksums import write_checksums
@@ -89,9 +87,3 @@ def test_progress(terminal, show, seconds, text, monkeypatch, capsys):
             bar.update()
     output = capsys.readouterr()
     assert text in output.err and not output.out and bool(output.err) == bool(text)
-
-
-def test_errors_have_their_message():
-    wrapper = InstantiationException("Error in call to target 'x'")
-    wrapper.__cause__ = CalibrationError("expert 'a' has no config.json")
-    assert error_block(wrapper) == "error: expert 'a' has no config.json"

@@ -80,13 +80,6 @@ def test_auto_holds_out_one_of_eight(samples: int, number: int):
     assert {record.get("held_out", 0) for record in tasks} == {number}
 
 
-def test_copies_are_made_of_the_others_only():
-    suite = clip_suite(tasks=2, sizes=(8,))
-    (first, *_) = run_fast(suite, held_out=2, augment="jitter").log.of_kind("task")
-    assert (first["samples"], first["held_out"]) == (6 + 2, 2)
-    assert first["rows"] == 6 * 8 * (1 + (8 // 4) ** 2)
-
-
 def test_strict_refuses_a_model_that_is_no_closer_to_an_expert():
     suite = stack_suite(biased, tasks=1, sizes=(20, 17), seed=3)
     strict: dict[str, Any] = {**PLUS, "held_out": 5, "strict": True}

@@ -27,9 +27,8 @@ def plus(suite: Suite, **more: Any) -> nn.Module:
 def alike(suite: Suite) -> Suite:
     """All samples of all tasks are the first task's first."""
     first = next(iter(suite.inputs.values()))[0][:1]
-    return replace(
-        suite, inputs={t: [first.repeat(5, 1), first.repeat(2, 1)] for t in suite.inputs}
-    )
+    batches = [first.repeat(5, 1), first.repeat(2, 1)]
+    return replace(suite, inputs=dict.fromkeys(suite.inputs, batches))
 
 
 @pytest.mark.parametrize("samples", [1, 2])

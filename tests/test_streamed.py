@@ -122,9 +122,6 @@ def test_an_offloaded_model_gives_the_same_logits(tmp_path: Path):
     inputs = {k: v for k, v in suite.inputs["task_0"][0].items() if isinstance(v, Tensor)}
     assert torch.equal(model(**inputs).logits, suite.merged(**inputs).logits)
     assert all(parameter.is_meta for parameter in model.parameters())
-    ids = inputs["input_ids"][:, :3]
-    options: Any = {"max_new_tokens": 3, "do_sample": False}
-    assert torch.equal(model.generate(ids, **options), suite.merged.generate(ids, **options))  # type: ignore[operator]
 
 
 def failing(error: Exception, name: str, calls: int = 0) -> Suite:

@@ -65,9 +65,8 @@ def test_generated_targets_are_the_experts_greedy_answers(kind: str, tmp_path: P
 def test_tokenizer_is_loaded_and_compared_with_the_experts(kind: str, tmp_path: Path):
     tokenizer, folder, more = word_tokenizer(ends=True), str(tmp_path / "a"), tmp_path / "b"
     tokenizer.save_pretrained(folder)
-    word_tokenizer(words=(*tokenizer.convert_ids_to_tokens(range(23)), "extra")).save_pretrained(
-        more
-    )
+    words = *tokenizer.convert_ids_to_tokens(range(23)), "extra"
+    word_tokenizer(words=words).save_pretrained(more)
     pool = pool_of(kind, {"_pretrained_": folder, "one": folder, "two": str(more)})
     entry = {"_target_": "transformers.AutoTokenizer.from_pretrained"}
     entry["pretrained_model_name_or_path"] = folder
