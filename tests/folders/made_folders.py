@@ -16,13 +16,14 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    CLIPImageProcessor,
     CLIPModel,
     GPT2Config,
     GPT2LMHeadModel,
     ViTConfig,
     ViTForImageClassification,
 )
+
+from fusion_bench_featcal.suites.image import load_processor
 
 CHAT = "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}"
 ROWS = 30
@@ -151,24 +152,19 @@ def image_classifier_folders(folder: Path) -> Models:
         label2id={"circle": 0, "square": 1, "star": 2},
     )  # fmt: skip
     torch.manual_seed(0)
-    processor = CLIPImageProcessor(
-        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
-    )
     for number, task in enumerate(TASKS):
         write_class_folders(folder / f"{task}-images", per_class=10, seed=number)
-    return write_models(folder, scatter(ViTForImageClassification(config), 0, 0.1), processor)
+    base = scatter(ViTForImageClassification(config), 0, 0.1)
+    return write_models(folder, base, load_processor())
 
 
 def clip_folders(folder: Path) -> Models:
     """Whole CLIPs whose vision towers differ, and folders of images."""
     write_clip(folder / "base")
-    base = CLIPModel.from_pretrained(folder / "base")
-    from fusion_bench_featcal.suites import image
-
-    experts = {}
+    base, experts = CLIPModel.from_pretrained(folder / "base"), {}
     for number, task in enumerate(TASKS):
         expert: Any = CLIPModel.from_pretrained(folder / "base")
         expert.vision_model = scatter(expert.vision_model, 30 + number, 0.03)
         experts[task] = expert
         write_class_folders(folder / f"{task}-images", per_class=10, seed=number)
-    return write_models(folder, base, image.load_processor(), experts)
+    return write_models(folder, base, load_processor(), experts)

@@ -3,13 +3,12 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from golden import golden_methods
+from reports import featcal
 from safetensors.torch import load_file
 
-from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.results import Provenance, ReportError
 from fusion_bench_featcal.suites import image
@@ -41,9 +40,7 @@ def test_digests_are_those_of_the_weights_that_were_read(saved: tuple[Path, Path
     assert set(content["files"]) == files - {"README.md", "provenance.json"}
 
 
-def test_explanation_says_whose_weights_each_module_was_made_from(
-    saved: tuple[Path, Path], capsys: Any
-):
+def test_explanation_says_whose_weights_each_module_was_made_from(saved: tuple[Path, Path]):
     provenance = {folder: Provenance.find(folder) for folder in saved}
     assert provenance[saved[0]].experts_of() == provenance[saved[1]].experts_of()
     omitted = provenance[saved[0]].reads["plan"]["omitted"]
@@ -51,18 +48,17 @@ def test_explanation_says_whose_weights_each_module_was_made_from(
         for module, experts in modules.items():
             for expert, whose in experts.items():
                 assert whose == ("merged" if module in omitted[expert] else "own")
-    assert main(["explain", str(saved[0])]) == 0
-    screen = capsys.readouterr().out
-    assert "merged by task_arithmetic, which read the models by itself" in screen
-    assert "budget 11MB, in forward order" in screen
-    assert "layers.0 (8 modules)" in screen
-    assert "files of the model: as they were written" in screen
-    assert main(["explain", str(saved[1]), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["experts_of"] == provenance[saved[1]].experts_of()
+    done = featcal("explain", saved[0])
+    assert done.code == 0 and "layers.0 (8 modules)" in done.out
+    assert "merged by task_arithmetic, which read the models by itself" in done.out
+    assert "budget 11MB, in forward order" in done.out
+    assert "files of the model: as they were written" in done.out
+    content = json.loads(featcal("explain", saved[1], "--json").out)
+    assert content["experts_of"] == provenance[saved[1]].experts_of()
 
 
 def test_changed_files_are_found_and_folders_without_an_origin_refused(
-    saved: tuple[Path, Path], tmp_path: Path, capsys: Any
+    saved: tuple[Path, Path], tmp_path: Path
 ):
     with pytest.raises(ReportError, match="give the folder of a saved model or the log directory"):
         Provenance.find(tmp_path)
@@ -72,5 +68,5 @@ def test_changed_files_are_found_and_folders_without_an_origin_refused(
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "config.json").unlink()
-    assert main(["explain", str(tmp_path)]) == 1
-    assert "changed since: config.json, model.safetensors" in capsys.readouterr().out
+    done = featcal("explain", tmp_path)
+    assert done.code == 1 and "changed since: config.json, model.safetensors" in done.out

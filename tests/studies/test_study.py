@@ -3,7 +3,6 @@
 import csv
 import io
 import shutil
-from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,8 +40,7 @@ def run(folder: Path, **keys: Any) -> int:
     settings: Any = OmegaConf.to_container(program.config.method, resolve=False)
     algorithm: Any = StudyAlgorithm(**settings)
     algorithm._program = program
-    with redirect_stdout(io.StringIO()):
-        algorithm.run(model_pool())
+    algorithm.run(model_pool())
     return program.taskpool.evaluated
 
 
