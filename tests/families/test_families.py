@@ -20,10 +20,8 @@ from fusion_bench_featcal.families import (
     STAGES,
     VISION_LANGUAGE,
     WHISPER,
-    ChainFamily,
     check_family,
     resolve_family,
-    stages_of,
 )
 
 
@@ -103,10 +101,6 @@ def two_towers() -> nn.Module:
     return transformers.CLIPModel(config)
 
 
-def flat(model: nn.Module) -> Any:
-    return ["0"]
-
-
 def unlabelled() -> dict[str, Any]:
     return tiny.without_labels(tiny.sentences([3, 5], 6))
 
@@ -121,8 +115,6 @@ def unlabelled() -> dict[str, Any]:
          r"stages does not fit Linear.*method\.family to \{name"),
         (lambda: LLAMA.row_weights(unlabelled(), 0, "targets"),
          r"method\.decoder_rows=targets.*labels.*input_ids"),
-        (lambda: stages_of(ChainFamily("flat", flat), nn.ReLU()),
-         r"method\.family=flat: stages gives \['0'\], but must give one list"),
         (lambda: VISION_LANGUAGE.begin(tiny.vision_language_model(), unlabelled(), "x"),
          r"pixel_values .* they are \['attention_mask', 'inp"),
     ],

@@ -78,7 +78,8 @@ def tiny_processor(models: Mapping[str, str]) -> CLIPProcessor:
 
 
 def inputs_of(pool: Any) -> CellInputs:
-    return CellInputs(pool, taskpool=None, fabric=cpu_fabric())
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    return CellInputs(pool, taskpool=None, fabric=fabric)
 
 
 def tower(models: Mapping[str, str], name: str) -> Any:
@@ -117,7 +118,3 @@ def assert_equal(result: nn.Module, expected: nn.Module) -> None:
     states = result.state_dict(), expected.state_dict()
     assert list(states[0]) == list(states[1])
     assert all(torch.equal(value, states[1][n]) for n, value in states[0].items())
-
-
-def cpu_fabric() -> lightning.Fabric:
-    return lightning.Fabric(accelerator="cpu", devices=1)

@@ -1,7 +1,6 @@
 """The shipped data: whole, listed, disjoint, and written as the suites' processors read it."""
 
 from pathlib import Path
-from typing import Any
 
 import clip_processor
 import numpy as np
@@ -51,16 +50,11 @@ def test_no_text_is_in_two_splits_of_any_tasks():
     assert not texts["calibration"] & texts["test"]
 
 
-def test_the_clip_processor_is_the_builders_with_one_token_per_prompt_word(tmp_path):
-    processor: Any = image.load_processor()
+def test_the_clip_processor_is_the_builders(tmp_path):
     prompts = [prompt for name in image.ALL8 for prompt in image.load_arrays(name).prompts()]
-    vocabulary = clip_processor.write_processor(tmp_path, prompts)
-    assert processor.tokenizer.get_vocab() == vocabulary
+    clip_processor.write_processor(tmp_path, prompts)
     for name in ("tokenizer.json", "vocab.json", "merges.txt", "preprocessor_config.json"):
         assert Path(image.path(), name).read_bytes() == (tmp_path / name).read_bytes()
-    for prompt in prompts:
-        ids = processor.tokenizer(prompt)["input_ids"]
-        assert len(ids) == len(prompt.replace("-", " - ").split()) + 2
 
 
 @pytest.mark.parametrize("suite", text.SUITES)
