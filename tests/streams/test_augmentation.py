@@ -119,13 +119,6 @@ def test_copies_bring_the_images_that_there_are_to_256(samples: int, count: int)
     assert number_of_copies(samples, target | {"copies": 2}, images) == 2
 
 
-def test_a_callable_of_ones_own():
-    target = {"_target_": f"{__name__}.Times", "number": -2.0, "copies": 1}
-    (only,) = copies_of(augment=target)
-    assert torch.equal(only, -2 * IMAGES)
-    assert target["copies"] == 1  # the setting is as it was
-
-
 @pytest.mark.parametrize(
     ("target", "message"),
     [
