@@ -8,6 +8,7 @@ import signal
 import stat
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,7 @@ def try_kill(
 def _die_at(moment: str, count: int, seconds: float) -> None:
     """Change functions that write, in this process only: call number `count` of one kills it."""
     sync, replace, calls = os.fsync, os.replace, itertools.count()
-
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    die = partial(os.kill, os.getpid(), signal.SIGKILL)
 
     def fsync(descriptor: int) -> None:
         status = os.fstat(descriptor)
@@ -77,9 +76,8 @@ def _die_at(moment: str, count: int, seconds: float) -> None:
 
     def replaced(source: Any, target: Any) -> None:
         turn = moment != WRITING and next(calls) == count
-        if turn and moment == RENAMING:
-            die()
-        replace(source, target)
+        if not turn or moment == RENAMED:
+            replace(source, target)
         if turn:
             die()
 

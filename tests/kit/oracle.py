@@ -38,12 +38,10 @@ class Knobs:
 
 @dataclass
 class Outcome:
-    """The calibrated model (float64), and drift by block and task.
-
-    Four numbers: mean and relative drift before the block's update, mean and relative after it.
-    """
+    """The calibrated model (float64), and drift by block and task."""
 
     model: nn.Module
+    # mean and relative drift before the block's update, mean and relative after it
     drift: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
 
 
@@ -140,10 +138,7 @@ def anchors(merged: nn.Module, base: nn.Module | None, knobs: Knobs) -> dict[str
 def record(
     model: nn.Module, batches: Sequence[Batch], names: Sequence[str], blocks: Sequence[str]
 ) -> tuple[Features, Features]:
-    """Run whole forward passes and keep all inputs of the named modules and outputs of blocks.
-
-    Names are in the order of their first calls.
-    """
+    """Inputs of modules and outputs of blocks in whole forward passes, by order of calls."""
     received, returned = Features(), Features()
 
     def keep(calls: Features, name: str, value: Any) -> None:
@@ -188,10 +183,7 @@ def run(model: nn.Module, batch: Batch) -> None:
 def gather(
     cal: list[Tensor], exp: list[Tensor], row_weights: Masks, *, light: bool = False
 ) -> Rows:
-    """All calls as one table of rows, without rows of weight zero.
-
-    `light` turns down all tokens but the first.
-    """
+    """All calls as one table of rows that count. `light` turns down all tokens but the first."""
     weights = []
     for index, feature in enumerate(cal):
         weight = feature.new_ones(feature.shape[:-1])
@@ -296,10 +288,7 @@ def stacked_norm(
     anchor: tuple[Tensor, Tensor],
     lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """Eq. 56-59: per channel two unknowns, every task weighing the same.
-
-    `rows` has normalised inputs `[n, d]` and weights `[n]` of sum one.
-    """
+    """Eq. 56-59 for normalised inputs `[n, d]`: per channel two unknowns, of equal tasks."""
     pair = torch.stack([part.double() for part in anchor], -1)[..., None]  # [d, 2, 1]
     pull = lam**0.5 * torch.eye(2, dtype=torch.float64)
     pieces = [(pull.expand(len(pair), 2, 2), lam**0.5 * pair)]

@@ -5,17 +5,11 @@ from collections import OrderedDict
 import torch
 from tiny_models import Suite, normal, suite_of
 from torch import Tensor, nn
+from transformers.activations import QuickGELUActivation
 
 from fusion_bench_featcal.suites.open_clip import to_open_clip
 
 WIDTH, HEADS, HIDDEN, FEATURES = 12, 3, 20, 7
-
-
-class QuickGELU(nn.Module):
-    """Activation of models trained by OpenAI."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(1.702 * x)
 
 
 class Block(nn.Module):
@@ -27,7 +21,7 @@ class Block(nn.Module):
         self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first)
         self.ls_1 = nn.Identity()
         self.ln_2 = nn.LayerNorm(WIDTH)
-        gelu = QuickGELU() if quick else nn.GELU()
+        gelu = QuickGELUActivation() if quick else nn.GELU()
         self.mlp = nn.Sequential(
             OrderedDict(c_fc=nn.Linear(WIDTH, HIDDEN), gelu=gelu, c_proj=nn.Linear(HIDDEN, WIDTH))
         )

@@ -1,9 +1,9 @@
 """Composes a stock pool with `method=featcal`, points it at stand-ins, and runs it."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from configs import as_job
 from stock_pools.stand_ins import StandIns, glue
@@ -55,7 +55,7 @@ def _models(node: Any, stand_ins: StandIns, key: str = "path") -> Any:
 
 def _data(entry: Any, stand_ins: StandIns) -> Any:
     """A dataset's entry."""
-    if "tokenizer" in entry:  # GLUE, which `local_glue` provides
+    if "tokenizer" in entry:  # GLUE, which `run` provides
         return entry | {"tokenizer": _models(entry["tokenizer"], stand_ins)}
     if entry["_target_"].endswith("load_fer2013"):
         return entry | {"path": stand_ins.images(image="jpg", label="cls")}
@@ -66,17 +66,6 @@ def _data(entry: Any, stand_ins: StandIns) -> Any:
     return entry | {"path": stand_ins.images()} if is_plain else entry
 
 
-@contextmanager
-def local_glue() -> Iterator[None]:
-    """Context in which FusionBench's GLUE loaders, whose hub id is in their code, read locally."""
-    before = glue_load_dataset.load_dataset, gpt2_glue.load_dataset
-    glue_load_dataset.load_dataset = gpt2_glue.load_dataset = glue
-    try:
-        yield
-    finally:
-        glue_load_dataset.load_dataset, gpt2_glue.load_dataset = before
-
-
 DATA = "DATA"
 """Word that stands for `method.calibration_data` of every expert, with a stand-in's file."""
 
@@ -84,7 +73,11 @@ DATA = "DATA"
 def run(name: str, stand_ins: StandIns, words: Sequence[str] = ()) -> Any:
     """Run FusionBench's program on a stock pool in the current folder. `words` may have `DATA`."""
     command = ["method=featcal", f"modelpool={name}", *FEW, *(w for w in words if w != DATA)]
-    with as_job(Path.cwd(), *command) as config, local_glue():
+    with (
+        as_job(Path.cwd(), *command) as config,
+        mock.patch.object(glue_load_dataset, "load_dataset", glue),  # the hub id is in their code
+        mock.patch.object(gpt2_glue, "load_dataset", glue),
+    ):
         redirected(config, stand_ins)
         if DATA in words:
             tasks = [task for task in config.modelpool.models if not task.startswith("_")]
