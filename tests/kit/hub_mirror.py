@@ -150,8 +150,11 @@ class _Handler(BaseHTTPRequestHandler):
         repository, rest = self.mirror.repositories.get(name), steps[name.count("/") + 1 :]
         if repository is None or repository.failure == "missing":
             self._refuse(404, "RepoNotFound", "Repository not found")
-        elif repository.failure in ("busy", "silent") and repository.fails():
-            self._fail(repository.failure)
+        elif repository.failure == "busy" and repository.fails():
+            self._send(503, b"Too much", {"Retry-After": "0"})
+        elif repository.failure == "silent" and repository.fails():
+            self.mirror.stopped.wait()
+            self.close_connection = True
         elif is_api:
             self._describe(repository, name.removeprefix("datasets/"), rest, body)
         elif repository.failure == "gated":
@@ -168,13 +171,6 @@ class _Handler(BaseHTTPRequestHandler):
         name = "/".join(filter(None, (options.get("organization"), options["name"])))
         self.mirror.repositories.setdefault(name, Repository({}))
         self._json({"url": f"{self.mirror.url}/{name}", "name": name})
-
-    def _fail(self, failure: Failure) -> None:
-        if failure == "silent":
-            self.mirror.stopped.wait()
-            self.close_connection = True
-        else:
-            self._send(503, b"Too much", {"Retry-After": "0"})
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": message})
