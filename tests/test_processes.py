@@ -19,7 +19,7 @@ from tiny_models import Suite, clip_suite, t5_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.experts import hollow_copy
-from fusion_bench_featcal.output.folder import OutputFolder
+from fusion_bench_featcal.output import OutputFolder
 from fusion_bench_featcal.processes import LostProcessError, Processes
 
 PAPER, PLUS = Paper(), Plus()

@@ -6,10 +6,13 @@ The code is only imported if `checkpoint_dir` is set.
 from pathlib import Path
 from typing import Any
 
+from fusion_bench_featcal.lazy import lazy_names
 from fusion_bench_featcal.output.in_memory import InMemory
 from fusion_bench_featcal.settings import FeatCalSettings
 
 __all__ = ["InMemory", "check_output", "open_output"]
+
+__getattr__ = lazy_names(__name__, {"MANIFEST": ".folder", "OutputFolder": ".folder"})
 
 
 def open_output(settings: FeatCalSettings, processes: Any) -> InMemory:

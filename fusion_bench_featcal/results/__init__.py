@@ -11,6 +11,7 @@ from .items import load_items, save_items
 from .long_table import (
     AVERAGE,
     BASE,
+    DIMENSIONS,
     EXPERTS,
     FEATCAL,
     LINES_FILE,
@@ -29,6 +30,7 @@ from .tables import console
 __all__ = [
     "AVERAGE",
     "BASE",
+    "DIMENSIONS",
     "EXPERTS",
     "FEATCAL",
     "LINES_FILE",

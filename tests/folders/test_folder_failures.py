@@ -20,7 +20,7 @@ from tiny_texts import TASKS, WORDS, sentences, word_tokenizer
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.json_files import read_lines
-from fusion_bench_featcal.output.folder import OutputFolder
+from fusion_bench_featcal.output import OutputFolder
 
 Fault = Callable[[Path], Any]
 

@@ -16,7 +16,7 @@ from process_group import in_forks
 from torch import nn
 
 from fusion_bench_featcal.json_files import read_json
-from fusion_bench_featcal.output.folder import MANIFEST
+from fusion_bench_featcal.output import MANIFEST
 
 Calibrate = Callable[[Path, bool], Any]
 """Calibrates with an output folder, resuming or not; a `CalibrationResult`."""

@@ -15,8 +15,7 @@ from omegaconf import OmegaConf
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab.compare import StudyAlgorithm
 from fusion_bench_featcal.lab.report.study import Study, average_of
-from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.long_table import DIMENSIONS
+from fusion_bench_featcal.results import DIMENSIONS, Report
 
 MERGER = "task_arithmetic"
 SCALE = "method.post_merging_methods.scale.factor"
