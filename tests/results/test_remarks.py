@@ -14,6 +14,7 @@ from fusion_bench_featcal.results.remarks import tasks_with_high_drift
 def test_the_last_lines_have_words_that_can_be_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # a program below the current folder is shown by its short path
     monkeypatch.setenv("PATH", str(tmp_path))  # a shell without the environment
     *_, command = closing_lines(make_report(), "featcal", tmp_path, tmp_path / "my run")
     program = Path(sys.executable).parent / "featcal"
