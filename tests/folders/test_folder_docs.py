@@ -27,7 +27,7 @@ def test_the_yaml_for_folders_and_json_lines(tmp_path):
     (tmp_path / "config" / "modelpool").mkdir(parents=True)
     (text,) = YAML.findall((DOCS / "calibrate.md").read_text(encoding="utf-8"))
     (tmp_path / "config" / "modelpool" / "my_models.yaml").write_text(text)
-    words = ["--config-dir", "config", "method=featcal", "modelpool=my_models"]
+    words = ["method=featcal", "modelpool=my_models"]
     fusion_bench([*words, "merged_model_save_path=OUT", "path.log_dir=logs"], tmp_path)
     assert set(Report.load(tmp_path / "logs").tasks) == set(NAMES)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "OUT").config.model_type == "llama"
