@@ -35,8 +35,8 @@ def test_loggers_get_accuracies_settings_and_drift_and_one_may_fail(
         records.add("task", {"block": block, "task": "a", **drifts})
     for preset in ("plus", "earlier"):  # of an earlier run
         records.write(tmp_path / f"calibration_log.{preset}.jsonl")
-    failing, by_line = (kind(tmp_path, name="", version=kind.__name__)
-                        for kind in (Noting, CSVLogger))  # fmt: skip
+    failing = Noting(tmp_path, name="", version="Noting")
+    by_line = CSVLogger(tmp_path, name="", version="CSVLogger")
     log_results(SimpleNamespace(loggers=[failing, by_line]), [(report, tmp_path)])
 
     message = "fabric.loggers: Noting failed (no route to host). The run's files are whole"

@@ -82,6 +82,7 @@ class FakeProgram:
 
     merged_model_save_path = None
     config: Any = None
+    method: Any = None
 
     def __init__(self, taskpool: Any) -> None:
         self.taskpool = taskpool
