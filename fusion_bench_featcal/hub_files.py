@@ -262,10 +262,12 @@ def _hub_model(location: str, option: str, *, weights: bool) -> HubModel:
 def _cached(location: str) -> Path | None:
     """Return a model's folder in the hub's cache, or None."""
     repo_id, _, revision = location.partition("@")
-    # No patterns: newer versions refuse a cached model that lacks any file that matches.
-    here: dict[str, Any] = {"local_files_only": True, "allow_patterns": []}
     try:
-        return Path(snapshot_download(repo_id, revision=revision or None, **here))
+        # No patterns: newer versions refuse a cached model that lacks any file that matches.
+        folder = snapshot_download(
+            repo_id, revision=revision or None, local_files_only=True, allow_patterns=[]
+        )
+        return Path(folder)
     except (OSError, HFValidationError):
         return None
 

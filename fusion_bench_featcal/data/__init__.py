@@ -4,9 +4,5 @@ from fusion_bench_featcal.lazy import lazy_names
 
 __getattr__ = lazy_names(
     __name__,
-    {
-        "TextEncoder": ".text_samples",
-        "pad_samples": ".text_samples",
-        "sample_order": ".draws",
-    },
+    {"TextEncoder": ".text_samples", "pad_samples": ".text_samples", "sample_order": ".draws"},
 )

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 from cli_runs import fusion_bench
-from comparison_parts import MERGERS, Failing, FakeProgram, Scale, SignTaskPool, method, model_pool
+from comparison_parts import (
+    MERGERS,
+    Failing,
+    FakeProgram,
+    Scale,
+    SignTaskPool,
+    finished_cells,
+    method,
+    model_pool,
+)
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal import CalibrationError
@@ -174,20 +183,16 @@ def test_bad_input_leaves_nothing_behind(keys: dict, message: str, tmp_path: Pat
 def test_the_command_runs_two_points_and_shares_cells_with_compare(tmp_path: Path) -> None:
     pool = "clip-vit-mini_alphabets2"
     words = [f"modelpool={pool}", "method.post_merging=[ridge_surgery]", "method.references=[]"]
-
-    def cells() -> int:
-        store = tmp_path / "outputs" / "comparison" / pool
-        return len(list(store.glob("cells/*/result.json")))
-
+    store = tmp_path / "outputs" / "comparison" / pool
     axes = ["method.seeds=[42]", "method.axes.samples_per_task=[4,8]", "path.log_dir=log"]
     done = fusion_bench(["method=study/samples", *words, *axes], tmp_path)
     assert "+ ridge_surgery" in done.stdout and "n = 8" in done.stdout
     points = Study.load(tmp_path / "log").points
     assert [point.labels["samples_per_task"] for point in points] == [4, 8]
-    assert cells() == 3  # merged once, and two corrections
+    assert len(finished_cells(store)) == 3  # merged once, and two corrections
     words += ["method.samples_per_task=8", f"method.upstreams=[{MERGER}]", "method.alone=[]"]
     fusion_bench(["method=compare", *words, "path.log_dir=compare"], tmp_path)
-    assert cells() == 3  # all of them were finished
+    assert len(finished_cells(store)) == 3  # all of them were finished
     report = Report.load(tmp_path / "compare" / MERGER)
     (row,) = rows_of(points[1], "ridge_surgery")
     assert row.accuracy == pytest.approx(report.rows["ridge_surgery"])
