@@ -21,7 +21,7 @@ MESSAGES = {
 }  # fmt: skip
 WRONG_WORDS = {
     "calibrate m --uot x": "calibrate: error: no option --uot (nearest: '--out')",
-    "calibrate --as-lora many": "calibrate: error: argument --as-lora: invalid int",
+    "calibrate --eval-rows many": "calibrate: error: argument --eval-rows: invalid int",
 }
 
 

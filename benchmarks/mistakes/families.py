@@ -125,13 +125,6 @@ MUTATIONS = [
         "test_experts.py",
     ),
     Mutation(
-        "an adapter's factors without the least singular values",
-        "folders/adapter.py",
-        "roots = values[:rank].sqrt()",
-        "roots = values[:rank].sqrt() * (values[:rank] > values[rank - 1])",
-        "folders/test_folder_runs.py",
-    ),
-    Mutation(
         "a lower accuracy is no reason for the verdict",
         "folders/verdict.py",
         "is_behind |= accuracy.high < 0",

@@ -104,14 +104,11 @@ class Evaluation:
 
     def add(self, name: str, body: ExpertSource) -> None:
         """Evaluate the merged model with the given weights of its body, and add its row."""
-        if self.needs_models:
-            self.add_model(name, self._models.load(body))
-        else:
+        if not self.needs_models:
             self._scores[name], self._numbers[name] = {}, {}
-
-    def add_model(self, name: str, model: nn.Module) -> None:
-        """Evaluate a model, and add its row."""
+            return
         models, scores = self._models, {}
+        model = models.load(body)
         for task, tests in self._tests.items():
             whole = model
             if models.has_heads:

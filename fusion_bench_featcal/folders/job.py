@@ -13,9 +13,7 @@ import torch
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
 from fusion_bench_featcal.error_block import first_line
-from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.folders.adapter import Adapter, check_base
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
 from fusion_bench_featcal.folders.model_folder import (
@@ -34,7 +32,6 @@ from fusion_bench_featcal.folders.texts import open_classifier_task, open_langua
 from fusion_bench_featcal.folders.verdict import NotImproved
 from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import FEATCAL, measure
-from fusion_bench_featcal.results.notes import NOTE, Note
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -102,8 +99,6 @@ def run(request: Request) -> Path:
             models = Models.of(request)
             _check_image_options(request, models)
             batch_size = request.settings.batch_size
-            if request.as_lora is not None:
-                check_base(models.base, models.home)
             scorers = scorers_of(request.evaluate, models.home.kind, batch_size)
             job = Job.of(models)
             show_start(models, job.settings, job.tasks, job.notes)
@@ -135,13 +130,11 @@ def _run(job: Job, scorers: Mapping[str, Scorer]) -> Path:
         print(f"calibrating; finished blocks are kept in {request.checkpoints}")
         result = job.calibrate()
     assert result.folder is not None
-    calibrated = SafetensorsExpert(result.folder)
-    evaluation.add(FEATCAL, calibrated)
-    adapter = _make_adapter(models, calibrated, evaluation)
+    evaluation.add(FEATCAL, SafetensorsExpert(result.folder))
     verdict = evaluation.conclude(result, cost.as_dict())
     is_strict = request.strict or request.settings.strict
     if verdict.is_good or not is_strict:
-        _save(job, result, evaluation, adapter)
+        _save(job, result, evaluation)
     shutil.rmtree(request.checkpoints, ignore_errors=True)
     show_scores(evaluation.report, evaluation.new_notes)
     if is_strict and not verdict.is_good:
@@ -152,26 +145,7 @@ def _run(job: Job, scorers: Mapping[str, Scorer]) -> Path:
     return request.folder
 
 
-def _make_adapter(
-    models: Models, calibrated: ExpertSource, evaluation: Evaluation
-) -> Adapter | None:
-    """Build the requested adapter, and evaluate the base with it."""
-    rank, base = models.request.as_lora, models.base
-    if rank is None or base is None:
-        return None
-    model = base.load().to(models.request.device)
-    adapter = Adapter.of(model, models.load(calibrated), rank)
-    evaluation.report.note(Note(NOTE, adapter.note()))
-    evaluation.add_model(f"{FEATCAL}:lora {rank}", model)
-    return adapter
-
-
-def _save(
-    job: Job,
-    result: CalibrationResult,
-    evaluation: Evaluation,
-    adapter: Adapter | None,
-) -> None:
+def _save(job: Job, result: CalibrationResult, evaluation: Evaluation) -> None:
     request = job.models.request
     merger: dict[str, Any] = {"merged model": request.merged}
     if request.merge is not None:
@@ -180,7 +154,7 @@ def _save(
     settings = job.settings.of_the_model().as_dict()
     facts = CardFacts(FEATCAL, merger, settings, counts, result.reads)
     report, heads = evaluation.report, evaluation.heads
-    save(job.models, result, job.processor, facts, report, heads, adapter)
+    save(job.models, result, job.processor, facts, report, heads)
 
 
 def open_tasks(models: Models, processor: Any, max_length: int | None) -> dict[str, Task]:

@@ -84,10 +84,6 @@ class Request:
     )
     no_eval: bool = setting(False, "calibrate and save only")
     out: str | None = setting(None, "a new folder for the model", metavar="DIR", is_recorded=False)
-    as_lora: int | None = setting(
-        None, "also save OUT/adapter, a LoRA adapter of that rank over the base", ge=1,
-        metavar="RANK",
-    )  # fmt: skip
     evaluate: Mapping[str, Any] = mapping(
         "further scores, before and after: lm-eval:TASK,..., or functions of model and "
         "tokenizer, MODULE:FUNCTION,... (repeatable)",

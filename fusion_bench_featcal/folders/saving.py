@@ -14,7 +14,6 @@ from fusion_bench_featcal.ending import NOTHING_SAVED
 from fusion_bench_featcal.experts.expert_model import aliases, pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files import link_or_copy
-from fusion_bench_featcal.folders.adapter import ADAPTER, Adapter
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.options import RECIPE
 from fusion_bench_featcal.folders.request import Request
@@ -35,7 +34,6 @@ def save(
     facts: CardFacts,
     report: Report,
     heads: Mapping[str, nn.Module],
-    adapter: Adapter | None,
 ) -> None:
     """Save the calibrated model with heads, card and report, atomically.
 
@@ -46,7 +44,6 @@ def save(
         facts: The model's origin.
         report: The report, for the model card and `featcal/`.
         heads: Task -> its expert's classifier, whose head is saved.
-        adapter: The model as an adapter of the base, saved inside its folder.
     """
     request, whole = models.request, models.home.whole
     advice = (
@@ -63,8 +60,6 @@ def save(
         new.mkdir()
         write_weights(models, result, new)
         _write_heads(heads, new)
-        if adapter is not None and models.base is not None:
-            adapter.write(new / ADAPTER, models.base.kind, request.base)
         _write_processor(models, processor, new)
         complete_folder(new, whole, None, facts, card)
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")

@@ -60,7 +60,7 @@ def lora_experts(folder: Path, models: Any) -> list[str]:
     makers.write_adapters(folder, models["base"])
     (folder / "layer_scores.py").write_text(SCORES)
     (folder / "chat.jinja").write_text(TEMPLATE)
-    more = ("--merge", "simple_average", "--as-lora", "64", "--chat-template", "chat.jinja")
+    more = ("--merge", "simple_average", "--chat-template", "chat.jinja")
     more += ("--evaluate", "layer_scores:layers,several", *PAPER)
     return words(folder, *more, merged=None, experts=("one-lora", "two-lora"))
 
@@ -68,7 +68,7 @@ def lora_experts(folder: Path, models: Any) -> list[str]:
 def missing_targets(folder: Path, _: Any) -> list[str]:
     rows = [{"prompt": row["prompt"]} for row in sentences("one", ROWS)]
     write_rows(folder / "one.jsonl", rows)
-    return words(folder, *PAPER, "--set", "generated_tokens=3", "--as-lora", "2")
+    return words(folder, *PAPER, "--set", "generated_tokens=3")
 
 
 def image_table(folder: Path, _: Any) -> list[str]:
@@ -80,16 +80,11 @@ def image_table(folder: Path, _: Any) -> list[str]:
     return words(folder, *PAPER, *columns, data=("one.jsonl", "two-images"))
 
 
-def adapter_of(rank: int, *more: str) -> Callable[[Path, Any], list[str]]:
-    return lambda folder, _: words(folder, "--as-lora", str(rank), *more)
-
-
 RUNS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Any], list[str]]]] = {
     "llama": (makers.llama_folders, llama),
     "lora": (makers.llama_folders, lora_experts),
     "t5": (makers.t5_folders, missing_targets),
-    "bert": (makers.classifier_folders, adapter_of(1)),
-    "gpt2": (makers.gpt2_folders, adapter_of(4, *PAPER, "--no-eval")),
+    "bert": (makers.classifier_folders, lambda folder, _: words(folder)),
     "vit": (makers.image_classifier_folders, image_table),
     "clip": (makers.clip_folders, lambda folder, _: words(folder, *PAPER, data="{}-images")),
 }

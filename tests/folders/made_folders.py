@@ -17,8 +17,6 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     CLIPModel,
-    GPT2Config,
-    GPT2LMHeadModel,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -95,13 +93,6 @@ def write_models(
     return models
 
 
-def gpt2_model() -> nn.Module:
-    """Weights as `[inputs, outputs]`, biases, tied embeddings."""
-    torch.manual_seed(0)
-    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=23, n_positions=64)
-    return scatter(GPT2LMHeadModel(config), 0, 0.1)
-
-
 def language_folders(folder: Path, make: Any, *, ends: bool = False) -> Models:
     """A language model, two experts, their merged model and texts of each task."""
     for task in TASKS:
@@ -111,7 +102,6 @@ def language_folders(folder: Path, make: Any, *, ends: bool = False) -> Models:
 
 llama_folders = partial(language_folders, make=llama_model)
 t5_folders = partial(language_folders, make=t5_model, ends=True)
-gpt2_folders = partial(language_folders, make=gpt2_model)
 
 
 def write_adapters(folder: Path, base: nn.Module) -> None:

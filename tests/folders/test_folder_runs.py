@@ -9,7 +9,6 @@ import pytest
 import torch
 import yaml
 from made_folders import CHAT, HELD_OUT, PAPER, ROWS, clip_folders, words, write_rows
-from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_images import picture
 from tiny_texts import TASKS, sentences, word_tokenizer
@@ -152,39 +151,6 @@ def test_lora_adapters_are_experts_and_scores_are_of_own_functions(finished):
         assert line in run.screen and any(note.startswith(line) for note in run.notes)
     template = AutoTokenizer.from_pretrained(run.out).chat_template
     assert template == (run.folder / "chat.jinja").read_text()  # functions have a copy
-
-
-TIED = {"t5": ("shared", "encoder.embed", "decoder.embed"), "gpt2": ("transformer.wte", "lm_head")}
-
-
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
-@pytest.mark.parametrize(("name", "rank"), [("lora", 64), ("t5", 2), ("bert", 1), ("gpt2", 4)])
-def test_peft_loads_the_best_adapter_of_its_rank(finished, name, rank):
-    run, tied = finished(name), TIED.get(name, ())
-    kind = type(run.models["base"])
-    base = kind.from_pretrained(run.folder / "base")
-    before = {key: value.clone() for key, value in base.state_dict().items()}
-    after = kind.from_pretrained(run.out).state_dict()
-    adapter = run.out / "adapter"
-    loaded: Any = PeftModel.from_pretrained(base, str(adapter))
-    lost = energy = 0.0
-    for key, value in loaded.merge_and_unload().state_dict().items():
-        expected = after[key]
-        if key.startswith(tied):
-            expected = before[key]
-        elif value.ndim == 2:
-            u, size, v = torch.linalg.svd(after[key] - before[key], full_matrices=False)
-            expected = before[key] + (u[:, :rank] * size[:rank]) @ v[:rank]
-            lost, energy = lost + size[rank:].square().sum(), energy + size.square().sum()
-        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
-    share = f"adapter of rank {rank}: {100 * lost / energy:.1f} % of the change's energy is lost"
-    assert any(note.startswith(share) for note in run.notes)
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(run.folder / "base")
-    if losses := run.report.loss:
-        is_whole = losses[f"featcal:lora {rank}"] == pytest.approx(losses["featcal"], rel=1e-4)
-        assert is_whole == (name == "lora")
 
 
 def test_an_encoder_decoder_whose_expert_writes_missing_targets(finished):
