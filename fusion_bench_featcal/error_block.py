@@ -4,10 +4,23 @@ Imports nothing slow, because the command `featcal` uses it too.
 """
 
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
 _MOST_LINES, _MOST_CHARACTERS = 7, 800
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and the errors that led to it, each once.
+
+    The chain has a cycle if an error is raised from one that was raised while handling it.
+    """
+    yielded: set[int] = set()
+    while error is not None and id(error) not in yielded:
+        yielded.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def first_line(error: BaseException) -> str:
@@ -52,9 +65,8 @@ def error_block(error: BaseException, more: str = "", *, prefix: str = "error") 
 
 def _wrapped(error: BaseException) -> BaseException:
     """Return the cause of a failed instantiation by Hydra, or else the error itself."""
-    while type(error).__name__ == "InstantiationException" and error.__cause__ is not None:
-        error = error.__cause__
-    return error
+    links = (link for link in causes(error) if type(link).__name__ != "InstantiationException")
+    return next(links, error)
 
 
 def _is_own(error: BaseException, frames: traceback.StackSummary) -> bool:

@@ -1,26 +1,19 @@
 """Errors of the Hugging Face hub, the network and the cache's disk, with causes and remedies."""
 
 import errno
-import logging
-import time
-from collections.abc import Callable, Iterator
+import re
 from pathlib import Path
 from socket import gaierror
-from typing import TypeVar
+from typing import Any
 
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled
 
-from fusion_bench_featcal.error_block import first_line
+from fusion_bench_featcal.error_block import causes, first_line
 from fusion_bench_featcal.files import free_space
 from fusion_bench_featcal.plurals import bytes_text
 from fusion_bench_featcal.settings import CalibrationError
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-RETRIES = 3
 # Packages that versions of the hub's client use for requests.
 _TRANSPORTS = {"requests", "urllib3", "httpx", "httpcore"}
 _AGAIN = ". A second run goes on where this one stopped"
@@ -42,28 +35,12 @@ def is_of_hub(error: BaseException) -> bool:
     return _cause(error) is not None
 
 
-def with_retries(call: Callable[[], T], option: str) -> T:
-    """Call a function that fetches from the hub, and retry if the hub or connection is busy.
-
-    Args:
-        call: The function.
-        option: The option with its value that names the requested file or model, for the log.
-    """
-    for retry in range(RETRIES):
-        try:
-            return call()
-        except Exception as error:
-            if not (_status(error) in (429, *range(500, 600)) or _is_cut(error)):
-                raise
-            wait = 2**retry / 2
-            log.warning("%s. Trying again in %.1f s", hub_error(error, option), wait)
-            time.sleep(wait)
-    return call()
-
-
 def _cause(error: BaseException) -> str | None:
     """Return the cause with its remedy, or None if hub, network and disk are not the cause."""
-    links, status, cache = list(_chain(error)), _status(error), Path(constants.HF_HUB_CACHE)
+    links, cache = list(causes(error)), Path(constants.HF_HUB_CACHE)
+    answers = (getattr(link, "response", None) for link in links)
+    answer = next((answer for answer in answers if answer is not None), None)
+    status = answer.status_code if answer is not None else 0
     # `datasets` hides the cause of these errors, so their text is searched.
     of_data = [str(link) for link in links if type(link).__name__ == "DatasetNotFoundError"]
     words = first_line(error).rstrip(".")
@@ -89,7 +66,8 @@ def _cause(error: BaseException) -> str | None:
             f"{cache} lacks it. Correct it, or go online"
         )
     if status == 429 or status >= 500:
-        return f"the hub is busy ({status}). Wait, or log in (hf auth login){_AGAIN}"
+        wait = f"Wait{_seconds_to_wait(answer)}, or log in (hf auth login)"
+        return f"the hub is busy ({status}). {wait}{_AGAIN}"
     # The release is in the module's name: httpx2.
     packages = {type(link).__module__.partition(".")[0].rstrip("0123456789") for link in links}
     if _TRANSPORTS & packages or is_any(ConnectionError, TimeoutError, gaierror):
@@ -97,24 +75,11 @@ def _cause(error: BaseException) -> str | None:
     return None
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _status(error: BaseException) -> int:
-    """Return the status code of the hub's response, or 0 without a response."""
-    answers = (getattr(link, "response", None) for link in _chain(error))
-    return next((answer.status_code for answer in answers if answer is not None), 0)
-
-
-def _is_cut(error: BaseException) -> bool:
-    """Return whether a connection ended in the middle of a response."""
-    names = {type(link).__name__ for link in _chain(error)}
-    return not names.isdisjoint(
-        {"ChunkedEncodingError", "ProtocolError", "RemoteProtocolError", "ReadError"}
-    )
+def _seconds_to_wait(answer: Any) -> str:
+    """Return the time after which a busy hub allows requests, or an empty text."""
+    limit = re.search(r"\bt=(\d+)", answer.headers.get("ratelimit") or "")
+    seconds = limit.group(1) if limit else answer.headers.get("Retry-After") or "0"
+    return f" {seconds} s" if seconds.isdecimal() and int(seconds) else ""
 
 
 def _is_full_disk(error: BaseException) -> bool:

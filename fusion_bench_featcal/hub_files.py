@@ -8,18 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, ModelInfo, constants, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import disable_progress_bars
 
 from fusion_bench_featcal.bin_files import INDEX, convert
 from fusion_bench_featcal.files import free_space
-from fusion_bench_featcal.hub_errors import hub_error, with_retries
+from fusion_bench_featcal.hub_errors import hub_error
 from fusion_bench_featcal.plurals import bytes_text, counted
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -93,7 +92,7 @@ def hub_models(locations: Mapping[str, str], *, weights: bool = True) -> dict[st
     models: dict[str, HubModel] = {}
     for option, location in locations.items():
         if not _is_path(location) and location not in models:
-            if location.startswith((".", "/", "~")):
+            if location.startswith((".", "/", "~")) or os.path.islink(location):
                 raise CalibrationError(f"{option}: there is no such file or folder here")
             model = _ASKED.get((location, weights))
             if model is None or model.missing:
@@ -176,9 +175,9 @@ class HubModel:
         """
         repo_id, _, revision = self.location.partition("@")
         names = list(self.files)
-        get = partial(snapshot_download, repo_id, revision=revision or None, allow_patterns=names)
         try:
-            self.snapshot = Path(with_retries(get, self.option))
+            folder = snapshot_download(repo_id, revision=revision or None, allow_patterns=names)
+            self.snapshot = Path(folder)
         except Exception as error:  # the client, the network and the disk raise many types
             raise hub_error(error, self.option) from error
         self.mark()
@@ -236,14 +235,10 @@ def _hub_model(location: str, option: str, *, weights: bool) -> HubModel:
         CalibrationError: If the hub fails, and the cache lacks the model.
     """
     repo_id, _, revision = location.partition("@")
-
-    def ask() -> ModelInfo:
-        timeout = constants.HF_HUB_ETAG_TIMEOUT
-        options = {"revision": revision or None, "files_metadata": True, "timeout": timeout}
-        return HfApi().model_info(repo_id, **options)
-
+    timeout = constants.HF_HUB_ETAG_TIMEOUT
+    options = {"revision": revision or None, "files_metadata": True, "timeout": timeout}
     try:
-        info = with_retries(ask, option)
+        info = HfApi().model_info(repo_id, **options)
     except Exception as error:  # the client and the network raise many types
         explained, snapshot = hub_error(error, option), _cached(location)
         if snapshot is None:

@@ -61,7 +61,7 @@ class SaveOptions:
         path, target = getattr(program, SAVE_PATH, None), None
         if path is not None:
             log_dir = str(getattr(program, "log_dir", None))
-            target = Path(str(path).replace("{log_dir}", log_dir)).expanduser().resolve()
+            target = _absolute(str(path).replace("{log_dir}", log_dir))
         options = dict(plain(getattr(program, OPTIONS, None)) or {})
         card, repo_id = bool(options.pop("model_card", True)), options.pop("repo_id", None)
         if not options.pop("push_to_hub", False):
@@ -114,6 +114,8 @@ def _problem_at(target: Path, modelpool: BaseModelPool) -> str:
     here, saves_file = Path.cwd(), type(modelpool).save_model is BaseModelPool.save_model
     if target == here or target in here.parents:
         return f"is the current folder or one above it ({target}), which would be replaced"
+    if target.is_symlink():
+        return "is a loop of symbolic links"
     if os.path.ismount(target):
         return "is a mount point, which cannot be replaced as a whole"
     if target.is_file() and not saves_file:
@@ -123,6 +125,11 @@ def _problem_at(target: Path, modelpool: BaseModelPool) -> str:
             if target == folder or target in folder.parents or folder in target.parents:
                 return f"is in or above the folder of modelpool.models.{name}"
     return ""
+
+
+def _absolute(path: str | Path) -> Path:
+    """Return a path with links resolved. `Path.resolve` raises an error for a loop of links."""
+    return Path(os.path.realpath(Path(path).expanduser()))
 
 
 def _folders(entry: Any) -> Iterator[Path]:
@@ -176,7 +183,7 @@ def save_model(
     Raises:
         CalibrationError: If it cannot be written. An older model stays complete.
     """
-    target, files = Path(path).expanduser().resolve(), [""]
+    target, files = _absolute(path), [""]
     if options.get("model_dtype") is not None:  # FusionBench's pools convert the model in place
         model = copy.deepcopy(model)
     option = f"{SAVE_PATH}={target}"

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
-Failure = Literal["gated", "missing", "busy", "cut", "silent", ""]
-"""Access is restricted; there is no repository; 503; the connection breaks off in the middle of a
-file; no answer ever comes; nothing fails."""
+Failure = Literal["gated", "missing", "busy", "limited", "cut", "silent", ""]
+"""Access is restricted; there is no repository; 503; 429 for 55 s; the connection breaks off in
+the middle of a file; no answer ever comes; nothing fails."""
 
 
 @dataclass
@@ -152,6 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "RepoNotFound", "Repository not found")
         elif repository.failure == "busy" and repository.fails():
             self._send(503, b"Too much", {"Retry-After": "0"})
+        elif repository.failure == "limited":
+            self._send(429, b"Too many", {"ratelimit": '"api";r=0;t=55'})
         elif repository.failure == "silent" and repository.fails():
             self.mirror.stopped.wait()
             self.close_connection = True
