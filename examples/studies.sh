@@ -15,8 +15,8 @@ study clip-vit-mini_TA6 sweep 'method.seeds=[42]' 'method.pairs=[[ridge_lambda,m
 study clip-vit-mini_TA6 ablation
 as=ablation_fog study clip-vit-mini_TA6 ablation method.study=ablation_fog \
   '+method.axes.corruption={kinds: [fog], severities: [3]}' \
-  "method.post_merging=[featcal,featcal:with_chosen_ridge,featcal:plus,plus:no_module_order,\
-plus:no_residual_target,plus:no_chosen_ridge,plus:no_first_stage,plus:no_far_anchor,plus:no_copies]"
+  "method.post_merging=[featcal,featcal:plus,\
+plus:no_module_order,plus:no_rows,plus:no_drift_weights,plus:no_copies]"
 study clip-vit-mini_all8 tasks method.subsets=4
 study clip-vit-mini_TA6 cost
 study clip-vit-mini_TA6 corruption 'method.post_merging=[surgery,prob_surgery,featcal,featcal:plus]'
