@@ -118,11 +118,13 @@ def test_paper_equals_the_oracle(case: Case):
     assert distance(slow.model, suite.merged) > 1e-3
     assert_same(result.model, slow.model, case.bound)
     for buffer, value in slow.model.named_buffers():
-        torch.testing.assert_close(result.model.get_buffer(buffer), value, rtol=1e-6, atol=1e-8)
+        bound = {"rtol": case.bound, "atol": case.bound}
+        torch.testing.assert_close(result.model.get_buffer(buffer), value, **bound)
     keys = ["drift_before", "relative_drift_before", "drift_after", "relative_drift_after"]
     for record in result.log.of_kind("task") if case.has_drift else []:
         drift = slow.drift[record["block"], record["task"]]
-        assert [record[key] for key in keys] == pytest.approx(drift, rel=1e-5)
+        rel = case.bound / min(drift[1::2])  # features round in proportion to their own norm
+        assert [record[key] for key in keys] == pytest.approx(drift, rel=rel)
 
 
 def test_at_rho_1_no_base_is_needed():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PLUS, assert_identical, cast, distance, run_fast, samples_in
+from calibrations import EXACT, PLUS, assert_identical, cast, distance, run_fast, samples_in
 from oracle import record
 from tiny_models import Suite, clip_suite, decoder_suite, residual_suite, scatter, t5_suite
 from torch import Tensor, nn
@@ -62,8 +62,8 @@ def test_other_samples_make_the_model_and_agreement_is_that_of_whole_models(name
             cosine = float(cosine_similarity(rows, expected).mean())
             drift = float((rows - expected).norm() / expected.norm())
             assert records[-1]["held_out"] == 3
-            assert records[-1][f"held_out_cosine{end}"] == pytest.approx(cosine, rel=0, abs=1e-6)
-            assert records[-1][f"held_out_drift{end}"] == pytest.approx(drift, rel=1e-4)
+            assert records[-1][f"held_out_cosine{end}"] == pytest.approx(cosine, abs=EXACT)
+            assert records[-1][f"held_out_drift{end}"] == pytest.approx(drift, rel=EXACT)
         merged = [r["held_out_drift_merged"] for r in records]
         assert len(merged) == len(suite.blocks) and min(merged) > 0
 

@@ -14,6 +14,14 @@ from fusion_bench_featcal import CalibrationResult, FeatCalSettings, InMemoryExp
 
 EXACT = 1e-9  # float64, relative to each parameter's norm
 PAPER = Knobs(eps=1e-8)
+
+
+def gamma(terms: int, dtype: torch.dtype = torch.float32) -> float:
+    """Largest relative rounding error of a sum of products, in any order (Higham, 3.1)."""
+    rounding = terms * torch.finfo(dtype).eps / 2
+    return rounding / (1 - rounding)
+
+
 PLUS: dict[str, Any] = {"rule": "plus", "calibrate_norm": False}
 OF_THE_RULE = ("ridge_lambda", "mix_alpha", "anchor_rho", "eps", "calibrate_bias", "calibrate_norm")
 OPTIONS = {"hashed", "autocast", "device", "merged_weights", "processes", "progress"}

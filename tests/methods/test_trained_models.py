@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical, calls_of, replay
+from calibrations import assert_identical, calls_of, gamma, replay
 from rivals import generator
 from tiny_models import Suite, clip_suite, decoder_suite, residual_suite, t5_suite
 from tiny_pools import in_memory
@@ -76,14 +76,14 @@ def test_distillation_trains_as_written_out() -> None:
     suite = clip_suite(sizes=(2, 2, 3))
     result = distilled(suite, steps=5, seed=3)
     reference, losses = distilled_by_hand(suite, steps=5, rate=3e-3, seed=3)
+    # Adam divides a gradient, a sum of hundreds of products, by its size plus 1e-8.
+    bound = 5 * 3e-3 * gamma(1000, torch.float64) / 1e-8
     for name, value in reference.named_parameters():
-        torch.testing.assert_close(result.get_parameter(name), value, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(result.get_parameter(name), value, rtol=0, atol=bound)
     for task, curve in result.curves.items():
-        mean = sum(losses[task]) / 5
-        assert curve == [
-            (0, pytest.approx(losses[task][0], rel=1e-5)),
-            (5, pytest.approx(mean, rel=1e-5)),
-        ]
+        mean = sum(losses[task]) / 5  # a curve has six digits
+        first, last = (pytest.approx(loss, rel=5.1e-6) for loss in (losses[task][0], mean))
+        assert curve == [(0, first), (5, last)]
 
 
 def test_positions_that_predict_nothing_have_no_part_in_the_loss() -> None:
@@ -161,5 +161,12 @@ def test_prodistill_trains_coefficients_as_written_out(family: Any) -> None:
     suite = residual_suite()
     method = ProDistill(epochs=3, batches_per_step=2, family=family)
     result = method.merge_models(suite.base, suite.experts, suite.inputs)
+    # The loss is a float32 sum over a batch's features. Adam moves a coefficient by up to the
+    # step size in each update, with twice the relative error of its gradient.
+    rows = max(batch.numel() for batches in suite.inputs.values() for batch in batches)
+    steps = method.epochs * sum(map(len, suite.inputs.values()))
+    bound = steps * method.learning_rate * 2 * gamma(method.batches_per_step * rows)
+    start = dict(suite.base.named_parameters())
     for name, value in prodistill_by_hand(suite, method).named_parameters():
-        torch.testing.assert_close(result.get_parameter(name), value, rtol=1e-6, atol=1e-8)
+        vectors = sum((e.get_parameter(name) - start[name]).abs() for e in suite.experts.values())
+        assert ((result.get_parameter(name) - value).abs() <= bound * vectors).all(), name
