@@ -19,6 +19,8 @@ BIN := $(VENV)/bin
 comma := ,
 # $(1): environment, $(2): constraints, $(3): extras
 install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
+# The environment's commands first, as $(abspath) splits a path at blanks.
+with_commands = PATH="$$(cd $(BIN) && pwd):$$PATH"
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo demo-full compare compare-quick compare-full diagnose studies test test-hub test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix lint types check build tables docs docs-serve notebook reproduce robust mutations nightly clean
@@ -59,7 +61,7 @@ demo: $(VENV)/.installed ## merge the bundled six-task CLIP, calibrate it, print
 	$(BIN)/fusion_bench method=featcal modelpool=clip-vit-mini_TA6
 
 demo-full: $(VENV)/.installed ## two upstream mergers, three seeds, the unseen alphabets, intervals
-	PATH="$(abspath $(BIN)):$$PATH" examples/demo_full.sh $(RUNS)
+	$(with_commands) examples/demo_full.sh $(RUNS)
 
 compare: $(VENV)/.installed ## every merger with every post-merging method; finished cells stay
 	$(BIN)/fusion_bench method=compare modelpool=clip-vit-mini_TA6
@@ -68,13 +70,13 @@ compare-quick: $(VENV)/.installed ## one merger, fewer samples and training step
 	$(BIN)/fusion_bench method=compare modelpool=clip-vit-mini_TA6 method.upstreams='[task_arithmetic]' method.alone='[regmean]' method.samples_per_task=64 method.steps=100
 
 compare-full: $(VENV)/.installed ## compare, then three seeds with 256 and with 8 samples per task
-	PATH="$(abspath $(BIN)):$$PATH" examples/compare_full.sh $(COMPARISONS)
+	$(with_commands) examples/compare_full.sh $(COMPARISONS)
 
 diagnose: $(VENV)/.installed ## drift, final features and task vectors on the image suite and both text suites: minutes
 	for pool in clip-vit-mini_TA6 flan-t5-mini_TA6 llama-mini_TA6; do $(BIN)/fusion_bench method=diagnose modelpool=$$pool method.items=128 path.log_dir=$(DIAGNOSES)/$$pool || exit 1; done
 
 studies: $(VENV)/.installed ## every study on the bundled suites, then their tables and figures in docs/; finished cells stay
-	PATH="$(abspath $(BIN)):$$PATH" examples/studies.sh $(STUDIES)
+	$(with_commands) examples/studies.sh $(STUDIES)
 	$(BIN)/python scripts/write_tables.py --take $(STUDIES)
 
 tables: $(VENV)/.installed ## write the tables of README and docs and the front page's figure, from demo-full's, compare-full's, diagnose's and studies' runs if there are any
@@ -93,7 +95,7 @@ notebook: $(VENV)/.installed-notebook ## run examples/walkthrough.ipynb; with KE
 	$(BIN)/python scripts/run_notebook.py $(if $(KEEP),,--check)
 
 reproduce: $(VENV)/.installed ## what of the paper the bundled suites can repeat (hours); PAPER=1: with hub weights
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python scripts/reproduce.py $(if $(PAPER),--paper)
+	$(with_commands) $(BIN)/python scripts/reproduce.py $(if $(PAPER),--paper)
 
 # Without the checks of tensor shapes in core, which plain pytest and test-newest make.
 test: $(VENV)/.installed ## run the tests but the slowest: offline, on the CPU, in minutes
@@ -115,12 +117,13 @@ ELSEWHERE := results comparison output reads plan packaging \
 	test_ending.py test_plus_properties.py \
 	$(addprefix data/test_,load_images.py image_batches.py)
 
-test-newest-quick: $(NEWEST)/.installed ## test-newest without slow tests and what no transformers release touches
+test-newest-quick: $(NEWEST)/.installed ## test-newest without slow tests (but test-hub) and what no transformers release touches
 	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile -m 'not slow' $(ELSEWHERE:%=--ignore=tests/%)
+	$(NEWEST)/bin/python -m pytest tests/packaging/test_hub_commands.py
 
 # Where torchvision fits torch, PYTHONPATH is not needed: see tests_open_clip/sitecustomize.py.
 test-open-clip: $(OPEN_CLIP)/.installed ## the tests that need open_clip, in an environment of their own
-	PYTHONPATH="$(abspath tests_open_clip)" $(OPEN_CLIP)/bin/python -m pytest tests_open_clip
+	PYTHONPATH="$(CURDIR)/tests_open_clip" $(OPEN_CLIP)/bin/python -m pytest tests_open_clip
 
 test-llm: $(LLM)/.installed ## the tests that need lm-eval, in an environment of their own
 	$(LLM)/bin/python -m pytest tests_llm

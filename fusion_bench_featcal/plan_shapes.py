@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.moments import MOST_ROWS
 from fusion_bench_featcal.experts.reads import grants
 from fusion_bench_featcal.families import Family, resolve_family
+from fusion_bench_featcal.families.transformers_names import CROSS_ATTENTIONS
 from fusion_bench_featcal.feature_shapes import (
     LENGTH,
     Features,
@@ -21,7 +22,7 @@ from fusion_bench_featcal.feature_shapes import (
     takes_images,
 )
 from fusion_bench_featcal.memory import divided
-from fusion_bench_featcal.modules.groups import CROSS, Group, groups_by_name
+from fusion_bench_featcal.modules.groups import Group, groups_by_name
 from fusion_bench_featcal.modules.models import (
     names_in_order,
     tensors_before_stage,
@@ -275,7 +276,7 @@ class GroupBytes:
 def is_encoded(group: Group) -> bool:
     """Return whether a group receives an encoder's features, which are stored with the batch."""
     owner, _, leaf = group.name.rpartition(".")
-    return leaf.startswith(("k", "v")) and any(part in owner for part in CROSS)
+    return leaf.startswith(("k", "v")) and any(part in owner for part in CROSS_ATTENTIONS)
 
 
 def inputs_of(group: Group) -> int:

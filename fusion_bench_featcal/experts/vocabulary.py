@@ -3,10 +3,8 @@
 from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import ExpertSource, SourceView
+from fusion_bench_featcal.families.transformers_names import VOCABULARY
 from fusion_bench_featcal.settings import CalibrationError
-
-# Matrices with one row per token, by the names of transformers' model classes.
-_ENDINGS = ("embed_tokens.weight", "lm_head.weight", "shared.weight", "wte.weight")
 
 
 class CommonRows(SourceView):
@@ -46,7 +44,7 @@ class CommonRows(SourceView):
         return tensor[: self._rows] if self._is_cut(name) else tensor
 
     def _is_cut(self, name: str) -> bool:
-        return name.endswith(_ENDINGS)
+        return name.endswith(VOCABULARY)
 
 
 def keep_common_rows(model: nn.Module, rows: int, label: str) -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.families.transformers_names import HIDDEN, without_cache
 from fusion_bench_featcal.settings import CalibrationError
 
 
@@ -267,18 +268,15 @@ def capture_call(model: nn.Module, inputs: Any, block: str) -> BlockCall:
     captured: list[BlockCall] = []
 
     def capture(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rest = {key: _NO_CACHE.get(key, value) for key, value in kwargs.items()}
-        hidden = args[0] if args else rest.pop("hidden_states")
-        captured.append(BlockCall(hidden, args[1:], rest))
+        rest = {key: without_cache(value, key) for key, value in kwargs.items()}
+        hidden, *positional = args or (rest.pop(HIDDEN),)
+        captured.append(BlockCall(hidden, tuple(map(without_cache, positional)), rest))
         raise stop_forward()
 
     hook = model.get_submodule(block).register_forward_pre_hook(capture, with_kwargs=True)
     with stoppable(hook):
         call_model(model, inputs)
     return captured[0]
-
-
-_NO_CACHE: Mapping[str, Any] = {"past_key_values": None, "use_cache": False}
 
 
 def call_block(model: nn.Module, block: str, call: BlockCall) -> Any:

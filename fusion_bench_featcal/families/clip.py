@@ -1,15 +1,12 @@
 """CLIP's vision tower in transformers, and other towers with `encoder.layers`."""
 
-import re
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from fusion_bench_featcal.families.base import ChainFamily
+from fusion_bench_featcal.families.transformers_names import CLIP_BLOCK
 from fusion_bench_featcal.settings import CalibrationError
-
-# The tower is under `vision_model.` or, in CLIPVisionModel from transformers 5.6 on, at the root.
-_BLOCK = re.compile(r"(vision_model\.)*encoder\.layers\.\d+")
 
 
 def clip_stages(model: nn.Module) -> list[list[str]]:
@@ -24,7 +21,7 @@ def clip_stages(model: nn.Module) -> list[list[str]]:
             f"{type(model).__name__} has a text tower: calibrate its vision_model "
             "(a CLIPVisionModel), or name the blocks with method.family={name: replay, blocks: ...}"
         )
-    blocks = [name for name in names if _BLOCK.fullmatch(name)]
+    blocks = [name for name in names if CLIP_BLOCK.fullmatch(name)]
     if not blocks:
         raise CalibrationError(
             f"{type(model).__name__} has no vision encoder layers; choose another method.family "

@@ -1,15 +1,12 @@
 """Decoder-only language models like Llama: a list of `layers` after token embeddings."""
 
-import re
 from dataclasses import dataclass
 
 from torch import nn
 
 from fusion_bench_featcal.families.stack import StackFamily
+from fusion_bench_featcal.families.transformers_names import LLAMA_BLOCK
 from fusion_bench_featcal.settings import CalibrationError
-
-# The layers are under `model.` in a model with a head, and at the root of a bare one.
-_BLOCK = re.compile(r"(model\.)?layers\.\d+")
 
 MODEL_TYPES = (
     "llama",
@@ -41,7 +38,7 @@ class LlamaFamily(StackFamily):
         Raises:
             CalibrationError: If the model has none.
         """
-        blocks = [name for name, _ in model.named_modules() if _BLOCK.fullmatch(name)]
+        blocks = [name for name, _ in model.named_modules() if LLAMA_BLOCK.fullmatch(name)]
         if not blocks:
             raise CalibrationError(
                 f"{type(model).__name__} has no decoder layers (model.layers.*); choose another "

@@ -18,9 +18,8 @@ from fusion_bench_featcal.families.base import (
 )
 from fusion_bench_featcal.families.rows import causal_rows, mask_named
 from fusion_bench_featcal.families.structure import find_stack, no_stack
+from fusion_bench_featcal.families.transformers_names import HIDDEN, without_cache
 from fusion_bench_featcal.settings import CalibrationError
-
-_CACHES = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def noted_call(model: nn.Module, blocks: list[str], inputs: Any) -> StackCall:
         CalibrationError: If blocks are not called once each, in order.
     """
     if isinstance(inputs, Mapping):  # labels are for the head, which the pass does not reach
-        inputs = {k: v for k, v in inputs.items() if k not in ("labels", *_CACHES)}
+        inputs = {key: without_cache(v, key) for key, v in inputs.items() if key != "labels"}
     noted: dict[str, tuple[Any, ...]] = {}
     with _skipping(model, blocks, noted), stoppable():
         call_model(model, inputs)
@@ -184,10 +183,10 @@ def _skipping(
     modules: list[Any] = [model.get_submodule(name) for name in names]
 
     def note(name: str, *args: Any, **kwargs: Any) -> Tensor:
-        features, *positional = args or (kwargs.pop("hidden_states"),)
+        features, *positional = args or (kwargs.pop(HIDDEN),)
         features = features.as_subclass(Tensor)
-        kwargs = {key: _without_cache(value, key) for key, value in kwargs.items()}
-        noted[name] = features, tuple(map(_without_cache, positional)), kwargs
+        kwargs = {key: without_cache(value, key) for key, value in kwargs.items()}
+        noted[name] = features, tuple(map(without_cache, positional)), kwargs
         if name == names[-1]:
             raise stop_forward()
         return features.as_subclass(_Passed)
@@ -208,13 +207,6 @@ def _skipping(
 
 def _shallow_copy(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, MutableMapping | MutableSequence) else value
-
-
-def _without_cache(value: Any, name: str = "") -> Any:
-    """Return an argument of a block, or None for a cache of keys and values."""
-    from transformers.cache_utils import Cache
-
-    return None if isinstance(value, Cache) else _CACHES.get(name, value)
 
 
 def _refuse_other_positions(model: nn.Module, block: str, hidden: Tensor, inputs: Any) -> None:

@@ -1,7 +1,6 @@
 """T5's encoder-decoder models in transformers (FLAN-T5, mT5, UMT5)."""
 
 import inspect
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,14 +14,21 @@ from fusion_bench_featcal.families.rows import (
     missing_labels,
     names_of,
 )
+from fusion_bench_featcal.families.transformers_names import (
+    ENCODED,
+    T5_BIAS,
+    T5_BLOCK,
+    T5_ENCODER_NORM,
+    T5_KEYS_AND_VALUES,
+    T5_MASK,
+    t5_bias,
+)
 from fusion_bench_featcal.settings import CalibrationError
 
 MODEL_TYPES = ("t5", "mt5", "umt5")
 """Model types with this structure. Tests run each of them."""
 
-_BLOCK = re.compile(r"(encoder|decoder)\.block\.\d+")
 _DECODER_INPUTS = ("labels", "decoder_input_ids", "decoder_inputs_embeds")
-_FED_BY_THE_ENCODER = ("EncDecAttention.k", "EncDecAttention.v")
 
 
 @dataclass(frozen=True)
@@ -63,11 +69,11 @@ class T5Family(Family):
             CalibrationError: If the model lacks one of the two.
         """
         lists = ("encoder.block", "decoder.block")
-        return two_stages(model, _BLOCK, lists, "T5ForConditionalGeneration")
+        return two_stages(model, T5_BLOCK, lists, "T5ForConditionalGeneration")
 
     def ending(self, model: nn.Module, call: T5Call) -> Tensor:
         """Return the encoder's output, from the output of its last block."""
-        return model.get_submodule("encoder.final_layer_norm")(call.hidden.clone())
+        return model.get_submodule(T5_ENCODER_NORM)(call.hidden.clone())
 
     def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Tensor) -> T5Call:
         """Run the model's forward pass up to a stage's first block.
@@ -90,7 +96,7 @@ class T5Family(Family):
             from transformers.modeling_outputs import BaseModelOutput
 
             output: Any = ending[0]  # the class annotates this with another type
-            inputs = {**inputs, "encoder_outputs": BaseModelOutput(last_hidden_state=output)}
+            inputs = {**inputs, ENCODED: BaseModelOutput(last_hidden_state=output)}
         call = capture_call(model, inputs, first_block)
         names = list(inspect.signature(model.get_submodule(first_block).forward).parameters)
         named = dict(zip(names[1:], call.args, strict=False))
@@ -101,16 +107,15 @@ class T5Family(Family):
         module: Any = model.get_submodule(block)
         kwargs, bias = dict(call.kwargs), call.bias
         if bias is not None:
-            kwargs["position_bias"] = bias + kwargs["attention_mask"] if call.adds_mask else bias
+            kwargs[T5_BIAS] = bias + kwargs[T5_MASK] if call.adds_mask else bias
         output = module(call.hidden.clone(), **kwargs)
         hidden = hidden_output(output)
-        if bias is not None or "position_bias" not in kwargs:
+        if bias is not None or T5_BIAS not in kwargs:
             return hidden, replace(call, hidden=hidden)
         bias = output[1]
         if len(bias) == 1:
             return hidden, replace(call, hidden=hidden, bias=bias)
-        bias = module.layer[0].SelfAttention.compute_bias(*bias.shape[-2:], device=bias.device)
-        return hidden, replace(call, hidden=hidden, bias=bias, adds_mask=True)
+        return hidden, replace(call, hidden=hidden, bias=t5_bias(module, bias), adds_mask=True)
 
     def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
         """Return a mask of the stage's positions except padding, or of the decoder's targets.
@@ -129,7 +134,7 @@ class T5Family(Family):
         """Return the encoder's rows for keys and values of the decoder's cross-attention."""
         if stage_index == 0:
             return {}
-        return dict.fromkeys(_FED_BY_THE_ENCODER, mask_named(inputs, "attention_mask"))
+        return dict.fromkeys(T5_KEYS_AND_VALUES, mask_named(inputs, "attention_mask"))
 
 
 T5 = T5Family()

@@ -1,6 +1,5 @@
 """Language models that read images (Qwen2-VL): blocks of the vision tower, then the decoder."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +9,11 @@ from torch import Tensor, nn
 from fusion_bench_featcal.families.base import two_stages
 from fusion_bench_featcal.families.rows import causal_rows, names_of
 from fusion_bench_featcal.families.stack import StackCall, StackFamily, noted_call
+from fusion_bench_featcal.families.transformers_names import VISION_LANGUAGE_BLOCK
 from fusion_bench_featcal.settings import CalibrationError
 
 MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl")
 """Model types with this structure. Tests run each of them."""
-
-_BLOCK = re.compile(r"(model\.)?(visual\.blocks|language_model\.layers)\.\d+")
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class VisionLanguageFamily(StackFamily):
             CalibrationError: If the model lacks one of the two.
         """
         lists = ("visual.blocks", "language_model.layers")
-        return two_stages(model, _BLOCK, lists, "Qwen2VLForConditionalGeneration")
+        return two_stages(model, VISION_LANGUAGE_BLOCK, lists, "Qwen2VLForConditionalGeneration")
 
     def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> StackCall:
         """Run the model's forward pass up to a stage, with its blocks skipped.

@@ -1,6 +1,5 @@
 """Whisper: an audio encoder and a text decoder, as two stages."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +8,14 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.families.base import two_stages
 from fusion_bench_featcal.families.t5 import T5Call, T5Family
+from fusion_bench_featcal.families.transformers_names import (
+    WHISPER_BLOCK,
+    WHISPER_ENCODER_NORM,
+    WHISPER_KEYS_AND_VALUES,
+)
 
 MODEL_TYPES = ("whisper",)
 """Model types with this structure. Tests run each of them."""
-
-_BLOCK = re.compile(r"(model\.)?(encoder|decoder)\.layers\.\d+")
-_FED_BY_THE_ENCODER = ("encoder_attn.k_proj", "encoder_attn.v_proj")
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,12 @@ class WhisperFamily(T5Family):
             CalibrationError: If the model lacks one of the two.
         """
         lists = ("encoder.layers", "decoder.layers")
-        return two_stages(model, _BLOCK, lists, "WhisperForConditionalGeneration")
+        return two_stages(model, WHISPER_BLOCK, lists, "WhisperForConditionalGeneration")
 
     def ending(self, model: nn.Module, call: T5Call) -> Tensor:
         """Return the encoder's output, from the output of its last block."""
         encoder = self.stages(model)[0][0].partition(".layers")[0]
-        return model.get_submodule(f"{encoder}.layer_norm")(call.hidden.clone())
+        return model.get_submodule(f"{encoder}.{WHISPER_ENCODER_NORM}")(call.hidden.clone())
 
     def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
         """Return a mask of all encoder positions, or of the decoder's targets or all but padding.
@@ -51,7 +52,7 @@ class WhisperFamily(T5Family):
 
     def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
         """Return all of the encoder's rows for keys and values of the cross-attention."""
-        return dict.fromkeys(_FED_BY_THE_ENCODER) if stage_index else {}
+        return dict.fromkeys(WHISPER_KEYS_AND_VALUES) if stage_index else {}
 
 
 WHISPER = WhisperFamily()

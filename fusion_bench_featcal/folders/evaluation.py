@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from fusion_bench_featcal.agreement import Agreement, outcome_of
 from fusion_bench_featcal.experts import ExpertSource

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import group_norm, layer_norm
 
 from fusion_bench_featcal.core.linear import Linear
+from fusion_bench_featcal.families.transformers_names import CROSS_ATTENTIONS
 from fusion_bench_featcal.modules.hooks import Recorded
 from fusion_bench_featcal.modules.sites import Site
 from fusion_bench_featcal.settings import CalibrationError
@@ -196,7 +197,6 @@ _SHARING = (
     {"q", "k", "v"}, {"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"},
     {"gate_proj", "up_proj"}, {"wi_0", "wi_1"}, {"w1", "w3"},
 )  # fmt: skip
-CROSS = ("EncDecAttention", "encoder_attn", "crossattention", "cross_attn")
 
 
 def groups_by_name(
@@ -215,7 +215,7 @@ def groups_by_name(
     for site in sites:
         owner, _, leaf = site.name.rpartition(".")
         sharing = next((number for number, names in enumerate(_SHARING) if leaf in names), None)
-        crossed = queries_apart or any(part in owner for part in CROSS)
+        crossed = queries_apart or any(part in owner for part in CROSS_ATTENTIONS)
         queries = leaf.startswith("q") and crossed
         alone = sharing is None or site.kind == "norm" or site.groups > 1 or queries
         members.setdefault(site.name if alone else (owner, sharing, site.has_bias), []).append(site)

@@ -1,7 +1,6 @@
 """`featcal calibrate` on folders of models: its result is the calibration that Python gives."""
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 

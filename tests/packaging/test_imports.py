@@ -43,7 +43,7 @@ OURS = {
 }
 LOOP = {  # what packages of the calibration may import of one another
     "core": set(),
-    "experts": {"core"},
+    "experts": {"core", "families"},
     "modules": {"core", "experts", "families"},
     "rules": {"core", "modules"},
     "streams": {"core", "experts", "families", "modules", "rules"},

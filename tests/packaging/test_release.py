@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import yaml
 from configs import REPOSITORY
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from fusion_bench_featcal import __version__
 
@@ -42,6 +44,14 @@ def test_every_link_of_the_description_is_absolute_and_leads_to_a_file(metadata)
         assert (REPOSITORY / path).exists(), link
         assert tag == f"v{__version__}"
         assert kind == ("raw" if path.endswith((".png", ".svg")) else "blob")
+
+
+def test_transformers_is_bounded_by_the_newest_minor_release_tested():
+    pins = (REPOSITORY / "constraints-newest.txt").read_text(encoding="utf-8")
+    (newest,) = (Version(v) for v in re.findall(r"^transformers==(.*)$", pins, re.MULTILINE))
+    requirements = map(Requirement, PROJECT["project"]["dependencies"])
+    (bounds,) = (str(r.specifier) for r in requirements if r.name == "transformers")
+    assert f"<{newest.major}.{newest.minor + 1}" in bounds.split(",")
 
 
 def test_citation_file_and_bibtex_of_the_page_agree():

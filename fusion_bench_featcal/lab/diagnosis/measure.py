@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
-from transformers.cache_utils import Cache
 
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import hidden_output
+from fusion_bench_featcal.families.transformers_names import without_cache
 from fusion_bench_featcal.lab.diagnosis.drift import item_means, split_drift
 from fusion_bench_featcal.lab.rivals.final_features import final_features, final_rows
 from fusion_bench_featcal.modules.models import (
@@ -225,9 +225,7 @@ def _hooked(
 
 def _copy(value: Any) -> Any:
     """Copy a block's argument for another run. A cache becomes None, because it stores a run."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    return None if isinstance(value, Cache) else value
+    return value.clone() if isinstance(value, Tensor) else without_cache(value)
 
 
 def _task_vectors(

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import call_model, stop_forward, stoppable
 from fusion_bench_featcal.families.rows import causal_rows, labelled_rows
+from fusion_bench_featcal.families.transformers_names import FINAL_NORMS
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.modules.models import head_of
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.rows import CountedRows
 from fusion_bench_featcal.streams.samples import rows_named
 
-FINAL_NORMS = ("decoder.final_layer_norm", "model.norm")
-"""Names of the last norm in the families `t5` and `llama`."""
-
+_MOST_NESTED = 8
 _AUTO = FeatCalSettings(decoder_rows="auto")
 
 
@@ -167,6 +166,8 @@ def _all_positions(inputs: Any) -> Tensor:
 
 
 def _first_tensor(output: Any) -> Tensor:
-    while not isinstance(output, Tensor):
+    for _ in range(_MOST_NESTED):
+        if isinstance(output, Tensor):
+            return output
         output = next(iter(output.values() if isinstance(output, Mapping) else output))
-    return output
+    raise TypeError(f"there is no tensor in the first {_MOST_NESTED} levels of a model's output")

@@ -1,0 +1,58 @@
+"""Names in transformers' models on which this package depends.
+
+Checked with transformers 4.57.6, 5.23.0 and 5.24.0. A release may rename any of them, so
+`tests/families/test_transformers_names.py` looks all of them up in the installed release. Blocks
+receive their other arguments as the model passes them, under any name.
+"""
+
+import re
+from typing import Any
+
+# Arguments of blocks and models.
+HIDDEN = "hidden_states"
+"""Input features of a block that does not receive them as its first positional argument."""
+ENCODED = "encoder_outputs"
+"""Output of the encoder, an argument of T5 and Whisper."""
+T5_BIAS, T5_MASK = "position_bias", "attention_mask"
+"""Position bias and mask, arguments of T5's blocks. Release 4.57 adds the mask to the bias."""
+
+# Blocks.
+CLIP_BLOCK = re.compile(r"(vision_model\.)*encoder\.layers\.\d+")
+"""CLIP's vision tower. From 5.6 on it is at the root of CLIPVisionModel."""
+LLAMA_BLOCK = re.compile(r"(model\.)?layers\.\d+")
+"""Decoder-only language models. The prefix is missing in models without a head."""
+T5_BLOCK = re.compile(r"(encoder|decoder)\.block\.\d+")
+WHISPER_BLOCK = re.compile(r"(model\.)?(encoder|decoder)\.layers\.\d+")
+VISION_LANGUAGE_BLOCK = re.compile(r"(model\.)?(visual\.blocks|language_model\.layers)\.\d+")
+
+# Modules and attributes.
+T5_ENCODER_NORM = "encoder.final_layer_norm"
+WHISPER_ENCODER_NORM = "layer_norm"
+"""The name inside Whisper's encoder."""
+FINAL_NORMS = ("decoder.final_layer_norm", "model.norm")
+"""The last norm of T5 and of decoder-only language models."""
+T5_KEYS_AND_VALUES = ("EncDecAttention.k", "EncDecAttention.v")
+"""Modules of the decoder's cross-attention that receive the encoder's output."""
+WHISPER_KEYS_AND_VALUES = ("encoder_attn.k_proj", "encoder_attn.v_proj")
+CROSS_ATTENTIONS = ("EncDecAttention", "encoder_attn", "crossattention", "cross_attn")
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "shared.weight", "wte.weight")
+"""Matrices with one row per token."""
+
+
+def t5_bias(block: Any, bias: Any) -> Any:
+    """Return the position bias of a T5 block without the mask, in the shape of `bias`."""
+    attention = block.layer[0].SelfAttention
+    return attention.compute_bias(*bias.shape[-2:], device=bias.device)
+
+
+def without_cache(value: Any, name: str = "") -> Any:
+    """Return an argument of a model or block, or a replacement that switches caches off.
+
+    A cache of keys and values is identified by its type, because releases have named it `cache`,
+    `past_key_values`, `past_key_value` and `layer_past`.
+    """
+    from transformers.cache_utils import Cache
+
+    if name == "use_cache":
+        return False
+    return None if isinstance(value, Cache) else value
