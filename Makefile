@@ -23,7 +23,7 @@ install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editabl
 with_commands = PATH="$$(cd $(BIN) && pwd):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full compare compare-quick compare-full diagnose studies test test-hub test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix lint types check build tables docs docs-serve notebook reproduce robust mutations nightly clean
+.PHONY: help venv demo demo-full compare compare-quick compare-full diagnose studies test test-hub test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix surroundings surroundings-quick lint types check build tables docs docs-serve notebook reproduce robust mutations nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -131,6 +131,12 @@ test-llm: $(LLM)/.installed ## the tests that need lm-eval, in an environment of
 test-matrix: $(VENV)/.installed ## make test with each of Python 3.11 to 3.13 that is here, and FusionBench's oldest and newest
 	$(BIN)/python scripts/run_matrix.py --environments $(MATRIX)
 
+surroundings: $(VENV)/.installed ## make test with other instruction sets, threads, order, path, user and locale
+	VENV="$(VENV)" PIP_ARGS="$(PIP_ARGS)" scripts/surroundings.sh
+
+surroundings-quick: $(VENV)/.installed ## tests that compare numbers, with the instruction sets of other processors
+	VENV="$(VENV)" scripts/surroundings.sh numbers
+
 lint: $(VENV)/.installed-dev ## ruff: rules and format; words of names, docstrings and pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -153,7 +159,7 @@ robust: $(VENV)/.installed ## kill and resume 50 runs, 1000 random settings, 300
 mutations: $(VENV)/.installed ## small mistakes in the package, each of which a test must notice
 	$(BIN)/python benchmarks/mutations.py
 
-nightly: check docs notebook test-slow test-newest test-open-clip test-llm test-matrix robust mutations build demo-full ## everything
+nightly: check docs notebook test-slow test-newest test-open-clip test-llm test-matrix surroundings robust mutations build demo-full ## everything
 
 clean: ## remove environments, builds and caches; run folders stay
 	rm -rf $(VENV) $(NEWEST) $(OPEN_CLIP) $(LLM) $(MATRIX) $(DOCS) build site dist .pytest_cache .ruff_cache

@@ -53,6 +53,8 @@ def _cause(error: BaseException) -> str | None:
             f"no room left in {cache} ({bytes_text(free_space(cache))} free). Make room, or set "
             f"HF_HOME to a folder on another disk{_AGAIN}"
         )
+    if any(_is_refused(link, cache) for link in links):
+        return f"the cache {cache} cannot be written. Set HF_HOME to a folder that can be written"
     if is_any(GatedRepoError) or any("is a gated dataset" in text for text in of_data):
         return "access is restricted. Ask for it on the hub's page and log in (hf auth login)"
     if is_any(HFValidationError) or status in (401, 403, 404) or of_data:
@@ -80,6 +82,14 @@ def _seconds_to_wait(answer: Any) -> str:
     limit = re.search(r"\bt=(\d+)", answer.headers.get("ratelimit") or "")
     seconds = limit.group(1) if limit else answer.headers.get("Retry-After") or "0"
     return f" {seconds} s" if seconds.isdecimal() and int(seconds) else ""
+
+
+def _is_refused(error: BaseException, cache: Path) -> bool:
+    """Return whether a file or folder of the cache, or one above it, cannot be written."""
+    if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EROFS):
+        return False
+    home, path = Path(constants.HF_HOME), Path(str(error.filename))
+    return path in (home, cache, *home.parents, *cache.parents) or home in path.parents
 
 
 def _is_full_disk(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -9,6 +10,9 @@ import pytest
 gc.disable()
 # Before transformers or datasets are imported: they read these once.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+# The home folder may be read-only, and tests leave nothing in it.
+CACHE = TemporaryDirectory(prefix="featcal-tests-", ignore_cleanup_errors=True)
+os.environ["HF_HOME"] = CACHE.name
 # Before torch is imported, here and in the programs that tests start: the models are so small that
 # threads waiting for each other made the suite up to 60 times slower on two busy cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

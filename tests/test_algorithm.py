@@ -2,6 +2,7 @@
 
 import gc
 import io
+import shlex
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,7 +132,8 @@ def test_table_and_next_steps_come_last(run: Run) -> None:
     assert run.early == ""
     lines = run.output[run.output.index("merged by") :].splitlines()
     end = next(n for n, line in enumerate(lines) if line.startswith("next: "))
-    assert lines[end].endswith(f"featcal report {run.folder}/log")
+    program, *words = shlex.split(lines[end].removeprefix("next: "))
+    assert (Path(program).name, words) == ("featcal", ["report", f"{run.folder}/log"])
     assert lines[end - 1] == f"reports: {run.folder}/log"
     assert lines[end - 2] == f"saved the model of row {ROW}: {run.folder}/saved"
     assert max(len(line) for line in lines[: end - 2]) <= 80

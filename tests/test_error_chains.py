@@ -1,8 +1,10 @@
 """Chains of errors that contain a cycle end."""
 
 import errno
+from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from hydra.errors import InstantiationException
 
 from fusion_bench_featcal.error_block import causes, error_block, first_line
@@ -36,6 +38,14 @@ def test_a_full_disk_is_found_behind_a_cycle():
     outer = RuntimeError("outer")
     outer.__cause__ = inner
     assert "no room left" in str(hub_error(outer, "--base one"))
+
+
+def test_a_cache_that_cannot_be_written_names_the_variable():
+    for path in (constants.HF_HOME, Path(constants.HF_HOME).parent, constants.HF_HUB_CACHE):
+        error = PermissionError(errno.EACCES, "Permission denied", str(path))
+        assert is_of_hub(error)
+        assert "cannot be written. Set HF_HOME" in str(hub_error(error, "--base one"))
+    assert not is_of_hub(PermissionError(errno.EACCES, "Permission denied", "/rows.jsonl"))
 
 
 def test_a_wrapper_of_hydra_is_described_by_its_cause_also_in_a_cycle():

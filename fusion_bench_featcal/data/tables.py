@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from glob import escape, has_magic
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import datasets
@@ -102,8 +103,15 @@ def read_table(file: Path, split: str | None) -> datasets.Dataset:
     try:
         if reader == "csv":  # the reader of `datasets` leaves the file open
             return datasets.Dataset(pyarrow.csv.read_csv(file))
-        # `datasets` takes paths as patterns
-        loaded = datasets.load_dataset(reader, data_files=escape(str(file)), split="train")
+        with TemporaryDirectory() as cache:  # the home folder may be read-only
+            # `datasets` takes paths as patterns
+            loaded = datasets.load_dataset(
+                reader,
+                data_files=escape(str(file)),
+                split="train",
+                cache_dir=cache,
+                keep_in_memory=True,
+            )
     except Exception as error:  # the readers pass on any error of their parsers
         cause = error.__cause__ or error
         if isinstance(cause, PermissionError):

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ def test_the_last_lines_have_words_that_can_be_typed(
     monkeypatch.chdir(tmp_path)  # a program below the current folder is shown by its short path
     monkeypatch.setenv("PATH", str(tmp_path))  # a shell without the environment
     *_, command = closing_lines(make_report(), "featcal", tmp_path, tmp_path / "my run")
-    program = Path(sys.executable).parent / "featcal"
+    program = quote(str(Path(sys.executable).parent / "featcal"))
     assert command == f"next: {program} report '{tmp_path / 'my run'}'"
     (line,) = closing_lines(Report(), "featcal", None)  # nothing was evaluated
     assert line == "not saved: merged_model_save_path=DIR saves the model of row featcal"
