@@ -127,7 +127,7 @@ def _problem_at(target: Path, modelpool: BaseModelPool) -> str:
     return ""
 
 
-def _absolute(path: str | Path) -> Path:
+def _absolute(path: str | os.PathLike[str]) -> Path:
     """Return a path with links resolved. `Path.resolve` raises an error for a loop of links."""
     return Path(os.path.realpath(Path(path).expanduser()))
 
