@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fusion_bench_featcal import TorchProcesses
@@ -53,6 +54,7 @@ def in_forks(size: int, work: Callable[[int], Any], *, seconds: float = 60.0) ->
 
 def _keep(work: Callable[[int], Any], rank: int, file: Path) -> None:
     """Write a function's result or exception to a file."""
+    torch.set_num_threads(1)  # OpenMP waits forever for threads, which a fork does not have
     try:
         result = work(rank)
     except (Exception, SystemExit) as error:
