@@ -23,7 +23,7 @@ install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editabl
 with_commands = PATH="$$(cd $(BIN) && pwd):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full compare compare-quick compare-full diagnose studies test test-hub test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix surroundings surroundings-quick lint types check build tables docs docs-serve notebook reproduce robust mutations nightly clean
+.PHONY: help venv demo demo-full compare compare-quick compare-full diagnose studies test test-hub test-sweeps test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix surroundings surroundings-quick lint types check build tables docs docs-serve notebook reproduce robust mutations nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,12 +75,11 @@ compare-full: $(VENV)/.installed ## compare, then three seeds with 256 and with 
 diagnose: $(VENV)/.installed ## drift, final features and task vectors on the image suite and both text suites: minutes
 	for pool in clip-vit-mini_TA6 flan-t5-mini_TA6 llama-mini_TA6; do $(BIN)/fusion_bench method=diagnose modelpool=$$pool method.items=128 path.log_dir=$(DIAGNOSES)/$$pool || exit 1; done
 
-studies: $(VENV)/.installed ## every study on the bundled suites, then their tables and figures in docs/; finished cells stay
+studies: $(VENV)/.installed ## sweeps for the paper's tables and figures on the bundled suites; finished cells stay
 	$(with_commands) examples/studies.sh $(STUDIES)
-	$(BIN)/python scripts/write_tables.py --take $(STUDIES)
 
-tables: $(VENV)/.installed ## write the tables of README and docs and the front page's figure, from demo-full's, compare-full's, diagnose's and studies' runs if there are any
-	$(BIN)/python scripts/write_tables.py --take $(wildcard $(RUNS) $(COMPARISONS) $(DIAGNOSES) $(STUDIES))
+tables: $(VENV)/.installed ## write the tables of README and docs and the front page's figure, from demo-full's, compare-full's and diagnose's runs if there are any
+	$(BIN)/python scripts/write_tables.py --take $(wildcard $(RUNS) $(COMPARISONS) $(DIAGNOSES))
 	$(BIN)/python scripts/draw_accuracies.py
 
 docs: $(DOCS)/.installed ## build the documentation site in site/; a warning is an error
@@ -103,6 +102,9 @@ test: $(VENV)/.installed ## run the tests but the slowest: offline, on the CPU, 
 
 test-hub: $(VENV)/.installed ## commands as they are typed, on a mirror of the hub on the loopback
 	$(BIN)/python -m pytest --override-ini addopts=--strict-markers tests/packaging/test_hub_commands.py
+
+test-sweeps: $(VENV)/.installed ## a sweep that is killed twice, and by two workers
+	$(BIN)/python -m pytest --override-ini addopts=--strict-markers tests/comparison/test_sweeps.py
 
 test-slow: $(VENV)/.installed ## the slowest tests, which test-newest runs too
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m slow

@@ -1,29 +1,38 @@
 #!/usr/bin/env bash
-# Every study on the bundled image suite (`tasks` on that of eight tasks), `samples` and `ablation` on
-# the text suites too. Finished cells are kept in outputs/comparison. Usage: examples/studies.sh [FOLDER]
+# One line for each table and figure of the paper that a sweep makes, on the bundled suites, named by the
+# paper's number. Finished cells are kept in FOLDER/cells. Usage: examples/studies.sh [FOLDER]
 set -euo pipefail
 
 folder="${1:-outputs/studies}"
-study() { # pool, study, words; $as: another folder than the study's name
-  local pool="$1" name="$2"
+sweep() { # name of the folder, pool, words
+  local name="$1" pool="$2"
   shift 2
-  fusion_bench "method=study/$name" "modelpool=$pool" "path.log_dir=$folder/$pool/${as:-$name}" "$@"
+  fusion_bench -m method=compare "modelpool=$pool" "hydra.sweep.dir=$folder/$name" \
+    "method.results_dir=$(realpath -m "$folder")/$name/cells" 'method.alone=[]' \
+    'method.upstreams=[task_arithmetic]' "$@"
+  featcal report "$folder/$name/cells" --out "$folder/$name/table" --figures "$folder/$name/figures"
 }
+images=clip-vit-mini_TA6
+methods='[surgery,prob_surgery,surgery_calibration,prob_surgery_calibration,featcal,featcal_plus]'
+corruptions='{kind: gaussian_noise, severity: 3},{kind: motion_blur, severity: 3},{kind: fog, severity: 3}'
+fog='{kind: fog, severity: 1},{kind: fog, severity: 2},{kind: fog, severity: 3},{kind: fog, severity: 4},{kind: fog, severity: 5}'
 
-study clip-vit-mini_TA6 samples
-study clip-vit-mini_TA6 sweep 'method.seeds=[42]' 'method.pairs=[[ridge_lambda,mix_alpha]]'
-study clip-vit-mini_TA6 ablation
-as=ablation_fog study clip-vit-mini_TA6 ablation method.study=ablation_fog \
-  '+method.axes.corruption={kinds: [fog], severities: [3]}' \
-  "method.post_merging=[featcal,featcal:plus,\
-plus:no_module_order,plus:no_rows,plus:no_drift_weights,plus:no_copies]"
-study clip-vit-mini_all8 tasks method.subsets=4
-study clip-vit-mini_TA6 cost
-study clip-vit-mini_TA6 corruption 'method.post_merging=[surgery,prob_surgery,featcal,featcal:plus]'
-study clip-vit-mini_TA6 severity 'method.seeds=[42]' 'method.post_merging=[featcal,featcal:plus]'
-study clip-vit-mini_TA6 transfer 'method.seeds=[42]' \
-  'method.post_merging=[surgery:calibration,featcal,featcal:plus]'
+sweep tables-5-12-13_figure-3 "$images" "method.post_merging=$methods" \
+  method.samples_per_task=8,16,32,64,128,256,512 method.seed=1,2,3
 for pool in flan-t5-mini_TA6 llama-mini_TA6; do
-  study "$pool" samples 'method.axes.samples_per_task=[8,32,128,512]'
-  study "$pool" ablation 'method.seeds=[42]'
+  sweep "table-12_$pool" "$pool" 'method.post_merging=[featcal,featcal_plus]' \
+    method.samples_per_task=8,32,128,512 method.seed=1,2,3
+done
+sweep table-6 "$images" 'method.post_merging=[surgery,prob_surgery,featcal,featcal_plus]' \
+  "method.calibration_corruption=null,$corruptions" method.seed=1,2,3
+sweep figure-4 "$images" 'method.post_merging=[featcal,featcal_plus]' \
+  "method.calibration_corruption=$fog"
+row=+method.post_merging_methods.featcal
+sweep figure-5_lambda "$images" 'method.post_merging=[featcal]' "$row.ridge_lambda=0.001,0.01,0.05,0.1,1,10"
+sweep figure-5_alpha "$images" 'method.post_merging=[featcal]' "$row.mix_alpha=0,0.15,0.3,0.6,1"
+sweep figure-5_rho "$images" 'method.post_merging=[featcal]' "$row.anchor_rho=1,1.5,2,2.5,3"
+sweep number-of-tasks clip-vit-mini_all8 'method.post_merging=[surgery,featcal,featcal_plus]' \
+  method.tasks=2,4,6,8
+for pool in "$images" flan-t5-mini_TA6 llama-mini_TA6; do # Figures 1, 2, 6, 7
+  fusion_bench method=diagnose "modelpool=$pool" method.items=128 "path.log_dir=$folder/diagnosis-$pool"
 done

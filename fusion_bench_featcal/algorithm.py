@@ -45,7 +45,7 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
 
-_PRESET = f"{FEATCAL}:"
+_PRESET = f"{FEATCAL}_"
 
 
 class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from fusion_bench_featcal.calibration_images import TaskBatches, decode_workers
 from fusion_bench_featcal.calibration_text import TextBatches, text_rows
+from fusion_bench_featcal.data.derived_images import corrupted
 from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import naming_setting
@@ -67,6 +68,11 @@ def calibration_batches(
                 "classifiers, which generate nothing. Set method.calibration_targets=labels: a "
                 "classifier's labels are not read"
             )
+        if settings.calibration_corruption is not None:
+            raise CalibrationError(
+                f"method.calibration_corruption changes images, and {type(modelpool).__name__} "
+                "reads texts. Set it to null"
+            )
         encoder = TextEncoder(processor, kind, settings.max_length)
         return {
             task: TextBatches(
@@ -81,10 +87,20 @@ def calibration_batches(
             for task, rows, indices in _draw_samples(modelpool, task_names, settings)
         }
     size, workers = settings.batch_size, decode_workers(settings, processor)
-    return {
-        task: TaskBatches(task, rows, indices, size, processor, split, workers)
-        for task, rows, indices in _draw_samples(modelpool, task_names, settings)
-    }
+    batches = {}
+    for task, rows, indices in _draw_samples(modelpool, task_names, settings):
+        images = corrupted_for(task, rows, settings)
+        batches[task] = TaskBatches(task, images, indices, size, processor, split, workers)
+    return batches
+
+
+def corrupted_for(task: str, rows: ImageItems, settings: FeatCalSettings) -> ImageItems:
+    """Return a task's images with `calibration_corruption`."""
+    change = settings.calibration_corruption
+    if change is None:
+        return rows
+    changed = corrupted(rows, change["kind"], change["severity"], settings.seed, task)
+    return ImageItems(changed, name=rows.name)
 
 
 def check_tasks_have_data(modelpool: Any, task_names: Iterable[str], split: str) -> None:

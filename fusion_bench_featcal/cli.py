@@ -74,7 +74,7 @@ def calibrate_command(options: argparse.Namespace) -> int:
 
 
 def report_command(options: argparse.Namespace) -> None:
-    """Print (and with --out write) the tables of runs, comparisons and studies from their files."""
+    """Print (and with --out write) the tables of runs and comparisons from their files."""
     from fusion_bench_featcal.lab.report.verb import report
 
     report(options)
@@ -214,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = _verb(verbs, "explain", explain_command)
     explain.add_argument("run", metavar="DIR", help="a saved model, or a run's log directory")
-    explain.add_argument("--preset", metavar="NAME", help="in a log directory: row featcal:NAME")
+    explain.add_argument("--preset", metavar="NAME", help="in a log directory: row featcal_NAME")
     explain.add_argument("--json", action="store_true", help="print everything as JSON")
 
     plan = _verb(verbs, "plan", plan_command)

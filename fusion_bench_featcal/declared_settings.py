@@ -8,6 +8,7 @@ from typing import Any
 from fusion_bench_featcal.read_budgets import is_read_budget
 from fusion_bench_featcal.setting_fields import is_integer, is_number, is_text_list, setting
 
+CORRUPTIONS = ("gaussian_noise", "motion_blur", "fog")
 # Gram matrices have norm 1: a larger ridge leaves no digit of float64 for the data.
 _LARGEST_RIDGE = 1e12
 
@@ -31,6 +32,16 @@ def _are_factors(value: Any) -> bool:
 def _are_data_sets(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(v, Mapping) or (isinstance(v, str) and bool(v)) for v in value.values()
+    )
+
+
+def _is_corruption(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and set(value) == {"kind", "severity"}
+        and value["kind"] in CORRUPTIONS
+        and is_integer(value["severity"], 1)
+        and value["severity"] <= 5
     )
 
 
@@ -148,6 +159,13 @@ class DeclaredSettings:
         "Split of the data that samples are drawn from.",
         choices=("train", "val", "test"),
         group="calibration data",
+    )
+    calibration_corruption: Mapping[str, Any] | None = setting(
+        None,
+        "Corruption of image samples, {kind: fog, severity: 3}: gaussian_noise, motion_blur or fog "
+        "of severity 1 to 5, as in ImageNet-C.",
+        accepts="{kind: ..., severity: ...}",
+        check=_is_corruption,
     )
     calibration_data: Mapping[str, Any] | None = setting(
         None,

@@ -63,7 +63,7 @@ EXAMPLES = {
     ),
     "studies": Example(
         "studies.sh",
-        "every study on the bundled suites (hours)",
+        "sweeps for the paper's tables and figures (hours)",
         ("./studies.sh",),
     ),
 }

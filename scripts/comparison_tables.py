@@ -16,14 +16,14 @@ SUITES = {
     "llama-mini_TA6": "Llama, six text tasks",
 }
 SUITE_ROWS = (
-    "merged", "+ surgery:calibration", "+ prob_surgery:calibration", "+ surgery_v2:calibration",
-    "+ distillation", "+ featcal", "+ featcal:plus", "experts",
+    "merged", "+ surgery_calibration", "+ prob_surgery_calibration", "+ surgery_v2_calibration",
+    "+ distillation", "+ featcal", "+ featcal_plus", "experts",
 )  # fmt: skip
 README_ROWS = {
     "merged": "merged by task arithmetic",
     "+ distillation": "+ gradient distillation",
     "+ featcal": "+ FeatCal, settings of the paper",
-    "+ featcal:plus": "+ FeatCal+",
+    "+ featcal_plus": "+ FeatCal+",
     "experts": "one expert per task",
 }
 README_COLUMNS = {
@@ -210,7 +210,7 @@ def times_table() -> str:
             seconds = {row["head"]: row["cost"].get("seconds") for row in rows}
             for name in SUITE_ROWS[1:-1]:
                 if seconds.get(name):
-                    ratio = seconds[name] / seconds["+ featcal:plus"]
+                    ratio = seconds[name] / seconds["+ featcal_plus"]
                     ratios.setdefault(name, {}).setdefault(head, []).append(ratio)
 
     def span(values: Sequence[float]) -> str:
@@ -220,9 +220,9 @@ def times_table() -> str:
     lines = [
         [name, *(span(by_suite[head]) if head in by_suite else "-" for head in SUITES.values())]
         for name, by_suite in ratios.items()
-        if name != "+ featcal:plus"
+        if name != "+ featcal_plus"
     ]
-    return table(["seconds / those of featcal:plus", *SUITES.values()], lines)
+    return table(["seconds / those of featcal_plus", *SUITES.values()], lines)
 
 
 def costs(row: Row) -> list[str]:

@@ -10,7 +10,7 @@ from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.lab.report.charts import dots, svg
 from fusion_bench_featcal.results.intervals import SEEDS, Interval
 
-ROWS = {"task_arithmetic": "merged", "featcal": "featcal", "featcal:plus": "featcal:plus",
+ROWS = {"task_arithmetic": "merged", "featcal": "featcal", "featcal_plus": "featcal_plus",
         "experts": "experts"}  # fmt: skip
 FILE = ROOT / "docs" / "figures" / "accuracies.svg"
 

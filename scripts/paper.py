@@ -19,8 +19,8 @@ METHODS = {"+ Surgery": "surgery", "+ ProbSurgery": "prob_surgery", "+ FeatCal":
 B32 = "clip-vit-base-patch32_TA8"
 # Suite -> its comparison in docs/results, and the row with the paper's settings for its model.
 OURS = {"clip-vit-mini_TA6": ("grid", "featcal"),
-        "flan-t5-mini_TA6": ("flan-t5-mini", "featcal:paper_flan_t5"),
-        "llama-mini_TA6": ("llama-mini", "featcal:paper_llama_3b-targets")}  # fmt: skip
+        "flan-t5-mini_TA6": ("flan-t5-mini", "featcal_paper_flan_t5"),
+        "llama-mini_TA6": ("llama-mini", "featcal_paper_llama_3b-targets")}  # fmt: skip
 MERGED = "the merged model"
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not decided"
 
@@ -66,7 +66,7 @@ def averages_table() -> str:
         values = {(row["upstream"], row["name"]): 100 * row["accuracy"]["average"] for row in rows}
         experts = next(value for (_, name), value in values.items() if name == "experts")
         for merger in (merger for merger in MERGERS if (merger, merger) in values):
-            names = (merger, "surgery", "prob_surgery", featcal, "featcal:plus")
+            names = (merger, "surgery", "prob_surgery", featcal, "featcal_plus")
             cells = [f"{value:.1f}" for value in (*(values[merger, n] for n in names), experts)]
             lines.append([f"**{suite}**", merger, *cells])
     return table(["suite", "merger", "merged", *METHODS, "+ FeatCal+", "experts"], lines)
@@ -74,7 +74,7 @@ def averages_table() -> str:
 
 def samples_table() -> str:
     """Accuracy by samples per task over task arithmetic, the paper's and ours."""
-    names, ours = [*METHODS.values(), "featcal:plus"], _points("samples", "clip-vit-mini_TA6")
+    names, ours = [*METHODS.values(), "featcal_plus"], _points("samples", "clip-vit-mini_TA6")
     lines = []
     for count in (8, 16, 32, 64, 128, 256, 512):
         paper = [average(f"{B32} n={count}", name) for name in METHODS.values()]
@@ -107,7 +107,7 @@ def cost_table() -> str:
     lines = []
     for head, name in METHODS.items():
         metrics = ("seconds", "gpu_energy_wh", "peak_host_rss_gib")
-        cost = ours[name if name == "featcal" else f"{name}:recompute"]
+        cost = ours[name if name == "featcal" else f"{name}_recompute"]
         lines.append(
             [head, *(values[setting, "task_arithmetic", name, metric] for metric in metrics),
              f"{cost['seconds']:.1f}", f"{cost['peak_rss_bytes'] / 2**30:.2f}"]
@@ -161,7 +161,7 @@ OBSERVATIONS: dict[str, tuple[str, Sequence[tuple[Side, str, Side, float | None]
     "corruption": ("Table 6", [*_corruption()]),
     "sweep": ("Figure 5", [*_sweep()]),
     "ablation": ("Section 5", [
-        (("featcal:no_bias_no_norm", {}), "level with", ("featcal", {}), None)
+        (("featcal_no_bias_no_norm", {}), "level with", ("featcal", {}), None)
     ]),
 }  # fmt: skip
 

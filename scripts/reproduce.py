@@ -3,8 +3,8 @@
     python scripts/reproduce.py [--list] [--paper] [--out outputs/reproduce]
 
 `--paper` also runs the commands with weights and data from the Hugging Face hub. Finished parts
-stay: repeat the command to go on. A command that fails does not stop the others. In the end the
-paper's observations are printed beside the results.
+stay: repeat the command to go on. A command that fails does not stop the others.
+`featcal report FOLDER` prints the results of a sweep's cells.
 """
 
 import argparse
@@ -19,6 +19,10 @@ import paper
 ROOT = Path(__file__).resolve().parent.parent
 CLIP = ("clip-vit-mini_TA6",)
 TEXTS = ("flan-t5-mini_TA6", "llama-mini_TA6")
+KINDS = ",".join(
+    f"{{kind: {kind}, severity: 3}}" for kind in ("gaussian_noise", "motion_blur", "fog")
+)
+SEVERITIES = ",".join(f"{{kind: fog, severity: {number}}}" for number in range(1, 6))
 B32, L14 = "clip-vit-base-patch32", "clip-vit-large-patch14"
 
 
@@ -34,7 +38,8 @@ class Item(NamedTuple):
 
     def commands(self, pools: tuple[str, ...]) -> list[str]:
         """One command for each model pool."""
-        return [f"fusion_bench method={self.method} modelpool={pool}" for pool in pools]
+        multirun = "-m " if " " in self.method else ""
+        return [f"fusion_bench {multirun}method={self.method} modelpool={pool}" for pool in pools]
 
 
 ITEMS = (
@@ -44,23 +49,21 @@ ITEMS = (
     Item("texts", "Tables 3, 4, 14", "accuracy on FLAN-T5 and Llama", "compare", TEXTS,
          ("flan-t5-base_glue", "flan-t5-large_glue_lora", "mergebench_llama-3.2-3b-instruct",
           "mergebench_llama-3.1-8b-instruct")),
-    Item("cost", "Tables 5, 13", "seconds, GPU energy and host memory of the calibration",
-         "study/cost", CLIP, (f"{B32}_TA8",)),
-    Item("corruption", "Table 6", "corrupted calibration images, clean tests", "study/corruption",
-         CLIP, (f"{B32}_TA8",)),
-    Item("severity", "Figure 4", "the same by severity", "study/severity", CLIP, (f"{B32}_TA8",)),
-    Item("samples", "Table 12, Figure 3", "samples per task, from 8 to 512", "study/samples",
-         (*CLIP, *TEXTS), (f"{B32}_TA8",)),
-    Item("sweep", "Figure 5", "lambda, alpha and rho", "study/sweep", CLIP, (f"{B32}_TA8",)),
+    Item("samples", "Tables 5, 12, 13, Figure 3", "samples per task: accuracy and costs",
+         "compare method.samples_per_task=8,16,32,64,128,256,512", (*CLIP, *TEXTS),
+         (f"{B32}_TA8",)),
+    Item("corruption", "Table 6", "corrupted calibration images, clean tests",
+         f"compare 'method.calibration_corruption=null,{KINDS}'", CLIP, (f"{B32}_TA8",)),
+    Item("severity", "Figure 4", "the same by severity",
+         f"compare 'method.calibration_corruption={SEVERITIES}'", CLIP, (f"{B32}_TA8",)),
+    Item("sweep", "Figure 5", "lambda (alpha and rho: mix_alpha, anchor_rho)",
+         "compare +method.post_merging_methods.featcal.ridge_lambda=0.001,0.01,0.05,0.1,1,10", CLIP,
+         (f"{B32}_TA8",)),
     Item("diagnose", "Figures 1, 2, 6, 7",
          "drift by block, cosine to the experts, shares of variance (PCA)", "diagnose", CLIP,
          (f"{B32}_TA8",)),
-    Item("tasks", "not in the paper", "number of tasks", "study/tasks", ("clip-vit-mini_all8",),
-         (f"{B32}_TALL20",)),
-    Item("transfer", "not in the paper", "calibration images from another dataset",
-         "study/transfer", CLIP, (f"{B32}_TA8",)),
-    Item("ablation", "not in the paper", "parts of the method alone", "study/ablation",
-         (*CLIP, *TEXTS), (f"{B32}_TA8",)),
+    Item("tasks", "not in the paper", "number of tasks", "compare method.tasks=2,4,6,8",
+         ("clip-vit-mini_all8",), (f"{B32}_TALL20",)),
 )  # fmt: skip
 
 
@@ -80,7 +83,10 @@ def run(item: Item, pools: tuple[str, ...], out: Path) -> list[str]:
     failed = []
     for command, pool in zip(item.commands(pools), pools, strict=True):
         print(f"--- {item.source}: {command}", flush=True)
-        words = [*shlex.split(command), f"path.log_dir={out / item.name / pool}"]
+        folder = out / item.name / pool
+        words = [*shlex.split(command), f"path.log_dir={folder}"]
+        if "-m" in words:
+            words[-1:] = [f"hydra.sweep.dir={folder}", f"method.results_dir={folder / 'cells'}"]
         if subprocess.run(words, cwd=ROOT).returncode:
             failed.append(command)
     return failed
@@ -100,8 +106,6 @@ def main() -> None:
             print(f"# {item.source}: {item.content}", *item.commands(pools), sep="\n")
         else:
             failed += run(item, pools, options.out)
-    if not options.list:
-        print(paper.observations_part(options.out))
     if failed:
         sys.exit("\n".join(["failed:", *failed]))
 

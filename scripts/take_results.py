@@ -1,4 +1,4 @@
-"""Copy the results of demo-full, compare-full, diagnose and studies into docs/results."""
+"""Copy the results of demo-full, compare-full and diagnose into docs/results."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison_tables import RUNS
-from paper import RESULTS, ROOT
+from paper import RESULTS
 
 from fusion_bench_featcal.results.long_table import LINES_FILE
 
@@ -26,12 +26,6 @@ def take(folder: Path) -> None:
             row.setdefault("runs", len(row["seeds"]))
         kind = "runs" if name in RUNS else "comparison"
         _keep(content, kind, f"{name}.json")
-    for source in sorted(folder.glob("*/*/report.json")):
-        content = json.loads(source.read_text(encoding="utf-8"))
-        if content.get("kind") == "study":
-            suite, name = source.parts[-3:-1]
-            _keep(content, "studies", suite, f"{name}.json")
-            _draw(source.parent, f"{suite}-{name}")
     for source in sorted(folder.glob(f"*/{LINES_FILE}")):
         suite = source.parent.name
         if not diagnosis_of(source.parent):
@@ -39,17 +33,6 @@ def take(folder: Path) -> None:
         run = json.loads((source.parent / "report.json").read_text(encoding="utf-8"))
         _keep(run, "diagnosis", suite, "run.json")
         shutil.copyfile(source, RESULTS / "diagnosis" / suite / LINES_FILE)
-
-
-def _draw(study: Path, name: str) -> None:
-    """Draw a study's curves again if a page has them."""
-    from fusion_bench_featcal.lab.report import charts
-    from fusion_bench_featcal.lab.report.study import Study
-
-    folder = ROOT / "docs" / "figures" / "studies"
-    if (folder / f"{name}.svg").is_file():
-        (figure,) = Study.load(study).figures().values()
-        charts.save({name: figure}, folder, "--take")
 
 
 def _keep(content: Mapping[str, Any], *path: str) -> None:

@@ -2,7 +2,7 @@
 
 A generated part is between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. PARTS has its
 source. `--check` changes nothing and fails if a part is stale. `--take` first copies new results
-into docs/results from the folder of demo-full, compare-full, diagnose or studies.
+into docs/results from the folder of demo-full, compare-full or diagnose.
 
     python scripts/write_tables.py [--check] [--take outputs/compare-full]
 """

@@ -25,7 +25,7 @@ from fusion_bench_featcal.fusionbench import FeatCalJob, checked_choices, run_re
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image
 
-ROW = "featcal:mini"
+ROW = "featcal_mini"
 """The row of the preset, which is saved."""
 
 
@@ -170,8 +170,8 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"presets": {"weak": {"lambda": 1}}}, r"method\.presets\.weak\.lambda.*ridge_lambda"),
     ({"presets": {"weak": {"checkpoint_dir": "elsewhere"}}},
      r"presets\.weak\.checkpoint_dir.*method\.checkpoint_dir"),
-    ({"presets": {"weak": {}}, "save": "featcal:wek"},
-     r"method\.save must be .*featcal:weak.*'featcal:weak'\)"),
+    ({"presets": {"weak": {}}, "save": "featcal_wek"},
+     r"method\.save must be .*featcal_weak.*'featcal_weak'\)"),
 ]  # fmt: skip
 
 

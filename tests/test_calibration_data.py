@@ -10,7 +10,7 @@ import torch
 from calibrations import assert_identical
 from fusion_bench.modelpool import CLIPVisionModelPool
 from omegaconf import DictConfig, OmegaConf
-from sample_pools import Pool
+from sample_pools import TEXT_POOLS, Pool, text_batch
 from tiny_images import channels_first, picture
 from tiny_pools import AVERAGE
 from tiny_texts import TASKS, llama_model, sentences, with_data, word_tokenizer, write
@@ -18,6 +18,7 @@ from tiny_texts import TASKS, llama_model, sentences, with_data, word_tokenizer,
 import fusion_bench_featcal.compat  # noqa: F401
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.calibration_data import calibration_batches, draw_samples, samples_used
+from fusion_bench_featcal.tasks import corrupted
 
 # isort: split
 from fusion_bench.modelpool import CausalLMPool
@@ -59,6 +60,28 @@ def test_a_tasks_samples_do_not_depend_on_other_tasks_or_batches():
     assert numbers_of(pool, seed=43)["a"] != alone
     pool.val_dataset_names, pool.load_val_dataset = ["a"], lambda _: numbered(10)
     assert sorted(numbers_of(pool, calibration_split="val")["a"]) == list(range(10))
+
+
+def test_corrupted_samples_are_the_same_samples_corrupted() -> None:
+    rows = [{"image": picture(number)} for number in range(6)]
+    change: Any = {"kind": "gaussian_noise", "severity": 3}
+    pools = Pool(a=rows), Pool(a=corrupted(rows, *change.values(), seed=5, task="a"))
+
+    def pixels(pool: Pool, **changes: Any) -> torch.Tensor:
+        chosen = settings(samples_per_task=4, seed=5, **changes)
+        (batch,) = calibration_batches(pool, ["a"], chosen, channels_first)["a"]
+        return batch["pixel_values"]
+
+    changed = pixels(pools[0], calibration_corruption=change)
+    assert torch.equal(changed, pixels(pools[1]))
+    assert not torch.equal(changed, pixels(pools[0]))
+
+
+@pytest.mark.parametrize("kind", TEXT_POOLS)
+def test_texts_are_not_corrupted(kind: str) -> None:
+    with pytest.raises(CalibrationError, match=r"corruption changes images, and .* reads texts"):
+        change = {"kind": "fog", "severity": 1}
+        text_batch([{}], kind, calibration_corruption=change)
 
 
 def test_draw_is_the_same_on_every_machine():

@@ -29,7 +29,7 @@ def test_loggers_get_accuracies_settings_and_drift_and_one_may_fail(
 ):
     report, records = Report(suite="toy", upstream="task_arithmetic"), CalibrationLog()
     report.add_row("task_arithmetic", {"a": 0.5})
-    report.add_row("featcal:plus", {"a": 0.75}, settings={"ridge_lambda": 0.05})
+    report.add_row("featcal_plus", {"a": 0.75}, settings={"ridge_lambda": 0.05})
     for block, drift in (("first", 1.0), ("second", 2.0)):
         drifts = {"drift_before": 9.0, "drift_after": 9.0, "relative_drift_after": drift}
         records.add("task", {"block": block, "task": "a", **drifts})

@@ -1,4 +1,4 @@
-"""FeatCal+ with few or equal samples, its trust in samples, and ablations of the rules."""
+"""FeatCal+ with few or equal samples, and its trust in samples."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,6 @@ from torch import nn
 from tricky_models import biased, plain, stack_suite
 
 from fusion_bench_featcal import Plus
-from fusion_bench_featcal.lab.ablations import EqualWeights
 from fusion_bench_featcal.results.remarks import largest_update
 
 SAMPLES_ALONE: dict[str, Any] = {"rule": Plus(gamma=0.0)}
@@ -111,17 +110,3 @@ def test_samples_of_other_tasks_are_named_and_count_less(caplog: pytest.LogCaptu
         assert f"method.calibration_data.{task}" in message
     for name, value in calibrated_plus(suite).items():
         torch.testing.assert_close(result.model.get_parameter(name), value)
-
-
-def test_equal_weights_add_gram_matrices_as_they_are() -> None:
-    suite = stack_suite(plain, sizes=(9,))
-    rule = EqualWeights(ridge_lambda=0.5, mix_alpha=0.0, anchor_rho=1.0, eps=0.0)
-    name = "layers.0.only.weight"
-    rows = {t: suite.merged.get_submodule("embed")(batch) for t, (batch,) in suite.inputs.items()}
-    grams = {task: x.T @ x / len(x) for task, x in rows.items()}
-    pull = 0.5 * torch.stack([gram.norm() for gram in grams.values()]).mean()
-    right = pull * suite.merged.get_parameter(name)
-    right = right + sum(suite.experts[t].get_parameter(name) @ gram for t, gram in grams.items())
-    system = sum(grams.values()) + pull * torch.eye(4, dtype=torch.float64)
-    weight = run_fast(suite, rule=rule).model.get_parameter(name)
-    torch.testing.assert_close(weight, torch.linalg.solve(system, right.T).T)

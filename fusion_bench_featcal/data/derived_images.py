@@ -1,16 +1,12 @@
-"""Calibration data made of other datasets or of noise, for `_target_` in YAML."""
+"""Corrupted images of a dataset."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
-import numpy as np
 from PIL import Image, ImageOps
 
 from fusion_bench_featcal.data.computed_rows import ComputedRows
 from fusion_bench_featcal.data.corruptions import check_corruption, corrupt, random_of
 from fusion_bench_featcal.data.images import ImageItems, load_images
-from fusion_bench_featcal.data.tables import require_numbered
 from fusion_bench_featcal.setting_fields import is_integer
 
 
@@ -66,43 +62,6 @@ def corrupted(
         return item | {"image": corrupt(picture, corruption, severity, random)}
 
     return ComputedRows(len(items), make)
-
-
-def mixed(data: Sequence[Any]) -> ComputedRows:
-    """Interleave the items of several datasets of images or of texts.
-
-    Returns:
-        As many items of each dataset as the smallest has.
-
-    Raises:
-        ValueError: If there are none.
-        CalibrationError: If one of them has no length or no numbered items.
-    """
-    if isinstance(data, str | Mapping) or not len(data):
-        raise ValueError(f"data of mixed datasets must be a list of datasets, got {data!r}")
-    for number, rows in enumerate(data):
-        require_numbered(rows, f"mixed dataset {number}")
-    total = len(data) * min(map(len, data))
-    return ComputedRows(total, lambda index: data[index % len(data)][index // len(data)])
-
-
-class NoiseImages(ComputedRows):
-    """Images of independent uniform pixels."""
-
-    def __init__(self, number: int = 1000, size: int = 224, seed: int = 42, task: str = "") -> None:
-        """Define `number` RGB images of `size` pixels a side, seeded by `seed` and `task`.
-
-        Raises:
-            ValueError: If number or size is not an integer >= 1.
-        """
-        _check_integer("number of noise images", number, 1)
-        _check_integer("size of noise images", size, 1)
-        super().__init__(number, partial(_noise_item, size, (seed, task)))
-
-
-def _noise_item(size: int, seed: tuple[int, str], index: int) -> dict[str, Any]:
-    pixels = random_of(*seed, index).integers(0, 256, (size, size, 3), dtype=np.uint8)
-    return {"image": Image.fromarray(pixels)}
 
 
 def _check_integer(name: str, value: Any, least: int) -> None:

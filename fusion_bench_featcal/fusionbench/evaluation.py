@@ -75,7 +75,7 @@ def evaluate(
         if loaders is not None:
             pool.test_dataloaders = loaders
     for report in _reports(log_dir) - earlier:
-        target = report.parent / "evaluations" / f"{name.replace(':', '_').replace('/', '_')}.json"
+        target = report.parent / "evaluations" / f"{name.replace('/', '_')}.json"
         target.parent.mkdir(exist_ok=True)
         report.replace(target)
     accuracy = {

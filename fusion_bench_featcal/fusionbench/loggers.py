@@ -65,7 +65,7 @@ def _collect(
         for task, value in accuracies.items():
             steps[0][name(row, *["accuracy"] * (task != AVERAGE), task)] = float(value)
     for file in sorted(folder.glob(f"{CALIBRATION_LOG}*.jsonl")) if folder else ():
-        row = FEATCAL + file.stem.removeprefix(CALIBRATION_LOG).replace(".", ":", 1)
+        row = FEATCAL + file.stem.removeprefix(CALIBRATION_LOG).replace(".", "_", 1)
         records = drift_records(file) if row in report.settings else []  # excludes an earlier run's
         blocks = list(dict.fromkeys(record["block"] for record in records))
         for record in records:

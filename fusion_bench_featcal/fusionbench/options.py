@@ -56,7 +56,7 @@ class RunSettings(MergedBy):
     save: str = setting(
         FEATCAL,
         "Row to save and return.",
-        accepts=f"{FEATCAL}, {FEATCAL}:<preset> or {MERGED}",
+        accepts=f"{FEATCAL}, {FEATCAL}_<preset> or {MERGED}",
         group="the run",
     )
     presets: Mapping[str, Any] | None = setting(
@@ -165,7 +165,7 @@ def checked_choices(
         checked = {name: preset for name, preset in checked.items() if preset != settings}
     if (folder := settings.checkpoint_dir) is not None:
         checked = {n: p.replace(checkpoint_dir=f"{folder}/preset-{n}") for n, p in checked.items()}
-    rows = [FEATCAL, *(f"{FEATCAL}:{name}" for name in checked), MERGED]
+    rows = [FEATCAL, *(f"{FEATCAL}_{name}" for name in checked), MERGED]
     if save not in rows:
         raise ValueError(
             f"method.save must be a row that this run makes, of {', '.join(rows)}, got {save!r}"

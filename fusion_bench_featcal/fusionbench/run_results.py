@@ -128,7 +128,7 @@ class RunResults:
         cost: Cost,
         base_method: Any,
     ) -> None:
-        """Save and evaluate the model of row `featcal` or `featcal:<preset>`, and keep its log."""
+        """Save and evaluate the model of row `featcal` or `featcal_<preset>`, and keep its log."""
         if self._log_dir is not None:
             preset = file_suffix(name)
             result.log.write(self._log_dir / f"calibration_log{preset}.jsonl")

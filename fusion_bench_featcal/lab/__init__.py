@@ -1,4 +1,4 @@
-"""Comparisons, studies, diagnoses and reports, which nothing else of the package imports."""
+"""Comparisons, diagnoses and reports, which nothing else of the package imports."""
 
 from typing import TYPE_CHECKING
 

@@ -30,17 +30,10 @@ POWER_EVERY_SECONDS = 0.1
 _JOULES_PER_WATT_HOUR = 3_600
 
 # Model properties in a comparison, in addition to the costs measured here.
-SETTINGS_TRIED = "settings_tried"
-CHOSEN = "settings_chosen"
 TOTAL_SECONDS = "seconds_with_merger"
-UNSEEN = "unseen_average"
-UNSEEN_GAIN = "unseen_gain"
-UNSEEN_TASKS = "unseen_tasks"
 TASK_ID = "task_id_at_inference"
 MODULES_ADDED = "modules_added"
 PARAMETERS_ADDED = "parameters_added"
-SECONDS_PER_SAMPLE = "inference_seconds_per_sample"
-RELATIVE_SECONDS = "inference_seconds_relative"
 
 PACKAGES = (
     "fusion-bench-featcal", "fusion-bench", "torch", "transformers", "lightning", "hydra-core",

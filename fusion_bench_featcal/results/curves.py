@@ -11,7 +11,7 @@ from fusion_bench_featcal.json_files import json_lines, read_lines
 from .long_table import FEATCAL
 from .schema import NUMBER, check_types
 
-# The log of `featcal` has this stem. The log of `featcal:<preset>` adds `.<preset>`.
+# The log of `featcal` has this stem. The log of `featcal_<preset>` adds `.<preset>`.
 CALIBRATION_LOG = "calibration_log"
 CURVES_FILE = "training_curves.jsonl"
 MOMENTS = ("before", "after")
@@ -84,7 +84,7 @@ def load_curves(directory: str | Path) -> dict[str, Curves]:
 def calibration_logs(run: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
     """Yield each calibrated row of a run, with its records of drift and of held-out drift."""
     for log in sorted(run.glob(f"{CALIBRATION_LOG}*.jsonl")):
-        row = FEATCAL + log.stem.removeprefix(CALIBRATION_LOG).replace(".", ":", 1)
+        row = FEATCAL + log.stem.removeprefix(CALIBRATION_LOG).replace(".", "_", 1)
         yield row, drift_records(log), held_out_records(log)
 
 

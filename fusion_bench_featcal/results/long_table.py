@@ -32,7 +32,8 @@ DIMENSIONS = ("suite", "merger", "row", "task", "block", "class", "seed", "metri
 """Columns of every table in addition to `value`. A dimension that does not apply is empty."""
 
 Line = dict[str, Any]
-"""Dimension -> name, and `value` -> number. Labels of a study's point are further dimensions."""
+"""Dimension -> name, and `value` -> number. Settings that differ between runs are
+further dimensions."""
 Row = Mapping[str, float]
 """Task (and `average`) -> accuracy."""
 RowKey = tuple[str, str | None, str]
@@ -40,8 +41,8 @@ RowKey = tuple[str, str | None, str]
 
 
 def file_suffix(row: str) -> str:
-    """Return the ending of a FeatCal row's file names: `.plus` for `featcal:plus`."""
-    return row.removeprefix(FEATCAL).replace(":", ".")
+    """Return the ending of a FeatCal row's file names: `.plus` for `featcal_plus`."""
+    return row.removeprefix(FEATCAL).replace("_", ".", 1)
 
 
 def merged_by(merger: str | None) -> str:

@@ -46,7 +46,7 @@ class Provenance:
             ReportError: If there is neither file, or it is damaged.
         """
         file = folder / PROVENANCE
-        row = FEATCAL if preset is None else f"{FEATCAL}:{preset}"
+        row = FEATCAL if preset is None else f"{FEATCAL}_{preset}"
         if file.is_file() and preset is not None:
             raise ReportError(f"{folder} is a saved model, which has one row: leave out --preset")
         if not file.is_file():

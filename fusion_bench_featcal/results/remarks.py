@@ -168,9 +168,10 @@ def featcal_program() -> str:
     )
 
 
-def closing_lines_of_a_comparison(folder: Path) -> list[str]:
+def closing_lines_of_a_comparison(folder: Path, cells: Path) -> list[str]:
     """Return the last lines of `method=compare`, which saves no model."""
     return [
+        f"finished cells, of earlier commands too: featcal report {shlex.quote(str(cells))}",
         "compare saves no model; run a method by itself for that:",
         "  method=featcal merged_model_save_path=DIR",
         *next_lines(folder),

@@ -44,7 +44,7 @@ def finite_losses(loss: Mapping[str, float | None]) -> tuple[dict[str, float], d
 class RunRows:
     """Results of one run and their conditions.
 
-    Rows are named `base`, `experts`, by the upstream merger, `featcal` and `featcal:<preset>`, or
+    Rows are named `base`, `experts`, by the upstream merger, `featcal` and `featcal_<preset>`, or
     by another method.
     """
 
@@ -63,7 +63,7 @@ class RunRows:
     seeds: dict[str, int | None] = field(default_factory=dict)
     """Seeds by purpose, for example {"calibration": 42}."""
     labels: dict[str, Any] = field(default_factory=dict)
-    """Labels of the study's point that the run belongs to, such as {"samples_per_task": 8}."""
+    """Settings that differ between runs in one table, such as {"samples_per_task": 8}."""
     test_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Task -> {"items": number of test items, ...}, which is equal for comparable runs."""
     versions: dict[str, str] = field(default_factory=dict)

@@ -12,7 +12,6 @@ from .measures import mean
 SCHEMA = 2
 KIND = "run"
 COMPARISON_KIND = "comparison"
-STUDY_KIND = "study"
 # Accuracies are rounded to float32 on their way into a report.
 TOLERANCE = 1e-5
 
@@ -53,7 +52,6 @@ _FAILED_CELL = {
     "name": str,
     "reason": str,
     "seed": int | None,
-    "point": str,
 }
 COMPARISON = {
     "!": ("suite", "rows", "failed"),
@@ -61,18 +59,6 @@ COMPARISON = {
     "runs": [str],
     "failed": [_FAILED_CELL],
     "rows": [_COMPARISON_ROW],
-}
-
-STUDY = {
-    "!": ("kind", "name", "suite", "runs", "failed", "over", "against", "columns"),
-    "kind": str,
-    "name": str,
-    "suite": str,
-    "runs": [str],
-    "failed": [_FAILED_CELL],
-    "over": [str],
-    "against": {"*": [str]},
-    "columns": [str],
 }
 _OPTIONAL = {"loss", "labels"}  # earlier reports lack them
 _DERIVED = {"kind", "schema", "tasks", "recovered_gap", "recovered_gap_per_task"}

@@ -95,7 +95,6 @@ class FailedCell:
     name: str  # of the cell, or `none` if the merger itself failed
     reason: str
     seed: int | None = None  # of the comparison, None if unknown
-    point: str = ""  # of a study, in words
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,11 +38,6 @@ class Lot(MergingRule):
         ge=0,
         le=1,
     )
-    outside: bool = setting(
-        False,
-        "Solve linear layers, convolutions and LayerNorms outside the blocks, too. Image models "
-        "only.",
-    )
     calibrate_norm = True
 
     @property

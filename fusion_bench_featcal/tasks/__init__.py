@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fusion_bench_featcal.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from fusion_bench_featcal.data.derived_images import NoiseImages, corrupted, mixed
+    from fusion_bench_featcal.data.derived_images import corrupted
     from fusion_bench_featcal.data.images import load_images
     from fusion_bench_featcal.tasks.clip_pool import ClipTaskPool
     from fusion_bench_featcal.tasks.harness import LMEvalTaskPool
@@ -19,14 +19,12 @@ if TYPE_CHECKING:
 __all__ = [
     "ClipTaskPool",
     "LMEvalTaskPool",
-    "NoiseImages",
     "OpenClipTaskPool",
     "TextTaskPool",
     "corrupted",
     "load_chats",
     "load_glue",
     "load_images",
-    "mixed",
 ]
 
 __getattr__ = lazy_names(
@@ -34,13 +32,11 @@ __getattr__ = lazy_names(
     {
         "ClipTaskPool": ".clip_pool",
         "LMEvalTaskPool": ".harness",
-        "NoiseImages": "..data.derived_images",
         "OpenClipTaskPool": ".open_clip",
         "TextTaskPool": ".text_pool",
         "corrupted": "..data.derived_images",
         "load_chats": ".text_rows",
         "load_glue": ".text_rows",
         "load_images": "..data.images",
-        "mixed": "..data.derived_images",
     },
 )

@@ -1,4 +1,4 @@
-"""Grids that are made of keys, and grids that are refused before anything is loaded."""
+"""Rows that are made of keys, and rows that are refused before anything is loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -8,52 +8,58 @@ from comparison_parts import MERGERS, Scale, comparison, method, model_pool
 from tiny_pools import refusing
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.lab.compare import FeatCal
+from fusion_bench_featcal.lab.compare.grid import Cell, cells_of
+from fusion_bench_featcal.lab.rivals import FeatCal
 
 AVERAGE, ARITHMETIC = MERGERS.values()
 METHODS, UPSTREAM = "post_merging_methods", "upstream_mergers"
-FEATCAL = {"_target_": "fusion_bench_featcal.lab.compare.FeatCal", "seed": 3}
-CORRECTION = {"_target_": "fusion_bench_featcal.lab.compare.FeatureCorrection"}
+FEATCAL = {"_target_": "fusion_bench_featcal.lab.rivals.FeatCal", "seed": 3}
+SURGERY = {"_target_": "fusion_bench_featcal.lab.rivals.Surgery"}
 WUDI = {"_target_": "fusion_bench.method.WUDIMerging", "iter_num": 3}
 
 
-def grid(suite: Any = None, **choices: Any) -> Any:
+def cells(suite: Any = None, **choices: Any) -> list[Cell]:
     choices = {METHODS: {"double": method(Scale)}} | choices
-    return comparison(Path("never"), **choices).grid({"featcal": suite or {}})
+    return cells_of(comparison(Path("never"), **choices).settings, suite or {})
+
+
+def titles(*args: Any, **choices: Any) -> list[str]:
+    return [cell.title for cell in cells(*args, **choices)]
 
 
 def test_everything_is_run_unless_chosen_or_set_to_null() -> None:
     methods = {"double": method(Scale), "null": None}
-    whole = grid(mergers_alone={"alone": AVERAGE}, post_merging_methods=methods)
-    cells = {merger.name: whole.cells_of(merger) for merger in whole.mergers}
-    assert cells == {**{name: ["none", "double"] for name in MERGERS}, "alone": ["none"]}
-    assert whole.references == ["base", "experts"] and len(whole) == 7
-    chosen = grid(upstreams=["task_arithmetic"], post_merging=["double"], references=[])
-    assert len(chosen) == 2
+    whole = titles(mergers_alone={"alone": AVERAGE}, post_merging_methods=methods)
+    over = [title for name in MERGERS for title in (name, f"{name}+double")]
+    assert whole == ["base", "experts", *over, "alone"]
+    chosen = titles(upstreams=["task_arithmetic"], post_merging=["none", "double"], references=[])
+    assert chosen == ["task_arithmetic", "task_arithmetic+double"]
 
 
-def test_presets_of_the_suite_are_cells() -> None:
-    cells = grid({"presets": {"mini": {"mix_alpha": 0.5}}}, **{METHODS: {"featcal": FEATCAL}}).cells
-    assert list(cells) == ["featcal", "featcal:mini"] and isinstance(cells["featcal:mini"], FeatCal)
-    assert [cells["featcal:mini"].settings[key] for key in ("mix_alpha", "seed")] == [0.5, 3]
+def test_presets_of_the_suite_are_rows() -> None:
+    suite = {"presets": {"mini": {"mix_alpha": 0.5}}}
+    methods = {c.row: c.method for c in cells(suite, **{METHODS: {"featcal": FEATCAL}}) if c.method}
+    assert list(methods) == ["featcal", "featcal_mini"]
+    assert isinstance(methods["featcal_mini"], FeatCal)
+    assert [methods["featcal_mini"].settings[key] for key in ("mix_alpha", "seed")] == [0.5, 3]
 
 
 def test_a_pool_leaves_entries_out_and_sets_others() -> None:
     choices: Any = {
-        "upstream_mergers": {"wudi": WUDI, "ties": None, **MERGERS},
+        "upstream_mergers": {"wudi": WUDI, "ties": None, **MERGERS}, "references": [],
         "post_merging_methods": {"scale": method(Scale), "twice": method(Scale)},
-    }
+    }  # fmt: skip
     changed = {"wudi": {"exclude_keys": ["head"]}, "ties": {"a": 1}, "absent": {"a": 1}}
     leave_out = {"twice": "it is too much", "simple_average": "it is too plain"}
     suite = {"compare": {"leave_out": leave_out, "upstream_mergers": changed}}
-    result = grid(suite, **choices)
-    assert [merger.name for merger in result.mergers] == ["wudi", "task_arithmetic"]
-    assert result.mergers[0].config == WUDI | {"exclude_keys": ["head"]}
-    assert list(result.cells) == ["scale"]
-    assert list(grid(suite, **choices, post_merging=["twice"]).cells) == ["twice"]
-    assert list(grid(**choices, leave_out={"scale": "it is slow"}).cells) == ["twice"]
+    first, *rest = cells(suite, **choices)
+    assert first.merger and first.merger.config == WUDI | {"exclude_keys": ["head"]}
+    titles_of_rest = [cell.title for cell in rest]
+    assert titles_of_rest == ["wudi+scale", "task_arithmetic", "task_arithmetic+scale"]
+    assert "wudi+twice" in titles(suite, **choices, post_merging=["twice"])
+    assert "wudi+scale" not in titles(**choices, leave_out={"scale": "it is slow"})
     with pytest.raises(ValueError, match=r"modelpool\.featcal\.compare: \['upstream'\] unknown"):
-        grid({"compare": {"upstream": {}}})
+        cells({"compare": {"upstream": {}}})
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -61,8 +67,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # names
     ({"post_merging": ["duoble"]}, r"method\.post_merging: 'duoble' is unknown.*: 'double'"),
     ({"upstreams": ["ties"]}, r"method\.upstreams: 'ties' is unknown.*task_arithmetic"),
-    ({UPSTREAM: {"../x": AVERAGE}}, r"upstream_mergers: '\.\./x' cannot name a file"),
-    ({"upstreams": []}, r"the grid is empty"),
+    ({UPSTREAM: {"../x": AVERAGE}}, r"upstream_mergers\.\.\./x: the name is that of a folder"),
+    ({UPSTREAM: {"double": AVERAGE}}, r"'double' names two rows"),
+    ({"upstreams": []}, r"there is nothing to run"),
+    ({"tasks": ["rihgt"]}, r"method\.tasks: 'rihgt' is unknown.*'right'"),
+    ({"tasks": 3}, r"method\.tasks=3, but the pool has 2 tasks"),
     # entries
     ({UPSTREAM: {"x": "task_arithmetic"}}, r"\+method@method\.upstream_mergers\.x="),
     ({UPSTREAM: {"x": {"_target_": "no_such.Merger"}}}, r"mergers\.x.*=no_such\.Merger cannot be"),
@@ -72,8 +81,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {METHODS: {"x": FEATCAL | {"ridge_lamda": 1}}},
         r"ing_methods\.x.*ridge_lamda.*'ridge_lambda'",
     ),
-    ({METHODS: {"x": CORRECTION | {"method": "surgry"}}}, r"must be one of surgery.*: 'surgery'"),
-]
+    ({METHODS: {"x": SURGERY | {"rank": 0}}}, r"post_merging_methods\.x\.rank must be an integer"),
+    ({METHODS: {"x": AVERAGE}}, r"is no post-merging method: it lacks"),
+    ({METHODS: {"x": FEATCAL | {"calibration_corruption": {"kind": "frog", "severity": 3}}}},
+     r"x\.calibration_corruption must be null or \{kind: \.\.\., severity"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("choices", "message"), REFUSED)
@@ -85,6 +97,12 @@ def test_wrong_choices_are_named_before_anything_is_loaded(
         comparison(tmp_path, **choices).run(refusing(model_pool()))
     text = str(caught.value)
     assert "\n" not in text and len(text) < 600 and not (tmp_path / "results").exists()
+
+
+def test_all_wrong_names_are_refused_at_once() -> None:
+    wrong: Any = {"upstreams": ["ties"], "post_merging": ["duoble"], METHODS: {"double": {"a": 1}}}
+    with pytest.raises(ValueError, match=r"(?s)upstreams: 'ties'.*post_merging: 'duoble'"):
+        cells(**wrong)
 
 
 def test_a_comparison_saves_no_model(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from configs import composed
 from hydra.utils import instantiate
 from tiny_texts import MAKERS, TASKS, sentences, text_pool, text_tokenizer
 
-from fusion_bench_featcal.lab.compare import inference
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.tasks import TextTaskPool
 
@@ -19,10 +18,7 @@ SUITES = {"seq2seq": "flan-t5-mini_TA6", "causal": "llama-mini_TA6"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(MAKERS))
-def test_the_default_grid_of_language_pools_has_no_failing_cell(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inference, "REPEATS", 1)
+def test_the_default_grid_of_language_pools_has_no_failing_cell(kind: str, tmp_path: Path) -> None:
     few = ["samples_per_task=10", "steps=2", "upstream_mergers.wudi.iter_num=2"]
     # One merger more would run the same cells again.
     few += [f"results_dir={tmp_path}/cells", "upstreams=[task_arithmetic,wudi]"]
@@ -37,13 +33,12 @@ def test_the_default_grid_of_language_pools_has_no_failing_cell(
     results = tmp_path / "cells"
     assert json.loads((results / "report.json").read_text())["failed"] == []
     report = Report.load(results / "wudi")
-    expected = {"ridge_surgery", "featcal", "featcal:paper_flan_t5", "anchor_only"}
+    expected = {"ridge_surgery", "featcal", "featcal_paper_flan_t5"}
     for name in ("surgery", "prob_surgery"):
-        expected |= {name, f"{name}:calibration"}
+        expected |= {name, f"{name}_calibration"}
     assert expected <= set(report.rows) and "surgery_v2" not in report.rows
     costs = [report.cost["ridge_surgery"][k] for k in ("modules_added", "task_id_at_inference")]
     assert costs == [len(TASKS), "yes"]
-    assert isinstance(report.cost["featcal"]["inference_seconds_per_sample"], float)
     for alone in ("regmean", "regmean_plusplus", "lot"):
         assert alone in Report.load(results / alone).rows
     assert not (results / "adamerging").exists()

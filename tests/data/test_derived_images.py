@@ -12,7 +12,7 @@ from tiny_images import picture
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.suites import image
-from fusion_bench_featcal.tasks import NoiseImages, corrupted, mixed
+from fusion_bench_featcal.tasks import corrupted
 
 CORRUPTIONS = ("gaussian_noise", "motion_blur", "fog")
 PICTURES: list[dict[str, Any]] = [{"image": picture(n), "label": n} for n in range(6)]
@@ -105,11 +105,3 @@ def test_yaml_corrupts_a_pools_data():
     rows: Any = instantiate(OmegaConf.create(fog))
     expected = corrupted(image.load_split("mini_greek", "train"), "fog", 3)
     assert bytes_of(rows, 7) == bytes_of(expected, 7)
-
-
-def test_mixed_sets_are_interleaved_in_equal_numbers():
-    noise = NoiseImages(number=4, size=8)
-    rows: Any = mixed([PICTURES, noise, PICTURES[::-1]])
-    assert len(list(rows)) == 12
-    expected = [bytes_of(PICTURES, 1), bytes_of(noise, 1), bytes_of(PICTURES, 4)]
-    assert [bytes_of(rows, n) for n in (3, 4, 5)] == expected

@@ -75,7 +75,7 @@ def test_all_metrics_with_one_row_and_one_expert_in_memory(
     lines = diagnosed(tiny_pool(models), LabelledPool(), presets={"one": {"ridge_lambda": 0.5}})
     # At most the row, the expert, the merged model and the one that is returned.
     assert whole[0] == 3 and max(whole) <= 4 and len(whole) == 8, whole
-    assert rows_of(lines) == ["base", MERGER, "featcal", "featcal:one"]
+    assert rows_of(lines) == ["base", MERGER, "featcal", "featcal_one"]
     assert set(means(where(lines, metric="items", class_=""), "task").values()) == {6}
     assert len(means(lines, "row", "task", "block", "class", "metric")) == len(lines)
     counts = Counter(line["metric"] for line in where(lines, row="featcal", class_=""))
@@ -142,7 +142,7 @@ def test_the_command(tmp_path: Path) -> None:
     log = tmp_path / "log"
     result = fusion_bench(["method=diagnose", *words, f"path.log_dir={log}"], tmp_path)
     lines = read_lines(log / LINES_FILE)
-    assert rows_of(lines) == ["base", MERGER, "featcal", "featcal:plus"]
+    assert rows_of(lines) == ["base", MERGER, "featcal", "featcal_plus"]
     report = json.loads((log / "report.json").read_text())
     for row, accuracies in report["rows"].items():  # the report's rows are the measured ones
         values = means(where(lines, row=row, metric="accuracy", class_=""), "task")

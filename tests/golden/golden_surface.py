@@ -35,15 +35,11 @@ def names() -> dict[str, Any]:
 
 
 def configs() -> dict[str, Any]:
-    """Every YAML with its composed keys: of methods with their values, of studies what is new."""
+    """Every YAML with its composed keys, those of methods with their values."""
     contents: dict[str, Any] = {}
     configs: Any = {o: OmegaConf.to_container(c, resolve=False) for o, c in own_configs().items()}
-    compare = configs["method/compare"]["method"]
     for option, config in configs.items():
         contents[option] = config if option.startswith("method/") else _keys(config)
-        if option.startswith("method/study/"):
-            study = config["method"]["study"].items()
-            contents[option] = {key: value for key, value in study if value != compare.get(key)}
     return contents
 
 

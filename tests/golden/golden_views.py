@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reports import GOLDEN, LEVELS, Page, featcal, leave_lines, leave_run, leave_study, patch
+from reports import GOLDEN, LEVELS, Page, featcal, leave_lines, leave_run, patch
 
 # Story -> words of `report`. Files that it writes are read too.
 STORIES = {
@@ -20,7 +20,6 @@ STORIES = {
     "losses": ["losses", "--out", "written/losses"],
     "many": ["many"],
     "diagnosis": ["diagnosis", "--out", "written/diagnosis", "--html", "written/diagnosis.html"],
-    "study": ["study", "--out", "written/study"],
 }
 NOTES = {
     "ties": {"kind": "below", "text": "dtd ends below it: featcal -1.0", "task": "dtd"},
@@ -50,15 +49,14 @@ def leave_stories(folder: Path) -> None:
         versions = {"torch": f"2.{seed}", "org/model": "aa"}
         leave_run(folder / "losses" / str(seed), seed=seed, loss=loss, versions=versions)
     tasks = [f"oxford_flowers{number}" for number in range(9)]
-    leave_run(folder / "many", LEVELS | {"featcal:preset": 0.6}, tasks)
+    leave_run(folder / "many", LEVELS | {"featcal_preset": 0.6}, tasks)
     leave_lines(leave_run(folder / "diagnosis"), diagnosis_lines())
-    leave_study(folder / "study")
 
 
 def diagnosis_lines() -> Iterator[dict[str, Any]]:
     """A diagnosis in which rows have known drift and known distances to the expert."""
     key = {"suite": "toy", "merger": "task_arithmetic"}
-    sizes = {"featcal": 0.1, "featcal:plus": 0.05, "task_arithmetic": 0.2, "base": 0.3}
+    sizes = {"featcal": 0.1, "featcal_plus": 0.05, "task_arithmetic": 0.2, "base": 0.3}
     for task, far in (("toy_one", 0.1), ("toy_two", 0.2)):
         for row, size in sizes.items():
             one = key | {"row": row, "task": task}

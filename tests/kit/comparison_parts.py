@@ -1,8 +1,6 @@
 """A comparison small enough to run in milliseconds: one-layer models, a task pool, methods."""
 
 import gc
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,10 @@ import pytest
 import torch
 from fusion_bench import BaseModelPool, BaseTaskPool
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_featcal.lab.compare import ComparisonAlgorithm
+from fusion_bench_featcal.results.cells import SUFFIX
 
 TASKS = ("left", "right")
 ITEMS = 20
@@ -95,28 +93,6 @@ class FakeProgram:
         return instantiate(config, _recursive_=False)
 
 
-class ConfiguredProgram(FakeProgram):
-    """A program whose method and pools are named by its config."""
-
-    def __init__(self, method: Any, modelpool: Any, taskpool: Any, **more: Any) -> None:
-        super().__init__(self._instantiate_and_setup(taskpool))
-        self._modelpool, self._method = modelpool, method
-        entries = {"method": method, "modelpool": modelpool, "taskpool": taskpool}
-        target = {"_target_": "comparison_parts.ConfiguredProgram", "_recursive_": False}
-        self.config: Any = OmegaConf.create(target | entries)
-
-    def _instantiate_and_setup(self, config: Any, compat_load_fn: str | None = None) -> Any:
-        instance = super()._instantiate_and_setup(config, compat_load_fn)
-        if hasattr(instance, "_program"):
-            instance._program = self
-        return instance
-
-    def run(self) -> None:
-        """Run as FusionBench's program does."""
-        pool = self._instantiate_and_setup(self._modelpool)
-        self._instantiate_and_setup(self._method).run(pool)
-
-
 class Scale:
     """Multiplies every weight."""
 
@@ -152,24 +128,8 @@ class Failing(Scale):
         return merged
 
 
-class Deadly(Scale):
-    """Kills its process so many times."""
-
-    def __init__(self, folder: str, deaths: int = 1) -> None:
-        super().__init__()
-        self._folder, self._deaths = Path(folder), deaths
-
-    def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
-        for death in range(self._deaths):
-            file = self._folder / f"death-{self._deaths}-{death}"
-            if not file.exists():
-                file.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-        return merged
-
-
 class Head(Scale):
-    """Adds six parameters, needs to know the task, and trains on test items: on all of `right`."""
+    """Adds six parameters, and needs to know the task."""
 
     def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
         head = nn.Linear(2, 2)
@@ -177,7 +137,6 @@ class Head(Scale):
         nn.init.zeros_(head.bias)
         model: Any = nn.Sequential(merged, head)
         model.is_surgery_model, model.curves = True, {"left": [(0, 2.0), (20, 1.0)]}
-        model.fitted_items = {"left": ([0, 3, 4], ITEMS), "right": ([*range(ITEMS)], ITEMS)}
         return model
 
     def added(self, model: nn.Module) -> dict[str, int]:
@@ -185,9 +144,8 @@ class Head(Scale):
 
 
 def finished_cells(folder: Path) -> dict[str, int]:
-    """Cells that are finished, and the times at which their results were written."""
-    files = folder.glob("cells/*/result.json")
-    return {file.parent.name: file.stat().st_mtime_ns for file in files}
+    """Cells that are finished, and the times at which their files were written."""
+    return {file.name: file.stat().st_mtime_ns for file in folder.glob(f"*{SUFFIX}")}
 
 
 def method(kind: type, **settings: Any) -> dict[str, Any]:

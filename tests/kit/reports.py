@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.cells import SUFFIX, CellResult, save_cell
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "runs"
 LEVELS = {"base": 0.3, "experts": 0.9, "task_arithmetic": 0.6, "featcal": 0.75}
@@ -115,19 +116,25 @@ def leave_flags(folder: Path, rows: Mapping[str, Mapping[str, np.ndarray]], **mo
     return report.write(folder).parent
 
 
-def leave_study(folder: Path) -> Path:
-    """Write a study of two numbers of samples, with two seeds each."""
+def leave_cells(folder: Path) -> Path:
+    """Write cells of a comparison with two numbers of samples and two seeds."""
+    folder.mkdir(parents=True)
+    for row, level in (("experts", 0.9), ("ties", 0.5)):
+        leave_cell(folder, row, level, merger="" if row == "experts" else "ties")
     for samples in (8, 64):
         for seed in (1, 2):
-            levels = {"experts": 0.9, "ties": 0.5, "featcal": 0.6 + samples / 1000 + seed / 100}
-            labels = {"samples_per_task": samples}
-            point = folder / "points" / f"{samples}-{seed}"
-            leave_run(point, levels, upstream="ties", seed=seed, labels=labels)
-    points = sorted(str(path.relative_to(folder)) for path in folder.glob("points/*"))
-    study = {"kind": "study", "schema": 2, "name": "samples", "suite": "toy", "runs": points}
-    study |= {"failed": [], "over": [], "against": {}, "columns": [], "points": []}
-    (folder / "report.json").write_text(json.dumps(study))
+            settings = {"samples_per_task": samples, "seed": seed}
+            level = 0.6 + samples / 1000 + seed / 100
+            leave_cell(folder, "featcal", level, settings=settings, seed=seed)
     return folder
+
+
+def leave_cell(folder: Path, row: str, level: float, **more: Any) -> None:
+    """Write one cell, with the same accuracy on every task."""
+    accuracy: dict[str, float] = {"cars": level, "dtd": level}
+    name = "-".join(map(str, (row, *(more.get("settings") or {}).values())))
+    fields: dict[str, Any] = {"suite": "toy", "merger": "ties"} | more
+    save_cell(folder / f"{name}{SUFFIX}", CellResult(row=row, accuracy=accuracy, **fields))
 
 
 def leave_lines(folder: Path, lines: Iterable[Mapping[str, Any]]) -> Path:

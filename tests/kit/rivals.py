@@ -29,10 +29,8 @@ def generator(seed: int, task: str, purpose: str) -> torch.Generator:
 
 def trained_by_hand(features: Mapping[str, tuple[Tensor, Tensor]], method: Any) -> dict[str, Any]:
     """Modules `task -> (down, up)` and losses, from features `[n, d]` of merged and expert."""
-    shared = getattr(method, "shared", False)
-    module_of = {task: "shared" if shared else task for task in features}
     width = next(iter(features.values()))[0].shape[1]
-    modules = {name: _start(name, width, method) for name in {*module_of.values()}}
+    modules = {task: _start(task, width, method) for task in features}
     positions = {
         task: _batches(len(merged), method, task) for task, (merged, _) in features.items()
     }
@@ -40,17 +38,17 @@ def trained_by_hand(features: Mapping[str, tuple[Tensor, Tensor]], method: Any) 
     losses: dict[str, list[float]] = {task: [] for task in features}
     make_adam = partial(torch.optim.Adam, lr=method.learning_rate)
     joint = make_adam([weight for weights in modules.values() for weight in weights])
-    alone = {task: make_adam(modules[module_of[task]]) for task in features}
+    alone = {task: make_adam(modules[task]) for task in features}
     for step in range(method.steps):
         for task, (merged, expert) in features.items():
-            weights, rows = modules[module_of[task]], positions[task][step]
+            weights, rows = modules[task], positions[task][step]
             loss = _loss(weights, merged[rows], expert[rows], method, noise[task])
             losses[task].append(loss.item())
             adam = joint if method.optimizer == "joint" else alone[task]
             adam.zero_grad(set_to_none=False)  # the others move on by their momentum
             loss.backward()
             adam.step()
-    result = {t: [w.detach() for w in modules[name][:2]] for t, name in module_of.items()}
+    result = {t: [w.detach() for w in weights[:2]] for t, weights in modules.items()}
     return {"modules": result, "losses": losses}
 
 

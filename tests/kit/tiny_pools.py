@@ -18,7 +18,7 @@ from tiny_images import picture, write_clip
 from torch import Tensor, nn
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
-from fusion_bench_featcal.lab.compare import CellInputs
+from fusion_bench_featcal.lab.compare import MethodInputs
 from fusion_bench_featcal.suites import image
 
 TASKS = ("one", "two-b.c")
@@ -77,9 +77,9 @@ def tiny_processor(models: Mapping[str, str]) -> CLIPProcessor:
     return CLIPProcessor.from_pretrained(models["_pretrained_"])
 
 
-def inputs_of(pool: Any) -> CellInputs:
+def inputs_of(pool: Any) -> MethodInputs:
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
-    return CellInputs(pool, taskpool=None, fabric=fabric)
+    return MethodInputs(pool, taskpool=None, fabric=fabric)
 
 
 def tower(models: Mapping[str, str], name: str) -> Any:

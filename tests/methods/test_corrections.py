@@ -29,9 +29,8 @@ def pixels_by_task(method: Any, pool: Any) -> dict[str, Tensor]:
 
 SURGERIES: list[tuple[str, dict[str, Any]]] = [
     ("Surgery", {}),
-    ("Surgery", {"optimizer": "per_task", "seed": 3, "recompute": True}),
+    ("Surgery", {"optimizer": "per_task", "seed": 3}),
     ("ProbSurgery", {"hidden": 5, "kl_weight": 0.05}),
-    ("ProbSurgery", {"hidden": 5, "kl_weight": 0.0, "shared": True}),
 ]
 
 
@@ -50,8 +49,6 @@ def test_surgery_trains_as_written_out(kind, settings, models) -> None:
         torch.testing.assert_close(module.down, down, rtol=0, atol=1e-3)
         torch.testing.assert_close(module.up, up, rtol=0, atol=1e-3)
         assert method.losses[task] == pytest.approx(reference["losses"][task], rel=1e-4)
-    shared = settings.get("shared", False)
-    assert (model.correction("one") is model.correction("two-b.c")) == shared
 
 
 def ridge(merged: Tensor, expert: Tensor, strength: Any) -> Any:
@@ -148,8 +145,6 @@ def test_streams_draw_of_their_split_and_say_so(stream, split, number, models, c
     method, model = fitted(pool)
     assert model.samples == {task: {"samples": 8, "split": split} for task in TASKS}
     indices = {task: b.indices for task, b in method.batches(inputs_of(pool)).items()}
-    tested = {task: (numbers, 10) for task, numbers in indices.items()}
-    assert model.fitted_items == (tested if split == "test" else {})
     items = {task: pictures(task, split, number) for task in TASKS}
     chosen = {task: [items[task][i] for i in numbers] for task, numbers in indices.items()}
     setattr(pool, f"load_{split}_dataset", chosen.__getitem__)

@@ -1,22 +1,37 @@
 """Methods run by themselves leave reports as FeatCal does, but not as parts of other methods."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
 from comparison_parts import MERGERS, FakeProgram, SignTaskPool, model_pool
 from lightning.fabric.loggers import CSVLogger
 
-from fusion_bench_featcal.lab.rivals import AnchorOnlyAlgorithm
+from fusion_bench_featcal.lab.rivals.registry import Method
+from fusion_bench_featcal.lab.rivals.standalone import algorithm_of
 from fusion_bench_featcal.results import Report
-
-BLOCKS = {"name": "replay", "blocks": ["0", "2"]}
-KEYS: Any = {"anchor_rho": -2.0, "family": BLOCKS, "base_method": MERGERS["simple_average"]}
+from fusion_bench_featcal.setting_fields import setting
 
 
-def anchor(folder: Path) -> Any:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scaled(Method):
+    """A method that multiplies every weight."""
+
+    factor: float = setting(1.0, "The factor.")
+    name = "scaled"
+
+    @torch.no_grad()
+    def post_merge(self, merged: Any, inputs: Any) -> Any:
+        for parameter in merged.parameters():
+            parameter.mul_(self.factor)
+        return merged
+
+
+def scaled(folder: Path) -> Any:
     """A method, and the program that runs it."""
-    algorithm: Any = AnchorOnlyAlgorithm(**KEYS)
+    algorithm = algorithm_of(Scaled)(factor=-2.0, base_method=MERGERS["simple_average"])
     logger = CSVLogger(root_dir=folder, name="logs", version="")
     algorithm.fabric = lightning.Fabric(accelerator="cpu", devices=1, loggers=logger)
     algorithm._program = FakeProgram(SignTaskPool())
@@ -25,24 +40,24 @@ def anchor(folder: Path) -> Any:
 
 
 def test_the_improved_model_stands_beside_the_merged_one(tmp_path: Path) -> None:
-    method = anchor(tmp_path)
+    method = scaled(tmp_path)
     taskpool = method._program.taskpool
     model = method.run(model_pool())
     report = Report.load(tmp_path / "logs")
-    assert list(report.rows) == ["simple_average", "anchor_only"]
+    assert list(report.rows) == ["simple_average", "scaled"]
     assert report.upstream == "simple_average"
     assert report.settings["simple_average"] == MERGERS["simple_average"]
-    assert report.settings["anchor_only"]["anchor_rho"] == -2.0
-    assert isinstance(report.cost["anchor_only"]["seconds"], float)
+    assert report.settings["scaled"]["factor"] == -2.0
+    assert isinstance(report.cost["scaled"]["seconds"], float)
     assert any("ends below the merged model" in note.text for note in report.notes)
     assert (tmp_path / "logs" / "metrics.csv").is_file()
     again = method._program.taskpool.evaluate(model)
-    assert again["left"]["accuracy"] == report.rows["anchor_only"]["left"]
+    assert again["left"]["accuracy"] == report.rows["scaled"]["left"]
     assert taskpool.evaluated == 2  # the stored evaluation is returned
 
 
 def test_a_part_of_another_method_reports_nothing(tmp_path: Path) -> None:
-    method = anchor(tmp_path)
+    method = scaled(tmp_path)
     method._program.method = None
     method.run(model_pool())
     assert method._program.taskpool.evaluated == 0

@@ -21,7 +21,6 @@ TRAINED = DRAW | {"steps": 3}
 OURS = TRAINED | {"stream": "calibration"}
 # Class in `lab.rivals` -> settings that make it short.
 RIVALS: dict[str, dict[str, Any]] = {
-    "AnchorOnly": {"anchor_rho": 2.0},
     "FeatCal": DRAW,
     "Distillation": TRAINED,
     "ProDistill": DRAW | {"epochs": 2},
@@ -36,7 +35,7 @@ RIVALS: dict[str, dict[str, Any]] = {
 CASES = [
     *((kind, "clip") for kind in RIVALS),
     *((kind, "causal") for kind in ("Distillation", "ProDistill", "Surgery")),
-    *((kind, "seq2seq") for kind in ("AnchorOnly", "ProbSurgery", "RidgeSurgery")),
+    *((kind, "seq2seq") for kind in ("ProbSurgery", "RidgeSurgery")),
 ]
 
 
@@ -83,8 +82,7 @@ def output(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
 def test_every_method_with_a_config_is_a_row() -> None:
     files = [*CONFIGS.glob("*surgery.yaml"), *(CONFIGS / "featcal_baselines").glob("*.yaml")]
     names = {getattr(rivals, kind)().name for kind in RIVALS} - {"featcal"}
-    # the models of this matrix have no BatchNorm
-    assert {file.stem for file in files} - {"batch_norm_statistics"} == names
+    assert {file.stem for file in files} == names
 
 
 @pytest.mark.parametrize(("kind", "setup"), CASES)
@@ -113,8 +111,7 @@ def test_a_model_is_finite_described_and_survives_saving(
         states = model.state_dict(), merged.state_dict()
         shapes = [{name: (v.shape, v.dtype) for name, v in state.items()} for state in states]
         assert shapes[0] == shapes[1] and type(model) is type(merged)
-    with_samples = [] if kind == "AnchorOnly" else tasks
-    used = {task: {"samples": 8, "split": "train"} for task in with_samples}
+    used = {task: {"samples": 8, "split": "train"} for task in tasks}
     assert method.samples(model, [*tasks, "another"]) == used
     corrections = getattr(model, "corrections", torch.nn.Module())
     assert sum(method.added(model).values()) == sum(p.numel() for p in corrections.parameters())
@@ -123,9 +120,7 @@ def test_a_model_is_finite_described_and_survives_saving(
         assert {curve[-1][0] for curve in model.curves.values()} == {few["steps"]}
 
 
-@pytest.mark.parametrize(
-    "kind", ["AnchorOnly", "Distillation", "ProDistill", "Lot", "RidgeSurgery", "Surgery"]
-)
+@pytest.mark.parametrize("kind", ["Distillation", "ProDistill", "Lot", "RidgeSurgery", "Surgery"])
 def test_its_algorithm_repeats_it_without_labels_and_leaves_experts(kind, fitted, models) -> None:
     """Labels of images and the test split play no part."""
     is_merger = hasattr(getattr(rivals, kind), "merge")

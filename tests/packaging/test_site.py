@@ -44,8 +44,9 @@ def test_make_reproduce_runs_the_commands_of_the_page():
     script = [sys.executable, str(REPOSITORY / "scripts" / "reproduce.py"), "--list"]
     listed = subprocess.check_output(script, text=True)
     page = (DOCS / "paper.md").read_text(encoding="utf-8")
-    commands = [line.split() for line in listed.splitlines() if line.startswith("fusion_bench")]
+    commands = [line for line in listed.splitlines() if line.startswith("fusion_bench")]
     assert len(commands) > 10
-    for _, method, pool in commands:
-        lines = [line for line in page.splitlines() if f"`{method}`" in line]
-        assert any(pool.removeprefix("modelpool=") in line for line in lines)
+    for command in commands:
+        method, _, pool = command.partition(" modelpool=")
+        method = method.removeprefix("fusion_bench ").removeprefix("-m ")
+        assert any(f"`{method}`" in line and pool in line for line in page.splitlines())

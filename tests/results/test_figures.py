@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from drawn import Panel, panels
 from golden.golden_views import diagnosis_lines
-from reports import LEVELS, error_of, featcal, leave_lines, leave_run, leave_study, summary
+from reports import LEVELS, error_of, featcal, leave_cells, leave_lines, leave_run, summary
 
 EVIL = "<script>alert('&')</script> --> $x$"
 
@@ -106,16 +106,16 @@ def test_mergers_and_calibrated_rows_have_panels_side_by_side(tmp_path: Path):
     assert result["comparison"][1].y_labels == ["experts", "merged", "featcal"]
     assert result["cost"][1].points[""] == [(10, 10)]  # seconds, points
     first, second = result["drift"]
-    assert [first.words[-1], second.words[-1]] == ["task_arithmetic: featcal:plus", "ties: featcal"]
+    assert [first.words[-1], second.words[-1]] == ["task_arithmetic: featcal_plus", "ties: featcal"]
     assert {"encoder", "decoder"} <= {label.partition(".")[0] for label in first.x_labels}
 
 
-def test_studies_and_diagnoses_have_lines_over_points_and_blocks(tmp_path: Path):
-    (panel,) = figures(leave_study(tmp_path / "s" / "study"))["samples_ties"]
-    assert panel.points["featcal"] == [(8, 62.5), (64, 68.0)]
+def test_sweeps_and_diagnoses_have_lines_over_points_and_blocks(tmp_path: Path):
+    (panel,) = figures(leave_cells(tmp_path / "sweep" / "cells"))["ties-samples_per_task"]
+    assert panel.points["featcal"] == [(8, 62.3), (64, 67.9)]
     assert panel.points["merged"] == [(8, 50.0), (64, 50.0)]
     result = figures(leave_lines(leave_run(tmp_path / "run"), diagnosis_lines()))
-    rows = ["task_arithmetic", "featcal", "featcal:plus"]
+    rows = ["task_arithmetic", "featcal", "featcal_plus"]
     titles = {name: [panel.words[-1] for panel in result[name]] for name in result}
     assert titles["diagnosis"] == ["mean over tasks", "one", "two"]
     assert titles["diagnosis-terms"] == rows and titles["diagnosis-change"] == rows[1:]
@@ -123,7 +123,7 @@ def test_studies_and_diagnoses_have_lines_over_points_and_blocks(tmp_path: Path)
 
 
 def test_names_are_text_and_a_repeated_run_gives_equal_files(tmp_path: Path):
-    run = leave_run(tmp_path / "run", LEVELS | {f"featcal:{EVIL}\x1b[31m": 0.8}, (EVIL,))
+    run = leave_run(tmp_path / "run", LEVELS | {f"featcal_{EVIL}\x1b[31m": 0.8}, (EVIL,))
     texts = []
     for folder in (tmp_path / "one", tmp_path / "two"):
         assert featcal("report", run, "--figures", folder).code == 0

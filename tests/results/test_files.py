@@ -16,10 +16,10 @@ from reports import (
     content_of,
     error_of,
     featcal,
+    leave_cells,
     leave_lines,
     leave_run,
     leave_seeds,
-    leave_study,
     make_report,
     patch,
 )
@@ -76,7 +76,7 @@ def test_every_number_of_a_report_is_a_line(tmp_path: Path):
     assert entries["featcal", "recovered_gap", "average"] == pytest.approx(0.5)
 
 
-def test_the_long_table_of_runs_comparisons_studies_and_diagnoses(
+def test_the_long_table_of_runs_comparisons_cells_and_diagnoses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     seeds = leave_seeds(tmp_path / "seeds")
@@ -90,9 +90,9 @@ def test_the_long_table_of_runs_comparisons_studies_and_diagnoses(
     chosen = lines(tmp_path / "tables", row="featcal", **average)
     assert [line["value"] for line in chosen] == pytest.approx([0.7, 0.75, 0.8])
     assert lines(tmp_path) == lines(tmp_path / "tables")  # each run counts once
-    study = leave_study(tmp_path / "study")
-    chosen = lines(study, row="featcal", **average, samples_per_task=64)
-    assert [line["value"] for line in chosen] == pytest.approx([0.675, 0.685])
+    cells = leave_cells(tmp_path / "cells")
+    chosen = lines(cells, row="featcal", **average, samples_per_task=64)
+    assert [line["value"] for line in chosen] == pytest.approx([0.674, 0.684])
     drift = {"row": 'one, "two"\nthree', "block": "0", "class": "c", "metric": "drift"}
     drift |= {"value": 0.1 + 0.2}
     (line,) = lines(leave_lines(leave_run(tmp_path / "d"), [drift]))

@@ -29,7 +29,7 @@ def page_of(run: Path, folder: Path) -> str:
 def evil(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A page on which every name that users choose is hostile."""
     folder = tmp_path_factory.mktemp("evil")
-    levels = {"base": 0.3, "experts": 0.9, EVIL: 0.5, f"featcal:{EVIL}": 0.7, "featcal": 0.6}
+    levels = {"base": 0.3, "experts": 0.9, EVIL: 0.5, f"featcal_{EVIL}": 0.7, "featcal": 0.6}
     names = {"suite": EVIL, "upstream": EVIL, "settings": {EVIL: EVIL}, "versions": {EVIL: EVIL}}
     notes = [{"text": f"{EVIL}\x1b[31m\u202e"}]
     run = leave_run(folder / "a run #1", levels, (EVIL, "b"), notes=notes, **names)
@@ -63,7 +63,7 @@ def test_names_of_users_are_text_on_the_terminal_and_in_markdown(tmp_path: Path)
     name = "[/x]<script>a</script>\x1b[31m![b](http://c)|d"
     notes = [{"text": name}]
     run = leave_run(
-        tmp_path, {f"featcal:{name}": 0.8, **LEVELS}, (name, "b"), suite=name, notes=notes
+        tmp_path, {f"featcal_{name}": 0.8, **LEVELS}, (name, "b"), suite=name, notes=notes
     )
     screen, text = featcal("report", run).out, (run / "report.md").read_text()
     assert "\x1b" not in screen and "[/x]" in screen

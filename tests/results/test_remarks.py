@@ -25,9 +25,9 @@ def test_the_last_lines_have_words_that_can_be_typed(
 
 
 HIGHER: list[tuple[dict[str, float], str, str]] = [
-    ({"featcal:mini": 0.765, "featcal:other": 0.76}, "featcal", "featcal:mini scored 1.5"),
+    ({"featcal_mini": 0.765, "featcal_other": 0.76}, "featcal", "featcal_mini scored 1.5"),
     ({"featcal": 0.55}, "featcal", "the merged model (task_arithmetic) scored 5.0"),
-    ({"featcal:mini": 0.75}, "featcal", ""),  # equal ones and references
+    ({"featcal_mini": 0.75}, "featcal", ""),  # equal ones and references
 ]
 
 
@@ -44,12 +44,12 @@ def test_a_row_that_scored_higher_is_named(changes: Any, row: str, text: str) ->
 def test_each_task_below_the_merged_model_has_a_sentence() -> None:
     report = Report(upstream="merged")
     rows = {"base": (0.1, 0.1, 0.1), "merged": (0.5, 0.5, 0.5), "featcal": (0.468, 0.7, 0.4999),
-            "featcal:mini": (0.48, 0.49, 0.6)}  # fmt: skip
+            "featcal_mini": (0.48, 0.49, 0.6)}  # fmt: skip
     for name, accuracies in rows.items():
         report.add_row(name, dict(zip("abc", accuracies, strict=True)))
     assert [note.text for note in tasks_below_merged(report)] == [
-        "a ends below the merged model: featcal -3.2, featcal:mini -2.0 points",
-        "b ends below the merged model: featcal:mini -1.0 points",
+        "a ends below the merged model: featcal -3.2, featcal_mini -2.0 points",
+        "b ends below the merged model: featcal_mini -1.0 points",
     ]
     report.upstream = None
     assert tasks_below_merged(report) == []

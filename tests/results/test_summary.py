@@ -63,8 +63,6 @@ def test_the_worst_task_is_that_of_the_means_among_gaps_of_a_point(tmp_path: Pat
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other accuracy": ({"levels": LEVELS | {"featcal": 0.8}, "seed": 1},
         "row 'featcal' differs .*same seeds.*average 0.7 in .*seed1, 0.8 in .*odd"),
-    "other settings": ({"seed": 4, "settings": {"ridge_lambda": 0.5}},
-        "'featcal' .*different ridge_lambda: 0.05 in .*seed1, 0.5 in .*odd"),
     "other tasks": ({"seed": 4, "tasks": ("cars",)},
         r"toy have different tasks: \['cars', 'dtd'\] in .*seed1, \['cars'\] in .*odd"),
     "other test sets": ({"seed": 4, "items": False, "test_sets": {"cars": {"items": 100}}},
@@ -83,6 +81,18 @@ def test_runs_that_cannot_be_averaged_are_refused_with_both_values(reason: str, 
     if reason != "other accuracy":
         with pytest.raises(ReportError, match=message):
             lab.load(tmp_path)
+
+
+def test_runs_of_other_settings_are_points_of_one_table(tmp_path: Path):
+    seeds = leave_seeds(tmp_path)
+    levels = LEVELS | {"featcal": 0.65}
+    other = leave_run(tmp_path / "other", levels, seed=4, settings={"ridge_lambda": 0.5})
+    done = featcal("report", *seeds, other, "--out", tmp_path / "table")
+    assert done.code == 0
+    for text in (done.out, (tmp_path / "table" / "report.md").read_text()):
+        assert "75.0 ± 12.4 (50 %)" in text and "65.0 (17 %)" in text
+    message = "--against compares rows of one point, and there are several: ridge_lambda = 0.05; "
+    assert message in error_of("report", *seeds, other, "--against", "featcal")
 
 
 # ---- finding and writing

@@ -1,7 +1,15 @@
-"""`method=compare`: upstream mergers and post-merging methods side by side on one model pool."""
+"""`method=compare`: rows over upstream mergers on one model pool, in one table.
 
+A finished cell is a file in `results_dir` and is not run again. Samples, seeds and other values are
+settings, so a study is Hydra's own sweep, whose jobs fill one folder:
+
+    fusion_bench -m method=compare method.samples_per_task=8,64,256 method.seed=1,2,3
+"""
+
+import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,9 +20,10 @@ import fusion_bench_featcal.compat  # noqa: F401
 # isort: split
 from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, open_dict
 
 from fusion_bench_featcal.ending import ending_cleanly
+from fusion_bench_featcal.files import LOG_DIR_SETTING
 from fusion_bench_featcal.fusionbench.console import at_the_end
 from fusion_bench_featcal.fusionbench.loggers import log_results
 from fusion_bench_featcal.fusionbench.options import (
@@ -26,268 +35,238 @@ from fusion_bench_featcal.fusionbench.options import (
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import suite_name
-from fusion_bench_featcal.lab.compare.cells import CellMaker, Failure
-from fusion_bench_featcal.lab.compare.grid import Grid, GridChoices, make_grid
-from fusion_bench_featcal.lab.compare.jobs import BACKENDS, Workers
-from fusion_bench_featcal.lab.compare.keys import CellKeys
-from fusion_bench_featcal.lab.compare.points import POOLS, Point, as_text, program_config
-from fusion_bench_featcal.lab.compare.reports import check_places, write_reports
-from fusion_bench_featcal.lab.compare.runs import GridRun, run_grids
-from fusion_bench_featcal.lab.compare.store import ResultStore
+from fusion_bench_featcal.lab.compare.cells import CellRunner, reason_of
+from fusion_bench_featcal.lab.compare.grid import REFERENCES, Cell, cells_of
+from fusion_bench_featcal.lab.report.find import refuse_run
+from fusion_bench_featcal.lab.report.points import report_of
 from fusion_bench_featcal.lab.report.views import show, write
 from fusion_bench_featcal.method_inputs import MethodInputs
+from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.plurals import counted
-from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
+from fusion_bench_featcal.results import Report, prepare_directory
+from fusion_bench_featcal.results.cells import RESULTS_DIR, CellResult
+from fusion_bench_featcal.results.curves import write_curves
+from fusion_bench_featcal.results.notes import FAILED, NOTE, Note
+from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison, tasks_below_merged
 from fusion_bench_featcal.results.report import summarise
 from fusion_bench_featcal.results.summary import FailedCell
-from fusion_bench_featcal.setting_fields import Settings, same_as, setting
+from fusion_bench_featcal.setting_fields import Settings, is_integer, is_text_list, same_as, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
 
-STAYS = "the others are finished and stay so when the command is repeated"
+_NAMES = "null or a list of names"
+_CONFIGS = "a mapping of names to configs"
+
+
+def _are_tasks(value: Any) -> bool:
+    return value is None or is_integer(value, 1) or is_text_list(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSettings(Settings):
-    """Settings of `method=compare` in addition to those of its grid."""
+    """Settings of `method=compare`. `grid.cells_of` checks the names."""
 
+    upstreams: Any = setting(
+        None,
+        "Mergers to run, from upstream_mergers. Null: all that fit the pool.",
+        accepts=_NAMES,
+        group="the rows",
+    )
+    alone: Any = setting(
+        None,
+        "Mergers on which no post-merging method runs, from mergers_alone. Null: all that fit.",
+        accepts=_NAMES,
+    )
+    post_merging: Any = setting(
+        None, "Methods to run, from post_merging_methods. Null: all that fit.", accepts=_NAMES
+    )
+    references: Any = setting(
+        REFERENCES,
+        "Reference rows. Shares of the gap need the experts.",
+        accepts=f"a list of {' and '.join(REFERENCES)}",
+    )
+    tasks: Any = setting(
+        None,
+        "Tasks to merge and evaluate: names, or a number of the pool's first tasks. Null: all.",
+        accepts="null, an integer >= 1 or a list of names",
+        check=_are_tasks,
+    )
     seed: int = same_as(FeatCalSettings, "seed", group="shared settings")
     samples_per_task: int = same_as(FeatCalSettings, "samples_per_task")
     calibration_split: str = same_as(FeatCalSettings, "calibration_split", group="")
+    calibration_corruption: Mapping[str, Any] | None = same_as(
+        FeatCalSettings, "calibration_corruption"
+    )
     steps: int = setting(1000, "Updates of each task's modules in trained methods.", ge=1)
-    jobs: int = setting(
-        1,
-        "Cells that run at the same time on this machine. 1: in this process. More: each in a "
-        "process, which takes seconds to start.",
-        ge=1,
-        group="how it runs",
-    )
-    backend: str | None = setting(
-        None,
-        "Workers of the cells. Null: this process, or loky with several jobs. loky: a process for "
-        "each cell, whose costs are then its own. dask, ray: a cluster.",
-        choices=BACKENDS,
-    )
-    backend_options: Mapping[str, Any] | None = setting(
-        None,
-        "Arguments of dask.distributed.Client or ray.init, such as {address: ...}.",
-        accepts="a mapping of names to values",
-        check=lambda value: isinstance(value, Mapping),
-    )
     results_dir: str | None = setting(
         None,
         "Folder for finished cells, which are not run again. Null: outputs/comparison/<model "
         "pool>.",
         accepts="a folder's path",
+        group="where",
+    )
+    upstream_mergers: Any = setting(
+        None,
+        "Configs of FusionBench methods, by name.",
+        accepts=_CONFIGS,
+        group="definitions of the names",
+    )
+    mergers_alone: Any = setting(
+        None, "Configs of mergers on which no post-merging method runs.", accepts=_CONFIGS
+    )
+    post_merging_methods: Any = setting(None, "Configs with `_target_` by name.", accepts=_CONFIGS)
+    leave_out: Any = setting(
+        None,
+        "Names that run only if they are chosen, with the reason.",
+        accepts="null or a mapping of names to reasons",
     )
     notes: Mapping[str, str] | None = setting(
         None,
         "Footnotes of the tables, by merger or method.",
         accepts="a mapping of names to texts",
         check=lambda value: isinstance(value, Mapping),
-        group="definitions of the names",
     )
 
 
-@dataclass(frozen=True)
-class PlannedPoint:
-    """A point with checked settings and grid."""
-
-    point: Point
-    settings: ComparisonSettings
-    grid: Grid
-    config: DictConfig | None = None  # the program's at this point, if it is needed
-    pools: str = ""  # equal for points with the same pools
-
-
 class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
-    """Runs a grid of upstream mergers and post-merging methods, and compares the results.
+    """Compares post-merging methods over upstream mergers.
 
-    Run by `fusion_bench method=compare modelpool=...`. Every finished cell is stored in
-    `results_dir`, under a fingerprint of all its inputs. When the command is repeated, only missing
-    cells run.
+    Run by `fusion_bench method=compare modelpool=...`.
     """
 
     name = "compare"
-    setting_kinds: tuple[type, ...] = (GridChoices, ComparisonSettings)
+    setting_kinds: tuple[type, ...] = (ComparisonSettings,)
     _config_mapping = BaseAlgorithm._config_mapping | {n: n for n in names_of(setting_kinds)}
 
     def __init__(self, **keys: Any) -> None:
-        """Store the choices. `run` checks them together with the choices of the model pool.
-
-        Args:
-            **keys: Fields of the dataclasses in `setting_kinds`.
+        """Store the settings. `run` checks the names, together with those of the model pool.
 
         Raises:
             ValueError: If a key is unknown or a value is not accepted.
         """
         meta = take_fusion_bench_keys(keys)
-        self._read(read_settings(keys, self.setting_kinds, str(keys.get("study", self.name))))
+        (self.settings,) = read_settings(keys, self.setting_kinds, self.name)
         super().__init__(**meta)
-
-    def _read(self, settings: Sequence[Any]) -> None:
-        self.choices, self.settings = settings
 
     def on_run_start(self) -> None:
         """Use the suite's task pool if none was named, and check the log directory."""
         prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> None:  # type: ignore[override]
-        """Run all cells, report them, and return no model.
-
-        Args:
-            modelpool: The pool with base, experts and data.
+        """Run all cells that are not finished, report them, and return no model.
 
         Raises:
-            ValueError: If a name or setting is unknown, before anything is loaded.
+            ValueError: If names or settings are wrong, before anything is loaded.
             CalibrationError: If the pools do not fit or, after all reports, if cells failed.
         """
-        settings, suite = self.settings, suite_name(modelpool)
-        workers = Workers(settings.jobs, settings.backend, settings.backend_options)
-        planned = self.planned(workers.are_apart)
-        inputs: dict[str, MethodInputs] = {}
-        for planned_point in planned:
-            if planned_point.pools not in inputs:
-                inputs[planned_point.pools] = self.inputs(*self._pools(planned_point, modelpool))
-                check_cells(planned_point.grid, inputs[planned_point.pools])
-        store = ResultStore(settings.results_dir or Path("outputs") / "comparison" / suite)
-        folder = store.folder if self.log_dir is None else Path(self.log_dir)
-        check_places(folder, planned[0].grid)
-        go_on = f"Interrupted. Finished cells are in {store.folder}. To continue, repeat"
-        with ending_cleanly(self._program, lambda: f"{go_on} the command"):
-            runs, failed = self._begun(planned, inputs, store, workers.are_apart)
-            run_grids(runs, workers)
-        self.report(suite, runs, failed, folder)
-
-    def planned(self, are_apart: bool) -> list[PlannedPoint]:
-        """Return all points, checked. Nothing is loaded.
-
-        Args:
-            are_apart: True if cells run in other processes, which receive the program's config.
-
-        Raises:
-            ValueError: If a name or setting is unknown.
-        """
-        grid = self.grid(getattr(self._program, "_modelpool", {}))
-        config = program_config(self._program) if are_apart else None
-        return [PlannedPoint(Point(seed=self.settings.seed), self.settings, grid, config)]
-
-    def report(
-        self, suite: str, runs: Sequence[GridRun], failed: list[FailedCell], folder: Path
-    ) -> None:
-        """Write, log and print the reports. Raises at the end if cells failed.
-
-        Args:
-            suite: Name of the model pool.
-            runs: All points' cells.
-            failed: Points that failed as a whole.
-            folder: Folder for the reports.
-        """
-        (run,) = runs
-        written = write_reports(folder, suite, run)
-        if written:
-            summary = summarise(written, run.failed)
-            write(summary, folder)
-            log_results(self.fabric, [(Report.load(run), Path(run)) for run in summary.runs])
-            lines = closing_lines_of_a_comparison(folder)
-            at_the_end(lambda: show_with(partial(show, summary), lines))
-        if run.failed:
-            cells = "; ".join(
-                f"{cell.upstream or 'reference'}, {cell.name}: {cell.reason}" for cell in run.failed
+        settings, program, suite = self.settings, self._program, suite_name(modelpool)
+        cells = cells_of(settings, plain(getattr(program, "_modelpool", {}).get("featcal")) or {})
+        all_tasks = list(modelpool.model_names)
+        modelpool, tasks = _part(modelpool, settings.tasks)
+        inputs = self._inputs(modelpool)
+        _check_cells(cells, inputs)
+        results_dir = settings.results_dir or Path("outputs") / "comparison" / suite
+        store = prepare_directory(results_dir, RESULTS_DIR)
+        folder = store if self.log_dir is None else Path(self.log_dir)
+        refuse_run(folder, LOG_DIR_SETTING)
+        log_dir = None if self.log_dir is None else folder
+        runner = CellRunner(inputs, suite, settings.seed, tasks, all_tasks, store, program, log_dir)
+        go_on = f"Interrupted. Finished cells are in {store}. To continue, repeat the command"
+        with ending_cleanly(program, lambda: go_on):
+            results, failed = _run_cells(runner, cells, settings.seed)
+        self._report(folder, store, results, failed)
+        if failed:
+            reasons = "; ".join(
+                f"{cell.upstream or 'reference'}, {cell.name}: {cell.reason}" for cell in failed
             )
             raise CalibrationError(
-                f"{len(run.failed)} of {counted(len(run.cells), 'cell')} failed; {STAYS}. {cells}"
+                f"{len(failed)} of {counted(len(cells), 'cell')} failed; the others are finished "
+                f"and stay so when the command is repeated. {reasons}"
             )
 
-    def grid(self, pool_config: Mapping[str, Any]) -> Grid:
-        """Return the grid with checked names and settings.
-
-        Args:
-            pool_config: The model pool's config. Its key `featcal` has presets and exceptions.
+    def _inputs(self, modelpool: BaseModelPool) -> MethodInputs:
+        """Return the inputs that all cells share.
 
         Raises:
-            ValueError: If the grid is empty or contains an unknown name.
+            CalibrationError: If there is no task pool, or a saved model or several devices are
+                requested.
         """
-        return make_grid(self.choices, plain(pool_config.get("featcal")) or {})
-
-    def inputs(self, modelpool: BaseModelPool, taskpool: Any) -> MethodInputs:
-        """Return the inputs that all cells with the same pools share.
-
-        Raises:
-            CalibrationError: If there is no task pool, or the command requests a saved model or
-                several devices.
-        """
+        taskpool = getattr(self._program, "taskpool", None)
         if taskpool is None:
             raise CalibrationError(
-                f"{self.name} needs a task pool to evaluate on: the model pool brings none "
+                "compare needs a task pool to evaluate on: the model pool brings none "
                 "(default_taskpool), or taskpool=dummy was asked for. Name one, for example "
                 "taskpool=CLIPVisionModelTaskPool/clip-vit-classification_TA8"
             )
         if getattr(self._program, "merged_model_save_path", None) is not None:
             raise CalibrationError(
-                f"{self.name} returns no model to save: leave merged_model_save_path out, and run "
+                "compare returns no model to save: leave merged_model_save_path out, and run "
                 "the method that you choose by itself"
             )
         if self.fabric.world_size > 1:
-            raise CalibrationError(f"{self.name} runs on one device: set fabric.devices=1")
-        return MethodInputs(modelpool, taskpool, self.fabric)
+            raise CalibrationError("compare runs on one device: set fabric.devices=1")
+        return MethodInputs(modelpool, taskpool, self.fabric, self._program)
 
-    def _pools(self, planned_point: PlannedPoint, modelpool: BaseModelPool) -> list[Any]:
-        """Return a point's pools, which are the program's pools or are created here."""
-        program: Any = self._program
-        if planned_point.config is None or not planned_point.point.changes_pools:
-            return [modelpool, getattr(program, "taskpool", None)]
-        configs = (OmegaConf.create(plain(planned_point.config[pool])) for pool in POOLS)
-        return [program._instantiate_and_setup(config) for config in configs]
-
-    def _begun(
+    def _report(
         self,
-        planned: Sequence[PlannedPoint],
-        inputs: dict[str, MethodInputs],
-        store: ResultStore,
-        are_apart: bool,
-    ) -> tuple[list[GridRun], list[FailedCell]]:
-        """Return the points' cells with their fingerprints, and points that failed."""
-        log_dir = None if self.log_dir is None else Path(self.log_dir)
-        keys: dict[str, CellKeys] = {}
-        runs, failed = [], []
-        for planned_point in planned:
-            shared, point, grid = (
-                inputs[planned_point.pools],
-                planned_point.point,
-                planned_point.grid,
-            )
-            maker = CellMaker(grid.cells, shared, store, point.seed, self._program, log_dir)
-            try:
-                if planned_point.pools in keys:
-                    check_cells(grid, shared)
-                else:  # the first point with these pools, checked by `run`
-                    keys[planned_point.pools] = CellKeys(shared)
-                cells = keys[planned_point.pools].cells(grid, point.seed)
-                notes = dict(planned_point.settings.notes or {})
-                config = as_text(planned_point.config) if are_apart else ""
-                runs.append(GridRun(point, grid, cells, maker, notes, config))
-            # If one point's pools or methods raise, the other points continue.
-            except Exception as error:
-                if len(planned) == 1:
-                    raise
-                failure = Failure.of(error)
-                log.error("the point %s failed: %s\n%s", point, failure.reason, failure.trace)
-                failed.append(point.failed(None, "the point", failure.reason))
-        return runs, failed
+        folder: Path,
+        store: Path,
+        results: Sequence[CellResult],
+        failed: Sequence[FailedCell],
+    ) -> None:
+        """Write a report for each merger, and show the table of this command's cells."""
+        written, notes = [], self.settings.notes or {}
+        for merger in dict.fromkeys(cell.merger for cell in results if cell.merger):
+            rows = [cell for cell in results if cell.merger in ("", merger)]
+            report = report_of(rows, merger, self.settings.seed)
+            report.note(*(Note(NOTE, notes[row], row) for row in report.rows if row in notes))
+            report.note(*tasks_below_merged(report))
+            report.note(*(Note(FAILED, c.reason, c.name) for c in failed if c.upstream == merger))
+            report.write(folder / merger)
+            write_curves(folder / merger, {c.row: c.curves for c in rows if c.merger})
+            written.append(folder / merger)
+        if written:
+            summary = summarise(written, failed)
+            write(summary, folder)
+            log_results(self.fabric, [(Report.load(run), Path(run)) for run in summary.runs])
+            lines = closing_lines_of_a_comparison(folder, store)
+            at_the_end(partial(_show, summary, lines))
 
 
-def check_cells(grid: Grid, inputs: MethodInputs) -> None:
-    """Refuse settings and pools that do not fit before a model is loaded.
+def _show(summary: Any, lines: Sequence[str]) -> None:
+    show(summary)
+    print("\n".join(lines))
+
+
+def _run_cells(
+    runner: CellRunner, cells: Sequence[Cell], seed: int
+) -> tuple[list[CellResult], list[FailedCell]]:
+    """Run the cells merger by merger. One that fails does not stop the others."""
+    results, failed = [], []
+    for number, cell in enumerate(cells, 1):
+        log.info("%d of %d: %s", number, len(cells), cell.title)
+        runner.forget_other_mergers(cell.merger)
+        try:
+            results.append(runner.run(cell))
+        except Exception as error:  # methods and mergers raise any type
+            is_expected = isinstance(error, CalibrationError)
+            log.error("%s failed: %s", cell.title, error, exc_info=not is_expected)
+            merger = cell.merger.name if cell.merger else None
+            row = cell.row if cell.method or merger is None else "none"
+            failed.append(FailedCell(upstream=merger, name=row, reason=reason_of(error), seed=seed))
+    return results, failed
+
+
+def _check_cells(cells: Sequence[Cell], inputs: MethodInputs) -> None:
+    """Refuse settings and pools that do not fit, before a model is loaded.
 
     Raises:
         ValueError: If a setting does not fit the pools.
         CalibrationError: If the pools do not fit.
     """
     check_pool_models(inputs.models, inputs.fabric)
-    for name, method in grid.cells.items():
+    for name, method in {cell.row: cell.method for cell in cells if cell.method}.items():
         try:
             method.check(inputs)
         except (CalibrationError, ValueError) as error:
@@ -296,7 +275,24 @@ def check_cells(grid: Grid, inputs: MethodInputs) -> None:
     check_experts(inputs.models)
 
 
-def show_with(show: Callable[[], object], lines: Sequence[str]) -> None:
-    """Show results, then the last lines of a run."""
-    show()
-    print("\n".join(lines))
+def _part(modelpool: BaseModelPool, tasks: Any) -> tuple[BaseModelPool, list[str] | None]:
+    """Return the pool with the models of some tasks, and these tasks.
+
+    Raises:
+        ValueError: If the pool has no such tasks.
+    """
+    if tasks is None:
+        return modelpool, None
+    names = list(modelpool.model_names)
+    chosen = names[:tasks] if isinstance(tasks, int) else list(plain(tasks))
+    for name in chosen:
+        if name not in names:
+            raise ValueError(f"method.tasks: {name!r} is unknown{nearest_hint(name, names)}")
+    if isinstance(tasks, int) and tasks > len(names):
+        raise ValueError(f"method.tasks={tasks}, but the pool has {counted(len(names), 'task')}")
+    part, models = copy.copy(modelpool), modelpool._models.copy()
+    with open_dict(models) if isinstance(models, DictConfig) else nullcontext():
+        for name in set(names) - set(chosen):
+            del models[name]
+    part._models = models
+    return part, chosen

@@ -1,240 +1,238 @@
-"""The grid of a comparison: upstream mergers times post-merging methods, checked."""
+"""Rows of a comparison: which mergers and methods run, checked before anything is loaded."""
 
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fusion_bench.compat.method import AlgorithmFactory
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal.fusionbench.options import is_merger, plain
-from fusion_bench_featcal.lab.compare.entries import OWN, check_target, made_of
-from fusion_bench_featcal.lab.rivals.interface import Chain, PostMerging
-from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unusable_names
+from fusion_bench_featcal.fusionbench.pool_models import import_target
+from fusion_bench_featcal.lab.rivals.interface import PostMerging
+from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
-from fusion_bench_featcal.setting_fields import setting
+from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 
-NONE = "none"
 REFERENCES = (BASE, EXPERTS)
-_PARTS = ("settings", "check", "post_merge", "samples", "added")
+_NONE = "none"  # in method.post_merging: the merger alone, which always runs
+_OWN = "fusion_bench_featcal."
+_MEMBERS = ("settings", "check", "post_merge", "samples", "added")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Merger:
-    """An upstream merger."""
+    """An upstream merger: its config, and the setting that has it."""
 
     name: str
-    config: Any  # of a FusionBench method
-    setting: str  # that defines it
-    alone: bool  # no method is run on it
+    config: Any
+    setting: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
-    """The grid: mergers, methods and their cells."""
+class Cell:
+    """One row over one merger. A reference has no merger, the merger's own row no method."""
 
-    mergers: list[Merger]
-    cells: dict[str, PostMerging]  # by name, run on every merger that is not alone
-    references: list[str]  # of `base` and `experts`
-    configs: dict[str, Any]  # cell -> config of its method, or step -> config for a chain
+    row: str
+    merger: Merger | None = None
+    method: PostMerging | None = None
+    config: Any = None  # of the method
 
-    def cells_of(self, merger: Merger) -> list[str]:
-        """Return the cells of one merger, beginning with the merger alone."""
-        return [NONE] if merger.alone else [NONE, *self.cells]
-
-    def __len__(self) -> int:
-        cells = sum(len(self.cells_of(merger)) for merger in self.mergers)
-        return cells + len(self.references)
+    @property
+    def title(self) -> str:
+        """Name in logs and files."""
+        return f"{self.merger.name}+{self.row}" if self.merger and self.method else self.row
 
 
 @dataclass(frozen=True, kw_only=True)
-class GridChoices:
-    """The settings of `method=compare` that define the grid. `make_grid` checks them."""
+class Entries:
+    """The names of a comparison with their configs, and the chosen ones.
 
-    upstreams: Any = setting(
-        None,
-        "Mergers to run, from upstream_mergers. Null: all that fit the pool.",
-        accepts="null or a list of names",
-        group="the grid",
-    )
-    alone: Any = setting(
-        None,
-        "Mergers on which no post-merging method runs, from mergers_alone. Null: all that fit.",
-        accepts="null or a list of names",
-    )
-    post_merging: Any = setting(
-        None,
-        "Methods to run, from post_merging_methods; `none` (no post-merging) is always run. Null: "
-        "all that fit.",
-        accepts="null or a list of names",
-    )
-    references: Any = setting(
-        REFERENCES,
-        "Reference rows. Normalised averages need the experts.",
-        accepts=f"a list of {' and '.join(REFERENCES)}",
-    )
-    upstream_mergers: Any = setting(
-        None,
-        "Configs of FusionBench methods, by name.",
-        accepts="a mapping of names to configs",
-        group="definitions of the names",
-    )
-    mergers_alone: Any = setting(
-        None,
-        "Configs of mergers on which no post-merging method runs, by name.",
-        accepts="a mapping of names to configs",
-    )
-    post_merging_methods: Any = setting(
-        None,
-        "Configs with `_target_` by name, or a list of names to apply in order.",
-        accepts="a mapping of names to configs or lists",
-    )
-    leave_out: Any = setting(
-        None,
-        "Names that run only if they are chosen, with the reason.",
-        accepts="null or a mapping of names to reasons",
-    )
+    Attributes:
+        upstreams: Mergers on which methods run.
+        alone: Mergers that run alone.
+        methods: Post-merging methods.
+        left_out: Names that run only if chosen, with the reason.
+    """
+
+    upstreams: Mapping[str, Any]
+    alone: Mapping[str, Any]
+    methods: Mapping[str, Any]
+    left_out: Mapping[str, str]
 
 
-_ENTRIES = ("upstream_mergers", "mergers_alone", "post_merging_methods")
-
-
-def make_grid(choices: GridChoices, suite: Mapping[str, Any]) -> Grid:
-    """Check all names and settings, and create the methods.
+def entries_of(settings: Any, suite: Mapping[str, Any]) -> Entries:
+    """Return the configs of a comparison with the model pool's changes.
 
     Args:
-        choices: The keys.
-        suite: The key `featcal` of the pool's YAML. Its `presets` of FeatCal become cells
-            `featcal:<name>`. Its `compare` has `leave_out`, name -> reason, for entries that only
-            run if they are chosen, and under the keys of `GridChoices` further settings of entries.
+        settings: The comparison's settings.
+        suite: Key `featcal` of the pool's YAML. Its `presets` of FeatCal become rows
+            `featcal_<name>`. Its `compare` has `leave_out` and, under the keys of the settings,
+            further settings of entries.
 
     Raises:
-        CalibrationError: If an entry's target cannot be imported.
-        ValueError: If a name is unknown or taken twice, a method's settings do not fit, or there
-            is nothing to run.
+        ValueError: If an entry is no mapping, or a key of `compare` is unknown.
     """
     changes = dict(suite.get("compare") or {})
-    left_out = {**(plain(choices.leave_out) or {}), **(changes.pop("leave_out", None) or {})}
-    if unknown := sorted(set(changes) - set(_ENTRIES)):
+    left_out = {**(plain(settings.leave_out) or {}), **(changes.pop("leave_out", None) or {})}
+    keys = ("upstream_mergers", "mergers_alone", "post_merging_methods")
+    if unknown := sorted(set(changes) - set(keys)):
         raise ValueError(
-            f"modelpool.featcal.compare: {unknown} unknown; it takes leave_out, "
-            f"{', '.join(_ENTRIES)}"
+            f"modelpool.featcal.compare: {unknown} unknown; it takes leave_out, {', '.join(keys)}"
         )
     upstreams, alone, methods = (
-        _entries(getattr(choices, key), changes.get(key) or {}, key) for key in _ENTRIES
+        _configs(getattr(settings, key), changes.get(key) or {}, key) for key in keys
     )
-    methods = _with_presets(methods, suite.get("presets") or {})
-    chosen = _chosen(choices.upstreams, upstreams, "upstreams", left_out)
-    chosen_alone = _chosen(choices.alone, alone, "alone", left_out)
-    cells = _chosen(choices.post_merging, {NONE: None, **methods}, "post_merging", left_out)
-    references = _chosen(choices.references, dict.fromkeys(REFERENCES), "references", {})
-    if not (chosen and cells) and not chosen_alone:
-        raise ValueError(
-            f"the grid is empty: method.upstreams is {chosen}, method.post_merging {cells}, "
-            f"method.alone {chosen_alone}; name at least one upstream merger and one post-merging "
-            "method (or none), or a merger alone"
-        )
-    mergers = [
-        _merger(name, upstreams[name], f"method.upstream_mergers.{name}", alone=False)
-        for name in (chosen if cells else [])
-    ]
-    mergers += [
-        _merger(name, alone[name], f"method.mergers_alone.{name}", alone=True)
-        for name in chosen_alone
-    ]
-    methods_by_cell = {name: _method(name, methods) for name in cells if name != NONE}
-    taken = {*REFERENCES, NONE}
-    for name in [*(merger.name for merger in mergers), *methods_by_cell]:
-        if name in taken:
-            raise ValueError(f"{name!r} names two rows of the comparison; rename one in YAML")
-        taken.add(name)
-    refuse_unusable_names((merger.name for merger in mergers), "method.upstream_mergers")
-    configs = {name: _config(name, methods) for name in methods_by_cell}
-    return Grid(mergers=mergers, cells=methods_by_cell, references=references, configs=configs)
+    featcal, presets = methods.get(FEATCAL), suite.get("presets") or {}
+    if isinstance(featcal, Mapping):
+        methods |= {f"{FEATCAL}_{name}": {**featcal, **of} for name, of in presets.items()}
+    return Entries(upstreams=upstreams, alone=alone, methods=methods, left_out=left_out)
 
 
-def _entries(value: Any, changes: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return configs of a key by name, with the pool's changes. Entries set to null are removed."""
+def _configs(value: Any, changes: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return configs by name, with the pool's changes. Entries set to null are removed."""
     value = plain(value) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"method.{key} must map names to configs, got {value!r}")
-    entries = {str(name): entry for name, entry in value.items() if entry is not None}
+    configs = {str(name): config for name, config in value.items() if config is not None}
     for name, settings in changes.items():
-        if isinstance(entries.get(name), Mapping):
-            entries[name] = plain(OmegaConf.merge(entries[name], settings))
-    return entries
+        if isinstance(configs.get(name), Mapping):
+            configs[name] = plain(OmegaConf.merge(configs[name], settings))
+    return configs
 
 
-def _with_presets(
-    methods: dict[str, Any], presets: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return the methods, with the suite's presets after the cell `featcal`."""
-    extended = {}
-    for name, config in methods.items():
-        extended[name] = config
-        if name == FEATCAL and isinstance(config, Mapping):
-            extended |= {f"{FEATCAL}:{p}": {**config, **changes} for p, changes in presets.items()}
-    return extended
+def cells_of(settings: Any, suite: Mapping[str, Any]) -> list[Cell]:
+    """Return all cells: references, then each merger before the methods on it.
+
+    Raises:
+        ValueError: If names are unknown or taken twice, settings do not fit, or there is nothing to
+            run. The message has all problems.
+    """
+    entries, problems = entries_of(settings, suite), list[str]()
+    chosen = {
+        key: list(_chosen(plain(getattr(settings, key)), available, key, entries, problems))
+        for key, available in {
+            "references": dict.fromkeys(REFERENCES),
+            "upstreams": entries.upstreams,
+            "alone": entries.alone,
+            "post_merging": {_NONE: None, **entries.methods},
+        }.items()
+    }
+    pairs = [(n, entries.upstreams[n], "upstream_mergers") for n in chosen["upstreams"]]
+    pairs += [(n, entries.alone[n], "mergers_alone") for n in chosen["alone"]]
+    mergers = [_merger(name, config, f"method.{key}.{name}", problems)
+               for name, config, key in pairs]  # fmt: skip
+    rows = [name for name in chosen["post_merging"] if name != _NONE]
+    methods = {name: _method(name, entries.methods[name], problems) for name in rows}
+    names = [*REFERENCES, *(merger.name for merger in mergers), *methods]
+    problems += [
+        f"{name!r} names two rows of the comparison: rename one in YAML"
+        for name in dict.fromkeys(names)
+        if names.count(name) > 1
+    ]
+    if not mergers and not problems:
+        problems.append("there is nothing to run: name a merger in method.upstreams or alone")
+    if problems:
+        raise ValueError("\n".join(problems))
+    cells = [Cell(row=name) for name in chosen["references"]]
+    for number, merger in enumerate(mergers):
+        cells.append(Cell(row=merger.name, merger=merger))
+        for name in methods if number < len(chosen["upstreams"]) else ():
+            method, config = methods[name], entries.methods[name]
+            cells.append(Cell(row=name, merger=merger, method=method, config=config))
+    return cells
 
 
 def _chosen(
-    names: Any, available: Mapping[str, Any], key: str, left_out: Mapping[str, str]
-) -> list[str]:
-    names = plain(names)
+    names: Any, available: Mapping[str, Any], key: str, entries: Entries, problems: list[str]
+) -> Iterator[str]:
+    """Yield the chosen names, or without a choice all that are not left out."""
     if names is None:
-        for name, reason in left_out.items():
-            if name in available:
-                log.info("method.%s: %s is left out: %s", key, name, reason)
-        return [name for name in available if name not in left_out]
+        for name in available:
+            if name in entries.left_out:
+                log.info("method.%s: %s is left out: %s", key, name, entries.left_out[name])
+            else:
+                yield name
+        return
     if isinstance(names, str) or not isinstance(names, Sequence):
-        raise ValueError(f"method.{key} must be a list of names, got {names!r}")
-    for name in names:
-        if name not in available:
-            raise ValueError(
+        problems.append(f"method.{key} must be a list of names, got {names!r}")
+        return
+    for name in dict.fromkeys(names):
+        if name in available:
+            yield name
+        else:
+            problems.append(
                 f"method.{key}: {name!r} is unknown{nearest_hint(name, available)}. There are: "
                 f"{', '.join(available) or 'none'}"
             )
-    return list(dict.fromkeys(names))
 
 
-def _merger(name: str, config: Any, key: str, *, alone: bool) -> Merger:
+def _merger(name: str, config: Any, setting: str, problems: list[str]) -> Merger:
+    if re.search(r"[^\w.+-]", name) or name.startswith("."):
+        problems.append(f"{setting}: the name is that of a folder: use letters, digits and ._+-")
     if not is_merger(config):
-        raise ValueError(
-            f"{key} must be a method's config (with _target_ or name), got "
-            f"{config!r}; add one by +method@{key}=task_arithmetic (with the @)"
+        problems.append(
+            f"{setting} must be a method's config (with _target_ or name), got {config!r}; add "
+            f"one by +method@{setting}=task_arithmetic (with the @)"
         )
-    check_target(config, key)
-    if str(config.get("_target_")).startswith(OWN):
-        made_of(config, key)  # the constructor checks the settings
-    return Merger(name=name, config=config, setting=key, alone=alone)
+    elif problem := _problem_of(config, setting):
+        problems.append(problem)
+    elif str(config.get("_target_")).startswith(_OWN):
+        _made(config, setting, problems)  # the constructor checks the settings
+    return Merger(name=name, config=config, setting=setting)
 
 
-def _method(name: str, methods: Mapping[str, Any], within: Sequence[str] = ()) -> PostMerging:
-    """Create one method, or the chain for a list of methods."""
+def _method(name: str, config: Any, problems: list[str]) -> Any:
     setting = f"method.post_merging_methods.{name}"
-    config = methods[name]
-    if isinstance(config, list):
-        unknown = [step for step in config if step not in methods or step in (name, *within)]
-        if unknown or not config:
-            raise ValueError(f"{setting}: a list names other methods, got {config!r}")
-        return Chain({step: _method(step, methods, (*within, name)) for step in config})
     if not isinstance(config, Mapping) or "_target_" not in config:
-        raise ValueError(f"{setting} must have a _target_ or be a list of names, got {config!r}")
-    check_target(config, setting)
-    method = made_of(config, setting)
-    missing = [part for part in _PARTS if not hasattr(method, part)]
-    if missing:
-        raise ValueError(
-            f"{setting}: {config['_target_']} is no post-merging method: it lacks {missing}"
-        )
-    return method
+        problems.append(f"{setting} must have a _target_, got {config!r}")
+    elif problem := _problem_of(config, setting):
+        problems.append(problem)
+    elif method := _made(config, setting, problems):
+        if missing := [member for member in _MEMBERS if not hasattr(method, member)]:
+            target = config["_target_"]
+            problems.append(f"{setting}: {target} is no post-merging method: it lacks {missing}")
+        return method
+    return None
 
 
-def _config(name: str, methods: Mapping[str, Any]) -> Any:
-    """Return a method's config, or the configs of a chain's steps."""
-    config = methods[name]
-    if isinstance(config, list):
-        return {step: _config(step, methods) for step in config}
-    return config
+def _made(config: Mapping[str, Any], setting: str, problems: list[str]) -> Any:
+    try:
+        return instantiate(config, _recursive_=False, _convert_="all")
+    except Exception as error:  # Hydra wraps the constructor's error, which is about a setting
+        reason = str(error.__cause__ or error).replace("method.", f"{setting}.")
+        problems.append(f"{setting}: {reason}")
+        return None
+
+
+def _problem_of(config: Mapping[str, Any], setting: str) -> str | None:
+    """Import the `_target_` of an entry (or `name`, for older methods), and check its keys."""
+    target = config.get("_target_")
+    if target is None:
+        available, name = AlgorithmFactory.available_algorithms(), config.get("name")
+        if name in available:
+            return None
+        hint = nearest_hint(name, available)
+        return f"{setting}.name: FusionBench has no method {name!r}{hint}"
+    try:
+        parameters = inspect.signature(import_target(setting, target)).parameters.values()
+    except CalibrationError as error:
+        return str(error)
+    except (TypeError, ValueError):  # it has no signature
+        return None
+    names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    for key in config:
+        if re.fullmatch(r"_\w+_", str(key)) or key in names:
+            continue
+        hint = nearest_hint(key, names)
+        # FusionBench's classes accept any key with a warning. Classes of this package check theirs.
+        if not takes_any or (hint and not str(target).startswith(_OWN)):
+            return f"{setting}.{key} is unknown{hint}; it takes {', '.join(names)}"
+    return None

@@ -1,1 +1,1 @@
-"""`featcal report`: differences, figures and pages of runs, comparisons, studies and diagnoses."""
+"""`featcal report`: differences, figures and pages of runs, comparisons and diagnoses."""

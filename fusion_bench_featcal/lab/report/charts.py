@@ -49,7 +49,7 @@ _LOOKS = {
     BEFORE: (_ORANGE, "s"),
     AFTER: (_BLUE, "o"),
     "featcal": (_BLUE, "o"),
-    "featcal:plus": (_SKY, ">"),
+    "featcal_plus": (_SKY, ">"),
     "surgery": (_GREEN, "D"),
     "prob_surgery": (_PINK, "^"),
     "ridge_surgery": (_YELLOW, "v"),

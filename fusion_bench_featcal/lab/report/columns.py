@@ -12,17 +12,12 @@ from fusion_bench_featcal.results.columns import (
 from fusion_bench_featcal.results.cost import (
     MODULES_ADDED,
     PARAMETERS_ADDED,
-    SECONDS_PER_SAMPLE,
-    SETTINGS_TRIED,
     TASK_ID,
     TOTAL_SECONDS,
-    UNSEEN,
-    UNSEEN_GAIN,
-    UNSEEN_TASKS,
 )
 from fusion_bench_featcal.results.long_table import AVERAGE, NORMALISED
 from fusion_bench_featcal.results.summary import SummaryRow
-from fusion_bench_featcal.results.tables import ABSENT, percent
+from fusion_bench_featcal.results.tables import ABSENT
 
 
 def _average(row: SummaryRow) -> str:
@@ -33,13 +28,6 @@ def _normalised(row: SummaryRow) -> str:
     if row.normalised is None:
         return ABSENT
     return row.interval(row.normalised, row.spread.get(NORMALISED)).text()
-
-
-def _unseen(row: SummaryRow) -> str:
-    average, gain, tasks = (row.cost.get(key) for key in (UNSEEN, UNSEEN_GAIN, UNSEEN_TASKS))
-    if isinstance(average, float) and isinstance(gain, float):
-        return f"{percent(average)} ({100 * gain:+z.1f}, {tasks:.0f})"
-    return ABSENT if tasks is None else "none left"
 
 
 def _added(row: SummaryRow) -> str:
@@ -55,12 +43,6 @@ ACCURACY = [
     GAIN,
     RECOVERED,
     *WORST_COLUMNS,
-    Column(
-        "unseen (gain, tasks)",
-        _unseen,
-        "unseen: accuracy of corrections trained on test samples, on the other test items, with "
-        "the gain over the merger there and the number of tasks that have any",
-    ),
 ]
 COSTS = [
     Column(
@@ -72,11 +54,6 @@ COSTS = [
         "modules / parameters",
         _added,
         "modules / parameters: added to the merged model's, over all tasks",
-    ),
-    Column(
-        "settings tried",
-        cost_cell(SETTINGS_TRIED),
-        "settings tried: number of candidates compared on unlabeled calibration samples",
     ),
     Column(
         "seconds",
@@ -95,12 +72,6 @@ COSTS = [
         "GPU energy, Wh",
         cost_cell("gpu_energy_wh", ".3g"),
         "GPU energy: drawn by the GPUs in use, as a whole",
-    ),
-    Column(
-        "ms / sample",
-        cost_cell(SECONDS_PER_SAMPLE, ".2f", unit=1e-3),
-        "ms / sample: inference in batches, from pixels to final features, or an answer of a "
-        "fixed number of tokens",
     ),
     Column("samples", lambda row: row.samples or ABSENT, "samples: per task, with their split"),
     Column("seeds", lambda row: ", ".join(map(str, row.seeds)) or ABSENT),

@@ -1,4 +1,4 @@
-"""Search for folders with results: runs, and comparisons with the runs below them."""
+"""Search for folders with results: runs, comparisons with the runs below them, and cells."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,8 +7,9 @@ from typing import Any
 
 from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.json_files import read_json
+from fusion_bench_featcal.results.cells import SUFFIX
 from fusion_bench_featcal.results.report_files import REPORT_FILE
-from fusion_bench_featcal.results.schema import COMPARISON_KIND, KIND, STUDY_KIND, check_comparison
+from fusion_bench_featcal.results.schema import COMPARISON_KIND, KIND, check_comparison
 from fusion_bench_featcal.results.summary import FailedCell
 
 
@@ -18,32 +19,19 @@ class ResultFolders:
 
     runs: list[Path] = field(default_factory=list)
     comparisons: list[Path] = field(default_factory=list)
-    studies: list[Path] = field(default_factory=list)
+    cells: list[Path] = field(default_factory=list)
     failed: list[FailedCell] = field(default_factory=list)
 
     @property
     def number(self) -> int:
         """Number of folders."""
-        return len(self.runs) + len(self.comparisons) + len(self.studies)
-
-    def refuse_studies_with(self, other_results: object) -> None:
-        """Refuse studies combined with anything else.
-
-        Raises:
-            ReportError: If there are studies, and `other_results` is not empty.
-        """
-        if self.studies and other_results:
-            raise ReportError(
-                f"{self.studies[0]} is a study: report it by itself, without runs or --against; "
-                "its points' folders, below points/, are runs"
-            )
+        return len(self.runs) + len(self.comparisons) + len(self.cells)
 
 
 def find(paths: Iterable[str | Path]) -> ResultFolders:
-    """Find runs, comparisons and studies: each path itself, or everything below it.
+    """Find runs, comparisons and folders of cells: each path itself, or everything below it.
 
-    In a comparison's folder only runs named by its report count. A study's folder represents its
-    points, which are found if a path names their folder.
+    In a comparison's folder only runs named by its report count.
 
     Args:
         paths: Paths to search.
@@ -64,7 +52,7 @@ def find(paths: Iterable[str | Path]) -> ResultFolders:
     return ResultFolders(
         _once(folders.runs),
         _once(folders.comparisons),
-        _once(folders.studies),
+        _once(folders.cells),
         list(dict.fromkeys(folders.failed)),
     )
 
@@ -85,8 +73,8 @@ def refuse_run(directory: str | Path, setting: str) -> None:
 
 def _search(folder: Path, folders: ResultFolders) -> None:
     content = _content(folder)
-    if content.get("kind") == STUDY_KIND:
-        folders.studies.append(folder)
+    if any(folder.glob(f"*{SUFFIX}")):
+        folders.cells.append(folder)
         return
     if content.get("kind") == KIND:
         folders.runs.append(folder)

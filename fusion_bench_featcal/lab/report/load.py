@@ -1,4 +1,4 @@
-"""Results of runs, comparisons, studies and diagnoses in Python, as one long table."""
+"""Results of runs, comparisons and diagnoses in Python, as one long table."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -7,23 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.lab.report.find import find
+from fusion_bench_featcal.results.cells import load_cells
 from fusion_bench_featcal.results.long_table import LINES_FILE, VALUE, Line, read_lines
 from fusion_bench_featcal.results.report import Report
 from fusion_bench_featcal.results.runs import check_averages
 
-from .study import Study
+from .points import points_of_cells
 
 
 def load(folder: str | Path) -> Any:
     """Return all measured values in or below a folder, one number per line.
 
     Args:
-        folder: The folder of a run, a comparison, a study or a diagnosis, or a parent of some.
+        folder: The folder of a run, a comparison, its finished cells or a diagnosis, or a parent of
+            some.
 
     Returns:
         A line per number with the dimensions suite, merger, row, task, block, class, seed and
-        metric, the labels of a study's point, and `value`: a pandas DataFrame, or a list of dicts
-        if pandas is not installed.
+        metric, the settings that differ between cells, and `value`: a pandas DataFrame, or a list
+        of dicts if pandas is not installed.
 
     Raises:
         ReportError: If there are no results, a file is damaged, or runs must not be averaged,
@@ -66,5 +68,8 @@ def long_table(reports: Mapping[Path, Report]) -> list[Line]:
 
 def _reports(folder: str | Path) -> dict[Path, Report]:
     folders = find([folder])
-    runs = [*folders.runs, *(run for study in folders.studies for run in Study.load(study).runs)]
-    return {run: Report.load(run) for run in runs}
+    reports = {run: Report.load(run) for run in folders.runs}
+    for folder_of_cells in folders.cells:
+        for number, point in enumerate(points_of_cells(load_cells(folder_of_cells))):
+            reports |= {folder_of_cells / f"{number}" / run: r for run, r in point.reports.items()}
+    return reports

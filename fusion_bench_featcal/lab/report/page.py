@@ -37,7 +37,10 @@ from fusion_bench_featcal.results.views import note_lines
 
 from .charts import svg
 from .figures import figures_of
-from .study import Study
+from .points import Point
+from .points import figures as point_figures
+from .points import grids as point_grids
+from .points import sentences as point_sentences
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -149,18 +152,19 @@ def page_of_runs(folders: ResultFolders, summary: Summary) -> Page:
     )
 
 
-def page_of_study(folder: Path, study: Study) -> Page:
-    """Return the page of a study in a folder."""
+def page_of_points(folders: ResultFolders, points: Sequence[Point]) -> Page:
+    """Return the page of runs or cells that differ in settings."""
+    reports = [report for point in points for report in point.reports.values()]
     return Page(
-        f"{study.suite}: {study.name}",
+        ", ".join(dict.fromkeys(report.suite for report in reports)),
         [],
         [
-            Section("Notes", lines=study.sentences()),
-            Section("Results", dict(study.grids())),
-            Section("Figures", figures=study.figures()),
-            *_origins(list(study.reports.values())),
+            Section("Notes", lines=point_sentences(points)),
+            Section("Results", point_grids(points)),
+            Section("Figures", figures=point_figures(points)),
+            *_origins(reports),
         ],
-        [folder, *study.runs],
+        [*folders.cells, *folders.comparisons, *folders.runs],
     )
 
 

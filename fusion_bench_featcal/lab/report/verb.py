@@ -1,7 +1,8 @@
 """The verb `featcal report`, which reads the files of runs and loads no model."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,46 +12,65 @@ if TYPE_CHECKING:
 
     from fusion_bench_featcal.lab.report.find import ResultFolders
     from fusion_bench_featcal.lab.report.page import Page
+    from fusion_bench_featcal.lab.report.points import Point
+    from fusion_bench_featcal.results.summary import Summary
 
 
 def report(options: argparse.Namespace) -> None:
-    """Print (and with --out write) the tables of runs, comparisons and studies from their files."""
+    """Print (and with --out write) the tables of runs and comparisons from their files."""
     from fusion_bench_featcal.lab.report.find import find
     from fusion_bench_featcal.lab.report.page import check_target
 
     if options.html:
         check_target(Path(options.html))
     folders = find(options.runs)
-    folders.refuse_studies_with(folders.runs or folders.studies[1:] or options.against)
-    if folders.studies:
-        _report_study(folders.studies[0], options)
+    points = _points(folders)
+    if len(points) > 1:
+        _report_points(points, folders, options)
     else:
-        _report_runs(folders, options)
+        _report_runs(points[0].summary, folders, options)
 
 
-def _report_study(folder: Path, options: argparse.Namespace) -> None:
-    from fusion_bench_featcal.lab.report.page import page_of_study
-    from fusion_bench_featcal.lab.report.study import Study
+def _points(folders: "ResultFolders") -> "list[Point]":
+    """Return the runs or cells by the settings that differ."""
+    from fusion_bench_featcal.lab.report.points import points_of_cells, points_of_runs
+    from fusion_bench_featcal.results import Report, ReportError
+    from fusion_bench_featcal.results.cells import load_cells
 
-    study = Study.load(folder)
-    written = study.write(options.out, "--out") if options.out else None
-    study.show()
+    if not folders.cells:
+        if not folders.runs:
+            raise ReportError("no run there has a result")
+        return points_of_runs({run: Report.load(run) for run in folders.runs})
+    if folders.runs or folders.comparisons or folders.cells[1:]:
+        raise ReportError(f"{folders.cells[0]} has cells: report it by itself")
+    return points_of_cells(load_cells(folders.cells[0]))
+
+
+def _report_points(
+    points: "Sequence[Point]", folders: "ResultFolders", options: argparse.Namespace
+) -> None:
+    from fusion_bench_featcal.lab.report import points as views
+    from fusion_bench_featcal.lab.report.page import page_of_points
+    from fusion_bench_featcal.results import ReportError
+
+    if options.against:
+        labels = "; ".join(views.label_text(point.labels) for point in points[:3])
+        raise ReportError(f"--against compares rows of one point, and there are several: {labels}")
+    written = views.write(points, options.out, "--out") if options.out else None
+    views.show(points)
     if written:
         print(f"written: {written.parent}")
-    _write_views(options, study.figures, partial(page_of_study, folder, study))
+    _write_views(options, partial(views.figures, points), partial(page_of_points, folders, points))
 
 
-def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
+def _report_runs(summary: "Summary", folders: "ResultFolders", options: argparse.Namespace) -> None:
     from fusion_bench_featcal.lab.report import views
     from fusion_bench_featcal.lab.report.against import show_against
     from fusion_bench_featcal.lab.report.figures import figures_of
     from fusion_bench_featcal.lab.report.page import page_of_runs
-    from fusion_bench_featcal.results import Report, ReportError
-    from fusion_bench_featcal.results.report import summarise
+    from fusion_bench_featcal.results import Report
 
-    if not folders.runs:
-        raise ReportError(f"no run in or below {', '.join(options.runs)}")
-    summary = summarise(folders.runs, folders.failed)
+    summary = replace(summary, failed=folders.failed)
     if options.against:
         show_against(summary, options.against)
         return

@@ -147,8 +147,7 @@ def failures(failed: Iterable[FailedCell]) -> list[str]:
     lines = []
     for cell in failed:
         seed = "" if cell.seed is None else f" (seed {cell.seed})"
-        point = f"{cell.point}: " if cell.point else ""
-        name = f"{point}{cell.upstream or 'reference'}, {cell.name}"
+        name = f"{cell.upstream or 'reference'}, {cell.name}"
         lines.append(f"{name} failed{seed}: {cell.reason}")
     return lines
 

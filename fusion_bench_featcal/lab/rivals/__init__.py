@@ -8,15 +8,12 @@ from fusion_bench_featcal.lazy import lazy_names
 # Names in addition to the registered methods. FusionBench is slow to import.
 _EXPORTS = {
     "AffineModule": ".corrected_model",
-    "Chain": ".interface",
     "CorrectedLanguageModel": ".corrected_language_model",
     "CorrectedModel": ".corrected_clip",
     "FeatCal": ".featcal",
     "LayerCorrectedModel": ".corrected_clip",
     "PostMerging": ".interface",
     "SurgeryModule": ".corrected_model",
-    "Tuned": ".tuned",
-    "TunedMerger": ".tuned",
 }
 _get_name = lazy_names(__name__, _EXPORTS)
 

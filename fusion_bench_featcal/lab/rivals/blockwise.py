@@ -13,7 +13,6 @@ from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under, source_of
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.program import counting_in
-from fusion_bench_featcal.lab.rivals.outside import load_outside
 from fusion_bench_featcal.lab.rivals.registry import ModelSettings, SampleSettings
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.module_copies import copied_module
@@ -105,8 +104,6 @@ class Merger(MergingRule, ModelSettings, SampleSettings):
         start = copied_module(base).to(device or home)
         weights = {task: ExpertModel(task, source_of(e), start) for task, e in experts.items()}
         load_means(start, weights, self.start_scale(len(experts)))
-        if self.outside:
-            load_outside(start, base, weights, batches, settings, self)
         result = calibrate(
             start,
             base,

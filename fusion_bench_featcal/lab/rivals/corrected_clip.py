@@ -11,37 +11,28 @@ from fusion_bench_featcal.lab.rivals.corrected_model import VARIANT, Corrected, 
 from fusion_bench_featcal.lab.rivals.projection import project, to_unit_norm
 from fusion_bench_featcal.settings import CalibrationError
 
-NORMALIZE = ("none", "pre")
-
 
 class CorrectedModel(Corrected):
     """A merged model with corrections of its projected features, which `forward` does not apply.
 
-    FusionBench passes the task after the forward pass, with features of norm 1. Corrections of
-    features that are not normalised (`normalize: none`) use the last pass, which is stored.
+    FusionBench passes the task after the forward pass, with features of norm 1. Corrections are of
+    features that are not normalised, so the last pass is stored.
 
     Attributes:
         projection: CLIP's visual projection.
-        normalize: `none` or `pre`.
     """
 
     stem = "feature_corrections"
-    described = (*Corrected.described, "normalize")
 
     def __init__(
         self,
         model: nn.Module,
         projection: nn.Linear,
         corrections: Mapping[str, nn.Module],
-        *,
-        normalize: str = "none",
         **record: Any,
     ) -> None:
-        if normalize not in NORMALIZE:
-            raise ValueError(f"normalize must be one of {', '.join(NORMALIZE)}, got {normalize!r}")
         super().__init__(model, corrections, **record)
         self.projection = projection.requires_grad_(False)
-        self.normalize = normalize
         self._last: tuple[tuple[Any, ...], dict[str, Any], Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,23 +56,21 @@ class CorrectedModel(Corrected):
             dataset_name: The task's name.
 
         Returns:
-            Corrected features, features, and their difference, `[batch, d]` each. Corrected
-            features have norm 1, except with `normalize: pre`, as in FusionBench.
+            Corrected features, features, and their difference, `[batch, d]` each. The first two
+            have norm 1.
 
         Raises:
             CalibrationError: If there is no correction for the task, or the features do not belong
                 to the images last passed through this model.
         """
-        features_or_function, correction = compute_features_fn, self.correction(dataset_name)
+        features_or_function = compute_features_fn
+        self.correction(dataset_name)
         features = (
             features_or_function
             if isinstance(features_or_function, Tensor)
             else features_or_function(self)
         )
-        if self.normalize == "pre":
-            corrected = correction(features)
-        else:
-            corrected = to_unit_norm(self._again(dataset_name, *self._last_call(features)))
+        corrected = to_unit_norm(self._again(dataset_name, *self._last_call(features)))
         return corrected, features, features - corrected
 
     def _last_call(self, features: Tensor) -> tuple[Any, ...]:
@@ -101,9 +90,7 @@ class CorrectedModel(Corrected):
         return self._corrected(task, output)
 
     def _corrected(self, task: str, output: Any) -> Tensor:
-        features = project(output, self.model, self.projection)
-        unit = self.normalize == "pre"
-        return self.correction(task)(to_unit_norm(features) if unit else features)
+        return self.correction(task)(project(output, self.model, self.projection))
 
     @classmethod
     def _loaded(cls, folder: Any, tensors: Any, **kwargs: Any) -> dict[str, Any]:
@@ -122,7 +109,6 @@ class LayerCorrectedModel(CorrectedModel):
     """
 
     stem = "layer_corrections"
-    described = Corrected.described
 
     def features(self, task: str, *args: Any, **kwargs: Any) -> Tensor:
         """Return corrected projected features `[batch, d]` of the inputs, not normalised."""

@@ -69,8 +69,6 @@ class Corrected(nn.Module):
         tasks: The tasks' names.
         samples: Task -> `{"samples": number, "split": name}` of its correction.
         curves: Task -> its training curve, (step, loss).
-        fitted_items: Task -> positions of the test items that its correction was fitted on, and
-            the number of all test items. Not saved.
     """
 
     is_surgery_model = True  # FusionBench's protocol
@@ -91,7 +89,6 @@ class Corrected(nn.Module):
         self.tasks = tuple(corrections)
         self.samples = {task: dict(used) for task, used in (samples or {}).items()}
         self.curves = {t: [(*point,) for point in curve] for t, curve in (curves or {}).items()}
-        self.fitted_items: dict[str, tuple[list[int], int]] = {}
         modules = {_key(task): correction for task, correction in corrections.items()}
         if len(modules) < len(corrections):
             raise ValueError(f"tasks must differ in more than '-', '.' and '_': {[*corrections]}")
@@ -123,7 +120,6 @@ class Corrected(nn.Module):
         """Save the merged model by its `save_pretrained`, and the corrections in that folder."""
         self.model.save_pretrained(folder, variant=VARIANT, **kwargs)
         weights, description = self._files(folder)
-        # A module shared by tasks is saved once, under the first task.
         tensors = {
             f"{part}.{name}": parameter.data.contiguous()
             for part, module in self.named_children()
@@ -132,7 +128,6 @@ class Corrected(nn.Module):
         }
         save_file(tensors, weights)
         content = {name: getattr(self, name) for name in ("tasks", *self.described)}
-        content["shared"] = len([*self.corrections.children()]) < len(self.tasks)
         content["weights"] = hashlib.sha256(weights.read_bytes()).hexdigest()
         description.write_text(json_text(plain(content, description.name)), encoding="utf-8")
 
@@ -154,8 +149,7 @@ class Corrected(nn.Module):
             )
         try:
             description, content = read_json(text), weights.read_bytes()
-            # Earlier versions wrote no digest.
-            if description.get("weights") not in (None, hashlib.sha256(content).hexdigest()):
+            if description.get("weights") != hashlib.sha256(content).hexdigest():
                 raise CalibrationError(
                     f"{weights} is damaged: its digest is another. Save it again"
                 )
@@ -166,10 +160,7 @@ class Corrected(nn.Module):
             ) from error
         options = {name: description.get(name) for name in cls.described}
         tasks = description["tasks"]
-        if description.get("shared"):
-            options["corrections"] = dict.fromkeys(tasks, _correction(tensors, tasks[0], weights))
-        else:
-            options["corrections"] = {task: _correction(tensors, task, weights) for task in tasks}
+        options["corrections"] = {task: _correction(tensors, task, weights) for task in tasks}
         return cls(**cls._loaded(folder, tensors, **kwargs), **options)
 
     @classmethod

@@ -7,7 +7,6 @@ from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.families import check_family
-from fusion_bench_featcal.lab.rivals.interface import Choice
 from fusion_bench_featcal.lab.rivals.registry import Method
 from fusion_bench_featcal.method_inputs import MethodInputs, check_calibration
 from fusion_bench_featcal.problem import CalibrationResult
@@ -54,12 +53,7 @@ class FeatCal(FeatCalSettings, Method):
         Raises:
             CalibrationError: If the calibration cannot go on.
         """
-        result = calibrated(self, merged, inputs, self)
-        model: Any = result.model
-        for record in result.log.of_kind("drift_weights"):
-            change = {"task_weights": record["weights"]} if record["kept"] else {}
-            model.choice = Choice.of(2, change)
-        return model
+        return calibrated(self, merged, inputs, self).model
 
 
 def calibrated(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.calibration_text import TextBatches
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.lab.rivals.corrected_clip import NORMALIZE, CorrectedModel
+from fusion_bench_featcal.lab.rivals.corrected_clip import CorrectedModel
 from fusion_bench_featcal.lab.rivals.corrected_language_model import CorrectedLanguageModel
 from fusion_bench_featcal.lab.rivals.corrected_model import Corrected
 from fusion_bench_featcal.lab.rivals.final_features import FinalStates, find_final_norm
@@ -18,12 +18,11 @@ from fusion_bench_featcal.lab.rivals.projection import (
     ProjectedFeatures,
     check_projection,
     load_projection,
-    to_unit_norm,
 )
 from fusion_bench_featcal.lab.rivals.registry import Method
 from fusion_bench_featcal.lab.rivals.training import TaskFeatures, check_features, thinned
 from fusion_bench_featcal.method_inputs import MethodInputs
-from fusion_bench_featcal.setting_fields import same_as, setting, yaml_word
+from fusion_bench_featcal.setting_fields import same_as, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.samples import naming_task
 
@@ -52,12 +51,6 @@ class FeatureCorrection(Method):
         "T5 and Llama.",
         accepts="a name",
     )
-    normalize: str = setting(
-        "none",
-        "`none` corrects features as projected (the authors); `pre` corrects features of norm 1 "
-        "(FusionBench; CLIP only).",
-        choices=NORMALIZE,
-    )
     samples_per_task: int = same_as(FeatCalSettings, "samples_per_task", group="data")
     seed: int = same_as(FeatCalSettings, "seed")
     stream: str = setting(
@@ -65,6 +58,9 @@ class FeatureCorrection(Method):
         "`test_tta` fits on samples of the test split, as the papers do; `calibration` on those "
         "that FeatCal draws.",
         choices=("test_tta", "calibration"),
+    )
+    calibration_corruption: Mapping[str, Any] | None = same_as(
+        FeatCalSettings, "calibration_corruption"
     )
     calibration_split: str = same_as(
         FeatCalSettings,
@@ -84,11 +80,6 @@ class FeatureCorrection(Method):
 
     # Task -> loss of every update in the last fit.
     losses: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All settings, including defaults."""
-        return {"method": self.name} | super().settings
 
     @property
     def split(self) -> str:
@@ -133,13 +124,6 @@ class FeatureCorrection(Method):
             check_projection(inputs.models, self.clip_model)
         else:
             find_final_norm(inputs.models, self.final_norm)
-            # The head reads states without padding masks, but texts are padded within a batch.
-            for name, needed in (("normalize", "none"), ("recompute", False)):
-                if (value := getattr(self, name, needed)) != needed:
-                    raise CalibrationError(
-                        f"method.{name}={yaml_word(value)} is for CLIP vision models: set "
-                        f"method.{name}={yaml_word(needed)}"
-                    )
         self.batches(inputs)
 
     def batches(self, inputs: MethodInputs) -> dict[str, Any]:
@@ -198,10 +182,7 @@ class FeatureCorrection(Method):
         corrections = self.fit_all(features)
         samples = {t: {"samples": b.samples, "split": self.split} for t, b in batches.items()}
         curves = {task: thinned(losses) for task, losses in self.losses.items()}
-        model = self._corrected(merged, site, corrections, samples=samples, curves=curves)
-        if self.split == "test":
-            model.fitted_items = {t: (b.indices, b.available) for t, b in batches.items()}
-        return model
+        return self._corrected(merged, site, corrections, samples=samples, curves=curves)
 
     def _collect(
         self, merged: nn.Module, expert: nn.Module, site: Any, batches: Any, task: str
@@ -222,18 +203,17 @@ class FeatureCorrection(Method):
 
     @torch.no_grad()
     def features(self, model: nn.Module, site: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Compute final features of a batch, `[n, d]` float32, of norm 1 with `normalize: pre`."""
+        """Compute final features of a batch, `[n, d]` float32."""
         device = next(model.parameters()).device
-        features = site.features(model, {name: part.to(device) for name, part in batch.items()})
-        return to_unit_norm(features.float()) if self.normalize == "pre" else features.float()
+        on_device = {name: part.to(device) for name, part in batch.items()}
+        return site.features(model, on_device).float()
 
     def _corrected(
         self, merged: nn.Module, site: Any, corrections: Mapping[str, nn.Module], **record: Any
     ) -> Corrected:
         if isinstance(site, FinalStates):
             return CorrectedLanguageModel(merged, site.final_norm, corrections, **record)
-        projection, normalize = site.projection, self.normalize
-        return CorrectedModel(merged, projection, corrections, normalize=normalize, **record)
+        return CorrectedModel(merged, site.projection, corrections, **record)
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return the samples that the corrections were fitted on, by task."""
@@ -245,8 +225,5 @@ class FeatureCorrection(Method):
         return self._result(model).added()
 
     def _result(self, model: nn.Module) -> Corrected:
-        if not isinstance(model, Corrected):
-            raise CalibrationError(
-                f"{self.name} must be the last of the methods that are applied in order"
-            )
+        assert isinstance(model, Corrected)
         return model

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -137,6 +137,9 @@ class SampleSettings(Method):
     batch_size: int = same_as(FeatCalSettings, "batch_size")
     seed: int = same_as(FeatCalSettings, "seed")
     calibration_split: str = same_as(FeatCalSettings, "calibration_split")
+    calibration_corruption: Mapping[str, Any] | None = same_as(
+        FeatCalSettings, "calibration_corruption"
+    )
 
     def check(self, inputs: "MethodInputs") -> None:
         """Compare the models and open the data.

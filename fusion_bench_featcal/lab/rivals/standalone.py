@@ -25,7 +25,6 @@ from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.upstream import Upstream
-from fusion_bench_featcal.lab.rivals.interface import seed_of
 from fusion_bench_featcal.lab.rivals.registry import Method
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.results import measure
@@ -116,7 +115,7 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
         with measure() as cost:
             model = make()
         log.info("made %s in %.1f s", method.name, cost.seconds)
-        samples, seed = method.samples(model, pool.model_names), seed_of(method.settings)
+        samples, seed = method.samples(model, pool.model_names), method.settings.get("seed")
         facts = CardFacts(method.name, self.base_method, settings, samples)
         results.saver.offer(model, facts)
         results.add_made(

@@ -1,7 +1,6 @@
 """Representation Surgery (arXiv 2402.02705): a small trained module per task corrects features."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +17,6 @@ from fusion_bench_featcal.lab.rivals.training import (
 )
 from fusion_bench_featcal.setting_fields import setting
 from fusion_bench_featcal.settings import CalibrationError
-
-PUBLISHED_FEATURES = 512
-"""Width of the features for the authors' choice of module widths."""
 
 
 @method("surgery", source="Yang et al., ICML 2024, arXiv 2402.02705")
@@ -40,48 +36,15 @@ class Surgery(FeatureCorrection):
         "task moves the others on by their momentum; `per_task`: one for each.",
         choices=("joint", "per_task"),
     )
-    width: str = setting(
-        "absolute",
-        "`relative`: the width of a module is set for features of 512 (CLIP ViT-B), and scaled "
-        "with theirs.",
-        choices=("absolute", "relative"),
-    )
-    recompute: bool = setting(
-        False,
-        "Run merged model and experts in every update, as the authors' codes do. Changes costs and "
-        "rounding alone; images only.",
-    )
-
-    def _collect(
-        self, merged: nn.Module, expert: nn.Module, site: Any, batches: Any, task: str
-    ) -> TaskFeatures:
-        """Run merged model and expert on a task's samples, with `recompute` in every update."""
-        if not self.recompute:
-            return super()._collect(merged, expert, site, batches, task)
-        batches = list(batches)
-        pixels = torch.cat([batch["pixel_values"] for batch in batches])
-
-        def again(positions: Tensor) -> tuple[Tensor, Tensor]:
-            batch = {"pixel_values": pixels[positions]}
-            return self.features(merged, site, batch), self.features(expert, site, batch)
-
-        return replace(super()._collect(merged, expert, site, batches, task), again=again)
-
-    def scaled(self, width: int, features: int) -> int:
-        """Return a module's width for a number of features, at least 1."""
-        if self.width == "absolute":
-            return width
-        return max(1, round(width * features / PUBLISHED_FEATURES))
 
     def _modules(self, features: Mapping[str, TaskFeatures]) -> dict[str, Any]:
-        """Return each task's module before training. Tasks may share one."""
+        """Return each task's module before training."""
         return {task: self.module(task_features, task) for task, task_features in features.items()}
 
     def module(self, features: TaskFeatures, name: str) -> nn.Module:
         """Return a module before training, which corrects nothing, seeded by `name`."""
         generator = task_generator(self.seed, name, "weights")
-        width = features.expert.shape[1]
-        return initial_surgery(width, self.scaled(self.rank, width), generator)
+        return initial_surgery(features.expert.shape[1], self.rank, generator)
 
     def _loss(
         self, module: Any, features: TaskFeatures, positions: Tensor, noise: torch.Generator

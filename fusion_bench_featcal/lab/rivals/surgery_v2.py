@@ -45,11 +45,8 @@ class SiteFeatures(TaskFeatures):
     "featcal_baselines/surgery_v2",
     source="arXiv 2410.14389",
     # Not for texts, and the merged model runs in every update anyway.
-    without=(
-        "final_norm", "normalize", "calibration_targets", "generated_tokens", "max_length",
-        "recompute",
-    ),
-)  # fmt: skip
+    without=("final_norm", "calibration_targets", "generated_tokens", "max_length"),
+)
 class SurgeryV2(Surgery):
     """SurgeryV2: a small trained module per task after every block corrects all tokens.
 
@@ -100,9 +97,7 @@ class SurgeryV2(Surgery):
     def module(self, features: Any, name: str) -> LayerSurgery:
         """Return modules before training, which correct nothing, seeded by `name`."""
         generator = task_generator(self.seed, name, "weights")
-        modules = [
-            initial_surgery(w, self.scaled(self.rank, w), generator) for w in features.widths
-        ]
+        modules = [initial_surgery(width, self.rank, generator) for width in features.widths]
         return LayerSurgery(modules[:-1], modules[-1])
 
     def _corrected(

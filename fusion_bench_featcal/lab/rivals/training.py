@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,17 +22,13 @@ class TaskFeatures:
     Attributes:
         merged: Features of the merged model, `[n, d]`.
         expert: Features of the task's expert on the same samples, `[n, d]`.
-        again: Computes both again for positions of samples. None if both are stored.
     """
 
     merged: Tensor
     expert: Tensor
-    again: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return both at positions of samples."""
-        if self.again is not None:
-            return self.again(positions)
         positions = positions.to(self.merged.device)
         return self.merged[positions], self.expert[positions]
 

@@ -1,0 +1,66 @@
+"""Studies are Hydra's sweeps of `method=compare`, whose jobs fill one folder."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reports import featcal
+
+from fusion_bench_featcal.results.cells import load_cells
+
+COMMAND = [
+    sys.executable, "-m", "fusion_bench.scripts.cli", "-m", "method=compare",
+    "modelpool=clip-vit-mini_alphabets2", "method.upstreams=[task_arithmetic]", "method.alone=[]",
+    "method.post_merging=[featcal]", "method.samples_per_task=2,4", "method.seed=1,2",
+]  # fmt: skip
+CELLS = 2 + 2 + 4  # references, the merger with two seeds, featcal by samples and seed
+
+
+def start(folder: Path, *words: str) -> "subprocess.Popen[bytes]":
+    folder.mkdir(exist_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (folder / "screen").open("ab") as screen:
+        command = [*COMMAND, "method.results_dir=cells", *words]
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=screen, stderr=screen)
+
+
+def flags(folder: Path) -> dict[tuple[object, ...], bytes]:
+    """Flags of all items by row, samples and seed."""
+    return {
+        (cell.row, cell.settings.get("samples_per_task"), cell.seed): b"".join(
+            np.packbits(cell.correct[task]).tobytes() for task in sorted(cell.correct or {})
+        )
+        for cell in load_cells(folder / "cells")
+        if cell.correct
+    }
+
+
+@pytest.mark.slow  # make test-sweeps
+def test_a_killed_sweep_goes_on_and_parallel_jobs_give_equal_bits(tmp_path: Path) -> None:
+    serial, parallel, finished = tmp_path / "serial", tmp_path / "parallel", 0
+    files: dict[Path, int] = {}
+    for _ in range(2):  # killed twice
+        process = start(serial)
+        while len(list(serial.glob("cells/*.npz"))) <= finished:
+            assert process.poll() is None, (serial / "screen").read_text()[-3000:]
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        files = {file: file.stat().st_mtime_ns for file in serial.glob("cells/*.npz")}
+        finished = len(files)
+    assert 0 < finished < CELLS
+    assert start(serial).wait() == 0, (serial / "screen").read_text()[-3000:]
+    after = {file: file.stat().st_mtime_ns for file in serial.glob("cells/*.npz")}
+    assert files.items() <= after.items() and len(after) == CELLS  # references were made once
+    assert not list(serial.glob("cells/*.part"))
+    launcher = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    assert start(parallel, *launcher).wait() == 0, (parallel / "screen").read_text()[-3000:]
+    assert flags(parallel) == flags(serial) and len(flags(serial)) == CELLS - 1
+    table = featcal("report", serial / "cells").out
+    for words in ("n = 2", "n = 4", "+ featcal", "experts"):
+        assert words in table
