@@ -29,15 +29,15 @@ MUTATIONS = [
     Mutation(
         "encoder's last norm skipped before the decoder",
         "families/t5.py",
-        'return model.get_submodule("encoder.final_layer_norm")(call.hidden.clone())',
+        "return model.get_submodule(T5_ENCODER_NORM)(call.hidden.clone())",
         "return call.hidden.clone()",
         PAPER,
     ),
     Mutation(
         "position bias handed on without the mask",
         "families/t5.py",
-        'kwargs["position_bias"] = bias + kwargs["attention_mask"] if call.adds_mask else bias',
-        'kwargs["position_bias"] = bias',
+        "kwargs[T5_BIAS] = bias + kwargs[T5_MASK] if call.adds_mask else bias",
+        "kwargs[T5_BIAS] = bias",
         PAPER,
     ),
     Mutation(

@@ -11,20 +11,6 @@ MUTATIONS = [
         "folders/test_folder_failures.py",
     ),
     Mutation(
-        "the clock of every cell is its own",
-        "lab/compare/inference.py",
-        "return [relative * reference for _, relative in times]",
-        "return [seconds for seconds, _ in times]",
-        "comparison/test_inference.py",
-    ),
-    Mutation(
-        "features that are computed again are of other samples",
-        "lab/rivals/training.py",
-        "return self.again(positions)",
-        "return self.again(positions.flip(0) * 0)",
-        "methods/test_corrections.py",
-    ),
-    Mutation(
         "intervals over draws and trainings are those of the normal distribution",
         "results/intervals.py",
         "stats.t.ppf((1 + LEVEL) / 2, draws - 1)",
@@ -135,20 +121,6 @@ MUTATIONS = [
         "optimizer.zero_grad(set_to_none=False)",
         "optimizer.zero_grad()",
         "methods/test_corrections.py",
-    ),
-    Mutation(
-        "settings are chosen on samples that were fitted",
-        "lab/rivals/tuned.py",
-        "indices=task_batches.indices[fitted:]",
-        "indices=task_batches.indices[:fitted]",
-        "methods/test_tuned.py",
-    ),
-    Mutation(
-        "chosen settings are fitted on three quarters",
-        "lab/rivals/tuned.py",
-        "model: Any = make(self.config(best, None))",
-        "model: Any = make(self.config(best, fitted))",
-        "methods/test_tuned.py",
     ),
     Mutation(
         "ProDistill compares with the expert on the trained model's features",

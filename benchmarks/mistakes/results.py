@@ -112,13 +112,6 @@ MUTATIONS = [
         "results/test_summary.py",
     ),
     Mutation(
-        "a study repeats notes on tasks below the merged model",
-        "lab/report/study.py",
-        "kinds = (BELOW, FAILED) if self.failed else (BELOW,)",
-        "kinds = ()",
-        "studies/test_study.py",
-    ),
-    Mutation(
         "lowest accuracy of a column in bold",
         "results/tables.py",
         "top = max(candidates.values(), default=None)",
@@ -133,25 +126,11 @@ MUTATIONS = [
         "comparison/test_reruns.py",
     ),
     Mutation(
-        "files of items count by their names alone",
-        "lab/compare/data.py",
-        "            digest.update(path.read_bytes())\n",
-        "            pass\n",
-        "comparison/test_data_digests.py",
-    ),
-    Mutation(
         "digest of items.npz not checked",
         "results/items.py",
         r"""if has_seal and _sealed(content[: -length - 2] + b"\0\0") != content:""",
         "if not content:",
         "results/test_files.py",
-    ),
-    Mutation(
-        "draws of any seed have one fingerprint",
-        "lab/compare/data.py",
-        '"test_tta" else split, number, seed)',
-        '"test_tta" else split, number)',
-        "comparison/test_data_digests.py",
     ),
     Mutation(
         "names of users are markup on pages",
