@@ -23,7 +23,7 @@ install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editabl
 with_commands = PATH="$$(cd $(BIN) && pwd):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full compare compare-quick compare-full diagnose studies test test-hub test-sweeps test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix surroundings surroundings-quick lint types check build tables docs docs-serve notebook reproduce robust mutations nightly clean
+.PHONY: help venv demo demo-full compare compare-quick compare-full diagnose studies test test-hub test-sweeps test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix surroundings surroundings-quick lint types house check build tables docs docs-serve notebook reproduce robust mutations nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -146,6 +146,9 @@ lint: $(VENV)/.installed-dev ## ruff: rules and format; words of names, docstrin
 
 types: $(VENV)/.installed-dev ## pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+house: $(VENV)/.installed ## lines by room, imports that run back, functions that a calibration enters
+	$(BIN)/python scripts/house.py
 
 check: lint types test ## what a change must pass
 
