@@ -32,6 +32,8 @@ class CellResult:
         accuracy: Task -> accuracy in 0..1.
         loss: Task -> loss, if the task pool computes one and it is finite.
         settings: Settings of the row's method. The settings of the pool's part (`tasks`) included.
+        conditions: Further values by which cells of a row differ: the upstream merger's settings
+            for a method on it, and the precision.
         cost: Its cost, and the size that it adds to the model (see `Report.cost`).
         samples: Task -> {"samples", "split"} used, empty for methods without data.
         seed: Seed of its samples and training, or None without randomness.
@@ -48,6 +50,7 @@ class CellResult:
     accuracy: dict[str, float]
     loss: dict[str, float] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    conditions: dict[str, Any] = field(default_factory=dict)
     cost: dict[str, Any] = field(default_factory=dict)
     samples: dict[str, dict[str, Any]] = field(default_factory=dict)
     seed: int | None = None

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison_parts import MERGERS, Failing, Scale, comparison, finished_cells, method
+from comparison_parts import MERGERS, Failing, Forgetful, Scale, comparison, finished_cells, method
 from fusion_bench import BaseModelPool
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.lab.report.points import points_of_cells
+from fusion_bench_featcal.results.cells import load_cells
 
 MERGER = "task_arithmetic"
 RESULTS = Path("results")
@@ -76,6 +78,42 @@ def test_cells_run_again_that_depend_on_a_change(change: str, command: Command) 
     apply(command)
     assert command.run() == expected
     assert command.run() == set()
+
+
+def test_the_last_command_counts_after_a_change_is_taken_back(command: Command) -> None:
+    settings = command.choices["post_merging_methods"]["double"]
+    for factor in (3.0, 2.0):
+        settings.update(factor=factor)
+        command.run()
+    assert load_cells(RESULTS)[-1].settings["factor"] == 2.0
+
+
+def test_a_method_that_returns_nothing_is_named(command: Command) -> None:
+    command.choices["post_merging_methods"]["forgetful"] = method(Forgetful)
+    with pytest.raises(CalibrationError, match=r"Forgetful\.post_merge returned no model"):
+        command.run()
+
+
+def test_settings_of_mergers_are_columns_of_their_rows(command: Command) -> None:
+    command.choices["upstream_mergers"][MERGER].update(scaling_factor=1.5)
+    command.run()
+    cells = [cell for cell in load_cells(RESULTS) if cell.row == "double"]
+    accuracies = {cell.conditions["scaling_factor"]: cell.accuracy for cell in cells}
+    assert accuracies[0.3] != accuracies[1.5]
+    points = points_of_cells(load_cells(RESULTS))
+    assert [point.labels["scaling_factor"] for point in points] == list(accuracies)
+    for point, accuracy in zip(points, accuracies.values(), strict=True):
+        row = point.row(MERGER, "double")
+        assert row and accuracy.items() <= row.accuracy.items()
+
+
+def test_cells_that_differ_in_their_pools_are_not_joined_silently(
+    command: Command, caplog: Any
+) -> None:
+    command.models["left"].update(seed=7)
+    command.run()
+    (point,) = points_of_cells(load_cells(RESULTS))
+    assert "4 cells left out: newer cells of the same rows" in caplog.text and not point.labels
 
 
 def test_a_damaged_file_is_named_and_made_again(command: Command, caplog: Any) -> None:

@@ -33,7 +33,7 @@ from fusion_bench_featcal.fusionbench.options import (
     take_fusion_bench_keys,
 )
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
-from fusion_bench_featcal.fusionbench.program import prepare_run
+from fusion_bench_featcal.fusionbench.program import prepare_run, sweep_job
 from fusion_bench_featcal.fusionbench.run_results import suite_name
 from fusion_bench_featcal.lab.compare.cells import CellRunner, reason_of
 from fusion_bench_featcal.lab.compare.grid import REFERENCES, Cell, cells_of
@@ -168,9 +168,9 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         _check_cells(cells, inputs)
         results_dir = settings.results_dir or Path("outputs") / "comparison" / suite
         store = prepare_directory(results_dir, RESULTS_DIR)
-        folder = store if self.log_dir is None else Path(self.log_dir)
+        log_dir = None if self.log_dir is None else Path(self.log_dir)
+        folder = store if log_dir is None else log_dir / sweep_job()
         refuse_run(folder, LOG_DIR_SETTING)
-        log_dir = None if self.log_dir is None else folder
         runner = CellRunner(inputs, suite, settings.seed, tasks, all_tasks, store, program, log_dir)
         go_on = f"Interrupted. Finished cells are in {store}. To continue, repeat the command"
         with ending_cleanly(program, lambda: go_on):

@@ -1,5 +1,6 @@
 """Cells of a comparison: built, evaluated and timed, or read from their files."""
 
+import contextlib
 import gc
 import hashlib
 import inspect
@@ -98,6 +99,8 @@ class CellRunner:
         try:
             if path.exists():
                 result = load_cell(path)
+                with contextlib.suppress(OSError):  # in a folder that is read-only
+                    path.touch()  # of cells that differ in code or versions the last one counts
                 log.info("%s is finished: %s", cell.title, path.name)
                 return result
         except ReportError as error:
@@ -110,6 +113,7 @@ class CellRunner:
         names = list(self.inputs.modelpool.model_names)
         is_count = self.tasks is None or self.tasks == self.all_tasks[: len(names)]
         result.settings["tasks"] = len(names) if is_count else ", ".join(names)
+        result.conditions["precision"] = str(self.inputs.fabric.strategy.precision.precision)
         result.versions = versions() | commits()
         result.device = describe_device(self.inputs.fabric.device)
         save_cell(path, result)
@@ -131,7 +135,10 @@ class CellRunner:
         with measure() as cost:
             model = cell.method.post_merge(merged, self.inputs)
         del merged
+        if model is None:
+            raise CalibrationError(f"{type(cell.method).__name__}.post_merge returned no model")
         result = self._of(cell, self._evaluated(cell.title, model), cell.method.settings)
+        result.conditions = _of_the_merger(cell.merger, result.settings)
         result.cost = cost.as_dict() | _deployed(model, cell.method.added(model))
         if isinstance(merging.get("seconds"), float):
             result.cost[TOTAL_SECONDS] = merging["seconds"] + cost.seconds
@@ -217,6 +224,14 @@ class CellRunner:
 def reason_of(error: BaseException) -> str:
     """Return the reason of a failure, for reports."""
     return str(error).strip() or type(error).__name__
+
+
+def _of_the_merger(merger: Merger, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the merger's settings. Keys that a method has too get the merger's name."""
+    return {
+        f"{merger.name}.{key}" if key in settings else key: value
+        for key, value in plain(merger.config).items()
+    }
 
 
 def _own_code(method: Any) -> str | None:

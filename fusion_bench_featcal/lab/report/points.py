@@ -1,11 +1,13 @@
 """Rows at several points: runs or cells that differ in settings, such as the number of samples."""
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING, prepare_directory, write_atomic
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import BASE, EXPERTS, LINES_FILE, Report, write_lines
 from fusion_bench_featcal.results.cells import CellResult
 from fusion_bench_featcal.results.intervals import Interval
@@ -19,6 +21,8 @@ from . import charts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
 
 Labels = dict[str, Any]
 MEANING = "average accuracy in per cent and, in parentheses, the gap recovered on the worst task"
@@ -67,16 +71,26 @@ def report_of(cells: Iterable[CellResult], merger: str, seed: int | None) -> Rep
 def points_of_cells(cells: Sequence[CellResult]) -> list[Point]:
     """Return the points of a comparison's cells.
 
-    A cell without a setting belongs to all its values. If cells differ only in versions, the last
-    one counts.
+    A cell without a setting belongs to all its values. If cells differ only in pools, versions or
+    the source of a class, the last one counts, with a warning.
     """
-    differing = _differing((cell.suite, cell.merger, cell.row, cell.settings) for cell in cells)
+    values = [cell.conditions | cell.settings for cell in cells]
+    differing = _differing(
+        (cell.suite, cell.merger, cell.row, settings)
+        for cell, settings in zip(cells, values, strict=True)
+    )
     latest: dict[str, tuple[Labels, CellResult]] = {}
-    for cell in cells:
-        labels = {key: _plain(cell.settings[key]) for key in differing if key in cell.settings}
+    for cell, settings in zip(cells, values, strict=True):
+        labels = {key: _plain(settings[key]) for key in differing if key in settings}
         position = [cell.suite, cell.merger, cell.row, cell.seed, labels]
         latest[json.dumps(position)] = labels, cell
     entries = list(latest.values())
+    if older := len(cells) - len(entries):
+        log.warning(
+            "%s left out: newer cells of the same rows and settings differ in pools, versions or "
+            "code",
+            counted(older, "cell"),
+        )
     points = []
     for labels in _largest(labels for labels, _ in entries):
         at_point = [cell for at, cell in entries if at.items() <= labels.items()]
