@@ -9,6 +9,7 @@ from fusion_bench_featcal.read_budgets import is_read_budget
 from fusion_bench_featcal.setting_fields import is_integer, is_number, is_text_list, setting
 
 CORRUPTIONS = ("gaussian_noise", "motion_blur", "fog")
+SEVERITIES = (1, 2, 3, 4, 5)
 # Gram matrices have norm 1: a larger ridge leaves no digit of float64 for the data.
 _LARGEST_RIDGE = 1e12
 
@@ -41,7 +42,7 @@ def _is_corruption(value: Any) -> bool:
         and set(value) == {"kind", "severity"}
         and value["kind"] in CORRUPTIONS
         and is_integer(value["severity"], 1)
-        and value["severity"] <= 5
+        and value["severity"] in SEVERITIES
     )
 
 

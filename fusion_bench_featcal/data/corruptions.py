@@ -13,10 +13,10 @@ import numpy as np
 from PIL import Image
 from scipy.signal import fftconvolve
 
+from fusion_bench_featcal.declared_settings import CORRUPTIONS, SEVERITIES
 from fusion_bench_featcal.nearest_names import nearest_hint
 
 PUBLISHED_SIDE = 224
-SEVERITIES = (1, 2, 3, 4, 5)
 
 # By severity: standard deviation of the noise, for pixels in 0..1.
 _NOISE = (0.08, 0.12, 0.18, 0.26, 0.38)
@@ -27,26 +27,23 @@ _FOG = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))
 _STEEPEST = pi / 4  # largest angle of motion from the horizontal
 
 
-def check_corruption(
-    corruption: object, severity: object, settings: tuple[str, str] = ("corruption", "severity")
-) -> None:
+def check_corruption(corruption: object, severity: object) -> None:
     """Refuse a corruption or severity that does not exist.
 
     Args:
         corruption: The corruption.
         severity: The severity.
-        settings: Names of both settings.
 
     Raises:
-        ValueError: If one of them does not exist, with its setting, value and range.
+        ValueError: If one of them does not exist, with its value and range.
     """
     if corruption not in list(CORRUPTIONS):  # may be unhashable
         raise ValueError(
-            f"{settings[0]} must be one of {', '.join(CORRUPTIONS)}, got {corruption!r}"
+            f"corruption must be one of {', '.join(CORRUPTIONS)}, got {corruption!r}"
             f"{nearest_hint(corruption, CORRUPTIONS)}"
         )
     if not isinstance(severity, int) or isinstance(severity, bool) or severity not in SEVERITIES:
-        raise ValueError(f"{settings[1]} must be an integer from 1 to 5, got {severity!r}")
+        raise ValueError(f"severity must be an integer from 1 to 5, got {severity!r}")
 
 
 def corrupt(
@@ -57,7 +54,7 @@ def corrupt(
     Returns:
         A picture of the same size.
     """
-    pixels = CORRUPTIONS[corruption](np.asarray(picture) / 255, severity, random)
+    pixels = _FUNCTIONS[corruption](np.asarray(picture) / 255, severity, random)
     return Image.fromarray(np.rint(np.clip(pixels, 0, 1) * 255).astype(np.uint8))
 
 
@@ -151,7 +148,7 @@ def _disturbed(sums: np.ndarray, spread: float, random: np.random.Generator) -> 
     return sums / 4 + random.uniform(-spread, spread, sums.shape)
 
 
-CORRUPTIONS: dict[str, Callable[[np.ndarray, int, np.random.Generator], np.ndarray]] = {
+_FUNCTIONS: dict[str, Callable[[np.ndarray, int, np.random.Generator], np.ndarray]] = {
     "gaussian_noise": gaussian_noise,
     "motion_blur": motion_blur,
     "fog": fog,

@@ -36,7 +36,7 @@ from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_po
 from fusion_bench_featcal.fusionbench.program import prepare_run, sweep_job
 from fusion_bench_featcal.fusionbench.run_results import suite_name
 from fusion_bench_featcal.lab.compare.cells import CellRunner, reason_of
-from fusion_bench_featcal.lab.compare.grid import REFERENCES, Cell, cells_of
+from fusion_bench_featcal.lab.compare.grid import NONE, REFERENCES, Cell, cells_of
 from fusion_bench_featcal.lab.report.find import refuse_run
 from fusion_bench_featcal.lab.report.points import report_of
 from fusion_bench_featcal.lab.report.views import show, write
@@ -246,14 +246,13 @@ def _run_cells(
     results, failed = [], []
     for number, cell in enumerate(cells, 1):
         log.info("%d of %d: %s", number, len(cells), cell.title)
-        runner.forget_other_mergers(cell.merger)
         try:
             results.append(runner.run(cell))
         except Exception as error:  # methods and mergers raise any type
             is_expected = isinstance(error, CalibrationError)
             log.error("%s failed: %s", cell.title, error, exc_info=not is_expected)
             merger = cell.merger.name if cell.merger else None
-            row = cell.row if cell.method or merger is None else "none"
+            row = cell.row if cell.method or merger is None else NONE
             failed.append(FailedCell(upstream=merger, name=row, reason=reason_of(error), seed=seed))
     return results, failed
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import hashlib
 import inspect
 import json
 import logging
@@ -20,6 +19,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_featcal.calibration_data import samples_used
+from fusion_bench_featcal.digests import digest_text
 from fusion_bench_featcal.fusionbench.evaluation import Evaluation, evaluate, join, task_names
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
@@ -90,8 +90,8 @@ class CellRunner:
             made_of += [self.seed, plain(cell.merger.config), plain(cell.config), settings]
             made_of.append(_own_code(cell.method))
         text = json.dumps([self._pools, made_of], sort_keys=True, default=str)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return self.folder / f"{re.sub(r'[^0-9A-Za-z_.+-]', '_', cell.title)}-{digest}{SUFFIX}"
+        title = re.sub(r"[^0-9A-Za-z_.+-]", "_", cell.title)
+        return self.folder / f"{title}-{digest_text(text)[:16]}{SUFFIX}"
 
     def run(self, cell: Cell) -> CellResult:
         """Return the result of a finished cell, or run it and write its file."""
@@ -118,12 +118,6 @@ class CellRunner:
         result.device = describe_device(self.inputs.fabric.device)
         save_cell(path, result)
         return result
-
-    def forget_other_mergers(self, merger: Merger | None) -> None:
-        """Release merged models that the following cells do not need."""
-        name = "" if merger is None else merger.name
-        for other in [key for key in self._merged if key != name]:
-            del self._merged[other]
 
     def _result(self, cell: Cell) -> CellResult:
         if cell.merger is None:
@@ -166,6 +160,8 @@ class CellRunner:
         Raises:
             CalibrationError: If the merger failed before.
         """
+        if merger.name not in self._merged:  # another merger's cells are finished
+            self._merged.clear()
         merged = self._merged.get(merger.name)
         if isinstance(merged, str):
             raise CalibrationError(f"not merged: {merged}")

@@ -21,7 +21,7 @@ from fusion_bench_featcal.settings import CalibrationError
 log = logging.getLogger(__name__)
 
 REFERENCES = (BASE, EXPERTS)
-_NONE = "none"  # in method.post_merging: the merger alone, which always runs
+NONE = "none"  # in method.post_merging: the merger alone, which always runs
 _OWN = "fusion_bench_featcal."
 _MEMBERS = ("settings", "check", "post_merge", "samples", "added")
 
@@ -121,32 +121,35 @@ def cells_of(settings: Any, suite: Mapping[str, Any]) -> list[Cell]:
             "references": dict.fromkeys(REFERENCES),
             "upstreams": entries.upstreams,
             "alone": entries.alone,
-            "post_merging": {_NONE: None, **entries.methods},
+            "post_merging": {NONE: None, **entries.methods},
         }.items()
     }
-    pairs = [(n, entries.upstreams[n], "upstream_mergers") for n in chosen["upstreams"]]
-    pairs += [(n, entries.alone[n], "mergers_alone") for n in chosen["alone"]]
-    mergers = [_merger(name, config, f"method.{key}.{name}", problems)
-               for name, config, key in pairs]  # fmt: skip
-    rows = [name for name in chosen["post_merging"] if name != _NONE]
+    upstreams, alone = (
+        [_merger(name, configs[name], f"method.{key}.{name}", problems) for name in names]
+        for names, configs, key in (
+            (chosen["upstreams"], entries.upstreams, "upstream_mergers"),
+            (chosen["alone"], entries.alone, "mergers_alone"),
+        )
+    )
+    rows = [name for name in chosen["post_merging"] if name != NONE]
     methods = {name: _method(name, entries.methods[name], problems) for name in rows}
-    names = [*REFERENCES, *(merger.name for merger in mergers), *methods]
+    names = [*REFERENCES, *(merger.name for merger in [*upstreams, *alone]), *methods]
     problems += [
         f"{name!r} names two rows of the comparison: rename one in YAML"
         for name in dict.fromkeys(names)
         if names.count(name) > 1
     ]
-    if not mergers and not problems:
+    if not upstreams and not alone and not problems:
         problems.append("there is nothing to run: name a merger in method.upstreams or alone")
     if problems:
         raise ValueError("\n".join(problems))
     cells = [Cell(row=name) for name in chosen["references"]]
-    for number, merger in enumerate(mergers):
+    for merger in upstreams:
         cells.append(Cell(row=merger.name, merger=merger))
-        for name in methods if number < len(chosen["upstreams"]) else ():
-            method, config = methods[name], entries.methods[name]
+        for name, method in methods.items():
+            config = entries.methods[name]
             cells.append(Cell(row=name, merger=merger, method=method, config=config))
-    return cells
+    return cells + [Cell(row=merger.name, merger=merger) for merger in alone]
 
 
 def _chosen(

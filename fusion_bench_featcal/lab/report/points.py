@@ -81,7 +81,7 @@ def points_of_cells(cells: Sequence[CellResult]) -> list[Point]:
     )
     latest: dict[str, tuple[Labels, CellResult]] = {}
     for cell, settings in zip(cells, values, strict=True):
-        labels = {key: _plain(settings[key]) for key in differing if key in settings}
+        labels = {key: _as_label(settings[key]) for key in differing if key in settings}
         position = [cell.suite, cell.merger, cell.row, cell.seed, labels]
         latest[json.dumps(position)] = labels, cell
     entries = list(latest.values())
@@ -114,7 +114,7 @@ def points_of_runs(reports: Mapping[Path, Report]) -> list[Point]:
     differing, groups = _differing(rows), dict[str, tuple[Labels, dict[Path, Report]]]()
     for path, report in reports.items():
         labels = {
-            key: _plain(settings[key])
+            key: _as_label(settings[key])
             for settings in report.settings.values()
             for key in differing
             if key in settings
@@ -135,16 +135,16 @@ def _differing(rows: Iterable[tuple[Any, Any, Any, Mapping[str, Any]]]) -> list[
     for suite, merger, row, settings in rows:
         for key, value in settings.items():
             position = (suite, merger, row, key)
-            values.setdefault(position, {})[json.dumps(_plain(value), sort_keys=True)] = None
+            values.setdefault(position, {})[json.dumps(_as_label(value), sort_keys=True)] = None
     keys = (position[3] for position, several in values.items() if len(several) > 1)
     return [key for key in dict.fromkeys(keys) if key != "seed"]
 
 
-def _plain(value: Any) -> Any:
+def _as_label(value: Any) -> Any:
     """Return a setting's value as a number or text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         if isinstance(value, Mapping):
-            return " ".join(str(_plain(part)) for part in value.values())
+            return " ".join(str(_as_label(part)) for part in value.values())
         return json.dumps(value, default=str)
     return value
 
