@@ -78,8 +78,8 @@ diagnose: $(VENV)/.installed ## drift, final features and task vectors on the im
 studies: $(VENV)/.installed ## sweeps for the paper's tables and figures on the bundled suites; finished cells stay
 	$(with_commands) examples/studies.sh $(STUDIES)
 
-tables: $(VENV)/.installed ## write the tables of README and docs and the front page's figure, from demo-full's, compare-full's and diagnose's runs if there are any
-	$(BIN)/python scripts/write_tables.py --take $(wildcard $(RUNS) $(COMPARISONS) $(DIAGNOSES))
+tables: $(VENV)/.installed ## write the tables of README and docs and the front page's figure, from docs/results
+	$(BIN)/python scripts/write_tables.py
 	$(BIN)/python scripts/draw_accuracies.py
 
 docs: $(DOCS)/.installed ## build the documentation site in site/; a warning is an error

@@ -39,7 +39,7 @@ from fusion_bench_featcal.method_inputs import MethodInputs, check_calibration
 from fusion_bench_featcal.output import check_output
 from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.processes import Processes
-from fusion_bench_featcal.results import FEATCAL, UNAVAILABLE, Cost, measure, prepare_directory
+from fusion_bench_featcal.results import FEATCAL, Cost, measure, prepare_directory
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -272,7 +272,8 @@ def _add_amounts(cost: Cost, result: CalibrationResult) -> None:
         cost.more["restored_blocks"] = record["blocks"]
     totals = result.reads["totals"]
     read, planned = totals["all_experts_read"], totals["experts_planned"]
-    cost.more["expert_bytes"] = UNAVAILABLE if read is None else read
+    if read is not None:
+        cost.more["expert_bytes"] = read
     if result.log.of_kind("drift_weights"):
         cost.more["calibrations"] = 2
     if planned is not None:

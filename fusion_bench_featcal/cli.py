@@ -68,33 +68,15 @@ def calibrate_command(options: argparse.Namespace) -> int:
     except (ValueError, CalibrationError) as error:
         raise ValueError(in_words_of_the_command(error)) from error
     if not request.plan:
-        featcal, folder = featcal_program(), shlex.quote(str(out))
-        print(f"saved: {out}\nnext: {featcal} report {folder}, {featcal} explain {folder}")
+        print(f"saved: {out}\nnext: {featcal_program()} report {shlex.quote(str(out))}")
     return 0
 
 
 def report_command(options: argparse.Namespace) -> None:
     """Print (and with --out write) the tables of runs and comparisons from their files."""
-    from fusion_bench_featcal.lab.report.verb import report
+    from fusion_bench_featcal.lab.report import report
 
     report(options)
-
-
-def explain_command(options: argparse.Namespace) -> int:
-    """Show the experts of each module of a calibrated model, and the bytes that were read."""
-    import json
-    from dataclasses import asdict
-
-    from fusion_bench_featcal.results.provenance import Provenance, explain
-
-    provenance = Provenance.find(Path(options.run), options.preset)
-    if options.json:
-        changed = provenance.changed_files()
-        content = asdict(provenance) | {"place": str(provenance.place), "changed_files": changed}
-        print(json.dumps(content | {"experts_of": provenance.experts_of()}, indent=1))
-    else:
-        changed = explain(provenance)
-    return 1 if changed else 0
 
 
 def plan_command(options: argparse.Namespace) -> None:
@@ -204,18 +186,15 @@ def _parser() -> argparse.ArgumentParser:
 
     report = _verb(verbs, "report", report_command)
     report.add_argument("runs", nargs="+", metavar="RUN", help="log directories, or folders above")
-    report.add_argument("--out", metavar="DIR", help="also write report.{json,csv,md} there")
+    report.add_argument("--metric", default="accuracy", help="another one, such as loss")
+    report.add_argument("--out", metavar="DIR", help="also write report.{csv,md}, lines.csv there")
     report.add_argument("--html", metavar="FILE", help="also write a page for a browser")
     report.add_argument("--figures", metavar="DIR", help="also write figures (SVG) there")
+    report.add_argument("--markdown", action="store_true", help="print Markdown")
     report.add_argument(
         "--against", metavar="ROW",
         help="only differences from one row (task_arithmetic/featcal), with Holm's correction",
     )  # fmt: skip
-
-    explain = _verb(verbs, "explain", explain_command)
-    explain.add_argument("run", metavar="DIR", help="a saved model, or a run's log directory")
-    explain.add_argument("--preset", metavar="NAME", help="in a log directory: row featcal_NAME")
-    explain.add_argument("--json", action="store_true", help="print everything as JSON")
 
     plan = _verb(verbs, "plan", plan_command)
     plan.add_argument("words", nargs="+", metavar="WORD", help="words of a run: modelpool=... ...")

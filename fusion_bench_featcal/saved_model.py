@@ -18,12 +18,12 @@ from fusion_bench_featcal.files import free_space, replacing, sha256_file
 from fusion_bench_featcal.hub_files import commits
 from fusion_bench_featcal.json_files import json_text, masked, masked_words, without_secrets
 from fusion_bench_featcal.plurals import bytes_text
-from fusion_bench_featcal.results import AVERAGE, Report, versions
-from fusion_bench_featcal.results.provenance import PROVENANCE
+from fusion_bench_featcal.results import AVERAGE, Run, versions
 from fusion_bench_featcal.results.tables import page
 from fusion_bench_featcal.settings import CalibrationError
 
 CARD = "README.md"
+PROVENANCE = "provenance.json"
 CARD_MARK = "<!-- Written by fusion_bench_featcal. Remove this line to keep your changes. -->"
 PAPER = "https://arxiv.org/abs/2605.13030"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -97,7 +97,7 @@ def card_text(
     facts: CardFacts,
     base: str | None,
     experts: Mapping[str, str],
-    report: Report | None = None,
+    report: Run | None = None,
     *,
     tags: tuple[str, ...] = ("merge", "featcal"),
 ) -> str:
@@ -138,12 +138,12 @@ def _listed(values: Mapping[str, Any]) -> str:
     return "\n".join(lines) or "none"
 
 
-def _accuracies(row: str, report: Report | None) -> str:
-    if report is None or not report.rows:
+def _accuracies(row: str, report: Run | None) -> str:
+    if report is None or not report.tasks:
         return ""
     columns = [AVERAGE, *report.tasks]
     lines = [f"| model | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for name, values in report.rows.items():
+    for name, values in report.accuracy.items():
         title = f"**{name}**" if name == row else name
         lines.append(f"| {title} | " + " | ".join(f"{values[c]:.1%}" for c in columns) + " |")
     return "## Accuracy\n\n" + "\n".join(lines)

@@ -5,8 +5,7 @@ from typing import Any
 
 import paper
 from paper import read, table
-
-from fusion_bench_featcal.results.intervals import Interval, interval_of_mean
+from scipy import stats
 
 Row = dict[str, Any]
 SUITES = {
@@ -48,8 +47,8 @@ def prepared(row: Row) -> Row:
     """Add a row's label in tables, and half of the interval of its average."""
     half = row.get("half_width") or None  # studies store it
     if row.get("deviation"):
-        average, deviation = row["accuracy"]["average"], row["deviation"]["average"]
-        half = interval_of_mean(average, deviation, row["runs"]).half
+        runs = row["runs"]
+        half = stats.t.ppf(0.975, runs - 1) * row["deviation"]["average"] / runs**0.5
     is_merger = row["name"] in (*REFERENCES, row["upstream"])
     head = row["name"] if is_merger else f"+ {row['name']}"
     return row | {"half": half, "head": head, "is_merger": is_merger}
@@ -79,8 +78,8 @@ def gain(row: Row, key: str = "gain_interval") -> str:
     limits = row[key]
     if row["is_merger"] or limits is None:
         return "-"
-    interval = Interval(*(limits[key] for key in ("estimate", "low", "high")))
-    return f"{100 * interval.estimate:+z.1f} {interval.limits()}"
+    value, low, high = (f"{100 * limits[key]:+z.1f}" for key in ("estimate", "low", "high"))
+    return f"{value} [{low}, {high}]"
 
 
 def short(task: str) -> str:

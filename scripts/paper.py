@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fusion_bench_featcal.lab.report.diagnosis import by_block, by_task, merger_of, repairs_of
-from fusion_bench_featcal.results.long_table import LINES_FILE, Line, read_lines
+from fusion_bench_featcal.lab.diagnosis.views import by_block, by_task, rows_of
+from fusion_bench_featcal.results.lines import LINES_FILE, Line, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -249,7 +249,8 @@ def drift_table() -> str:
     lines = []
     for folder in sorted((RESULTS / "diagnosis").iterdir()):
         diagnosis = read_lines(folder / LINES_FILE)
-        cells = {row: _drift_cells(diagnosis, row) for row in repairs_of(diagnosis)}
+        repairs = [row for row in rows_of(diagnosis) if row not in ("base", _merger(diagnosis))]
+        cells = {row: _drift_cells(diagnosis, row) for row in repairs}
         lines += [[folder.name, row, *values] for row, values in cells.items()]
     heads = ["drift at the last block", "cosine to the expert", "tasks nearer to the expert",
              "tasks with task vectors farther", "tasks with opposite gains"]  # fmt: skip
@@ -258,8 +259,12 @@ def drift_table() -> str:
     return table(["suite", "row", *heads], [paper, *lines])
 
 
+def _merger(lines: Sequence[Line]) -> str:
+    return next(line["merger"] for line in lines if line["merger"])
+
+
 def _drift_cells(lines: Sequence[Line], row: str) -> list[str]:
-    rows = row, merger_of(lines)
+    rows = row, _merger(lines)
     after, before = (by_task(lines, name, "final_cosine") for name in rows)
     vectors, merged_vectors = (by_task(lines, name, "task_vector_cosine") for name in rows)
     accuracy, merged_accuracy = (by_task(lines, name, "accuracy") for name in rows)

@@ -8,7 +8,9 @@ from typing import Any
 from comparison_tables import Row, average, costs, gain, measured, prepared, worst
 from paper import RESULTS, read, table
 
-from fusion_bench_featcal.results.long_table import LINES_FILE, read_lines
+from fusion_bench_featcal.lab.diagnosis.views import diagnosis_sentences, diagnosis_tables
+from fusion_bench_featcal.results import Run
+from fusion_bench_featcal.results.lines import read_lines
 from fusion_bench_featcal.results.notes import DIAGNOSIS
 
 DIAGNOSES = RESULTS / "diagnosis"
@@ -71,13 +73,11 @@ def _mean(rows: Sequence[Row]) -> Row:
 
 def diagnosis_part(suite: str) -> str:
     """Return the tables and sentences of a diagnosis."""
-    from fusion_bench_featcal.lab.report.diagnosis import diagnosis_grids, diagnosis_sentences
-
-    lines, run = read_lines(DIAGNOSES / suite / LINES_FILE), read("diagnosis", suite, "run.json")
-    grids = diagnosis_grids(lines).items()
-    tables = [f"*{title}*\n\n{grid.for_page().markdown()}" for title, grid in grids]
+    run = read("diagnosis", suite, "run.json")
+    diagnosed = Run(merger=run["upstream"], lines=read_lines(DIAGNOSES / suite / "lines.csv"))
+    tables = [f"*{table.title}*\n\n{table.markdown()}" for table in diagnosis_tables(diagnosed)]
     notes = [note["text"] for note in run["notes"] if note["kind"] == DIAGNOSIS]
-    texts = (*diagnosis_sentences(lines), *notes)
+    texts = (*diagnosis_sentences(diagnosed), *notes)
     sentences = [
         f"- {re.sub('; .', lambda end: f'. {end[0][2:].upper()}', text)}" for text in texts
     ]

@@ -1,10 +1,9 @@
 """Write the generated parts of README.md and docs/ from docs/results, settings and benchmarks.
 
 A generated part is between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. PARTS has its
-source. `--check` changes nothing and fails if a part is stale. `--take` first copies new results
-into docs/results from the folder of demo-full, compare-full or diagnose.
+source. `--check` changes nothing and fails if a part is stale.
 
-    python scripts/write_tables.py [--check] [--take outputs/compare-full]
+    python scripts/write_tables.py [--check]
 """
 
 import argparse
@@ -30,22 +29,12 @@ from comparison_tables import (
 )
 from paper import ROOT, table
 from study_tables import diagnosis_part, study_table
-from take_results import take
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PART = re.compile(
     r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(^<!-- end of (?P=name) -->)",
     re.DOTALL | re.MULTILINE,
 )
-
-
-def columns_table() -> str:
-    """Return the meanings of the columns of reports, from their legends."""
-    from fusion_bench_featcal.lab.report.columns import ACCURACY, COSTS
-
-    meanings = [column.meaning.partition(": ")[::2] for column in (*ACCURACY, *COSTS)]
-    lines = [[head, meaning] for head, meaning in meanings if meaning]
-    return table(["column", "meaning"], lines).replace("--:", ":--")
 
 
 def methods_table() -> str:
@@ -91,7 +80,6 @@ STUDIES = {
 PARTS: dict[str, Callable[[], str]] = {
     **{f"results-{name}": partial(run_table, name) for name in RUNS},
     "readme-accuracy": readme_table,
-    "report-columns": columns_table,
     "comparison-suites": suites_table,
     "comparison-grid": partial(grid, "grid"),
     "comparison-texts": partial(grid, "flan-t5-mini", "llama-mini"),
@@ -141,10 +129,7 @@ def main() -> None:
     """Write all pages, or with --check compare them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--take", type=Path, nargs="*", default=(), help="folders of results")
     options = parser.parse_args()
-    for folder in options.take:
-        take(folder)
     stale = [page for page in PAGES if rewritten(page) != page.read_text(encoding="utf-8")]
     for page in stale:
         print(f"{'stale' if options.check else 'written'}: {page.relative_to(ROOT)}")

@@ -19,10 +19,9 @@ from tiny_models import clip_suite
 from tiny_pools import AVERAGE, suite_pool
 from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisionModel
 
-from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal import CalibrationError, FeatCalSettings, results
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench import FeatCalJob, checked_choices, run_results
-from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image
 
 ROW = "featcal_mini"
@@ -33,7 +32,7 @@ class Run(NamedTuple):
     folder: Path
     early: str  # what was printed before the end of the job
     output: str
-    report: Report
+    report: results.Run
     events: list[str]  # "save", and the names of models when they are evaluated
     in_memory: list[int]  # models in memory at each event, beside those of other tests
 
@@ -73,7 +72,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         golden_methods.run_method(golden_methods.EVALUATED, folder)
         early = output.getvalue()
         job.on_job_end(config=config, job_return=JobReturn(status=JobStatus.COMPLETED))
-    report = Report.load(folder / "log")
+    report = results.read_run(folder / "log")
     return Run(folder, early, output.getvalue(), report, events, in_memory)
 
 
@@ -83,13 +82,13 @@ def test_saved_model_and_structure_of_files_are_the_golden_ones(run: Run) -> Non
     assert golden_methods.differences(sketch, load("methods")[name]) == []
     assert golden_methods.reports_of(run.folder / "log") == load("reports")
     files = {path.name for path in (run.folder / "log").iterdir()}
-    assert files >= {"report.md", "items.npz", "config_resolved.yaml", "reads.mini.json",
+    assert files >= {"run.json", "items.npz", "config_resolved.yaml", "reads.mini.json",
                      "calibration_log.mini.jsonl"}  # fmt: skip
     assert not list(run.folder.rglob("*.part"))
 
 
 def test_chosen_row_is_saved_once_before_it_is_evaluated_and_others_come_last(run: Run) -> None:
-    tasks = [name for name in run.report.rows["experts"] if name != "average"]
+    tasks = [name for name in run.report.accuracy["experts"] if name != "average"]
     assert run.events == ["featcal", "save", ROW, "task_arithmetic", "base", *tasks]
     assert max(run.in_memory) <= 3  # merged, featcal and the preset
     assert max(run.in_memory[-3:]) <= 2  # and the returned one
@@ -119,18 +118,20 @@ def test_model_is_saved_though_its_evaluation_fails(
 
 def test_report_has_every_row_and_featcal_recovers_most_of_the_gap(run: Run) -> None:
     report = run.report
-    assert list(report.rows) == ["base", "experts", "task_arithmetic", "featcal", ROW]
-    assert (report.upstream, report.suite) == ("task_arithmetic", "clip-vit-mini_alphabets2")
-    assert report.seeds == {"featcal": 42, ROW: 42}
-    assert report.settings["featcal"] == FeatCalSettings(samples_per_task=8).as_dict()
-    assert report.samples["featcal"]["mini_korean"] == {"samples": 8, "split": "train"}
+    assert list(report.accuracy) == ["base", "experts", "task_arithmetic", "featcal", ROW]
+    assert (report.merger, report.suite) == ("task_arithmetic", "clip-vit-mini_alphabets2")
+    seeds = [row.seed for row in report.rows]
+    assert seeds == [None, None, 42, 42, 42]  # the merged model is paired with those made from it
+    settings = FeatCalSettings(samples_per_task=8).as_dict()
+    assert report.row("featcal").settings.items() <= settings.items()
+    assert report.row("featcal").samples["mini_korean"] == {"samples": 8, "split": "train"}
     assert all((report.recovered_gap[row] or 0) > 0.7 for row in ("featcal", ROW))
-    assert report.loss.keys() == report.rows.keys()
+    assert all(set(row.scores) == {"accuracy", "loss"} for row in report.rows)
 
 
 def test_table_and_next_steps_come_last(run: Run) -> None:
     assert run.early == ""
-    lines = run.output[run.output.index("merged by") :].splitlines()
+    lines = run.output[run.output.index("alphabets2: accuracy") :].splitlines()
     end = next(n for n, line in enumerate(lines) if line.startswith("next: "))
     program, *words = shlex.split(lines[end].removeprefix("next: "))
     assert (Path(program).name, words) == ("featcal", ["report", f"{run.folder}/log"])
@@ -153,7 +154,7 @@ def test_saved_model_loads_with_plain_transformers_and_has_the_reported_accuracy
         features = clip.visual_projection(model(pixel_values=pixels).pooler_output)
         chosen = (features @ torch.nn.functional.normalize(head, dim=-1).T).argmax(-1)
     correct = chosen.numpy() == np.array([item["label"] for item in data])
-    assert correct.mean() == pytest.approx(run.report.rows[ROW]["mini_korean"])
+    assert correct.mean() == pytest.approx(run.report.accuracy[ROW]["mini_korean"])
 
 
 def test_failed_run_leaves_nothing_half_written(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from reports import error_of, featcal, leave_run
 
 from fusion_bench_featcal import __version__, progress
 from fusion_bench_featcal.progress import progress_bar
-from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results import Run
 from fusion_bench_featcal.suites.checksums import write_checksums
 
 MESSAGES = {
@@ -58,11 +58,11 @@ def test_suite_check_names_damaged_and_missing_files(tmp_path: Path):
 
 
 def test_unexpected_error_is_a_short_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def broken(folder: Path) -> Report:
+    def broken(folder: Path) -> Run:
         raise RuntimeError("a bug")
 
     run = leave_run(tmp_path)
-    monkeypatch.setattr(Report, "load", broken)
+    monkeypatch.setattr("fusion_bench_featcal.results.joining.read_run", broken)
     done = featcal("report", run)
     assert done.code == 2 and len(done.err.splitlines()) == 3
     assert done.err.startswith("featcal: error: unexpected RuntimeError: a bug\n  in fusion_bench_")

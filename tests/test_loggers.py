@@ -11,7 +11,7 @@ from lightning.fabric.loggers import CSVLogger
 
 from fusion_bench_featcal import CalibrationLog
 from fusion_bench_featcal.fusionbench import log_results
-from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results import Run
 
 
 class Noting(CSVLogger):
@@ -27,9 +27,10 @@ class Noting(CSVLogger):
 def test_loggers_get_accuracies_settings_and_drift_and_one_may_fail(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    report, records = Report(suite="toy", upstream="task_arithmetic"), CalibrationLog()
-    report.add_row("task_arithmetic", {"a": 0.5})
-    report.add_row("featcal_plus", {"a": 0.75}, settings={"ridge_lambda": 0.05})
+    run, records = Run(suite="toy", merger="task_arithmetic"), CalibrationLog()
+    run.add_row("task_arithmetic", {"accuracy": {"a": 0.5}})
+    plus = {"accuracy": {"a": 0.75}}
+    run.add_row("featcal_plus", plus, settings={"ridge_lambda": 0.05})
     for block, drift in (("first", 1.0), ("second", 2.0)):
         drifts = {"drift_before": 9.0, "drift_after": 9.0, "relative_drift_after": drift}
         records.add("task", {"block": block, "task": "a", **drifts})
@@ -37,7 +38,7 @@ def test_loggers_get_accuracies_settings_and_drift_and_one_may_fail(
         records.write(tmp_path / f"calibration_log.{preset}.jsonl")
     failing = Noting(tmp_path, name="", version="Noting")
     by_line = CSVLogger(tmp_path, name="", version="CSVLogger")
-    log_results(SimpleNamespace(loggers=[failing, by_line]), [(report, tmp_path)])
+    log_results(SimpleNamespace(loggers=[failing, by_line]), run, tmp_path)
 
     message = "fabric.loggers: Noting failed (no route to host). The run's files are whole"
     assert [(r.levelno, r.getMessage()) for r in caplog.records] == [(logging.WARNING, message)]

@@ -15,7 +15,7 @@ from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench import prepare_run, share_model
 from fusion_bench_featcal.processes import Processes
-from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results import read_run
 from fusion_bench_featcal.suites import image
 
 WORDS = (
@@ -36,11 +36,11 @@ def test_command_leaves_one_model_and_one_report(tmp_path: Path) -> None:
         saved.append(CLIPVisionModel.from_pretrained(log_dir / "model"))
     text = done.stdout + done.stderr
     assert text.count("calibrating featcal ") == text.count("plan in the busiest of 2") == 1
-    one, two = (Report.load(tmp_path / f"log{devices}") for devices in (1, 2))
-    assert two.cost["featcal"]["processes"] == 2
-    assert two.cost["featcal"]["exchanged_bytes"] > 1e6
-    for task, accuracy in one.rows["featcal"].items():  # of whole test sets, not of a half each
-        assert two.rows["featcal"][task] == pytest.approx(accuracy, abs=0.01)
+    one, two = (read_run(tmp_path / f"log{devices}") for devices in (1, 2))
+    assert two.row("featcal").cost["processes"] == 2
+    assert two.row("featcal").cost["exchanged_bytes"] > 1e6
+    for task, accuracy in one.accuracy["featcal"].items():  # of whole test sets, not of a half each
+        assert two.accuracy["featcal"][task] == pytest.approx(accuracy, abs=0.01)
     assert not list(log_dir.rglob("*.part")) and (log_dir / "program_report.json").is_file()
     for pair in zip(*(model.parameters() for model in saved), strict=True):
         torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)

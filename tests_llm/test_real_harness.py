@@ -107,7 +107,7 @@ def test_featcal_calibrate_scores_by_lm_eval(pool, tmp_path, monkeypatch, capsys
     assert main([*words, "--evaluate", "lm-eval:tiny_chocie"]) == 2
     assert "--evaluate lm-eval:tiny_chocie: lm-eval has no such task" in capsys.readouterr().err
     assert main([*words, "--evaluate", "lm-eval:tiny_choice,tiny_writing"]) == 0
-    report = json.loads((tmp_path / "out" / "featcal" / "report.json").read_text())
+    report = json.loads((tmp_path / "out" / "featcal" / "run.json").read_text())
     texts = [note["text"] for note in report["notes"]]
     lines = [text for text in texts if text.startswith("evaluated by lm-eval ")]
     assert [line.split(": ")[0].removeprefix("evaluated by lm-eval ") for line in lines] == [

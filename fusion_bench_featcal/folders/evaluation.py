@@ -17,10 +17,10 @@ from fusion_bench_featcal.folders.verdict import Verdict
 from fusion_bench_featcal.hub_files import commits
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.problem import CalibrationResult
-from fusion_bench_featcal.results import EXPERTS, FEATCAL, Report, describe_device, versions
-from fusion_bench_featcal.results.long_table import GIVEN
+from fusion_bench_featcal.results import EXPERTS, FEATCAL, Run, describe_device, versions
 from fusion_bench_featcal.results.notes import AGREEMENT, GAIN, NOTE, VERDICT, Note
 from fusion_bench_featcal.results.remarks import notes_of_log
+from fusion_bench_featcal.results.run import GIVEN
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -44,9 +44,9 @@ class Evaluation:
     ) -> None:
         """Create a report with its first notes and no scores."""
         request = models.request
-        self.report = Report(
+        self.report = Run(
             suite=request.folder.name,
-            upstream=request.merger[0] or GIVEN,
+            merger=request.merger[0] or GIVEN,
             versions=versions() | commits(),
             device=describe_device(torch.device(request.device)),
         )
@@ -79,7 +79,7 @@ class Evaluation:
                 self.heads[task] = expert
         self._check_experts(scores)
         self._add_row(EXPERTS, scores)
-        self.add(str(self.report.upstream), merged)
+        self.add(self.report.merger, merged)
 
     def _check_experts(self, scores: Mapping[str, Score]) -> None:
         """Refuse experts that fail on their task."""
@@ -120,20 +120,23 @@ class Evaluation:
     def _add_row(self, name: str, scores: Mapping[str, Score]) -> None:
         if scores:
             flags = {task: score.correct for task, score in scores.items()}
-            self.report.add_row(
-                name,
-                {task: score.accuracy for task, score in scores.items()},
-                loss={task: score.loss for task, score in scores.items()},
-                correct=flags if all(flag is not None for flag in flags.values()) else None,
-            )
+            values = {
+                "accuracy": {task: score.accuracy for task, score in scores.items()},
+                "loss": {task: score.loss for task, score in scores.items()},
+            }
+            has_flags = all(flag is not None for flag in flags.values())
+            self.report.add_row(name, values, correct=flags if has_flags else None)
 
     def conclude(self, result: CalibrationResult, cost: Mapping[str, Any]) -> Verdict:
         """Compare the calibrated model with the merged one, and complete the report."""
         report, settings = self.report, self._settings
         samples = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
-        report.settings[FEATCAL], report.cost[FEATCAL] = settings.as_dict(), dict(cost)
-        report.samples[FEATCAL] = {t: {"samples": n, "split": "data"} for t, n in samples.items()}
-        merged, calibrated = self._scores[str(report.upstream)], self._scores[FEATCAL]
+        if not any(row.name == FEATCAL for row in report.rows):
+            report.add_row(FEATCAL, {})
+        row = report.row(FEATCAL)
+        row.settings, row.cost = settings.of_the_model().as_dict(), dict(cost)
+        row.samples = {task: {"samples": n, "split": "data"} for task, n in samples.items()}
+        merged, calibrated = self._scores[report.merger], self._scores[FEATCAL]
         verdict = Verdict.of(merged, calibrated, Agreement.of(result.log), settings)
         report.note(
             *notes_of_log(FEATCAL, result.log.records),

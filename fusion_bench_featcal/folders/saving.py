@@ -18,7 +18,7 @@ from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.options import RECIPE
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.problem import CalibrationResult
-from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results import Run, write_run
 from fusion_bench_featcal.saved_model import CardFacts, card_text, complete_folder, writing_model
 from fusion_bench_featcal.tensor_files import write_index, write_tensors
 
@@ -32,7 +32,7 @@ def save(
     result: CalibrationResult,
     processor: Any,
     facts: CardFacts,
-    report: Report,
+    report: Run,
     heads: Mapping[str, nn.Module],
 ) -> None:
     """Save the calibrated model with heads, card and report, atomically.
@@ -63,7 +63,7 @@ def save(
         _write_processor(models, processor, new)
         complete_folder(new, whole, None, facts, card)
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")
-        report.write(new / REPORT, "--out")
+        write_run(new / REPORT, report, "--out")
         result.log.write(new / REPORT / "calibration_log.jsonl")
 
 

@@ -16,8 +16,9 @@ from fusion_bench_featcal.hub_files import hub_models
 from fusion_bench_featcal.plan import bytes_text, check, one_line, plan_of, show_plan
 from fusion_bench_featcal.plan_shapes import Request as PlanRequest
 from fusion_bench_featcal.plurals import counted
-from fusion_bench_featcal.results import AVERAGE, Report
+from fusion_bench_featcal.results import AVERAGE, Run
 from fusion_bench_featcal.results.notes import VERDICT, Note
+from fusion_bench_featcal.results.run import with_average
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -73,12 +74,13 @@ def show_downloads(request: Request) -> bool:
     return bool(lacking)
 
 
-def show_scores(report: Report, notes: Sequence[Note]) -> None:
+def show_scores(report: Run, notes: Sequence[Note]) -> None:
     """Print accuracy and loss of every row by task, notes, and the verdict."""
-    names = list(report.rows)
+    names, accuracy = list(report.accuracy), report.accuracy
+    loss = {row.name: with_average(row.scores["loss"]) for row in report.rows if row.tasks}
     lines = [["accuracy % (loss)", *names]]
     for task in [*report.tasks, *([AVERAGE] if len(report.tasks) > 1 else [])]:
-        cells = [f"{100 * report.rows[n][task]:.1f} ({report.loss[n][task]:.3f})" for n in names]
+        cells = [f"{100 * accuracy[n][task]:.1f} ({loss[n][task]:.3f})" for n in names]
         lines.append([task, *cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for first, *cells in lines if names else ():

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fusion_bench_featcal.agreement import Agreement, sentence_on
 from fusion_bench_featcal.folders.tasks import Score
 from fusion_bench_featcal.plurals import counted
-from fusion_bench_featcal.results.intervals import ROWS, student_interval
+from fusion_bench_featcal.results.statistics import student
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
@@ -54,14 +55,14 @@ class Verdict:
         }
         for task, before in merged.items():
             after = calibrated[task]
-            loss = student_interval((after.losses - before.losses).numpy(), ROWS)
-            texts, is_behind = [], loss.low > 0 or (task not in cosine and loss.estimate >= 0)
+            loss, half, text = _mean((after.losses - before.losses).numpy(), ".3f")
+            texts, is_behind = [], loss > half or (task not in cosine and loss >= 0)
             if before.correct is not None and after.correct is not None:
                 flags = after.correct.double() - before.correct.double()
-                accuracy = student_interval(flags.numpy(), ROWS)
-                texts.append(f"accuracy {accuracy.text('+z.1f')} points")
-                is_behind |= accuracy.high < 0
-            texts.append(f"loss {loss.text('+z.3f', 1)}")
+                gain, gain_half, points = _mean(100 * flags.numpy(), ".1f")
+                texts.append(f"accuracy {points} points")
+                is_behind |= gain < -gain_half
+            texts.append(f"loss {text}")
             rows = counted(len(after.losses), "row")
             gains.append(f"gain of {task} on {rows}: {', '.join(texts)}")
             if is_behind and task not in behind:
@@ -74,3 +75,10 @@ class Verdict:
             f"{tasks} of {tasks} {ends} closer to the experts than the merged model is"
         ]
         return cls(gains, f"verdict: {sentence}", not behind)
+
+
+def _mean(values: Any, form: str) -> tuple[float, float, str]:
+    """Return the mean of values, one for each row, half of its 95 % interval, and both as text."""
+    mean, half = float(values.mean()), student(values)[0] if len(values) > 1 else 0.0
+    text = f"{mean:+z{form}}" + (f" ± {half:{form}}" if len(values) > 1 else "")
+    return mean, half, text

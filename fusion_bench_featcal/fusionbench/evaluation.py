@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,21 @@ from fusion_bench_featcal.results import AVERAGE
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of a task pool for one model, by task."""
+    """Result of a task pool for one model."""
 
-    raw: Mapping[str, Any]  # FusionBench's report: {accuracy, loss}, and more
-    accuracy: dict[str, float]  # in 0..1
+    raw: Mapping[str, Any]  # FusionBench's report
+    by_task: Mapping[str, Mapping[str, Any]]  # task -> {accuracy, loss}, and more
     correct: dict[str, Any] | None  # a flag per test item, or None if the pool has none
 
     @property
-    def loss(self) -> dict[str, float | None]:
-        """Task -> loss, or None if the pool computes none."""
-        values = {task: self.raw[task].get("loss") for task in self.accuracy}
-        return {task: None if value is None else float(value) for task, value in values.items()}
+    def scores(self) -> dict[str, dict[str, float]]:
+        """Metric -> task -> value, for every number in the pool's report."""
+        scores: dict[str, dict[str, float]] = {}
+        for task, values in self.by_task.items():
+            for metric, value in values.items():
+                if isinstance(value, Real) or getattr(value, "ndim", None) == 0:
+                    scores.setdefault(metric, {})[task] = float(value)
+        return scores
 
 
 def task_names(taskpool: BaseTaskPool) -> list[str] | None:
@@ -78,8 +83,8 @@ def evaluate(
         target = report.parent / "evaluations" / f"{name.replace('/', '_')}.json"
         target.parent.mkdir(exist_ok=True)
         report.replace(target)
-    accuracy = {
-        task: float(values["accuracy"])
+    by_task = {
+        task: values
         for task, values in raw.items()
         if task not in (AVERAGE, "model_info")
         and isinstance(values, Mapping)
@@ -87,8 +92,8 @@ def evaluate(
     }
     correct = getattr(taskpool, "item_correct", None)
     if correct is not None:
-        correct = {t: correct[t] for t in accuracy} if set(accuracy) <= set(correct) else None
-    return Evaluation(raw, accuracy, correct)
+        correct = {t: correct[t] for t in by_task} if set(by_task) <= set(correct) else None
+    return Evaluation(raw, by_task, correct)
 
 
 def _reports(log_dir: Path | None) -> set[Path]:
@@ -98,13 +103,11 @@ def _reports(log_dir: Path | None) -> set[Path]:
 def join(evaluations: Iterable[Evaluation]) -> Evaluation:
     """Return one row from evaluations of different models, such as each expert on its task."""
     rows = list(evaluations)
-    raw = {task: row.raw[task] for row in rows for task in row.accuracy}
-    accuracy = {task: value for row in rows for task, value in row.accuracy.items()}
-    flags = [row.correct for row in rows]
-    correct = {
-        task: row_flags[task] for row_flags in flags if row_flags is not None for task in row_flags
-    }
-    return Evaluation(raw, accuracy, None if None in flags else correct)
+    by_task = {task: values for row in rows for task, values in row.by_task.items()}
+    correct = None
+    if all(row.correct is not None for row in rows):
+        correct = {task: flags for row in rows for task, flags in (row.correct or {}).items()}
+    return Evaluation(by_task, by_task, correct)
 
 
 class EvaluatedTaskPool:

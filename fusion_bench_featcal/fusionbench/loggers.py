@@ -3,32 +3,37 @@
 import logging
 import re
 import warnings
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.error_block import first_line
-from fusion_bench_featcal.results import AVERAGE, FEATCAL, Report
-from fusion_bench_featcal.results.curves import CALIBRATION_LOG, MOMENTS, drift_records
-from fusion_bench_featcal.results.long_table import is_repair
+from fusion_bench_featcal.json_files import read_lines
+from fusion_bench_featcal.results import AVERAGE, Row, Run
+from fusion_bench_featcal.results.run import file_suffix
 
 log = logging.getLogger(__name__)
 
 _UNFIT = re.compile(r"[^\w./ -]")  # MLflow refuses these in names
+_DRIFTS = ("relative_drift_before", "relative_drift_after")
 
 
-def log_results(fabric: Any, runs: Iterable[tuple[Report, Path | None]]) -> None:
+def log_results(fabric: Any, run: Run, folder: Path | None) -> None:
     """Log results with Fabric's loggers. A logger that fails gives one warning.
 
     Args:
         fabric: The program's Fabric.
-        runs: Reports, each with the folder of its calibration logs, or None without logs.
+        run: The results.
+        folder: The folder of its calibration logs, or None without logs.
     """
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"suite": run.suite, "merger": run.merger}
     steps: dict[int, dict[str, float]] = {0: {}}
-    for report, folder in runs if fabric.loggers else ():
-        _collect(report, folder, settings, steps)
+    for row in run.rows if fabric.loggers else ():
+        settings |= {_name(row, key): value for key, value in row.settings.items()}
+        for task, value in row.accuracy.items():
+            steps[0][_name(row, *["accuracy"] * (task != AVERAGE), task)] = value
+        if folder is not None and row.is_repair:
+            _add_drift(row, folder / f"calibration_log{file_suffix(row.name)}.jsonl", steps)
     for logger in fabric.loggers:
         try:
             _log(logger, settings, steps)
@@ -49,27 +54,17 @@ def _log(logger: Any, settings: dict[str, Any], steps: dict[int, dict[str, float
     logger.finalize("success")
 
 
-def _collect(
-    report: Report, folder: Path | None, settings: dict[str, Any], steps: dict[int, dict[str, Any]]
-) -> None:
-    """Add a report's settings, its accuracies (step 0) and each block's drift (one step each)."""
+def _name(row: Row, *words: str) -> str:
+    return _UNFIT.sub("_", "/".join([row.title, *words]))
 
-    def name(row: str, *words: str) -> str:
-        merger = [report.upstream] if report.upstream and is_repair(row, report.upstream) else []
-        return _UNFIT.sub("_", "/".join([*merger, row, *words]))
 
-    settings |= {"suite": report.suite, "merger": report.upstream}
-    for row, values in report.settings.items():
-        settings |= {name(row, key): value for key, value in values.items()}
-    for row, accuracies in report.rows.items():
-        for task, value in accuracies.items():
-            steps[0][name(row, *["accuracy"] * (task != AVERAGE), task)] = float(value)
-    for file in sorted(folder.glob(f"{CALIBRATION_LOG}*.jsonl")) if folder else ():
-        row = FEATCAL + file.stem.removeprefix(CALIBRATION_LOG).replace(".", "_", 1)
-        records = drift_records(file) if row in report.settings else []  # excludes an earlier run's
-        blocks = list(dict.fromkeys(record["block"] for record in records))
-        for record in records:
-            step = steps.setdefault(blocks.index(record["block"]), {})
-            for drift in (f"relative_drift_{moment}" for moment in MOMENTS):
-                if record.get(drift) is not None:
-                    step[name(row, drift, record["task"])] = float(record[drift])
+def _add_drift(row: Row, file: Path, steps: dict[int, dict[str, float]]) -> None:
+    """Add the drift of a calibrated row by task, a step for each block."""
+    records = read_lines(file) if file.is_file() else []
+    records = [record for record in records if any(key in record for key in _DRIFTS)]
+    blocks = list(dict.fromkeys(record["block"] for record in records))
+    for record in records:
+        step = steps.setdefault(blocks.index(record["block"]), {})
+        for key in _DRIFTS:
+            if record.get(key) is not None:
+                step[_name(row, key, record["task"])] = float(record[key])

@@ -29,17 +29,19 @@ from fusion_bench_featcal.results import (
     BASE,
     EXPERTS,
     Cost,
-    Report,
+    Run,
     describe_device,
     versions,
+    write_run,
 )
-from fusion_bench_featcal.results.long_table import file_suffix
 from fusion_bench_featcal.results.notes import AGREEMENT, NOTE, SAMPLES, Note
 from fusion_bench_featcal.results.remarks import (
     closing_lines,
     notes_of_log,
     tasks_below_merged,
 )
+from fusion_bench_featcal.results.run import file_suffix
+from fusion_bench_featcal.results.show import show_run
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 
@@ -79,9 +81,9 @@ class RunResults:
         self._program, self._fabric = algorithm._program, algorithm.fabric
         self._log_dir = None if algorithm.log_dir is None else Path(algorithm.log_dir)
         self.saver = RowSaver(self._program, modelpool, processor, row)
-        self.report = Report(
+        self.report = Run(
             suite=suite_name(modelpool),
-            upstream=upstream,
+            merger=upstream,
             versions=versions(),
             device=describe_device(self._fabric.device),
         )
@@ -110,7 +112,7 @@ class RunResults:
         if BASE in references and self._modelpool.has_pretrained:
             self.add_reference(BASE, load_pool_model(self._modelpool, BASE_MODEL))
         experts = self._modelpool.model_names if EXPERTS in references else []
-        tasks = task_names(self._taskpool) or self.report.tasks or experts
+        tasks = task_names(self._taskpool) or self.report.tasks or list(experts)
         if missing := [task for task in tasks if experts and task not in experts]:
             note = f"no row of experts: the model pool has none for {', '.join(missing)}"
             self.report.note(Note(NOTE, note))
@@ -118,7 +120,7 @@ class RunResults:
             log.info("evaluating experts, each on its own task")
             pool = self._modelpool
             row = join(self._evaluated(t, load_pool_model(pool, t), [t]) for t in tasks)
-            self.report.add_row(EXPERTS, row.accuracy, correct=row.correct, loss=row.loss)
+            self.report.add_row(EXPERTS, row.scores, correct=row.correct)
 
     def add_calibrated(
         self,
@@ -141,7 +143,7 @@ class RunResults:
         of_model = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
         counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
         samples = {task: {"samples": count, "split": split} for task, count in counts.items()}
-        details: dict[str, Any] = {"settings": values, "cost": cost, "samples": samples}
+        details: dict[str, Any] = {"settings": of_model, "cost": cost, "samples": samples}
         facts = CardFacts(name, base_method, of_model, counts, result.reads)
         self.saver.offer(result.model, facts)
         self.add_made(name, result.model, **details, seed=settings.seed)
@@ -169,23 +171,16 @@ class RunResults:
         if any(entry["split"] == "test" for entry in samples.values()):
             text = f"{name} was made with samples of the test split"
             self.report.note(Note(SAMPLES, text))
-        if seed is not None:
-            self.report.seeds[name] = seed
-        self._add_row(name, model, settings=settings, cost=cost.as_dict(), samples=samples)
+        more: dict[str, Any] = {"samples": dict(samples), "seed": seed}
+        self._add_row(name, model, settings=settings, cost=cost.as_dict(), **more)
 
     def finish(self) -> nn.Module:
         """Write, log and show the report. Return the model with its evaluation for FusionBench."""
-        self.report.note(*tasks_below_merged(self.report))
-        first = [BASE, EXPERTS, self.report.upstream]  # references are evaluated last
-        for by_row in (self.report.rows, self.report.loss, self.report.settings, self.report.items):
-            for name in [
-                *(n for n in first if n in by_row),
-                *(n for n in by_row if n not in first),
-            ]:
-                by_row[name] = by_row.pop(name)  # type: ignore[index, arg-type, assignment]
+        self.report.note(*tasks_below_merged(self.report.rows))
+        self._order_rows()
         self.report.versions |= commits()
         if self._log_dir is not None:
-            self.report.write(self._log_dir)
+            write_run(self._log_dir, self.report)
         if self._returned is None:
             log.info("no task pool: the model is not evaluated")
         if self._program is not None:
@@ -195,20 +190,29 @@ class RunResults:
                 )
             at_the_end(self._show)
         self.saver.finish(self.report)
-        log_results(self._fabric, [(self.report, self._log_dir)])
+        log_results(self._fabric, self.report, self._log_dir)
         return self.saver.model
+
+    def _order_rows(self) -> None:
+        """Put references first, which are evaluated last, and pair the merged model by seed."""
+        rows, first = self.report.rows, [BASE, EXPERTS, self.report.merger]
+        rows.sort(key=lambda row: first.index(row.name) if row.name in first else len(first))
+        seeds = [row.seed for row in rows if row.seed is not None]
+        for row in rows:
+            if row.name == self.report.merger and row.seed is None and seeds:
+                row.seed = seeds[0]
 
     def _add_row(self, name: str, model: nn.Module, **details: Any) -> None:
         """Evaluate a model and report it. Without a task pool, report only settings and cost."""
+        details["settings"] = dict(details.get("settings") or {})
         if self._taskpool is None:
-            for field, value in details.items():
-                getattr(self.report, field)[name] = dict(value)
+            self.report.add_row(name, {}, **details)
             return
         log.info("evaluating %s", name)
         row = self._evaluated(name, model)
         if name == self._returned_row:
             self._returned = row
-        self.report.add_row(name, row.accuracy, correct=row.correct, loss=row.loss, **details)
+        self.report.add_row(name, row.scores, correct=row.correct, **details)
 
     def _evaluated(
         self, name: str, model: nn.Module, tasks: Sequence[str] | None = None
@@ -219,8 +223,7 @@ class RunResults:
 
     def _show(self) -> None:
         """Print the table and the closing lines."""
-        if self.report.rows:
-            self.report.show()
+        show_run(self.report)
         saver = self.saver
         for line in closing_lines(self.report, saver.row, saver.folder, self._log_dir):
             print(line)

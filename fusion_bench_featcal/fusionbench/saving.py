@@ -18,10 +18,10 @@ from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.plurals import bytes_text
-from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.provenance import PROVENANCE
+from fusion_bench_featcal.results import Run
 from fusion_bench_featcal.saved_model import (
     CARD,
+    PROVENANCE,
     CardFacts,
     card_text,
     complete_folder,
@@ -249,7 +249,7 @@ class RowSaver:
         if self._program is not None:  # FusionBench would save the model again
             self._program.save_merged_model = lambda merged_model: None
 
-    def finish(self, report: Report) -> None:
+    def finish(self, report: Run) -> None:
         """Add the run's accuracies to the model card. Push the folder if `push_to_hub` is set.
 
         Raises:
@@ -273,7 +273,7 @@ class RowSaver:
             ) from error
         log.info("pushed %s to %s", folder, repo_id)
 
-    def _card(self, report: Report | None = None) -> str:
+    def _card(self, report: Run | None = None) -> str:
         models = PoolModels(self._modelpool)
         base = None if models.base is None else _location(models.base)
         experts = {name: _location(model) for name, model in models.experts.items()}

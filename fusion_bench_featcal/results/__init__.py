@@ -1,56 +1,42 @@
-"""Results: functions to write, read, compare and draw them. No models.
+"""Results: functions to write, read, join, compare and draw them. No models.
 
-Functions raise `ReportError` for wrong files and values, naming location and cause. Their argument
-`setting` is the setting that chose the folder, for that message.
+A run writes lines, and everything else reads lines: `Run` is one command's rows, `write_run` and
+`read_run` are its files, `load` joins any number of them into one table, and `summary` has the
+numbers that every view selects from. Functions raise `ReportError` for wrong files and values,
+naming location and cause. Their argument `setting` is the setting that chose the folder.
 """
 
 from fusion_bench_featcal.files import ReportError, prepare_directory
 
 from .cost import Cost, describe_device, measure, versions
-from .items import load_items, save_items
-from .long_table import (
-    AVERAGE,
-    BASE,
-    DIMENSIONS,
-    EXPERTS,
-    FEATCAL,
-    LINES_FILE,
-    UNAVAILABLE,
-    Line,
-    means,
-    read_lines,
-    where,
-    write_lines,
-)
-from .provenance import Provenance
-from .remarks import closing_lines, tasks_below_merged
-from .report import Report
-from .tables import console
+from .joining import Results, join, join_folders, load
+from .lines import read_run, write_run
+from .notes import Note
+from .run import ACCURACY, AVERAGE, BASE, EXPERTS, FEATCAL, Line, Row, Run
+from .summaries import against, summary
 
 __all__ = [
+    "ACCURACY",
     "AVERAGE",
     "BASE",
-    "DIMENSIONS",
     "EXPERTS",
     "FEATCAL",
-    "LINES_FILE",
-    "UNAVAILABLE",
     "Cost",
     "Line",
-    "Provenance",
-    "Report",
+    "Note",
     "ReportError",
-    "closing_lines",
-    "console",
+    "Results",
+    "Row",
+    "Run",
+    "against",
     "describe_device",
-    "load_items",
-    "means",
+    "join",
+    "join_folders",
+    "load",
     "measure",
     "prepare_directory",
-    "read_lines",
-    "save_items",
-    "tasks_below_merged",
+    "read_run",
+    "summary",
     "versions",
-    "where",
-    "write_lines",
+    "write_run",
 ]

@@ -1,6 +1,6 @@
 """Cost of a stretch of code (time, memory, energy), and the machine and packages it ran with.
 
-Values that cannot be measured are reported as "unavailable", never as 0.
+What cannot be measured is missing, never 0.
 """
 
 import contextlib
@@ -9,32 +9,17 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
 
-from .long_table import UNAVAILABLE
-
 MEMORY_EVERY_SECONDS = 0.02
-# Finding children reads the whole process table, and examining a large child is slow. Both are done
-# at this interval, or at a longer one, so that they take at most a twentieth of the time.
-CHILDREN_EVERY_SECONDS = 0.2
-_CHILDREN_SHARE = 0.05
-POWER_EVERY_SECONDS = 0.1
 _JOULES_PER_WATT_HOUR = 3_600
-
-# Model properties in a comparison, in addition to the costs measured here.
-TOTAL_SECONDS = "seconds_with_merger"
-TASK_ID = "task_id_at_inference"
-MODULES_ADDED = "modules_added"
-PARAMETERS_ADDED = "parameters_added"
-
 PACKAGES = (
     "fusion-bench-featcal", "fusion-bench", "torch", "transformers", "lightning", "hydra-core",
     "datasets", "numpy",
@@ -43,30 +28,24 @@ PACKAGES = (
 
 @dataclass
 class Cost:
-    """Cost of a block, filled when its `measure` ends. Unmeasured values are "unavailable"."""
+    """Cost of a block, filled when its `measure` ends. What was not measured is None."""
 
-    seconds: float | str = UNAVAILABLE
+    seconds: float | None = None
     """Wall time."""
-    peak_rss_bytes: int | str = UNAVAILABLE
-    """Peak memory of this process and its children: the resident set of this process, and the
-    unique memory of each child. Pages shared only among children do not count."""
-    peak_rss_method: str = UNAVAILABLE
-    """"kernel" (exact, from the kernel's record, without children) or "sampled" (short peaks are
-    missed)."""
-    peak_accelerator_bytes: int | str = UNAVAILABLE
+    peak_rss_bytes: int | None = None
+    """Peak resident memory of this process."""
+    peak_accelerator_bytes: int | None = None
     """Peak of CUDA memory allocated through torch, summed over devices."""
-    gpu_energy_wh: float | str = UNAVAILABLE
-    """Watt-hours of the GPUs in use, including idle power and other processes. Needs the library
-    nvidia-ml-py (extra `energy`) and a reading of every device in use."""
-    gpu_energy_method: str = UNAVAILABLE
-    """"counter" (of the devices) or "sampled" (power of at least one, integrated over samples)."""
-    more: dict[str, Any] = field(default_factory=dict)
+    gpu_energy_wh: float | None = None
+    """Watt-hours by the counters of the GPUs in use, including idle power and other processes.
+    Needs the library nvidia-ml-py (extra `energy`) and a counter on every device in use."""
+    more: dict[str, float] = field(default_factory=dict)
     """Further entries of the caller, for example {"expert_bytes": 10}."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the entries for `Report.cost`."""
-        measured = {key: value for key, value in vars(self).items() if key != "more"}
-        return measured | self.more
+    def as_dict(self) -> dict[str, float]:
+        """Return what was measured, for `Row.cost`."""
+        of_all = {key: value for key, value in vars(self).items() if key != "more"} | self.more
+        return {key: value for key, value in of_all.items() if value is not None}
 
 
 @contextmanager
@@ -76,7 +55,7 @@ def measure() -> Iterator[Cost]:
     Example:
         with measure() as cost:
             calibrate(...)
-        report.add_row("featcal", accuracies, cost=cost.as_dict())
+        run.add_row("featcal", scores, cost=cost.as_dict())
 
     The cost is filled even if the block raises.
     """
@@ -85,7 +64,8 @@ def measure() -> Iterator[Cost]:
     for device in devices:
         cuda.synchronize(device)
         cuda.reset_peak_memory_stats(device)
-    with _host_memory(cost), _gpu_energy(cost):
+    before = _joules()
+    with _host_memory(cost):
         start = time.perf_counter()
         try:
             yield cost
@@ -93,33 +73,10 @@ def measure() -> Iterator[Cost]:
             cuda, devices = _cuda_devices()
             for device in devices:  # wait for running kernels before the clock is read
                 cuda.synchronize(device)
-            peak = sum(cuda.max_memory_allocated(device) for device in devices)
-            cost.peak_accelerator_bytes = peak or UNAVAILABLE
             cost.seconds = time.perf_counter() - start
-
-
-class _Sampler:
-    """Calls `read` from a thread until it is stopped, and once more afterwards."""
-
-    def __init__(self, read: Callable[[], None], seconds: float) -> None:
-        self._read, self._seconds = read, seconds
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="sampler", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._done.set()
-        self._thread.join()
-        self._sample()
-
-    def _loop(self) -> None:
-        while not self._done.wait(self._seconds):
-            self._sample()
-
-    def _sample(self) -> None:
-        # If memory runs out, the error of the measured work is reported.
-        with contextlib.suppress(MemoryError, OSError):
-            self._read()
+            peak = sum(cuda.max_memory_allocated(device) for device in devices)
+            cost.peak_accelerator_bytes = peak or None
+            cost.gpu_energy_wh = _energy(before, _joules(), cuda, devices)
 
 
 def _cuda_devices() -> tuple[Any, list[int]]:
@@ -134,174 +91,72 @@ def _cuda_devices() -> tuple[Any, list[int]]:
     return cuda, [index for index in range(cuda.device_count()) if cuda.memory_reserved(index) > 0]
 
 
-# ---- host memory
-
-
 @contextmanager
 def _host_memory(cost: Cost) -> Iterator[None]:
-    before, faults = _usage()
-    tree = _ProcessTree()
-    sampler = _Sampler(tree.read, MEMORY_EVERY_SECONDS)
+    """Context that measures peak resident memory.
+
+    The kernel's record is exact if it rose inside the block. Otherwise samples are used.
+    """
+    process, done, samples = psutil.Process(), threading.Event(), [0]
+
+    def sample() -> None:
+        while not done.is_set():
+            with contextlib.suppress(psutil.Error, MemoryError):
+                samples[0] = max(samples[0], process.memory_info().rss)
+            done.wait(MEMORY_EVERY_SECONDS)
+
+    before = _record()
+    sampler = threading.Thread(target=sample, name="memory", daemon=True)
+    sampler.start()
     try:
         yield
     finally:
-        sampler.stop()
-        after, faults_after = _usage()
-        # Children between two samples are detected by their page faults.
-        children = tree.saw_children or faults_after != faults
-        reading = best_reading(before, after, tree.peak, children)
-        cost.peak_rss_bytes, cost.peak_rss_method = reading
+        done.set()
+        sampler.join()
+        after = _record()
+        cost.peak_rss_bytes = after if after > before > 0 else max(
+            samples[0], process.memory_info().rss)  # fmt: skip
 
 
-def best_reading(before: int, after: int, sampled: int, had_children: bool) -> tuple[int, str]:
-    """Return the most accurate peak memory of a block that the readings allow.
-
-    Args:
-        before: The kernel's record of this process before the block, in bytes, or 0 if unknown.
-        after: The same after it.
-        sampled: Largest sample of the process tree.
-        had_children: Whether there were child processes during the block.
-
-    Returns:
-        Peak in bytes, and the method.
-    """
-    # If the record rose inside the block, it is the block's peak.
-    record = after if after > before > 0 else 0
-    if record and not had_children:
-        return record, "kernel"
-    return max(sampled, record), "sampled"
-
-
-class _ProcessTree:
-    """Largest memory of this process and its descendants over all readings."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._children = 0
-        self._next_look = 0.0
-        self.saw_children = False
-        self.peak = 0
-        self.read()
-
-    def read(self) -> None:
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._children = self._unique_to_children()
-            took = time.monotonic() - now
-            self._next_look = now + max(CHILDREN_EVERY_SECONDS, took / _CHILDREN_SHARE)
-        self.peak = max(self.peak, self._process.memory_info().rss + self._children)
-
-    def _unique_to_children(self) -> int:
-        total = 0
-        for child in self._process.children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # the child has ended
-                total += child.memory_full_info().uss
-                self.saw_children = True
-        return total
-
-
-def _usage() -> tuple[int, int]:
-    """Return this process's peak resident set in bytes, and page faults of ended children.
-
-    Every child adds faults. Both are 0 on a system without such records.
-    """
+def _record() -> int:
+    """Return this process's peak resident set in bytes, or 0 on a system without a record."""
     try:
         import resource
     except ImportError:
-        return 0, 0
+        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts kibibytes, macOS bytes.
-    peak = peak if sys.platform == "darwin" else peak * 1024
-    return peak, resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes
 
 
-# ---- energy, through NVML
-
-
-@contextmanager
-def _gpu_energy(cost: Cost) -> Iterator[None]:
-    """Read all devices of NVML, because the devices used by torch are only known at the end."""
-    nvml = _open_nvml()
-    meters = _start_meters(nvml) if nvml else {}
-    try:
-        yield
-    finally:
-        read = {uuid: joules for uuid, meter in meters.items() if (joules := meter.stop())}
-        cuda, devices = _cuda_devices()
-        properties = [cuda.get_device_properties(device) for device in devices] if nvml else []
-        used = [_bare(getattr(entry, "uuid", "")) for entry in properties]
-        # A partial sum would look like the total.
-        if used and all(uuid in read for uuid in used):
-            cost.gpu_energy_wh = sum(read[uuid] for uuid in used) / _JOULES_PER_WATT_HOUR
-            cost.gpu_energy_method = max(meters[uuid].method for uuid in used)
-        if nvml:
-            with contextlib.suppress(nvml.NVMLError):
-                nvml.nvmlShutdown()
-
-
-class _Meter:
-    """Energy of one device, from its counter, or else from its power by the trapezoid rule."""
-
-    def __init__(self, nvml: ModuleType, handle: Any) -> None:
-        self._nvml, self._handle = nvml, handle
-        self._joules: float | None = 0.0
-        try:
-            self._start, self._sampler, self.method = self._counter(), None, "counter"
-        except nvml.NVMLError:  # older devices have no counter
-            self._last = (time.perf_counter(), self._watts())
-            self._sampler, self.method = _Sampler(self._sample, POWER_EVERY_SECONDS), "sampled"
-
-    def stop(self) -> float | None:
-        """Return joules since the start, 0 if nothing was counted, or None if a reading failed."""
-        if self._sampler is not None:
-            self._sampler.stop()
-            return self._joules
-        try:
-            # The counter moves in steps, so a shorter block was not measured.
-            return max(self._counter() - self._start, 0.0)
-        except self._nvml.NVMLError:
-            return None
-
-    def _counter(self) -> float:
-        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000
-
-    def _watts(self) -> float:
-        return self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000
-
-    def _sample(self) -> None:
-        try:
-            now = (time.perf_counter(), self._watts())
-        except self._nvml.NVMLError:
-            self._joules = None
-            return
-        if self._joules is not None:
-            self._joules += (now[0] - self._last[0]) * (now[1] + self._last[1]) / 2
-            self._last = now
-
-
-def _open_nvml() -> ModuleType | None:
-    """Initialise the library. Return None if torch has no CUDA or NVML does not respond."""
-    torch = sys.modules.get("torch")
+def _joules() -> dict[str, float]:
+    """Return the energy counters of all readable devices by their UUID, none without NVML."""
+    torch, joules = sys.modules.get("torch"), dict[str, float]()
     if torch is None or not torch.cuda.is_available():
-        return None
+        return joules
     with contextlib.suppress(ImportError):
-        import pynvml  # pyright: ignore[reportMissingImports]
+        import pynvml as nvml  # pyright: ignore[reportMissingImports]
 
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlInit()
-            return pynvml
-    return None
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlInit()
+            for index in range(nvml.nvmlDeviceGetCount()):
+                with contextlib.suppress(nvml.NVMLError):  # older devices have no counter
+                    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                    millijoules = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+                    joules[_bare(nvml.nvmlDeviceGetUUID(handle))] = millijoules / 1000
+            nvml.nvmlShutdown()
+    return joules
 
 
-def _start_meters(nvml: ModuleType) -> dict[str, _Meter]:
-    """Return a meter for every readable device, by the device's UUID."""
-    meters: dict[str, _Meter] = {}
-    with contextlib.suppress(nvml.NVMLError):
-        for index in range(nvml.nvmlDeviceGetCount()):
-            with contextlib.suppress(nvml.NVMLError):
-                handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                meters[_bare(nvml.nvmlDeviceGetUUID(handle))] = _Meter(nvml, handle)
-    return meters
+def _energy(
+    before: dict[str, float], after: dict[str, float], cuda: Any, devices: list[int]
+) -> float | None:
+    """Return the watt-hours of the devices in use, or None if one of them was not measured."""
+    used = [_bare(getattr(cuda.get_device_properties(n), "uuid", "")) for n in devices]
+    joules = [after[uuid] - before[uuid] for uuid in used if uuid in before and uuid in after]
+    # The counter moves in steps, so a shorter block was not measured. A partial sum would look
+    # like the total.
+    is_whole = bool(used) and len(joules) == len(used) and all(part > 0 for part in joules)
+    return sum(joules) / _JOULES_PER_WATT_HOUR if is_whole else None
 
 
 def _bare(uuid: Any) -> str:
@@ -329,23 +184,22 @@ def describe_device(device: Any = "cpu") -> dict[str, Any]:
         device: The device in use, for example `fabric.device`, "cpu" or "cuda:0".
 
     Returns:
-        `device`, `accelerator` (its marketing name, "none" on CPU), `cpu`, `cpu_cores` usable by
-        this process, `torch_threads`, `platform`. Unknown values are "unavailable".
+        `device`, `accelerator` (its marketing name, on a GPU), `cpu`, `cpu_cores` usable by this
+        process, `torch_threads`, `platform`, as far as they are known.
     """
     torch: Any = sys.modules.get("torch")
-    name = str(device)
-    accelerator = "none" if name.startswith("cpu") else UNAVAILABLE
-    if torch is not None and name.startswith("cuda") and torch.cuda.is_available():
-        accelerator = torch.cuda.get_device_name(device)
-    affinity = getattr(os, "sched_getaffinity", None)
-    return {
+    name, affinity = str(device), getattr(os, "sched_getaffinity", None)
+    known = {
         "device": name,
-        "accelerator": accelerator,
         "cpu": _cpu_model(),
-        "cpu_cores": len(affinity(0)) if affinity else os.cpu_count() or UNAVAILABLE,
-        "torch_threads": torch.get_num_threads() if torch is not None else UNAVAILABLE,
+        "cpu_cores": len(affinity(0)) if affinity else os.cpu_count(),
         "platform": f"{platform.system()} {platform.machine()}",
     }
+    if torch is not None:
+        known["torch_threads"] = torch.get_num_threads()
+        if name.startswith("cuda") and torch.cuda.is_available():
+            known["accelerator"] = torch.cuda.get_device_name(device)
+    return {key: value for key, value in known.items() if value}
 
 
 def _cpu_model() -> str:
@@ -353,4 +207,4 @@ def _cpu_model() -> str:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    return platform.processor() or UNAVAILABLE
+    return platform.processor()

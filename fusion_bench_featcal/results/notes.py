@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 FAILED = "failed"  # a cell of a comparison gave no result
 SAMPLES = "samples"  # calibration samples of the test split, or unlike the expert's data
-LOSS = "loss"  # a loss that is not finite
+LOSS = "loss"  # a value that is not finite
 AGREEMENT = "agreement"  # agreement with the experts on held-out samples
 DRIFT = "drift"  # a task far from its expert
 UPDATE = "update"  # a module with a large update
 NOTE = "note"  # anything else
 DIAGNOSIS = "diagnosis"  # items of a diagnosis
 BELOW = "below"  # a task that ends below the merged model
-RECORD = "record"  # differences between the files of runs
+RECORD = "record"  # differences between runs
 GAIN = "gain"  # scores before and after, on held-out rows
 VERDICT = "verdict"  # the conclusion from the gains
 KINDS = (
@@ -30,7 +30,7 @@ class Note:
         text: The sentence.
         row: Its row.
         task: Its task.
-        merger: The upstream merger of the run. In a summary, all mergers whose runs have the note.
+        merger: The upstream merger of the run.
     """
 
     kind: str
@@ -41,22 +41,31 @@ class Note:
 
     @property
     def sentence(self) -> str:
-        """The text with the row's name, for output about one run."""
-        return self._named(self.row)
+        """The text with the row's name, for output about one merger."""
+        return self._after(self.row)
 
     @property
     def sentence_of_several(self) -> str:
-        """The text with the names of mergers and row, for output about several runs."""
-        return self._named(*dict.fromkeys((self.merger, self.row)))
+        """The text with the names of merger and row, for output about several mergers."""
+        return self._after(*dict.fromkeys((self.merger, self.row)))
 
-    def _named(self, *names: str) -> str:
-        named = [name for name in names if name]
+    def _after(self, *names: str) -> str:
+        given = [name for name in names if name]
         if self.kind == FAILED:
-            return f"{', '.join(named)} failed: {self.text}"
-        return ": ".join([*named, self.text])
+            return f"{', '.join(given)} failed: {self.text}"
+        return ": ".join([*given, self.text])
 
 
-def chosen(notes: Iterable[Note], *without: str) -> list[Note]:
-    """Return notes in the order of their kinds, without excluded kinds."""
-    remaining = (note for note in notes if note.kind not in without)
-    return sorted(remaining, key=lambda note: KINDS.index(note.kind))
+def sentences_of(notes: Iterable[Note], *without: str) -> list[str]:
+    """Return notes as sentences in the order of their kinds, each with its mergers.
+
+    Args:
+        notes: The notes.
+        *without: Kinds that are left out.
+    """
+    chosen = sorted(
+        (note for note in notes if note.kind not in without), key=lambda n: KINDS.index(n.kind)
+    )
+    several = len({note.merger for note in chosen if note.merger}) > 1
+    texts = (note.sentence_of_several if several else note.sentence for note in chosen)
+    return list(dict.fromkeys(texts))

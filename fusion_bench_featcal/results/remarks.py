@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .long_table import AVERAGE, BASE, EXPERTS, FEATCAL
 from .notes import BELOW, DRIFT, SAMPLES, UPDATE, Note
-from .report import Report
+from .run import AVERAGE, FEATCAL, REFERENCES, Row, Run
 
 HIGH_DRIFT = 0.7
 """Smallest relative drift of a task's features after the last block that causes a note. Features of
@@ -26,22 +25,24 @@ _SHOWN = 0.0005
 """Differences of accuracy below this are invisible in tables with tenths of a per cent."""
 
 
-def tasks_below_merged(report: Report) -> list[Note]:
-    """Return a note on each task with a row below the merged model."""
-    merged = report.rows.get(report.upstream or "")
-    if merged is None:
-        return []
-    notes = []
-    for task in report.tasks:
-        losses = [
-            f"{name} {100 * drop:+z.1f}"
-            for name, row in report.rows.items()
-            if (drop := row[task] - merged[task]) <= -_SHOWN and name not in (BASE, EXPERTS)
-        ]
-        if losses:
-            text = f"{task} ends below the merged model: {', '.join(losses)} points"
-            notes.append(Note(BELOW, text, task=task))
-    return notes
+def tasks_below_merged(rows: Sequence[Row]) -> list[Note]:
+    """Return a note on each task and merger for which a row is below the merged model."""
+    merged = {row.merger: row.accuracy for row in rows if row.merger == row.name and row.tasks}
+    losses: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for task in row.tasks if row.is_repair and row.merger in merged else ():
+            drop = row.accuracy[task] - merged[row.merger][task]
+            if drop <= -_SHOWN:
+                losses.setdefault((row.merger, task), []).append(f"{row.name} {100 * drop:+z.1f}")
+    return [
+        Note(
+            BELOW,
+            f"{task} ends below the merged model: {', '.join(texts)} points",
+            task=task,
+            merger=merger,
+        )
+        for (merger, task), texts in losses.items()
+    ]
 
 
 def tasks_with_high_drift(name: str, records: Iterable[Mapping[str, Any]]) -> list[Note]:
@@ -118,7 +119,7 @@ def strange_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[Not
 
 
 def closing_lines(
-    report: Report, saved_row: str, saved_path: Path | None, folder: Path | None = None
+    run: Run, saved_row: str, saved_path: Path | None, folder: Path | None = None
 ) -> list[str]:
     """Return the last lines of a run: the saved model, a better row, the files, next commands.
 
@@ -127,20 +128,20 @@ def closing_lines(
     saved = f"saved the model of row {saved_row}: {saved_path}"
     if saved_path is None:
         saved = f"not saved: merged_model_save_path=DIR saves the model of row {saved_row}"
-    return [saved, *_higher_row(report, saved_row), *(next_lines(folder) if folder else [])]
+    return [saved, *_higher_row(run, saved_row), *(next_lines(folder) if folder else [])]
 
 
-def _higher_row(report: Report, saved_row: str) -> list[str]:
-    if saved_row not in report.rows:
+def _higher_row(run: Run, saved_row: str) -> list[str]:
+    averages = {row.name: row.accuracy[AVERAGE] for row in run.rows if row.tasks}
+    if saved_row not in averages:
         return []
-    averages = {name: row[AVERAGE] for name, row in report.rows.items()}
-    candidates = {name for name in averages if name not in (BASE, EXPERTS)}
+    candidates = {name for name in averages if name not in REFERENCES}
     best = max(candidates, key=averages.__getitem__)
     gain = averages[best] - averages[saved_row]
     if gain < _SHOWN:
         return []
     higher = f"scored {100 * gain:.1f} points higher than {saved_row}"
-    if best == report.upstream:
+    if best == run.merger:
         return [f"the merged model ({best}) {higher}"]
     line = f"{best} {higher}"
     if not best.startswith(FEATCAL):

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,12 +24,12 @@ from comparison_parts import (
 )
 from fusion_bench import BaseModelPool
 from lightning.fabric.loggers import CSVLogger
-from reports import content_of, featcal
+from reports import featcal
 from tiny_models import add_up
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results import read_run
 
 DOUBLE = {"double": method(Scale)}
 METHODS = {
@@ -57,75 +56,68 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Any:
     }
     with redirect_stdout(screen), pytest.raises(CalibrationError) as caught:
         algorithm.run(model_pool())
-    logs = folder / "logs"
-    report = Report.load(logs / "task_arithmetic")
+    run = read_run(folder / "logs")
+    rows = {(row.merger, row.name): row for row in run.rows}
     return SimpleNamespace(
-        folder=logs, report=report, error=str(caught.value), screen=screen.getvalue()
+        folder=folder, run=run, rows=rows, error=str(caught.value), screen=screen.getvalue()
     )
 
 
-def test_every_merger_has_a_report(compared: Any) -> None:
-    for merger in MERGERS:
-        report = Report.load(compared.folder / merger)
-        assert set(report.rows) == {"base", "experts", merger, *METHODS}
-        assert report.upstream == merger and set(report.items) == set(report.rows)
-        assert report.rows["experts"]["average"] == 1
-        assert report.seeds.items() >= {"comparison": 42, "double": 42}.items()
-        assert report.samples["double"]["left"] == {"samples": 5, "split": "train"}
-        curve = {"name": "head", "task": "left", "losses": [[0, 2.0], [20, 1.0]]}
-        curves = (compared.folder / merger / "training_curves.jsonl").read_text()
-        assert json.loads(curves) == curve
-    assert content_of(compared.folder)["runs"] == list(MERGERS)
+def test_all_rows_are_one_run(compared: Any) -> None:
+    references = [("", "base"), ("", "experts")]
+    expected = [(merger, row) for merger in MERGERS for row in (merger, *METHODS)]
+    assert list(compared.rows) == references + expected
+    assert all(row.correct for row in compared.rows.values())
+    assert compared.rows["", "experts"].accuracy["average"] == 1
+    row = compared.rows["task_arithmetic", "double"]
+    assert row.seed == 42 and row.samples["left"] == {"samples": 5, "split": "train"}
+    assert row.conditions["scaling_factor"] == 0.3 and row.settings["factor"] == 2.0
+    assert row.scores["loss"] == {"left": 0.25}  # that of `right` is not finite
+    curves = [line for line in compared.run.lines if line["metric"] == "training_loss"]
+    values = {(line["merger"], line["task"], line["block"]): line["value"] for line in curves}
+    assert values["task_arithmetic", "left", "step 20"] == 1.0 and len(values) == 4
     assert "+ double" in compared.screen
-    assert compared.report.loss["double"] == {"left": 0.25}  # that of `right` is not finite
-    with (compared.folder / "metrics.csv").open() as file:  # of the logger
+    with (compared.folder / "logs" / "metrics.csv").open() as file:  # of the logger
         (line,) = csv.DictReader(file)
-    average = compared.report.rows["a+b"]["average"]
+    average = compared.rows["task_arithmetic", "a+b"].accuracy["average"]
     assert float(line["task_arithmetic/a_b/average"]) == pytest.approx(average)
 
 
 def test_rows_are_those_of_the_methods_models(compared: Any) -> None:
     base, experts = linear(0), {task: linear(n) for n, task in enumerate(TASKS, 1)}
     for merger, share in (("simple_average", 0.5), ("task_arithmetic", 0.3)):
-        rows = Report.load(compared.folder / merger).rows
         for row, factor in ((merger, 1), ("double", 2), ("a+b", -1), ("head", 1)):
             model = add_up(base, experts, share)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(factor)
             expected = SignTaskPool().evaluate(model)
-            assert {t: rows[row][t] for t in TASKS} == {t: expected[t]["accuracy"] for t in TASKS}
+            rows = compared.rows[merger, row].scores["accuracy"]
+            assert rows == {t: expected[t]["accuracy"] for t in TASKS}
 
 
 def test_costs_name_what_a_method_adds(compared: Any) -> None:
-    cost = compared.report.cost
+    merger, head, double = (compared.rows["task_arithmetic", name].cost
+                            for name in ("task_arithmetic", "head", "double"))  # fmt: skip
     added = ("modules_added", "parameters_added", "task_id_at_inference")
-    assert [cost["head"][name] for name in added] == [1, 6, "yes"]
-    assert [cost["double"][name] for name in added] == [0, 0, "no"]
-    total = cost["task_arithmetic"]["seconds"] + cost["double"]["seconds"]
-    assert cost["double"]["seconds_with_merger"] == pytest.approx(total)
+    assert [head[name] for name in added] == [1, 6, 1]
+    assert [double[name] for name in added] == [0, 0, 0]
+    total = merger["seconds"] + double["seconds"]
+    assert double["seconds_with_merger"] == pytest.approx(total)
 
 
-def test_a_failed_cell_is_reported_beside_the_others(compared: Any) -> None:
+def test_a_failed_cell_is_named_beside_the_others(compared: Any) -> None:
     assert "2 of 12 cells failed" in compared.error and f"failing: {FAILED}" in compared.error
-    assert [note.row for note in compared.report.notes if note.kind == "failed"] == ["failing"]
-    cell = {"name": "failing", "reason": FAILED, "seed": 42}
-    assert content_of(compared.folder)["failed"] == [{"upstream": m, **cell} for m in MERGERS]
-    assert f"failed: {FAILED}" in (compared.folder / "report.csv").read_text()
-    assert FAILED in (compared.folder / "report.md").read_text() and "+ failing" in compared.screen
+    failed = [(note.merger, note.row) for note in compared.run.notes if note.kind == "failed"]
+    assert failed == [(merger, "failing") for merger in MERGERS]
+    assert f"task_arithmetic, failing failed: {FAILED}" in " ".join(compared.screen.split())
 
 
-def test_a_report_is_rebuilt_from_the_files(compared: Any, tmp_path: Path) -> None:
-    """A folder left from before has no part in it."""
-    folder, out = compared.folder, tmp_path / "again"
-    Report.load(folder / "task_arithmetic").write(folder / "from_before")
-    tables = featcal("report", folder, "--out", out).out.removesuffix(f"written: {out}\n")
-    assert "failing" in tables and tables in compared.screen
-    for name in ("report.md", "report.csv"):
-        assert (out / name).read_text() == (folder / name).read_text()
-    first, again = content_of(folder), content_of(out)
-    assert again.pop("runs") == [str(folder / name) for name in first.pop("runs")]
-    assert again == first
+def test_the_table_is_read_again_from_the_files(compared: Any) -> None:
+    table = featcal("report", compared.folder / "logs").out
+    assert "+ double" in table and table in compared.screen
+    of_cells = featcal("report", compared.folder / "results").out
+    assert table.startswith(of_cells.partition("gain: ")[0])
 
 
 def test_a_merger_that_fails_takes_only_its_cells_with_it(tmp_path: Path) -> None:
@@ -133,8 +125,8 @@ def test_a_merger_that_fails_takes_only_its_cells_with_it(tmp_path: Path) -> Non
     choices = {"upstreams": ["broken", "simple_average"], "post_merging_methods": DOUBLE}
     with pytest.raises(CalibrationError, match=r"2 of 6 .*broken, double: not merged: "):
         comparison(tmp_path, upstream_mergers=mergers, **choices).run(model_pool())
-    assert (tmp_path / "results" / "simple_average" / "report.json").is_file()
-    assert not (tmp_path / "results" / "broken").exists()
+    run = read_run(tmp_path / "results" / "table")
+    assert {row.merger for row in run.rows} == {"", "simple_average"}
 
 
 def tied(shift: float) -> nn.Module:

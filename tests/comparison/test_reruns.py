@@ -1,5 +1,6 @@
 """Finished cells are not run again, unless a change or a damage has hit them."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,7 @@ from fusion_bench import BaseModelPool
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.lab.report.points import points_of_cells
-from fusion_bench_featcal.results.cells import load_cells
+from fusion_bench_featcal.results import join_folders, read_run, summary
 
 MERGER = "task_arithmetic"
 RESULTS = Path("results")
@@ -81,11 +81,12 @@ def test_cells_run_again_that_depend_on_a_change(change: str, command: Command) 
 
 
 def test_the_last_command_counts_after_a_change_is_taken_back(command: Command) -> None:
-    settings = command.choices["post_merging_methods"]["double"]
-    for factor in (3.0, 2.0):
-        settings.update(factor=factor)
-        command.run()
-    assert load_cells(RESULTS)[-1].settings["factor"] == 2.0
+    command.choices["upstream_mergers"][MERGER].update(iteration=1)  # a key that changes nothing
+    command.run()
+    del command.choices["upstream_mergers"][MERGER]["iteration"]
+    command.run()
+    newest = max(RESULTS.glob(f"{MERGER}+double-*/run.json"), key=lambda f: f.stat().st_mtime_ns)
+    assert "iteration" not in read_run(newest.parent).rows[0].conditions
 
 
 def test_a_method_that_returns_nothing_is_named(command: Command) -> None:
@@ -94,17 +95,16 @@ def test_a_method_that_returns_nothing_is_named(command: Command) -> None:
         command.run()
 
 
-def test_settings_of_mergers_are_columns_of_their_rows(command: Command) -> None:
+def test_settings_of_mergers_are_points_of_their_rows(command: Command) -> None:
     command.choices["upstream_mergers"][MERGER].update(scaling_factor=1.5)
     command.run()
-    cells = [cell for cell in load_cells(RESULTS) if cell.row == "double"]
-    accuracies = {cell.conditions["scaling_factor"]: cell.accuracy for cell in cells}
+    results = join_folders([RESULTS])
+    accuracies = {row.conditions["scaling_factor"]: row.accuracy["average"]
+                  for row in results.rows if row.name == "double"}  # fmt: skip
     assert accuracies[0.3] != accuracies[1.5]
-    points = points_of_cells(load_cells(RESULTS))
-    assert [point.labels["scaling_factor"] for point in points] == list(accuracies)
-    for point, accuracy in zip(points, accuracies.values(), strict=True):
-        row = point.row(MERGER, "double")
-        assert row and accuracy.items() <= row.accuracy.items()
+    rows = [row for row in summary(results).to_dict("records") if row["row"] == "double"]
+    points = {row["scaling_factor"]: row["accuracy.average"] for row in rows}
+    assert points == pytest.approx(accuracies)
 
 
 def test_cells_that_differ_in_their_pools_are_not_joined_silently(
@@ -112,16 +112,22 @@ def test_cells_that_differ_in_their_pools_are_not_joined_silently(
 ) -> None:
     command.models["left"].update(seed=7)
     command.run()
-    (point,) = points_of_cells(load_cells(RESULTS))
-    assert "4 cells left out: newer cells of the same rows" in caplog.text and not point.labels
+    results = join_folders([RESULTS])
+    assert "left out: newer rows with the same settings" in caplog.text and not results.labels
+    assert len(results.rows) == len(ALL)
 
 
-def test_a_damaged_file_is_named_and_made_again(command: Command, caplog: Any) -> None:
-    (file,) = RESULTS.glob(f"{MERGER}+double-*")
-    for content in (file.read_bytes()[:-9], b"", b"text"):
-        file.write_bytes(content)
+def test_a_damaged_cell_is_named_and_made_again(command: Command, caplog: Any) -> None:
+    (folder,) = RESULTS.glob(f"{MERGER}+double-*")
+    for name, content in (("run.json", b""), ("items.npz", b"text"), ("lines.csv", b"")):
+        (folder / name).write_bytes(content)
         assert command.run() == {f"{MERGER}+double"}
-        assert f"{file.name} is damaged" in caplog.text
+        assert f"{folder.name}/{name}" in caplog.text and "It runs again" in caplog.text
+        caplog.clear()
+    shutil.rmtree(folder)
+    folder.mkdir()  # as if its files were removed
+    assert command.run() == {f"{MERGER}+double"}
+    assert not list(RESULTS.glob(".*"))
 
 
 def test_a_failed_cell_runs_again_and_the_others_do_not(command: Command, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from reports import featcal
 
-from fusion_bench_featcal.results.cells import load_cells
+from fusion_bench_featcal.results import join_folders
 
 COMMAND = [
     sys.executable, "-m", "fusion_bench.scripts.cli", "-m", "method=compare",
@@ -32,11 +32,11 @@ def start(folder: Path, *words: str) -> "subprocess.Popen[bytes]":
 def flags(folder: Path) -> dict[tuple[object, ...], bytes]:
     """Flags of all items by row, samples and seed."""
     return {
-        (cell.row, cell.settings.get("samples_per_task"), cell.seed): b"".join(
-            np.packbits(cell.correct[task]).tobytes() for task in sorted(cell.correct or {})
+        (row.name, row.settings.get("samples_per_task"), row.seed): b"".join(
+            np.packbits(row.correct[task]).tobytes() for task in sorted(row.correct or {})
         )
-        for cell in load_cells(folder / "cells")
-        if cell.correct
+        for row in join_folders([folder / "cells"]).rows
+        if row.correct
     }
 
 
@@ -46,21 +46,20 @@ def test_a_killed_sweep_goes_on_and_parallel_jobs_give_equal_bits(tmp_path: Path
     files: dict[Path, int] = {}
     for _ in range(2):  # killed twice
         process = start(serial)
-        while len(list(serial.glob("cells/*.npz"))) <= finished:
+        while len(list(serial.glob("cells/*/run.json"))) <= finished:
             assert process.poll() is None, (serial / "screen").read_text()[-3000:]
             time.sleep(0.05)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        files = {file: file.stat().st_ino for file in serial.glob("cells/*.npz")}
+        files = {file: file.stat().st_ino for file in serial.glob("cells/*/run.json")}
         finished = len(files)
     assert 0 < finished < CELLS
     assert start(serial).wait() == 0, (serial / "screen").read_text()[-3000:]
-    after = {file: file.stat().st_ino for file in serial.glob("cells/*.npz")}
+    after = {file: file.stat().st_ino for file in serial.glob("cells/*/run.json")}
     assert files.items() <= after.items() and len(after) == CELLS  # references were made once
-    assert not list(serial.glob("cells/*.part"))
     launcher = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     assert start(parallel, *launcher).wait() == 0, (parallel / "screen").read_text()[-3000:]
-    assert flags(parallel) == flags(serial) and len(flags(serial)) == CELLS - 1
+    assert flags(parallel) == flags(serial) and len(flags(serial)) == CELLS
     table = featcal("report", serial / "cells").out
     for words in ("n = 2", "n = 4", "+ featcal", "experts"):
         assert words in table

@@ -1,6 +1,5 @@
 """`method=compare` on pools of language models."""
 
-import json
 from itertools import chain
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from configs import composed
 from hydra.utils import instantiate
 from tiny_texts import MAKERS, TASKS, sentences, text_pool, text_tokenizer
 
-from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results import read_run
 from fusion_bench_featcal.tasks import TextTaskPool
 
 SUITES = {"seq2seq": "flan-t5-mini_TA6", "causal": "llama-mini_TA6"}
@@ -30,18 +29,17 @@ def test_the_default_grid_of_language_pools_has_no_failing_cell(kind: str, tmp_p
     algorithm._program = FakeProgram(taskpool)
     algorithm._program._modelpool = {"featcal": config.modelpool.featcal}
     algorithm.run(text_pool(kind, tmp_path / "models"))
-    results = tmp_path / "cells"
-    assert json.loads((results / "report.json").read_text())["failed"] == []
-    report = Report.load(results / "wudi")
+    run = read_run(tmp_path / "cells" / "table")
+    assert not any(note.kind == "failed" for note in run.notes)
+    over_wudi = {row.name: row for row in run.rows if row.merger == "wudi"}
     expected = {"ridge_surgery", "featcal", "featcal_paper_flan_t5"}
     for name in ("surgery", "prob_surgery"):
         expected |= {name, f"{name}_calibration"}
-    assert expected <= set(report.rows) and "surgery_v2" not in report.rows
-    costs = [report.cost["ridge_surgery"][k] for k in ("modules_added", "task_id_at_inference")]
-    assert costs == [len(TASKS), "yes"]
-    for alone in ("regmean", "regmean_plusplus", "lot"):
-        assert alone in Report.load(results / alone).rows
-    assert not (results / "adamerging").exists()
+    assert expected <= set(over_wudi) and "surgery_v2" not in over_wudi
+    cost = over_wudi["ridge_surgery"].cost
+    assert (cost["modules_added"], cost["task_id_at_inference"]) == (len(TASKS), 1)
+    mergers = {row.merger for row in run.rows}
+    assert {"regmean", "regmean_plusplus", "lot"} <= mergers and "adamerging" not in mergers
 
 
 @pytest.mark.parametrize("pool", ["llama-mini_TA6", "open-clip-vit-mini_TA6"])

@@ -16,7 +16,7 @@ from made_folders import PAPER, ROWS, SCORES, words, write_rows
 from reports import error_of, featcal
 from tiny_texts import TASKS, sentences
 
-from fusion_bench_featcal.results import Report
+from fusion_bench_featcal import results
 
 TEMPLATE = "{{ messages[0]['content'] }}"
 
@@ -34,8 +34,8 @@ class Run:
         return self.folder / "out"
 
     @property
-    def report(self) -> Report:
-        return Report.load(self.out / "featcal")
+    def report(self) -> results.Run:
+        return results.read_run(self.out / "featcal")
 
     @property
     def notes(self) -> list[str]:

@@ -9,7 +9,7 @@ from made_folders import llama_folders, write_rows
 from tiny_texts import sentences
 from transformers import AutoModelForCausalLM
 
-from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results import read_run
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 YAML = re.compile(r"<!-- folders -->\n```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -29,5 +29,5 @@ def test_the_yaml_for_folders_and_json_lines(tmp_path):
     (tmp_path / "config" / "modelpool" / "my_models.yaml").write_text(text)
     words = ["method=featcal", "modelpool=my_models"]
     fusion_bench([*words, "merged_model_save_path=OUT", "path.log_dir=logs"], tmp_path)
-    assert set(Report.load(tmp_path / "logs").tasks) == set(NAMES)
+    assert set(read_run(tmp_path / "logs").tasks) == set(NAMES)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "OUT").config.model_type == "llama"

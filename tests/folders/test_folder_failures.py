@@ -121,5 +121,4 @@ def test_a_run_that_was_killed_after_saving_ends_well(folder: Path):
     assert str(out) in featcal(*run).out
     assert not Path(f"{out}.blocks").exists()
     assert (out / "model.safetensors").read_bytes() == saved
-    assert main(["explain", str(out)]) == 0  # its files are as they were written
     assert main(run) == 2  # another run needs another folder

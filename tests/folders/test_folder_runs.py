@@ -24,14 +24,19 @@ from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data import TextEncoder, pad_samples, sample_order
 from fusion_bench_featcal.folders import calibrate_folder
 from fusion_bench_featcal.folders.model_folder import ModelFolder
-from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results import Run, read_run
 from fusion_bench_featcal.suites.image import load_processor
 
 ALL = ("--set", f"samples_per_task={ROWS}")
 
 
-def report_of(folder: Path) -> Report:
-    return Report.load(folder / "out" / "featcal")
+def items(run: Any, task: str) -> int:
+    """Return the number of test items of a task."""
+    return len((run.report.row("featcal").correct or {})[task])
+
+
+def report_of(folder: Path) -> Run:
+    return read_run(folder / "out" / "featcal")
 
 
 def changed(calibrated: Any, merged: Any) -> set[str]:
@@ -68,10 +73,10 @@ def test_a_language_model_as_calibrated_in_python_without_held_out_rows(finished
 
 def test_report_and_screen(finished):
     run = finished("llama")
-    assert list(run.report.rows) == ["experts", "merged", "featcal"]
-    assert set(run.report.loss["featcal"]) == {*TASKS, "average"}
-    assert run.report.test_sets["one"]["items"] == HELD_OUT
-    assert run.report.samples["featcal"]["one"]["samples"] == ROWS - HELD_OUT
+    assert list(run.report.accuracy) == ["experts", "merged", "featcal"]
+    assert set(run.report.row("featcal").scores["loss"]) == {*TASKS}
+    assert items(run, "one") == HELD_OUT
+    assert run.report.row("featcal").samples["one"]["samples"] == ROWS - HELD_OUT
     assert "plan: " in run.screen
     assert f"one.jsonl (prompt=q, target=a); evaluated on {HELD_OUT} rows" in run.notes[0]
     assert "saved:fit (prompt=ask, target=a); evaluated on" in run.notes[1]
@@ -129,8 +134,9 @@ def test_models_that_do_not_fit_are_merged_and_evaluated_from_files(finished, fo
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
     report = report_of(folder)
     for row, before in (("experts", "experts"), ("task_arithmetic", "merged"), ("featcal",) * 2):
-        assert report.loss[row] == pytest.approx(whole.report.loss[before], rel=1e-4)
-    assert report.upstream == "task_arithmetic"
+        losses = [of.row(n).scores["loss"] for of, n in ((report, row), (whole.report, before))]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert report.merger == "task_arithmetic"
     assert AutoModelForCausalLM.from_pretrained(folder / "out").config.model_type == "llama"
 
 
@@ -159,7 +165,7 @@ def test_an_encoder_decoder_whose_expert_writes_missing_targets(finished):
     assert any(name.startswith("decoder") for name in names) and "shared.weight" not in names
     assert "one: no targets in --data, so its expert writes them" in run.screen
     assert "two: no targets" not in run.screen
-    assert run.report.rows["experts"]["one"] == 1  # of answers that it has written itself
+    assert run.report.accuracy["experts"]["one"] == 1  # of answers that it has written itself
 
 
 def test_text_classifiers_keep_their_heads(finished):
@@ -170,7 +176,7 @@ def test_text_classifiers_keep_their_heads(finished):
     assert set(head) == {"classifier.weight", "classifier.bias"}
     expert = run.models["two"].state_dict()
     assert all(torch.equal(value, expert[name]) for name, value in head.items())
-    assert run.report.test_sets["two"]["items"] == HELD_OUT
+    assert items(run, "two") == HELD_OUT
 
 
 def test_image_classifiers(finished):
@@ -178,7 +184,7 @@ def test_image_classifiers(finished):
     saved = type(run.models["base"]).from_pretrained(run.out)
     assert changed(saved, run.models["merged"])
     assert (run.out / "preprocessor_config.json").is_file()
-    assert run.report.test_sets["one"]["items"] == HELD_OUT  # of a table
+    assert items(run, "one") == HELD_OUT  # of a table
     with open(run.out / "featcal" / "lines.csv", newline="") as file:
         lines = [line for line in csv.DictReader(file) if line["metric"] == "loss"]
     for task in TASKS:  # heads are the same, bodies are not
@@ -190,7 +196,7 @@ def test_a_whole_clip_keeps_its_text_tower(finished):
     run = finished("clip")
     names = changed(type(run.models["base"]).from_pretrained(run.out), run.models["merged"])
     assert names and all(name.startswith("vision_model.encoder.") for name in names)
-    assert list(run.report.rows) == ["experts", "merged", "featcal"]
+    assert list(run.report.accuracy) == ["experts", "merged", "featcal"]
     processor: Any = CLIPProcessor.from_pretrained(run.out)
     assert processor(text=["a star"], images=picture(0), return_tensors="pt")["input_ids"].numel()
 
@@ -203,7 +209,7 @@ def test_vision_towers_alone_take_their_heads_from_a_clip(tmp_path):
     more = (*PAPER, "--text-tower", str(tmp_path / "base"))
     towers = {"merged": "merged/tower", "base": "base/tower", "experts": ["one/tower", "two/tower"]}
     assert main(words(tmp_path, *more, data="{}-images", **towers)) == 0
-    assert list(report_of(tmp_path).rows) == ["experts", "merged", "featcal"]
+    assert list(report_of(tmp_path).accuracy) == ["experts", "merged", "featcal"]
 
 
 # --- verdict ---

@@ -15,7 +15,7 @@ from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.folders.expert_checks import weak_experts
 from fusion_bench_featcal.folders.tasks import Score
 from fusion_bench_featcal.folders.verdict import Verdict
-from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results import read_run
 
 
 def test_experts_no_better_than_guessing_need_force(tmp_path):
@@ -27,7 +27,7 @@ def test_experts_no_better_than_guessing_need_force(tmp_path):
     assert float(loss) > 6 and "--chat-template" in line and line.endswith("give --force")
     assert sorted(tmp_path.iterdir()) == before
     assert main(run) == 0
-    notes = Report.load(tmp_path / "out" / "featcal").notes
+    notes = read_run(tmp_path / "out" / "featcal").notes
     assert any(f"one (loss {loss} on 6 rows" in note.text for note in notes)
 
 

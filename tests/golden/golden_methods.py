@@ -56,7 +56,7 @@ RUNS: dict[str, Golden] = {
 }  # fmt: skip
 EVALUATED = "featcal, preset"
 """The run whose models are evaluated, which leaves a full report. test_algorithm.py compares it."""
-REPORTS = ("report.json", "lines.csv", "calibration_log.jsonl", "reads.json")
+REPORTS = ("report.json", "run.json", "lines.csv", "calibration_log.jsonl", "reads.json")
 BOUND = 2e-4
 PROJECTIONS = 4
 

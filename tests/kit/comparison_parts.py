@@ -12,7 +12,6 @@ from hydra.utils import instantiate
 from torch import nn
 
 from fusion_bench_featcal.lab.compare import ComparisonAlgorithm
-from fusion_bench_featcal.results.cells import SUFFIX
 
 TASKS = ("left", "right")
 ITEMS = 20
@@ -152,7 +151,8 @@ class Head(Scale):
 
 def finished_cells(folder: Path) -> dict[str, int]:
     """Cells that are finished, and the inodes of their files, which are new in each writing."""
-    return {file.name: file.stat().st_ino for file in folder.glob(f"*{SUFFIX}")}
+    files = folder.glob("*-*/lines.csv")
+    return {file.parent.name: file.stat().st_ino for file in files}
 
 
 def method(kind: type, **settings: Any) -> dict[str, Any]:

@@ -1,24 +1,20 @@
 """Reports with known numbers, outputs of the command `featcal`, and its pages read as text."""
 
 import contextlib
-import csv
 import io
 import json
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.cells import SUFFIX, CellResult, save_cell
+from fusion_bench_featcal.results import Run, join_folders, summary, write_run
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "runs"
 LEVELS = {"base": 0.3, "experts": 0.9, "task_arithmetic": 0.6, "featcal": 0.75}
-COLUMNS = ("suite", "merger", "row", "task", "block", "class", "seed", "metric", "value")
 
 
 class Done(NamedTuple):
@@ -55,47 +51,37 @@ def flags(share: float, items: int = 200) -> np.ndarray:
     return np.arange(items) < round(share * items)
 
 
-def make_report(
+def make_run(
     levels: Mapping[str, float] = LEVELS,
     tasks: Sequence[str] = ("cars", "dtd"),
     *,
     seed: int = 42,
     items: bool = True,
     settings: Mapping[str, Any] | None = None,
+    merger: str = "task_arithmetic",
     **more: Any,
-) -> Report:
-    """Every task of a row has the row's level. Rows of `featcal` have settings and cost."""
-    report = Report(**{"suite": "toy", "upstream": "task_arithmetic", **more})
-    report.seeds = {"calibration": seed}
+) -> Run:
+    """Every task of a row has the row's level. Rows of `featcal` have settings and cost, too."""
+    run = Run(**{"suite": "toy", "merger": merger, **more})
     for name, level in levels.items():
         correct = {task: flags(level) for task in tasks}
-        calibrated = name.startswith("featcal")
-        facts: dict[str, Any] = {
-            "settings": {"ridge_lambda": 0.05, "seed": seed, **(settings or {})},
-            "cost": {"seconds": 10.0, "peak_rss_bytes": 2**30},
-            "samples": {task: {"samples": 256, "split": "train"} for task in tasks},
-        }
-        accuracy = {task: flag.mean() for task, flag in correct.items()}
-        report.add_row(
-            name, accuracy, correct=correct if items else None, **(facts if calibrated else {})
-        )
-    return report
+        facts: dict[str, Any] = {"seed": None if name in ("base", "experts") else seed}
+        if name.startswith("featcal"):
+            facts |= {
+                "settings": {"ridge_lambda": 0.05, "seed": seed, **(settings or {})},
+                "cost": {"seconds": 10.0, "peak_rss_bytes": 2**30},
+                "samples": {task: {"samples": 256, "split": "train"} for task in tasks},
+            }
+        accuracy = {task: float(flag.mean()) for task, flag in correct.items()}
+        run.add_row(name, {"accuracy": accuracy}, correct=correct if items else None, **facts)
+    return run
 
 
 def leave_run(
-    folder: Path,
-    levels: Mapping[str, float] = LEVELS,
-    *more: Any,
-    notes: Iterable[Mapping[str, str]] = (),
-    **changes: Any,
+    folder: Path, levels: Mapping[str, float] = LEVELS, *more: Any, **changes: Any
 ) -> Path:
-    """Write a report, with notes of given kinds and texts, and return its folder."""
-    make_report(levels, *more, **changes).write(folder)
-    if notes:
-        empty = {"kind": "note", "text": "", "row": "", "task": "", "merger": ""}
-        patch(folder, notes=[empty | dict(note) for note in notes])
-        Report.load(folder).write(folder)
-    return folder
+    """Write a run and return its folder."""
+    return write_run(folder, make_run(levels, *more, **changes))
 
 
 def leave_seeds(folder: Path) -> list[Path]:
@@ -107,67 +93,52 @@ def leave_seeds(folder: Path) -> list[Path]:
     ]
 
 
-def leave_flags(folder: Path, rows: Mapping[str, Mapping[str, np.ndarray]], **more: Any) -> Path:
+def leave_flags(
+    folder: Path, rows: Mapping[str, Mapping[str, np.ndarray]], *, seed: int = 0, **more: Any
+) -> Path:
     """Write a run of the merger `ties` with flags per item of its rows' tasks."""
-    report = Report(**{"suite": "toy", "upstream": "ties", **more})
+    run = Run(**{"suite": "toy", "merger": "ties", **more})
     for name, tasks in rows.items():
-        accuracy = {task: flag.mean() for task, flag in tasks.items()}
-        report.add_row(name, accuracy, correct=tasks)
-    return report.write(folder).parent
+        accuracy = {task: float(flag.mean()) for task, flag in tasks.items()}
+        run.add_row(name, {"accuracy": accuracy}, correct=tasks, seed=seed)
+    return write_run(folder, run)
 
 
 def leave_cells(folder: Path) -> Path:
-    """Write cells of a comparison with two numbers of samples and two seeds."""
-    folder.mkdir(parents=True)
+    """Write cells of a comparison with two numbers of samples and three seeds."""
     for row, level in (("experts", 0.9), ("ties", 0.5)):
-        leave_cell(folder, row, level, merger="" if row == "experts" else "ties")
+        leave_cell(folder / row, row, level)
     for samples in (8, 64):
-        for seed in (1, 2):
+        for seed in (1, 2, 3):
             settings = {"samples_per_task": samples, "seed": seed}
             level = 0.6 + samples / 1000 + seed / 100
-            leave_cell(folder, "featcal", level, settings=settings, seed=seed)
+            name = f"featcal-{samples}-{seed}"
+            leave_cell(folder / name, "featcal", level, settings=settings, seed=seed)
     return folder
 
 
-def leave_cell(folder: Path, row: str, level: float, **more: Any) -> None:
+def leave_cell(folder: Path, row: str, level: float, **more: Any) -> Path:
     """Write one cell, with the same accuracy on every task."""
-    accuracy: dict[str, float] = {"cars": level, "dtd": level}
-    name = "-".join(map(str, (row, *(more.get("settings") or {}).values())))
-    fields: dict[str, Any] = {"suite": "toy", "merger": "ties"} | more
-    save_cell(folder / f"{name}{SUFFIX}", CellResult(row=row, accuracy=accuracy, **fields))
+    run = Run(suite="toy", merger="ties")
+    run.add_row(row, {"accuracy": {"cars": level, "dtd": level}}, **more)
+    return write_run(folder, run)
 
 
-def leave_lines(folder: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
-    """Write the long table `lines.csv` of a run."""
-    with (folder / "lines.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="")
-        writer.writeheader()
-        writer.writerows(cast(Any, lines))
-    return folder
+def content_of(folder: Path, name: str = "report.json") -> dict[str, Any]:
+    """Return the content of a folder's JSON file."""
+    return json.loads((folder / name).read_text())
 
 
-def content_of(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's `report.json`."""
-    return json.loads((folder / "report.json").read_text())
-
-
-def patch(folder: Path, **changes: Any) -> Path:
-    """Change values of a folder's `report.json`."""
-    (folder / "report.json").write_text(json.dumps(content_of(folder) | changes))
-    return folder
-
-
-def summary(*paths: Path) -> dict[str, dict[str, Any]]:
-    """Return the rows of `featcal report --out`. A repair is called `merger/row`."""
-    with tempfile.TemporaryDirectory() as out:
-        done = featcal("report", *paths, "--out", out)
-        assert done.code == 0, done.err
-        rows = content_of(Path(out))["rows"]
+def rows_of(*paths: Path, metric: str = "accuracy") -> dict[str, dict[str, Any]]:
+    """Return the rows of `summary` by `merger/row`, or the name of a reference or merger."""
+    frame = summary(join_folders(paths), metric)
     alone = ("base", "experts")
     return {
-        name if (name := row["name"]) in (*alone, row["upstream"]) else f"{row['upstream']}/{name}":
-        row for row in rows
-    }  # fmt: skip
+        row["row"]
+        if row["row"] in (*alone, row["merger"])
+        else f"{row['merger']}/{row['row']}": row
+        for row in frame.to_dict("records")
+    }
 
 
 VOID = {"meta", "input"}

@@ -11,7 +11,7 @@ from lightning.fabric.loggers import CSVLogger
 
 from fusion_bench_featcal.lab.rivals.registry import Method
 from fusion_bench_featcal.lab.rivals.standalone import algorithm_of
-from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results import read_run
 from fusion_bench_featcal.setting_fields import setting
 
 
@@ -43,16 +43,16 @@ def test_the_improved_model_stands_beside_the_merged_one(tmp_path: Path) -> None
     method = scaled(tmp_path)
     taskpool = method._program.taskpool
     model = method.run(model_pool())
-    report = Report.load(tmp_path / "logs")
-    assert list(report.rows) == ["simple_average", "scaled"]
-    assert report.upstream == "simple_average"
-    assert report.settings["simple_average"] == MERGERS["simple_average"]
-    assert report.settings["scaled"]["factor"] == -2.0
-    assert isinstance(report.cost["scaled"]["seconds"], float)
+    report = read_run(tmp_path / "logs")
+    assert list(report.accuracy) == ["simple_average", "scaled"]
+    assert report.merger == "simple_average"
+    assert report.row("simple_average").settings == MERGERS["simple_average"]
+    assert report.row("scaled").settings["factor"] == -2.0
+    assert isinstance(report.row("scaled").cost["seconds"], float)
     assert any("ends below the merged model" in note.text for note in report.notes)
     assert (tmp_path / "logs" / "metrics.csv").is_file()
     again = method._program.taskpool.evaluate(model)
-    assert again["left"]["accuracy"] == report.rows["scaled"]["left"]
+    assert again["left"]["accuracy"] == report.accuracy["scaled"]["left"]
     assert taskpool.evaluated == 2  # the stored evaluation is returned
 
 

@@ -74,9 +74,10 @@ def test_the_literal_command_runs_to_its_table_and_a_second_time_without_request
             assert weights in files and not files.keys() & UNUSED
             content = mirror.repositories[name].files
             assert {file: [len(content[file])] for file in files} == files  # whole, and once
-        (file,) = (tmp_path / "first").glob("outputs/**/report.json")
+        (file,) = (tmp_path / "first").glob("outputs/**/run.json")
         report = json.loads(file.read_text())
-        assert list(report["rows"]) == ["experts", "task_arithmetic", "featcal"]
+        names = [row["name"] for row in report["rows"]]
+        assert names == ["experts", "task_arithmetic", "featcal"]
         for name in (*sent, "datasets/tanganke/sun397"):
             assert report["versions"][name] == mirror.repositories[name].commit
 

@@ -12,9 +12,7 @@ from tiny_models import Suite, clip_suite, t5_model, t5_suite
 from variations import stored
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, Paper, Plus, SafetensorsExpert
-from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.experts.reads import BASE, OUTSIDE
-from fusion_bench_featcal.json_files import json_text
 from fusion_bench_featcal.read_budgets import budget_in_bytes
 
 
@@ -111,11 +109,6 @@ def test_a_larger_budget_reads_more_of_the_same_and_first_blocks_come_first(tmp_
     omitted = [manifest["plan"]["omitted"]["task_0"] for manifest in reads]
     assert set(omitted[0]) > set(omitted[1]) > set(omitted[2])
     assert all(name.startswith(suite.blocks[-1]) for name in omitted[2])
-    (tmp_path / "reads.json").write_text(json_text(reads[1]))
-    assert main(["explain", str(tmp_path)]) == 0
-    screen = capsys.readouterr().out
-    assert "; budget 50%, in forward order; " in screen and "layers.1 (" in screen
-    assert f"merged model: {reads[1]['hashes']['merged'][:16]}" in screen
 
 
 def test_state_dicts_are_no_experts():

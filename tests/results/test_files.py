@@ -9,151 +9,112 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reports import (
-    COLUMNS,
-    GOLDEN,
-    LEVELS,
-    content_of,
-    error_of,
-    featcal,
-    leave_cells,
-    leave_lines,
-    leave_run,
-    leave_seeds,
-    make_report,
-    patch,
-)
+from reports import LEVELS, content_of, error_of, leave_cells, leave_run, leave_seeds, make_run
 
-from fusion_bench_featcal import lab
-from fusion_bench_featcal.results import Report, ReportError, load_items, means
+from fusion_bench_featcal.results import Note, ReportError, load, read_run, write_run
 
 
-def lines(folder: Path, **names: Any) -> list[dict[str, Any]]:
-    """Lines of the long table with given values."""
-    table = lab.load(folder)
-    records = table if isinstance(table, list) else table.to_dict("records")
-    return [line for line in records if all(line[name] == value for name, value in names.items())]
-
-
-def test_a_written_report_loads_unchanged(tmp_path: Path):
+def test_a_written_run_reads_unchanged(tmp_path: Path) -> None:
     names = LEVELS | {"../up/down": 0.5, "índice 索引": 0.4, "index": 0.2}
-    report = make_report(names, ("cars", "a|b", "a/b"), versions={"torch": "2"})
+    run = make_run(names, ("cars", "a|b", "a/b"), versions={"torch": "2"})
     settings = {"ridge_lambda": 0.05, "modules": ("mlp", "norm"), "folder": Path("data")}
-    cost = {"seconds": np.float32(1.5), "bytes": torch.tensor(3)}
-    half = {"cars": torch.tensor(0.5), "a|b": 0.25, "a/b": 0.25}
-    report.add_row("new", half, settings=settings, cost=cost, loss={"cars": math.nan, "a|b": 1.5})
-    folder = report.write(tmp_path / "deep" / "run").parent
-    loaded = Report.load(folder)
-    assert loaded.to_dict() == report.to_dict()
-    expected = {"ridge_lambda": 0.05, "modules": ["mlp", "norm"], "folder": "data"}
-    assert (loaded.settings["new"], loaded.cost["new"]) == (expected, {"seconds": 1.5, "bytes": 3})
-    assert loaded.loss == {"new": {"a|b": 1.5}}
-    assert "the loss of cars is nan" in (folder / "report.md").read_text()
-    for name, tasks in report.items.items():
-        for task, flag in tasks.items():
-            np.testing.assert_array_equal(loaded.items[name][task], flag)
-    make_report(items=False).write(folder)
-    assert Report.load(folder).items == {}  # those of the earlier report are gone
-    with pytest.raises(ReportError, match=r"'newer', task 'cars': accuracy 50\.0"):
-        report.add_row("newer", half | {"cars": 50.0})
+    scores: Any = {"accuracy": {"cars": 0.5, "a|b": 0.1 + 0.2, "a/b": 0.25},
+                   "loss": {"cars": math.nan, "a|b": 1.5}}  # fmt: skip
+    cost: Any = {"seconds": np.float32(1.5), "bytes": torch.tensor(3)}
+    run.add_row("new", scores, settings=settings, cost=cost, conditions={"precision": "32"})
+    run.lines.append({"row": 'one, "two"\nthree', "block": "0", "metric": "drift", "value": 0.3})
+    run.note(Note("note", "slow disk", "new"))
+    folder = write_run(tmp_path / "deep" / "run", run)
+    again = read_run(folder)
+    assert again.all_lines() == run.all_lines() and again.notes == run.notes
+    assert (again.accuracy, again.versions) == (run.accuracy, run.versions)
+    row = again.row("new")
+    assert row.settings == {"ridge_lambda": 0.05, "modules": ["mlp", "norm"], "folder": "data"}
+    assert row.cost == {"seconds": 1.5, "bytes": 3} and row.conditions == {"precision": "32"}
+    assert row.scores["loss"] == {"a|b": 1.5}
+    assert any(note.text == "the loss of cars is nan" for note in again.notes)
+    for one, two in zip(run.rows, again.rows, strict=True):
+        for task, flag in (one.correct or {}).items():
+            np.testing.assert_array_equal((two.correct or {})[task], flag)
+    write_run(folder, make_run(items=False))
+    assert all(row.correct is None for row in read_run(folder).rows)  # the earlier ones are gone
 
 
-def test_every_number_of_a_report_is_a_line(tmp_path: Path):
-    report = make_report(labels={"samples_per_task": 8})
-    report.add_row("new", {"cars": 0.123456, "dtd": 0.65432}, loss={"cars": 2.0})
-    report.write(tmp_path)
-    content = content_of(tmp_path)
-    entries = {
-        (line["row"], line["metric"], line["task"]): line["value"]
-        for line in lines(tmp_path, samples_per_task=8, seed=42, merger="task_arithmetic")
-    }
-    for name, row in content["rows"].items():
-        assert {task: entries[name, "accuracy", task] for task in row} == row
-        shares = content["recovered_gap_per_task"][name]
-        shares |= {"average": content["recovered_gap"][name]}
-        assert {task: entries[name, "recovered_gap", task] for task in row} == shares
-    assert entries["featcal", "cost.seconds", ""] == 10 and entries["new", "loss", "cars"] == 2.0
-    assert entries["featcal", "recovered_gap", "average"] == pytest.approx(0.5)
+def test_report_json_is_a_dump_of_accuracies_and_shares(tmp_path: Path) -> None:
+    content = content_of(leave_run(tmp_path))
+    assert content["rows"]["featcal"] == {"cars": 0.75, "dtd": 0.75, "average": 0.75}
+    expected = {"base": -1.0, "experts": 1.0, "task_arithmetic": 0.0, "featcal": 0.5}
+    assert content["recovered_gap"] == pytest.approx(expected)
 
 
-def test_the_long_table_of_runs_comparisons_cells_and_diagnoses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    seeds = leave_seeds(tmp_path / "seeds")
-    whole = lines(seeds[0])
-    monkeypatch.setattr("fusion_bench_featcal.lab.report.load.find_spec", lambda _: None)
-    assert lab.load(seeds[0]) == whole  # a list without pandas
-    (seeds[0] / "lines.csv").unlink()  # as an earlier version left it
-    assert lines(seeds[0]) == whole and [*whole[0]] == [*COLUMNS]
-    assert featcal("report", *seeds, "--out", tmp_path / "tables").code == 0
-    average = {"metric": "accuracy", "task": "average"}
-    chosen = lines(tmp_path / "tables", row="featcal", **average)
-    assert [line["value"] for line in chosen] == pytest.approx([0.7, 0.75, 0.8])
-    assert lines(tmp_path) == lines(tmp_path / "tables")  # each run counts once
+def test_all_numbers_of_any_runs_are_one_frame(tmp_path: Path) -> None:
+    leave_seeds(tmp_path / "seeds")
     cells = leave_cells(tmp_path / "cells")
-    chosen = lines(cells, row="featcal", **average, samples_per_task=64)
-    assert [line["value"] for line in chosen] == pytest.approx([0.674, 0.684])
-    drift = {"row": 'one, "two"\nthree', "block": "0", "class": "c", "metric": "drift"}
-    drift |= {"value": 0.1 + 0.2}
-    (line,) = lines(leave_lines(leave_run(tmp_path / "d"), [drift]))
-    assert line == dict.fromkeys(COLUMNS, "") | drift
-    assert len(lines(GOLDEN, row="surgery", merger="simple_average", **average)) == 2
+    frame = load(tmp_path / "seeds", cells)
+    average = frame[(frame.metric == "accuracy") & (frame.task == "average")]
+    featcal = average[average.row == "featcal"]
+    ours = featcal[featcal.merger == "task_arithmetic"]
+    assert [*zip(ours.seed, ours.value, strict=True)] == [(1, 0.7), (2, 0.75), (3, 0.8)]
+    of_64 = featcal[featcal.samples_per_task == 64]
+    assert [*of_64.value] == pytest.approx([0.674, 0.684, 0.694])
+    assert len(average[average.row == "experts"]) == 1  # equal ones count once
+    assert set(frame[frame.metric == "cost.seconds"].value) == {10.0}
 
 
-# ---- refused by name
-
-LINE = {"suite": "toy", "merger": "task_arithmetic", "row": "featcal", "task": "a", "block": "b",
-        "metric": "relative", "value": 1.0}  # fmt: skip
-
-
-def test_numbers_that_must_not_be_averaged_are_refused(tmp_path: Path):
-    several = [LINE | {"row": "task_arithmetic"}, LINE, LINE | {"task": "average"}]
-    message = error_of("report", leave_lines(leave_run(tmp_path), several))
-    assert "would mix a task with what it is part of" in message
-    with pytest.raises(ReportError, match="would mix the metrics items, relative"):
-        means([LINE, LINE | {"metric": "items"}], "row")
+REFUSED_ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "taken name": ("featcal", {"cars": 0.5, "dtd": 0.5}, "'featcal' is already"),
+    "no share": ("new", {"cars": 50.0, "dtd": 0.5}, r"'new', task 'cars': accuracy 50\.0"),
+    "other tasks": ("new", {"cars": 0.5}, r"missing \['dtd'\]"),
+}
 
 
-def test_damaged_items_are_refused(tmp_path: Path):
+@pytest.mark.parametrize("reason", REFUSED_ROWS)
+def test_rows_that_cannot_be_right_are_refused(reason: str) -> None:
+    name, accuracy, message = REFUSED_ROWS[reason]
+    with pytest.raises(ReportError, match=message):
+        make_run().add_row(name, {"accuracy": accuracy})
+    half = {"accuracy": {"cars": 0.5, "dtd": 0.5}}
+    with pytest.raises(ReportError, match="'new', task 'cars': 1 of 4 test items"):
+        make_run().add_row("new", half, correct={"cars": [1, 0, 0, 0], "dtd": [1, 0]})
+
+
+def test_damaged_items_are_refused(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run")
     file = run / "items.npz"
     content = file.read_bytes()
-    for at in range(0, len(content) - 66, 37):  # the seal is at the end
-        file.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+    for end in (len(content) // 2, len(content) - 1, 0):
+        file.write_bytes(content[:end])
         with pytest.raises(ReportError, match=r"items\.npz is damaged"):
-            load_items(run)
+            read_run(run)
     np.savez(file, index=np.array([["base", "a"]], dtype=object), allow_pickle=True)
     with pytest.raises(ReportError, match=r"items\.npz is damaged.*allow_pickle"):
-        load_items(run)
+        read_run(run)
     (leave_run(tmp_path / "other", LEVELS | {"featcal": 0.7}) / "items.npz").replace(file)
     with pytest.raises(ReportError, match="row 'featcal', task 'cars': 140 of 200"):
-        Report.load(run)  # items of another run
+        read_run(run)  # items of another run
 
 
-# Files of a run with their contents, or what is changed in its report.
-RISING = {"name": "surgery", "task": "cars", "losses": [[20, 1.0], [0, 2.0]]}
-NO_NUMBER = ",".join(COLUMNS) + "\ntoy,task_arithmetic,featcal,a,b,,42,relative,nan\n"
-LOG = {"kind": "task", "task": "cars", "block": "layers.0", "drift_before": 2.0, "drift_after": "x"}
-DAMAGED: list[tuple[str, Any, str]] = [
-    ("report.json", {"schema": 99}, "has schema 99; this version .* reads schema 2"),
-    ("report.json", {"surprise": 1}, r"unknown keys \['surprise'\]"),
-    ("report.json", {"rows": {"base": {"a": 0.5, "average": 0.6}}}, "average 0.6 is not the mean"),
-    ("report.json", '{"kind": "run"', "is not valid JSON"),
-    ("report.json", '{"kind": "run", "schema": 2}', r"missing keys \['cost', 'device'"),
-    ("report.json", "[" * 100_000, ""),
-    ("lines.csv", NO_NUMBER, ", line 2: 'nan' is no number"),
-    ("training_curves.jsonl", '{"name": "surgery"}', ""),
-    ("training_curves.jsonl", json.dumps(RISING), ""),
-    ("calibration_log.jsonl", json.dumps(LOG), ""),
+HEAD = "suite,merger,row,task,block,class,seed,metric,value\n"
+DAMAGED: list[tuple[str, str, str]] = [
+    ("run.json", '{"schema": 99}', "has schema 99, and this version reads 3"),
+    ("run.json", '{"schema": 3}', "is damaged: KeyError"),
+    ("run.json", '{"schema": ', "is not valid JSON"),
+    ("run.json", "[" * 100_000, ""),
+    ("lines.csv", f"{HEAD}toy,ties,featcal,a,b,,42,relative,nan\n", ", line 2: 'nan' is no number"),
+    ("lines.csv", "suite,merger\n", "its first line has no row, task"),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "message"), DAMAGED, ids=lambda value: str(value)[:40])
-def test_damaged_files_are_refused_by_name(name: str, content: Any, message: str, tmp_path: Path):
+def test_damaged_files_are_refused_by_name(name: str, content: str, message: str, tmp_path: Path):
     folder = leave_run(tmp_path / "run", items=False)
-    if isinstance(content, dict):
-        patch(folder, **content)
-    else:
-        (folder / name).write_text(content)
-    text = error_of("report", folder, "--figures", tmp_path / "figures")
+    (folder / name).write_text(content)
+    text = error_of("report", folder)
     assert str(folder / name) in text and re.search(message, text), text
+
+
+def test_runs_of_an_earlier_layout_are_refused_by_its_number(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps({"kind": "run", "schema": 2}))
+    assert "has schema 2 and no run.json" in error_of("report", tmp_path)
+    (tmp_path / "report.json").write_text('{"cars": {"accuracy": 0.5}}')
+    assert "no run in or below" in error_of("report", tmp_path)

@@ -6,10 +6,14 @@ from shlex import quote
 from typing import Any
 
 import pytest
-from reports import LEVELS, make_report
+from reports import LEVELS, make_run
 
-from fusion_bench_featcal.results import Report, closing_lines, tasks_below_merged
-from fusion_bench_featcal.results.remarks import tasks_with_high_drift
+from fusion_bench_featcal.results import Run
+from fusion_bench_featcal.results.remarks import (
+    closing_lines,
+    tasks_below_merged,
+    tasks_with_high_drift,
+)
 
 
 def test_the_last_lines_have_words_that_can_be_typed(
@@ -17,10 +21,10 @@ def test_the_last_lines_have_words_that_can_be_typed(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a program below the current folder is shown by its short path
     monkeypatch.setenv("PATH", str(tmp_path))  # a shell without the environment
-    *_, command = closing_lines(make_report(), "featcal", tmp_path, tmp_path / "my run")
+    *_, command = closing_lines(make_run(), "featcal", tmp_path, tmp_path / "my run")
     program = quote(str(Path(sys.executable).parent / "featcal"))
     assert command == f"next: {program} report '{tmp_path / 'my run'}'"
-    (line,) = closing_lines(Report(), "featcal", None)  # nothing was evaluated
+    (line,) = closing_lines(Run(), "featcal", None)  # nothing was evaluated
     assert line == "not saved: merged_model_save_path=DIR saves the model of row featcal"
 
 
@@ -33,7 +37,7 @@ HIGHER: list[tuple[dict[str, float], str, str]] = [
 
 @pytest.mark.parametrize(("changes", "row", "text"), HIGHER)
 def test_a_row_that_scored_higher_is_named(changes: Any, row: str, text: str) -> None:
-    _, *lines = closing_lines(make_report(LEVELS | changes), row, None)
+    _, *lines = closing_lines(make_run(LEVELS | changes), row, None)
     expected = [f"{text} points higher than {row}"] if text else []
     if text.startswith("featcal"):
         save = f"  method.save={text.split(' ')[0]} saves it (this selects on test data)"
@@ -42,17 +46,16 @@ def test_a_row_that_scored_higher_is_named(changes: Any, row: str, text: str) ->
 
 
 def test_each_task_below_the_merged_model_has_a_sentence() -> None:
-    report = Report(upstream="merged")
+    run = Run(merger="merged")
     rows = {"base": (0.1, 0.1, 0.1), "merged": (0.5, 0.5, 0.5), "featcal": (0.468, 0.7, 0.4999),
             "featcal_mini": (0.48, 0.49, 0.6)}  # fmt: skip
     for name, accuracies in rows.items():
-        report.add_row(name, dict(zip("abc", accuracies, strict=True)))
-    assert [note.text for note in tasks_below_merged(report)] == [
+        run.add_row(name, {"accuracy": dict(zip("abc", accuracies, strict=True))})
+    assert [note.text for note in tasks_below_merged(run.rows)] == [
         "a ends below the merged model: featcal -3.2, featcal_mini -2.0 points",
         "b ends below the merged model: featcal_mini -1.0 points",
     ]
-    report.upstream = None
-    assert tasks_below_merged(report) == []
+    assert tasks_below_merged(run.rows[:1] + run.rows[2:]) == []  # without the merged model
 
 
 def test_a_task_that_keeps_a_high_drift_after_the_last_block_has_a_sentence() -> None:

@@ -3,10 +3,11 @@
 from types import SimpleNamespace
 
 from omegaconf import OmegaConf
-from reports import make_report
+from reports import make_run
 
 from fusion_bench_featcal.fusionbench import prepare_run
 from fusion_bench_featcal.json_files import masked
+from fusion_bench_featcal.results import write_run
 from fusion_bench_featcal.saved_model import CardFacts, card_text, write_provenance
 
 SECRET = "Zq7".ljust(24, "x")
@@ -23,9 +24,9 @@ def test_no_secret_reaches_a_file(tmp_path, monkeypatch):
     words = WORDS.strip().replace("\n", "|").split("|")
     monkeypatch.setattr("sys.argv", ["fusion_bench", *OPTIONS, *words])
     settings = {f"text_{number}": word for number, word in enumerate(words)}
-    facts, report = CardFacts("featcal", settings=settings), make_report(settings=settings)
+    facts, report = CardFacts("featcal", settings=settings), make_run(settings=settings)
     write_provenance(tmp_path, [], facts)
-    report.write(tmp_path)
+    write_run(tmp_path, report)
     card = card_text(facts, f"https://me:{SECRET}@host", settings, report)
     (tmp_path / "card").write_text(card)
     program = SimpleNamespace(config=OmegaConf.create(settings), taskpool=None)

@@ -23,7 +23,6 @@ from fusion_bench.mixins import LightningFabricMixin
 from omegaconf import DictConfig, open_dict
 
 from fusion_bench_featcal.ending import ending_cleanly
-from fusion_bench_featcal.files import LOG_DIR_SETTING
 from fusion_bench_featcal.fusionbench.console import at_the_end
 from fusion_bench_featcal.fusionbench.loggers import log_results
 from fusion_bench_featcal.fusionbench.options import (
@@ -35,21 +34,15 @@ from fusion_bench_featcal.fusionbench.options import (
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run, sweep_job
 from fusion_bench_featcal.fusionbench.run_results import suite_name
-from fusion_bench_featcal.lab.compare.cells import CellRunner, reason_of
+from fusion_bench_featcal.lab.compare.cells import RESULTS_DIR, CellRunner, reason_of
 from fusion_bench_featcal.lab.compare.grid import NONE, REFERENCES, Cell, cells_of
-from fusion_bench_featcal.lab.report.find import refuse_run
-from fusion_bench_featcal.lab.report.points import report_of
-from fusion_bench_featcal.lab.report.views import show, write
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.plurals import counted
-from fusion_bench_featcal.results import Report, prepare_directory
-from fusion_bench_featcal.results.cells import RESULTS_DIR, CellResult
-from fusion_bench_featcal.results.curves import write_curves
-from fusion_bench_featcal.results.notes import FAILED, NOTE, Note
+from fusion_bench_featcal.results import Note, Run, join, prepare_directory, write_run
+from fusion_bench_featcal.results.notes import FAILED, NOTE
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison, tasks_below_merged
-from fusion_bench_featcal.results.report import summarise
-from fusion_bench_featcal.results.summary import FailedCell
+from fusion_bench_featcal.results.show import show
 from fusion_bench_featcal.setting_fields import Settings, is_integer, is_text_list, same_as, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
@@ -169,16 +162,16 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         results_dir = settings.results_dir or Path("outputs") / "comparison" / suite
         store = prepare_directory(results_dir, RESULTS_DIR)
         log_dir = None if self.log_dir is None else Path(self.log_dir)
-        folder = store if log_dir is None else log_dir / sweep_job()
-        refuse_run(folder, LOG_DIR_SETTING)
+        folder = (store / "table") if log_dir is None else log_dir / sweep_job()
         runner = CellRunner(inputs, suite, settings.seed, tasks, all_tasks, store, program, log_dir)
         go_on = f"Interrupted. Finished cells are in {store}. To continue, repeat the command"
         with ending_cleanly(program, lambda: go_on):
-            results, failed = _run_cells(runner, cells, settings.seed)
-        self._report(folder, store, results, failed)
+            done = _run_cells(runner, cells)
+        failed = [note for note in done.notes if note.kind == FAILED]
+        self._report(folder, store, done)
         if failed:
             reasons = "; ".join(
-                f"{cell.upstream or 'reference'}, {cell.name}: {cell.reason}" for cell in failed
+                f"{note.merger or 'reference'}, {note.row}: {note.text}" for note in failed
             )
             raise CalibrationError(
                 f"{len(failed)} of {counted(len(cells), 'cell')} failed; the others are finished "
@@ -208,53 +201,43 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             raise CalibrationError("compare runs on one device: set fabric.devices=1")
         return MethodInputs(modelpool, taskpool, self.fabric, self._program)
 
-    def _report(
-        self,
-        folder: Path,
-        store: Path,
-        results: Sequence[CellResult],
-        failed: Sequence[FailedCell],
-    ) -> None:
-        """Write a report for each merger, and show the table of this command's cells."""
-        written, notes = [], self.settings.notes or {}
-        for merger in dict.fromkeys(cell.merger for cell in results if cell.merger):
-            rows = [cell for cell in results if cell.merger in ("", merger)]
-            report = report_of(rows, merger, self.settings.seed)
-            report.note(*(Note(NOTE, notes[row], row) for row in report.rows if row in notes))
-            report.note(*tasks_below_merged(report))
-            report.note(*(Note(FAILED, c.reason, c.name) for c in failed if c.upstream == merger))
-            report.write(folder / merger)
-            write_curves(folder / merger, {c.row: c.curves for c in rows if c.merger})
-            written.append(folder / merger)
-        if written:
-            summary = summarise(written, failed)
-            write(summary, folder)
-            log_results(self.fabric, [(Report.load(run), Path(run)) for run in summary.runs])
+    def _report(self, folder: Path, store: Path, done: Run) -> None:
+        """Write this command's cells as one run, and show their table at the end."""
+        notes = self.settings.notes or {}
+        names = (row.name for row in done.rows if row.name in notes)
+        done.note(*(Note(NOTE, notes[name], name) for name in dict.fromkeys(names)))
+        done.note(*tasks_below_merged(done.rows))
+        if done.rows:
+            write_run(folder, done)
+            log_results(self.fabric, done, None)
             lines = closing_lines_of_a_comparison(folder, store)
-            at_the_end(partial(_show, summary, lines))
+            at_the_end(partial(_show, folder, done, lines))
 
 
-def _show(summary: Any, lines: Sequence[str]) -> None:
-    show(summary)
+def _show(folder: Path, done: Run, lines: Sequence[str]) -> None:
+    show(join({folder: done}))
     print("\n".join(lines))
 
 
-def _run_cells(
-    runner: CellRunner, cells: Sequence[Cell], seed: int
-) -> tuple[list[CellResult], list[FailedCell]]:
-    """Run the cells merger by merger. One that fails does not stop the others."""
-    results, failed = [], []
+def _run_cells(runner: CellRunner, cells: Sequence[Cell]) -> Run:
+    """Run the cells merger by merger. One that fails becomes a note, and the others go on."""
+    done = Run(suite=runner.suite)
     for number, cell in enumerate(cells, 1):
         log.info("%d of %d: %s", number, len(cells), cell.title)
         try:
-            results.append(runner.run(cell))
+            one = runner.run(cell)
         except Exception as error:  # methods and mergers raise any type
             is_expected = isinstance(error, CalibrationError)
             log.error("%s failed: %s", cell.title, error, exc_info=not is_expected)
-            merger = cell.merger.name if cell.merger else None
-            row = cell.row if cell.method or merger is None else NONE
-            failed.append(FailedCell(upstream=merger, name=row, reason=reason_of(error), seed=seed))
-    return results, failed
+            merger = cell.merger.name if cell.merger else ""
+            row = cell.row if cell.method or not merger else NONE
+            done.note(Note(FAILED, reason_of(error), row, merger=merger))
+            continue
+        done.rows += one.rows
+        done.lines += one.more_lines()
+        done.notes += [note for note in one.notes if note not in done.notes]
+        done.versions, done.device = one.versions, one.device
+    return done
 
 
 def _check_cells(cells: Sequence[Cell], inputs: MethodInputs) -> None:

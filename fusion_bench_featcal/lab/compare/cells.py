@@ -1,14 +1,16 @@
 """Cells of a comparison: built, evaluated and timed, or read from their files."""
 
-import contextlib
 import gc
 import inspect
 import json
 import logging
+import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -28,21 +30,26 @@ from fusion_bench_featcal.hub_files import commits
 from fusion_bench_featcal.lab.compare.grid import Cell, Merger
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.module_copies import copied_module
-from fusion_bench_featcal.results import BASE, ReportError, describe_device, measure, versions
-from fusion_bench_featcal.results.cells import SUFFIX, CellResult, load_cell, save_cell
-from fusion_bench_featcal.results.cost import (
-    MODULES_ADDED,
-    PARAMETERS_ADDED,
-    TASK_ID,
-    TOTAL_SECONDS,
+from fusion_bench_featcal.results import (
+    BASE,
+    ReportError,
+    Run,
+    describe_device,
+    measure,
+    read_run,
+    versions,
+    write_run,
 )
-from fusion_bench_featcal.results.curves import as_curves
-from fusion_bench_featcal.results.run_rows import finite_losses
+from fusion_bench_featcal.results.lines import RUN_FILE
+from fusion_bench_featcal.results.run import training_lines
+from fusion_bench_featcal.results.show import TASK_ID
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 
 _PACKAGES = ("fusion-bench", "fusion-bench-featcal", "torch", "transformers")
+RESULTS_DIR = "method.results_dir"
+TOTAL_SECONDS = "seconds_with_merger"
 _NOT_OF_A_POOL = ("featcal", "default_taskpool")  # keys that FusionBench's pools do not read
 
 
@@ -71,7 +78,7 @@ class CellRunner:
     folder: Path
     program: Any = None
     log_dir: Path | None = None
-    _merged: dict[str, tuple[nn.Module, dict[str, Any]] | str] = field(default_factory=dict)
+    _merged: dict[str, tuple[nn.Module, dict[str, float]] | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         pool = self.inputs.modelpool
@@ -82,8 +89,8 @@ class CellRunner:
         fabric = self.inputs.fabric
         self._pools.append([fabric.device.type, str(fabric.strategy.precision.precision)])
 
-    def file(self, cell: Cell) -> Path:
-        """Return a cell's file. Its name has the digest of pools, merger, row and versions."""
+    def path(self, cell: Cell) -> Path:
+        """Return a cell's folder. Its name has the digest of pools, merger, row and versions."""
         made_of: list[Any] = [cell.row]
         if cell.merger is not None:  # references have no random numbers
             settings = cell.method.settings if cell.method else None
@@ -91,70 +98,88 @@ class CellRunner:
             made_of.append(_own_code(cell.method))
         text = json.dumps([self._pools, made_of], sort_keys=True, default=str)
         title = re.sub(r"[^0-9A-Za-z_.+-]", "_", cell.title)
-        return self.folder / f"{title}-{digest_text(text)[:16]}{SUFFIX}"
+        return self.folder / f"{title}-{digest_text(text)[:16]}"
 
-    def run(self, cell: Cell) -> CellResult:
-        """Return the result of a finished cell, or run it and write its file."""
-        path = self.file(cell)
-        try:
-            if path.exists():
-                result = load_cell(path)
-                with contextlib.suppress(OSError):  # in a folder that is read-only
-                    path.touch()  # of cells that differ in code or versions the last one counts
+    def run(self, cell: Cell) -> Run:
+        """Return a finished cell, or run it and write its folder."""
+        path = self.path(cell)
+        if path.exists():
+            try:
+                done = read_run(path)
+                with suppress(OSError):  # in a folder that is read-only
+                    os.utime(path / RUN_FILE)  # of rows that differ in code the last one counts
                 log.info("%s is finished: %s", cell.title, path.name)
-                return result
-        except ReportError as error:
-            log.warning("%s. It runs again", error)
+                return done
+            except ReportError as error:
+                log.warning("%s. It runs again", error)
         lightning.seed_everything(self.seed, verbose=False)
         try:
-            result = self._result(cell)
+            done = self._done(cell)
         finally:
             gc.collect()  # frees models in reference cycles before the next one is loaded
         names = list(self.inputs.modelpool.model_names)
         is_count = self.tasks is None or self.tasks == self.all_tasks[: len(names)]
-        result.settings["tasks"] = len(names) if is_count else ", ".join(names)
-        result.conditions["precision"] = str(self.inputs.fabric.strategy.precision.precision)
-        result.versions = versions() | commits()
-        result.device = describe_device(self.inputs.fabric.device)
-        save_cell(path, result)
-        return result
+        row = done.rows[0]
+        row.settings["tasks"] = len(names) if is_count else ", ".join(names)
+        row.conditions["precision"] = str(self.inputs.fabric.strategy.precision.precision)
+        done.versions = versions() | commits()
+        done.device = describe_device(self.inputs.fabric.device)
+        _write(path, done)
+        return done
 
-    def _result(self, cell: Cell) -> CellResult:
+    def _done(self, cell: Cell) -> Run:
+        """Return a run of one row."""
+        done = Run(suite=self.suite, merger=cell.merger.name if cell.merger else "")
         if cell.merger is None:
-            return self._of(cell, self._base() if cell.row == BASE else self._experts())
-        merged, merging = self._merged_model(cell.merger)
-        if cell.method is None:
-            return self._merger_result(cell, merged, merging)
+            evaluation, details = self._base() if cell.row == BASE else self._experts(), {}
+        elif cell.method is None:
+            evaluation, details = self._of_merger(cell.merger)
+        else:
+            evaluation, details = self._of_method(cell, cell.merger)
+        curves = details.pop("curves", {})
+        done.add_row(cell.row, evaluation.scores, correct=evaluation.correct, **details)
+        done.lines += training_lines(cell.row, curves)
+        return done
+
+    def _of_method(self, cell: Cell, merger: Merger) -> tuple[Evaluation, dict[str, Any]]:
+        """Improve a copy of the merged model, and evaluate it."""
+        merged, merging = self._merged_model(merger)
         merged = copied_module(merged)
         with measure() as cost:
-            model = cell.method.post_merge(merged, self.inputs)
+            model = cell.method.post_merge(merged, self.inputs)  # type: ignore[union-attr]
         del merged
         if model is None:
             raise CalibrationError(f"{type(cell.method).__name__}.post_merge returned no model")
-        result = self._of(cell, self._evaluated(cell.title, model), cell.method.settings)
-        result.conditions = _of_the_merger(cell.merger, result.settings)
-        result.cost = cost.as_dict() | _deployed(model, cell.method.added(model))
-        if isinstance(merging.get("seconds"), float):
-            result.cost[TOTAL_SECONDS] = merging["seconds"] + cost.seconds
-        result.samples = cell.method.samples(model, list(result.accuracy))
-        result.curves = as_curves(getattr(model, "curves", {}), "the model's curves")
-        return result
+        evaluation = self._evaluated(cell.title, model)
+        method: Any = cell.method
+        details = {
+            "seed": self.seed,
+            "settings": dict(method.settings),
+            "conditions": _of_the_merger(merger, method.settings),
+            "cost": cost.as_dict() | _deployed(model, method.added(model)),
+            "samples": method.samples(model, list(evaluation.by_task)),
+            "curves": getattr(model, "curves", {}),
+        }
+        if "seconds" in merging:
+            details["cost"][TOTAL_SECONDS] = merging["seconds"] + (cost.seconds or 0.0)
+        return evaluation, details
 
-    def _merger_result(
-        self, cell: Cell, merged: nn.Module, merging: Mapping[str, Any]
-    ) -> CellResult:
-        settings = plain(cell.merger.config) if cell.merger else {}
-        result = self._of(cell, self._evaluated(cell.row, merged), settings)
-        result.cost = {**merging, **_deployed(merged, {})}
+    def _of_merger(self, merger: Merger) -> tuple[Evaluation, dict[str, Any]]:
+        """Evaluate the merged model itself."""
+        merged, merging = self._merged_model(merger)
+        settings = dict(plain(merger.config))
+        evaluation = self._evaluated(merger.name, merged)
+        cost = {**merging, **_deployed(merged, {})}
+        details = {"seed": self.seed, "settings": settings, "cost": cost}
         number, split = settings.get("samples_per_task"), settings.get("calibration_split", "train")
         if number is None and "adamerging" in str(settings.get("name")):
             number, split = sys.maxsize, "test"  # it trains its coefficients on the test split
         if number is not None:
             pool = self.inputs.modelpool
-            result.samples = samples_used(pool, pool.model_names, number, str(split))
-        return result
+            details["samples"] = samples_used(pool, pool.model_names, number, str(split))
+        return evaluation, details
 
-    def _merged_model(self, merger: Merger) -> tuple[nn.Module, dict[str, Any]]:
+    def _merged_model(self, merger: Merger) -> tuple[nn.Module, dict[str, float]]:
         """Return the merged model and its cost. It is merged once.
 
         Raises:
@@ -198,28 +223,22 @@ class CellRunner:
         taskpool = self.inputs.taskpool
         return evaluate(taskpool, model, name=name, tasks=tasks, log_dir=self.log_dir)
 
-    def _of(
-        self, cell: Cell, evaluation: Evaluation, settings: Mapping[str, Any] | None = None
-    ) -> CellResult:
-        finite, infinite = finite_losses(evaluation.loss)
-        settings = dict(settings or {})
-        seed = settings.get("seed")
-        return CellResult(
-            suite=self.suite,
-            merger=cell.merger.name if cell.merger else "",
-            row=cell.row,
-            accuracy=evaluation.accuracy,
-            loss=finite,
-            notes=list(infinite.values()),
-            correct=evaluation.correct,
-            settings=settings,
-            seed=seed if isinstance(seed, int) else None,
-        )
-
 
 def reason_of(error: BaseException) -> str:
     """Return the reason of a failure, for reports."""
     return str(error).strip() or type(error).__name__
+
+
+def _write(path: Path, done: Run) -> None:
+    """Write a finished cell: its folder is complete or absent."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write_run(part, done, RESULTS_DIR)
+        shutil.rmtree(path, ignore_errors=True)  # a damaged one
+        with suppress(OSError):  # another job has finished it at the same time
+            part.rename(path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _of_the_merger(merger: Merger, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,11 +267,11 @@ def _config_of(pool: Any) -> Any:
     return {key: value for key, value in config.items() if key not in _NOT_OF_A_POOL}
 
 
-def _deployed(model: nn.Module, added: Mapping[str, int]) -> dict[str, Any]:
+def _deployed(model: nn.Module, added: Mapping[str, int]) -> dict[str, float]:
     """Return what a model needs at inference in addition to the merged model."""
     return {
         # In FusionBench's protocol a surgery model receives the task with every batch.
-        TASK_ID: "yes" if getattr(model, "is_surgery_model", False) else "no",
-        MODULES_ADDED: len(added),
-        PARAMETERS_ADDED: sum(added.values()),
+        TASK_ID: int(getattr(model, "is_surgery_model", False)),
+        "modules_added": len(added),
+        "parameters_added": sum(added.values()),
     }

@@ -1,4 +1,4 @@
-"""`method=diagnose`: blocks, tasks and classes for which calibration helps."""
+"""`method=diagnose`: blocks and tasks for which calibration helps."""
 
 from fusion_bench_featcal.lab.diagnosis.algorithm import DiagnosisAlgorithm
 

@@ -16,10 +16,10 @@ from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.options import Choices, names_of
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.run_results import RunResults
-from fusion_bench_featcal.lab.diagnosis.items import LEAST, TaskItems, open_items
+from fusion_bench_featcal.lab.diagnosis.items import LEAST, open_items
 from fusion_bench_featcal.lab.diagnosis.measure import measure
-from fusion_bench_featcal.lab.diagnosis.metrics import accuracy_lines, expert_lines, row_lines
-from fusion_bench_featcal.lab.report.diagnosis import diagnosis_sentences
+from fusion_bench_featcal.lab.diagnosis.metrics import expert_lines, row_lines
+from fusion_bench_featcal.lab.diagnosis.views import show_diagnosis
 from fusion_bench_featcal.lab.rivals.projection import load_projection
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.modules.models import head_of
@@ -50,7 +50,7 @@ class DiagnosedResults(RunResults):
     """A run's rows, each measured before its evaluation."""
 
     def start(
-        self, inputs: MethodInputs, items: Mapping[str, TaskItems], settings: FeatCalSettings
+        self, inputs: MethodInputs, items: Mapping[str, Any], settings: FeatCalSettings
     ) -> None:
         """Store the pools, the items of each task, and the settings for drawing them."""
         self._inputs, self._items, self._settings = inputs, items, settings
@@ -71,41 +71,34 @@ class DiagnosedResults(RunResults):
             self.add_reference(BASE, load_pool_model(self._modelpool, BASE_MODEL))
         super().add_base_and_experts(references)
 
-    def finish(self) -> nn.Module:
-        """Add accuracies by class to the run's long table, and finish the report."""
-        classes = getattr(self._taskpool, "item_classes", None) or {}
-        self.report.more += accuracy_lines(self.report, list(self._items), classes)
-        return super().finish()
-
     def _show(self) -> None:
-        """Print the run's table, and sentences on the diagnosis."""
+        """Print the run's table and the diagnosis."""
         super()._show()
-        for sentence in diagnosis_sentences(self.report.lines()):
-            print(sentence)
+        show_diagnosis(self.report)
 
     def _measure(self, row: str, model: nn.Module) -> None:
         """Compare a row's model with every expert, one expert in memory at a time."""
         log.info("diagnosing %s", row)
-        inputs, settings, is_first = self._inputs, self._settings, not self.report.more
+        inputs, settings, is_first = self._inputs, self._settings, not self.report.lines
         kind = getattr(getattr(model, "config", None), "model_type", None)
         projects = kind == "clip_vision_model" and head_of(model) is None
         options: dict[str, Any] = {"projection": self._projected} if projects else {}
-        for task, items in self._items.items():
+        for task, batches in self._items.items():
             measures = measure(
                 model,
                 inputs.base(settings),
                 inputs.experts(settings)[task],
                 task,
-                items.batches,
+                batches,
                 settings,
                 resolve_family(settings.family, model),
                 device=inputs.fabric.device,
                 autocast=inputs.fabric.autocast,
                 **options,
             )
-            self.report.more += row_lines(row, task, measures, items.classes)
+            self.report.lines += row_lines(row, task, measures)
             if is_first:
-                self.report.more += expert_lines(task, measures, items.classes)
+                self.report.lines += expert_lines(task, measures)
 
     def _projected(self, features: Tensor) -> Tensor:
         projection = self._projection
@@ -123,7 +116,7 @@ class DiagnosedResults(RunResults):
 
 
 class DiagnosisAlgorithm(FeatCalAlgorithm):
-    """Measures at which blocks, and for which tasks and classes, calibration helps.
+    """Measures at which blocks, and for which tasks, calibration helps.
 
     Run by `fusion_bench method=diagnose modelpool=...`, with all settings of `method=featcal`.
     """

@@ -28,7 +28,7 @@ from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.lab.rivals.registry import Method
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.results import measure
-from fusion_bench_featcal.results.curves import write_curves
+from fusion_bench_featcal.results.run import training_lines
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -121,9 +121,8 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
         results.add_made(
             method.name, model, settings=settings, cost=cost, samples=samples, seed=seed
         )
+        results.report.lines += training_lines(method.name, getattr(model, "curves", {}))
         results.finish()
-        if self.log_dir is not None:
-            write_curves(self.log_dir, {method.name: getattr(model, "curves", {})})
         return model
 
 

@@ -1,1 +1,0 @@
-"""`featcal report`: differences, figures and pages of runs, comparisons and diagnoses."""

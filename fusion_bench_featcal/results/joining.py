@@ -1,0 +1,261 @@
+"""Runs found below folders and joined: the one table that every view selects from."""
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.files import ReportError
+from fusion_bench_featcal.json_files import read_json
+from fusion_bench_featcal.plurals import counted
+
+from .lines import REPORT_FILE, RUN_FILE, SCHEMA, VALUE, read_run
+from .notes import RECORD, Note
+from .run import AVERAGE, DIMENSIONS, Line, Row, Run
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Results:
+    """Rows of joined runs.
+
+    Attributes:
+        rows: Each row of each seed once, with the settings that differ as labels.
+        runs: Folder -> its run, the oldest first.
+        notes: Notes of all runs, each once.
+    """
+
+    rows: Sequence[Row]
+    runs: Mapping[Path, Run]
+    notes: Sequence[Note]
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of the settings that differ."""
+        return list(dict.fromkeys(key for row in self.rows for key in row.labels))
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics of whole models."""
+        return list(dict.fromkeys(metric for row in self.rows for metric in row.scores))
+
+    def lines(self) -> list[Line]:
+        """Return all numbers as lines, with a column for each label."""
+        lines = [line for row in self.rows for line in row.lines()]
+        lines += [line for run in self.runs.values() for line in run.more_lines()]
+        empty = dict.fromkeys([*self.labels, *DIMENSIONS, VALUE], "")
+        return [{key: line.get(key, "") for key in empty} for line in lines]
+
+    def frame(self) -> Any:
+        """Return `lines` as a pandas DataFrame."""
+        from pandas import DataFrame  # slow to import
+
+        return DataFrame(self.lines())
+
+
+def load(*folders: str | Path) -> Any:
+    """Return all measured values in or below folders, one number per line.
+
+    Args:
+        *folders: Folders of runs, comparisons, finished cells or diagnoses, or their parents.
+
+    Returns:
+        A pandas DataFrame: suite, merger, row, task, block, class, seed, metric, the settings that
+        differ between runs, and `value`.
+
+    Raises:
+        ReportError: If there are no results, a file is damaged, or runs of a suite have different
+            tasks.
+    """
+    return join_folders(folders).frame()
+
+
+def join_folders(folders: Iterable[str | Path]) -> Results:
+    """Find, read and join runs (see `load`)."""
+    found = {folder: read_run(folder) for folder in find(folders)}
+    return join(dict(sorted(found.items(), key=lambda entry: _changed(entry[0]))))
+
+
+def find(paths: Iterable[str | Path]) -> list[Path]:
+    """Return the folders of runs at or below paths, each once.
+
+    Raises:
+        ReportError: If a path does not exist or has no run, or only one of an earlier layout.
+    """
+    folders: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ReportError(f"no such run: {path}")
+        folder = path if path.is_dir() else path.parent
+        below = [file.parent for file in sorted(folder.rglob(RUN_FILE)) if _is_run(file, folder)]
+        if not below:
+            _refuse_earlier(folder)
+            raise ReportError(f"no run in or below {path}: a run's log directory has {RUN_FILE}")
+        folders |= {run.resolve(): run for run in below}
+    return list(folders.values())
+
+
+def _is_run(file: Path, start: Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(start).parts)
+    return file.is_file() and not hidden
+
+
+def _refuse_earlier(folder: Path) -> None:
+    for file in sorted(folder.rglob(REPORT_FILE)):
+        content = read_json(file)
+        if isinstance(content, dict) and "schema" in content:
+            raise ReportError(
+                f"{file} has schema {content['schema']} and no {RUN_FILE}, and this version reads "
+                f"{SCHEMA}: run again"
+            )
+
+
+def _changed(folder: Path) -> tuple[int, Path]:
+    return (folder / RUN_FILE).stat().st_mtime_ns, folder
+
+
+# ---- joining
+
+
+def join(runs: Mapping[Path, Run]) -> Results:
+    """Join runs, given the oldest first.
+
+    Of rows with equal settings and seeds the newest counts, with a warning if their accuracies
+    differ: they differ in versions, in pools or in code.
+
+    Raises:
+        ReportError: If runs of a suite have different tasks or test items.
+    """
+    rows: dict[str, Row] = {}
+    older: list[str] = []
+    for run in runs.values():
+        for row in run.rows:
+            values = [row.suite, row.merger, row.name, row.seed, _settings(row)]
+            key = json.dumps(values, sort_keys=True, default=str)
+            before = rows.pop(key, None)
+            rows[key] = row
+            if before and before.tasks and before.accuracy != row.accuracy:
+                older.append(before.title)
+    if older:
+        log.warning(
+            "%s left out: newer rows with the same settings and seeds differ in versions, pools or "
+            "code: %s", counted(len(older), "row"), ", ".join(dict.fromkeys(older)),
+        )  # fmt: skip
+    joined = _labelled(list(rows.values()))
+    _check_tests(joined)
+    notes = list(dict.fromkeys(note for run in runs.values() for note in run.notes))
+    return Results(joined, runs, [*notes, *_versions(runs.values())])
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    return {key: value for key, value in (row.conditions | row.settings).items() if key != "seed"}
+
+
+def _labelled(rows: Sequence[Row]) -> list[Row]:
+    """Return rows with the settings that have several values for rows of one name as labels."""
+    values: dict[tuple[str, ...], dict[str, None]] = {}
+    for row in rows:
+        for key, value in _settings(row).items():
+            place = (row.suite, row.merger, row.name, key)
+            values.setdefault(place, {})[json.dumps(value, sort_keys=True, default=str)] = None
+    differing = dict.fromkeys(place[3] for place, several in values.items() if len(several) > 1)
+    return [
+        replace(row, labels={key: _label(of[key]) for key in differing if key in of})
+        for row in rows
+        for of in [_settings(row)]
+    ]
+
+
+def _label(value: Any) -> Any:
+    """Return a setting's value as a number or text."""
+    if isinstance(value, Mapping):
+        return " ".join(str(_label(part)) for part in value.values())
+    is_plain = isinstance(value, int | float | str) and not isinstance(value, bool)
+    return value if is_plain else json.dumps(value, default=str)
+
+
+def _check_tests(rows: Iterable[Row]) -> None:
+    first: dict[tuple[str, Any], Row] = {}
+    for row in (row for row in rows if row.tasks):
+        other = first.setdefault((row.suite, row.labels.get("tasks")), row)
+        one, two = ({task: len((of.correct or {}).get(task, ())) for task in of.tasks}
+                    for of in (other, row))  # fmt: skip
+        if one.keys() != two.keys() or any(
+            one[task] and two[task] and one[task] != two[task] for task in one
+        ):
+            raise ReportError(
+                f"rows of {row.suite} have different tasks or test items: {other.title} has {one}, "
+                f"{row.title} has {two}"
+            )
+
+
+def _versions(runs: Iterable[Run]) -> Iterator[Note]:
+    """Yield a note on each package of which the runs used several versions."""
+    numbers: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for package, number in run.versions.items():
+            numbers.setdefault(package, {})[number] = None
+    for package, several in numbers.items():
+        if len(several) > 1:
+            text = f"runs used different versions of {package}: {', '.join(sorted(several))}"
+            yield Note(RECORD, text)
+
+
+# ---- rows over their seeds
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that differ in their seed alone."""
+
+    rows: Sequence[Row]
+
+    @property
+    def first(self) -> Row:
+        """One of the rows, for what they share."""
+        return self.rows[0]
+
+    def means(self, metric: str) -> dict[str, float]:
+        """Return task (and `average`) -> mean over the seeds, for tasks that all of them have."""
+        scores = [row.scores.get(metric, {}) for row in self.rows]
+        means = {
+            task: sum(score[task] for score in scores) / len(scores)
+            for task in scores[0]
+            if all(task in score for score in scores)
+        }
+        average = sum(means.values()) / len(means) if means else 0.0
+        return means | ({AVERAGE: average} if means else {})
+
+    def cost(self) -> dict[str, float]:
+        """Return means over the seeds of what all of them measured."""
+        costs = [row.cost for row in self.rows]
+        return {
+            what: sum(cost[what] for cost in costs) / len(costs)
+            for what in costs[0]
+            if all(what in cost for cost in costs)
+        }
+
+    def fits(self, other: "Group") -> bool:
+        """Return whether labels that both have are equal."""
+        one, two = self.first.labels, other.first.labels
+        return all(two.get(key, value) == value for key, value in one.items())
+
+
+def groups_of(results: Results) -> list[Group]:
+    """Return rows over their seeds: base, experts, then each merger before its repairs."""
+    groups: dict[str, list[Row]] = {}
+    for row in results.rows:
+        key = json.dumps([row.suite, row.merger, row.name, row.labels])
+        groups.setdefault(key, []).append(row)
+    mergers = list(dict.fromkeys((row.suite, row.merger) for row in results.rows))
+    suites = list(dict.fromkeys(row.suite for row in results.rows))
+
+    def order(group: Group) -> tuple[Any, ...]:
+        row = group.first
+        references = (suites.index(row.suite), bool(row.merger), row.name != "base")
+        return *references, mergers.index((row.suite, row.merger)), row.is_repair
+
+    return sorted(map(Group, groups.values()), key=order)

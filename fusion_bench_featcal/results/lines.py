@@ -1,0 +1,202 @@
+"""Files of a run: `lines.csv`, `items.npz`, `run.json`, and `report.json` as a plain dump."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fusion_bench_featcal.files import (
+    LOG_DIR_SETTING,
+    ReportError,
+    prepare_directory,
+    write_atomic,
+)
+from fusion_bench_featcal.json_files import json_text, plain, read_json
+from fusion_bench_featcal.untrusted import read_bytes
+
+from .notes import Note
+from .run import AVERAGE, COST, DIMENSIONS, Line, Row, Run, check_row
+
+LINES_FILE, ITEMS_FILE, RUN_FILE, REPORT_FILE = (
+    "lines.csv", "items.npz", "run.json", "report.json",
+)  # fmt: skip
+SCHEMA = 3
+"""Number of this layout of files. Earlier ones are refused."""
+VALUE = "value"
+_OF_ROWS = ("suite", "merger", "name", "seed", "settings", "conditions", "samples")
+_OF_RUNS = ("suite", "merger", "versions", "device")
+_MOST_BYTES = 2**31  # of all flags, unpacked
+
+
+def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> Path:
+    """Write the files of a run and return its folder. The last one, `run.json`, completes it.
+
+    Args:
+        folder: The folder, which is created.
+        run: The run.
+        setting: The setting that chose the folder, for messages.
+
+    Raises:
+        ReportError: If a value has no JSON form, or a file cannot be written.
+    """
+    content = {key: getattr(run, key) for key in _OF_RUNS}
+    content["rows"] = [{key: getattr(row, key) for key in _OF_ROWS} for row in run.rows]
+    content["notes"] = [asdict(note) for note in run.notes]
+    texts = {
+        LINES_FILE: csv_text(run.all_lines()),
+        REPORT_FILE: json_text(
+            {"schema": SCHEMA, "rows": run.accuracy, "recovered_gap": run.recovered_gap}
+        ),
+        RUN_FILE: json_text({"schema": SCHEMA, **plain(content, "run")}),
+    }
+    folder = prepare_directory(folder, setting)
+    (folder / RUN_FILE).unlink(missing_ok=True)  # an earlier run's files are no part of this one
+    (folder / ITEMS_FILE).unlink(missing_ok=True)
+    if any(row.correct for row in run.rows):
+        write_atomic(folder / ITEMS_FILE, _packed(run.rows), setting)
+    for name, text in texts.items():
+        write_atomic(folder / name, text, setting)
+    return folder
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read the files of `write_run`.
+
+    Raises:
+        ReportError: If a file is missing, damaged or of another layout.
+    """
+    folder = Path(folder)
+    content = read_json(folder / RUN_FILE)
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        schema = content.get("schema") if isinstance(content, dict) else None
+        raise ReportError(
+            f"{folder / RUN_FILE} has schema {schema!r}, and this version reads {SCHEMA}: run again"
+        )
+    try:
+        rows = [Row(**{key: row[key] for key in _OF_ROWS}) for row in content["rows"]]
+        notes = [Note(**note) for note in content["notes"]]
+        run = Run(rows=rows, notes=notes, **{key: content[key] for key in _OF_RUNS})
+    except (KeyError, TypeError) as error:
+        raise ReportError(f"{folder / RUN_FILE} is damaged: {error!r}") from error
+    _fill(run, read_lines(folder / LINES_FILE))
+    if (folder / ITEMS_FILE).exists():
+        _unpack(folder / ITEMS_FILE, run.rows)
+    tasks: dict[str, list[str]] = {}
+    for row in run.rows:
+        check_row(row, tasks.setdefault(row.suite, row.tasks), str(folder))
+    return run
+
+
+def _fill(run: Run, lines: Iterable[Line]) -> None:
+    """Put values of whole models into their rows, and other lines beside them."""
+    rows = {(row.suite, row.merger, row.name): row for row in run.rows}
+    for line in lines:
+        row = rows.get((line["suite"], line["merger"], line["row"]))
+        task, metric, value = line["task"], line["metric"], line[VALUE]
+        if row is None or line["block"] or line["class"]:
+            run.lines.append(line)
+        elif metric.startswith(COST):
+            row.cost[metric.removeprefix(COST)] = value
+        elif task != AVERAGE:
+            row.scores.setdefault(metric, {})[task] = value
+
+
+# ---- lines.csv
+
+
+def csv_text(lines: Iterable[Line]) -> str:
+    """Return lines as CSV. Labels become the first columns.
+
+    Raises:
+        ReportError: If a value is not finite.
+    """
+    lines = list(lines)
+    labels = dict.fromkeys(key for line in lines for key in line
+                           if key not in (*DIMENSIONS, VALUE))  # fmt: skip
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*labels, *DIMENSIONS, VALUE], restval="", lineterminator="\n")
+    writer.writeheader()
+    for line in lines:
+        if not math.isfinite(line[VALUE]):
+            names = ", ".join(f"{key} {line[key]}" for key in DIMENSIONS[2:] if line.get(key))
+            raise ReportError(f"{line[VALUE]} is no value of {names}")
+        writer.writerow(line)
+    return text.getvalue()
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Read a file of `csv_text`. Seeds and labels that look like numbers become numbers.
+
+    Raises:
+        ReportError: If the file cannot be read, lacks a column, or has a value that is no number.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            heads = reader.fieldnames or ()
+            if missing := [name for name in (*DIMENSIONS, VALUE) if name not in heads]:
+                raise ReportError(f"{path}: its first line has no {', '.join(missing)}")
+            return [_checked(line, f"{path}, line {reader.line_num}") for line in reader]
+    except (OSError, ValueError, csv.Error) as error:
+        raise ReportError(f"cannot read {path}: {error}") from error
+
+
+def _checked(line: dict[str, Any], label: str) -> Line:
+    if None in line or None in line.values():
+        raise ReportError(f"{label}: its columns are not those of the first line")
+    value = _number(line[VALUE])
+    if isinstance(value, str) or not math.isfinite(value):
+        raise ReportError(f"{label}: {line[VALUE]!r} is no number")
+    names = {*DIMENSIONS} - {"seed"}
+    return {k: text if k in names else _number(text) for k, text in line.items()} | {VALUE: value}
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+# ---- items.npz
+
+
+def _packed(rows: Iterable[Row]) -> bytes:
+    """Return the flags of rows as an archive of numbered arrays.
+
+    Row and task names may contain any character. An index of JSON as bytes maps numbers to them.
+    """
+    flags = {
+        (n, task): of for n, row in enumerate(rows) for task, of in (row.correct or {}).items()
+    }
+    arrays: dict[str, Any] = {f"array_{n}": of for n, of in enumerate(flags.values())}
+    arrays["index"] = np.frombuffer(json.dumps([*flags]).encode(), dtype=np.uint8)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def _unpack(path: Path, rows: list[Row]) -> None:
+    """Read the flags of rows.
+
+    Raises:
+        ReportError: If the file is damaged. The archive has checksums of its members.
+    """
+    try:
+        with np.load(io.BytesIO(read_bytes(path, _MOST_BYTES)), allow_pickle=False) as archive:
+            size = sum(entry.file_size for entry in archive.zip.infolist())
+            if size > _MOST_BYTES:
+                raise ValueError(f"it unpacks to {size} bytes")
+            for number, (row, task) in enumerate(json.loads(archive["index"].tobytes())):
+                flags = rows[row].correct = dict(rows[row].correct or {})
+                flags[task] = archive[f"array_{number}"]
+    except Exception as error:  # any error of zip, its decompressors and numpy for invalid bytes
+        raise ReportError(f"{path} is damaged: {error!r}") from error

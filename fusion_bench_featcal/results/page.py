@@ -1,0 +1,86 @@
+"""One self-contained HTML page of results: tables, figures and notes."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from fusion_bench_featcal.files import ReportError, prepare_directory, write_atomic
+
+from .figures import figures_of, svg
+from .joining import Results
+from .run import ACCURACY
+from .show import sentences, tables_of
+from .tables import Table, without_codes
+
+_SUFFIXES = (".html", ".htm")
+
+
+def write_page(
+    path: Path, results: Results, metric: str = ACCURACY, setting: str = "--html"
+) -> Path:
+    """Write the page of results atomically and return its path.
+
+    Args:
+        path: The file. Links to the runs' files are relative to its folder.
+        results: The results.
+        metric: Name of the metric.
+        setting: The setting that chose `path`, for messages.
+
+    Raises:
+        ReportError: If the path is a folder, has another suffix, or cannot be written.
+    """
+    if path.is_dir() or path.suffix.lower() not in _SUFFIXES:
+        near = path / "report.html" if path.is_dir() else path.with_name(f"{path.name}.html")
+        raise ReportError(f"{setting} names a file that ends in .html, such as {near}, not {path}")
+    path = prepare_directory(path.parent, setting) / path.name
+    return write_atomic(path, page_text(results, metric, path.parent.resolve()), setting)
+
+
+def page_text(results: Results, metric: str, folder: Path) -> str:
+    """Return the page for a folder as one document. Values from users appear as plain text."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["svg"] = svg
+    template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
+    text = environment.from_string(template).render(
+        title=", ".join(dict.fromkeys(row.suite for row in results.rows)),
+        tables=[_with_mergers(table) for table in tables_of(results, metric)],
+        figures=figures_of(results, metric),
+        lines=sentences(results, metric),
+        machines=list(dict.fromkeys(_machine(run) for run in results.runs.values())),
+        links=_links(results.runs, folder),
+    )
+    return without_codes(text.strip()) + "\n"
+
+
+def _with_mergers(table: Table) -> Table:
+    """Return a table whose heads include the merger, because readers can sort its lines."""
+    lines, merger = [], ""
+    for head, cells in table.lines:
+        is_below = head.startswith("+ ") and merger
+        merger = merger if is_below else head
+        lines.append((f"{merger} {head}" if is_below else head, cells))
+    return replace(table, lines=lines)
+
+
+def _machine(run: Any) -> str:
+    return ", ".join(f"{key} {value}" for key, value in (run.device | run.versions).items())
+
+
+def _links(folders: Iterable[Path], start: Path) -> dict[str, dict[str, str]]:
+    """Return the addresses of the folders' files, relative to the folder of the page."""
+    return {
+        str(folder): {
+            path.name: quote(Path(os.path.relpath(path.resolve(), start)).as_posix())
+            for path in sorted(folder.iterdir())
+            if path.is_file() and not path.name.startswith(".")
+        }
+        for folder in folders
+    }

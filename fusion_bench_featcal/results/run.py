@@ -1,0 +1,265 @@
+"""Results of one run in memory: models measured on tasks, and how they were made."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusion_bench_featcal.files import ReportError
+from fusion_bench_featcal.json_files import plain
+
+from .notes import LOSS, Note
+
+BASE = "base"
+EXPERTS = "experts"
+REFERENCES = (BASE, EXPERTS)
+FEATCAL = "featcal"
+GIVEN = "merged"
+"""Row of a merged model with an unknown merger."""
+AVERAGE = "average"
+ACCURACY = "accuracy"
+COST = "cost."
+"""Metrics that begin like this are costs of a row, without a task."""
+
+DIMENSIONS = ("suite", "merger", "row", "task", "block", "class", "seed", "metric")
+"""Columns of the long table in addition to `value`. A dimension that does not apply is empty."""
+Line = dict[str, Any]
+"""Dimension -> name, and `value` -> number."""
+Scores = Mapping[str, Mapping[str, float]]
+"""Metric -> task -> value."""
+
+_ROUNDING = 1e-5  # accuracies are rounded to float32 on their way into a report
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One model's results.
+
+    Attributes:
+        suite: Name of the model pool, for example `clip-vit-mini_TA6`.
+        merger: The upstream merger, or "" for the base and the experts, which need none.
+        name: `base`, `experts`, the merger's name for the merged model itself, or a method's.
+        seed: Seed of samples and training, or None without randomness.
+        scores: Metric -> task -> value, with `accuracy` in 0..1.
+        correct: Task -> bool `[items]`, a flag per test item, or None if the pool has none.
+        settings: Settings of the method or merger.
+        conditions: Further values by which rows differ: precision, and settings of the upstream
+            merger for a method on it.
+        cost: Seconds, bytes and others, as numbers. What was not measured is missing.
+        samples: Task -> {"samples", "split"} used, empty for methods without data.
+        labels: Settings that differ between joined runs, set by `join`.
+    """
+
+    suite: str
+    merger: str
+    name: str
+    seed: int | None = None
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    correct: Mapping[str, NDArray[np.bool_]] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    conditions: dict[str, Any] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+    samples: dict[str, dict[str, Any]] = field(default_factory=dict)
+    labels: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> dict[str, float]:
+        """Task (and `average`) -> accuracy, empty if the model was not evaluated."""
+        return with_average(self.scores.get(ACCURACY, {}))
+
+    @property
+    def tasks(self) -> list[str]:
+        """The evaluated tasks."""
+        return list(self.scores.get(ACCURACY, {}))
+
+    @property
+    def is_repair(self) -> bool:
+        """True for a model made from a merged one, unlike base, experts and the merger's row."""
+        return self.name not in (*REFERENCES, self.merger)
+
+    @property
+    def title(self) -> str:
+        """`merger/row` for a repair, else the row's name."""
+        return f"{self.merger}/{self.name}" if self.is_repair and self.merger else self.name
+
+    def lines(self) -> list[Line]:
+        """Return the row's numbers as lines of the long table, each metric with its average."""
+        seed = "" if self.seed is None else self.seed
+        place = dict.fromkeys(DIMENSIONS, "")
+        place |= {"suite": self.suite, "merger": self.merger, "row": self.name, "seed": seed}
+        of_all = {m: v if set(v) < set(self.tasks) else with_average(v)
+                  for m, v in self.scores.items()}  # fmt: skip
+        of_all |= {f"{COST}{what}": {"": value} for what, value in self.cost.items()}
+        return [
+            {**self.labels, **place, "task": task, "metric": metric, "value": value}
+            for metric, values in of_all.items()
+            for task, value in values.items()
+        ]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Rows of one command and their conditions.
+
+    Attributes:
+        suite: Name of the model pool.
+        merger: The upstream merger, or "" if there are several.
+        rows: The rows.
+        lines: Further lines of the long table, such as a diagnosis by block.
+        versions: Package -> version.
+        device: Device -> description.
+        notes: Sentences for the reader.
+    """
+
+    suite: str = "unnamed"
+    merger: str = ""
+    rows: list[Row] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    device: dict[str, Any] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def accuracy(self) -> dict[str, dict[str, float]]:
+        """Row -> task (and `average`) -> accuracy. Rows of several mergers are `merger/row`."""
+        return {self._title(row): row.accuracy for row in self.rows if row.tasks}
+
+    @property
+    def recovered_gap(self) -> dict[str, float | None]:
+        """Row -> share of the merged-to-expert gap on the average, None if undefined."""
+        return {self._title(row): self._share(row) for row in self.rows if row.tasks}
+
+    @property
+    def tasks(self) -> list[str]:
+        """Tasks of the first evaluated row."""
+        return next((row.tasks for row in self.rows if row.tasks), [])
+
+    def row(self, name: str) -> Row:
+        """Return the row of a name, which is unique in a run with one merger."""
+        return next(row for row in self.rows if row.name == name)
+
+    def add_row(self, name: str, scores: Scores, **details: Any) -> Row:
+        """Add one model's results. Values that are not finite become notes.
+
+        Args:
+            name: The row's name, which must be new.
+            scores: Metric -> task -> value, empty for a model that was not evaluated.
+            **details: Further attributes of `Row`.
+
+        Raises:
+            ReportError: If the name exists, tasks differ from those of earlier rows, an accuracy is
+                outside 0..1, or flags per item contradict it.
+        """
+        if any(row.name == name for row in self.rows):
+            raise ReportError(f"row '{name}' is already in the report")
+        finite = {
+            metric: {task: float(v) for task, v in values.items() if math.isfinite(v)}
+            for metric, values in scores.items()
+        }
+        for metric, values in scores.items():
+            for task, value in values.items():
+                if not math.isfinite(value):
+                    self.note(Note(LOSS, f"the {metric} of {task} is {value}", name, task))
+        merger = "" if name in REFERENCES else self.merger
+        scores = {metric: values for metric, values in finite.items() if values}
+        row = Row(suite=self.suite, merger=merger, name=name, scores=scores, **details)
+        check_row(row, self.tasks, "report")
+        for key in ("settings", "conditions", "cost", "samples"):
+            setattr(row, key, plain(getattr(row, key), f"{name}.{key}"))
+        self.rows.append(row)
+        return row
+
+    def note(self, *notes: Note) -> None:
+        """Add notes with the run's merger."""
+        self.notes += [replace(note, merger=note.merger or self.merger) for note in notes]
+
+    def all_lines(self) -> list[Line]:
+        """Return the long table of the run."""
+        return [*(line for row in self.rows for line in row.lines()), *self.more_lines()]
+
+    def more_lines(self) -> list[Line]:
+        """Return `lines` with all dimensions."""
+        of_run = dict.fromkeys(DIMENSIONS, "") | {"suite": self.suite, "merger": self.merger}
+        return [of_run | line for line in self.lines]
+
+    def _title(self, row: Row) -> str:
+        return row.name if self.merger else row.title
+
+    def _share(self, row: Row) -> float | None:
+        averages = {
+            (other.merger, other.name): other.accuracy[AVERAGE]
+            for other in self.rows
+            if other.tasks
+        }
+        merger = row.merger or self.merger
+        merged = averages.get((merger, merger))
+        experts = averages.get(("", EXPERTS))
+        if merged is None or experts is None or experts <= merged:
+            return None
+        return (row.accuracy[AVERAGE] - merged) / (experts - merged)
+
+
+def file_suffix(row: str) -> str:
+    """Return the ending of a FeatCal row's file names: `.plus` for `featcal_plus`."""
+    return row.removeprefix(FEATCAL).replace("_", ".", 1)
+
+
+def training_lines(row: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -> list[Line]:
+    """Return a training, task -> (step, loss), as lines `training_loss` of the block `step n`."""
+    return [
+        {"row": row, "task": task, "block": f"step {step}", "metric": "training_loss",
+         "value": float(loss)}
+        for task, points in curves.items()
+        for step, loss in points
+    ]  # fmt: skip
+
+
+def with_average(values: Mapping[str, float]) -> dict[str, float]:
+    """Add the mean over tasks as `average`, unless there are none."""
+    mean = {AVERAGE: math.fsum(values.values()) / len(values)} if values else {}
+    return {**values, **mean}
+
+
+def as_correct(values: Any, label: str) -> NDArray[np.bool_]:
+    """Convert one task's flags (array, list or CPU tensor of bool or 0/1) to bool `[items]`."""
+    array = np.asarray(values)
+    if array.ndim != 1 or array.size == 0:
+        raise ReportError(f"{label}: expected one flag per test item, got shape {array.shape}")
+    if array.dtype != np.bool_ and not np.isin(array, (0, 1)).all():
+        raise ReportError(f"{label}: flags per test item must be true or false")
+    return array.astype(np.bool_)
+
+
+def check_row(row: Row, tasks: Sequence[str], label: str) -> None:
+    """Check accuracies against the tasks of the rows before and the row's flags, which it converts.
+
+    Raises:
+        ReportError: As `Run.add_row`.
+    """
+    label = f"{label}: row '{row.name}'"
+    accuracy = row.scores.get(ACCURACY, {})
+    if tasks and accuracy and set(accuracy) != set(tasks):
+        missing, extra = sorted(set(tasks) - set(accuracy)), sorted(set(accuracy) - set(tasks))
+        raise ReportError(
+            f"{label} is not about the same tasks as the rows before: missing {missing}, extra "
+            f"{extra}"
+        )
+    for task, value in accuracy.items():
+        if not 0 <= value <= 1:
+            raise ReportError(f"{label}, task '{task}': accuracy {value} is not in 0..1")
+    if row.correct is None:
+        return
+    row.correct = {task: as_correct(flags, f"{label}, task '{task}'")
+                   for task, flags in row.correct.items()}  # fmt: skip
+    for task, value in accuracy.items():
+        flags = row.correct.get(task)
+        if flags is None:
+            raise ReportError(f"{label}, task '{task}': no flags per test item")
+        if abs(float(flags.mean()) - value) > _ROUNDING:
+            raise ReportError(
+                f"{label}, task '{task}': {flags.sum()} of {flags.size} test items are right, "
+                f"which is not the accuracy {value:.6f}"
+            )

@@ -1,0 +1,323 @@
+"""Views of results as text: the table, the table of points, and differences from one row."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fusion_bench_featcal.files import ReportError, prepare_directory, write_atomic
+
+from .joining import Results
+from .lines import LINES_FILE, RUN_FILE, csv_text
+from .notes import BELOW, sentences_of
+from .run import ACCURACY, AVERAGE, EXPERTS, REFERENCES, Run
+from .summaries import against, summary
+from .tables import ABSENT, Table, console, page, print_lines
+
+TASK_ID = "task_id_at_inference"
+_MIB = 2**20
+_MOST_POINTS = 9  # points that are columns
+_SHORTEST = 4  # letters of an abbreviated task
+
+
+# ---- numbers
+
+
+class Unit(NamedTuple):
+    """Factor and number of digits of a metric in tables: per cent, or plain with three digits."""
+
+    factor: float
+    digits: int
+
+    @classmethod
+    def of(cls, metric: str) -> "Unit":
+        """Return the unit: per cent for accuracies, plain for others, which have no bounds."""
+        return cls(100, 1) if metric == ACCURACY else cls(1, 3)
+
+    def value(self, number: float) -> str:
+        """Write a value."""
+        return ABSENT if number != number else f"{self.factor * number:.{self.digits}f}"
+
+    def gain(self, number: float, half: float, seeds: int) -> str:
+        """Write a difference ± half of its interval, or with the number of seeds without one."""
+        if number != number:
+            return ABSENT
+        text = f"{self.factor * number:+z.{self.digits}f}"
+        if half is None or half != half:
+            return text + (f", {seeds} seeds" if seeds > 1 else "")
+        return f"{text} ± {self.value(half)}"
+
+
+def share_text(share: float | None) -> str:
+    """Write a share as whole per cent, and nothing as a dash."""
+    return ABSENT if share is None or share != share else f"{100 * share:.0f} %"
+
+
+def short_names(tasks: Sequence[str]) -> dict[str, str]:
+    """Drop the prefix (up to an underscore) that all tasks share, to save space."""
+    prefix = tasks[0].partition("_")[0] + "_" if tasks else ""
+    shared = len(tasks) > 1 and all(
+        task.startswith(prefix) and task[len(prefix) :] not in ("", AVERAGE) for task in tasks
+    )
+    return {task: task.removeprefix(prefix) if shared else task for task in tasks}
+
+
+def abbreviated(names: Iterable[str], letters: int) -> dict[str, str]:
+    """Cut names to some letters, unless two would be equal."""
+    names = list(names)
+    cut = {name: name[:letters].rstrip("_- ") for name in names}
+    return {n: c if [*cut.values()].count(c) == 1 else n for n, c in cut.items()}
+
+
+# ---- the table of rows
+
+
+def row_tables(frame: Any, width: int | None = None) -> list[Table]:
+    """Return a table for each suite: rows by tasks, average, gain, share, worst task and costs.
+
+    Args:
+        frame: A frame of `summary` without labels.
+        width: Width in which task names are abbreviated, or None to leave them.
+    """
+    return [_row_table(suite, frame[frame.suite == suite], width) for suite in frame.suite.unique()]
+
+
+def _row_table(suite: str, frame: Any, width: int | None) -> Table:
+    names = short_names(tasks_of(frame))
+    table = _with_names(suite, frame, names)
+    if width is None or table.width() <= width:
+        return table
+    longest, forms = max(map(len, names.values()), default=0), []
+    for letters in range(longest, min(longest, _SHORTEST) - 1, -1):
+        short = abbreviated(names.values(), letters)
+        forms.append(_with_names(suite, frame, {task: short[names[task]] for task in names}))
+    # The longest names with which the table has as few parts as with the shortest.
+    return min(forms, key=lambda form: len(form.fitting(width)))
+
+
+def _with_names(suite: str, frame: Any, names: Mapping[str, str]) -> Table:
+    metric, rows = frame.attrs["metric"], frame.to_dict("records")
+    unit = Unit.of(metric)
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        name: lambda row, task=task: unit.value(row[f"{metric}.{task}"])
+        for task, name in names.items()
+    }
+    columns |= {
+        AVERAGE: lambda row: unit.value(row[f"{metric}.{AVERAGE}"]),
+        "gain": lambda row: unit.gain(row["gain"], row["half"], row["seeds"]),
+        "share": lambda row: share_text(row["share"]),
+        "worst task": lambda row: worst_text(row, names, unit),
+        "seconds": lambda row: _cost(row, "seconds", 1, ".1f"),
+        "MiB": lambda row: _cost(row, "peak_rss_bytes", _MIB, ".0f"),
+        "GPU\nMiB": lambda row: _cost(row, "peak_accelerator_bytes", _MIB, ".0f"),
+        "GPU\nWh": lambda row: _cost(row, "gpu_energy_wh", 1, ".3g"),
+        "task\nid": lambda row: _yes(row.get(f"cost.{TASK_ID}")),
+    }
+    cells = {head: [cell(row) for row in rows] for head, cell in columns.items()}
+    cells = {head: texts for head, texts in cells.items() if {*texts} != {ABSENT}}
+    unit_text = ", %" if unit.factor == 100 else ""
+    lines = [
+        (head_of(row), [texts[number] for texts in cells.values()])
+        for number, row in enumerate(rows)
+    ]
+    return Table(f"{suite}: {metric}{unit_text}", list(cells), lines)
+
+
+def tasks_of(frame: Any) -> list[str]:
+    """Return the tasks of a frame of `summary` that some row has."""
+    start = f"{frame.attrs['metric']}."
+    known = frame.columns[frame.notna().any()]
+    heads = (head.removeprefix(start) for head in known if head.startswith(start))
+    return [task for task in heads if task != AVERAGE]
+
+
+def head_of(row: Mapping[str, Any]) -> str:
+    """Return a row's name, below its merger as `+ name`."""
+    alone = row["row"] in (*REFERENCES, row["merger"]) or not row["merger"]
+    return row["row"] if alone else f"+ {row['row']}"
+
+
+def worst_text(row: Mapping[str, Any], names: Mapping[str, str], unit: Unit) -> str:
+    """Write the worst task with its share of the gap and its value, such as `dtd 45 % 61.2`."""
+    task = row["worst_task"]
+    if not isinstance(task, str):
+        return ABSENT
+    texts = [names.get(task, task), share_text(row["worst_share"]), unit.value(row["worst_value"])]
+    return " ".join(text for text in texts if text != ABSENT)
+
+
+def _yes(value: float | None) -> str:
+    return ABSENT if value is None or value != value else "yes" if value else "no"
+
+
+def _cost(row: Mapping[str, Any], what: str, unit: float, form: str) -> str:
+    value = row.get(f"cost.{what}")
+    return ABSENT if value is None or value != value else format(value / unit, form)
+
+
+def legend(frame: Any) -> list[str]:
+    """Return at most four lines on the meaning of the table."""
+    lines = []
+    if frame.gain.notna().any():
+        lines.append(
+            "gain: over the merged model, ± half of its 95 % interval (items; seeds, if 3)"
+        )
+    if frame.share.notna().any() or frame.worst_task.notna().any():
+        lines.append("share: of the gap from merged to experts; worst task: least share, its value")
+    if f"cost.{TASK_ID}" in frame and frame[f"cost.{TASK_ID}"].any():
+        lines.append("task id: inference needs the task of each input")
+    used = frame[frame.samples != ""].groupby("samples", sort=False).row.unique()
+    texts = [f"{', '.join(rows)} {samples}" for samples, rows in used.items()]
+    if texts:
+        lines.append(f"samples per task: {'; '.join(texts)}")
+    return lines
+
+
+# ---- the table of points
+
+
+def point_tables(frame: Any, labels: Sequence[str]) -> list[Table]:
+    """Return a table for each merger: rows by points, each an average and the worst task's share.
+
+    Args:
+        frame: A frame of `summary`.
+        labels: The labels, of which the frame has columns.
+    """
+    metric, tables = frame.attrs["metric"], []
+    unit = Unit.of(metric)
+    for suite, merger in frame[frame.merger != ""].groupby(["suite", "merger"], sort=False).groups:
+        part = frame[(frame.suite == suite) & frame.merger.isin([merger, ""])]
+        records = [row for row in part.to_dict("records") if row["row"] != "base"]
+        records.sort(key=lambda row: row["row"] == EXPERTS)
+        points = points_of(records, labels)
+        lines = {
+            head_of(row): [_at(records, row["row"], point, unit, metric) for point in points]
+            for row in records
+        }
+        heads = [point_text(point) for point in points]
+        title = f"{suite}, {merger}: average {metric} (share of the worst task's gap)"
+        table = Table(title, heads, list(lines.items()))
+        tables.append(table if len(points) <= _MOST_POINTS else _transposed(table))
+    return tables
+
+
+def points_of(records: Iterable[Mapping[str, Any]], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the values of labels at each point. A row without a label belongs to all points."""
+    given = [{k: row[k] for k in labels if not _is_missing(row[k])} for row in records]
+    distinct = [point for n, point in enumerate(given) if point not in given[:n]]
+    largest = [one for one in distinct if not any(one.items() < two.items() for two in distinct)]
+    return sorted(largest, key=lambda point: [(isinstance(v, str), v) for v in point.values()])
+
+
+def is_at(row: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
+    """Return whether a row belongs to a point: its labels have the point's values."""
+    return all(_is_missing(row[key]) or row[key] == value for key, value in point.items())
+
+
+def point_text(point: Mapping[str, Any]) -> str:
+    """Return a point as text, such as `n = 8`, a label a line."""
+    names = {"samples_per_task": "n"}
+    return "\n".join(f"{names.get(key, key)} = {value}" for key, value in point.items())
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value != value
+
+
+def _at(
+    records: Iterable[Mapping[str, Any]], name: str, point: Mapping[str, Any], unit: Unit,
+    metric: str,
+) -> str:  # fmt: skip
+    row = next((row for row in records if row["row"] == name and is_at(row, point)), None)
+    if row is None:
+        return ABSENT
+    share = share_text(row["worst_share"])
+    return unit.value(row[f"{metric}.{AVERAGE}"]) + (f" ({share})" if share != ABSENT else "")
+
+
+def _transposed(table: Table) -> Table:
+    heads = [head.replace("\n", ", ") for head in table.heads]
+    lines = [(head, [cells[n] for _, cells in table.lines]) for n, head in enumerate(heads)]
+    return Table(table.title, [head for head, _ in table.lines], lines)
+
+
+# ---- all of it
+
+
+def tables_of(results: Results, metric: str = ACCURACY, width: int | None = None) -> list[Table]:
+    """Return the tables of results: rows, or rows by points where settings differ."""
+    frame = summary(results, metric)
+    if results.labels:
+        return point_tables(frame, results.labels)
+    return row_tables(frame, width)
+
+
+def sentences(results: Results, metric: str = ACCURACY) -> list[str]:
+    """Return the legend and the notes."""
+    frame = summary(results, metric)
+    seeds = int(frame.seeds.max())
+    means = [f"means over {seeds} seeds"] if seeds > 1 else []
+    legends = [] if results.labels else legend(frame)
+    without = [BELOW] if results.labels else []
+    return [*means, *legends, *(f"note: {text}" for text in sentences_of(results.notes, *without))]
+
+
+def show(results: Results, metric: str = ACCURACY) -> None:
+    """Print the tables of results, their legend and the notes."""
+    for number, table in enumerate(tables_of(results, metric, console().width)):
+        print("\n" * bool(number), end="")
+        table.show()
+    print_lines(sentences(results, metric))
+
+
+def show_run(run: Run, folder: Path = Path()) -> None:
+    """Print the table of one run, if its models were evaluated."""
+    from .joining import join
+
+    if run.tasks:
+        show(join({folder: run}))
+
+
+def show_against(results: Results, name: str, metric: str = ACCURACY) -> None:
+    """Print every row's difference from one row."""
+    frame, unit = against(results, name, metric), Unit.of(metric)
+    for suite, part in frame.groupby("suite", sort=False):
+        lines = [
+            (row["row"], [unit.gain(row["difference"], row["half"], row["seeds"]), _p(row)])
+            for row in part.to_dict("records")
+        ]
+        Table(f"{suite}: average {metric} minus that of {name}", ["points", "p"], lines).show()
+    print_lines(
+        ["± half of the 95 % interval over test items and, from three seeds on, over seeds; "
+         "p-values with Holm's correction over these rows"]
+    )  # fmt: skip
+
+
+def _p(row: Mapping[str, Any]) -> str:
+    return ABSENT if _is_missing(row["adjusted"]) else f"{row['adjusted']:.2g}"
+
+
+def markdown(results: Results, metric: str = ACCURACY) -> str:
+    """Return the tables, legend and notes as a Markdown page."""
+    parts: list[Any] = ["# Report"]
+    for table in tables_of(results, metric):
+        parts += [f"## {table.title}", table.markdown()]
+    return page(*parts, "## Notes", sentences(results, metric))
+
+
+def write(results: Results, folder: str | Path, metric: str = ACCURACY, setting: str = "--out"
+          ) -> Path:  # fmt: skip
+    """Write `report.csv`, `report.md` and the joined `lines.csv`. Return the folder.
+
+    Raises:
+        ReportError: If the folder is that of a run, or cannot be written.
+    """
+    if (Path(folder) / RUN_FILE).exists():
+        raise ReportError(
+            f"{folder} has the files of a run, which would be overwritten. Change {setting} to "
+            "another folder."
+        )
+    frame, folder = summary(results, metric), prepare_directory(folder, setting)
+    write_atomic(folder / "report.csv", frame.to_csv(index=False, lineterminator="\n"), setting)
+    write_atomic(folder / "report.md", markdown(results, metric), setting)
+    write_atomic(folder / LINES_FILE, csv_text(results.lines()), setting)
+    return folder

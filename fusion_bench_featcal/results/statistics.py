@@ -1,0 +1,123 @@
+"""Differences between rows with 95 % intervals: over test items by exact variances, over seeds.
+
+Two rows answer the same items, so their flags are paired. The average over tasks of paired means
+has the variance `sum_t var(d_t) / n_t / T^2`, with `d_t` the items' differences (each a mean over
+the seeds), `n_t` items and `T` tasks. From three seeds on, Student's interval over them is added:
+half of the interval is the root of the sum of squares of both halves.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusion_bench_featcal.files import ReportError
+
+LEVEL = 0.95
+NORMAL = 1.959964  # quantile of the normal distribution for 95 %
+LEAST_SEEDS = 3
+"""Smallest number of seeds with an interval. Student's interval of two is 12.7 standard errors."""
+
+BySeed = Mapping[Any, Mapping[str, NDArray[Any]]]
+"""Seed -> task -> flags per test item `[items]`, or one value `[1]` of a whole test set. The seed
+is None for a row without randomness."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Average over tasks of one row minus that of another.
+
+    Attributes:
+        value: The mean over common seeds.
+        half: Half of its 95 % interval, or None with two seeds, or one seed without flags.
+        seeds: Number of common seeds.
+        p: Two-sided p-value, or None without an interval.
+    """
+
+    value: float
+    half: float | None
+    seeds: int
+    p: float | None
+
+
+def difference(row: BySeed, other: BySeed) -> Difference | None:
+    """Compare two rows over the seeds that both have, or return None without any.
+
+    The p-value is normal with the interval's standard error, but at least that of a t test over
+    seeds, and that of a sign test in which all items that tell the rows apart favour one of them.
+
+    Raises:
+        ReportError: If the rows have different tasks or test items.
+    """
+    seeds = common_seeds(row, other)
+    if not seeds:
+        return None
+    gains = _paired([_of_seed(row, s) for s in seeds], [_of_seed(other, s) for s in seeds])
+    by_seed = np.mean([gain.mean(axis=1) for gain in gains], axis=0)
+    value, count = float(by_seed.mean()), len(seeds)
+    items = [gain.mean(axis=0) for gain in gains]
+    has_items = all(item.size > 1 for item in items)
+    if count == 2 or (count < LEAST_SEEDS and not has_items):
+        return Difference(value, None, count, None)
+    variance = sum(item.var(ddof=1) / item.size for item in items) if has_items else 0.0
+    half = NORMAL * math.sqrt(variance) / len(items)
+    p_seeds = 0.0
+    if count >= LEAST_SEEDS:
+        half_seeds, p_seeds = student(by_seed)
+        half = math.hypot(half, half_seeds)
+    differing = sum(int((abs(item) > 1e-12).sum()) for item in items)
+    p_sign = min(1.0, 2.0 ** (1 - differing)) if has_items else 0.0
+    p = math.erfc(abs(value) / (half / NORMAL) / math.sqrt(2)) if half else float(value == 0)
+    return Difference(value, half, count, max(p, p_seeds, p_sign))
+
+
+def common_seeds(row: BySeed, other: BySeed) -> list[Any]:
+    """Return common seeds of two rows. A row without randomness fits every seed of the other."""
+    seeds = {*row} & {*other} or {*(other if None in row else row if None in other else ())}
+    return sorted(seeds, key=str)
+
+
+def student(values: Sequence[float] | NDArray[Any]) -> tuple[float, float]:
+    """Return half of Student's 95 % interval of the mean of draws, and the p-value of its t test.
+
+    Args:
+        values: Two or more draws.
+    """
+    from scipy import stats  # slow to import
+
+    count, error = len(values), float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error
+    mean = float(np.mean(values))
+    p = float(2 * stats.t.sf(abs(mean) / error, count - 1)) if error else float(mean == 0)
+    return half, p
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Return p-values corrected for their number, in the same order (Holm, 1979)."""
+    adjusted, largest = [0.0] * len(values), 0.0
+    for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def _of_seed(row: BySeed, seed: Any) -> Mapping[str, NDArray[Any]]:
+    return row[seed if seed in row else None]
+
+
+def _paired(ones: Sequence[Any], others: Sequence[Any]) -> list[NDArray[np.float64]]:
+    """Return differences `[seeds, items]` for each task."""
+    gains = []
+    for task in ones[0]:
+        sizes = {len(side.get(task, ())) for side in (*ones, *others)}
+        if len(sizes) > 1 or any(side.keys() != ones[0].keys() for side in (*ones, *others)):
+            raise ReportError(
+                f"task '{task}': rows with {' and '.join(map(str, sorted(sizes)))} test items or "
+                "other tasks cannot be paired"
+            )
+        sides = (np.stack([side[task] for side in part]).astype(float) for part in (ones, others))
+        gains.append(next(sides) - next(sides))
+    return gains
