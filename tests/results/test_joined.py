@@ -23,7 +23,8 @@ def leave_rows(folder: Path, rows: Any, seed: int, **facts: Any) -> Path:
     """A run of `ties` whose rows have accuracies of the tasks far, near and level."""
     run = Run(suite="toy", merger="ties")
     for name, accuracies in rows.items():
-        accuracy = dict(zip(("far", "near", "level"), accuracies, strict=True))
+        tasks: list[str] = ["far", "near", "level"]
+        accuracy = dict(zip(tasks, accuracies, strict=True))
         run.add_row(name, {"accuracy": accuracy}, seed=seed, **facts)
     return write_run(folder, run)
 
