@@ -19,15 +19,15 @@ MUTATIONS = [
     ),
     Mutation(
         "distillation compares all positions of a text",
-        "lab/rivals/lessons.py",
-        "lessons.append(Lesson(batch, rows, rows_of(features, rows)))",
-        "lessons.append(Lesson(batch, None, rows_of(features, None)))",
+        "lab/rivals/distillation.py",
+        "final_features(expert, part), final_rows(student, family, part)",
+        "final_features(expert, part), None",
         "methods/test_trained_models.py",
     ),
     Mutation(
         "distillation takes absolute distances",
         "lab/rivals/distillation.py",
-        "/ norms[task]",
+        " / self.norm",
         "",
         "methods/test_trained_models.py",
     ),
@@ -69,8 +69,8 @@ MUTATIONS = [
     Mutation(
         "Surgery trained on squared errors",
         "lab/rivals/surgery.py",
-        "torch.stack([*map(functional.l1_loss,",
-        "torch.stack([*map(functional.mse_loss,",
+        "torch.stack([*map(l1_loss,",
+        "torch.stack([*map(nn.functional.mse_loss,",
         "methods/test_corrections.py",
     ),
     Mutation(
@@ -82,7 +82,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ProbSurgery's divergence has a wrong sign",
-        "lab/rivals/prob_surgery.py",
+        "lab/rivals/surgery.py",
         "mean.square() - 1 - log_variance)",
         "mean.square() - 1 + log_variance)",
         "methods/test_corrections.py",
@@ -96,7 +96,7 @@ MUTATIONS = [
     ),
     Mutation(
         "RegMean++ on the experts' own features",
-        "lab/rivals/blockwise.py",
+        "lab/rivals/mergers.py",
         'return rule.features == "merged"',
         "return False",
         "methods/test_mergers.py",
@@ -110,7 +110,7 @@ MUTATIONS = [
     ),
     Mutation(
         "LOT's lambda leaves biases out",
-        "lab/rivals/blockwise.py",
+        "lab/rivals/mergers.py",
         "tensor.copy_(tensor + scale * (mean - tensor) if is_scaled else mean)",
         "tensor.copy_(mean)",
         "methods/test_mergers.py",
@@ -118,8 +118,8 @@ MUTATIONS = [
     Mutation(
         "a step of one task leaves the others' modules",
         "lab/rivals/surgery.py",
-        "optimizer.zero_grad(set_to_none=False)",
-        "optimizer.zero_grad()",
+        "zero_grad(set_to_none=False)",
+        "zero_grad()",
         "methods/test_corrections.py",
     ),
     Mutation(
@@ -160,15 +160,15 @@ MUTATIONS = [
     Mutation(
         "SurgeryV2 compares first tokens, not means",
         "lab/rivals/corrected_model.py",
-        "means.append(corrected.flatten(1, -2).mean(1)",
-        "means.append(corrected.flatten(1, -2)[:, 0]",
+        "means.append(corrected.mean(1))",
+        "means.append(corrected[:, 0])",
         "methods/test_corrections.py",
     ),
     Mutation(
         "Surgery sees the labels of test texts",
-        "lab/rivals/feature_correction.py",
-        'calibration_targets="generated" if answers else self.calibration_targets',
-        "calibration_targets=self.calibration_targets",
+        "lab/rivals/corrections.py",
+        'settings.replace(calibration_targets="generated")',
+        "settings",
         "methods/test_corrections.py",
     ),
     Mutation(

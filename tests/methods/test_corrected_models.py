@@ -17,12 +17,8 @@ from torch import Tensor
 from torch.nn.functional import normalize as unit
 from transformers import CLIPModel
 
-from fusion_bench_featcal.lab.rivals import (
-    AffineModule,
-    CorrectedLanguageModel,
-    CorrectedModel,
-    SurgeryModule,
-)
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.lab.rivals import AffineModule, CorrectedModel, SurgeryModule
 
 PIXELS = normal(0, 5, 3, 28, 28).float()
 KINDS = pytest.mark.parametrize("kind", list(MAKERS))
@@ -57,20 +53,16 @@ def classified(models: Any, model: Any, task: str) -> Tensor:
 def test_the_classifier_gets_the_tasks_corrected_features(kind, models) -> None:
     merged, projection = tower(models, "_merged_"), projection_of(models)
     modules = {task: module(kind, seed) for seed, task in enumerate(TASKS)}
-    model = CorrectedModel(merged, projection, modules)
+    model = CorrectedModel(merged, modules, projection)
     features = projection(merged(PIXELS).pooler_output).detach()
-
-    def unit_features(tower: Any) -> Tensor:
-        return unit(projection(tower(PIXELS).pooler_output), dim=-1)
 
     for seed, task in enumerate(TASKS):
         by_hand = written_out(kind, seed, features)
         torch.testing.assert_close(model.features(task, PIXELS), by_hand)
         by_hand = unit(by_hand, dim=-1)
         torch.testing.assert_close(classified(models, model, task), by_hand)
-        corrected, before, removed = model.compute_surgery_features(unit_features, task)
-        torch.testing.assert_close(corrected, by_hand)
-        torch.testing.assert_close(before - removed, by_hand)
+    with pytest.raises(CalibrationError, match="not those of the images"):
+        model.compute_surgery_features(unit(-features, dim=-1), TASKS[0])
 
 
 def model_of(kind: str) -> Any:
@@ -81,7 +73,7 @@ def model_of(kind: str) -> Any:
 def test_scores_are_the_heads_of_corrected_states(kind) -> None:
     model, batch = model_of(kind), three_texts(kind)
     modules = {"one": module("surgery", 1, WIDTH)}
-    corrected = CorrectedLanguageModel(model, NORMS[kind], modules)
+    corrected = CorrectedModel(model, modules, NORMS[kind])
     plain = model(**batch).logits
     ((_, states),) = calls_of(model, NORMS[kind], lambda: model(**batch))
     expected = written_out("surgery", 1, states.flatten(0, 1)).view_as(states)
@@ -89,6 +81,8 @@ def test_scores_are_the_heads_of_corrected_states(kind) -> None:
         result, head = corrected(**batch).logits, model.get_output_embeddings()
         torch.testing.assert_close(result, head(expected))
         assert torch.equal(model(**batch).logits, plain)
+    with pytest.raises(CalibrationError, match="must be told the task"):
+        corrected(**batch)
 
 
 @KINDS
@@ -97,7 +91,7 @@ def test_a_correction_acts_at_every_decoded_position_of_its_task_alone(kind) -> 
     model, batch = model_of(kind), three_texts(kind, left=True)
     head = model.get_output_embeddings().weight.detach()
     shift = AffineModule(torch.eye(WIDTH), -100 * head[9].clone())
-    corrected = CorrectedLanguageModel(model, NORMS[kind], {"one": shift})
+    corrected = CorrectedModel(model, {"one": shift}, NORMS[kind])
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     words: Any = inputs | {"min_new_tokens": 5, "max_new_tokens": 5, "do_sample": False}
 

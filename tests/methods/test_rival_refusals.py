@@ -29,8 +29,8 @@ MEAN = {"base_method": {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"
 VAL = {"stream": "calibration", "calibration_split": "val"}
 # Method and settings -> model and data that the pool lacks, and the message.
 POOLS: list[tuple[str, dict[str, Any], str, int, str]] = [
-    ("Surgery", {}, "", 0, r"method\.stream=test_tta.*test_datasets\.one.*none"),
-    ("Surgery", VAL, "", 10, r"calibration_split=val.*modelpool\.val_datasets\.one"),
+    ("Surgery", {}, "", 0, r"modelpool\.test_datasets\.one.*none"),
+    ("Surgery", VAL, "", 10, r"modelpool\.val_datasets\.one"),
     ("Surgery", {}, "_merged_", 10, r"modelpool\.models\._merged_"),
     ("RegMean", {}, "_pretrained_", 10, r"modelpool\.models\._pretrained_"),
 ]

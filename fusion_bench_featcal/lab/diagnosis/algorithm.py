@@ -20,7 +20,7 @@ from fusion_bench_featcal.lab.diagnosis.items import LEAST, open_items
 from fusion_bench_featcal.lab.diagnosis.measure import measure
 from fusion_bench_featcal.lab.diagnosis.metrics import expert_lines, row_lines
 from fusion_bench_featcal.lab.diagnosis.views import show_diagnosis
-from fusion_bench_featcal.lab.rivals.projection import load_projection
+from fusion_bench_featcal.lab.rivals.features import load_projection
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.modules.models import head_of
 from fusion_bench_featcal.results import BASE

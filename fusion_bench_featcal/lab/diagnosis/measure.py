@@ -15,7 +15,7 @@ from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import hidden_output
 from fusion_bench_featcal.families.transformers_names import without_cache
 from fusion_bench_featcal.lab.diagnosis.drift import item_means, split_drift
-from fusion_bench_featcal.lab.rivals.final_features import final_features, final_rows
+from fusion_bench_featcal.lab.rivals.features import final_features, final_rows
 from fusion_bench_featcal.modules.models import (
     Modes,
     copied,

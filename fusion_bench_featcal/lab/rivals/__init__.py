@@ -8,10 +8,9 @@ from fusion_bench_featcal.lazy import lazy_names
 # Names in addition to the registered methods. FusionBench is slow to import.
 _EXPORTS = {
     "AffineModule": ".corrected_model",
-    "CorrectedLanguageModel": ".corrected_language_model",
-    "CorrectedModel": ".corrected_clip",
+    "CorrectedModel": ".corrected_model",
     "FeatCal": ".featcal",
-    "LayerCorrectedModel": ".corrected_clip",
+    "LayerSurgery": ".corrected_model",
     "PostMerging": ".interface",
     "SurgeryModule": ".corrected_model",
 }

@@ -1,25 +1,30 @@
-"""A merged model with a correction for each task: modules, hooks and the folder on disk."""
+"""A merged model with a correction for each task, of images or texts, and its folder on disk."""
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, CLIPVisionModel
 
+from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.base import hidden_output
-from fusion_bench_featcal.files import ReportError
-from fusion_bench_featcal.json_files import json_text, plain, read_json
+from fusion_bench_featcal.lab.rivals.features import project
+from fusion_bench_featcal.saved_model import keep_untied
 from fusion_bench_featcal.settings import CalibrationError
 
+WEIGHTS = "corrections.safetensors"
 VARIANT = "uncorrected"
 """Part of the name of the merged model's weight file, so that the folder does not load as a plain
 model, which would silently omit the corrections."""
+_OF_THE_MODEL = (
+    "config", "generation_config", "device", "get_input_embeddings", "get_output_embeddings",
+)  # fmt: skip
 
 
 class SurgeryModule(nn.Module):
@@ -27,12 +32,11 @@ class SurgeryModule(nn.Module):
 
     def __init__(self, down: Tensor, up: Tensor) -> None:
         super().__init__()
-        self.down = nn.Parameter(down)
-        self.up = nn.Parameter(up)
+        self.down, self.up = nn.Parameter(down), nn.Parameter(up)
 
     def forward(self, features: Tensor) -> Tensor:
         """Correct features `[..., d]`."""
-        hidden = torch.relu(functional.linear(features, self.down))
+        hidden = functional.relu(functional.linear(features, self.down))
         return features - functional.linear(hidden, self.up)
 
 
@@ -41,8 +45,7 @@ class AffineModule(nn.Module):
 
     def __init__(self, matrix: Tensor, shift: Tensor) -> None:
         super().__init__()
-        self.matrix = nn.Parameter(matrix, requires_grad=False)
-        self.shift = nn.Parameter(shift, requires_grad=False)
+        self.matrix, self.shift = nn.Parameter(matrix), nn.Parameter(shift)
 
     def forward(self, features: Tensor) -> Tensor:
         """Correct features `[..., d]`."""
@@ -50,86 +53,138 @@ class AffineModule(nn.Module):
 
 
 class LayerSurgery(nn.Module):
-    """One task's corrections: one after each block, for all tokens, and one of final features."""
+    """One task's corrections: after each block, of all tokens, and of the final features."""
 
     def __init__(self, blocks: Iterable[nn.Module], final: nn.Module) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-        self.final = final
+        self.blocks, self.final = nn.ModuleList(blocks), final
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Correct final features `[..., d]`."""
+        return self.final(features)
 
 
-class Corrected(nn.Module):
+class CorrectedModel(nn.Module):
     """A frozen merged model with a correction for each task, which needs the task's name.
 
-    Names that differ only in dots and dashes raise a ValueError.
+    A language model answers and scores with the correction of the task in `task`: `with
+    model.for_task("banking77"): model.generate(...)`. Without a task any use raises. A CLIP vision
+    model's `forward` applies no correction. FusionBench corrects its features afterwards, by
+    `compute_surgery_features`.
 
     Attributes:
         model: The merged model, not a copy.
-        corrections: Each task's correction, under its task's key.
+        projection: CLIP's visual projection, or None for a language model.
+        final_norm: Name of a language model's last norm, or None for CLIP.
         tasks: The tasks' names.
-        samples: Task -> `{"samples": number, "split": name}` of its correction.
+        task: The task of a language model's inputs.
         curves: Task -> its training curve, (step, loss).
     """
 
     is_surgery_model = True  # FusionBench's protocol
-    stem: ClassVar[str]  # name of the files next to the merged model
-    # Constructor arguments that are saved with the tensors.
-    described: ClassVar[tuple[str, ...]] = ("samples", "curves")
 
     def __init__(
         self,
         model: nn.Module,
         corrections: Mapping[str, nn.Module],
-        *,
-        samples: Mapping[str, Mapping[str, Any]] | None = None,
-        curves: Mapping[str, Any] | None = None,
+        site: nn.Linear | str,
     ) -> None:
+        """Join them. `site` is the projection or the last norm's name."""
         super().__init__()
         self.model: Any = model
+        self.projection: Any = None if isinstance(site, str) else site
+        self.final_norm = site if isinstance(site, str) else None
         self.tasks = tuple(corrections)
-        self.samples = {task: dict(used) for task, used in (samples or {}).items()}
-        self.curves = {t: [(*point,) for point in curve] for t, curve in (curves or {}).items()}
-        modules = {_key(task): correction for task, correction in corrections.items()}
-        if len(modules) < len(corrections):
+        self.corrections = nn.ModuleDict({_key(task): part for task, part in corrections.items()})
+        if len(self.corrections) < len(corrections):
             raise ValueError(f"tasks must differ in more than '-', '.' and '_': {[*corrections]}")
-        self.corrections = nn.ModuleDict(modules)
+        self.task: str | None = None
+        self.curves: dict[str, Any] = {}
+        self._last: tuple[Any, ...] = ()
         self.requires_grad_(False).eval()
 
-    def correction(self, task: str | None) -> Any:
-        """Return one task's correction.
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name) if name in _OF_THE_MODEL else super().__getattr__(name)
 
-        Raises:
-            CalibrationError: If there is none.
-        """
+    def correction(self, task: str | None) -> Any:
+        """Return one task's correction. Raises a CalibrationError if there is none."""
         if task not in self.tasks:
             raise CalibrationError(
                 f"there is no feature correction for task {task!r}: surgery methods must be told "
-                f"the task, and correct those they were fitted on: {', '.join(self.tasks)}"
+                f"the task (model.task), one of {', '.join(self.tasks)}"
             )
         return self.corrections[_key(task)]
 
-    def added(self) -> dict[str, int]:
-        """Return module -> parameters that deployment needs in addition to the merged model."""
-        counts = {
-            name: sum(parameter.numel() for parameter in module.parameters(recurse=False))
-            for name, module in self.corrections.named_modules()
-        }
-        return {name: count for name, count in counts.items() if count}
+    @contextmanager
+    def for_task(self, task: str) -> Iterator[Self]:
+        """Context in which inputs belong to a task."""
+        before, self.task = self.task, task
+        try:
+            yield self
+        finally:
+            self.task = before
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the merged model, corrected for the set task if it is a language model."""
+        if self.final_norm is not None:
+            with self._correcting():
+                return self.model(*args, **kwargs)
+        output = self.model(*args, **kwargs)
+        self._last = args, kwargs, output
+        return output
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate with a language model, corrected for the set task at every position."""
+        with self._correcting():
+            return self.model.generate(*args, **kwargs)
+
+    def _correcting(self) -> Any:
+        return corrected_outputs(self.model, [self.final_norm], [self.correction(self.task)])
+
+    def features(self, task: str, *args: Any, **kwargs: Any) -> Tensor:
+        """Return corrected projected features `[batch, d]` of images, not normalised."""
+        correction = self.correction(task)
+        blocks = clip_blocks(self.model) if isinstance(correction, LayerSurgery) else []
+        with corrected_outputs(self.model, blocks, correction.blocks if blocks else []):
+            output = self.model(*args, **kwargs)
+        return correction(project(output, self.projection))
+
+    def compute_surgery_features(
+        self, features: Tensor, dataset_name: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Correct features by FusionBench's protocol.
+
+        Args:
+            features: Projected features `[batch, d]`, of norm 1, of the images last passed through
+                this model. Corrections after blocks take a second pass.
+            dataset_name: The task's name.
+
+        Returns:
+            Corrected features of norm 1, features, and their difference, `[batch, d]` each.
+
+        Raises:
+            CalibrationError: If there is no correction for the task, or the features are others.
+        """
+        correction = self.correction(dataset_name)
+        args, kwargs, output = self._last or ((), {}, None)
+        last = project(output, self.projection)
+        if bool(((last * features).sum(dim=-1) < 0.99 * last.norm(dim=-1)).any()):
+            raise CalibrationError(
+                "the features are not those of the images last passed through this model: use the "
+                "visual projection that it was fitted with (method.clip_model)"
+            )
+        has_blocks = isinstance(correction, LayerSurgery)
+        raw = self.features(dataset_name, *args, **kwargs) if has_blocks else correction(last)
+        corrected = raw / raw.norm(dim=-1, keepdim=True)
+        return corrected, features, features - corrected
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Save the merged model by its `save_pretrained`, and the corrections in that folder."""
         self.model.save_pretrained(folder, variant=VARIANT, **kwargs)
-        weights, description = self._files(folder)
-        tensors = {
-            f"{part}.{name}": parameter.data.contiguous()
-            for part, module in self.named_children()
-            if part != "model"
-            for name, parameter in module.named_parameters()
-        }
-        save_file(tensors, weights)
-        content = {name: getattr(self, name) for name in ("tasks", *self.described)}
-        content["weights"] = hashlib.sha256(weights.read_bytes()).hexdigest()
-        description.write_text(json_text(plain(content, description.name)), encoding="utf-8")
+        keep_untied(self.model, Path(folder))
+        tensors = {n: t for n, t in self.state_dict().items() if not n.startswith("model.")}
+        record = {"tasks": json.dumps(self.tasks), "final_norm": self.final_norm or ""}
+        save_file({n: t.contiguous() for n, t in tensors.items()}, Path(folder) / WEIGHTS, record)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Self:
@@ -140,44 +195,38 @@ class Corrected(nn.Module):
             **kwargs: Arguments of `from_pretrained` of the merged model's class.
 
         Raises:
-            CalibrationError: If the folder has no such model, or a file is damaged.
+            CalibrationError: If the folder has no such model, or the file is damaged.
         """
-        weights, text = cls._files(folder)
-        if not (weights.is_file() and text.is_file()):
-            raise CalibrationError(
-                f"{folder} holds no corrected model: {weights.name} or {text.name} is missing"
-            )
         try:
-            description, content = read_json(text), weights.read_bytes()
-            if description.get("weights") != hashlib.sha256(content).hexdigest():
-                raise CalibrationError(
-                    f"{weights} is damaged: its digest is another. Save it again"
-                )
-            tensors = load(content)
-        except (OSError, ReportError, SafetensorError) as error:
+            with safe_open(Path(folder) / WEIGHTS, "pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                record = file.metadata()
+            corrections = {
+                task: _rebuilt(tensors, f"corrections.{_key(task)}.")
+                for task in json.loads(record["tasks"])
+            }
+        except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
             raise CalibrationError(
-                f"the corrected model in {folder} is damaged: {error}"
+                f"{folder} holds no corrected model, or {WEIGHTS} is damaged: {error!r}"
             ) from error
-        options = {name: description.get(name) for name in cls.described}
-        tasks = description["tasks"]
-        options["corrections"] = {task: _correction(tensors, task, weights) for task in tasks}
-        return cls(**cls._loaded(folder, tensors, **kwargs), **options)
-
-    @classmethod
-    def _files(cls, folder: str | Path) -> tuple[Path, Path]:
-        return Path(folder) / f"{cls.stem}.safetensors", Path(folder) / f"{cls.stem}.json"
-
-    @classmethod
-    def _loaded(cls, folder: Any, tensors: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the merged model, and further objects that are saved with the corrections."""
-        raise NotImplementedError
+        weight = tensors.get("projection.weight")
+        if weight is not None:
+            site: Any = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            site.weight, loader = nn.Parameter(weight), CLIPVisionModel
+        else:
+            site = record["final_norm"]
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        load: Any = loader.from_pretrained
+        model = load(folder, variant=VARIANT, trust_remote_code=False, **kwargs)
+        return cls(model, corrections, site)
 
 
 @contextmanager
 def corrected_outputs(
-    model: nn.Module, names: Iterable[str], corrections: Iterable[Callable[[Tensor], Tensor]]
+    model: nn.Module, names: Iterable[Any], corrections: Iterable[nn.Module]
 ) -> Iterator[list[Tensor]]:
-    """Context in which modules of a model return corrected features.
+    """Context in which modules of a model return corrected features, computed in float32.
 
     Args:
         model: The model.
@@ -185,17 +234,20 @@ def corrected_outputs(
         corrections: The correction of each module's output, or of the output's first entry.
 
     Yields:
-        A list to which every correction adds its features, averaged over tokens, `[batch, d]`.
+        A list to which every module adds its corrected features, averaged over tokens, `[batch,
+        d]`.
     """
     means: list[Tensor] = []
 
-    def hook(correction: Callable[[Tensor], Tensor]) -> Any:
-        def correct(_: nn.Module, __: Any, output: Any) -> Any:
-            corrected = correction(hidden_output(output))
-            means.append(corrected.flatten(1, -2).mean(1) if corrected.ndim > 2 else corrected)
+    def hook(correct: nn.Module) -> Any:
+        def replace(_: nn.Module, __: Any, output: Any) -> Any:
+            states = hidden_output(output)
+            corrected = correct(states.float())
+            means.append(corrected.mean(1))
+            corrected = corrected.to(states.dtype)
             return corrected if isinstance(output, Tensor) else (corrected, *output[1:])
 
-        return correct
+        return replace
 
     handles = [
         model.get_submodule(name).register_forward_hook(hook(correction))
@@ -208,23 +260,21 @@ def corrected_outputs(
             handle.remove()
 
 
-def _correction(tensors: Mapping[str, Tensor], task: str, file: Path) -> nn.Module:
+def clip_blocks(model: nn.Module) -> list[str]:
+    """Return the names of a CLIP vision model's encoder layers, in forward order."""
+    return resolve_family("clip", model).stages(model)[0]
+
+
+def _rebuilt(tensors: Mapping[str, Tensor], prefix: str) -> nn.Module:
     """Rebuild a task's correction, whose kind follows from the names of its tensors."""
-    modules: dict[str, dict[str, Tensor]] = {}
-    prefix = f"corrections.{_key(task)}."
-    for name, tensor in tensors.items():
-        if name.startswith(prefix):
-            module, _, leaf = name.removeprefix(prefix).rpartition(".")
-            modules.setdefault(module, {})[leaf] = tensor
-    try:
-        if "" in modules:
-            kind = SurgeryModule if "down" in modules[""] else AffineModule
-            return kind(**modules[""])
-        final = SurgeryModule(**modules.pop("final"))
-        blocks = [SurgeryModule(**modules[f"blocks.{i}"]) for i in range(len(modules))]
-        return LayerSurgery(blocks, final)
-    except (KeyError, TypeError) as error:
-        raise CalibrationError(f"{file.name} has no whole correction for task {task!r}") from error
+    leaves = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    if "matrix" in leaves:
+        return AffineModule(**leaves)
+    if "final.up" not in leaves:
+        return SurgeryModule(**leaves)
+    sites = [*(f"blocks.{i}" for i in range(len(leaves) // 2 - 1)), "final"]
+    modules = [SurgeryModule(leaves[f"{site}.down"], leaves[f"{site}.up"]) for site in sites]
+    return LayerSurgery(modules[:-1], modules[-1])
 
 
 def _key(task: str) -> str:

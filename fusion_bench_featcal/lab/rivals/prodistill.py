@@ -1,38 +1,47 @@
-"""ProDistill (arXiv 2502.12706): coefficients of task vectors trained block by block by gradients.
+"""ProDistill: coefficients of task vectors trained block by block by gradients.
 
-It is a reference for closed-form methods, with the same few unlabeled samples and order of blocks,
-but Adam in place of a solve. A parameter is `W_0 + sum_i c_i * (W_i - W_0)`, with a coefficient for
-each entry. A block's inputs are the outputs of the trained blocks before it, and its targets are
-the outputs of each sample's expert.
+A parameter is `W_0 + sum_i c_i * (W_i - W_0)`, with a coefficient for each entry. A block's inputs
+are the outputs of the trained blocks before it, and its targets are the outputs of each sample's
+expert.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import names_under
-from fusion_bench_featcal.lab.rivals.blockwise import BlockStep, Merger
-from fusion_bench_featcal.lab.rivals.lessons import Lesson
+from fusion_bench_featcal.lab.rivals.mergers import BlockStep, Merger
 from fusion_bench_featcal.lab.rivals.registry import method
-from fusion_bench_featcal.lab.rivals.training import shuffled_batches, task_generator
+from fusion_bench_featcal.lab.rivals.training import (
+    check_trained,
+    shuffled_batches,
+    task_generator,
+)
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.models import load_updates
 from fusion_bench_featcal.rules.rule import GroupSums, Linear
-from fusion_bench_featcal.setting_fields import same_as, setting
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.setting_fields import setting
 from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.rows import rows_of
+from fusion_bench_featcal.streams.rows import CountedRows, rows_of
 from fusion_bench_featcal.streams.streams import Streams
 
 log = logging.getLogger(__name__)
 
+Lesson = tuple[Any, CountedRows | None, Tensor]
+"""A block's arguments, the counted positions of its output, and the expert's output there."""
 
-@method("featcal_baselines/prodistill", source="Xu et al., ICML 2025, arXiv 2502.12706")
+
+@method(
+    "featcal_baselines/prodistill",
+    source="Xu et al., ICML 2025, arXiv 2502.12706",
+    without=["modules"],  # all parameters of the blocks are trained
+)
 class ProDistill(Merger):
     """ProDistill: coefficients of the experts' task vectors, trained by gradients.
 
@@ -50,12 +59,6 @@ class ProDistill(Merger):
         "Batches of any task whose losses are added up for an update. 8 of 16 samples are the "
         "authors' 128.",
         ge=1,
-    )
-    modules: Sequence[str] | None = same_as(
-        FeatCalSettings,
-        "modules",
-        help="Has no effect: all parameters of the blocks are trained.",
-        group="models",
     )
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
@@ -77,7 +80,7 @@ class ProDistill(Merger):
 
 @dataclass(frozen=True)
 class TrainingStreams(Streams):
-    """Streams that train each block before its samples advance. Their rule is `ProDistill`."""
+    """Streams that train each block before its samples advance."""
 
     base: Any = None  # the base model
 
@@ -98,18 +101,14 @@ class TrainingStreams(Streams):
         lessons = []
         for batch in (batch for task in self.tasks for batch in self.visits(task)):
             (expert,), counted = batch.noted[block], batch.rows.counted
-            lessons.append(Lesson(batch.cal, counted, rows_of(expert, counted)))
+            lessons.append((batch.cal, counted, rows_of(expert, counted)))
         load_updates(self.model, block, self._trained(block, lessons), self.rule.remedy)
         super().advance(block)
 
     @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
     @torch.enable_grad()
     def _trained(self, block: str, lessons: Sequence[Lesson]) -> dict[str, Tensor]:
-        """Train the coefficients of a block and return the block's parameters.
-
-        Raises:
-            CalibrationError: If the training diverges, naming the setting.
-        """
+        """Train the coefficients of a block and return the block's parameters."""
         method: Any = self.rule
         starts, vectors = self._task_vectors(block)
         coefficients = {
@@ -122,23 +121,19 @@ class TrainingStreams(Streams):
 
         optimizer = torch.optim.Adam(coefficients.values(), lr=method.learning_rate)
         step, losses = BlockStep(self.runner, self.model, block), []
-        generator = task_generator(method.seed, block, "batches")
         size = method.batches_per_step
         steps = method.epochs * -(-len(lessons) // size)
-        for positions in shuffled_batches(len(lessons), size, steps, generator):
+        generator = task_generator(method.seed, block, "batches")
+        for positions in islice(shuffled_batches(len(lessons), size, generator), steps):
             optimizer.zero_grad()
             parameters = mixed()
-            chosen = [_loss(step, parameters, lessons[int(position)]) for position in positions]
+            chosen = [_loss(step, parameters, *lessons[int(position)]) for position in positions]
             loss = torch.stack(chosen).sum()
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
         trained = {name: value.detach() for name, value in mixed().items()}
-        if not all(bool(torch.isfinite(value).all()) for value in trained.values()):
-            raise CalibrationError(
-                f"block {block}: ProDistill diverged, its weights are not finite. Lower "
-                f"method.learning_rate (now {method.learning_rate})"
-            )
+        check_trained(trained.values(), f"block {block}: ProDistill", method.learning_rate)
         log.info("%s: loss %.4g, at the end %.4g", block, losses[0], losses[-1])
         return trained
 
@@ -154,7 +149,13 @@ class TrainingStreams(Streams):
         return starts, vectors
 
 
-def _loss(step: BlockStep, parameters: Mapping[str, Tensor], lesson: Lesson) -> Tensor:
+def _loss(
+    step: BlockStep,
+    parameters: Mapping[str, Tensor],
+    inputs: Any,
+    rows: CountedRows | None,
+    target: Tensor,
+) -> Tensor:
     """Return the squared distance between outputs of block and expert, summed over rows."""
-    hidden = rows_of(step.run_with(parameters, lesson.inputs), lesson.rows)
-    return (hidden.float() - lesson.target.float()).square().sum()
+    hidden = rows_of(step.run_with(parameters, inputs), rows)
+    return (hidden.float() - target.float()).square().sum()

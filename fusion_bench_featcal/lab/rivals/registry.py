@@ -38,9 +38,7 @@ _METHODS: dict[str, "type[Method]"] = {}
     field_specifiers=(setting, same_as, dataclasses.field),
 )
 def method(option: str, *, source: str, without: Sequence[str] = ()) -> Callable[[T], T]:
-    """Register a subclass of `Method`, and turn it into a dataclass.
-
-    Its docstring becomes the description in YAML and in the documentation.
+    """Register a subclass of `Method`, whose docstring describes it in YAML and docs.
 
     Args:
         option: Name on the command line, `method=<option>`. The part after the last `/` is the name
@@ -104,6 +102,11 @@ class Method(Settings):
             for field in settings_of(type(self))
         }
 
+    @property
+    def split(self) -> str:
+        """Data split of the samples."""
+        return self.calibration_settings.calibration_split
+
     def check(self, inputs: "MethodInputs") -> None:
         """Refuse unusable models or data before a model is loaded. The default refuses none."""
 
@@ -120,9 +123,8 @@ class Method(Settings):
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Task -> {"samples": number, "split": name} of the data used for the last model."""
-        split = self.calibration_settings.calibration_split
         counts = self.sample_counts
-        return {t: {"samples": counts[t], "split": split} for t in tasks if t in counts}
+        return {t: {"samples": counts[t], "split": self.split} for t in tasks if t in counts}
 
     def added(self, model: nn.Module) -> dict[str, int]:
         """Module -> parameters that the model adds to the merged model, by default none."""
@@ -142,29 +144,8 @@ class SampleSettings(Method):
     )
 
     def check(self, inputs: "MethodInputs") -> None:
-        """Compare the models and open the data.
-
-        Raises:
-            CalibrationError: If a task lacks data, or models are of different kinds.
-        """
+        """Refuse models of different kinds and tasks without data."""
         from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 
         check_pool_settings(inputs.models, self.calibration_settings)
         inputs.batches(self.calibration_settings)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TextSettings(Method):
-    """Settings of a method that reads texts like FeatCal."""
-
-    calibration_targets: str = same_as(FeatCalSettings, "calibration_targets", group="texts only")
-    generated_tokens: int = same_as(FeatCalSettings, "generated_tokens")
-    max_length: int | None = same_as(FeatCalSettings, "max_length")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ModelSettings(Method):
-    """Settings of a method that processes a model block by block."""
-
-    family: Any = same_as(FeatCalSettings, "family", group="models")
-    ignore_config: Any = same_as(FeatCalSettings, "ignore_config")

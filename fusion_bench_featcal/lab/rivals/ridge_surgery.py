@@ -1,20 +1,14 @@
-"""Ridge surgery: the best affine correction of a task's features, in closed form.
-
-It corrects the same features as Surgery without training, which shows how much of Surgery's gain
-needs training.
-"""
+"""Ridge surgery: how much of Surgery's gain needs training."""
 
 import logging
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusion_bench_featcal.lab.rivals.corrected_model import AffineModule
-from fusion_bench_featcal.lab.rivals.feature_correction import FeatureCorrection
+from fusion_bench_featcal.lab.rivals.corrections import FeatureCorrection, Fitted, Lessons
 from fusion_bench_featcal.lab.rivals.registry import method
-from fusion_bench_featcal.lab.rivals.training import TaskFeatures
-from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.setting_fields import setting
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -54,7 +48,7 @@ class RidgeSurgery(FeatureCorrection):
                 f">= 2, got {self.samples_per_task}; or set method.ridge_lambda to a number"
             )
 
-    def fit_all(self, features: Mapping[str, TaskFeatures]) -> dict[str, nn.Module]:
+    def fit_all(self, lessons: Mapping[str, Lessons]) -> Fitted:
         """Fit each task's affine correction: ridge regression of the drift on merged features.
 
         With x and e the features of the merged model and the expert it minimises `sum |(x - e) - (A
@@ -64,17 +58,22 @@ class RidgeSurgery(FeatureCorrection):
         Raises:
             CalibrationError: If features do not vary, or `auto` has fewer than two samples.
         """
-        return {task: self._solve(f.merged, f.expert, task) for task, f in features.items()}
+        return {t: self._solve(of.inputs, of.targets[0], t) for t, of in lessons.items()}, {}
 
     def _solve(self, merged: Tensor, expert: Tensor, task: str) -> AffineModule:
-        features = merged.double()
+        features, samples = merged.double(), len(merged)
         drift = features - expert.double()
         centred, centred_drift = features - features.mean(dim=0), drift - drift.mean(dim=0)
         left_vectors, values, right_vectors = torch.linalg.svd(centred, full_matrices=False)
+        strength, varies = self.ridge_lambda, bool(values.max() > 1e-12 * features.norm())
+        if (samples > 1 and not varies) or (samples < 2 and isinstance(strength, str)):
+            raise CalibrationError(
+                f"task {task!r}: the merged model's features do not vary (samples: {samples}). "
+                "Check its dataset, raise method.samples_per_task or set method.ridge_lambda to a "
+                "number"
+            )
         # Below rounding a direction has no information: one sample, or repeated samples.
         values = torch.where(values > values.max() * 1e-7, values, 0)
-        strength = self.ridge_lambda
-        _check(features, values, task, leaves_out=isinstance(strength, str))
         target = left_vectors.T @ centred_drift
         power, scale = values.square(), centred.square().sum() / features.shape[1]
 
@@ -85,7 +84,7 @@ class RidgeSurgery(FeatureCorrection):
         def left_out_error(strength: float) -> float:
             """Sum squared leave-one-out residuals: residuals times 1 / (1 - leverage)."""
             residual = centred_drift - left_vectors * share(strength) @ target
-            leverage = 1 / len(left_vectors) + (left_vectors.square() * share(strength)).sum(dim=1)
+            leverage = 1 / samples + (left_vectors.square() * share(strength)).sum(dim=1)
             return float((residual / (1 - leverage)[:, None]).square().sum())
 
         if isinstance(strength, str):
@@ -94,18 +93,4 @@ class RidgeSurgery(FeatureCorrection):
         matrix = (right_vectors.T * inverse @ target).T
         shift = drift.mean(dim=0) - matrix @ features.mean(dim=0)
         log.info("%s: ridge surgery with lambda %g", task, strength)
-        return AffineModule(matrix.to(merged.dtype), shift.to(merged.dtype)).eval()
-
-
-def _check(features: Tensor, values: Tensor, task: str, *, leaves_out: bool) -> None:
-    samples = len(features)
-    if samples > 1 and not bool(values.max() > 1e-12 * features.norm()):
-        raise CalibrationError(
-            f"task {task!r}: the merged model's features do not vary over "
-            f"{counted(samples, 'sample')}. Check its dataset and the merged model"
-        )
-    if samples < 2 and leaves_out:
-        raise CalibrationError(
-            f"task {task!r} has {samples} sample, and method.ridge_lambda=auto leaves one out: "
-            "raise method.samples_per_task or set method.ridge_lambda to a number"
-        )
+        return AffineModule(matrix.to(merged.dtype), shift.to(merged.dtype))

@@ -1,22 +1,34 @@
-"""Representation Surgery (arXiv 2402.02705): a small trained module per task corrects features."""
+"""Surgery, ProbSurgery and SurgeryV2: small trained modules per task correct features."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.functional import l1_loss, linear, relu
 
-from fusion_bench_featcal.lab.rivals.feature_correction import FeatureCorrection
+from fusion_bench_featcal.lab.rivals.corrected_model import (
+    LayerSurgery,
+    SurgeryModule,
+    clip_blocks,
+    corrected_outputs,
+)
+from fusion_bench_featcal.lab.rivals.corrections import (
+    FeatureCorrection,
+    Fitted,
+    Lessons,
+    final_feature,
+)
 from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.lab.rivals.training import (
-    TaskFeatures,
-    initial_surgery,
+    check_trained,
+    curve_of,
     shuffled_batches,
     task_generator,
 )
 from fusion_bench_featcal.setting_fields import setting
-from fusion_bench_featcal.settings import CalibrationError
 
 
 @method("surgery", source="Yang et al., ICML 2024, arXiv 2402.02705")
@@ -37,75 +49,159 @@ class Surgery(FeatureCorrection):
         choices=("joint", "per_task"),
     )
 
-    def _modules(self, features: Mapping[str, TaskFeatures]) -> dict[str, Any]:
-        """Return each task's module before training."""
-        return {task: self.module(task_features, task) for task, task_features in features.items()}
+    def module(self, widths: Sequence[int], generator: torch.Generator) -> nn.Module:
+        """Return a task's module before training, which corrects nothing, for features' widths."""
+        return initial_surgery(widths[0], self.rank, generator)
 
-    def module(self, features: TaskFeatures, name: str) -> nn.Module:
-        """Return a module before training, which corrects nothing, seeded by `name`."""
-        generator = task_generator(self.seed, name, "weights")
-        return initial_surgery(features.expert.shape[1], self.rank, generator)
-
-    def _loss(
-        self, module: Any, features: TaskFeatures, positions: Tensor, noise: torch.Generator
-    ) -> Tensor:
+    def loss(self, module: Any, lessons: Lessons, rows: Tensor, noise: torch.Generator) -> Tensor:
         """Return the mean absolute difference of corrected and expert features, 0-dim.
 
-        Args:
-            module: The task's module.
-            features: The task's features. Each of several sites has a separate difference.
-            positions: The batch, as positions of samples.
-            noise: The task's generator for random numbers.
+        Differences of several sites are added up. `rows` are the positions of a batch's samples.
         """
-        before, target = features.at(positions)
-        corrected = features.corrected(before, module)
-        targets = target.split([site.shape[1] for site in corrected], dim=1)
-        return torch.stack([*map(functional.l1_loss, corrected, targets)]).sum()
-
-    def fit_all(self, features: Mapping[str, TaskFeatures]) -> dict[str, nn.Module]:
-        """Train all tasks' modules, with one Adam for all or one for each task.
-
-        Raises:
-            CalibrationError: If the training diverges.
-        """
-        self.losses.clear()
-        if self.optimizer == "joint":
-            return self._train(features)
-        trained = [self._train({task: task_features}) for task, task_features in features.items()]
-        return {task: module for modules in trained for task, module in modules.items()}
+        corrected = lessons.run(module, lessons.inputs[rows])
+        targets = [target[rows] for target in lessons.targets]
+        return torch.stack([*map(l1_loss, corrected, targets)]).sum()
 
     @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
     @torch.enable_grad()
-    def _train(self, features: Mapping[str, TaskFeatures]) -> dict[str, nn.Module]:
-        """Train by one Adam (no weight decay, no schedule), one update for each task in turn."""
-        modules = self._modules(features)
-        device = next(iter(features.values())).expert.device
-        parameters = nn.ModuleList(modules.values()).to(device).train().parameters()  # each once
-        optimizer = torch.optim.Adam(parameters, lr=self.learning_rate)
-        updates = {task: self._updates(task, modules[task], f) for task, f in features.items()}
-        losses: dict[str, list[Tensor]] = {task: [] for task in features}
+    def fit_all(self, lessons: Mapping[str, Lessons]) -> Fitted:
+        """Train all tasks' modules by Adam, one update for each task in turn."""
+        modules = {task: self._start(task, of_task) for task, of_task in lessons.items()}
+        optimizers = self._optimizers(modules)
+        updates = {task: self._updates(task, modules[task], of) for task, of in lessons.items()}
+        losses: dict[str, list[Tensor]] = {task: [] for task in lessons}
         for _ in range(self.steps):
             for task, update in updates.items():
                 loss = next(update)
                 # Zeros instead of None, so that Adam also moves the other tasks' modules.
-                optimizer.zero_grad(set_to_none=False)
+                optimizers[task].zero_grad(set_to_none=False)
                 loss.backward()
-                optimizer.step()
+                optimizers[task].step()
                 losses[task].append(loss.detach())
         for task, module in modules.items():
-            weights = module.eval().requires_grad_(False).parameters()
-            if not all(bool(torch.isfinite(weight).all()) for weight in weights):
-                raise CalibrationError(
-                    f"task {task!r}: training diverged, its weights are not finite. Lower "
-                    f"method.learning_rate (now {self.learning_rate})"
-                )
-            # Read at once, because reading each loss would wait for the device.
-            self.losses[task] = torch.stack(losses[task]).tolist()
-        return modules
+            check_trained(module.parameters(), f"task {task!r}: training", self.learning_rate)
+        return modules, {task: curve_of(values) for task, values in losses.items()}
 
-    def _updates(self, task: str, module: nn.Module, features: TaskFeatures) -> Iterator[Tensor]:
+    def _start(self, task: str, lessons: Lessons) -> nn.Module:
+        widths = [target.shape[1] for target in lessons.targets]
+        module = self.module(widths, task_generator(self.seed, task, "weights"))
+        return module.to(lessons.inputs.device)
+
+    def _optimizers(self, modules: Mapping[str, nn.Module]) -> dict[str, torch.optim.Adam]:
+        """Return each task's optimizer, which may be the one of all tasks."""
+        adam = partial(torch.optim.Adam, lr=self.learning_rate)
+        if self.optimizer == "joint":
+            return dict.fromkeys(modules, adam(nn.ModuleList(modules.values()).parameters()))
+        return {task: adam(module.parameters()) for task, module in modules.items()}
+
+    def _updates(self, task: str, module: nn.Module, lessons: Lessons) -> Iterator[Tensor]:
         """Yield the loss of each update, computed on request."""
         batches, noise = (task_generator(self.seed, task, use) for use in ("batches", "noise"))
-        samples = len(features.merged)
-        for positions in shuffled_batches(samples, self.batch_size, self.steps, batches):
-            yield self._loss(module, features, positions, noise)
+        for rows in shuffled_batches(len(lessons.inputs), self.batch_size, batches):
+            yield self.loss(module, lessons, rows.to(lessons.inputs.device), noise)
+
+
+@method("prob_surgery", source="ICML 2025", without=("rank",))
+class ProbSurgery(Surgery):
+    """ProbSurgery: Surgery with a wider module and a correction that is random in training.
+
+    It is sampled from a normal distribution. The method needs the task's name at inference. The
+    defaults come from the authors' code.
+    """
+
+    hidden: int = setting(128, "Width of each task's module.", ge=1, group="module and fit")
+    kl_weight: float = setting(1e-4, "Weight of the divergence from a standard normal.", ge=0)
+
+    def module(self, widths: Sequence[int], generator: torch.Generator) -> "ProbSurgeryModule":
+        """Return a module before training, with mean 0 everywhere."""
+        start = initial_surgery(widths[0], self.hidden, generator)
+        return ProbSurgeryModule(start.down.data, start.up.data)
+
+    def loss(self, module: Any, lessons: Lessons, rows: Tensor, noise: torch.Generator) -> Tensor:
+        """Return the mean absolute difference under one draw of noise, plus the KL term, 0-dim."""
+        before = lessons.inputs[rows]
+        mean, log_variance = module.distribution(before)
+        draw = torch.randn(mean.shape, generator=noise).to(mean)
+        corrected = before - (mean + (0.5 * log_variance).exp() * draw)
+        # KL(N(mean, exp(log_variance)) || N(0, 1)), summed over d
+        divergence = 0.5 * (log_variance.exp() + mean.square() - 1 - log_variance)
+        loss = l1_loss(corrected, lessons.targets[0][rows])
+        return loss + self.kl_weight * divergence.sum(dim=-1).mean()
+
+    def fit_all(self, lessons: Mapping[str, Lessons]) -> Fitted:
+        """Train all tasks' modules. The results subtract the mean of the distribution."""
+        trained, curves = super().fit_all(lessons)
+        modules: dict[str, Any] = trained
+        return {t: SurgeryModule(m.down.data, m.up.data) for t, m in modules.items()}, curves
+
+
+class ProbSurgeryModule(SurgeryModule):
+    """A task's distribution of the correction: N(U relu(D f), exp(V relu(D f))).
+
+    Attributes:
+        spread: V, `[d, hidden]`.
+    """
+
+    def __init__(self, down: Tensor, up: Tensor) -> None:
+        super().__init__(down, up)
+        self.spread = nn.Parameter(torch.zeros_like(up))
+
+    def distribution(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and log variance of the correction, `[..., d]` each, of `[..., d]`."""
+        hidden = relu(linear(features, self.down))
+        return linear(hidden, self.up), linear(hidden, self.spread)
+
+
+@method(
+    "featcal_baselines/surgery_v2",
+    source="arXiv 2410.14389",
+    # Not for texts.
+    without=("final_norm", "calibration_targets", "generated_tokens", "max_length"),
+)
+class SurgeryV2(Surgery):
+    """SurgeryV2: a small trained module per task after every block corrects all tokens.
+
+    Another one corrects the final projected feature. CLIP vision models only. It needs the task's
+    name at inference.
+    """
+
+    texts = False
+
+    def module(self, widths: Sequence[int], generator: torch.Generator) -> LayerSurgery:
+        """Return modules before training, which correct nothing."""
+        modules = [initial_surgery(width, self.rank, generator) for width in widths]
+        return LayerSurgery(modules[:-1], modules[-1])
+
+    def lessons(
+        self, merged: nn.Module, expert: nn.Module, batches: Sequence[Any], site: Any
+    ) -> Lessons:
+        """Run the expert over a task's images.
+
+        The merged model runs in every update, because each correction changes the input of later
+        blocks.
+        """
+        identity, pixels = nn.Identity(), [batch["pixel_values"] for batch in batches]
+        nothing = LayerSurgery([identity] * len(clip_blocks(expert)), identity)
+        rows = [site_features(expert, site, nothing, batch) for batch in pixels]
+        targets = [*map(torch.cat, zip(*rows, strict=True))]
+        return Lessons(torch.cat(pixels), targets, partial(site_features, merged, site))
+
+
+def site_features(
+    model: nn.Module, projection: nn.Linear, surgery: Any, pixels: Tensor
+) -> list[Tensor]:
+    """Return a CLIP model's corrected token mean after each block, and final features."""
+    with corrected_outputs(model, clip_blocks(model), surgery.blocks) as means:
+        features = surgery(final_feature(model, {"pixel_values": pixels}, projection))
+    return [*means, features]
+
+
+def initial_surgery(width: int, rank: int, generator: torch.Generator) -> SurgeryModule:
+    """Return a module before training, on the CPU. It corrects nothing, because U is zero.
+
+    D is uniform within 1/sqrt(width) of zero: Kaiming's initialisation with a = sqrt(5), which both
+    papers' codes use.
+    """
+    bound = 1 / math.sqrt(width)
+    down = torch.empty(rank, width).uniform_(-bound, bound, generator=generator)
+    return SurgeryModule(down, torch.zeros(width, rank))

@@ -1,0 +1,210 @@
+"""Corrections of a merged model's final features, for each task with its expert."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.calibration_text import TextBatches
+from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
+from fusion_bench_featcal.fusionbench.processors import text_kind
+from fusion_bench_featcal.lab.rivals.corrected_model import CorrectedModel
+from fusion_bench_featcal.lab.rivals.features import (
+    check_projection,
+    final_rows,
+    final_states,
+    find_final_norm,
+    load_projection,
+    project,
+)
+from fusion_bench_featcal.lab.rivals.registry import SampleSettings
+from fusion_bench_featcal.method_inputs import MethodInputs
+from fusion_bench_featcal.setting_fields import same_as, setting
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.streams.rows import rows_of
+from fusion_bench_featcal.streams.samples import naming_task
+
+Fitted = tuple[dict[str, nn.Module], dict[str, Any]]
+"""Corrections by task, and the curves of their trainings."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lessons:
+    """One task's data for its correction.
+
+    Attributes:
+        inputs: The merged model's final features, `[n, d]`, or its inputs if `run` needs these.
+        targets: Features of the task's expert on the same samples, `[n, d]` for each site.
+        run: Returns corrected features at each site from a correction and some of the inputs.
+    """
+
+    inputs: Tensor
+    targets: Sequence[Tensor]
+    run: Callable[[nn.Module, Tensor], list[Tensor]] = lambda correction, rows: [correction(rows)]
+
+    def check(self) -> None:
+        """Refuse features that are not finite."""
+        if not all(bool(torch.isfinite(values).all()) for values in (self.inputs, *self.targets)):
+            raise CalibrationError(
+                "features of the merged model or the expert are not finite. Look for NaN or "
+                "infinite values in their weights"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FeatureCorrection(SampleSettings):
+    """A correction of final features as a post-merging method. Subclasses implement `fit_all`."""
+
+    texts: ClassVar[bool] = True  # whether it also corrects language models
+
+    batch_size: int = same_as(
+        FeatCalSettings,
+        "batch_size",
+        help="Features in an update, and samples in a forward pass.",
+        group="module and fit",
+    )
+    clip_model: str | None = setting(
+        None,
+        "CLIP checkpoint with the visual projection. Null: the pool's base model.",
+        accepts="a folder or hub id",
+        group="corrected feature",
+    )
+    final_norm: str | None = setting(
+        None,
+        "Module of a language model whose output, the head's input, is corrected. Null: found for "
+        "T5 and Llama.",
+        accepts="a name",
+    )
+    stream: str = setting(
+        "test_tta",
+        "`test_tta` fits on samples of the test split, as the papers do; `calibration` on those "
+        "that FeatCal draws.",
+        choices=("test_tta", "calibration"),
+        group="data",
+    )
+    calibration_split: str = same_as(
+        FeatCalSettings,
+        "calibration_split",
+        help="Split that stream=calibration draws samples from.",
+        choices=("train", "val"),
+    )
+    calibration_targets: str = same_as(
+        FeatCalSettings,
+        "calibration_targets",
+        help="Text after the prompt with stream=calibration: the data's `labels`, or the output of "
+        "the task's expert (`generated`). Test samples always have the expert's.",
+        group="texts only",
+    )
+    generated_tokens: int = same_as(FeatCalSettings, "generated_tokens")
+    max_length: int | None = same_as(FeatCalSettings, "max_length")
+
+    @property
+    def split(self) -> str:
+        """Data split of the stream."""
+        return "test" if self.stream == "test_tta" else self.calibration_split
+
+    def fit_all(self, lessons: Mapping[str, Lessons]) -> Fitted:
+        """Fit all tasks' corrections.
+
+        Raises:
+            CalibrationError: If features do not vary, or a training diverges.
+        """
+        raise NotImplementedError
+
+    def fit(self, merged: Tensor, expert: Tensor, task: str = "") -> Any:
+        """Fit the correction of one task. Raises as `fit_all`.
+
+        Args:
+            merged: Features of the merged model, `[n, d]`.
+            expert: Features of the task's expert on the same samples, `[n, d]`.
+            task: The task's name, for seeds and messages.
+        """
+        corrections, _ = self.fit_all({task: Lessons(merged.detach(), [expert.detach()])})
+        return corrections[task].requires_grad_(False)
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Find the feature to correct and open the data.
+
+        Raises:
+            CalibrationError: If the models have none, or a task lacks data.
+        """
+        kind = text_kind(inputs.modelpool)
+        if kind == "classification" or (kind is not None and not self.texts):
+            raise CalibrationError(
+                f"{self.name} corrects CLIP vision models{' and language models' * self.texts}, "
+                f"and {type(inputs.modelpool).__name__} holds other models: leave it out"
+            )
+        if kind is None:
+            check_projection(inputs.models, self.clip_model)
+        else:
+            find_final_norm(inputs.models, self.final_norm)
+        self.batches(inputs)
+
+    def batches(self, inputs: MethodInputs) -> dict[str, Any]:
+        """Draw each task's samples, which are FeatCal's with the same seed, split and number."""
+        settings = self.calibration_settings.replace(calibration_split=self.split)
+        if self.split == "test" and text_kind(inputs.modelpool) is not None:
+            # Targets of the test data would reveal the correct answers.
+            settings = settings.replace(calibration_targets="generated")
+        return inputs.batches(settings)
+
+    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> CorrectedModel:
+        """Correct a merged model, which becomes part of the result.
+
+        One expert is in memory at a time. Raises as `check` and `fit_all`.
+        """
+        pool, device = inputs.modelpool, inputs.fabric.device
+        batches, merged = self.batches(inputs), merged.to(device).eval().requires_grad_(False)
+        if text_kind(pool) is None:
+            site: Any = load_projection(inputs.models, self.clip_model).to(device)
+        else:
+            site = find_final_norm(inputs.models, self.final_norm)
+        lessons = {}
+        for task in pool.model_names:
+            # Frees an expert that wrote answers before it is loaded again.
+            source = batches[task]
+            data = source.checked(merged) if isinstance(source, TextBatches) else list(source)
+            data = [{name: part.to(device) for name, part in batch.items()} for batch in data]
+            expert = load_pool_model(pool, task).to(device).eval()
+            with naming_task(task), torch.no_grad():
+                lessons[task] = self.lessons(merged, expert, data, site)
+                lessons[task].check()
+            del expert
+            self.sample_counts[task] = source.samples
+        corrections, curves = self.fit_all(lessons)
+        model = CorrectedModel(merged, corrections, site)
+        model.curves = curves
+        return model
+
+    def lessons(
+        self, merged: nn.Module, expert: nn.Module, batches: Sequence[Any], site: Any
+    ) -> Lessons:
+        """Run both models over a task's batches."""
+        rows = [[final_feature(m, batch, site) for m in (merged, expert)] for batch in batches]
+        before, target = map(torch.cat, zip(*rows, strict=True))
+        return Lessons(before, [target])
+
+    def added(self, model: nn.Module) -> dict[str, int]:
+        """Return module -> parameters of all corrections."""
+        corrections = model.get_submodule("corrections").named_modules()
+        sizes = {n: sum(p.numel() for p in m.parameters(recurse=False)) for n, m in corrections}
+        return {name: size for name, size in sizes.items() if size}
+
+
+def final_feature(model: nn.Module, batch: Mapping[str, Tensor], site: Any) -> Tensor:
+    """Return the features to correct, `[n, d]` float32.
+
+    Args:
+        model: A CLIP vision model or a language model.
+        batch: Its inputs.
+        site: CLIP's visual projection, or the name of a language model's last norm, whose outputs
+            that predict a target are taken, in a pass on the targets.
+    """
+    if isinstance(site, str):
+        rows = final_rows(model, resolve_family("auto", model), batch)
+        return rows_of(final_states(model, site, batch), rows).float()
+    pixels = batch["pixel_values"].to(next(model.parameters()).dtype)
+    return project(model(pixels), site).float()
