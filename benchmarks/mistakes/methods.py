@@ -48,8 +48,8 @@ MUTATIONS = [
     Mutation(
         "distillation shuffles no batches",
         "lab/rivals/distillation.py",
-        'task_generator(self.seed, task, "batches")',
-        'task_generator(0, task, "batches")',
+        "shuffled_batches(len(of_task), 1, self.seed, task)",
+        "shuffled_batches(len(of_task), 1, 0, task)",
         "methods/test_trained_models.py",
     ),
     Mutation(
@@ -76,7 +76,7 @@ MUTATIONS = [
     Mutation(
         "Surgery's bottleneck is linear",
         "lab/rivals/corrected_model.py",
-        "hidden = torch.relu(functional.linear(features, self.down))",
+        "hidden = functional.relu(functional.linear(features, self.down))",
         "hidden = functional.linear(features, self.down)",
         "methods/test_corrections.py",
     ),

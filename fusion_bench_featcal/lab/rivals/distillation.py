@@ -10,14 +10,9 @@ from torch import Tensor, nn
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
+from fusion_bench_featcal.lab.rivals import training
 from fusion_bench_featcal.lab.rivals.features import final_features, final_rows
 from fusion_bench_featcal.lab.rivals.registry import SampleSettings, method
-from fusion_bench_featcal.lab.rivals.training import (
-    check_trained,
-    curve_of,
-    shuffled_batches,
-    task_generator,
-)
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.modules.models import copied
 from fusion_bench_featcal.progress import progress_bar
@@ -132,7 +127,7 @@ class Distillation(SampleSettings):
         optimizer = torch.optim.Adam(parameters, lr=self.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.steps)
         batches = {
-            task: shuffled_batches(len(of_task), 1, task_generator(self.seed, task, "batches"))
+            task: training.shuffled_batches(len(of_task), 1, self.seed, task)
             for task, of_task in lessons.items()
         }
         losses: dict[str, list[Tensor]] = {task: [] for task in lessons}
@@ -146,5 +141,5 @@ class Distillation(SampleSettings):
             schedule.step()
         for parameter in parameters:
             parameter.requires_grad_(False)
-        check_trained(parameters, self.name, self.learning_rate)
-        return {task: curve_of(values) for task, values in losses.items()}
+        training.check_trained(parameters, self.name, self.learning_rate)
+        return {task: training.curve_of(values) for task, values in losses.items()}

@@ -16,13 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import names_under
+from fusion_bench_featcal.lab.rivals import training
 from fusion_bench_featcal.lab.rivals.mergers import BlockStep, Merger
 from fusion_bench_featcal.lab.rivals.registry import method
-from fusion_bench_featcal.lab.rivals.training import (
-    check_trained,
-    shuffled_batches,
-    task_generator,
-)
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.models import load_updates
 from fusion_bench_featcal.rules.rule import GroupSums, Linear
@@ -123,8 +119,8 @@ class TrainingStreams(Streams):
         step, losses = BlockStep(self.runner, self.model, block), []
         size = method.batches_per_step
         steps = method.epochs * -(-len(lessons) // size)
-        generator = task_generator(method.seed, block, "batches")
-        for positions in islice(shuffled_batches(len(lessons), size, generator), steps):
+        batches = training.shuffled_batches(len(lessons), size, method.seed, block)
+        for positions in islice(batches, steps):
             optimizer.zero_grad()
             parameters = mixed()
             chosen = [_loss(step, parameters, *lessons[int(position)]) for position in positions]
@@ -133,7 +129,7 @@ class TrainingStreams(Streams):
             optimizer.step()
             losses.append(loss.detach())
         trained = {name: value.detach() for name, value in mixed().items()}
-        check_trained(trained.values(), f"block {block}: ProDistill", method.learning_rate)
+        training.check_trained(trained.values(), f"block {block}: ProDistill", method.learning_rate)
         log.info("%s: loss %.4g, at the end %.4g", block, losses[0], losses[-1])
         return trained
 

@@ -117,9 +117,7 @@ class Method(Settings):
 
     def note_samples(self, log: CalibrationLog) -> None:
         """Store the numbers of samples that a calibration has used."""
-        self.sample_counts.clear()
-        records = log.of_kind("task")
-        self.sample_counts.update({record["task"]: record["samples"] for record in records})
+        self.sample_counts.update((of["task"], of["samples"]) for of in log.of_kind("task"))
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Task -> {"samples": number, "split": name} of the data used for the last model."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import l1_loss, linear, relu
 
+from fusion_bench_featcal.lab.rivals import training
 from fusion_bench_featcal.lab.rivals.corrected_model import (
     LayerSurgery,
     SurgeryModule,
@@ -22,12 +23,6 @@ from fusion_bench_featcal.lab.rivals.corrections import (
     final_feature,
 )
 from fusion_bench_featcal.lab.rivals.registry import method
-from fusion_bench_featcal.lab.rivals.training import (
-    check_trained,
-    curve_of,
-    shuffled_batches,
-    task_generator,
-)
 from fusion_bench_featcal.setting_fields import setting
 
 
@@ -79,12 +74,14 @@ class Surgery(FeatureCorrection):
                 optimizers[task].step()
                 losses[task].append(loss.detach())
         for task, module in modules.items():
-            check_trained(module.parameters(), f"task {task!r}: training", self.learning_rate)
-        return modules, {task: curve_of(values) for task, values in losses.items()}
+            training.check_trained(
+                module.parameters(), f"task {task!r}: training", self.learning_rate
+            )
+        return modules, {task: training.curve_of(values) for task, values in losses.items()}
 
     def _start(self, task: str, lessons: Lessons) -> nn.Module:
         widths = [target.shape[1] for target in lessons.targets]
-        module = self.module(widths, task_generator(self.seed, task, "weights"))
+        module = self.module(widths, training.task_generator(self.seed, task, "weights"))
         return module.to(lessons.inputs.device)
 
     def _optimizers(self, modules: Mapping[str, nn.Module]) -> dict[str, torch.optim.Adam]:
@@ -96,9 +93,10 @@ class Surgery(FeatureCorrection):
 
     def _updates(self, task: str, module: nn.Module, lessons: Lessons) -> Iterator[Tensor]:
         """Yield the loss of each update, computed on request."""
-        batches, noise = (task_generator(self.seed, task, use) for use in ("batches", "noise"))
-        for rows in shuffled_batches(len(lessons.inputs), self.batch_size, batches):
-            yield self.loss(module, lessons, rows.to(lessons.inputs.device), noise)
+        samples, device = len(lessons.inputs), lessons.inputs.device
+        noise = training.task_generator(self.seed, task, "noise")
+        for rows in training.shuffled_batches(samples, self.batch_size, self.seed, task):
+            yield self.loss(module, lessons, rows.to(device), noise)
 
 
 @method("prob_surgery", source="ICML 2025", without=("rank",))
@@ -112,15 +110,17 @@ class ProbSurgery(Surgery):
     hidden: int = setting(128, "Width of each task's module.", ge=1, group="module and fit")
     kl_weight: float = setting(1e-4, "Weight of the divergence from a standard normal.", ge=0)
 
-    def module(self, widths: Sequence[int], generator: torch.Generator) -> "ProbSurgeryModule":
-        """Return a module before training, with mean 0 everywhere."""
-        start = initial_surgery(widths[0], self.hidden, generator)
-        return ProbSurgeryModule(start.down.data, start.up.data)
+    def module(self, widths: Sequence[int], generator: torch.Generator) -> nn.Module:
+        """Return a module before training: U gives the mean and `spread` the log variance, 0."""
+        module = initial_surgery(widths[0], self.hidden, generator)
+        module.register_parameter("spread", nn.Parameter(torch.zeros_like(module.up)))
+        return module
 
     def loss(self, module: Any, lessons: Lessons, rows: Tensor, noise: torch.Generator) -> Tensor:
         """Return the mean absolute difference under one draw of noise, plus the KL term, 0-dim."""
         before = lessons.inputs[rows]
-        mean, log_variance = module.distribution(before)
+        hidden = relu(linear(before, module.down))
+        mean, log_variance = linear(hidden, module.up), linear(hidden, module.spread)
         draw = torch.randn(mean.shape, generator=noise).to(mean)
         corrected = before - (mean + (0.5 * log_variance).exp() * draw)
         # KL(N(mean, exp(log_variance)) || N(0, 1)), summed over d
@@ -133,23 +133,6 @@ class ProbSurgery(Surgery):
         trained, curves = super().fit_all(lessons)
         modules: dict[str, Any] = trained
         return {t: SurgeryModule(m.down.data, m.up.data) for t, m in modules.items()}, curves
-
-
-class ProbSurgeryModule(SurgeryModule):
-    """A task's distribution of the correction: N(U relu(D f), exp(V relu(D f))).
-
-    Attributes:
-        spread: V, `[d, hidden]`.
-    """
-
-    def __init__(self, down: Tensor, up: Tensor) -> None:
-        super().__init__(down, up)
-        self.spread = nn.Parameter(torch.zeros_like(up))
-
-    def distribution(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and log variance of the correction, `[..., d]` each, of `[..., d]`."""
-        hidden = relu(linear(features, self.down))
-        return linear(hidden, self.up), linear(hidden, self.spread)
 
 
 @method(

@@ -22,11 +22,12 @@ def task_generator(seed: int, task: str, purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def shuffled_batches(samples: int, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
+def shuffled_batches(samples: int, batch_size: int, seed: int, task: str) -> Iterator[Tensor]:
     """Yield positions of samples, int64 `[batch]`, without end, shuffled again in every pass.
 
     The last batch of a pass may have fewer samples.
     """
+    generator = task_generator(seed, task, "batches")
     while True:
         yield from torch.randperm(samples, generator=generator).split(batch_size)
 
