@@ -84,10 +84,7 @@ class CorrectedModel(nn.Module):
     is_surgery_model = True  # FusionBench's protocol
 
     def __init__(
-        self,
-        model: nn.Module,
-        corrections: Mapping[str, nn.Module],
-        site: nn.Linear | str,
+        self, model: nn.Module, corrections: Mapping[str, nn.Module], site: nn.Linear | str
     ) -> None:
         """Join them. `site` is the projection or the last norm's name."""
         super().__init__()
@@ -188,11 +185,7 @@ class CorrectedModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Self:
-        """Load a model that `save_pretrained` saved.
-
-        Args:
-            folder: The folder.
-            **kwargs: Arguments of `from_pretrained` of the merged model's class.
+        """Load a model that `save_pretrained` saved. `kwargs` are of the merged model's class.
 
         Raises:
             CalibrationError: If the folder has no such model, or the file is damaged.
@@ -228,14 +221,8 @@ def corrected_outputs(
 ) -> Iterator[list[Tensor]]:
     """Context in which modules of a model return corrected features, computed in float32.
 
-    Args:
-        model: The model.
-        names: Names of the modules.
-        corrections: The correction of each module's output, or of the output's first entry.
-
     Yields:
-        A list to which every module adds its corrected features, averaged over tokens, `[batch,
-        d]`.
+        A list to which each module adds its corrected features' mean over tokens, `[batch, d]`.
     """
     means: list[Tensor] = []
 

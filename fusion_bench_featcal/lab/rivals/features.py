@@ -59,11 +59,6 @@ def final_rows(model: nn.Module, family: Family, inputs: Any) -> CountedRows | N
     """Return the positions of the final features that predict a target, or None for all.
 
     Without labels these are all positions except padding.
-
-    Args:
-        model: The model.
-        family: The family that cuts it into blocks.
-        inputs: A batch of the model's inputs.
     """
     rows = rows_named(_AUTO, inputs)
     mask = family.row_weights(inputs, len(family.stages(model)) - 1, rows)
@@ -71,14 +66,10 @@ def final_rows(model: nn.Module, family: Family, inputs: Any) -> CountedRows | N
 
 
 def find_final_norm(models: PoolModels, final_norm: str | None) -> str:
-    """Return the name of a pool's last norm, from the names of the base's weights.
-
-    Args:
-        models: The pool's models.
-        final_norm: The setting: a module's name, or None to search for it.
+    """Return the name of a pool's last norm: the setting, or searched for if that is None.
 
     Raises:
-        CalibrationError: If there is none.
+        CalibrationError: If the base's weights have none of that name.
     """
     model = models.base or next(iter(models.experts.values()))
     source = model.source("auto")
@@ -109,11 +100,7 @@ def project(output: Any, projection: nn.Linear) -> Tensor:
 
 
 def load_projection(models: PoolModels, clip_model: str | None) -> nn.Linear:
-    """Load CLIP's visual projection of pooled outputs: a frozen float32 copy.
-
-    Args:
-        models: The pool's models.
-        clip_model: Folder or hub id of a CLIP checkpoint with a projection, by default the base.
+    """Load the visual projection of a CLIP checkpoint, by default the base, frozen, in float32.
 
     Raises:
         CalibrationError: If there is none.
