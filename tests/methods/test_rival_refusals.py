@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import clip_suite
-from tiny_pools import in_memory, refusing, tiny_pool
+from tiny_pools import in_memory, inputs_of, refusing, tiny_pool, tower
 from tiny_texts import text_pool
 
 from fusion_bench_featcal import CalibrationError
@@ -49,6 +50,17 @@ def test_language_models_that_cannot_be_corrected(tmp_path) -> None:
         rivals.RidgeSurgeryAlgorithm(**MEAN, final_norm="ln_f").run(pool)
     with pytest.raises(CalibrationError, match="surgery_v2 corrects CLIP vision models, and"):
         rivals.SurgeryV2Algorithm(**MEAN).run(pool)
+
+
+def test_features_and_folders_that_are_unusable(models, tmp_path) -> None:
+    with pytest.raises(CalibrationError, match=r"task 'a': .* do not vary"):
+        rivals.RidgeSurgery().fit(torch.ones(4, 3), torch.randn(4, 3), "a")
+    merged, pool = tower(models, "_merged_"), tiny_pool(models)
+    next(merged.parameters()).data.fill_(torch.nan)
+    with pytest.raises(CalibrationError, match=r"task one: .* not finite"):
+        rivals.Surgery(steps=1, stream="calibration").post_merge(merged, inputs_of(pool))
+    with pytest.raises(CalibrationError, match=r"corrections\.safetensors"):
+        rivals.CorrectedModel.from_pretrained(tmp_path)
 
 
 def test_training_that_diverges() -> None:
