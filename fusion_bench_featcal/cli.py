@@ -1,4 +1,4 @@
-"""The command `featcal`: calibrates folders, and plans and explains runs of `fusion_bench`.
+"""The command `featcal`: calibrates folders, plans runs of `fusion_bench` and reports them.
 
 Exit codes: 0 success, 1 a check failed, 2 a mistake in the arguments.
 """

@@ -127,7 +127,7 @@ MUTATIONS = [
     Mutation(
         "a lower accuracy is no reason for the verdict",
         "folders/verdict.py",
-        "is_behind |= accuracy.high < 0",
+        "is_behind |= gain < -gain_half",
         "pass",
         "folders/test_verdicts.py",
     ),

@@ -11,13 +11,6 @@ MUTATIONS = [
         "folders/test_folder_failures.py",
     ),
     Mutation(
-        "intervals over draws and trainings are those of the normal distribution",
-        "results/intervals.py",
-        "stats.t.ppf((1 + LEVEL) / 2, draws - 1)",
-        "stats.norm.ppf((1 + LEVEL) / 2)",
-        "results/test_statistics.py",
-    ),
-    Mutation(
         "distillation compares all positions of a text",
         "lab/rivals/distillation.py",
         "final_features(expert, part), final_rows(student, family, part)",

@@ -189,17 +189,17 @@ def describe_device(device: Any = "cpu") -> dict[str, Any]:
     """
     torch: Any = sys.modules.get("torch")
     name, affinity = str(device), getattr(os, "sched_getaffinity", None)
-    known = {
+    facts = {
         "device": name,
         "cpu": _cpu_model(),
         "cpu_cores": len(affinity(0)) if affinity else os.cpu_count(),
         "platform": f"{platform.system()} {platform.machine()}",
     }
     if torch is not None:
-        known["torch_threads"] = torch.get_num_threads()
+        facts["torch_threads"] = torch.get_num_threads()
         if name.startswith("cuda") and torch.cuda.is_available():
-            known["accelerator"] = torch.cuda.get_device_name(device)
-    return {key: value for key, value in known.items() if value}
+            facts["accelerator"] = torch.cuda.get_device_name(device)
+    return {key: value for key, value in facts.items() if value}
 
 
 def _cpu_model() -> str:

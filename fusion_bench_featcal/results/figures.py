@@ -115,10 +115,10 @@ def _along(frame: Any, key: str, labels: Sequence[str]) -> Panels:
         for row in (row for row in at_first if row["merger"] in ("", merger)):
             value = Value(unit * row[f"{metric}.{AVERAGE}"], _half(row, unit))
             # A row without the label has the same value everywhere.
-            own = sorted(positions) if row[key] != row[key] else [row[key]]
+            xs = sorted(positions) if row[key] != row[key] else [row[key]]
             if row["row"] != BASE:
                 panels.setdefault(merger, {}).setdefault(_name(row), {}).update(
-                    dict.fromkeys(own, value)
+                    dict.fromkeys(xs, value)
                 )
     return {m: {n: dict(sorted(v.items())) for n, v in rows.items()} for m, rows in panels.items()}
 
@@ -157,7 +157,7 @@ def dots(panels: Panels, label: str) -> "Figure":
         label: Label of the horizontal axis.
     """
     categories = _names(values for rows in panels.values() for values in rows.values())
-    looks = marks(_names(panels.values()))
+    styles = marks(_names(panels.values()))
     height = 0.5 + len(categories) * (0.18 + 0.07 * max(map(len, panels.values())))
     figure, grid = _frame(panels, (2.8, height), label)
     for axes, rows in zip(grid, panels.values(), strict=True):
@@ -166,11 +166,11 @@ def dots(panels: Panels, label: str) -> "Figure":
             heights = [categories.index(name) + shift for name in values]
             means, halves = ([part[n] for part in values.values()] for n in (0, 1))
             axes.errorbar(means, heights, xerr=halves, elinewidth=1.3, linestyle="none",
-                          **looks[row])  # fmt: skip
+                          **styles[row])  # fmt: skip
         axes.grid(visible=False, axis="y")
     grid[0].set_yticks(range(len(categories)), categories)
     grid[0].set_ylim(len(categories) - 0.5, -0.5)
-    _legend(figure, looks, "none")
+    _legend(figure, styles, "none")
     return figure
 
 
@@ -184,7 +184,7 @@ def curves(panels: Panels, xlabel: str, ylabel: str, *, joined: bool = True) -> 
         ylabel: Label of the vertical axis.
         joined: Draw lines between the points of a row.
     """
-    looks = marks(_names(panels.values()))
+    styles = marks(_names(panels.values()))
     figure, grid = _frame(panels, (2.8, 2.3), xlabel)
     figure.supylabel(ylabel, fontsize=9)
     line = "-" if joined else "none"
@@ -192,9 +192,9 @@ def curves(panels: Panels, xlabel: str, ylabel: str, *, joined: bool = True) -> 
         for row, values in rows.items():
             means, halves = ([part[n] for part in values.values()] for n in (0, 1))
             axes.errorbar(list(values), means, yerr=halves, elinewidth=1.3, linewidth=1.5,
-                          linestyle=line, **looks[row])  # fmt: skip
+                          linestyle=line, **styles[row])  # fmt: skip
         _scale(axes, _names(rows.values()))
-    _legend(figure, looks, line)
+    _legend(figure, styles, line)
     return figure
 
 
@@ -252,14 +252,14 @@ def _frame(
     return figure, grid[: len(panels)]
 
 
-def _legend(figure: "Figure", looks: Mapping[str, Mapping[str, Any]], linestyle: Any) -> None:
+def _legend(figure: "Figure", styles: Mapping[str, Mapping[str, Any]], linestyle: Any) -> None:
     """Put a legend of rows below the panels and make room for it."""
     from matplotlib.lines import Line2D
 
-    columns = max(1, int(12 * figure.get_figwidth() / (max(map(len, looks)) + 6)))
-    handles = [Line2D([], [], linestyle=linestyle, label=r, **look) for r, look in looks.items()]
+    columns = max(1, int(12 * figure.get_figwidth() / (max(map(len, styles)) + 6)))
+    handles = [Line2D([], [], linestyle=linestyle, label=r, **look) for r, look in styles.items()]
     figure.legend(handles=handles, loc="outside lower left", ncols=columns)
-    figure.set_figheight(figure.get_figheight() + 0.1 + 0.19 * math.ceil(len(looks) / columns))
+    figure.set_figheight(figure.get_figheight() + 0.1 + 0.19 * math.ceil(len(styles) / columns))
 
 
 def svg(figure: "Figure") -> str:

@@ -75,8 +75,8 @@ def load(*folders: str | Path) -> Any:
 
 def join_folders(folders: Iterable[str | Path]) -> Results:
     """Find, read and join runs (see `load`)."""
-    found = {folder: read_run(folder) for folder in find(folders)}
-    return join(dict(sorted(found.items(), key=lambda entry: _changed(entry[0]))))
+    runs = {folder: read_run(folder) for folder in find(folders)}
+    return join(dict(sorted(runs.items(), key=lambda entry: _changed(entry[0]))))
 
 
 def find(paths: Iterable[str | Path]) -> list[Path]:
@@ -159,9 +159,11 @@ def _labelled(rows: Sequence[Row]) -> list[Row]:
     values: dict[tuple[str, ...], dict[str, None]] = {}
     for row in rows:
         for key, value in _settings(row).items():
-            place = (row.suite, row.merger, row.name, key)
-            values.setdefault(place, {})[json.dumps(value, sort_keys=True, default=str)] = None
-    differing = dict.fromkeys(place[3] for place, several in values.items() if len(several) > 1)
+            position = (row.suite, row.merger, row.name, key)
+            values.setdefault(position, {})[json.dumps(value, sort_keys=True, default=str)] = None
+    differing = dict.fromkeys(
+        position[3] for position, several in values.items() if len(several) > 1
+    )
     return [
         replace(row, labels={key: _label(of[key]) for key in differing if key in of})
         for row in rows

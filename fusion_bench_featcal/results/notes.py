@@ -50,10 +50,10 @@ class Note:
         return self._after(*dict.fromkeys((self.merger, self.row)))
 
     def _after(self, *names: str) -> str:
-        given = [name for name in names if name]
+        texts = [name for name in names if name]
         if self.kind == FAILED:
-            return f"{', '.join(given)} failed: {self.text}"
-        return ": ".join([*given, self.text])
+            return f"{', '.join(texts)} failed: {self.text}"
+        return ": ".join([*texts, self.text])
 
 
 def sentences_of(notes: Iterable[Note], *without: str) -> list[str]:

@@ -88,13 +88,13 @@ class Row:
     def lines(self) -> list[Line]:
         """Return the row's numbers as lines of the long table, each metric with its average."""
         seed = "" if self.seed is None else self.seed
-        place = dict.fromkeys(DIMENSIONS, "")
-        place |= {"suite": self.suite, "merger": self.merger, "row": self.name, "seed": seed}
+        position = dict.fromkeys(DIMENSIONS, "")
+        position |= {"suite": self.suite, "merger": self.merger, "row": self.name, "seed": seed}
         of_all = {m: v if set(v) < set(self.tasks) else with_average(v)
                   for m, v in self.scores.items()}  # fmt: skip
         of_all |= {f"{COST}{what}": {"": value} for what, value in self.cost.items()}
         return [
-            {**self.labels, **place, "task": task, "metric": metric, "value": value}
+            {**self.labels, **position, "task": task, "metric": metric, "value": value}
             for metric, values in of_all.items()
             for task, value in values.items()
         ]

@@ -125,8 +125,8 @@ def _with_names(suite: str, frame: Any, names: Mapping[str, str]) -> Table:
 def tasks_of(frame: Any) -> list[str]:
     """Return the tasks of a frame of `summary` that some row has."""
     start = f"{frame.attrs['metric']}."
-    known = frame.columns[frame.notna().any()]
-    heads = (head.removeprefix(start) for head in known if head.startswith(start))
+    columns = frame.columns[frame.notna().any()]
+    heads = (head.removeprefix(start) for head in columns if head.startswith(start))
     return [task for task in heads if task != AVERAGE]
 
 
@@ -202,8 +202,8 @@ def point_tables(frame: Any, labels: Sequence[str]) -> list[Table]:
 
 def points_of(records: Iterable[Mapping[str, Any]], labels: Sequence[str]) -> list[dict[str, Any]]:
     """Return the values of labels at each point. A row without a label belongs to all points."""
-    given = [{k: row[k] for k in labels if not _is_missing(row[k])} for row in records]
-    distinct = [point for n, point in enumerate(given) if point not in given[:n]]
+    points = [{k: row[k] for k in labels if not _is_missing(row[k])} for row in records]
+    distinct = [point for n, point in enumerate(points) if point not in points[:n]]
     largest = [one for one in distinct if not any(one.items() < two.items() for two in distinct)]
     return sorted(largest, key=lambda point: [(isinstance(v, str), v) for v in point.values()])
 
@@ -298,10 +298,10 @@ def _p(row: Mapping[str, Any]) -> str:
 
 def markdown(results: Results, metric: str = ACCURACY) -> str:
     """Return the tables, legend and notes as a Markdown page."""
-    parts: list[Any] = ["# Report"]
+    paragraphs: list[Any] = ["# Report"]
     for table in tables_of(results, metric):
-        parts += [f"## {table.title}", table.markdown()]
-    return page(*parts, "## Notes", sentences(results, metric))
+        paragraphs += [f"## {table.title}", table.markdown()]
+    return page(*paragraphs, "## Notes", sentences(results, metric))
 
 
 def write(results: Results, folder: str | Path, metric: str = ACCURACY, setting: str = "--out"

@@ -108,16 +108,16 @@ def _of_seed(row: BySeed, seed: Any) -> Mapping[str, NDArray[Any]]:
     return row[seed if seed in row else None]
 
 
-def _paired(ones: Sequence[Any], others: Sequence[Any]) -> list[NDArray[np.float64]]:
+def _paired(ones: Sequence[Any], partners: Sequence[Any]) -> list[NDArray[np.float64]]:
     """Return differences `[seeds, items]` for each task."""
     gains = []
     for task in ones[0]:
-        sizes = {len(side.get(task, ())) for side in (*ones, *others)}
-        if len(sizes) > 1 or any(side.keys() != ones[0].keys() for side in (*ones, *others)):
+        sizes = {len(side.get(task, ())) for side in (*ones, *partners)}
+        if len(sizes) > 1 or any(side.keys() != ones[0].keys() for side in (*ones, *partners)):
             raise ReportError(
                 f"task '{task}': rows with {' and '.join(map(str, sorted(sizes)))} test items or "
                 "other tasks cannot be paired"
             )
-        sides = (np.stack([side[task] for side in part]).astype(float) for part in (ones, others))
+        sides = (np.stack([side[task] for side in part]).astype(float) for part in (ones, partners))
         gains.append(next(sides) - next(sides))
     return gains

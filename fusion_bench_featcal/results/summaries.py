@@ -37,10 +37,10 @@ def summary(results: Results, metric: str = ACCURACY) -> Any:
     from pandas import DataFrame  # slow to import
 
     groups = groups_of(results)
-    known = results.metrics
-    if metric not in known:
+    metrics = results.metrics
+    if metric not in metrics:
         raise ReportError(
-            f"--metric: no row has {metric!r}; there are {', '.join(known) or 'none'}"
+            f"--metric: no row has {metric!r}; there are {', '.join(metrics) or 'none'}"
         )
     tasks = dict.fromkeys(task for group in groups for task in group.means(metric))
     tasks.pop(AVERAGE, None)
@@ -59,11 +59,11 @@ def summary(results: Results, metric: str = ACCURACY) -> Any:
 
 def _line(group: Group, groups: Sequence[Group], metric: str) -> dict[str, Any]:
     row, means = group.first, group.means(metric)
-    place = {"suite": row.suite, "merger": row.merger, "row": row.name, **row.labels}
+    position = {"suite": row.suite, "merger": row.merger, "row": row.name, **row.labels}
     seeds = {"seeds": len(group.rows)}
     costs = {f"cost.{what}": value for what, value in group.cost().items()}
     values = {f"{metric}.{task}": value for task, value in means.items()}
-    line = place | values | seeds | costs | {"samples": _samples(group)}
+    line = position | values | seeds | costs | {"samples": _samples(group)}
     merged = partner(group, groups, row.merger)
     if not row.is_repair or merged is None:
         return line
@@ -161,23 +161,25 @@ def against(results: Results, name: str, metric: str = ACCURACY) -> Any:
             f"--against compares rows of equal settings, and {', '.join(results.labels)} differ"
         )
     groups = [group for group in groups_of(results) if group.means(metric)]
-    found: list[tuple[Group, Difference]] = []
+    compared_rows: list[tuple[Group, Difference]] = []
     for suite in dict.fromkeys(group.first.suite for group in groups):
         of_suite = [group for group in groups if group.first.suite == suite]
         reference = _find(of_suite, name)
         for group in of_suite:
             compared = difference(by_seed(group, metric), by_seed(reference, metric))
             if group is not reference and compared is not None:
-                found.append((group, compared))
-    known = [number for number, (_, of) in enumerate(found) if of.p is not None]
-    adjusted = dict(zip(known, holm([found[n][1].p or 0.0 for n in known]), strict=True))
+                compared_rows.append((group, compared))
+    numbers = [number for number, (_, of) in enumerate(compared_rows) if of.p is not None]
+    adjusted = dict(
+        zip(numbers, holm([compared_rows[n][1].p or 0.0 for n in numbers]), strict=True)
+    )
     return DataFrame(
         [
             {
                 "suite": group.first.suite, "row": group.first.title, "difference": of.value,
                 "half": of.half, "seeds": of.seeds, "p": of.p, "adjusted": adjusted.get(number),
             }
-            for number, (group, of) in enumerate(found)
+            for number, (group, of) in enumerate(compared_rows)
         ],
         columns=["suite", "row", "difference", "half", "seeds", "p", "adjusted"],
     )  # fmt: skip
@@ -188,8 +190,8 @@ def _find(groups: Sequence[Group], name: str) -> Group:
     matches = [group for group in groups if group.first.title == name]
     matches = matches or [group for group in groups if group.first.name == name]
     if len(matches) != 1:
-        known = [group.first.title for group in matches] or titles
+        choices = [group.first.title for group in matches] or titles
         near = [] if matches else get_close_matches(name, titles, 1)
         hint = f"; the nearest is {near[0]!r}" if near else ""
-        raise ReportError(f"--against: name one row, got {name!r}{hint}. There are: {known}")
+        raise ReportError(f"--against: name one row, got {name!r}{hint}. There are: {choices}")
     return matches[0]

@@ -41,12 +41,12 @@ class Table:
 
     def fitting(self, width: int) -> "list[Table]":
         """Divide the columns among tables of a width, with at least one column each."""
-        parts, first = [], 0
+        tables, first = [], 0
         for last in range(1, len(self.heads)):
             if self.columns(first, last + 1).width() > width:
-                parts.append(self.columns(first, last))
+                tables.append(self.columns(first, last))
                 first = last
-        return [*parts, self.columns(first, len(self.heads))]
+        return [*tables, self.columns(first, len(self.heads))]
 
     def markdown(self) -> str:
         """Return a Markdown table."""
@@ -56,7 +56,7 @@ class Table:
         return "\n".join([texts[0], "|:--" + "|--:" * len(self.heads) + "|", *texts[1:]])
 
     def show(self) -> None:
-        """Print the table in parts of the terminal's width."""
+        """Print the table in tables of the terminal's width."""
         from rich import box
         from rich.table import Table as RichTable
 

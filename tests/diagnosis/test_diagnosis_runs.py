@@ -127,5 +127,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert any(note.text.startswith("diagnosis: at most 48 items") for note in run.notes)
     done = featcal("report", log, "--figures", tmp_path / "figures")
     assert done.code == 0 and "cosine of final features" in done.out
-    drawn = {file.stem for file in (tmp_path / "figures").glob("*.svg")}
-    assert {f"diagnosis-{name}" for name in ("drift", "terms", "cosines", "gains")} < drawn
+    figures_of_run = {file.stem for file in (tmp_path / "figures").glob("*.svg")}
+    assert {f"diagnosis-{name}" for name in ("drift", "terms", "cosines", "gains")} < figures_of_run

@@ -50,7 +50,7 @@ LOOP = {  # what packages of the calibration may import of one another
     "output": {"core", "experts", "streams"},
 }
 ALONE = ("core", "files", "plurals", "setting_fields")
-FEW = {"families": {"settings"}, "results": {"files", "json_files", "plurals"}}
+FEW = {"families": {"settings"}, "results": {"files", "json_files", "plurals", "untrusted"}}
 
 
 def reachable(name: str, graph: Mapping[str, set[str]]) -> set[str]:

@@ -36,9 +36,9 @@ def test_mergers_are_panels(tmp_path: Path) -> None:
     for merger in ("ties", "wudi"):
         levels = {"experts": 0.9, merger: 0.5, "featcal": 0.7}
         leave_run(tmp_path / merger, levels, merger=merger)
-    drawn = figures(tmp_path / "ties", tmp_path / "wudi")["accuracy"]
-    assert [panel.words[-1] for panel in drawn] == ["ties", "wudi"]
-    assert all(set(panel.points) == {"experts", "merged", "featcal"} for panel in drawn)
+    by_name = figures(tmp_path / "ties", tmp_path / "wudi")["accuracy"]
+    assert [panel.words[-1] for panel in by_name] == ["ties", "wudi"]
+    assert all(set(panel.points) == {"experts", "merged", "featcal"} for panel in by_name)
 
 
 def test_a_sweep_is_a_curve_along_its_numbers(tmp_path: Path) -> None:
@@ -49,15 +49,15 @@ def test_a_sweep_is_a_curve_along_its_numbers(tmp_path: Path) -> None:
 
 
 def test_a_diagnosis_draws_drift_terms_cosines_and_gains(tmp_path: Path) -> None:
-    drawn = figures(diagnosed(tmp_path / "run"))
-    (panel,) = drawn["diagnosis-drift"]
+    by_name = figures(diagnosed(tmp_path / "run"))
+    (panel,) = by_name["diagnosis-drift"]
     assert [value for _, value in panel.points["featcal"]] == pytest.approx([0.1, 0.2], abs=0.01)
-    assert [panel.words[-1] for panel in drawn["diagnosis-terms"]] == [
+    assert [panel.words[-1] for panel in by_name["diagnosis-terms"]] == [
         "task_arithmetic", "featcal", "featcal_plus"
     ]  # fmt: skip
-    cosines, _ = drawn["diagnosis-cosines"]
+    cosines, _ = by_name["diagnosis-cosines"]
     assert [value for value, _ in cosines.points["merged"]] == pytest.approx([0.7, 0.6], abs=0.01)
-    (gains,) = drawn["diagnosis-gains"]
+    (gains,) = by_name["diagnosis-gains"]
     assert [value for value, _ in gains.points["featcal"]] == pytest.approx([0.1, 0.1], abs=0.01)
 
 

@@ -47,14 +47,14 @@ def test_the_interval_is_that_of_resampled_items() -> None:
     sizes = {"small": 60, "large": 140}
     one = {0: {task: random.random(n) < 0.7 for task, n in sizes.items()}}
     two = {0: {task: random.random(n) < 0.5 for task, n in sizes.items()}}
-    found: Any = difference(one, two)
+    result: Any = difference(one, two)
     means = []
     for task, n in sizes.items():
         gains = one[0][task].astype(float) - two[0][task]
         means.append(gains[random.integers(n, size=(20_000, n))].mean(1))
     half = 1.96 * np.mean(means, axis=0).std()
     # The bootstrap divides by n, not n - 1; its standard error is 1 / sqrt(2 * 20,000).
-    assert found.half == pytest.approx(half, rel=1 / (2 * 60) + 4 / (2 * 20_000) ** 0.5)
+    assert result.half == pytest.approx(half, rel=1 / (2 * 60) + 4 / (2 * 20_000) ** 0.5)
 
 
 def test_half_of_the_intervals_cover_the_truth_as_often_as_they_say() -> None:
@@ -65,8 +65,8 @@ def test_half_of_the_intervals_cover_the_truth_as_often_as_they_say() -> None:
         items = random.random(400)
         row = {seed: {"a": items < level} for seed, level in enumerate(levels)}
         merged = {seed: {"a": items < 0.5} for seed in range(4)}
-        found: Any = difference(row, merged)
-        covered += abs(found.value - 0.1) <= found.half
+        result: Any = difference(row, merged)
+        covered += abs(result.value - 0.1) <= result.half
     assert abs(covered / draws - 0.95) < 4 * (0.95 * 0.05 / draws) ** 0.5
 
 

@@ -40,6 +40,6 @@ def _share_lines(row: str, task: str, features: Tensor) -> Iterator[Line]:
         yield _line(row, task, f"pca_share_{number}", share)
 
 
-def _line(row: str, task: str, metric: str, value: float, **place: Any) -> Line:
+def _line(row: str, task: str, metric: str, value: float, **dimensions: Any) -> Line:
     value = float(f"{value:.{_DIGITS}g}")
-    return {"row": row, "task": task, **place, "metric": metric, "value": value}
+    return {"row": row, "task": task, **dimensions, "metric": metric, "value": value}
