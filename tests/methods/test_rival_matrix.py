@@ -27,6 +27,8 @@ RIVALS: dict[str, dict[str, Any]] = {
     "RegMean": DRAW,
     "RegMeanPlusPlus": DRAW,
     "Lot": DRAW,
+    "ESM": DRAW,
+    "DCMerge": {"density": 0.1},
     "RidgeSurgery": DRAW,
     "Surgery": OURS,
     "ProbSurgery": OURS | {"hidden": 5},
@@ -34,8 +36,8 @@ RIVALS: dict[str, dict[str, Any]] = {
 }
 CASES = [
     *((kind, "clip") for kind in RIVALS),
-    *((kind, "causal") for kind in ("Distillation", "ProDistill", "Surgery")),
-    *((kind, "seq2seq") for kind in ("ProbSurgery", "RidgeSurgery")),
+    *((kind, "causal") for kind in ("Distillation", "ProDistill", "ESM", "Surgery")),
+    *((kind, "seq2seq") for kind in ("ESM", "DCMerge", "ProbSurgery", "RidgeSurgery")),
 ]
 
 
@@ -81,6 +83,7 @@ def output(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
 
 def test_every_method_with_a_config_is_a_row() -> None:
     files = [*CONFIGS.glob("*surgery.yaml"), *(CONFIGS / "featcal_baselines").glob("*.yaml")]
+    files += [CONFIGS / "featcal_mergers" / f"{name}.yaml" for name in ("dc_merge", "esm")]
     names = {getattr(rivals, kind)().name for kind in RIVALS} - {"featcal"}
     assert {file.stem for file in files} == names
 
@@ -110,7 +113,8 @@ def test_a_model_is_finite_described_and_survives_saving(
         states = model.state_dict(), merged.state_dict()
         shapes = [{name: (v.shape, v.dtype) for name, v in state.items()} for state in states]
         assert shapes[0] == shapes[1] and type(model) is type(merged)
-    used = {task: {"samples": 8, "split": "train"} for task in tasks}
+    with_samples = tasks if "samples_per_task" in few else []
+    used = {task: {"samples": 8, "split": "train"} for task in with_samples}
     assert method.samples(model, [*tasks, "another"]) == used
     corrections = getattr(model, "corrections", torch.nn.Module())
     assert sum(method.added(model).values()) == sum(p.numel() for p in corrections.parameters())
@@ -119,7 +123,9 @@ def test_a_model_is_finite_described_and_survives_saving(
         assert {curve[-1][0] for curve in model.curves.values()} == {few["steps"]}
 
 
-@pytest.mark.parametrize("kind", ["Distillation", "ProDistill", "Lot", "RidgeSurgery", "Surgery"])
+@pytest.mark.parametrize(
+    "kind", ["Distillation", "ProDistill", "ESM", "Lot", "RidgeSurgery", "Surgery"]
+)
 def test_its_algorithm_repeats_it_without_labels_and_leaves_experts(kind, fitted, models) -> None:
     """Labels of images and the test split play no part."""
     is_merger = hasattr(getattr(rivals, kind), "merge")

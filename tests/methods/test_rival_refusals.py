@@ -16,6 +16,10 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("Surgery", {"stream": "train"}, r"method\.stream must be .*, got 'train'"),
     ("RidgeSurgery", {"samples_per_task": 1}, r"ridge_lambda=auto.*method\.samples_per_task"),
     ("Distillation", {"ridge_lambda": 1}, r"method\.ridge_lambda is no setting of distillation"),
+    ("ESM", {"scale": 0.0}, r"method\.scale must be a finite number > 0, got 0\.0"),
+    ("ESM", {"polarisation": 1}, r"method\.polarisation is no setting of esm.*polarization"),
+    ("DCMerge", {"density": 2.0}, r"method\.density must be .* > 0 and at most 1, got 2\.0"),
+    ("DCMerge", {"smoothing": "avg"}, r"method\.smoothing must be one of .*, got 'avg'"),
     ("SurgeryAlgorithm", {"base_metod": 1}, "'base_method'"),
 ]
 
@@ -34,6 +38,7 @@ POOLS: list[tuple[str, dict[str, Any], str, int, str]] = [
     ("Surgery", VAL, "", 10, r"modelpool\.val_datasets\.one"),
     ("Surgery", {}, "_merged_", 10, r"modelpool\.models\._merged_"),
     ("RegMean", {}, "_pretrained_", 10, r"modelpool\.models\._pretrained_"),
+    ("DCMerge", {}, "_pretrained_", 10, r"_pretrained_\), which task vectors need: name it"),
 ]
 
 

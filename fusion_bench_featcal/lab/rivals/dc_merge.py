@@ -1,0 +1,167 @@
+"""DC-Merge (arXiv 2603.06242): task matrices merged in one orthogonal basis for all tasks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
+from fusion_bench_featcal.fusionbench.program import counting_in
+from fusion_bench_featcal.lab.rivals.mergers import load_means
+from fusion_bench_featcal.lab.rivals.registry import Method, method
+from fusion_bench_featcal.method_inputs import MethodInputs
+from fusion_bench_featcal.module_copies import copied_module
+from fusion_bench_featcal.setting_fields import setting
+
+
+@method(
+    "featcal_mergers/dc_merge", source="Zhang et al., CVPR 2026, arXiv 2603.06242, and its code"
+)
+class DCMerge(Method):
+    """DC-Merge: truncated task matrices, aligned and merged in one orthogonal basis, without data.
+
+    Embeddings, position tables, convolutions, biases and norms are the experts' mean.
+    """
+
+    scale: float = setting(
+        1.0,
+        "Factor of the merged steps of matrices. The authors choose it on validation data, from "
+        "0.1 to 3.",
+        gt=0,
+    )
+    density: float = setting(
+        1e-3,
+        "Share of entries of a task's matrix in the common basis that are kept, the largest. At "
+        "width 192, 1e-3 keeps 36 entries per task.",
+        gt=0,
+        le=1,
+    )
+    smoothing: str = setting(
+        "none",
+        "Singular values of a task matrix: as they are (the authors' choice for full fine-tuning), "
+        "or, for LoRA experts, `average` or falling linearly by the factor `ratio`. Keeps the sum.",
+        choices=("none", "average", "linear"),
+    )
+    ratio: float = setting(
+        5.0, "Largest ratio of singular values with `smoothing: linear`, the paper's rho.", ge=1
+    )
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Refuse a pool without a base. Raises a CalibrationError that names the setting."""
+        inputs.require_base("task vectors need")
+
+    def merge(self, inputs: MethodInputs) -> nn.Module:
+        """Merge a pool's experts. Raises a CalibrationError if a model cannot be loaded."""
+        base = load_pool_model(inputs.modelpool, BASE_MODEL)
+        experts = inputs.experts(self.calibration_settings)
+        return self.merge_models(
+            counting_in(torch.int64, base),  # as in the experts' files
+            experts,
+            device=inputs.fabric.device,
+        )
+
+    @torch.no_grad()
+    def merge_models(
+        self,
+        base: nn.Module,
+        experts: Mapping[str, nn.Module | ExpertSource],
+        *,
+        device: Any = None,
+    ) -> nn.Module:
+        """Merge experts, with one matrix of each in memory at a time.
+
+        Args:
+            base: The base model, with the structure and dtype of the result. It is not changed.
+            experts: Each task's expert: a module, or a source of its weights.
+            device: Device of the computation, by default the base's.
+
+        Returns:
+            The merged model, on the base's device.
+
+        Raises:
+            CalibrationError: If an expert's tensor is missing, of another shape or not finite.
+        """
+        model = copied_module(base)
+        weights = [ExpertModel(task, source_of(e), model) for task, e in experts.items()]
+        load_means(model, weights, 1.0)
+        for name in matrix_names(model):
+            start = base.get_parameter(name).detach().to(device)
+            start = start.to(torch.promote_types(start.dtype, torch.float32))
+            task_weights = [expert.tensor(name).to(start) for expert in weights]
+            step = self.merged_step(torch.stack(task_weights) - start)
+            model.get_parameter(name).copy_(start + self.scale * step)
+        return model
+
+    def merged_step(self, steps: Float[Tensor, "t m n"]) -> Float[Tensor, "m n"]:
+        """Merge the task matrices of one weight.
+
+        Each keeps `min(m, n) / t` singular directions. The nearest orthogonal bases to all kept
+        left and all kept right directions span the cover space. There a task's matrix is its block
+        on the diagonal and, as tasks overlap, some energy elsewhere, which is masked at the end.
+        """
+        tasks, rank = len(steps), max(1, min(steps.shape[1:]) // len(steps))
+        u, values, vt = torch.linalg.svd(steps, full_matrices=False)
+        u, vt = u[..., :rank], vt[:, :rank]
+        values = values[:, :rank]
+        # Directions of no energy, as LoRA experts have, are arbitrary and must turn no others.
+        has_energy = values > values[:, :1] * torch.finfo(values.dtype).eps * max(steps.shape[1:])
+        values = smoothed(values * has_energy, self.smoothing, self.ratio)
+        u, vt = u * has_energy[:, None], vt * has_energy[..., None]
+        left_basis = nearest_orthogonal(u.transpose(0, 1).flatten(1))
+        right_basis = nearest_orthogonal(vt.flatten(0, 1))
+        cores = left_basis.mT @ (u * values[:, None]) @ (vt @ right_basis.mT)
+        core = mean_of_agreeing(largest_entries(cores, self.density))
+        mask = torch.block_diag(*core.new_ones(tasks, rank, rank))
+        return left_basis @ (core * mask) @ right_basis
+
+
+def matrix_names(model: nn.Module) -> list[str]:
+    """Return names of the weights of linear layers: matrices that belong to no embedding."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    excluded = {id(parameter) for table in tables for parameter in table.parameters()}
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2 and name.endswith("weight") and id(parameter) not in excluded
+    ]
+
+
+def nearest_orthogonal(x: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
+    """Return the nearest matrix with orthonormal columns, or rows if it is wide."""
+    u, _, vt = torch.linalg.svd(x, full_matrices=False)
+    return u @ vt
+
+
+def smoothed(values: Float[Tensor, "t r"], how: str, ratio: float) -> Float[Tensor, "t r"]:
+    """Smooth each task's singular values. Their sum stays, and so do zeros.
+
+    Args:
+        values: The singular values, the largest first.
+        how: `none`, `average`, or `linear` for a line between largest and smallest value.
+        ratio: Largest ratio of both.
+    """
+    if how == "none":
+        return values
+    ranks = (values > 0).sum(1, keepdim=True)
+    least = values.gather(1, (ranks - 1).clamp_min(0))
+    span = (values[:, :1] / least).nan_to_num(1.0).clamp(max=1.0 if how == "average" else ratio)
+    position = torch.arange(values.shape[1]).to(ranks) / (ranks - 1).clamp_min(1)
+    line = (span + (1 - span) * position) * (values > 0)
+    return values.sum(1, keepdim=True) * line / line.sum(1, keepdim=True).clamp_min(1)
+
+
+def largest_entries(cores: Float[Tensor, "t r r"], share: float) -> Float[Tensor, "t r r"]:
+    """Set all but the largest entries of each matrix to zero. At least one is kept."""
+    sizes = cores.abs().flatten(1)
+    least = sizes.topk(max(1, int(share * sizes.shape[1])), 1).values[:, -1]
+    return torch.where(cores.abs() >= least[:, None, None], cores, 0)
+
+
+def mean_of_agreeing(cores: Float[Tensor, "t r r"]) -> Float[Tensor, "r r"]:
+    """Return the mean, entry by entry, of the values that have the sign of the sum (TIES)."""
+    sign = cores.sum(0).sign()
+    agree = (cores.sign() == sign) & (sign != 0)
+    return (cores * agree).sum(0) / agree.sum(0).clamp_min(1)

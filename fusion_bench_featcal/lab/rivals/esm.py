@@ -1,0 +1,206 @@
+"""Essential Subspace Merging (arXiv 2602.20208): task matrices cut to what their outputs show."""
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.core.solve import solve_dtype
+from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.lab.rivals.dc_merge import nearest_orthogonal
+from fusion_bench_featcal.lab.rivals.mergers import Merger
+from fusion_bench_featcal.lab.rivals.registry import method
+from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved
+from fusion_bench_featcal.setting_fields import setting
+from fusion_bench_featcal.settings import FeatCalSettings
+
+SPECTRUM_POWER = 0.15
+"""Power of an output direction's energy in its weight, as in the authors' code."""
+
+
+@method("featcal_mergers/esm", source="Li et al., CVPR 2026, arXiv 2602.20208, and its code")
+class ESM(Merger):
+    """ESM: task matrices cut to the main directions of their shift of the outputs, and merged.
+
+    Weights that read the same input are one matrix. All parameters except the linear weights of
+    the blocks are the experts' mean.
+    """
+
+    scale: float = setting(
+        2.0,
+        "Factor of the merged steps of matrices. The authors' code has 2, times a factor between 0 "
+        "and 2 that they choose on validation data.",
+        gt=0,
+    )
+    polarization: float = setting(
+        2.0,
+        "Power by which large task matrices, input channels and layers outweigh small ones. 0: "
+        "all weigh the same.",
+        ge=0,
+    )
+    samples_per_task: int = setting(
+        32,
+        "Unlabeled samples drawn for each task. A task that has fewer uses all.",
+        ge=1,
+        group="data",
+        of=FeatCalSettings,
+    )
+
+    @cached_property
+    def matrices(self) -> dict[str, list[str]]:
+        """Names of the weights of each merged matrix, by its first module."""
+        return {}
+
+    @property
+    def reads_base(self) -> bool:
+        """Return True, because steps are relative to the base."""
+        return True
+
+    def dtype(self, tasks: int, device: torch.device) -> torch.dtype:
+        """Return float64 where the device supports it, for exact directions of small shifts."""
+        return solve_dtype(device)
+
+    def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
+        """Merge all linear modules in one turn. Convolutions are averaged."""
+        return [[group for group in groups if group.kind == "linear" and not group.convolves]]
+
+    def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
+        """Return an empty merge relative to the base. Biases stay as merged."""
+        assert base is not None  # a merger has one
+        self.matrices[group.name] = [site.weight_name for site in group.sites]
+        return EssentialSteps(base, merged.bias, self.scale, self.polarization)
+
+    @torch.no_grad()
+    def merge_models(
+        self, base: nn.Module, experts: Mapping[str, Any], batches: Any, **options: Any
+    ) -> nn.Module:
+        """Merge block by block, then scale layers. Arguments and errors as for `Merger`."""
+        self.matrices.clear()
+        model = super().merge_models(base, experts, batches, **options)
+        view = resolve_family(self.calibration_settings.family, model).view
+        arranged = view.arranged(model)
+        scale_layers(arranged, view.arranged(base), self.matrices, self.polarization)
+        return view.restored(arranged)
+
+
+class EssentialSteps:
+    """Steps of all tasks for one matrix, cut to their main output directions."""
+
+    def __init__(self, base: Linear, bias: Tensor, scale: float, polarization: float) -> None:
+        """Start with no task. `bias` is the result's."""
+        self._base, self._bias = base.weight.to(solve_dtype(base.weight.device)), bias
+        self._scale, self._polarization = scale, polarization
+        self._steps: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._norms: list[Tensor] = []
+
+    def tensors(self) -> list[Tensor]:
+        """Return the stored matrices."""
+        return [tensor for step in self._steps for tensor in step]
+
+    def add(self, task: str, rows: Moments, expert: Linear) -> dict[str, Tensor]:
+        """Add a task's step. With each further task all keep fewer directions, `m / t`."""
+        step = expert.weight[0].to(self._base.dtype) - self._base[0]
+        gram = (rows.gram[0, 0] / rows.count[0, 0]).to(step.dtype)
+        energies, directions = output_directions(gram, step)
+        self._steps.append((energies, directions, directions.mT @ step))
+        self._norms.append(step.norm())
+        rank = max(1, len(step) // len(self._steps))
+        self._steps = [
+            (e[:rank].clone(), u[:, :rank].clone(), v[:rank].clone()) for e, u, v in self._steps
+        ]
+        return {"norm": gram.norm()}
+
+    def solve(self) -> Solved:
+        """Return the base with the merged step."""
+        step = merged_step(self._steps, torch.stack(self._norms), self._polarization)
+        return Solved(Linear(self._base + self._scale * step, self._bias))
+
+
+def output_directions(
+    gram: Float[Tensor, "n n"], step: Float[Tensor, "m n"]
+) -> tuple[Float[Tensor, " m"], Float[Tensor, "m m"]]:
+    """Return the principal components of the output shift `X step'`, without centring.
+
+    The second moment of the shift is `step G step'`, with the mean Gram matrix G of the inputs, so
+    no row of `X` is needed.
+
+    Returns:
+        Mean squares along the components, the largest first and zero below rounding, and the
+        components as columns.
+    """
+    energies, directions = torch.linalg.eigh(step @ gram @ step.mT)
+    least = len(step) * torch.finfo(step.dtype).eps * energies[-1]
+    return torch.where(energies > least, energies, 0).flip(0), directions.flip(1)
+
+
+def merged_step(
+    steps: Sequence[tuple[Tensor, Tensor, Tensor]],
+    norms: Float[Tensor, " t"],
+    polarization: float,
+) -> Float[Tensor, "m n"]:
+    """Merge the tasks' steps `U_i V_i`.
+
+    Directions without energy are left out, because an orthogonal factor would give them as much
+    weight as any other.
+
+    Args:
+        steps: Each task's energies `[k]`, directions `U_i`, `[m, k]`, and `V_i = U_i' step_i`,
+            `[k, n]`.
+        norms: Frobenius norms of the whole steps.
+        polarization: Power of a task's norm, and of an input channel's norm in all `V_i`, relative
+            to their means.
+    """
+    task_weights = relative(norms) ** polarization
+    us, vs = [], []
+    for (energies, directions, coordinates), weight in zip(steps, task_weights, strict=True):
+        spectrum, has_energy = relative(energies**SPECTRUM_POWER), energies > 0
+        us.append((directions * spectrum)[:, has_energy])
+        vs.append((coordinates * spectrum[:, None] * weight)[has_energy])
+    u, v = torch.cat(us, 1), torch.cat(vs, 0)
+    v = v * relative(v.norm(dim=0)) ** polarization
+    most = sum(len(energies) for energies, _, _ in steps)
+    means = [
+        torch.linalg.svdvals(x).sum() / min(size, most)
+        for x, size in ((u, len(u)), (v, v.shape[1]))
+    ]
+    return nearest_orthogonal(u) @ nearest_orthogonal(v) * means[0] * means[1]
+
+
+def relative(values: Tensor) -> Tensor:
+    """Return non-negative values divided by their mean. Zeros stay zeros."""
+    return values / values.mean().clamp_min(torch.finfo(values.dtype).tiny)
+
+
+def scale_layers(
+    model: nn.Module, base: nn.Module, matrices: Mapping[str, Collection[str]], power: float
+) -> None:
+    """Multiply each matrix's step by its norm over the mean of its kind in all layers, to a power.
+
+    Args:
+        model: The merged model. It is changed in place.
+        base: The base model.
+        matrices: Names of the weights of each matrix, by its first module. The kind is that name
+            without the numbers of layers.
+        power: The power. 0 changes nothing.
+    """
+    kinds: dict[str, list[str]] = {}
+    for name in matrices:
+        kind = ".".join(part for part in name.split(".") if not part.isdigit())
+        kinds.setdefault(kind, []).append(name)
+    for names in kinds.values():
+        steps = [[step_of(model, base, weight) for weight in matrices[name]] for name in names]
+        norms = [torch.stack([step.double().norm() for step in of]).norm() for of in steps]
+        factors = (relative(torch.stack(norms)) ** power).tolist()
+        for name, of_matrix, factor in zip(names, steps, factors, strict=True):
+            for weight, step in zip(matrices[name], of_matrix, strict=True):
+                model.get_parameter(weight).data.add_(step, alpha=factor - 1)
+
+
+def step_of(model: nn.Module, base: nn.Module, weight: str) -> Tensor:
+    """Return a weight's step from the base."""
+    merged = model.get_parameter(weight).detach()
+    return merged - base.get_parameter(weight).detach().to(merged)

@@ -1,0 +1,197 @@
+"""DC-Merge and ESM: formulas, limits and invariances."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from calibrations import assert_same, calls_of, gamma, samples_in
+from cli_runs import fusion_bench
+from tiny_models import Suite, add_up, clip_suite, decoder_suite, normal, t5_suite
+from torch import Tensor, nn
+
+from fusion_bench_featcal.lab.rivals import ESM, DCMerge
+from fusion_bench_featcal.lab.rivals.dc_merge import matrix_names, nearest_orthogonal
+from fusion_bench_featcal.lab.rivals.esm import merged_step, output_directions, relative
+from fusion_bench_featcal.results import read_run
+
+WIDE = torch.float64
+ALL = DCMerge(density=1.0)
+
+
+def rounding_of(*matrices: Tensor) -> float:
+    """Bound of the relative rounding error of a few products and decompositions."""
+    return 100 * gamma(max(max(x.shape) for x in matrices), WIDE)
+
+
+def assert_close(x: Tensor, y: Tensor, bound: float) -> None:
+    assert bound < 1e-6 and float((x - y).norm()) <= bound * float(y.norm())
+
+
+def weight_of(model: nn.Module, name: str) -> Tensor:
+    return model.get_parameter(name).detach()
+
+
+def orthogonal(seed: int, *shape: int) -> Tensor:
+    return torch.linalg.qr(normal(seed, *shape)).Q
+
+
+# --- DC-Merge ---
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_dc_merge_of_one_task_is_its_step_or_the_best_one_of_lower_rank(shape) -> None:
+    step = normal(0, 1, *shape)
+    assert_close(ALL.merged_step(step), step[0], rounding_of(step))
+    u, s, v = torch.linalg.svd(step[0], full_matrices=False)
+    few = DCMerge(density=3 / 16).merged_step(step)
+    assert_close(few, (u[:, :3] * s[:3]) @ v[:3], rounding_of(step))
+
+
+def test_dc_merge_of_tasks_without_common_directions_is_their_sum() -> None:
+    u, v = orthogonal(0, 9, 6), orthogonal(1, 7, 6)
+    steps = torch.stack([3 * u[:, :3] @ v[:, :3].T, 4 * u[:, 3:] @ v[:, 3:].T])
+    method = DCMerge(density=3 / 36)  # all entries that are not rounding errors
+    assert_close(method.merged_step(steps), steps.sum(0), rounding_of(steps))
+
+
+@pytest.mark.parametrize("smoothing", ["none", "average", "linear"])
+def test_dc_merge_does_not_depend_on_the_order_of_tasks(smoothing: str) -> None:
+    steps, method = normal(0, 3, 12, 9), DCMerge(density=0.2, smoothing=smoothing)
+    assert_close(method.merged_step(steps.flip(0)), method.merged_step(steps), 1e-9)
+
+
+def test_smoothing_keeps_the_sum_of_singular_values_and_the_rank() -> None:
+    step = (orthogonal(0, 8, 3) * torch.tensor([9.0, 2, 1], dtype=WIDE)) @ orthogonal(1, 6, 3).T
+    for smoothing, expected in (("average", (4, 4, 4)), ("linear", (20 / 3, 4, 4 / 3))):
+        method = DCMerge(density=1.0, smoothing=smoothing, ratio=5.0)
+        values = torch.linalg.svdvals(method.merged_step(step[None]))
+        assert_close(values, torch.tensor([*expected, 0, 0, 0], dtype=WIDE), rounding_of(step))
+
+
+def test_nearest_orthogonal_has_orthonormal_columns_and_keeps_symmetry_of_the_product() -> None:
+    x = normal(0, 7, 4)
+    q = nearest_orthogonal(x)
+    torch.testing.assert_close(q.T @ q, torch.eye(4, dtype=WIDE), rtol=0, atol=rounding_of(x))
+    assert_close((q.T @ x).T, q.T @ x, rounding_of(x))  # the polar decomposition
+
+
+@pytest.mark.parametrize("suite", [clip_suite(), t5_suite(), decoder_suite()])
+def test_dc_merge_of_models_averages_all_but_linear_weights(suite: Suite) -> None:
+    before = {name: value.clone() for name, value in suite.base.state_dict().items()}
+    method = DCMerge(density=0.5, scale=1.5)
+    result = method.merge_models(suite.base, suite.experts)
+    expected = add_up(suite.base, suite.experts, 1 / len(suite.experts))
+    names = matrix_names(suite.base)
+    linear = [n for n, m in suite.base.named_modules() if isinstance(m, nn.Linear)]
+    assert set(names) <= {f"{name}.weight" for name in linear} and len(names) >= 8
+    assert not any("embed" in name or "shared" in name for name in names)
+    for name in names:
+        weights = [weight_of(expert, name) for expert in suite.experts.values()]
+        step = method.merged_step(torch.stack(weights) - weight_of(suite.base, name))
+        expected.get_parameter(name).data = weight_of(suite.base, name) + 1.5 * step
+    assert_same(result, expected)
+    assert all(torch.equal(before[name], value) for name, value in suite.base.state_dict().items())
+
+
+# --- ESM ---
+
+
+def slow_directions(rows: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """Principal components of stored output shifts, without centring."""
+    _, s, v = torch.linalg.svd(rows @ step.T, full_matrices=True)
+    energies = torch.zeros(len(step), dtype=WIDE)
+    energies[: len(s)] = torch.where(s > 1e-7 * s[0], s.square() / len(rows), 0)
+    return energies, v.T
+
+
+def test_output_directions_are_those_of_stored_outputs() -> None:
+    rows, step = normal(0, 50, 6), normal(1, 8, 6)
+    energies, directions = output_directions(rows.T @ rows / len(rows), step)
+    slow, components = slow_directions(rows, step)
+    assert (energies > 0).sum() == 6  # outputs have no more directions than inputs
+    bound = rounding_of(rows) * float(slow[0] / slow[5])
+    assert_close(energies, slow, bound)
+    for rank in range(1, 7):  # of components only the sign is free
+        gap = float(slow[rank - 1] - slow[rank]) / float(slow[0])
+        span, expected = (d[:, :rank] @ d[:, :rank].T for d in (directions, components))
+        assert_close(span, expected, rounding_of(rows) / gap)
+
+
+def steps_of(tasks: int, m: int, n: int) -> tuple[list[Any], Tensor]:
+    steps, norms, rank = [], [], m // tasks
+    for task in range(tasks):
+        step, rows = normal(task, m, n), normal(10 + task, 40, n)
+        energies, u = output_directions(rows.T @ rows, step)
+        steps.append((energies[:rank], u[:, :rank], (u.T @ step)[:rank]))
+        norms.append(step.norm())
+    return steps, torch.stack(norms)
+
+
+def test_esm_of_one_task_has_equal_singular_values() -> None:
+    steps, norms = steps_of(1, 8, 5)
+    values = torch.linalg.svdvals(merged_step(steps, norms, 2.0))
+    assert float(values.max() - values.min()) <= rounding_of(steps[0][1]) * float(values.max())
+
+
+def test_esm_does_not_depend_on_the_order_of_tasks_or_the_scale_of_energies() -> None:
+    steps, norms = steps_of(3, 9, 6)
+    expected = merged_step(steps, norms, 2.0)
+    assert_close(merged_step(steps[::-1], norms.flip(0), 2.0), expected, 1e-9)
+    scaled = [(7.0 * energies, u, v) for energies, u, v in steps]
+    assert_close(merged_step(scaled, norms, 2.0), expected, 1e-9)
+
+
+def test_esm_of_experts_equal_to_the_base_changes_nothing() -> None:
+    steps = [(torch.zeros(2).double(), torch.eye(4, 2).double(), torch.zeros(2, 3).double())] * 2
+    assert not merged_step(steps, torch.zeros(2).double(), 2.0).any()
+
+
+def rows_into(model: nn.Module, batches: list, name: str) -> Tensor:
+    calls = calls_of(model, name, lambda: [oracle.run(model, batch) for batch in batches])
+    return torch.cat([args[0].flatten(0, -2) for args, _ in calls])
+
+
+QKV = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj")
+
+
+def test_esm_is_the_formula_on_stored_outputs_of_the_whole_experts() -> None:
+    suite = clip_suite(sizes=(9, 5))
+    method = ESM(samples_per_task=samples_in(suite), scale=1.5, polarization=1.0)
+    result = method.merge_models(suite.base, suite.experts, suite.inputs)
+    expected = add_up(suite.base, suite.experts, 1 / len(suite.experts))
+    for ends in (QKV, ["self_attn.out_proj"], ["mlp.fc1"], ["mlp.fc2"]):
+        modules = [[f"{block}.{end}" for end in ends] for block in suite.blocks]
+        steps = [slow_step(suite, names) for names in modules]
+        factors = relative(torch.stack([step.norm() for step in steps]))
+        for names, step, factor in zip(modules, steps, factors, strict=True):
+            for name, part in zip(names, step.chunk(len(names)), strict=True):
+                start = weight_of(suite.base, f"{name}.weight")
+                expected.get_parameter(f"{name}.weight").data = start + 1.5 * factor * part
+    assert_same(result, expected)  # all else is the experts' mean
+
+
+def slow_step(suite: Suite, modules: Sequence[str]) -> Tensor:
+    """The merged step of modules with one input, before layers are scaled."""
+    names, steps, norms = [f"{module}.weight" for module in modules], [], []
+    for task, expert in suite.experts.items():
+        step = torch.cat([weight_of(expert, n) - weight_of(suite.base, n) for n in names])
+        energies, u = slow_directions(rows_into(expert, suite.inputs[task], modules[0]), step)
+        rank = len(step) // len(suite.experts)
+        steps.append((energies[:rank], u[:, :rank], (u.T @ step)[:rank]))
+        norms.append(step.norm())
+    return merged_step(steps, torch.stack(norms), 1.0)
+
+
+@pytest.mark.slow
+def test_compare_runs_featcal_on_both(tmp_path) -> None:
+    words = [
+        "upstreams=[dc_merge,esm]", "alone=[]", "post_merging=[featcal]", "samples_per_task=16",
+        f"results_dir={tmp_path / 'cells'}",
+    ]  # fmt: skip
+    suite = ["method=compare", "modelpool=clip-vit-mini_TA6", f"path.log_dir={tmp_path / 'log'}"]
+    run = fusion_bench([*suite, *(f"method.{word}" for word in words)], tmp_path)
+    assert run.returncode == 0, run.stderr
+    rows = {(row.merger, row.name) for row in read_run(tmp_path / "log").rows}
+    assert {(name, row) for name in ("dc_merge", "esm") for row in (name, "featcal")} <= rows
