@@ -9,6 +9,7 @@ import torch
 from calibrations import assert_same, calls_of, gamma, samples_in
 from cli_runs import fusion_bench
 from tiny_models import Suite, add_up, clip_suite, decoder_suite, normal, t5_suite
+from tiny_open_clip import converted
 from torch import Tensor, nn
 
 from fusion_bench_featcal.lab.rivals import ESM, DCMerge
@@ -182,6 +183,20 @@ def slow_step(suite: Suite, modules: Sequence[str]) -> Tensor:
         steps.append((energies[:rank], u[:, :rank], (u.T @ step)[:rank]))
         norms.append(step.norm())
     return merged_step(steps, torch.stack(norms), 1.0)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_esm_of_fused_attention_is_that_of_its_parts(batch_first: bool) -> None:
+    suite = clip_suite(sizes=(9, 5))
+    method = ESM(samples_per_task=samples_in(suite))
+    result = method.merge_models(suite.base, suite.experts, suite.inputs)
+    base, expected, *experts = (
+        converted(model, batch_first=batch_first)
+        for model in (suite.base, result, *suite.experts.values())
+    )
+    images = {task: [b["pixel_values"] for b in batches] for task, batches in suite.inputs.items()}
+    tower = method.merge_models(base, dict(zip(images, experts, strict=True)), images)
+    assert_same(tower, expected)
 
 
 @pytest.mark.slow
