@@ -40,7 +40,7 @@ from fusion_bench_featcal.results.remarks import (
     notes_of_log,
     tasks_below_merged,
 )
-from fusion_bench_featcal.results.run import file_suffix
+from fusion_bench_featcal.results.run import conditions_of, file_suffix
 from fusion_bench_featcal.results.show import show_run
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
@@ -194,13 +194,15 @@ class RunResults:
         return self.saver.model
 
     def _order_rows(self) -> None:
-        """Put references first, which are evaluated last, and pair the merged model by seed."""
-        rows, first = self.report.rows, [BASE, EXPERTS, self.report.merger]
+        """Put references first, which are evaluated last, and pair rows with their merged model."""
+        rows, merger = self.report.rows, self.report.merger
+        first = [BASE, EXPERTS, merger]
         rows.sort(key=lambda row: first.index(row.name) if row.name in first else len(first))
         seeds = [row.seed for row in rows if row.seed is not None]
-        for row in rows:
-            if row.name == self.report.merger and row.seed is None and seeds:
-                row.seed = seeds[0]
+        for merged in (row for row in rows if row.name == merger):
+            merged.seed = seeds[0] if merged.seed is None and seeds else merged.seed
+            for row in (row for row in rows if row.is_repair):
+                row.conditions |= conditions_of(merger, merged.settings, row.settings)
 
     def _add_row(self, name: str, model: nn.Module, **details: Any) -> None:
         """Evaluate a model and report it. Without a task pool, report only settings and cost."""

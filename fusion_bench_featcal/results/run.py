@@ -207,6 +207,16 @@ def file_suffix(row: str) -> str:
     return row.removeprefix(FEATCAL).replace("_", ".", 1)
 
 
+def conditions_of(
+    merger: str, of_merger: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the upstream merger's settings as conditions of a row made from its model.
+
+    Keys that the row's settings have too get the merger's name.
+    """
+    return {f"{merger}.{key}" if key in settings else key: of_merger[key] for key in of_merger}
+
+
 def training_lines(row: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -> list[Line]:
     """Return a training, task -> (step, loss), as lines `training_loss` of the block `step n`."""
     return [

@@ -102,15 +102,18 @@ def _shares(
 
 
 def partner(group: Group, groups: Sequence[Group], name: str) -> Group | None:
-    """Return the group of the merger's or the experts' row for a row at its point."""
+    """Return the group of the merger's or the experts' row for a row at its point.
+
+    None if there is none, or several, of which no label tells the right one.
+    """
     suite, merger = group.first.suite, "" if name == EXPERTS else name
-    rows = (
+    rows = [
         other
         for other in groups
         if (other.first.suite, other.first.merger, other.first.name) == (suite, merger, name)
         and group.fits(other)
-    )
-    return next(rows, None)
+    ]
+    return rows[0] if len(rows) == 1 else None
 
 
 def by_seed(group: Group, metric: str) -> dict[Any, dict[str, Any]]:

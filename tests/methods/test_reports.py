@@ -48,6 +48,7 @@ def test_the_improved_model_stands_beside_the_merged_one(tmp_path: Path) -> None
     assert report.merger == "simple_average"
     assert report.row("simple_average").settings == MERGERS["simple_average"]
     assert report.row("scaled").settings["factor"] == -2.0
+    assert report.row("scaled").conditions == MERGERS["simple_average"]
     assert isinstance(report.row("scaled").cost["seconds"], float)
     assert any("ends below the merged model" in note.text for note in report.notes)
     assert (tmp_path / "logs" / "metrics.csv").is_file()

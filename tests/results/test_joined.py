@@ -124,6 +124,15 @@ def test_a_rows_merger_is_the_one_with_its_settings(tmp_path: Path) -> None:
     assert "scaling_factor = 0.3" in out and "scaling_factor = 1.0" in out
 
 
+def test_a_row_that_may_be_of_two_merged_models_has_no_gain(tmp_path: Path) -> None:
+    for scale, merged in ((0.3, 0.5), (1.0, 0.3)):
+        leave_cell(tmp_path / f"m{scale}", "ties", merged, settings={"scaling_factor": scale})
+    leave_cell(tmp_path / "featcal", "featcal", 0.6)
+    rows = summary(join_folders([tmp_path])).to_dict("records")
+    (row,) = [row for row in rows if row["row"] == "featcal"]
+    assert row["gain"] != row["gain"]  # not a number
+
+
 def test_runs_are_found_once_and_never_overwritten(tmp_path: Path) -> None:
     seeds = leave_seeds(tmp_path)
     (tmp_path / ".part").mkdir()

@@ -41,7 +41,7 @@ from fusion_bench_featcal.results import (
     write_run,
 )
 from fusion_bench_featcal.results.lines import RUN_FILE
-from fusion_bench_featcal.results.run import training_lines
+from fusion_bench_featcal.results.run import conditions_of, training_lines
 from fusion_bench_featcal.results.show import TASK_ID
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -155,7 +155,7 @@ class CellRunner:
         details = {
             "seed": self.seed,
             "settings": dict(method.settings),
-            "conditions": _of_the_merger(merger, method.settings),
+            "conditions": conditions_of(merger.name, plain(merger.config), method.settings),
             "cost": cost.as_dict() | _deployed(model, method.added(model)),
             "samples": method.samples(model, list(evaluation.by_task)),
             "curves": getattr(model, "curves", {}),
@@ -239,14 +239,6 @@ def _write(path: Path, done: Run) -> None:
             part.rename(path)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _of_the_merger(merger: Merger, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the merger's settings. Keys that a method has too get the merger's name."""
-    return {
-        f"{merger.name}.{key}" if key in settings else key: value
-        for key, value in plain(merger.config).items()
-    }
 
 
 def _own_code(method: Any) -> str | None:
