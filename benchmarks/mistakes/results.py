@@ -142,8 +142,8 @@ MUTATIONS = [
     Mutation(
         "bars of accuracy are twice the gain's interval",
         "results/figures.py",
-        "return 0.0 if half is None or half != half else unit * half",
-        "return 0.0 if half is None or half != half else 2 * unit * half",
+        'return 0.0 if is_missing(row["half"]) else unit * row["half"]',
+        'return 0.0 if is_missing(row["half"]) else 2 * unit * row["half"]',
         "results/test_figures.py",
     ),
 ]

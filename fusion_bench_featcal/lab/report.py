@@ -7,30 +7,29 @@ from pathlib import Path
 def report(options: argparse.Namespace) -> None:
     """Print (and with --out write) the tables of runs and comparisons from their files."""
     from fusion_bench_featcal.lab.diagnosis.views import diagnosis_figures, show_diagnosis
-    from fusion_bench_featcal.results import join_folders
+    from fusion_bench_featcal.results import join_folders, summary
     from fusion_bench_featcal.results.figures import figures_of, save_figures
     from fusion_bench_featcal.results.page import write_page
     from fusion_bench_featcal.results.show import markdown, show, show_against, write
-    from fusion_bench_featcal.results.summaries import summary
 
     results, metric = join_folders(options.runs), options.metric
     if options.against:
         show_against(results, options.against, metric)
         return
-    summary(results, metric)  # refuses an unknown metric before anything is written
-    written = [write(results, options.out, metric)] if options.out else []
+    frame = summary(results, metric)
+    written = [write(frame, results, options.out)] if options.out else []
     if options.figures:
-        figures = figures_of(results, metric)
+        figures = figures_of(frame)
         for folder, run in results.runs.items():
             ending = f"-{folder.name}" if len(results.runs) > 1 else ""
             figures |= {f"{k}{ending}": v for k, v in diagnosis_figures(run).items()}
         written += save_figures(figures, options.figures, "--figures")
     if options.html:
-        written.append(write_page(Path(options.html), results, metric))
+        written.append(write_page(Path(options.html), frame, results))
     if options.markdown:
-        print(markdown(results, metric), end="")
+        print(markdown(frame, results.notes), end="")
         return
-    show(results, metric)
+    show(frame, results.notes)
     for run in results.runs.values():
         show_diagnosis(run)
     for path in written:

@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusion_bench_featcal.files import ReportError, prepare_directory, write_atomic
 
-from .joining import Results
-from .run import ACCURACY, AVERAGE, BASE
-from .show import Unit, points_of, short_names, tasks_of
-from .summaries import summary
+from .run import AVERAGE, BASE
+from .show import Unit, is_at, is_missing, points_of, short_names, tasks_of
 from .tables import without_codes
 
 if TYPE_CHECKING:
@@ -64,14 +62,14 @@ Panels = Mapping[str, Mapping[str, Mapping[Any, Value]]]
 """Panel -> row -> category or position -> value."""
 
 
-def figures_of(results: Results, metric: str = ACCURACY) -> "dict[str, Figure]":
-    """Draw a metric by task, or with labels its average along each label with several numbers.
+def figures_of(frame: Any) -> "dict[str, Figure]":
+    """Draw a frame of `summary`: its metric by task, or the average along labels with numbers.
 
     Bars are half of the 95 % interval of the gain over the merged model.
     """
-    frame = summary(results, metric)
+    metric, labels = frame.attrs["metric"], frame.attrs["labels"]
     unit = f"{metric}, %" if Unit.of(metric).factor == 100 else metric
-    if not results.labels:
+    if not labels:
         return {
             f"{metric}-{suite}" if frame.suite.nunique() > 1 else metric: dots(
                 _by_task(frame[frame.suite == suite]), unit
@@ -80,8 +78,8 @@ def figures_of(results: Results, metric: str = ACCURACY) -> "dict[str, Figure]":
         }
     return {
         f"{metric}-{key}": curves(panels, key, f"average {unit}")
-        for key in results.labels
-        if (panels := _along(frame, key, results.labels))
+        for key in labels
+        if (panels := _along(frame, key))
     }
 
 
@@ -95,27 +93,27 @@ def _by_task(frame: Any) -> Panels:
                 name: Value(unit * row[f"{metric}.{task}"],
                             _half(row, unit) if task == AVERAGE else 0.0)
                 for task, name in names.items()
-                if row[f"{metric}.{task}"] == row[f"{metric}.{task}"]
+                if not is_missing(row[f"{metric}.{task}"])
             }  # fmt: skip
             panels.setdefault(merger, {})[_name(row)] = values
     return panels
 
 
-def _along(frame: Any, key: str, labels: Sequence[str]) -> Panels:
+def _along(frame: Any, key: str) -> Panels:
     """Return averages along a label, at the first values of the other labels."""
     metric, panels = frame.attrs["metric"], dict[str, Any]()
     unit, records = Unit.of(metric).factor, frame.to_dict("records")
-    first = {k: v for k, v in points_of(records, labels)[0].items() if k != key}
-    at_first = [row for row in records if all(row[k] in (v, None) or row[k] != row[k]
-                                              for k, v in first.items())]  # fmt: skip
-    positions = sorted({row[key] for row in at_first if row[key] == row[key]}, key=str)
+    point = points_of(records, frame.attrs["labels"])[0]
+    first = {label: value for label, value in point.items() if label != key}
+    at_first = [row for row in records if is_at(row, first)]
+    positions = sorted({row[key] for row in at_first if not is_missing(row[key])}, key=str)
     if len(positions) < 2 or not all(isinstance(at, int | float) for at in positions):
         return {}
     for merger in frame.merger[frame.merger != ""].unique():
         for row in (row for row in at_first if row["merger"] in ("", merger)):
             value = Value(unit * row[f"{metric}.{AVERAGE}"], _half(row, unit))
             # A row without the label has the same value everywhere.
-            xs = sorted(positions) if row[key] != row[key] else [row[key]]
+            xs = sorted(positions) if is_missing(row[key]) else [row[key]]
             if row["row"] != BASE:
                 panels.setdefault(merger, {}).setdefault(_name(row), {}).update(
                     dict.fromkeys(xs, value)
@@ -124,8 +122,7 @@ def _along(frame: Any, key: str, labels: Sequence[str]) -> Panels:
 
 
 def _half(row: Mapping[str, Any], unit: float) -> float:
-    half = row["half"]
-    return 0.0 if half is None or half != half else unit * half
+    return 0.0 if is_missing(row["half"]) else unit * row["half"]
 
 
 def _name(row: Mapping[str, Any]) -> str:

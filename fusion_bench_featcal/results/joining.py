@@ -13,7 +13,7 @@ from fusion_bench_featcal.plurals import counted
 
 from .lines import REPORT_FILE, RUN_FILE, SCHEMA, VALUE, read_run
 from .notes import RECORD, Note
-from .run import AVERAGE, DIMENSIONS, Line, Row, Run
+from .run import DIMENSIONS, Line, Row, Run, with_average
 
 log = logging.getLogger(__name__)
 
@@ -222,28 +222,22 @@ class Group:
 
     def means(self, metric: str) -> dict[str, float]:
         """Return task (and `average`) -> mean over the seeds, for tasks that all of them have."""
-        scores = [row.scores.get(metric, {}) for row in self.rows]
-        means = {
-            task: sum(score[task] for score in scores) / len(scores)
-            for task in scores[0]
-            if all(task in score for score in scores)
-        }
-        average = sum(means.values()) / len(means) if means else 0.0
-        return means | ({AVERAGE: average} if means else {})
+        return with_average(_means([row.scores.get(metric, {}) for row in self.rows]))
 
     def cost(self) -> dict[str, float]:
         """Return means over the seeds of what all of them measured."""
-        costs = [row.cost for row in self.rows]
-        return {
-            what: sum(cost[what] for cost in costs) / len(costs)
-            for what in costs[0]
-            if all(what in cost for cost in costs)
-        }
+        return _means([row.cost for row in self.rows])
 
     def fits(self, other: "Group") -> bool:
         """Return whether labels that both have are equal."""
         one, two = self.first.labels, other.first.labels
         return all(two.get(key, value) == value for key, value in one.items())
+
+
+def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each value that all rows have."""
+    shared = (key for key in rows[0] if all(key in row for row in rows))
+    return {key: sum(row[key] for row in rows) / len(rows) for key in shared}
 
 
 def groups_of(results: Results) -> list[Group]:

@@ -12,22 +12,19 @@ from fusion_bench_featcal.files import ReportError, prepare_directory, write_ato
 
 from .figures import figures_of, svg
 from .joining import Results
-from .run import ACCURACY
 from .show import sentences, tables_of
 from .tables import Table, without_codes
 
 _SUFFIXES = (".html", ".htm")
 
 
-def write_page(
-    path: Path, results: Results, metric: str = ACCURACY, setting: str = "--html"
-) -> Path:
+def write_page(path: Path, frame: Any, results: Results, setting: str = "--html") -> Path:
     """Write the page of results atomically and return its path.
 
     Args:
         path: The file. Links to the runs' files are relative to its folder.
-        results: The results.
-        metric: Name of the metric.
+        frame: A frame of `summary`.
+        results: The results that it is of.
         setting: The setting that chose `path`, for messages.
 
     Raises:
@@ -37,10 +34,10 @@ def write_page(
         near = path / "report.html" if path.is_dir() else path.with_name(f"{path.name}.html")
         raise ReportError(f"{setting} names a file that ends in .html, such as {near}, not {path}")
     path = prepare_directory(path.parent, setting) / path.name
-    return write_atomic(path, page_text(results, metric, path.parent.resolve()), setting)
+    return write_atomic(path, page_text(frame, results, path.parent.resolve()), setting)
 
 
-def page_text(results: Results, metric: str, folder: Path) -> str:
+def page_text(frame: Any, results: Results, folder: Path) -> str:
     """Return the page for a folder as one document. Values from users appear as plain text."""
     from jinja2 import Environment, StrictUndefined
 
@@ -51,9 +48,9 @@ def page_text(results: Results, metric: str, folder: Path) -> str:
     template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
     text = environment.from_string(template).render(
         title=", ".join(dict.fromkeys(row.suite for row in results.rows)),
-        tables=[_with_mergers(table) for table in tables_of(results, metric)],
-        figures=figures_of(results, metric),
-        lines=sentences(results, metric),
+        tables=[_with_mergers(table) for table in tables_of(frame)],
+        figures=figures_of(frame),
+        lines=sentences(frame, results.notes),
         machines=list(dict.fromkeys(_machine(run) for run in results.runs.values())),
         links=_links(results.runs, folder),
     )

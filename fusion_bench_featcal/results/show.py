@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from fusion_bench_featcal.files import ReportError, prepare_directory, write_atomic
 
-from .joining import Results
+from .joining import Results, join
 from .lines import LINES_FILE, RUN_FILE, csv_text
-from .notes import BELOW, sentences_of
+from .notes import BELOW, Note, sentences_of
 from .run import ACCURACY, AVERAGE, EXPERTS, REFERENCES, Run
 from .summaries import against, summary
 from .tables import ABSENT, Table, console, page, print_lines
@@ -35,21 +35,26 @@ class Unit(NamedTuple):
 
     def value(self, number: float) -> str:
         """Write a value."""
-        return ABSENT if number != number else f"{self.factor * number:.{self.digits}f}"
+        return ABSENT if is_missing(number) else f"{self.factor * number:.{self.digits}f}"
 
     def gain(self, number: float, half: float, seeds: int) -> str:
         """Write a difference ± half of its interval, or with the number of seeds without one."""
-        if number != number:
+        if is_missing(number):
             return ABSENT
         text = f"{self.factor * number:+z.{self.digits}f}"
-        if half is None or half != half:
+        if is_missing(half):
             return text + (f", {seeds} seeds" if seeds > 1 else "")
         return f"{text} ± {self.value(half)}"
 
 
-def share_text(share: float | None) -> str:
+def is_missing(value: Any) -> bool:
+    """Return whether a cell of a frame is empty: None or NaN."""
+    return value is None or value != value
+
+
+def share_text(share: Any) -> str:
     """Write a share as whole per cent, and nothing as a dash."""
-    return ABSENT if share is None or share != share else f"{100 * share:.0f} %"
+    return ABSENT if is_missing(share) else f"{100 * share:.0f} %"
 
 
 def short_names(tasks: Sequence[str]) -> dict[str, str]:
@@ -145,13 +150,13 @@ def worst_text(row: Mapping[str, Any], names: Mapping[str, str], unit: Unit) -> 
     return " ".join(text for text in texts if text != ABSENT)
 
 
-def _yes(value: float | None) -> str:
-    return ABSENT if value is None or value != value else "yes" if value else "no"
+def _yes(value: Any) -> str:
+    return ABSENT if is_missing(value) else "yes" if value else "no"
 
 
 def _cost(row: Mapping[str, Any], what: str, unit: float, form: str) -> str:
-    value = row.get(f"cost.{what}")
-    return ABSENT if value is None or value != value else format(value / unit, form)
+    value: Any = row.get(f"cost.{what}")
+    return ABSENT if is_missing(value) else format(value / unit, form)
 
 
 def legend(frame: Any) -> list[str]:
@@ -175,14 +180,13 @@ def legend(frame: Any) -> list[str]:
 # ---- the table of points
 
 
-def point_tables(frame: Any, labels: Sequence[str]) -> list[Table]:
+def point_tables(frame: Any) -> list[Table]:
     """Return a table for each merger: rows by points, each an average and the worst task's share.
 
     Args:
-        frame: A frame of `summary`.
-        labels: The labels, of which the frame has columns.
+        frame: A frame of `summary` with labels.
     """
-    metric, tables = frame.attrs["metric"], []
+    metric, labels, tables = frame.attrs["metric"], frame.attrs["labels"], []
     unit = Unit.of(metric)
     for suite, merger in frame[frame.merger != ""].groupby(["suite", "merger"], sort=False).groups:
         part = frame[(frame.suite == suite) & frame.merger.isin([merger, ""])]
@@ -202,7 +206,7 @@ def point_tables(frame: Any, labels: Sequence[str]) -> list[Table]:
 
 def points_of(records: Iterable[Mapping[str, Any]], labels: Sequence[str]) -> list[dict[str, Any]]:
     """Return the values of labels at each point. A row without a label belongs to all points."""
-    points = [{k: row[k] for k in labels if not _is_missing(row[k])} for row in records]
+    points = [{k: row[k] for k in labels if not is_missing(row[k])} for row in records]
     distinct = [point for n, point in enumerate(points) if point not in points[:n]]
     largest = [one for one in distinct if not any(one.items() < two.items() for two in distinct)]
     return sorted(largest, key=lambda point: [(isinstance(v, str), v) for v in point.values()])
@@ -210,17 +214,13 @@ def points_of(records: Iterable[Mapping[str, Any]], labels: Sequence[str]) -> li
 
 def is_at(row: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
     """Return whether a row belongs to a point: its labels have the point's values."""
-    return all(_is_missing(row[key]) or row[key] == value for key, value in point.items())
+    return all(is_missing(row[key]) or row[key] == value for key, value in point.items())
 
 
 def point_text(point: Mapping[str, Any]) -> str:
     """Return a point as text, such as `n = 8`, a label a line."""
     names = {"samples_per_task": "n"}
     return "\n".join(f"{names.get(key, key)} = {value}" for key, value in point.items())
-
-
-def _is_missing(value: Any) -> bool:
-    return value is None or value != value
 
 
 def _at(
@@ -243,38 +243,33 @@ def _transposed(table: Table) -> Table:
 # ---- all of it
 
 
-def tables_of(results: Results, metric: str = ACCURACY, width: int | None = None) -> list[Table]:
-    """Return the tables of results: rows, or rows by points where settings differ."""
-    frame = summary(results, metric)
-    if results.labels:
-        return point_tables(frame, results.labels)
-    return row_tables(frame, width)
+def tables_of(frame: Any, width: int | None = None) -> list[Table]:
+    """Return the tables of a frame of `summary`: rows, or rows by points where settings differ."""
+    return point_tables(frame) if frame.attrs["labels"] else row_tables(frame, width)
 
 
-def sentences(results: Results, metric: str = ACCURACY) -> list[str]:
-    """Return the legend and the notes."""
-    frame = summary(results, metric)
-    seeds = int(frame.seeds.max())
+def sentences(frame: Any, notes: Iterable[Note]) -> list[str]:
+    """Return the legend of a frame of `summary`, and the notes."""
+    seeds, has_points = int(frame.seeds.max()), bool(frame.attrs["labels"])
     means = [f"means over {seeds} seeds"] if seeds > 1 else []
-    legends = [] if results.labels else legend(frame)
-    without = [BELOW] if results.labels else []
-    return [*means, *legends, *(f"note: {text}" for text in sentences_of(results.notes, *without))]
+    legends = [] if has_points else legend(frame)
+    texts = sentences_of(notes, *[BELOW] * has_points)
+    return [*means, *legends, *(f"note: {text}" for text in texts)]
 
 
-def show(results: Results, metric: str = ACCURACY) -> None:
-    """Print the tables of results, their legend and the notes."""
-    for number, table in enumerate(tables_of(results, metric, console().width)):
+def show(frame: Any, notes: Iterable[Note]) -> None:
+    """Print the tables of a frame of `summary`, their legend and the notes."""
+    for number, table in enumerate(tables_of(frame, console().width)):
         print("\n" * bool(number), end="")
         table.show()
-    print_lines(sentences(results, metric))
+    print_lines(sentences(frame, notes))
 
 
-def show_run(run: Run, folder: Path = Path()) -> None:
+def show_run(run: Run) -> None:
     """Print the table of one run, if its models were evaluated."""
-    from .joining import join
-
     if run.tasks:
-        show(join({folder: run}))
+        results = join({Path(): run})
+        show(summary(results), results.notes)
 
 
 def show_against(results: Results, name: str, metric: str = ACCURACY) -> None:
@@ -293,19 +288,18 @@ def show_against(results: Results, name: str, metric: str = ACCURACY) -> None:
 
 
 def _p(row: Mapping[str, Any]) -> str:
-    return ABSENT if _is_missing(row["adjusted"]) else f"{row['adjusted']:.2g}"
+    return ABSENT if is_missing(row["adjusted"]) else f"{row['adjusted']:.2g}"
 
 
-def markdown(results: Results, metric: str = ACCURACY) -> str:
+def markdown(frame: Any, notes: Iterable[Note]) -> str:
     """Return the tables, legend and notes as a Markdown page."""
     paragraphs: list[Any] = ["# Report"]
-    for table in tables_of(results, metric):
+    for table in tables_of(frame):
         paragraphs += [f"## {table.title}", table.markdown()]
-    return page(*paragraphs, "## Notes", sentences(results, metric))
+    return page(*paragraphs, "## Notes", sentences(frame, notes))
 
 
-def write(results: Results, folder: str | Path, metric: str = ACCURACY, setting: str = "--out"
-          ) -> Path:  # fmt: skip
+def write(frame: Any, results: Results, folder: str | Path, setting: str = "--out") -> Path:
     """Write `report.csv`, `report.md` and the joined `lines.csv`. Return the folder.
 
     Raises:
@@ -316,8 +310,8 @@ def write(results: Results, folder: str | Path, metric: str = ACCURACY, setting:
             f"{folder} has the files of a run, which would be overwritten. Change {setting} to "
             "another folder."
         )
-    frame, folder = summary(results, metric), prepare_directory(folder, setting)
+    folder = prepare_directory(folder, setting)
     write_atomic(folder / "report.csv", frame.to_csv(index=False, lineterminator="\n"), setting)
-    write_atomic(folder / "report.md", markdown(results, metric), setting)
+    write_atomic(folder / "report.md", markdown(frame, results.notes), setting)
     write_atomic(folder / LINES_FILE, csv_text(results.lines()), setting)
     return folder

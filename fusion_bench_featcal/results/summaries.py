@@ -24,8 +24,8 @@ def summary(results: Results, metric: str = ACCURACY) -> Any:
     Columns: `suite`, `merger`, `row`, the labels, `accuracy.<task>` and `accuracy.average` (or of
     another metric); for rows made from a merged model `gain` over it, `half` of its 95 % interval,
     `share` of the gap to the experts, and the task with the smallest share: `worst_task`,
-    `worst_share`, `worst_value`; then `seeds`, costs `cost.*` and `samples`. The metric's name is
-    in `attrs["metric"]`.
+    `worst_share`, `worst_value`; then `seeds`, costs `cost.*` and `samples`. `attrs` has the
+    `metric` and the names of the `labels`, for the views.
 
     Args:
         results: Joined runs.
@@ -53,7 +53,7 @@ def summary(results: Results, metric: str = ACCURACY) -> Any:
     frame = DataFrame(lines, columns=heads, dtype=object)
     numbers = [head for head in heads if head not in results.labels]  # 8 samples stay an integer
     frame[numbers] = frame[numbers].infer_objects()
-    frame.attrs["metric"] = metric
+    frame.attrs |= {"metric": metric, "labels": results.labels}
     return frame
 
 

@@ -56,7 +56,7 @@ class Table:
         return "\n".join([texts[0], "|:--" + "|--:" * len(self.heads) + "|", *texts[1:]])
 
     def show(self) -> None:
-        """Print the table in tables of the terminal's width."""
+        """Print the table in parts of the terminal's width."""
         from rich import box
         from rich.table import Table as RichTable
 

@@ -39,10 +39,10 @@ from fusion_bench_featcal.lab.compare.grid import NONE, REFERENCES, Cell, cells_
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.plurals import counted
-from fusion_bench_featcal.results import Note, Run, join, prepare_directory, write_run
+from fusion_bench_featcal.results import Note, Run, prepare_directory, write_run
 from fusion_bench_featcal.results.notes import FAILED, NOTE
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison, tasks_below_merged
-from fusion_bench_featcal.results.show import show
+from fusion_bench_featcal.results.show import show_run
 from fusion_bench_featcal.setting_fields import Settings, is_integer, is_text_list, same_as, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
@@ -211,11 +211,11 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             write_run(folder, done)
             log_results(self.fabric, done, None)
             lines = closing_lines_of_a_comparison(folder, store)
-            at_the_end(partial(_show, folder, done, lines))
+            at_the_end(partial(_show, done, lines))
 
 
-def _show(folder: Path, done: Run, lines: Sequence[str]) -> None:
-    show(join({folder: done}))
+def _show(done: Run, lines: Sequence[str]) -> None:
+    show_run(done)
     print("\n".join(lines))
 
 
