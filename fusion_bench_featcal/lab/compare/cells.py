@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from torch import nn
 
 from fusion_bench_featcal.calibration_data import samples_used
 from fusion_bench_featcal.digests import digest_text
+from fusion_bench_featcal.files import replacing
 from fusion_bench_featcal.fusionbench.evaluation import Evaluation, evaluate, join, task_names
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
@@ -231,14 +231,12 @@ def reason_of(error: BaseException) -> str:
 
 def _write(path: Path, done: Run) -> None:
     """Write a finished cell: its folder is complete or absent."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        write_run(part, done, RESULTS_DIR)
-        shutil.rmtree(path, ignore_errors=True)  # a damaged one
-        with suppress(OSError):  # another job has finished it at the same time
-            part.rename(path)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        with replacing(path, ["*"]) as part:  # the old folder is a damaged one
+            write_run(part, done, RESULTS_DIR)
+    except OSError:
+        if not (path / RUN_FILE).exists():  # else another job has finished it at the same time
+            raise
 
 
 def _own_code(method: Any) -> str | None:
