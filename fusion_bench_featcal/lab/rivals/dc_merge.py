@@ -7,10 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
-from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
-from fusion_bench_featcal.fusionbench.program import counting_in
-from fusion_bench_featcal.lab.rivals.mergers import load_means
+from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.lab.rivals.mergers import load_base, load_means
 from fusion_bench_featcal.lab.rivals.registry import Method, method
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.module_copies import copied_module
@@ -55,13 +53,8 @@ class DCMerge(Method):
 
     def merge(self, inputs: MethodInputs) -> nn.Module:
         """Merge a pool's experts. Raises a CalibrationError if a model cannot be loaded."""
-        base = load_pool_model(inputs.modelpool, BASE_MODEL)
         experts = inputs.experts(self.calibration_settings)
-        return self.merge_models(
-            counting_in(torch.int64, base),  # as in the experts' files
-            experts,
-            device=inputs.fabric.device,
-        )
+        return self.merge_models(load_base(inputs), experts, device=inputs.fabric.device)
 
     @torch.no_grad()
     def merge_models(
@@ -85,8 +78,7 @@ class DCMerge(Method):
             CalibrationError: If an expert's tensor is missing, of another shape or not finite.
         """
         model = copied_module(base)
-        weights = [ExpertModel(task, source_of(e), model) for task, e in experts.items()]
-        load_means(model, weights, 1.0)
+        weights = load_means(model, experts, 1.0)
         for name in matrix_names(model):
             start = base.get_parameter(name).detach().to(device)
             start = start.to(torch.promote_types(start.dtype, torch.float32))

@@ -55,9 +55,8 @@ class Merger(MergingRule, SampleSettings):
         """Merge a pool's experts. Raises as `merge_models`."""
         settings = self.calibration_settings
         batches = inputs.batches(settings)
-        base = load_pool_model(inputs.modelpool, BASE_MODEL)
         return self.merge_models(
-            counting_in(torch.int64, base),  # as in the experts' files
+            load_base(inputs),
             inputs.experts(settings),
             batches,
             device=inputs.fabric.device,
@@ -83,8 +82,7 @@ class Merger(MergingRule, SampleSettings):
         check_inputs(base, experts, batches, settings)
         home = device_of(base)
         start = copied_module(base).to(device or home)
-        weights = [ExpertModel(task, source_of(e), start) for task, e in experts.items()]
-        load_means(start, weights, self.start_scale(len(experts)))
+        load_means(start, experts, self.start_scale(len(experts)))
         result = calibrate(
             start,
             base,
@@ -131,18 +129,28 @@ class Lot(lot.Lot, Merger):
     """
 
 
-def load_means(model: nn.Module, experts: Sequence[ExpertModel], scale: float) -> None:
+def load_base(inputs: MethodInputs) -> nn.Module:
+    """Load the pool's base, with whole numbers as in the experts' files."""
+    return counting_in(torch.int64, load_pool_model(inputs.modelpool, BASE_MODEL))
+
+
+def load_means(
+    model: nn.Module, experts: Mapping[str, nn.Module | ExpertSource], scale: float
+) -> list[ExpertModel]:
     """Set every floating-point tensor of a model, the base, to the experts' mean.
 
     A parameter's step from the base is scaled. Buffers, such as running variances, become means.
+    Returns the experts as sources of the model's tensors.
     """
     tensors = model.state_dict(keep_vars=True)
+    weights = [ExpertModel(task, source_of(expert), model) for task, expert in experts.items()]
     for tensor, name in {id(t): (t.data, name) for name, t in tensors.items()}.values():
         if tensor.is_floating_point():
             wide = torch.promote_types(tensor.dtype, torch.float32)
-            mean = sum(e.tensor(name).to(wide) for e in experts) / len(experts)
+            mean = sum(e.tensor(name).to(wide) for e in weights) / len(weights)
             is_scaled = scale != 1 and isinstance(tensors[name], nn.Parameter)
             tensor.copy_(tensor + scale * (mean - tensor) if is_scaled else mean)
+    return weights
 
 
 class ExpertStreams(Streams):
