@@ -10,7 +10,7 @@ from typing import Any
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.json_files import read_lines
 from fusion_bench_featcal.results import AVERAGE, Row, Run
-from fusion_bench_featcal.results.run import file_suffix
+from fusion_bench_featcal.results.run import calibration_log
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def log_results(fabric: Any, run: Run, folder: Path | None) -> None:
         for task, value in row.accuracy.items():
             steps[0][_name(row, *["accuracy"] * (task != AVERAGE), task)] = value
         if folder is not None and row.is_repair:
-            _add_drift(row, folder / f"calibration_log{file_suffix(row.name)}.jsonl", steps)
+            _add_drift(row, folder / calibration_log(row.name), steps)
     for logger in fabric.loggers:
         try:
             _log(logger, settings, steps)

@@ -40,7 +40,7 @@ from fusion_bench_featcal.results.remarks import (
     notes_of_log,
     tasks_below_merged,
 )
-from fusion_bench_featcal.results.run import conditions_of, file_suffix
+from fusion_bench_featcal.results.run import calibration_log, conditions_of, file_suffix
 from fusion_bench_featcal.results.show import show_run
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
@@ -132,9 +132,8 @@ class RunResults:
     ) -> None:
         """Save and evaluate the model of row `featcal` or `featcal_<preset>`, and keep its log."""
         if self._log_dir is not None:
-            preset = file_suffix(name)
-            result.log.write(self._log_dir / f"calibration_log{preset}.jsonl")
-            write_atomic(self._log_dir / f"reads{preset}.json", json_text(result.reads))
+            result.log.write(self._log_dir / calibration_log(name))
+            write_atomic(self._log_dir / f"reads{file_suffix(name)}.json", json_text(result.reads))
         lines = [*warnings_of(Agreement.of(result.log), settings), *outcome_of(result.log)]
         # These notes also close the run's output, so no warning is printed here.
         self.report.note(*notes_of_log(name, result.log.records))

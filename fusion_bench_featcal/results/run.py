@@ -207,6 +207,11 @@ def file_suffix(row: str) -> str:
     return row.removeprefix(FEATCAL).replace("_", ".", 1)
 
 
+def calibration_log(row: str) -> str:
+    """Return the name of a FeatCal row's calibration log in a run's folder."""
+    return f"calibration_log{file_suffix(row)}.jsonl"
+
+
 def conditions_of(
     merger: str, of_merger: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:

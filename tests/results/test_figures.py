@@ -7,7 +7,16 @@ from xml.etree import ElementTree
 import pytest
 from drawn import Panel, panels
 from golden.golden_views import diagnosed
-from reports import LEVELS, error_of, featcal, leave_cells, leave_run, leave_seeds, rows_of
+from reports import (
+    LEVELS,
+    error_of,
+    featcal,
+    leave_cell,
+    leave_cells,
+    leave_run,
+    leave_seeds,
+    rows_of,
+)
 
 EVIL = "<script>alert('&')</script> --> $x$"
 
@@ -74,8 +83,6 @@ def test_equal_figures_are_equal_files_and_names_are_text(tmp_path: Path) -> Non
 
 def test_without_numbers_to_draw_it_says_so(tmp_path: Path) -> None:
     cells = tmp_path / "cells"
-    from reports import leave_cell
-
     for kind in ("fog", "snow"):
         leave_cell(cells / kind, "featcal", 0.5, settings={"kind": kind})
     assert "there is nothing to draw" in error_of("report", cells, "--figures", tmp_path / "x")
