@@ -162,7 +162,7 @@ def dots(panels: Panels, label: str) -> "Figure":
             shift = 0.7 * ((number + 0.5) / len(rows) - 0.5)
             heights = [categories.index(name) + shift for name in values]
             means, halves = ([part[n] for part in values.values()] for n in (0, 1))
-            axes.errorbar(means, heights, xerr=halves, elinewidth=1.3, linestyle="none",
+            axes.errorbar(means, heights, xerr=_bars(halves), elinewidth=1.3, linestyle="none",
                           **styles[row])  # fmt: skip
         axes.grid(visible=False, axis="y")
     grid[0].set_yticks(range(len(categories)), categories)
@@ -188,11 +188,15 @@ def curves(panels: Panels, xlabel: str, ylabel: str, *, joined: bool = True) -> 
     for axes, rows in zip(grid, panels.values(), strict=True):
         for row, values in rows.items():
             means, halves = ([part[n] for part in values.values()] for n in (0, 1))
-            axes.errorbar(list(values), means, yerr=halves, elinewidth=1.3, linewidth=1.5,
+            axes.errorbar(list(values), means, yerr=_bars(halves), elinewidth=1.3, linewidth=1.5,
                           linestyle=line, **styles[row])  # fmt: skip
         _scale(axes, _names(rows.values()))
     _legend(figure, styles, line)
     return figure
+
+
+def _bars(halves: Sequence[float]) -> Sequence[float] | None:
+    return halves if any(halves) else None
 
 
 def _scale(axes: "Axes", positions: Sequence[Any]) -> None:

@@ -78,6 +78,7 @@ def test_all_metrics_with_one_row_and_one_expert_in_memory(
     per_task = ["final_cosine", "task_vector_norm", "task_vector_cosine", "pca_share_1"]
     blocks = len(by_block(lines, "featcal", "drift"))
     expected = dict.fromkeys(per_block, 2 * blocks) | dict.fromkeys(per_task, 2)
+    expected |= dict.fromkeys(("pca_1", "pca_2"), 2 * 6)  # an item each
     expected["accuracy"] = 3  # two tasks and their average
     assert blocks > 1 and expected.items() <= counts.items()
     assert by_task(lines, "base", "task_vector_cosine") == {}
@@ -128,4 +129,6 @@ def test_the_command(tmp_path: Path) -> None:
     done = featcal("report", log, "--figures", tmp_path / "figures")
     assert done.code == 0 and "cosine of final features" in done.out
     figures_of_run = {file.stem for file in (tmp_path / "figures").glob("*.svg")}
-    assert {f"diagnosis-{name}" for name in ("drift", "terms", "cosines", "gains")} < figures_of_run
+    assert {
+        f"diagnosis-{name}" for name in ("drift", "terms", "cosines", "components", "gains")
+    } < figures_of_run

@@ -26,6 +26,7 @@ from fusion_bench_featcal.lab.diagnosis.drift import (
     COLUMNS,
     drift_metrics,
     explained_shares,
+    principal_plane,
     split_drift,
 )
 from fusion_bench_featcal.lab.diagnosis.measure import Measures, measure
@@ -174,3 +175,12 @@ def test_shares_of_variance() -> None:
     shares = explained_shares(points @ basis.T + 3)
     assert shares == pytest.approx((variances / variances.sum())[:2].tolist())
     assert explained_shares(torch.ones(4, 3)) == [0, 0]
+
+
+def test_the_principal_plane_holds_the_greatest_variance() -> None:
+    features = normal(1, 20, 5) * torch.tensor([3.0, 2.0, 1.0, 0.5, 0.1]) + 3
+    center, directions = principal_plane(features)
+    points = (features.double() - center) @ directions
+    shares = points.square().sum(0) / (features.double() - center).square().sum()
+    assert shares.tolist() == pytest.approx(explained_shares(features))
+    assert torch.equal(principal_plane(features.flip(0))[1].sign(), directions.sign())

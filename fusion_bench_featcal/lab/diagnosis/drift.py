@@ -81,6 +81,18 @@ def drift_metrics(means: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+def principal_plane(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of features and their first two principal directions, `[d]` and `[d, 2]`.
+
+    The largest entry of a direction is positive, so that equal features give equal directions.
+    """
+    features = features.double()
+    center = features.mean(0)
+    directions = torch.linalg.svd(features - center, full_matrices=False).Vh[:2].T
+    largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
+    return center, directions * largest.sign()
+
+
 def explained_shares(features: Tensor) -> list[float]:
     """Return the shares of variance along the first two principal directions (PCA).
 

@@ -5,11 +5,17 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion_bench_featcal.lab.diagnosis.drift import COLUMNS, drift_metrics, explained_shares
+from fusion_bench_featcal.lab.diagnosis.drift import (
+    COLUMNS,
+    drift_metrics,
+    explained_shares,
+    principal_plane,
+)
 from fusion_bench_featcal.lab.diagnosis.measure import Measures
 from fusion_bench_featcal.results import EXPERTS, Line
 
 _DIGITS = 6
+_POINTS = 50  # items of a task that have coordinates
 
 
 def row_lines(row: str, task: str, measures: Measures) -> Iterator[Line]:
@@ -24,18 +30,24 @@ def row_lines(row: str, task: str, measures: Measures) -> Iterator[Line]:
         yield _line(row, task, "task_vector_norm", norm)
         if norm * expert_norm > 0:
             yield _line(row, task, "task_vector_cosine", product / norm / expert_norm)
-    yield from _share_lines(row, task, measures.features)
+    yield from _feature_lines(row, task, measures.features, measures)
 
 
 def expert_lines(task: str, measures: Measures) -> Iterator[Line]:
     """Yield the metrics of an expert alone, and the number of items."""
     if measures.vectors is not None:
         yield _line(EXPERTS, task, "task_vector_norm", measures.vectors[1])
-    yield from _share_lines(EXPERTS, task, measures.expert_features)
+    yield from _feature_lines(EXPERTS, task, measures.expert_features, measures)
     yield _line("", task, "items", len(measures.cosines))
 
 
-def _share_lines(row: str, task: str, features: Tensor) -> Iterator[Line]:
+def _feature_lines(row: str, task: str, features: Tensor, measures: Measures) -> Iterator[Line]:
+    """Yield shares of variance, and coordinates in the plane of the expert's features (PCA)."""
+    center, directions = principal_plane(measures.expert_features)
+    points = (features[:_POINTS].double() - center) @ directions
+    for number, (one, two) in enumerate(points.tolist()):
+        yield _line(row, task, "pca_1", one, block=f"item {number}")
+        yield _line(row, task, "pca_2", two, block=f"item {number}")
     for number, share in enumerate(explained_shares(features), start=1):
         yield _line(row, task, f"pca_share_{number}", share)
 

@@ -1,11 +1,11 @@
 """Views of a diagnosis: drift by block in its two terms, and final features by task."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from fusion_bench_featcal.results import AVERAGE, BASE, Line, Run
+from fusion_bench_featcal.results import AVERAGE, BASE, EXPERTS, Line, Run
 from fusion_bench_featcal.results.figures import MERGED, Value, curves, dots
 from fusion_bench_featcal.results.show import share_text, short_names
 from fusion_bench_featcal.results.tables import Table, print_lines
@@ -77,11 +77,13 @@ def diagnosis_sentences(run: Run) -> list[str]:
 
 
 def diagnosis_figures(run: Run) -> "dict[str, Figure]":
-    """Draw Figs. 1, 2 and 7 of the paper for a diagnosed run, by name, else nothing.
+    """Draw Figs. 1, 2, 6 and 7 of the paper for a diagnosed run, by name, else nothing.
 
     `diagnosis-drift`: relative drift by block; `diagnosis-terms`: drift and its two terms (Eq. 3);
     `diagnosis-cosines`: cosines of final features and task vectors with the expert's;
-    `diagnosis-gains`: gain in accuracy against gain in cosine, a point for each task.
+    `diagnosis-components`: final features in the plane of the expert's first two principal
+    directions, a panel for each task; `diagnosis-gains`: gain in accuracy against gain in cosine, a
+    point for each task.
     """
     lines = run.all_lines()
     rows = rows_of(lines)
@@ -104,6 +106,10 @@ def diagnosis_figures(run: Run) -> "dict[str, Figure]":
         "diagnosis-terms": curves(terms, "block", "mean L2 norm"),
         "diagnosis-cosines": dots(cosines, "cosine with the expert's"),
     }
+    if points := _components(lines, [*rows, EXPERTS], names):
+        figures["diagnosis-components"] = curves(
+            points, "first principal component", "second", joined=False
+        )
     gains = {row: gain for row in rows if row not in (BASE, run.merger)
              if (gain := _gains(lines, row, run.merger))}  # fmt: skip
     if gains:
@@ -112,6 +118,25 @@ def diagnosis_figures(run: Run) -> "dict[str, Figure]":
             {"a point for each task": gains}, label, "gain in accuracy, points", joined=False
         )
     return figures
+
+
+def _components(
+    lines: Sequence[Line], rows: Sequence[str], names: Mapping[str, str]
+) -> dict[str, dict[str, dict[Any, Value]]]:
+    """Return task -> row -> first coordinate -> second coordinate of its items' final features."""
+    coordinates: dict[str, dict[tuple[str, str, str], float]] = {"pca_1": {}, "pca_2": {}}
+    for line in lines:
+        if line["metric"] in coordinates:
+            coordinates[line["metric"]][line["task"], line["row"], line["block"]] = line["value"]
+    first, second = coordinates.values()
+    titles = short_names(list(dict.fromkeys(task for task, *_ in first)))
+    points: dict[str, dict[str, dict[Any, Value]]] = {t: {} for t in titles.values()}
+    for row in rows:
+        for key, value in first.items():
+            if key[1] == row and row != BASE:
+                panel = points[titles[key[0]]].setdefault(names.get(row, row), {})
+                panel[value] = Value(second[key])
+    return points
 
 
 def _gains(lines: Sequence[Line], row: str, merger: str) -> dict[Any, Value]:
