@@ -8,9 +8,6 @@ LLM ?= .venv-llm
 MATRIX ?= .venv-matrix
 DOCS ?= .venv-docs
 PIP_ARGS ?=
-RUNS ?= outputs/demo-full
-COMPARISONS ?= outputs/compare-full
-DIAGNOSES ?= outputs/diagnosis
 STUDIES ?= outputs/studies
 # OpenMP's threads wait asleep: spinning makes a calibration many times slower on a busy machine.
 export OMP_WAIT_POLICY ?= passive
@@ -23,7 +20,7 @@ install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editabl
 with_commands = PATH="$$(cd $(BIN) && pwd):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full compare compare-quick compare-full diagnose studies test test-hub test-sweeps test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix surroundings surroundings-quick lint types house check build tables docs docs-serve notebook reproduce robust mutations nightly clean
+.PHONY: help venv demo compare compare-quick studies results test test-hub test-sweeps test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix surroundings surroundings-quick lint types house check build tables docs docs-serve notebook robust mutations nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,27 +57,20 @@ venv: $(VENV)/.installed-dev ## make .venv with everything for development
 demo: $(VENV)/.installed ## merge the bundled six-task CLIP, calibrate it, print the table
 	$(BIN)/fusion_bench method=featcal modelpool=clip-vit-mini_TA6
 
-demo-full: $(VENV)/.installed ## two upstream mergers, three seeds, the unseen alphabets, intervals
-	$(with_commands) examples/demo_full.sh $(RUNS)
-
 compare: $(VENV)/.installed ## every merger with every post-merging method; finished cells stay
 	$(BIN)/fusion_bench method=compare modelpool=clip-vit-mini_TA6
 
 compare-quick: $(VENV)/.installed ## one merger, fewer samples and training steps: minutes
 	$(BIN)/fusion_bench method=compare modelpool=clip-vit-mini_TA6 method.upstreams='[task_arithmetic]' method.alone='[regmean]' method.samples_per_task=64 method.steps=100
 
-compare-full: $(VENV)/.installed ## compare, then three seeds with 256 and with 8 samples per task
-	$(with_commands) examples/compare_full.sh $(COMPARISONS)
-
-diagnose: $(VENV)/.installed ## drift, final features and task vectors on the image suite and both text suites: minutes
-	for pool in clip-vit-mini_TA6 flan-t5-mini_TA6 llama-mini_TA6; do $(BIN)/fusion_bench method=diagnose modelpool=$$pool method.items=128 path.log_dir=$(DIAGNOSES)/$$pool || exit 1; done
-
-studies: $(VENV)/.installed ## sweeps for the paper's tables and figures on the bundled suites; finished cells stay
+studies: $(VENV)/.installed ## the paper's tables and figures on the bundled suites (hours); finished cells stay
 	$(with_commands) examples/studies.sh $(STUDIES)
 
-tables: $(VENV)/.installed ## write the tables of README and docs and the front page's figure, from docs/results
+results: $(VENV)/.installed ## the quick grid of docs/results on the bundled suites; finished cells stay
+	$(with_commands) scripts/results.sh
+
+tables: $(VENV)/.installed ## write the tables and figures of README and docs
 	$(BIN)/python scripts/write_tables.py
-	$(BIN)/python scripts/draw_accuracies.py
 
 docs: $(DOCS)/.installed ## build the documentation site in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
@@ -92,9 +82,6 @@ docs-serve: $(DOCS)/.installed ## show the documentation at localhost:8000, up t
 
 notebook: $(VENV)/.installed-notebook ## run examples/walkthrough.ipynb; with KEEP=1 keep its new outputs
 	$(BIN)/python scripts/run_notebook.py $(if $(KEEP),,--check)
-
-reproduce: $(VENV)/.installed ## what of the paper the bundled suites can repeat (hours); PAPER=1: with hub weights
-	$(with_commands) $(BIN)/python scripts/reproduce.py $(if $(PAPER),--paper)
 
 # Without the checks of tensor shapes in core, which plain pytest and test-newest make.
 test: $(VENV)/.installed ## run the tests but the slowest: offline, on the CPU, in minutes
@@ -164,7 +151,7 @@ robust: $(VENV)/.installed ## kill and resume 50 runs, 1000 random settings, 300
 mutations: $(VENV)/.installed ## small mistakes in the package, each of which a test must notice
 	$(BIN)/python benchmarks/mutations.py
 
-nightly: check docs notebook test-slow test-newest test-open-clip test-llm test-matrix surroundings robust mutations build demo-full ## everything
+nightly: check docs notebook test-slow test-newest test-open-clip test-llm test-matrix surroundings robust mutations build ## everything
 
 clean: ## remove environments, builds and caches; run folders stay
 	rm -rf $(VENV) $(NEWEST) $(OPEN_CLIP) $(LLM) $(MATRIX) $(DOCS) build site dist .pytest_cache .ruff_cache

@@ -1,38 +1,67 @@
 #!/usr/bin/env bash
-# One line for each table and figure of the paper that a sweep makes, on the bundled suites, named by the
-# paper's number. Finished cells are kept in FOLDER/cells. Usage: examples/studies.sh [FOLDER]
+# The paper's tables and figures, a command each, on the bundled suites or with --paper on the paper's models.
+# --list prints the commands. Finished cells are kept in FOLDER. Usage: examples/studies.sh [--list] [--paper] [FOLDER]
 set -euo pipefail
 
-folder="${1:-outputs/studies}"
-sweep() { # name of the folder, pool, words
-  local name="$1" pool="$2"
-  shift 2
-  fusion_bench -m method=compare "modelpool=$pool" "hydra.sweep.dir=$folder/$name" \
-    "method.results_dir=$(realpath -m "$folder")/$name/cells" 'method.alone=[]' \
-    'method.upstreams=[task_arithmetic]' "$@"
-  featcal report "$folder/$name/cells" --out "$folder/$name/table" --figures "$folder/$name/figures"
-}
-images=clip-vit-mini_TA6
-methods='[surgery,prob_surgery,surgery_calibration,prob_surgery_calibration,featcal,featcal_plus]'
-corruptions='{kind: gaussian_noise, severity: 3},{kind: motion_blur, severity: 3},{kind: fog, severity: 3}'
-fog='{kind: fog, severity: 1},{kind: fog, severity: 2},{kind: fog, severity: 3},{kind: fog, severity: 4},{kind: fog, severity: 5}'
+list='' images=clip-vit-mini_TA6 many=clip-vit-mini_all8 numbers=2,4,6,8
+clip=clip-vit-mini_TA6 texts=flan-t5-mini_TA6,llama-mini_TA6
+while [[ "${1:-}" == --* ]]; do
+  case "$1" in
+    --list) list=yes ;;
+    --paper)
+      images=clip-vit-base-patch32_TA8 many=clip-vit-base-patch32_TALL20 numbers=2,5,10,20
+      clip="$(echo clip-vit-{base-patch32,large-patch14}_{TA8,TALL14,TALL20} | tr ' ' ,)"
+      texts="$(echo flan-t5-{base_glue,large_glue_lora} mergebench_llama-3.{2-3b,1-8b}-instruct | tr ' ' ,)"
+      ;;
+    *) echo "unknown option $1" >&2 && exit 2 ;;
+  esac
+  shift
+done
+folder="$(realpath -m "${1:-outputs/studies}")"
 
-sweep tables-5-12-13_figure-3 "$images" "method.post_merging=$methods" \
-  method.samples_per_task=8,16,32,64,128,256,512 method.seed=1,2,3
-for pool in flan-t5-mini_TA6 llama-mini_TA6; do
-  sweep "table-12_$pool" "$pool" 'method.post_merging=[featcal,featcal_plus]' \
-    method.samples_per_task=8,32,128,512 method.seed=1,2,3
-done
-sweep table-6 "$images" 'method.post_merging=[surgery,prob_surgery,featcal,featcal_plus]' \
-  "method.calibration_corruption=null,$corruptions" method.seed=1,2,3
-sweep figure-4 "$images" 'method.post_merging=[featcal,featcal_plus]' \
-  "method.calibration_corruption=$fog"
+words() { # print a command's words, quoted where a shell needs it
+  local word
+  printf 'fusion_bench'
+  for word in "$@"; do
+    if [[ "$word" == *[][{}\ ]* ]]; then printf " '%s'" "$word"; else printf ' %s' "$word"; fi
+  done
+  echo
+}
+sweep() { # title, pools, words: a comparison, or a sweep of it
+  local title="$1" pool="$2" name
+  shift 2
+  set -- -m method=compare "modelpool=$pool" "$@"
+  if [ -n "$list" ]; then echo "# $title" && words "$@" && return; fi
+  name="$folder/$(tr -cs '[:alnum:]\n' - <<< "$title")"
+  fusion_bench "$@" "path.log_dir=$name/jobs" "method.results_dir=$name/cells"
+  featcal report "$name/cells" --out "$name/table" --figures "$name/figures"
+}
+study() { # the same over one merger
+  sweep "$@" 'method.upstreams=[task_arithmetic]' 'method.alone=[]'
+}
+methods='method.post_merging=[surgery,prob_surgery,surgery_calibration,prob_surgery_calibration,featcal,featcal_plus]'
+few='method.post_merging=[featcal,featcal_plus]'
 row=+method.post_merging_methods.featcal
-sweep figure-5_lambda "$images" 'method.post_merging=[featcal]' "$row.ridge_lambda=0.001,0.01,0.05,0.1,1,10"
-sweep figure-5_alpha "$images" 'method.post_merging=[featcal]' "$row.mix_alpha=0,0.15,0.3,0.6,1"
-sweep figure-5_rho "$images" 'method.post_merging=[featcal]' "$row.anchor_rho=1,1.5,2,2.5,3"
-sweep number-of-tasks clip-vit-mini_all8 'method.post_merging=[surgery,featcal,featcal_plus]' \
-  method.tasks=2,4,6,8
-for pool in "$images" flan-t5-mini_TA6 llama-mini_TA6; do # Figures 1, 2, 6, 7
-  fusion_bench method=diagnose "modelpool=$pool" method.items=128 "path.log_dir=$folder/diagnosis-$pool"
-done
+noise='{kind: gaussian_noise, severity: 3}' blur='{kind: motion_blur, severity: 3}'
+fog() { printf '{kind: fog, severity: %s}' "$1"; }
+
+sweep 'Tables 1, 2, 7 to 11: CLIP, each merger with each method' "$clip"
+sweep 'Tables 3, 4, 14: FLAN-T5 and Llama, each merger with each method' "$texts"
+study 'Tables 5, 12, 13, Figure 3: samples per task, and costs' "$images" "$methods" \
+  method.samples_per_task=8,16,32,64,128,256,512 method.seed=1,2,3
+study 'Table 6: corrupted calibration images, clean tests' "$images" "$methods" \
+  "method.calibration_corruption=null,$noise,$blur,$(fog 3)" method.seed=1,2,3
+study 'Figure 4: severity of fog' "$images" "$few" \
+  "method.calibration_corruption=$(fog 1),$(fog 2),$(fog 3),$(fog 4),$(fog 5)"
+study 'Figure 5: lambda' "$images" 'method.post_merging=[featcal]' "$row.ridge_lambda=0.001,0.01,0.05,0.1,1,10"
+study 'Figure 5: alpha' "$images" 'method.post_merging=[featcal]' "$row.mix_alpha=0,0.15,0.3,0.6,1"
+study 'Figure 5: rho' "$images" 'method.post_merging=[featcal]' "$row.anchor_rho=1,1.5,2,2.5,3"
+study 'Not in the paper: number of tasks' "$many" "$few" "method.tasks=$numbers"
+
+set -- method=diagnose "modelpool=$images"
+if [ -n "$list" ]; then
+  echo '# Figures 1, 2, 6, 7: drift by block, cosines, principal components' && words "$@"
+else
+  fusion_bench "$@" "path.log_dir=$folder/Figures-1-2-6-7"
+  featcal report "$folder/Figures-1-2-6-7" --figures "$folder/Figures-1-2-6-7/figures"
+fi

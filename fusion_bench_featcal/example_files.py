@@ -51,16 +51,6 @@ EXAMPLES = {
         "a notebook: drift of a merged model, block by block, and what calibration does to it",
         ("jupyter execute --inplace walkthrough.ipynb",),
     ),
-    "demo-full": Example(
-        "demo_full.sh",
-        "two mergers, three draws of samples, every bundled suite; tables with intervals",
-        ("./demo_full.sh",),
-    ),
-    "compare-full": Example(
-        "compare_full.sh",
-        "every merger and method on every bundled suite (hours)",
-        ("./compare_full.sh",),
-    ),
     "studies": Example(
         "studies.sh",
         "sweeps for the paper's tables and figures (hours)",

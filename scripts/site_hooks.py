@@ -135,8 +135,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Replace links to other files of the repository by links to their pages."""
     uri = page.file.src_uri
     page.meta.update(config.extra["pages"].get(uri, {}))
-    if uri.startswith("results/"):  # many tables of numbers, which the pages quote
-        page.meta["search"] = {"exclude": True}
     if uri.startswith("repository/"):
         return markdown
     page.edit_url = os.path.relpath(

@@ -1,40 +1,169 @@
-"""Write the generated parts of README.md and docs/ from docs/results, settings and benchmarks.
+"""Write the generated parts of README.md and docs/ and their figures.
 
 A generated part is between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. PARTS has its
-source. `--check` changes nothing and fails if a part is stale.
+source: lines of runs in docs/results (written by scripts/results.sh), settings, benchmarks, or the
+paper's numbers. `--check` changes nothing and fails if a part or a figure is stale.
 
     python scripts/write_tables.py [--check]
 """
 
 import argparse
+import csv
 import re
+import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
-import paper
-import reproduce
-from comparison_tables import (
-    RUNS,
-    SUITES,
-    costs_table,
-    draws,
-    grid,
-    grid_tasks,
-    readme_table,
-    run_table,
-    suites_table,
-    times_table,
-)
-from paper import ROOT, table
-from study_tables import diagnosis_part, study_table
+from fusion_bench_featcal.lab.diagnosis.views import diagnosis_figures, diagnosis_tables
+from fusion_bench_featcal.results import Results, join_folders, summary
+from fusion_bench_featcal.results.figures import Value, dots, svg
+from fusion_bench_featcal.results.show import row_tables
 
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+FIGURES = ROOT / "docs" / "figures"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PART = re.compile(
     r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(^<!-- end of (?P=name) -->)",
     re.DOTALL | re.MULTILINE,
 )
+SUITES = {
+    "clip-vit-mini_TA6": "CLIP, images",
+    "clip-vit-mini_alphabets2": "CLIP, two alphabets",
+    "flan-t5-mini_TA6": "T5, texts",
+    "llama-mini_TA6": "Llama, texts",
+    "resnet-mini_TA3": "ResNet, images",
+}
+README_SUITES = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6")
+README_ROWS = {
+    "task_arithmetic": "merged by task arithmetic",
+    "distillation": "+ gradient distillation",
+    "featcal": "+ FeatCal, settings of the paper",
+    "featcal_plus": "+ FeatCal+",
+    "experts": "one expert per task",
+}
+DRAWN_ROWS = {"task_arithmetic": "merged", "featcal": "featcal", "featcal_plus": "featcal_plus",
+              "experts": "experts"}  # fmt: skip
+DIAGNOSIS = "diagnosis"
+DIAGNOSIS_FIGURES = ("diagnosis-terms", "diagnosis-components")
+
+
+def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table: the first column to the left, the others to the right."""
+    rule = "|".join([":--", *["--:"] * (len(heads) - 1)])
+    head, *rest = (f"| {' | '.join(row)} |" for row in [heads, *lines])
+    return "\n".join([head, f"|{rule}|", *rest])
+
+
+# ---- results of runs
+
+
+@cache
+def results_of(name: str) -> Results:
+    """Return the joined runs of a folder of docs/results."""
+    return join_folders([RESULTS / name])
+
+
+def results_part(suite: str) -> str:
+    """Return a suite's table: every row's tasks, gain, share, worst task and costs."""
+    results = results_of(suite)
+    (accuracies,) = row_tables(summary(results))
+    return f"{accuracies.markdown()}\n\n{measured(results)}"
+
+
+def measured(results: Results) -> str:
+    """Return a line with the machine and the versions of runs."""
+    device, versions = (
+        getattr(next(iter(results.runs.values())), name) for name in ("device", "versions")
+    )
+    return (
+        f"- measured on {device['cpu']} ({device['torch_threads']} thread), with torch "
+        f"{versions['torch']} and transformers {versions['transformers']}"
+    )
+
+
+def averages(suite: str) -> dict[str, dict[str, Any]]:
+    """Return a suite's rows of averages by name."""
+    records = summary(results_of(suite)).to_dict("records")
+    return {row["row"]: row for row in records}
+
+
+def readme_table() -> str:
+    """Average accuracies of a few rows on three suites, the best repaired bold."""
+    columns = []
+    for suite in README_SUITES:
+        rows = averages(suite)
+        cells = {row: f"{100 * rows[row]['accuracy.average']:.1f}" for row in README_ROWS}
+        best = max([*README_ROWS][:-1], key=cells.__getitem__)
+        columns.append(cells | {best: f"**{cells[best]}**"})
+    lines = [[label, *(cells[row] for cells in columns)] for row, label in README_ROWS.items()]
+    return table(["accuracy, %", *(SUITES[suite] for suite in README_SUITES)], lines)
+
+
+def accuracies_figure() -> str:
+    """Draw a line for each suite, a dot for each row, with the interval of its gain."""
+    rows: dict[str, dict[str, Value]] = {name: {} for name in DRAWN_ROWS.values()}
+    for suite, category in SUITES.items():
+        for row, record in averages(suite).items():
+            if row in DRAWN_ROWS:
+                half = record["half"] if record["half"] == record["half"] else 0.0
+                value = Value(100 * record["accuracy.average"], 100 * half)
+                rows[DRAWN_ROWS[row]][category] = value
+    return svg(dots({"": rows}, "average accuracy, %"))
+
+
+def diagnosis_part() -> str:
+    """Return the tables of the diagnosis in docs/results."""
+    (run,) = results_of(DIAGNOSIS).runs.values()
+    tables = [f"*{part.title}*\n\n{part.markdown()}" for part in diagnosis_tables(run)]
+    return "\n\n".join(tables)
+
+
+def figures() -> dict[Path, str]:
+    """Return the texts of the figures of README.md and docs/."""
+    (run,) = results_of(DIAGNOSIS).runs.values()
+    diagnosis = diagnosis_figures(run)
+    texts = {name: svg(diagnosis[name]) for name in DIAGNOSIS_FIGURES}
+    texts["accuracies"] = accuracies_figure()
+    return {FIGURES / f"{name}.svg": text for name, text in texts.items()}
+
+
+# ---- the paper
+
+
+def paper_commands() -> str:
+    """Return the commands of the paper's tables and figures, by examples/studies.sh."""
+    script = [ROOT / "examples" / "studies.sh", "--list", "--paper"]
+    lines = subprocess.check_output(script, text=True).splitlines()
+    parts = [
+        f"**{title.removeprefix('# ')}**\n\n```\n{command}\n```"
+        for title, command in zip(lines[::2], lines[1::2], strict=True)
+    ]
+    return "\n\n".join(parts)
+
+
+def paper_averages() -> str:
+    """Return the paper's average accuracies of mergers and post-merging methods."""
+    methods = {"": "merged", "surgery": "+ Surgery", "prob_surgery": "+ ProbSurgery",
+               "featcal": "+ FeatCal", "experts": "experts"}  # fmt: skip
+    mergers = ("simple_average", "task_arithmetic", "adamerging", "wudi")
+    with (ROOT / "scripts" / "paper_results.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["metric"] == "average"]
+    value = {(row["setting"], row["upstream"], row["post_merging"]): row["value"] for row in rows}
+    lines = [
+        [suite, merger, *(value.get((suite, "" if name == "experts" else merger, name), "-")
+                          for name in methods)]
+        for suite in dict.fromkeys(row["setting"] for row in rows)
+        for merger in mergers
+        if (suite, merger, "") in value
+    ]  # fmt: skip
+    return table(["suite", "merger", *methods.values()], lines)
+
+
+# ---- the package
 
 
 def methods_table() -> str:
@@ -69,45 +198,12 @@ def text_of(path: str, *, after: str = "") -> str:
     return text[text.index(after) + len(after) :].strip()
 
 
-STUDIES = {
-    "clip-vit-mini_TA6": (
-        "samples", "ablation", "sweep", "cost", "corruption", "severity", "transfer"
-    ),
-    "clip-vit-mini_all8": ("tasks",),
-    "flan-t5-mini_TA6": ("samples", "ablation"),
-    "llama-mini_TA6": ("samples", "ablation"),
-}  # fmt: skip
 PARTS: dict[str, Callable[[], str]] = {
-    **{f"results-{name}": partial(run_table, name) for name in RUNS},
+    **{f"results-{suite}": partial(results_part, suite) for suite in SUITES},
     "readme-accuracy": readme_table,
-    "comparison-suites": suites_table,
-    "comparison-grid": partial(grid, "grid"),
-    "comparison-texts": partial(grid, "flan-t5-mini", "llama-mini"),
-    "comparison-field": partial(grid, "field"),
-    "comparison-kl": partial(grid, "kl"),
-    "comparison-costs": costs_table,
-    "comparison-times": times_table,
-    "comparison-tasks": grid_tasks,
-    **{
-        f"draws-{suite}": partial(draws, {f"n = {n}": f"draws-{suite}-n{n}" for n in (8, 64, 256)})
-        for suite in SUITES
-    },
-    **{
-        f"study-{name}-{suite}": partial(study_table, suite, name)
-        for suite, names in STUDIES.items()
-        for name in names
-    },
-    **{
-        f"diagnosis{end}": partial(diagnosis_part, suite)
-        for suite, end in zip(paper.OURS, ("", "-t5", "-llama"), strict=True)
-    },
-    "paper-commands": reproduce.commands_part,
-    "paper-averages": paper.averages_table,
-    "paper-samples": paper.samples_table,
-    "paper-corrupted": paper.corruption_table,
-    "paper-cost": paper.cost_table,
-    "paper-observations": paper.observations_part,
-    "paper-drift": paper.drift_table,
+    "diagnosis": diagnosis_part,
+    "paper-commands": paper_commands,
+    "paper-averages": paper_averages,
     "model-types": partial(text_of, "benchmarks/results/model_types.md"),
     "scale-predicted": partial(text_of, "benchmarks/results/scale.md", after="## Predicted\n"),
     "methods": methods_table,
@@ -130,11 +226,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    stale = [page for page in PAGES if rewritten(page) != page.read_text(encoding="utf-8")]
-    for page in stale:
-        print(f"{'stale' if options.check else 'written'}: {page.relative_to(ROOT)}")
+    written = {page: rewritten(page) for page in PAGES} | figures()
+    stale = [
+        path
+        for path, text in written.items()
+        if not path.exists() or path.read_text("utf-8") != text
+    ]
+    for path in stale:
+        print(f"{'stale' if options.check else 'written'}: {path.relative_to(ROOT)}")
         if not options.check:
-            page.write_text(rewritten(page), encoding="utf-8")
+            path.write_text(written[path], encoding="utf-8")
     if stale and options.check:
         sys.exit("run: python scripts/write_tables.py")
 

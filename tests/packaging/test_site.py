@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from importlib import import_module
 
 from configs import REPOSITORY
@@ -40,13 +39,16 @@ def test_every_quoted_message_is_in_the_code():
         assert [text for text in fragments if text not in code] == [], message
 
 
-def test_make_reproduce_runs_the_commands_of_the_page():
-    script = [sys.executable, str(REPOSITORY / "scripts" / "reproduce.py"), "--list"]
-    listed = subprocess.check_output(script, text=True)
-    page = (DOCS / "paper.md").read_text(encoding="utf-8")
-    commands = [line for line in listed.splitlines() if line.startswith("fusion_bench")]
-    assert len(commands) > 10
-    for command in commands:
-        method, _, pool = command.partition(" modelpool=")
-        method = method.removeprefix("fusion_bench ").removeprefix("-m ")
-        assert any(f"`{method}`" in line and pool in line for line in page.splitlines())
+def test_studies_are_listed_for_the_bundled_suites_and_the_papers_models():
+    script = REPOSITORY / "examples" / "studies.sh"
+    bundled, paper = (
+        subprocess.check_output([script, *words], text=True).splitlines()
+        for words in (["--list"], ["--list", "--paper"])
+    )
+    assert bundled[::2] == paper[::2] and all(title.startswith("# ") for title in paper[::2])
+    pools = {pool.stem for pool in (REPOSITORY / "config" / "modelpool").rglob("*.yaml")}
+    for command in (*bundled[1::2], *paper[1::2]):
+        (named,) = re.findall(r"modelpool=(\S+)", command)
+        assert set(named.split(",")) <= pools
+    done = subprocess.run([script, "--lst"], capture_output=True, text=True)
+    assert done.returncode == 2 and "unknown option --lst" in done.stderr
