@@ -140,7 +140,7 @@ def parse() -> argparse.Namespace:
     Shape.add_arguments(parser)
     parser.add_argument("--repeats", type=int, default=2, help="turns of each side")
     parser.add_argument(
-        "--set", action="append", default=[], help="a setting of the engine: log_drift=true"
+        "--set", action="append", default=[], help="a setting of the engine: mix_alpha=0"
     )
     parser.add_argument("--out", type=Path, help="also append the table to this Markdown file")
     parser.add_argument(

@@ -83,11 +83,10 @@ class Shape:
         return (IMAGE_SIZE // self.patch) ** 2 + 1 if self.kind == "clip" else self.length
 
     def settings(self, **changes: Any) -> FeatCalSettings:
-        """Return the paper's settings for images, without drift, with norms if they are updated."""
+        """Return the paper's settings for images, with norms if they are updated."""
         values: dict[str, Any] = {
             "samples_per_task": self.samples,
             "batch_size": BATCH,
-            "log_drift": False,
             "calibrate_norm": self.kind == "clip",
         }
         return FeatCalSettings(**(values | changes))

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from fusion_bench_featcal.calibration import calibrate
     from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
     from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-    from fusion_bench_featcal.families import Family, ReplayFamily
+    from fusion_bench_featcal.families import Family
     from fusion_bench_featcal.log import CalibrationLog
     from fusion_bench_featcal.problem import CalibrationResult
     from fusion_bench_featcal.processes import TorchProcesses
@@ -28,7 +28,6 @@ __all__ = [
     "InMemoryExpert",
     "Paper",
     "Plus",
-    "ReplayFamily",
     "SafetensorsExpert",
     "TorchProcesses",
     "calibrate",
@@ -47,7 +46,6 @@ __getattr__ = lazy_names(
         "InMemoryExpert": ".experts",
         "Paper": ".rules.paper",
         "Plus": ".rules.plus",
-        "ReplayFamily": ".families",
         "SafetensorsExpert": ".experts.safetensors_files",
         "TorchProcesses": ".processes",
         "calibrate": ".calibration",

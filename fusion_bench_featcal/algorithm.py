@@ -24,9 +24,7 @@ from fusion_bench_featcal.fusionbench.options import (
     read_settings,
     take_fusion_bench_keys,
 )
-from fusion_bench_featcal.fusionbench.plan_run import log_plan, numbers_of_samples, stored_itemsize
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
-from fusion_bench_featcal.fusionbench.pool_models import ExpertSources
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.program_processes import (
     announcing,
@@ -39,7 +37,7 @@ from fusion_bench_featcal.method_inputs import MethodInputs, check_calibration
 from fusion_bench_featcal.output import check_output
 from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.processes import Processes
-from fusion_bench_featcal.results import FEATCAL, Cost, measure, prepare_directory
+from fusion_bench_featcal.results import FEATCAL, Cost, measure
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -161,15 +159,12 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             inputs.processor,
             upstream=upstream,
             row=choices.save,
-            linear_kernel=self.settings.linear_kernel,
         )
 
     def _upstream(self, inputs: MethodInputs, rows: Iterable[FeatCalSettings]) -> Upstream:
         """Check folders and models, and return the merger. Nothing is loaded or merged."""
         for settings in rows:
             check_output(settings, self._processes)
-            if settings.activations_dir is not None:
-                prepare_directory(settings.activations_dir, "method.activations_dir")
         upstream = Upstream(self.base_method, inputs.models)
         check_pool_models(inputs.models, self.fabric)
         upstream.budget_left(self.settings)  # raises if the merger alone exceeds the budget
@@ -206,7 +201,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         saves = self._results is not None and self._results.saver.saves(name)
         with measure() as cost:
             base, experts = inputs.base(limited), inputs.experts(limited)
-            self._log_plan(merged, limited, base, experts, batches)
             result = calibrate(
                 merged,
                 base,
@@ -226,29 +220,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         _add_amounts(cost, result)
         log.debug("calibrated %s in %.1f s", name, cost.seconds)
         return result, cost
-
-    def _log_plan(
-        self,
-        merged: nn.Module,
-        settings: FeatCalSettings,
-        base: Any,
-        experts: ExpertSources,
-        batches: Mapping[str, Any],
-    ) -> None:
-        if self._processes.rank > 0:
-            return
-        base_whole = isinstance(base, nn.Module)
-        log_plan(
-            merged,
-            settings,
-            len(experts),
-            self.fabric.device,
-            samples=numbers_of_samples(batches),
-            whole=experts.whole() + base_whole,
-            loaded=1 + base_whole,
-            itemsize=stored_itemsize(base),
-            processes=self._processes.size,
-        )
 
     def _how_to_go_on(self) -> str:
         """Return the final message of an interrupted run."""
@@ -274,7 +245,5 @@ def _add_amounts(cost: Cost, result: CalibrationResult) -> None:
     read, planned = totals["all_experts_read"], totals["experts_planned"]
     if read is not None:
         cost.more["expert_bytes"] = read
-    if result.log.of_kind("drift_weights"):
-        cost.more["calibrations"] = 2
     if planned is not None:
         cost.more["expert_bytes_planned"] = planned

@@ -1,7 +1,6 @@
 """Algorithm 1: calibrate a merged model block by block, in forward order."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -12,10 +11,9 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core.float32_products import convolving_as_multiplying, exact_products
 from fusion_bench_featcal.core.kernels import using_kernel
-from fusion_bench_featcal.core.products import summing_in
 from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.memory import divided, naming_memory, return_freed_memory
+from fusion_bench_featcal.memory import naming_memory, return_freed_memory
 from fusion_bench_featcal.modules.groups import Group, find_groups
 from fusion_bench_featcal.modules.models import (
     Modes,
@@ -38,9 +36,9 @@ from fusion_bench_featcal.rules.rule import GroupSums, Rule
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.samples import check_inputs, naming_module
+from fusion_bench_featcal.streams.statistics import estimated
 from fusion_bench_featcal.streams.streams import Streams
-from fusion_bench_featcal.streams.task_rows import TaskRows, empty_rows, empty_sums, sums_of
-from fusion_bench_featcal.team import Figures
+from fusion_bench_featcal.streams.task_rows import TaskRows, empty_rows
 
 
 def calibrate_blocks(problem: Problem) -> None:
@@ -65,31 +63,23 @@ def calibrate_block(problem: Problem, block: str) -> None:
 def calibrate_loaded(problem: Problem, block: str) -> None:
     """Calibrate a block whose merged tensors are in memory, and store the new parameters."""
     start, finished = time.perf_counter(), problem.output.read(block, problem.working)
-    groups, figures = [] if finished else groups_of(problem, block), Figures()
-    merged = tensors_under(problem.model, block)
+    merged, figures = tensors_under(problem.model, block), dict[str, Any]()
+    problem.streams.narrow(block, problem.modules[block].sites)
+    groups = [] if finished else groups_of(problem, block)
+    estimate_statistics(problem, block, finished)
     for number, turn in enumerate(problem.rule.turns(groups) or [[]]):
-        new = dict[str, Tensor]()
-        for index, part in enumerate(parts_of(problem, turn)):
-            sums = collect(problem, block, part, None if number or index else groups)
-            sums = problem.team.add_up(sums)
-            solved, of_modules = problem.team.spread(*solve(problem, block, sums))
-            new |= solved
-            figures |= of_modules
+        sums = collect(problem, block, turn, None if number else groups)
+        problem.processes.add_up(t for of_group in sums.values() for t in of_group.tensors())
+        new, of_turn = solve(problem, block, sums)  # every process solves the same systems
+        figures |= of_turn
         load_updates(problem.model, block, {**finished, **new}, problem.rule.remedy)
+        estimate_statistics(problem, block, finished)
     problem.progress.at(f"{block} · update")
     problem.streams.advance(block)
     note(problem, block, figures, time.perf_counter() - start)
     current = tensors_under(problem.model, block)
     changed = {name: t.detach() for name, t in current.items() if t is not merged[name]}
     problem.working.finish(problem.output.write(block, problem.working, changed, problem.log))
-
-
-def parts_of(problem: Problem, turn: Sequence[Group]) -> list[Sequence[Group]]:
-    """Divide a turn into groups whose sums fit in memory together."""
-    hollow, device = problem.structure, problem.streams.runner.device
-    sizes = [sums_of(group, hollow, problem.rule, problem.dtype) for group in turn]
-    divisions = problem.team.of_first(lambda: divided(sizes, problem.sums_at_once, device))
-    return [[turn[index] for index in part] for part in divisions]
 
 
 def trusting(problem: Problem, block: str) -> Problem:
@@ -101,23 +91,26 @@ def trusting(problem: Problem, block: str) -> Problem:
 
 def groups_of(problem: Problem, block: str) -> list[Group]:
     """Return the groups of a block's modules, in the order of their calls."""
-    sites, streams, team = problem.modules[block].sites, problem.streams, problem.team
+    sites = problem.modules[block].sites
     if not sites:
         return []
-    if streams.last_rows is not None and streams.is_last(block):
-        streams.narrow(block, team.of_first(lambda: streams.names_of_last_rows(block, sites)))
+    recorded, rows = problem.streams.record_first(block, sites)
+    return find_groups(problem.model, block, sites, recorded, rows.of)
 
-    def find() -> list[Group]:
-        recorded, rows = streams.record_first(block, sites)
-        return find_groups(problem.model, block, sites, recorded, rows.of)
 
-    return team.of_first(find)
+def estimate_statistics(problem: Problem, block: str, finished: Mapping[str, Tensor]) -> None:
+    """Estimate the running statistics of a block's BatchNorms, in order, unless it is finished."""
+    if finished or not problem.rule.estimates_statistics:
+        return
+    for name in problem.modules[block].statistics:
+        new = estimated(problem.streams, block, name, problem.processes.add_up)
+        load_updates(problem.model, block, new, problem.rule.remedy)
 
 
 def collect(
     problem: Problem, block: str, turn: Sequence[Group], entering: Sequence[Group] | None
 ) -> dict[Group, GroupSums]:
-    """Sum the inputs of a turn's modules over all tasks.
+    """Sum the inputs of a turn's modules over the tasks of this process.
 
     Args:
         problem: The problem.
@@ -128,18 +121,24 @@ def collect(
     Raises:
         CalibrationError: If sums are empty or not finite, naming task and module.
     """
-    model, rule, dtype = problem.model, problem.rule, problem.dtype
-    base = None if problem.base is None else problem.base.tensor
-    sums = {group: empty_sums(group, model, base, rule, dtype) for group in turn}
+    sums = {group: empty_sums(problem, group) for group in turn}
     checks = Checks(block)
-    for task, rows in problem.team.whole(task_rows(problem, block, turn, entering)):
+    for task, rows in task_rows(problem, block, turn, entering):
         with exact_products():
             for group in rows:
-                figures = sums[group].add(task, rows[group].finished(), rows[group].expert)
-                checks.add(task, group, rows[group], figures)
+                of_task = rows[group].finished()
+                sums[group].add(task, rows[group].expert, *of_task)
+                checks.add(task, group.name, of_task, sums[group].tensors())
         rows.clear()  # frees the rows before the next task
-    checks.run(problem.team.gather)
+    checks.run(problem.processes.gather)
     return sums
+
+
+def empty_sums(problem: Problem, group: Group) -> GroupSums:
+    """Return sums over no task for a group."""
+    dtype, base = problem.dtype, problem.base
+    merged = group.linear(problem.model.get_parameter, dtype)
+    return problem.rule.sums(group, merged, base and group.linear(base.tensor, dtype))
 
 
 def task_rows(
@@ -162,13 +161,11 @@ def task_rows(
             for batch in streams.visits(task):
                 if follows:
                     streams.follow(task, batch, block, expert, entering or [])
-                if turn and not batch.is_held_out:
-                    watched = entering is not None
-                    inputs = streams.inputs_of(task, batch, block, turn, watched=watched)
-                    with summing_in(problem.precision, streams.runner.device):
-                        for group in rows:
-                            with naming_module(task, block, group.name):
-                                rows[group].add(batch, inputs.get(group.name, []))
+                if turn:
+                    inputs = streams.inputs_of(task, batch, block, turn, watched=follows)
+                    for group in rows:
+                        with naming_module(task, block, group.name), exact_products():
+                            rows[group].add(batch, inputs[group.name])
                     del inputs  # frees memory before the next batch runs
         if entering is not None:
             problem.progress.step()
@@ -178,7 +175,7 @@ def task_rows(
 @exact_products()
 def solve(
     problem: Problem, block: str, sums: dict[Group, GroupSums]
-) -> tuple[dict[str, Tensor], Figures]:
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return new parameters of a turn's groups, and figures of each linear module.
 
     Each group's sums are freed as soon as it is solved.
@@ -187,7 +184,8 @@ def solve(
         CalibrationError: If the solution cannot be trusted, naming block and module.
     """
     problem.progress.at(f"{block} · solve")
-    updates, figures, like = dict[str, Tensor](), Figures(), problem.model.state_dict()
+    updates, figures = dict[str, Tensor](), dict[str, Any]()
+    like = problem.model.state_dict()
     for group in list(sums):
         try:
             solved = sums.pop(group).solve()
@@ -197,26 +195,26 @@ def solve(
             ) from error
         new = group.updates(solved.linear, biases=problem.rule.calibrate_bias)
         updates |= {name: value.to(like[name].dtype) for name, value in new.items()}
-        of_group = {"residual": solved.residual, "condition": solved.condition, **solved.facts}
+        of_group = {"residual": solved.residual, **solved.facts}
         for site in group.sites if group.kind == "linear" else ():
             change = relative_change(like[site.weight_name], new[site.weight_name])
             figures[site.name] = of_group | change
     return updates, figures
 
 
-def note(problem: Problem, block: str, figures: Figures, seconds: float) -> None:
+def note(problem: Problem, block: str, figures: Mapping[str, Any], seconds: float) -> None:
     """Log a finished block. The log is equal in every process."""
     log, modules, streams = problem.log, problem.modules[block], problem.streams
+    gather, drift = problem.processes.gather, streams.drift
     for module in (site.name for site in modules.sites if site.name in figures):
         log.add("module", {"block": block, "module": module, **figures[module]})
-    drift, counts = streams.drift, dict[str, Counter[str]]()
-    drifts = {} if drift is None else drift.records(problem.team.gather)
-    for part in problem.team.gather({task: streams.counts(task) for task in streams.tasks}):
-        for task, of_task in part.items():
-            counts.setdefault(task, Counter()).update(of_task)
-    for task, of_task in counts.items():
-        log.add("task", {"block": block, "task": task, **of_task, **drifts.get(task, {})})
-    log.add("block", {"block": block, "seconds": seconds, "left": list(modules.excluded)})
+    drifts = {} if drift is None else drift.records(gather)
+    counts = gather({task: streams.counts(task) for task in streams.tasks})
+    samples = {task: count for part in counts for task, count in part.items()}
+    for task in problem.weights.tasks:
+        of_task = {"block": block, "task": task, "samples": samples[task]}
+        log.add("task", of_task | drifts.get(task, {}))
+    log.add("block", {"block": block, "seconds": seconds, "left": list(modules.unchanged)})
 
 
 @torch.inference_mode(False)  # hooks compare tensor versions, which inference mode lacks
@@ -296,15 +294,11 @@ def calibrate(
             streams_type=streams_type,
             hashed=hashed,
         )
-        if settings.held_out == 0:
-            return calibrate_once(request)
-        from fusion_bench_featcal.agreement import calibrate_and_compare
-
-        return calibrate_and_compare(request, calibrate_once)
+        return calibrated(request)
 
 
-def calibrate_once(request: Request) -> CalibrationResult:
-    """Calibrate with given task weights. Raises as `calibrate`."""
+def calibrated(request: Request) -> CalibrationResult:
+    """Calibrate a merged model. Raises as `calibrate`."""
     device, processes = request.device, request.processes
     if request.merged_weights is not None:
         return_freed_memory()
@@ -345,7 +339,7 @@ def result_of(problem: Problem, request: Request) -> CalibrationResult:
         problem.output.finish(problem.working.tensors, problem.log)
     sites = {block: [site.name for site in m.sites] for block, m in problem.modules.items()}
     budget, merged = request.settings.expert_read_budget, problem.working.merged
-    reads = problem.weights.manifest(budget, sites, merged, problem.team.gather)
+    reads = problem.weights.manifest(budget, sites, merged, problem.processes.gather)
     for record in problem.log.of_kind("task"):
         record["expert_bytes"] = reads["experts"].get(record["task"], {}).get(record["block"], 0)
     folder = request.settings.checkpoint_dir

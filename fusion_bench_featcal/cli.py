@@ -80,14 +80,13 @@ def report_command(options: argparse.Namespace) -> None:
 
 
 def plan_command(options: argparse.Namespace) -> None:
-    """Show the reads, writes and memory of a calibration before anything is loaded."""
+    """Show the downloads, reads and files of a calibration before anything is loaded."""
     import json
 
-    from fusion_bench_featcal.fusionbench.plan_run import run_request
-    from fusion_bench_featcal.plan import plan_of, show_plan
+    from fusion_bench_featcal.fusionbench.plan_run import plan_run
+    from fusion_bench_featcal.plan import show_plan
 
-    lengths = {"length": options.length, "target_length": options.target_length}
-    plan = plan_of(run_request(options.words, device=options.device, **lengths))
+    plan = plan_run(options.words)
     if options.json:
         print(json.dumps(plan.as_dict(), indent=1))
     else:
@@ -198,12 +197,6 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = _verb(verbs, "plan", plan_command)
     plan.add_argument("words", nargs="+", metavar="WORD", help="words of a run: modelpool=... ...")
-    plan.add_argument(
-        "--length", type=int,
-        help="tokens of a text (max_length, else 512), or pixels of an image's side",
-    )  # fmt: skip
-    plan.add_argument("--target-length", type=int, default=8, help="tokens per target (8)")
-    plan.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
 
     settings = _verb(verbs, "settings", settings_command)

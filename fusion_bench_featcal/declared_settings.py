@@ -22,10 +22,6 @@ def _names_class(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("_target_"), str)
 
 
-def _is_augmentation(value: Any) -> bool:
-    return _names_class(value) and is_integer(value.get("copies", 1), 1)
-
-
 def _are_factors(value: Any) -> bool:
     return isinstance(value, Mapping) and all(is_number(v) and v > 0 for v in value.values())
 
@@ -74,48 +70,26 @@ class DeclaredSettings:
         ge=-1000,
         le=1000,
     )
-    eps: float = setting(
-        1e-8,
-        "Added to the system's diagonal; also the least norm in a task's weight (Eqs. 14, 17).",
-        ge=0,
-        le=_LARGEST_RIDGE,
-    )
     rule: Any = setting(
         "paper",
         "How a block is solved. `paper`: all modules at once (Algorithm 1); `plus`: FeatCal+, "
-        "groups of modules in turn, without the four settings above (docs/plus.md); or a rule of "
+        "groups of modules in turn, without the three settings above (docs/plus.md); or a rule of "
         "your own, {_target_: my_module.MyRule, option: 1}.",
         accepts="paper, plus, a mapping with `_target_` and the rule's settings, or a rule",
         check=_is_rule,
     )
-    task_weights: Any = setting(
+    task_weights: Mapping[str, float] | None = setting(
         None,
-        "Factors of the tasks' weights, {task: factor}; other tasks have 1. `drift` runs a second "
-        "calibration with more weight on tasks that the first leaves far behind, and keeps it if "
-        "held-out samples agree.",
-        accepts="null, drift, or a mapping of tasks to numbers above 0",
-        check=lambda value: value in (None, "drift") or _are_factors(value),
+        "Factors of the tasks' weights, {task: factor}; other tasks have 1. FeatCal+ only.",
+        accepts="a mapping of tasks to numbers above 0",
+        check=_are_factors,
     )
-    augment: Any = setting(
+    augment: str | None = setting(
         None,
-        "Changed copies of samples, used in addition to them. `auto` jitters images and copies "
-        "nothing else, `jitter` refuses anything but images; a change of your own is "
-        "{_target_: my_module.change, copies: 3}.",
-        accepts="null, auto, jitter, or a mapping with `_target_` and, if given, `copies` >= 1",
-        check=lambda value: value in (None, "auto", "jitter") or _is_augmentation(value),
+        "Jittered copies of images, used in addition to them. `auto`: of images, and none of "
+        "anything else; `jitter` refuses anything but images.",
+        choices=("auto", "jitter"),
         group="calibration data",
-    )
-    held_out: int | str = setting(
-        0,
-        "Number of each task's samples that are kept out of the solves, to compare the calibrated "
-        "with the merged model. `auto`: one of 8, at most 32, none of fewer than 16.",
-        ge=0,
-        choices=("auto",),
-    )
-    strict: bool = setting(
-        False,
-        "Fail, instead of warning, if a task's final features on held-out samples do not come "
-        "closer to its expert's.",
     )
     samples_per_task: int = setting(
         256, "Unlabeled samples drawn for each task. A task that has fewer uses all.", ge=1
@@ -130,24 +104,12 @@ class DeclaredSettings:
     calibrate_norm: bool = setting(
         True, "Calibrate gains and shifts of LayerNorm and GroupNorm (Eqs. 56-59)."
     )
-    batch_norm: str = setting(
-        "reestimate",
-        "Running statistics of BatchNorm: `reestimate` them on the calibration samples, or keep "
-        "those of the `merged` model.",
-        choices=("reestimate", "merged"),
-    )
     modules: Sequence[str] | None = setting(
         None,
         "Patterns of the modules to calibrate: a name or its end, `*` for anything, `!` in front "
         "to exclude. Null: every linear module, convolution and norm of the blocks.",
         accepts="a non-empty list of patterns",
         check=lambda value: is_text_list(value) and len(value) > 0,
-    )
-    token_weights: str = setting(
-        "uniform",
-        "`demo_last_block`, as in the authors' demo: in the last block all tokens but the first "
-        "weigh 0.01, except in k_proj and v_proj.",
-        choices=("uniform", "demo_last_block"),
     )
     decoder_rows: str = setting(
         "all",
@@ -191,8 +153,7 @@ class DeclaredSettings:
     family: Any = setting(
         "auto",
         "How the model is divided into blocks: auto, clip, llama, open_clip, stack, stages, t5, "
-        "vision_language, whisper, {name: replay, blocks: [pattern]}, or a family of your own, "
-        "{_target_: my_module.MyFamily}.",
+        "whisper, or a family of your own, {_target_: my_module.MyFamily}.",
         accepts="a family's name, a mapping with its `name` or `_target_`, or a Family",
         check=lambda value: value is not None and value != "",
         group="what is calibrated",
@@ -219,39 +180,11 @@ class DeclaredSettings:
         "TB, KiB to TiB), or a share of a full read up to 100%, such as 50%",
         check=is_read_budget,
     )
-    log_drift: bool = setting(
-        True,
-        "Measure each block's drift before and after its update. With mix_alpha=0 this costs the "
-        "expert's forward pass.",
-    )
-    linear_kernel: str = setting(
-        "auto",
-        "Library for float32 matrix products on the CPU. `auto`: oneDNN on AMD processors with "
-        "AVX-512, else torch's own; they round differently, so a resumed run needs the same.",
-        choices=("auto", "torch", "onednn"),
-    )
-    sums_precision: str = setting(
-        "auto",
-        "Precision of the products that accumulate Gram and cross matrices. `auto`: float64 for a "
-        "ridge_lambda below 0.01, else float32; tf32 and bfloat16 are faster on a GPU.",
-        choices=("auto", "float32", "float64", "tf32", "bfloat16"),
-    )
-    sums_at_once: str = setting(
-        "auto",
-        "Modules of a block whose sums are in memory at once, which changes memory and time alone: "
-        "those of the `block`, or of one `input`, with a further pass through the block for each. "
-        "`auto`: the block's, if they take less than a quarter of the free memory.",
-        choices=("auto", "block", "input"),
-    )
     activations: str = setting(
         "auto",
         "Storage of samples' features between blocks, which changes memory alone. `auto`: the "
         "device.",
-        choices=("auto", "device", "host", "disk"),
-    )
-    activations_dir: str | None = _folder(
-        "Folder for activations=disk, in which each run has its own subfolder until it ends. "
-        "Null: the system's temporary folder.",
+        choices=("auto", "device", "host"),
     )
     checkpoint_dir: str | None = _folder(
         "Folder that keeps finished blocks, so that an interrupted run can go on. Null: none.",

@@ -3,7 +3,7 @@
 import ctypes
 import errno
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,9 +17,8 @@ _PHRASES = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAIL
 """Phrases in out-of-memory errors of torch, its libraries, and the system for mapped files."""
 
 ADVICE = (
-    "What lowers it: method.activations=disk (or host, beside a GPU), a lower method.batch_size or "
-    "method.samples_per_task, method.sums_at_once=input, method.modules without the widest "
-    "modules, method.stream_experts=true"
+    "What lowers it: method.activations=host beside a GPU, a lower method.batch_size or "
+    "method.samples_per_task, method.modules without the widest modules"
 )
 
 
@@ -35,41 +34,6 @@ def free_bytes(device: torch.device) -> int | None:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     return None
-
-
-def free_swap() -> int:
-    """Return the bytes of swap space that this process can still use, in a container or outside."""
-    free = psutil.swap_memory().free
-    try:
-        limit, used = (
-            int((_CGROUP / f"memory.swap.{name}").read_text(encoding="ascii"))
-            for name in ("max", "current")
-        )
-    except (OSError, ValueError):  # "max" is not a number
-        return free
-    return min(free, max(0, limit - used))
-
-
-def divided(sizes: Sequence[int], at_once: str, device: torch.device) -> list[list[int]]:
-    """Divide a turn's groups into lists whose sums are in memory at once.
-
-    Experts run in the first list. The others begin with the largest sums, because new parameters
-    stay in memory until the end of the turn.
-
-    Args:
-        sizes: Bytes of each group's sums.
-        at_once: The setting `sums_at_once`.
-        device: Device of the sums.
-
-    Returns:
-        Indices of the groups of each part.
-    """
-    if at_once == "auto":
-        free = free_bytes(device)
-        at_once = "block" if free is None or 4 * sum(sizes) < free else "input"
-    if at_once == "block" or not sizes:
-        return [list(range(len(sizes)))]
-    return [[0], *([index] for index in sorted(range(1, len(sizes)), key=lambda i: -sizes[i]))]
 
 
 def return_freed_memory() -> None:

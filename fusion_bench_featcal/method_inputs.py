@@ -16,7 +16,6 @@ from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, ExpertSourc
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.streams.augmentation import change_of
 
 
 @dataclass
@@ -101,7 +100,6 @@ def check_calibration(settings: FeatCalSettings, inputs: MethodInputs) -> dict[s
     """
     if settings.needs_base:
         inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
-    change_of(settings.augment)
     rule_of(settings)
     check_pool_settings(inputs.models, settings)
     check_read_budget(inputs.models, settings)

@@ -1,212 +1,139 @@
-"""Plan of a calibration: the busiest process's downloads, reads, writes and memory, in bytes.
+"""Plan of a calibration: bytes to fetch, to read and to write, from names and shapes alone."""
 
-Computed from names and shapes. No weight is read.
-"""
-
-import math
-import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
+from fusion_bench_featcal.experts.reads import grants
+from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.files import existing, free_space
-from fusion_bench_featcal.memory import ADVICE, free_bytes, free_swap
-from fusion_bench_featcal.plan_shapes import CPU, Request, Shapes
+from fusion_bench_featcal.modules.models import names_in_order
+from fusion_bench_featcal.modules.sites import find_all_modules
 from fusion_bench_featcal.plurals import bytes_text, counted
-from fusion_bench_featcal.settings import CalibrationError
-
-LABELS = {
-    "model": "calibrated model",
-    "outside": "embeddings",
-    "loaded": "models loaded whole",
-    "features": "features of all samples",
-    "batch": "one batch in a block",
-    "sums": "sums of a block",
-    "solve": "matrices of its widest solve",
-    "block": "a block of the model and of an expert",
-    "weights": "anchors and new parameters of its modules",
-}
-"""Titles of the components of a calibration's memory."""
-
-LIBRARIES = 60 * 2**20
-"""Bytes of code and buffers of torch's libraries, loaded with the first block."""
-
-MARGIN = 0.15
-"""Relative tolerance of a planned peak. A run is only refused if the memory is shorter."""
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes that a run needs of one resource."""
-
-    resource: str  # `host memory`, `GPU memory`, `disk space in FOLDER`
-    needed: int
-    free: int
-    limit: int | None  # a run that needs more is refused, None without a limit
-    advice: str
-
-    @property
-    def is_lacking(self) -> bool:
-        """Return whether more is needed than is free."""
-        return self.needed > self.free
-
-    def __str__(self) -> str:
-        """Return a sentence with the settings that reduce the need."""
-        needed, free = bytes_text(self.needed), bytes_text(self.free)
-        return f"the run needs {needed} of {self.resource}, {free} are free. {self.advice}"
+from fusion_bench_featcal.rules import rule_of
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes in bytes, of the busiest process."""
+    """Sizes in bytes.
 
-    model: str  # class of the model
+    Attributes:
+        model: Class of the model.
+        family: Its family.
+        tasks: Number of tasks.
+        fetched: To fetch from the hub.
+        read: To read from experts, all of them together.
+        base_read: To read from the base.
+        output: The calibrated model.
+        free: Free space of the disk with the output folder, or None without one.
+        folder: That folder.
+    """
+
+    model: str
     family: str
-    device: str
     tasks: int
-    samples: int  # largest number per task
-    processes: int
-    parts: Mapping[str, int]  # memory, by the keys of `LABELS`
-    storage: str  # of features: `device`, `host` or `disk`
-    host: int  # peak host memory of a process, with its libraries and the merged model
-    gpu: int | None  # peak device memory, or None on a CPU
-    fetched: int  # from the hub
-    read: int  # from experts
+    fetched: int
+    read: int
     base_read: int
-    disk: int  # files of the run: stored features, and the model in `checkpoint_dir`
-    output: int  # file of the calibrated model
-    needs: tuple[Need, ...]  # host memory first
+    output: int
+    free: int | None = None
+    folder: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return asdict(self)
 
 
-def plan_of(request: Request) -> Plan:
+def plan_of(
+    model: nn.Module,
+    settings: FeatCalSettings,
+    tasks: Sequence[str],
+    *,
+    itemsize: int | None = None,
+    fetches: int = 0,
+    out: Path | None = None,
+) -> Plan:
     """Plan a calibration.
+
+    Args:
+        model: The merged model's structure, on any device.
+        settings: Settings.
+        tasks: The tasks.
+        itemsize: Bytes of a number in the models' files, by default as in the structure.
+        fetches: Number of whole models to fetch from the hub.
+        out: Folder of the calibrated model, by default `settings.checkpoint_dir`.
 
     Raises:
         CalibrationError: If the model cannot be calibrated, or a read budget is too small.
-        ValueError: If the model's inputs are unknown, or no family fits it.
+        ValueError: If no family fits the model.
     """
-    shapes, settings, device = Shapes.of(request), request.settings, request.device
-    size, on_cpu, memory = shapes.size, device.type == "cpu", shapes.memory()
-    kept_model = size * (not request.streamed)  # 0 if the calibrated model is written by block
-    components = {"model": kept_model, "loaded": request.whole * size}
-    components |= {part: memory[part] for part in LABELS if part not in components}
-    resident = psutil.Process().memory_info().rss
-    busy = max(memory["busy"], memory["begin"])
-    whole = (not request.streamed) + request.whole - request.loaded
-    host = (
-        kept_model + whole * size + components["features"] * (request.storage == "host") + LIBRARIES
-    )
-    host += busy if on_cpu else max(components["block"], components["outside"])
-    on_disk = components["features"] * (request.storage == "disk")
-    free, free_gpu = free_bytes(CPU) or 0, None if on_cpu else free_bytes(device)
-    # Other systems extend swap space by themselves, and processes may be on several machines.
-    is_exact = sys.platform == "linux" and request.processes == 1
-    limit = int((1 + MARGIN) * (free + free_swap())) if is_exact else None
-    needs = [Need("host memory", request.processes * host, free, limit, ADVICE)]
-    if free_gpu is not None:  # only a warning: some GPUs share the host's memory
-        needs.append(Need("GPU memory", busy, free_gpu, None, ADVICE))
-    read, base_read = shapes.reads()
+    family, rule = resolve_family(settings.family, model), rule_of(settings)
+    arranged = family.view.arranged(model)
+    stages = stages_of(family, arranged)
+    modules = find_all_modules(arranged, stages, settings, calibrate_norm=rule.calibrate_norm)
+    runs_experts = rule.runs_experts
+    names = names_in_order(arranged, family, stages, modules, runs_experts=runs_experts)
+    solved = {name for of_block in modules.values() for s in of_block.sites for name in s.names}
+    tensors, stored = arranged.state_dict(keep_vars=True), model.state_dict(keep_vars=True)
+
+    def size(name: str, tensors: Any = tensors) -> int:
+        return tensors[name].numel() * (itemsize or tensors[name].element_size())
+
+    sizes = {task: {name: (str(id(tensors[name])), size(name)) for name in names} for task in tasks}
+    whole = sum({id(t): size(name, stored) for name, t in stored.items()}.values())
+    folder = out or (Path(settings.checkpoint_dir) if settings.checkpoint_dir else None)
     return Plan(
-        model=type(request.model).__name__,
-        family=shapes.family.name,
-        device=device.type,
-        tasks=request.tasks,
-        samples=max(shapes.samples),
-        processes=request.processes,
-        parts=components,
-        storage=request.storage,
-        host=resident + host,
-        gpu=None if on_cpu else busy,
-        fetched=request.fetches * size * shapes.stored // shapes.itemsize,
-        read=math.ceil(read * request.share),
-        base_read=base_read,
-        disk=on_disk + size * bool(settings.checkpoint_dir),
-        output=size,
-        needs=(*needs, *disks_of(request, on_disk, size)),
+        model=type(model).__name__,
+        family=family.name,
+        tasks=len(tasks),
+        fetched=fetches * whole,
+        read=grants(settings.expert_read_budget, sizes).bytes or 0,
+        base_read=sum(map(size, solved)) if rule.reads_base else 0,
+        output=whole,
+        free=None if folder is None else free_space(existing(folder)),
+        folder="" if folder is None else str(folder),
     )
+
+
+def check(plan: Plan) -> None:
+    """Refuse a run whose model has no room on its disk.
+
+    Raises:
+        CalibrationError: Naming the folder.
+    """
+    if plan.free is not None and plan.free < plan.output:
+        raise CalibrationError(
+            f"nothing was calibrated: the run needs {bytes_text(plan.output)} of disk space in "
+            f"{plan.folder}, {bytes_text(plan.free)} are free. Name a folder on another disk"
+        )
 
 
 def one_line(plan: Plan) -> str:
     """Return the log line of a plan."""
-    gpu = "" if plan.gpu is None else f", {bytes_text(plan.gpu)} of GPU memory"
-    disk = f", {bytes_text(plan.disk)} on disk" if plan.disk else ""
-    process = f" in the busiest of {plan.processes} processes" if plan.processes > 1 else ""
-    return (
-        f"plan{process}: {bytes_text(plan.host)} of host memory{gpu}{disk}, "
-        f"{bytes_text(plan.read)} read from experts"
-    )
-
-
-def disks_of(request: Request, features: int, size: int) -> list[Need]:
-    """Return a run's needs of each disk, for stored features and for the model."""
-    out, blocks = request.out, request.settings.checkpoint_dir
-    files = list[tuple[str, int, str]]()
-    if features:
-        folder = request.settings.activations_dir or gettempdir()
-        files.append((folder, features, "method.activations_dir"))
-    if blocks is not None:  # a resumed run has already written some
-        size -= sum(path.stat().st_size for path in Path(blocks).glob("*.safetensors"))
-        files.append((blocks, max(0, size), "--out" if out else "method.checkpoint_dir"))
-    if out is not None:
-        files.append((str(out), request.saved, "--out"))
-    by_disk = dict[int, list[tuple[str, int, str]]]()
-    for file in files:
-        by_disk.setdefault(existing(Path(file[0])).stat().st_dev, []).append(file)
-    needs = []
-    for on_disk in by_disk.values():
-        folders, sizes, settings = zip(*on_disk, strict=True)
-        free, advice = free_space(Path(folders[0])), " or ".join(dict.fromkeys(settings))
-        advice = f"Name a folder on another disk by {advice}"
-        limit = free if request.processes == 1 else None
-        needs.append(Need(f"disk space in {folders[0]}", sum(sizes), free, limit, advice))
-    return needs
-
-
-def check(plan: Plan) -> list[str]:
-    """Return a sentence for each resource that is short.
-
-    Raises:
-        CalibrationError: If a need exceeds a resource's limit, so that the run cannot succeed.
-    """
-    lacking = [need for need in plan.needs if need.is_lacking]
-    for need in lacking:
-        if need.limit is not None and need.needed > need.limit:
-            raise CalibrationError(f"nothing was calibrated: {need}")
-    return list(map(str, lacking))
+    fetched = f"{bytes_text(plan.fetched)} to fetch, " if plan.fetched else ""
+    return f"plan: {fetched}{bytes_text(plan.read)} read from experts"
 
 
 def show_plan(plan: Plan, console: Console | None = None) -> None:
     """Print a plan's table to a console, by default on standard output."""
     console = console or Console()
-    console.print(
-        f"{plan.model}, family {plan.family}: {counted(plan.tasks, 'task')} x "
-        f"{counted(plan.samples, 'sample')} on {plan.device}"
-    )
-    if plan.processes > 1:
-        console.print(f"{plan.processes} processes. Sizes are of the busiest one")
-    rows = {label: plan.parts[part] for part, label in LABELS.items() if plan.parts[part]}
-    rows[f"peak host memory ({bytes_text(plan.needs[0].free)} are free)"] = plan.host
-    if plan.gpu is not None:
-        rows["peak GPU memory"] = plan.gpu
-    rows |= {"fetched from the hub": plan.fetched} if plan.fetched else {}
-    rows |= {"read from experts": plan.read, "read from the base": plan.base_read}
-    rows |= {"files of the run": plan.disk, "the calibrated model's file": plan.output}
-    table = Table("memory and files", "size")
+    console.print(f"{plan.model}, family {plan.family}: {counted(plan.tasks, 'task')}")
+    rows = {
+        "to fetch from the hub": plan.fetched,
+        "read from experts": plan.read,
+        "read from the base": plan.base_read,
+        "the calibrated model": plan.output,
+        f"free in {plan.folder}": plan.free,
+    }
+    table = Table("files", "size")
     table.columns[1].justify = "right"
     for label, size in rows.items():
-        suffix = f" ({plan.storage})" if label == LABELS["features"] else ""
-        table.add_row(label + suffix, bytes_text(size))
+        if size or (size is not None and label != "to fetch from the hub"):
+            table.add_row(label, bytes_text(size))
     console.print(table)
-    for need in plan.needs:
-        if need.is_lacking:
-            console.print(f"warning: {need}")

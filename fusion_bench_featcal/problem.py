@@ -27,24 +27,20 @@ from fusion_bench_featcal.modules.models import (
     refuse_not_finite,
     tensors_of_head,
 )
-from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules
+from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules, left_out
 from fusion_bench_featcal.output import InMemory, open_output
-from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.processes import Processes, check_agreement
 from fusion_bench_featcal.progress import Progress
 from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.checks import sums_dtype
 from fusion_bench_featcal.streams.drift import DriftLog
 from fusion_bench_featcal.streams.family_check import checked_family
-from fusion_bench_featcal.streams.last_rows import last_rows_of
 from fusion_bench_featcal.streams.runner import Runner
 from fusion_bench_featcal.streams.samples import rows_named, take
 from fusion_bench_featcal.streams.storage import storage_for
 from fusion_bench_featcal.streams.streams import Streams
-from fusion_bench_featcal.team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +86,9 @@ class Problem:
         modules: The modules of each block.
         rule: The rule that calibrates blocks.
         streams: The samples of this process.
-        team: The processes.
+        processes: The processes, each of which works on some tasks.
         output: Stores finished blocks.
         dtype: Least precise dtype of sums over rows.
-        precision: Precision of the products in these sums, as `sums_precision`.
-        sums_at_once: The setting.
         kernel: Library that multiplies float32 matrices on the CPU.
         log: Records of every block.
         progress: Shows the current work.
@@ -106,11 +100,9 @@ class Problem:
     modules: Mapping[str, BlockModules]
     rule: Rule
     streams: Streams
-    team: Team
+    processes: Processes
     output: InMemory
     dtype: torch.dtype
-    precision: str
-    sums_at_once: str
     kernel: str
     log: CalibrationLog
     progress: Progress
@@ -119,11 +111,6 @@ class Problem:
     def model(self) -> nn.Module:
         """Return the calibrated model, with only some tensors in memory."""
         return self.working.module
-
-    @property
-    def structure(self) -> nn.Module:
-        """Return the model without tensors, while no expert is in memory."""
-        return next(iter(self.experts.values())).module
 
     @property
     def base(self) -> ExpertModel | None:
@@ -175,35 +162,33 @@ class CalibrationResult:
 def prepare(request: Request) -> Problem:
     """Open models and samples of a calibration, and check them."""
     settings, processes, device = request.settings, request.processes, request.device
-    rule, tasks = rule_of(settings), tuple(request.experts)
+    rule = rule_of(settings)
     output = open_output(settings, processes)
     check_alike(request, rule)
-    team = Team(processes, tasks, device)
     samples = {}
-    for task in team.tasks:
+    for task in processes.share(request.experts):
         processes.doing = f"inputs · {task}"
-        samples[task] = take(task, request.batches[task], settings, request.merged, team.cut)
-    kernel = agreed_kernel(team.gather(choose_kernel(settings.linear_kernel, device)))
-    runner = runner_of(request, rule, samples, team, kernel)
+        batches = request.batches[task]
+        samples[task] = take(task, batches, settings, request.merged, holds_out=rule.holds_out)
+    kernel = agreed_kernel(processes.gather(choose_kernel(device)))
+    runner = runner_of(request, rule, samples, kernel)
     processes.doing = "the models"
-    return problem_of(request, rule, samples, team, output, runner, kernel)
+    return problem_of(request, rule, samples, output, runner, kernel)
 
 
 def runner_of(
-    request: Request, rule: Rule, samples: Mapping[str, list[Batch]], team: Team, kernel: str
+    request: Request, rule: Rule, samples: Mapping[str, list[Batch]], kernel: str
 ) -> Runner:
     """Return the runner for blocks of models, with the family that the settings name."""
     settings, merged = request.settings, request.merged
     family = checked_family(
         resolve_family(settings.family, merged),
-        settings.family,
         request.runnable,
         samples,
         device=request.device if request.merged_weights is not None else None,
-        needs_closing=rule.reads_closing_rows or settings.held_out != 0,
-        of_first=team.of_first,
+        needs_closing=rule.reads_closing_rows,
     )
-    rows = team.of_first(lambda: rows_named(settings, next(iter(samples.values()))[0].inputs))
+    rows = rows_named(settings, next(iter(samples.values()))[0].inputs)
     stages = stages_of(family, family.view.arranged(merged))
     return Runner(family, stages, request.device, with_kernel(kernel, request.autocast), rows)
 
@@ -212,17 +197,17 @@ def problem_of(
     request: Request,
     rule: Rule,
     samples: Mapping[str, list[Batch]],
-    team: Team,
     output: InMemory,
     runner: Runner,
     kernel: str,
 ) -> Problem:
     """Return the problem for selected samples, with the block-wise sources opened."""
-    settings, device = request.settings, request.device
+    settings, device, processes = request.settings, request.device, request.processes
     family, stages = runner.family, runner.stages
     merged = family.view.arranged(request.merged)
     modules = find_all_modules(merged, stages, settings, calibrate_norm=rule.calibrate_norm)
-    warn_of_routed(modules)
+    if kinds := left_out(modules):
+        logger.warning("modules that stay as merged: %s", ", ".join(kinds))
     source = request.merged_weights and family.view.source(request.merged_weights)
     working = WorkingModel(merged, source, device=device)
     model = working.module
@@ -238,14 +223,11 @@ def problem_of(
         hashed=request.hashed,
     )
     images = any(gives_images(model.get_submodule(block)) for block in modules)
-    drift = DriftLog(channels_first=images) if settings.log_drift else None
-    runs_experts = rule.runs_experts or drift is not None
+    drift = DriftLog(channels_first=images) if rule.runs_experts else None
+    runs_experts = rule.runs_experts
     order = names_in_order(model, family, stages, modules, runs_experts=runs_experts)
     budget = settings.expert_read_budget
-    weights = weights.limited(budget, order, working.merged, team.gather)
-    aside = None
-    if settings.held_out != 0 and needs_merged_aside(runner, modules):
-        aside = WorkingModel(merged, source, device=device)
+    weights = weights.limited(budget, order, working.merged, processes.gather)
     streams = request.streams_type(
         samples,
         runner,
@@ -254,8 +236,6 @@ def problem_of(
         rule,
         drift=drift,
         storage=storage_for(settings, device),
-        last_rows=last_rows_of(settings, rule, family),
-        aside=aside,
     )
     steps = sum(map(len, stages)) * len(samples)
     log = CalibrationLog(family=family.name)
@@ -267,11 +247,9 @@ def problem_of(
         modules=modules,
         rule=rule,
         streams=streams,
-        team=team,
+        processes=processes,
         output=output,
-        dtype=sums_dtype(rule, settings.sums_precision, len(request.experts), device),
-        precision=settings.sums_precision,
-        sums_at_once=settings.sums_at_once,
+        dtype=rule.dtype(len(request.experts), device),
         kernel=kernel,
         log=log,
         progress=Progress(request.processes, steps, show=request.progress),
@@ -293,15 +271,6 @@ def check_alike(request: Request, rule: Rule) -> None:
         check_agreement(request.processes, **facts)
 
 
-def warn_of_routed(modules: Mapping[str, BlockModules]) -> None:
-    """Warn of modules that a router selects, which keep their merged weights."""
-    if routed := sum(of_block.routed for of_block in modules.values()):
-        logger.warning(
-            "the experts of %s stay as merged: modules that a router chooses are not calibrated",
-            counted(routed, "mixture"),
-        )
-
-
 def check_merged(problem: Problem) -> None:
     """Refuse NaN and infinity in the merged model, naming the base or expert they came from."""
     models = [*([problem.base] if problem.base else []), *problem.experts.values()]
@@ -312,11 +281,3 @@ def check_merged(problem: Problem) -> None:
     refuse_not_finite(
         problem.merged, "the merged model", "Check method.base_method", map(reader, models)
     )
-
-
-def needs_merged_aside(runner: Runner, modules: Mapping[str, BlockModules]) -> bool:
-    """Return whether held-out samples need the merged weights of blocks already calibrated."""
-    family = runner.family
-    several = len(runner.stages) > 1 and not family.hands_on
-    statistics = any(site.kind == "batch_norm" for m in modules.values() for site in m.sites)
-    return family.whole_model or several or statistics

@@ -5,7 +5,7 @@ that fails announces it in its next `gather`, so that all end with the same erro
 forever.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -46,8 +46,19 @@ class Processes:
     exchanged_bytes = 0
     doing = "the start"
 
-    def prepare(self, groups: Iterable[Sequence[int]]) -> None:
-        """Create groups of processes for adding up tensors. All processes must call it."""
+    def share(self, tasks: Iterable[str]) -> list[str]:
+        """Return the tasks of this process.
+
+        Raises:
+            CalibrationError: If there are more processes than tasks.
+        """
+        tasks = list(tasks)
+        if self.size > len(tasks):
+            raise CalibrationError(
+                f"{self.size} processes cannot share {len(tasks)} tasks, as each works on whole "
+                f"tasks. Start at most {len(tasks)} (fabric.devices, fabric.num_nodes)"
+            )
+        return tasks[self.rank :: self.size]
 
     def gather(self, value: Value) -> list[Value]:
         """Return every process's value, by rank. A barrier for all processes.
@@ -63,8 +74,8 @@ class Processes:
         An error is announced once, and never to the process that raised it.
         """
 
-    def reduce(self, tensor: Tensor, to: int, ranks: Sequence[int]) -> None:
-        """Sum a tensor over some processes, in place in process `to`. Others lose its content."""
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors, in place, by their sums over all processes, of equal bits in each."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill a contiguous tensor with the content of the tensor in process `source`."""
@@ -83,17 +94,8 @@ class TorchProcesses(Processes):
             patience: Longest wait for another process that is alive.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._patience = patience
         self._announced: BaseException | None = None
         self._gloo: Any = dist.new_group(backend="gloo", timeout=patience)
-        self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.size)): None}
-
-    def prepare(self, groups: Iterable[Sequence[int]]) -> None:
-        """Create the groups."""
-        with self._contact():
-            for ranks in map(tuple, groups):
-                if len(ranks) > 1 and ranks not in self._groups:
-                    self._groups[ranks] = dist.new_group(list(ranks), timeout=self._patience)
 
     def gather(self, value: Value) -> list[Value]:
         """Exchange values over gloo."""
@@ -119,16 +121,16 @@ class TorchProcesses(Processes):
         except OtherProcessError:  # this error, or one of a process that failed at the same time
             return
 
-    def reduce(self, tensor: Tensor, to: int, ranks: Sequence[int]) -> None:
-        """Sum a tensor within a prepared group."""
-        if len(ranks) == 1:
-            return
-        buffer = tensor.contiguous()
-        with self._contact():
-            dist.reduce(buffer, dst=to, group=self._groups[tuple(ranks)])
-        if self.rank == to and buffer is not tensor:
-            tensor.copy_(buffer)
-        self.exchanged_bytes += buffer.numel() * buffer.element_size()
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Sum tensors over the processes."""
+        self.gather(None)  # errors surface here, before a collective call
+        for tensor in tensors:
+            buffer = tensor.contiguous()
+            with self._contact():
+                dist.all_reduce(buffer)
+            if buffer is not tensor:
+                tensor.copy_(buffer)
+            self.exchanged_bytes += buffer.numel() * buffer.element_size()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Spread a tensor over all processes."""

@@ -10,25 +10,22 @@ from fusion_bench_featcal.declared_settings import DeclaredSettings
 from fusion_bench_featcal.setting_fields import problems_of
 
 SETTINGS_OF_THE_RUN = (
-    "activations", "activations_dir", "checkpoint_dir", "decode_workers", "ignore_config",
-    "resume", "stream_experts", "sums_at_once",
+    "activations", "checkpoint_dir", "decode_workers", "ignore_config", "resume", "stream_experts",
 )  # fmt: skip
 """Settings of storage and reading, which do not change the calibrated model."""
 
 PLUS: Mapping[str, Any] = {
     "rule": "plus",
-    "task_weights": "drift",
     "augment": "auto",
-    "held_out": "auto",
     "decoder_rows": "auto",
     "calibrate_norm": False,
 }
 """FeatCal+. `config/featcal_settings/plus.yaml` is written from it."""
 
-OF_THE_PAPER = ("ridge_lambda", "mix_alpha", "anchor_rho", "eps")
+OF_THE_PAPER = ("ridge_lambda", "mix_alpha", "anchor_rho")
 """Numeric settings that only the paper's rule has."""
 
-_FOLDERS = ("activations_dir", "checkpoint_dir")
+_FOLDERS = ("checkpoint_dir",)
 
 
 class CalibrationError(RuntimeError):
@@ -68,12 +65,6 @@ class FeatCalSettings(DeclaredSettings):
             yield "task_weights has no part in method.rule=paper: set method.rule=plus"
         if self.rule == "plus" and self.calibrate_norm:
             yield "rule=plus needs method.calibrate_norm=false, as method=featcal/plus has"
-        if self.held_out != 0 and not self.log_drift:
-            yield "held_out needs method.log_drift=true"
-        if self.held_out == 0 and self.strict is True:
-            yield "strict=true needs method.held_out, such as auto"
-        if self.held_out == 0 and self.task_weights == "drift":
-            yield "task_weights=drift needs method.held_out, such as auto"
         yield from self._settings_of_other_rules()
 
     def _settings_of_other_rules(self) -> Iterator[str]:
@@ -113,7 +104,7 @@ class FeatCalSettings(DeclaredSettings):
         if self.rule == "paper":
             return self
         unchanged = () if self.decoder_rows == "auto" else ("decoder_rows",)
-        return self._with_defaults({*PLUS, "strict"}.difference(unchanged))
+        return self._with_defaults(set(PLUS).difference(unchanged))
 
     def of_the_model(self) -> "FeatCalSettings":
         """Return a copy with defaults for all settings that do not change the model."""
@@ -127,11 +118,6 @@ class FeatCalSettings(DeclaredSettings):
         """Return whether a base model is required."""
         of_paper = self.anchor_rho != 1 and self.rule != "plus"
         return getattr(self.rule, "needs_base", of_paper)
-
-    @property
-    def task_factors(self) -> Mapping[str, float]:
-        """Return the factors of the tasks' weights that are given as numbers."""
-        return self.task_weights if isinstance(self.task_weights, Mapping) else {}
 
     def described(self) -> str:
         """Return the settings that differ from the defaults, as text."""

@@ -1,33 +1,33 @@
 """Trust in each task's samples, which sets the weight of rows from its expert's weights."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.finite import read_back
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.problem import Problem
 from fusion_bench_featcal.streams.samples import naming_module
-from fusion_bench_featcal.streams.streams import Streams
-from fusion_bench_featcal.streams.task_rows import folded_rows
+from fusion_bench_featcal.streams.task_rows import paired_rows
 
 logger = logging.getLogger(__name__)
 
 ENOUGH = 64
 """Number of a task's samples, including copies, below which weights count more."""
 
-FAMILIAR = 0.3
-"""Smallest trust at which samples count in full. Tasks below are reported. On the bundled suites
-a task's samples are at 0.34 or more, another task's samples at 0.23 or less."""
+FAMILIAR, LEAST = 0.3, 1 / 4
+"""Smallest trust at which samples count in full, and the smallest share of it that is used."""
 
-LEAST = 1 / 4
-"""Smallest share of `FAMILIAR` used for samples."""
+MARGIN = 1.15
+"""Ratio of likenesses from which samples count as exchanged. Right ones are below 1.08."""
+
+Pairs = Mapping[str, tuple[Tensor, Tensor]]
+"""Task -> `tau' tau` of its expert and the second moment of its samples, as vectors of norm 1."""
 
 
 def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem:
@@ -37,102 +37,92 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
 
         gamma_i = gamma max(64 / m_i, 1) / min(max(trust_i / 0.3, 1/4), 1)^2
 
-    A warning names samples that do not resemble the expert's training data.
+    A warning names tasks whose samples were exchanged.
 
     Args:
         problem: The problem, whose rule is `Plus`.
         block: The first block, which the samples have reached.
         groups: Its groups.
     """
-    trust, streams = measured_trust(problem, block, groups), problem.streams
+    pairs, streams = pairs_of(problem, block, groups), problem.streams
+    trust, exchanged = (trust_of(pairs), exchanged_tasks(pairs)) if len(pairs) > 1 else ({}, {})
     for task, value in trust.items():
-        problem.log.add("trust", {"task": task, "trust": value, "named": value < FAMILIAR})
-        if value < FAMILIAR:
-            logger.warning(
-                "task %s: its calibration samples do not look like the data that its expert was "
-                "trained on (trust %.2f, below %.1f), so they count less. Check "
-                "modelpool.train_datasets.%s or method.calibration_data.%s",
-                *(task, value, FAMILIAR, task, task),
-            )
-    counts: dict[str, int] = {}
-    for part in problem.team.gather({task: streams.used(task) for task in streams.tasks}):
-        counts |= {task: counts.get(task, 0) + count for task, count in part.items()}
+        record = {"task": task, "trust": value, "fits": exchanged.get(task)}
+        problem.log.add("trust", record)
+    for task, other in exchanged.items():
+        logger.warning(
+            "task %s: its expert fits the samples of task %s. Were the samples exchanged? Check "
+            "modelpool.train_datasets and method.calibration_data",
+            *(task, other),
+        )
     rule: Any = problem.rule
-    gammas = {
-        task: rule.gamma * max(ENOUGH / count, 1) / familiarity(trust.get(task, FAMILIAR)) ** 2
-        for task, count in counts.items()
-    }
+    gammas = dict[str, float]()
+    for task in streams.tasks:
+        familiar = min(max(trust.get(task, FAMILIAR) / FAMILIAR, LEAST), 1.0)
+        gammas[task] = rule.gamma * max(ENOUGH / streams.used(task), 1) / familiar**2
     return replace(problem, rule=replace(rule, gammas=gammas))
 
 
-def familiarity(trust: float) -> float:
-    """Return the factor for samples of a given trust."""
-    return min(max(trust / FAMILIAR, LEAST), 1.0)
-
-
 @exact_products()
-def measured_trust(problem: Problem, block: str, groups: Sequence[Group]) -> dict[str, float]:
-    """Return trust in each task's samples, or nothing if there is nothing to compare.
+def pairs_of(problem: Problem, block: str, groups: Sequence[Group]) -> Pairs:
+    """Return what all tasks' weights and samples are compared by, or nothing without modules.
 
-    It is measured before the first solve, at the inputs of the first linear modules of the first
-    block. With `P_i = tau_i' tau_i` of these modules, `tau_i = W_i - W_base`, and `G_j` the second
-    moment of task j's inputs,
+    It is measured at the inputs of the first linear modules of a block.
+    """
+    linear = (group for group in groups if group.kind == "linear" and not group.convolves)
+    group, streams, pairs = next(linear, None), problem.streams, dict[str, Any]()
+    if group is None or problem.base is None:
+        return {}
+    base = group.linear(problem.base.tensor, torch.float32).weight
+    for task in streams.tasks:
+        sums = Moments.zeros(group.inputs, 0, base)
+        for batch in streams.visits(task):
+            x = streams.inputs_of(task, batch, block, [group])[group.name]
+            with naming_module(task, block, group.name):
+                for _, rows, _ in paired_rows(batch, group, x):
+                    sums.add(rows)
+        with problem.experts[task].loaded(group.parameters) as expert:
+            tau = group.linear(expert.get_parameter, torch.float32).weight - base
+        tau = tau / tau.abs().amax().clamp_min(torch.finfo(tau.dtype).tiny)  # prevents overflow
+        pairs[task] = direction(tau.mT @ tau), direction(sums.mirrored().means(centred=False).gram)
+    gathered = problem.processes.gather(pairs)
+    return {task: pair for part in gathered for task, pair in part.items()}
+
+
+def trust_of(pairs: Pairs) -> dict[str, float]:
+    """Return trust in each task's samples.
+
+    With `P_i = tau_i' tau_i`, `tau_i = W_i - W_base`, and `G_j` the second moment of task j's
+    inputs,
 
         c_ij    = cos_F(P_i, G_j)
         trust_i = (c_ii - mean_j c_ij) / (c_ii (1 - mean_j cos_F(P_i, P_j)))
 
     It is 0 if an expert fits its samples no better than other tasks' samples.
-
-    Args: as for `with_trust`.
     """
-    linear = (group for group in groups if group.kind == "linear" and not group.convolves)
-    group = next(linear, None)
-    if group is None or problem.base is None:
-        return {}
-    base = group.linear(problem.base.tensor, torch.float32).weight
-    streams, team = problem.streams, problem.team
-    pairs: dict[str, tuple[Tensor, Tensor]] = {}
-    sums = ((task, {group: sums_of(streams, task, block, group, base)}) for task in streams.tasks)
-    for task, of_group in team.whole(sums):
-        with problem.experts[task].loaded(group.parameters) as expert:
-            tau = group.linear(expert.get_parameter, torch.float32).weight - base
-        tau = tau / tau.abs().amax().clamp_min(torch.finfo(tau.dtype).tiny)  # prevents overflow
-        inputs = of_group[group].mirrored().means(centred=False).gram[0]
-        pairs[task] = direction(tau.mT @ tau).cpu(), direction(inputs).cpu()
-    gathered = {task: pair for part in team.gather(pairs) for task, pair in part.items()}
-    if len(gathered) < 2:
-        return {}
-    weights, inputs = (torch.stack(column) for column in zip(*gathered.values(), strict=True))
-    return dict(zip(gathered, read_back([trust_of(weights, inputs)]), strict=True))
-
-
-def sums_of(streams: Streams, task: str, block: str, group: Group, like: Tensor) -> Moments:
-    """Return sums over a group's inputs for a task's samples in the model."""
-    sums = Moments.zeros(1, group.maps, group.inputs, 0, like)
-    for batch in streams.visits(task):
-        if batch.is_held_out:
-            continue
-        inputs = streams.inputs_of(task, batch, block, [group], watched=False)
-        with naming_module(task, block, group.name), exact_products():
-            for x in inputs[group.name]:
-                for _, values, _, weights in folded_rows(batch, group, x):
-                    sums.add(0, values, None, weights)
-    return sums
-
-
-def trust_of(weights: Tensor, inputs: Tensor) -> Tensor:
-    """Return `trust_i`, `[n]`.
-
-    Args:
-        weights: `P_i` of norm 1, `[n, d * d]`.
-        inputs: `G_j` of norm 1, `[n, d * d]`.
-    """
+    weights, inputs = (torch.stack(column) for column in zip(*pairs.values(), strict=True))
     likeness, of_own = weights @ inputs.mT, (weights * inputs).sum(-1)
     alike = (weights @ weights.mT).mean(-1)
-    return (of_own - likeness.mean(-1)) / (of_own * (1 - alike)).clamp_min(1e-12)
+    trust = (of_own - likeness.mean(-1)) / (of_own * (1 - alike)).clamp_min(1e-12)
+    return dict(zip(pairs, trust.tolist(), strict=True))
+
+
+def exchanged_tasks(pairs: Pairs) -> dict[str, str]:
+    """Return tasks that another task's samples belong to, in the best assignment of all to all.
+
+    None are named unless that assignment is better by `MARGIN` over the tasks that it changes.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    weights, inputs = (torch.stack(column) for column in zip(*pairs.values(), strict=True))
+    likeness, tasks = (weights @ inputs.mT).double().numpy(), list(pairs)
+    _, best = linear_sum_assignment(likeness, maximize=True)
+    changed = [(k, other) for k, other in enumerate(best) if k != other]
+    assigned, better = sum(likeness[k, k] for k, _ in changed), sum(likeness[c] for c in changed)
+    return {tasks[k]: tasks[other] for k, other in changed} if better > MARGIN * assigned else {}
 
 
 def direction(matrix: Tensor) -> Tensor:
-    """Return a matrix as a vector of norm 1. Zero stays zero."""
+    """Return a matrix as a vector of norm 1 on the CPU. Zero stays zero."""
     flat = matrix.flatten()
-    return flat / flat.norm().clamp_min(torch.finfo(flat.dtype).tiny)
+    return (flat / flat.norm().clamp_min(torch.finfo(flat.dtype).tiny)).cpu()

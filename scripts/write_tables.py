@@ -138,11 +138,11 @@ def paper_commands() -> str:
     """Return the commands of the paper's tables and figures, by examples/studies.sh."""
     script = [ROOT / "examples" / "studies.sh", "--list", "--paper"]
     lines = subprocess.check_output(script, text=True).splitlines()
-    parts = [
+    sections = [
         f"**{title.removeprefix('# ')}**\n\n```\n{command}\n```"
         for title, command in zip(lines[::2], lines[1::2], strict=True)
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(sections)
 
 
 def paper_averages() -> str:
@@ -205,7 +205,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "paper-commands": paper_commands,
     "paper-averages": paper_averages,
     "model-types": partial(text_of, "benchmarks/results/model_types.md"),
-    "scale-predicted": partial(text_of, "benchmarks/results/scale.md", after="## Predicted\n"),
     "methods": methods_table,
     "calibrate-options": options_table,
     "method-yaml": lambda: f"```yaml\n{text_of('config/method/featcal.yaml')}\n```",

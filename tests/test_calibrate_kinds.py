@@ -9,22 +9,10 @@ import pytest
 import torch
 from calibrations import PLUS, assert_identical, calls_of, run_fast
 from model_types import suite_named
-from tiny_convs import Net, batched_suite, net_suite
-from tiny_models import suite_of
+from tiny_convs import batched_suite
 from torch import nn
 
 from fusion_bench_featcal import SafetensorsExpert
-
-
-def test_a_channel_that_a_task_never_uses_does_not_outweigh_other_tasks():
-    inputs = net_suite(seed=6).inputs
-    for batch in inputs["task_0"]:
-        batch[:, 0] = 0
-    net = Net([nn.Conv2d(3, 3, 3, groups=3)], nn.Identity())
-    suite = suite_of(net, inputs, ["layers.0"], 6, {"name": "replay", "blocks": ["layers.0"]})
-    bias = run_fast(suite).model.get_parameter("layers.0.bias")
-    experts = [e.get_parameter("layers.0.bias").detach() for e in suite.experts.values()]
-    assert (bias - torch.stack(experts).mean(0)).abs().max() < 1
 
 
 def test_statistics_are_those_of_the_calibrated_models_features():
@@ -53,10 +41,8 @@ def assert_same_statistics(model: nn.Module, expected: nn.Module) -> None:
 
 def test_statistics_can_stay_as_merged_and_do_not_depend_on_numbers_of_samples():
     suite = batched_suite()
-    merged = run_fast(suite, batch_norm="merged")
+    merged = run_fast(suite, modules=["!norm"])
     assert_same_statistics(merged.model, suite.merged)
-    left_out = [record["left"] for record in merged.log.of_kind("block")]
-    assert left_out == [["layers.0.norm"], ["layers.1.norm"]]
     expected = run_fast(suite, samples_per_task=99).model
     suite.inputs["task_1"] = 3 * suite.inputs["task_1"]
     assert_same_statistics(run_fast(suite, samples_per_task=99).model, expected)
@@ -67,7 +53,7 @@ def test_experts_of_mixtures_stay_as_merged_and_are_read_from_files(
 ):
     suite: Any = suite_named("qwen2_moe")
     model = run_fast(suite, **PLUS).model
-    assert caplog.text.count("the experts of 2 mixtures stay as merged") == 1
+    assert caplog.text.count("modules that stay as merged: routed experts") == 1
     for parameter, value in model.named_parameters():
         if ".experts." in parameter or parameter.endswith((".gate.weight", "embed_tokens.weight")):
             assert torch.equal(value, suite.merged.get_parameter(parameter)), parameter

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,18 +10,18 @@ import pytest
 import tiny_models as tiny
 import torch
 import tricky_models as tricky
-from calibrations import EXACT, PAPER, PLUS, assert_same, distance, replay, run_fast, run_slow
+from calibrations import EXACT, PAPER, PLUS, assert_same, distance, run_fast, run_slow
 from model_types import suite_named
 from oracle import Knobs
 from plus_slow import calibrated_plus, load
 from tiny_convs import CONFIGS as TOWERS
-from tiny_convs import net_suite, tower_suite, vector_suite
+from tiny_convs import net_suite, tower_suite
 from tiny_models import MAKES, ROUNDING, Suite, clip_suite, decoder_suite, t5_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import Plus
 
-TEXT = Knobs(alpha=0.15, lam=1e-3, rho=0.5, eps=1e-8)
+TEXT = Knobs(alpha=0.15, lam=1e-3, rho=0.5)
 FLAN = Knobs(alpha=0.6, lam=1e-3, norm=False)
 SMALL = Knobs(lam=1e-4, rho=1.0, alpha=0.6)
 FREE = Knobs(alpha=1.0, lam=1e-3, rho=0.5)
@@ -36,10 +35,6 @@ def wide_norms() -> Suite:
             if isinstance(module, nn.LayerNorm):
                 module.eps = 0.5
     return suite
-
-
-def replayed(suite: Suite) -> Suite:
-    return replace(suite, family=replay(suite))
 
 
 def partly_labelled() -> Suite:
@@ -56,14 +51,13 @@ CLIPS: list[tuple[dict[str, Any], Knobs]] = [
     ({"seed": 1}, PAPER),
     ({"seed": 2, "tasks": 1, "depth": 3, "sizes": (1, 5, 2)}, Knobs(alpha=0.0, lam=0.5, rho=0.5)),
     ({"seed": 5, "width": 4, "heads": 1}, Knobs(alpha=0.15, lam=3.0, rho=0.5, bias=False)),
-    ({"seed": 6}, Knobs(alpha=0.25, rho=2.2, norm=False, eps=1e-3)),
-    ({"seed": 7}, Knobs(alpha=0.25, rho=2.2, demo_last_block=True)),
+    ({"seed": 6}, Knobs(alpha=0.25, rho=2.2, norm=False)),
 ]
 T5S: list[tuple[dict[str, Any], Knobs]] = [
     ({"seed": 1, "untied": True, "depths": (2, 1)}, PAPER),
     ({"seed": 2, "gated": False, "depths": (1, 2)}, FLAN),
 ]
-BLOCKS = {"used_twice": PAPER, "views": FREE, "keyword_calls": FREE, "gainful": PAPER}
+BLOCKS = {"views": FREE, "keyword_calls": FREE, "gainful": PAPER}
 
 
 def tricky_suite(name: str) -> Suite:
@@ -87,7 +81,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    **{f"clip {n}": Case(partial(clip_suite, **s), k) for n, (s, k) in enumerate(CLIPS)},
+    **{f"clip {n}": Case(partial(clip_suite, **s), k, has_drift=k.alpha > 0)
+       for n, (s, k) in enumerate(CLIPS)},
     "clip, wide norms": Case(wide_norms),
     **{f"t5 {n}": Case(partial(t5_suite, **s), k, ROUNDING) for n, (s, k) in enumerate(T5S)},
     "t5, all of some labels": Case(partly_labelled, PAPER, ROUNDING),
@@ -100,7 +95,6 @@ CASES = {
     "convolutions, alpha 0": Case(
         net_suite, Knobs(alpha=0.0, lam=0.5, rho=0.5, norm=False), has_drift=False),
     "convolutions, alpha 1": Case(net_suite, Knobs(alpha=1.0, lam=1e-3, rho=1.0), has_drift=False),
-    "one dimension": Case(vector_suite, PAPER, 1e-6, has_drift=False),
     **{make: Case(partial(tower_suite, make), PAPER, 1e-6, has_drift=False,
                   slow=make in ("resnet, bottleneck", "convnext")) for make in TOWERS},
 }  # fmt: skip
@@ -151,13 +145,12 @@ PLUS_SUITES: dict[str, Callable[[], Suite]] = {
     "t5": lambda: t5_suite(depths=(1, 1)),
     "llama, targets": decoder_suite,
     "gpt2": tiny.gpt2_suite,
-    "gpt_neox, replayed": lambda: replayed(suite_named("gpt_neox")),
+    "gpt_neox": lambda: suite_named("gpt_neox"),
     "residual": tiny.residual_suite,
     "many samples": lambda: tiny.residual_suite(sizes=(60, 40)),
     "clip": lambda: small_clip(tasks=2),
     "clip, 1 task": lambda: small_clip(tasks=1, sizes=(5, 4), hidden=10, seed=5),
     "clip, 1 sample": lambda: small_clip(tasks=2, sizes=(1,), seed=3),
-    "used twice": lambda: tricky_suite("used_twice"),
     "few outputs": lambda: tricky_suite("few_outputs"),
     "biased": lambda: tricky_suite("biased"),
     "plain": lambda: tricky_suite("plain"),
@@ -166,6 +159,8 @@ PLUS_SUITES: dict[str, Callable[[], Suite]] = {
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "samples alone": ("clip", {"gamma": 0.0}, {"gamma": 0.0}),
     "no biases": ("residual", {"biases": False}, {"calibrate_bias": False}),
+    "one ridge": ("clip", {"ridges": (0.01,)}, {"ridges": (0.01,)}),
+    "even tasks": ("residual", {"far": 0.0}, {"far": 0.0}),
     "factors": ("residual", {"factors": {"task_0": 4.0}}, {"task_weights": {"task_0": 4.0}}),
 }
 

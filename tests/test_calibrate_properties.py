@@ -16,8 +16,7 @@ from calibrations import EXACT, PLUS, assert_identical, assert_same, distance, r
 from oracle import Knobs
 from tiny_convs import batched_suite
 from tiny_models import ROUNDING, Suite, clip_suite
-from torch import nn
-from tricky_models import Masked, biased, stack_suite
+from tricky_models import biased, stack_suite
 
 from fusion_bench_featcal import CalibrationResult, Plus
 
@@ -62,28 +61,6 @@ def test_order_batches_padding_and_family_do_not_matter(
     assert_same(result.model, reference(name, rule).model, BOUNDS.get(name, EXACT))
 
 
-@pytest.mark.parametrize(
-    ("name", "rule", "settings"),
-    [
-        ("t5", "plus", {"activations": "disk"}),
-        ("batch norm", "paper", {"activations": "disk"}),
-        ("clip", "plus", {"sums_at_once": "input"}),
-        ("t5", "paper", {"sums_at_once": "input"}),
-    ],
-)
-def test_settings_of_memory_change_neither_model_nor_log(
-    name: str, rule: str, settings: dict[str, Any], tmp_path: Path
-):
-    def records(result: CalibrationResult) -> list[dict[str, Any]]:
-        logged = result.log.of_kind("module") + result.log.of_kind("task")
-        return [{k: v for k, v in record.items() if k != "seconds"} for record in logged]
-
-    result = run_fast(SUITES[name](), **RULES[rule] | settings, activations_dir=tmp_path)
-    assert_identical(result.model, reference(name, rule).model)
-    assert records(result) == records(reference(name, rule))
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(("name", "rule"), [("t5", "paper"), ("batch norm", "plus")])
 def test_models_may_be_wrapped_and_in_training_mode_which_is_restored(name: str, rule: str):
     suite = vary.all_wrapped(SUITES[name]())
@@ -111,17 +88,14 @@ def test_inputs_and_models_are_untouched_and_nothing_is_shared(name: str, rule: 
     assert not shared & {p.data_ptr() for p in model.parameters()}
 
 
-@pytest.mark.parametrize("name", ["clip", "batch norm"])
+@pytest.mark.parametrize("name", ["clip", "residual"])
 def test_nothing_moves_if_experts_and_base_are_the_merged_model(name: str):
     suite = SUITES[name]()
     experts = dict.fromkeys(suite.experts, suite.merged)
     still: Any = replace(suite, base=suite.merged, experts=experts)
     for knobs in (Knobs(), Knobs(alpha=0.0, lam=3.0, rho=0.5)):
-        assert_same(run_fast(still, knobs, batch_norm="merged").model, suite.merged, 1e-7)
-    assert_same(run_fast(still, batch_norm="merged", **PLUS).model, suite.merged, 1e-7)
-    # The default eps moves weights by its share of eps + lambda.
-    shifted = run_fast(still, Knobs(lam=0.05, eps=1e-4), batch_norm="merged").model
-    assert distance(shifted, suite.merged) <= 1e-4 / (1e-4 + 0.05) + EXACT
+        assert_same(run_fast(still, knobs).model, suite.merged, 1e-6)
+    assert_same(run_fast(still, **PLUS).model, suite.merged, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -179,37 +153,11 @@ def test_autocast_wraps_every_pass_and_statistics_stay_wide():
 
 
 def test_samples_in_another_order_or_twice_do_not_matter():
-    suite, fixed = stack_suite(biased, sizes=(4, 4)), FIXED["plus"]  # in the same folds
+    suite, fixed = stack_suite(biased, sizes=(4, 4)), FIXED["plus"]  # the same are held out
     doubled = vary.changed(suite, lambda batches: [*batches, *batches])
     assert_same(run_fast(doubled, **fixed).model, run_fast(suite, **fixed).model)
     turned = vary.changed(suite, lambda batches: [torch.cat(batches).roll(4, 0)])
     assert_same(run_fast(turned, **PLUS).model, run_fast(suite, **PLUS).model)
-
-
-def weighing(weights: list[float], order: list[int]) -> Suite:
-    """A block that works row by row, on samples of three positions with weights."""
-    inputs: dict[str, list] = {}
-    for index in range(2):
-        mask = torch.tensor(weights)[:, None].expand(-1, 3)
-        inputs[f"task_{index}"] = [
-            {"x": tiny.normal(index, 4, 3, 4)[order], "attention_mask": mask}
-        ]
-    torch.manual_seed(0)
-    block = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4))
-    suite = tiny.replayed(Masked(block), inputs, ["layers.0"], seed=1)
-    suite.family["mask"] = "attention_mask"
-    return suite
-
-
-@rules
-def test_a_sample_of_weight_two_is_a_sample_given_twice(rule: str):
-    def run(weights: list[float], order: list[int]) -> nn.Module:
-        return run_fast(weighing(weights, order), **FIXED[rule]).model
-
-    expected = run([1.0] * 5, [0, 1, 2, 3, 0])  # in the same fold
-    for weights in ([2.0, 1, 1, 1], [1.0, 0.5, 0.5, 0.5]):
-        assert_same(run(weights, [0, 1, 2, 3]), expected)
-    assert distance(run([1.0] * 4, [0, 1, 2, 3]), expected) > 1e-3
 
 
 def test_only_the_samples_asked_for_are_drawn():
@@ -236,13 +184,11 @@ def test_log_is_complete_and_writes_one_object_a_line(tmp_path: Path):
     visits = {(r["block"], r["task"]): r for r in log.of_kind("task")}
     assert set(visits) == {(b, t) for b in suite.blocks for t in suite.experts}
     for record in visits.values():
-        read = 1 if record["block"] == suite.blocks[-1] else 5  # of the last one the class token
-        assert (record["samples"], record["rows"]) == (7, 7 * read)
+        assert (record["samples"], record["rows"]) == (7, 7 * 5)
     solves = log.of_kind("module")
     assert len(solves) == 6 * len(suite.blocks)
     for record in solves:
         assert record["module"].startswith(record["block"])
         assert 0 <= record["residual"] < 1e-9
-        assert 1 <= record["condition"] <= (len(suite.experts) + 0.05) / 0.05
     records = run_fast(tiny.gpt2_suite(padded=9)).log.of_kind("task")  # padding is no row
     assert {r["rows"] for r in records} == {2 + 5 + 3 + 4 + 1 + 5 + 2}

@@ -47,7 +47,6 @@ COMMAND = (
     sys.executable, "-m", "fusion_bench.scripts.cli", "method=featcal",
     "modelpool=clip-vit-mini_TA6", "modelpool.default_taskpool=null", "print_config=false",
     "method.presets={}", "method.samples_per_task=64", "method.batch_size=1",
-    "method.activations=disk",
 )  # fmt: skip
 
 
@@ -57,7 +56,7 @@ def test_stopped_command_leaves_no_temporary_files_and_names_the_way_on(
     signum: int, tmp_path: Path
 ) -> None:
     is_stored = signum == signal.SIGTERM
-    words = [f"path.log_dir={tmp_path}/log", f"method.activations_dir={tmp_path}/activations"]
+    words = [f"path.log_dir={tmp_path}/log"]
     words += [f"method.checkpoint_dir={tmp_path}/blocks"] if is_stored else []
     output, first = tmp_path / "output", tmp_path / "blocks/block-0000.safetensors"
     with open(output, "w") as file:
@@ -70,4 +69,4 @@ def test_stopped_command_leaves_no_temporary_files_and_names_the_way_on(
         assert run.wait() == (143 if is_stored else 130), output.read_text()[-4000:]
     last = output.read_text().strip().splitlines()[-1]
     assert ("method.resume=true" if is_stored else "Set method.checkpoint_dir") in last
-    assert not [*(tmp_path / "activations").iterdir(), *tmp_path.rglob("*.part")]
+    assert not [*tmp_path.rglob("*.part")]

@@ -22,11 +22,11 @@ families/__init__.py families/base.py families/clip.py families/transformers_nam
 log.py memory.py module_copies.py
 modules/groups.py modules/hooks.py modules/kinds.py modules/models.py
 modules/sites.py output/__init__.py output/in_memory.py problem.py processes.py progress.py
-rules/__init__.py rules/norms.py rules/paper.py rules/rule.py rules/step.py settings.py
+rules/__init__.py rules/norms.py rules/paper.py rules/rule.py rules/targets.py settings.py
 streams/augmentation.py streams/checks.py streams/drift.py streams/family_check.py
-streams/inputs.py streams/last_rows.py
+streams/inputs.py
 streams/rows.py streams/runner.py streams/samples.py streams/storage.py streams/streams.py
-streams/task_rows.py team.py
+streams/task_rows.py streams/batch.py
 """
 
 

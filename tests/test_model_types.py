@@ -11,11 +11,10 @@ TABLE = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * row.slow) for
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
 @pytest.mark.parametrize("row", TABLE)
-def test_type_is_found_and_equals_replay_and_the_oracle(row: Row, tmp_path: Path):
+def test_type_is_found_and_equals_the_oracle(row: Row, tmp_path: Path):
     result = examined(row, tmp_path)
     if result is None:
         pytest.skip(f"this release of transformers lacks {row.name}")
     assert result.family == row.family
-    assert result.replay_gap == 0
     assert result.oracle_gap < ROUNDING < 0.1 < result.moved
     assert result.reloaded

@@ -58,11 +58,11 @@ def few_samples() -> Suite:
     return suite
 
 
-# Processes without a sample, a task that is split, copies, padding and stages, and BatchNorms.
+# Tasks of unlike sizes, three processes, copies, padding and stages, and BatchNorms.
 CASES: dict[str, tuple[Callable[[], Suite], int, Any, dict[str, Any]]] = {
-    "few samples": (few_samples, 4, PAPER, {"samples_per_task": 99}),
-    "one task": (lambda: clip_suite(tasks=1, sizes=(4, 4)), 2, PLUS, {}),
-    "held out, copies": (clip_suite, 2, PAPER, {"held_out": 2, "augment": "jitter"}),
+    "few samples": (few_samples, 2, PAPER, {"samples_per_task": 99}),
+    "three processes": (clip_suite, 3, PLUS, {}),
+    "copies": (clip_suite, 2, PAPER, {"augment": "jitter"}),
     "t5": (lambda: t5_suite(depths=(1, 1)), 2, PLUS, {}),
     "statistics": (batched_suite, 2, PAPER, {}),
 }
@@ -81,32 +81,26 @@ def test_model_and_log_are_those_of_one_process(case: str):
     assert_alike(records(results[0]), records(expected), 1e-6)
 
 
-def test_experts_and_systems_are_divided_among_the_processes():
+def test_each_process_reads_the_experts_of_its_tasks():
     suite, tasks = clip_suite(), [f"task_{n}" for n in range(4)]
-    batches = suite.inputs["task_0"]
 
-    def work(processes: Processes) -> tuple[list[str], int]:
+    def work(processes: Processes) -> list[str]:
         experts: Any = {task: Overheard(suite.experts["task_0"]) for task in tasks}
-        solve, systems = torch.linalg.cholesky_ex, []
+        inputs = dict.fromkeys(tasks, suite.inputs["task_0"])
+        overheard = replace(suite, experts=experts, inputs=inputs)
+        run_fast(overheard, processes=processes, samples_per_task=7, rule=PLUS)
+        return [task for task in tasks if experts[task].read]
 
-        def counted(system: torch.Tensor, **more: Any) -> Any:
-            systems.append(system)
-            return solve(system, **more)
+    assert in_processes(2, work) == [tasks[::2], tasks[1::2]]
 
-        overheard = replace(suite, experts=experts, inputs=dict.fromkeys(tasks, batches))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.linalg, "cholesky_ex", counted)
-            run_fast(overheard, processes=processes, samples_per_task=7, rule=PLUS)
-        return [task for task in tasks if experts[task].read], len(systems)
 
-    all_read, alone = work(Processes())
-    (first, few), (second, many) = in_processes(2, work)
-    assert (first, second, all_read) == (tasks[:2], tasks[2:], tasks)
-    assert few + many == alone and min(few, many) >= alone // 5
+def test_more_processes_than_tasks_are_refused():
+    for error in together(clip_suite(tasks=1), 2):
+        assert "2 processes cannot share 1 tasks" in str(error) and "fabric.devices" in str(error)
 
 
 def spoil_samples(suite: Suite, _: Processes) -> None:
-    suite.inputs["task_2"][-1]["pixel_values"][0] = float("nan")
+    suite.inputs["task_1"][-1]["pixel_values"][0] = float("nan")
 
 
 def other_merged(suite: Suite, processes: Processes) -> None:
@@ -123,7 +117,7 @@ def full_disk(*_: Any) -> None:
 STARTED = "process 1 was started with other {} than process 0"
 # A change of the arguments in one process of two, and words of the error of both.
 CHANGES: list[tuple[Callable[[Suite, Processes], None], str]] = [
-    (spoil_samples, r"task task_2: calibration batch \d, input 'pixel_values', has NaN.*"),
+    (spoil_samples, r"task task_1: calibration batch \d, input 'pixel_values', has NaN.*"),
     (other_merged, STARTED.format("weights")),
     (full_disk, "No space left on device"),
 ]

@@ -12,8 +12,8 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 from reports import error_of, featcal
 
-from fusion_bench_featcal import FeatCalSettings, Paper, Plus, ReplayFamily
-from fusion_bench_featcal.families import _BY_NAME
+from fusion_bench_featcal import FeatCalSettings, Paper, Plus
+from fusion_bench_featcal.families import _BY_NAME, LLAMA
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS
 from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.setting_docs import algorithm_class, method_names
@@ -33,18 +33,13 @@ SETTINGS: dict[str, tuple[str, list[Any], list[Any]]] = {
     "rule": ("paper, plus, a mapping with `_target_` and the rule's settings, or a rule",
              ["paper", {"_target_": "some.Rule", "gamma": 2.0}],
              ["kfold", None, 3, {}, {"gamma": 2.0}]),
-    "task_weights": ("null, drift, or a mapping of tasks to numbers above 0", [None],
+    "task_weights": ("null or a mapping of tasks to numbers above 0", [None],
                      ["equal", 2.0, {"a": 0}, {"a": "1"}]),
-    "augment": ("null, auto, jitter, or a mapping with `_target_` and, if given, `copies` >= 1",
-                ["jitter", {"_target_": "some.thing", "copies": 1}],
-                ["flip", True, 3, {}, {"copies": 2}, {"_target_": 3}, ["jitter"],
-                 {"_target_": "x", "copies": 0}, {"_target_": "x", "copies": 1.5}]),
-    "held_out": ("auto or an integer >= 0", [0, "auto", 8], [-1, 0.5, True, "some"]),
+    "augment": ("null or one of auto, jitter", ["jitter", None], ["flip", True, 3, ["jitter"]]),
     "samples_per_task": ("an integer >= 1", [1], [0, 2.0, True]),
     "calibrate_bias": ("true or false", [False], [0, 1, "yes", None]),
     "modules": ("null or a non-empty list of patterns", [["*.fc1", "!0.*"]],
                 ["mlp.fc1", [], [""], [3]]),
-    "token_weights": ("one of uniform, demo_last_block", ["demo_last_block"], ["demo"]),
     "calibration_data": ("null or a mapping of tasks to paths, hub ids or configs of datasets",
                          [{"a": "a.jsonl", "b": {"_target_": "datasets.load_dataset"}}],
                          [["a.jsonl"], {"math": 3}]),
@@ -52,12 +47,11 @@ SETTINGS: dict[str, tuple[str, list[Any], list[Any]]] = {
                            [0, -5, 1.5, True, INF, "0MB", "800", "800mb", "half", "101%", "-50%"]),
     "checkpoint_dir": ("null or a folder's path", [None, "a"], ["", 3]),
 }  # fmt: skip
-PUBLISHED = {  # lambda, rho, alpha, norms, weights of tokens: from the paper and its demo
-    "paper_clip": (0.05, 2.0, 0.3, True, "uniform"),
-    "paper_flan_t5": (1e-5, 2.0, 0.6, False, "uniform"),
-    "paper_llama_3b": (1e-5, 0.5, 0.15, False, "uniform"),
-    "paper_llama_8b": (3.0, 0.5, 0.15, False, "uniform"),
-    "demo": (0.05, 2.2, 0.25, True, "demo_last_block"),
+PUBLISHED = {  # lambda, rho, alpha, norms
+    "paper_clip": (0.05, 2.0, 0.3, True),
+    "paper_flan_t5": (1e-5, 2.0, 0.6, False),
+    "paper_llama_3b": (1e-5, 0.5, 0.15, False),
+    "paper_llama_8b": (3.0, 0.5, 0.15, False),
 }
 POOLS = {
     "flan-t5-base_glue": "paper_flan_t5",
@@ -71,8 +65,6 @@ CLASHES: list[tuple[dict[str, Any], str]] = [
     ({"rule": Paper(), "mix_alpha": 0.5},
      r"mix_alpha=0\.5 is no setting of a rule .* set it there, Paper\(mix_alpha=\.\.\.\)"),
     ({"resume": True}, r"method\.resume needs method\.checkpoint_dir"),
-    ({"strict": True}, r"strict=true needs method\.held_out, such as auto"),
-    ({"held_out": 2, "log_drift": False}, r"held_out needs method\.log_drift=true"),
     ({"seed": -1, "mix_alpha": 2.0, "ridge_lambda": -1.0},
      r"method\.ridge_lambda.*; method\.mix_alpha.*; method\.seed"),
     ({"rule": {"_target_": "no.such.Rule"}}, r"method\.rule: .*'no\.such\.Rule' cannot be impor"),
@@ -118,7 +110,7 @@ def test_presets_are_the_published_settings(name: str):
     preset.pop("defaults")
     chosen = FeatCalSettings(**preset)
     numbers = (chosen.ridge_lambda, chosen.anchor_rho, chosen.mix_alpha)
-    assert (*numbers, chosen.calibrate_norm, chosen.token_weights) == PUBLISHED[name]
+    assert (*numbers, chosen.calibrate_norm) == PUBLISHED[name]
     assert (chosen.samples_per_task, chosen.calibrate_bias) == (256, True)
 
 
@@ -138,7 +130,7 @@ def test_settings_are_copied_with_changes_and_never_changed():
     for misspelt, kind in (({"mix_alpha": -1.0}, ValueError), ({"alpha": 0.3}, TypeError)):
         with pytest.raises(kind, match="alpha"):
             settings.replace(**misspelt)
-    assert "h.*" in json.dumps(FeatCalSettings(family=ReplayFamily(blocks=["h.*"])).as_dict())
+    assert "LlamaFamily" in json.dumps(FeatCalSettings(family=LLAMA).as_dict())
     assert FeatCalSettings.plus(seed=3).replace(seed=42) == FeatCalSettings(**PLUS)
 
 
@@ -168,7 +160,7 @@ def test_configs_are_as_the_script_writes_them():
     for path, text in script["files"]().items():
         assert path.read_text(encoding="utf-8") == text, "python scripts/write_configs.py"
     (family,) = (f for f in settings_of(FeatCalSettings) if f.name == "family")
-    names = family.metadata["help"].partition("blocks: ")[2].partition(", {")[0].split(", ")
+    names = family.metadata["help"].partition("blocks: ")[2].partition(", or a")[0].split(", ")
     assert names == ["auto", *sorted(_BY_NAME)]
 
 

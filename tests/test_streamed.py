@@ -15,18 +15,17 @@ from tiny_convs import tower_suite
 from tiny_models import Suite, clip_suite, decoder_suite, t5_suite
 from torch import Tensor, nn
 
-from fusion_bench_featcal import CalibrationError, InMemoryExpert, SafetensorsExpert
+from fusion_bench_featcal import CalibrationError, InMemoryExpert, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.experts import ExpertModel, MergedOnRead, hollow_copy
 from fusion_bench_featcal.experts import merging as merging_module
 from fusion_bench_featcal.experts.offloaded import fill, offloaded
-from fusion_bench_featcal.memory import divided
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.streams import Runner
 
-CASES: dict[str, tuple[Callable[[], Suite], int]] = {  # a suite, and its held-out samples
-    "clip": (clip_suite, 2),
-    "resnet": (lambda: tower_suite("resnet"), 0),
-    "t5": (lambda: t5_suite(depths=(1, 1)), 0),
+CASES: dict[str, tuple[Callable[[], Suite], Any]] = {  # a suite and a rule
+    "clip": (clip_suite, Plus()),
+    "resnet": (lambda: tower_suite("resnet"), Paper()),
+    "t5": (lambda: t5_suite(depths=(1, 1)), Paper()),
 }
 
 
@@ -69,12 +68,12 @@ def tensors_in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 def test_a_model_in_files_is_calibrated_block_by_block_as_one_in_memory(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    make, held_out = CASES[name]
+    make, rule = CASES[name]
     suite = make()
     before = {key: tensor.clone() for key, tensor in suite.merged.state_dict().items()}
     with tensors_in_memory(monkeypatch) as names:
-        expected = run_fast(suite, held_out=held_out).model
-        assert_identical(calibrated(suite, tmp_path, held_out=held_out), expected)
+        expected = run_fast(suite, rule=rule).model
+        assert_identical(calibrated(suite, tmp_path, rule=rule), expected)
     assert names == set() or name == "resnet"
     assert all(torch.equal(t, before[key]) for key, t in suite.merged.state_dict().items())
 
@@ -151,7 +150,7 @@ def test_place_and_settings_of_lacking_memory_are_named(error: Exception):
     with pytest.raises(CalibrationError) as raised:
         run_fast(failing(error, f"{SECOND}.mlp.fc1", calls=1))
     assert raised.value.__cause__ is error
-    for words in (f"out of memory (cpu) at {SECOND} · task_0", "method.activations=disk",
+    for words in (f"out of memory (cpu) at {SECOND} · task_0", "method.activations=host",
                   "method.batch_size", "method.modules"):  # fmt: skip
         assert words in str(raised.value)
 
@@ -161,17 +160,11 @@ def test_other_errors_pass_as_they_are():
         run_fast(failing(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), SECOND))
 
 
-def test_largest_sums_come_first_behind_those_in_which_experts_run():
-    assert divided([1, 2, 3], "block", torch.device("cpu")) == [[0, 1, 2]]
-    assert divided([1, 2, 3], "input", torch.device("cpu")) == [[0], [2], [1]]
-
-
-def test_features_on_disk_are_removed_and_finished_blocks_stay(tmp_path: Path):
-    blocks, activations = tmp_path / "blocks", tmp_path / "activations"
-    disk: dict[str, Any] = {"activations": "disk", "activations_dir": activations}
+def test_finished_blocks_stay(tmp_path: Path):
+    blocks = tmp_path / "blocks"
     with pytest.raises(CalibrationError, match=rf"out of memory \(cpu\) at {SECOND}: "):
-        run_fast(failing(MemoryError(), SECOND), checkpoint_dir=blocks, **disk)
-    assert not list(blocks.glob("*.part")) and not list(activations.iterdir())
+        run_fast(failing(MemoryError(), SECOND), checkpoint_dir=blocks)
+    assert not list(blocks.glob("*.part"))
     resumed = run_fast(clip_suite(), checkpoint_dir=blocks, resume=True)
     assert resumed.log.of_kind("resumed")
     assert_identical(resumed.model, run_fast(clip_suite()).model)

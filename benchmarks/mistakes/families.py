@@ -69,13 +69,6 @@ MUTATIONS = [
         PAPER,
     ),
     Mutation(
-        "two towers of one size taken for one stack",
-        "families/structure.py",
-        "if not largest or _CLEARLY * (",
-        "if not largest or 0 * (",
-        "families/test_families.py",
-    ),
-    Mutation(
         "steps that differ taken for equal",
         "streams/family_check.py",
         "if not gap <= max(",
@@ -102,13 +95,6 @@ MUTATIONS = [
         "return runs_as(module, nn.LayerNorm) or _agrees(type(module), nn.LayerNorm) is not False",
         "return True",
         "test_model_types.py",
-    ),
-    Mutation(
-        "norms calibrated though switched off",
-        "modules/sites.py",
-        '"norm": calibrate_norm,',
-        '"norm": True,',
-        PAPER,
     ),
     Mutation(
         "rank left out of a LoRA expert's scale",

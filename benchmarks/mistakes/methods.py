@@ -81,13 +81,6 @@ MUTATIONS = [
         "methods/test_corrections.py",
     ),
     Mutation(
-        "RegMean's off_diagonal ignored",
-        "rules/regmean.py",
-        "shrink_off_diagonal(rows.means(centred=False).gram[0], self._off_diagonal)",
-        "rows.means(centred=False).gram[0]",
-        "methods/test_mergers.py",
-    ),
-    Mutation(
         "RegMean++ on the experts' own features",
         "lab/rivals/mergers.py",
         'return rule.features == "merged"',

@@ -17,14 +17,7 @@ _PER_BACKEND = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # torch 2.
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Context without TF32 or bfloat16 in float32 matrix products."""
-    with multiplying_in(EXACT):
-        yield
-
-
-@contextmanager
-def multiplying_in(precision: str) -> Iterator[None]:
-    """Context in which CUDA multiplies float32 matrices in `ieee` or `tf32`. CPUs are exact."""
-    with _allowing(dict(zip(_MATMULS, (precision, EXACT), strict=True))):
+    with _allowing(dict.fromkeys(_MATMULS, EXACT)):
         yield
 
 

@@ -26,21 +26,10 @@ SLOW_WITH_MKL = "AuthenticAMD AVX512"
 _kernel: ContextVar[str] = ContextVar("kernel", default=TORCH)
 
 
-def choose_kernel(setting: str, device: torch.device) -> str:
-    """Return the kernel of a run.
-
-    Args:
-        setting: The setting `linear_kernel`: `auto`, `torch` or `onednn`.
-        device: Device of the calculation. Only the CPU has a choice.
-
-    Returns:
-        `torch` or `onednn`. `torch` if oneDNN was requested but is not available.
-    """
-    if setting == TORCH or device.type != "cpu" or not onednn_works():
-        return TORCH
-    if setting == ONEDNN:
-        return ONEDNN
-    return ONEDNN if torch.backends.mkl.is_available() and processor() == SLOW_WITH_MKL else TORCH
+def choose_kernel(device: torch.device) -> str:
+    """Return the kernel of a run: `onednn` on CPUs on which it is faster, else `torch`."""
+    is_slow = torch.backends.mkl.is_available() and processor() == SLOW_WITH_MKL
+    return ONEDNN if device.type == "cpu" and is_slow and onednn_works() else TORCH
 
 
 def agreed_kernel(chosen: Sequence[str]) -> str:

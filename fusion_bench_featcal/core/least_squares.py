@@ -7,10 +7,10 @@ from torch import Tensor
 from fusion_bench_featcal.core.solve import solve_ridge
 
 
-def shrink_off_diagonal(gram: Float[Tensor, "*g d d"], factor: float) -> Float[Tensor, "*g d d"]:
-    """Return Gram matrices with their entries off the diagonal scaled (RegMean's shrinkage)."""
+def shrink_off_diagonal(gram: Float[Tensor, "d d"], factor: float) -> Float[Tensor, "d d"]:
+    """Return a Gram matrix with its entries off the diagonal scaled (RegMean's shrinkage)."""
     shrunk = gram * factor
-    shrunk.diagonal(dim1=-2, dim2=-1).copy_(gram.diagonal(dim1=-2, dim2=-1))
+    shrunk.diagonal().copy_(gram.diagonal())
     return shrunk
 
 
@@ -48,8 +48,8 @@ def solve_seen(
     rounding = torch.finfo(precision).eps
     if floor > 0 and bool((sizes > 0).all()):
         doubt = rounding if floor < rounding else 0.0
-        solved = solve_ridge(correlations[None], scaled[None], 0.0, rounding=doubt)
-        return solved.step[0] / scales, len(gram)
+        step, _ = solve_ridge(correlations, scaled, 0.0, rounding=doubt)
+        return step / scales, len(gram)
     energies, directions = torch.linalg.eigh(correlations)
     measured = energies > max(len(gram) * rounding, cutoff) * energies.max()
     basis = directions[:, measured]

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 
@@ -11,13 +10,12 @@ class Linear(NamedTuple):
     """Stacked weights and biases of modules that share their input. A missing bias is zero.
 
     Attributes:
-        weight: `[g, m, d]` with `g` separate input maps (groups of a convolution, else 1). For a
-            norm: its gain, `[1, 1, d]`.
-        bias: `[g, m]`. For a norm: its shift, `[1, d]`.
+        weight: `[m, d]`. For a norm: its gain, `[d]`.
+        bias: `[m]`. For a norm: its shift, `[d]`.
     """
 
-    weight: Float[Tensor, "g m d"]
-    bias: Float[Tensor, "g m"]
+    weight: Tensor
+    bias: Tensor
 
     def minus(self, other: "Linear") -> "Linear":
         """Return the difference of both."""

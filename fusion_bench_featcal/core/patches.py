@@ -1,4 +1,4 @@
-"""Patches of a convolution: the input rows of one linear map for each of its groups."""
+"""Patches of a convolution: the input rows of its linear map."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,12 @@ from fusion_bench_featcal.core.moments import MOST_ROWS
 
 @dataclass(frozen=True, kw_only=True)
 class Patches:
-    """Geometry of a convolution over one or two dimensions.
+    """Geometry of a convolution over two dimensions.
 
-    With `x` unfolded into rows, a weight `[out, in / groups, *kernel]` is the matrices
-    `[out / groups, in / groups * prod(kernel)]` of its groups, one below the other.
+    With `x` unfolded into rows, a weight `[out, in, *kernel]` is a matrix
+    `[out, in * prod(kernel)]`.
 
     Attributes:
-        channels: Input channels.
-        groups: Groups of channels.
         kernel: Size of the kernel, one number per dimension, as for all following attributes.
         stride: Steps of the kernel.
         dilation: Steps within the kernel.
@@ -28,18 +26,11 @@ class Patches:
         mode: Padding mode of `torch.nn.functional.pad`.
     """
 
-    channels: int
-    groups: int
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
     mode: str
-
-    @property
-    def width(self) -> int:
-        """Inputs of one group's linear map."""
-        return self.channels // self.groups * prod(self.kernel)
 
     def rows(self, x: Tensor) -> Float[Tensor, "n positions d"]:
         """Unfold samples.
@@ -48,17 +39,12 @@ class Patches:
             x: `[n, channels, *dims]`.
 
         Returns:
-            One row for each output position, with the groups' rows side by side: `[n, positions,
-            groups * width]`, a view.
+            One row for each output position, `[n, positions, d]`, a view.
         """
         pads = [side for pair in reversed(self.padding) for side in pair]
         if any(pads):
             x = functional.pad(x, pads, mode=self.mode)
-        geometry = [self.kernel, self.dilation, self.stride]
-        if len(self.kernel) == 1:
-            x, geometry = x[:, :, None], [(1, *part) for part in geometry]
-        kernel, dilation, stride = geometry
-        columns = functional.unfold(x, kernel, dilation=dilation, stride=stride)
+        columns = functional.unfold(x, self.kernel, self.dilation, stride=self.stride)
         return columns.transpose(1, 2)
 
     def positions(self, x: Tensor) -> int:

@@ -1,17 +1,9 @@
 """Products that are added to sums in place, and symmetric matrices built from one triangle."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fusion_bench_featcal.core.float32_products import EXACT, multiplying_in
 from fusion_bench_featcal.core.kernels import multiplies_rows_by_onednn, multiply_transposed
-
-FLOAT32, TF32, BFLOAT16 = "float32", "tf32", "bfloat16"
 
 COLUMN_BLOCKS = 16
 """Largest number of strips of a Gram matrix's lower triangle. 16 are 17/32 of the product."""
@@ -23,54 +15,19 @@ the second-level cache together."""
 LARGEST_PRODUCT = 2**24
 """Entries of a product that is in memory by itself before it is added to a sum."""
 
-_ADDS_IN_FLOAT32 = torch.__version__ >= "2.8" and torch.version.hip is None
-
-_sums: ContextVar[str] = ContextVar("sums", default=FLOAT32)
-
-
-@contextmanager
-def summing_in(precision: str, device: torch.device) -> Iterator[None]:
-    """Context in which sums over rows multiply float32 numbers as set by `sums_precision`.
-
-    Products are always added up in float32 or a wider dtype.
-
-    Args:
-        precision: `tf32` (GPUs only), `bfloat16` (rows are rounded) or, if exact, another value.
-        device: Device of the sums.
-    """
-    token = _sums.set(precision)
-    try:
-        with multiplying_in(TF32 if precision == TF32 and device.type == "cuda" else EXACT):
-            yield
-    finally:
-        _sums.reset(token)
-
-
-def rounded(rows: Tensor) -> Tensor:
-    """Return rows in the precision in which sums multiply them in this context.
-
-    On an NVIDIA GPU rows become bfloat16, and their products add up in float32 (torch 2.8 and
-    newer). Elsewhere they stay float32 with values rounded to bfloat16, which gives equal products.
-    """
-    if _sums.get() != BFLOAT16 or rows.dtype != torch.float32:
-        return rows
-    short = rows.bfloat16()
-    return short if rows.is_cuda and _ADDS_IN_FLOAT32 else short.float()
-
 
 def multiply(
-    weight: Float[Tensor, "g m d"], moment: Float[Tensor, "g d k"], *, symmetric: bool = False
-) -> Float[Tensor, "g m k"]:
-    """Return `W M` for each map. A symmetric moment need not be transposed for oneDNN."""
-    if len(weight) > 1 or not multiplies_rows_by_onednn(weight):
+    weight: Float[Tensor, "m d"], moment: Float[Tensor, "d k"], *, symmetric: bool = False
+) -> Float[Tensor, "m k"]:
+    """Return `W M`. A symmetric moment need not be transposed for oneDNN."""
+    if not multiplies_rows_by_onednn(weight):
         return weight @ moment
-    right = moment[0] if symmetric else moment[0].T.contiguous()
-    return multiply_transposed(weight[0].contiguous(), right)[None]
+    right = moment if symmetric else moment.T.contiguous()
+    return multiply_transposed(weight.contiguous(), right)
 
 
 def columns_of(rows: Tensor) -> Tensor:
     """Return rows `[n, d]` in the layout `[d, n]` of the sums below. Only oneDNN needs a copy."""
-    rows = rounded(rows)
     return rows.T.contiguous() if multiplies_rows_by_onednn(rows) else rows.T
 
 
@@ -88,8 +45,6 @@ def add_product(into: Tensor, first: Tensor, second: Tensor, weight: float = 1.0
         rows = max(1, LARGEST_PRODUCT // into.shape[1])
         for total, part in zip(into.split(rows), first.split(rows), strict=True):
             total.add_(multiply_transposed(part, second), alpha=weight)
-    elif first.dtype != into.dtype:
-        into.add_(torch.mm(first, second.T, out_dtype=into.dtype), alpha=weight)
     else:
         into.addmm_(first, second.T, alpha=weight)
 

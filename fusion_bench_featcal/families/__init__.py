@@ -6,17 +6,15 @@ from typing import Any
 
 from torch import nn
 
-from fusion_bench_featcal.families import llama, stages, t5, vision_language, whisper
+from fusion_bench_featcal.families import llama, stages, t5, whisper
 from fusion_bench_featcal.families.base import BlockCall, ChainFamily, Family, stages_of
 from fusion_bench_featcal.families.clip import CLIP
 from fusion_bench_featcal.families.llama import LLAMA
 from fusion_bench_featcal.families.open_clip import OPEN_CLIP, find_open_clip_blocks
-from fusion_bench_featcal.families.replay import ReplayFamily
 from fusion_bench_featcal.families.stack import STACK, StackFamily
 from fusion_bench_featcal.families.stages import STAGES, find_torchvision_blocks
-from fusion_bench_featcal.families.structure import find_stack, suggested_families
+from fusion_bench_featcal.families.structure import find_stack
 from fusion_bench_featcal.families.t5 import T5
-from fusion_bench_featcal.families.vision_language import VISION_LANGUAGE
 from fusion_bench_featcal.families.whisper import WHISPER
 
 __all__ = [
@@ -26,12 +24,10 @@ __all__ = [
     "STACK",
     "STAGES",
     "T5",
-    "VISION_LANGUAGE",
     "WHISPER",
     "BlockCall",
     "ChainFamily",
     "Family",
-    "ReplayFamily",
     "StackFamily",
     "check_family",
     "resolve_family",
@@ -47,7 +43,6 @@ _MODEL_TYPES: Mapping[Family, tuple[str, ...]] = {
     STACK: (),
     STAGES: stages.MODEL_TYPES,
     T5: t5.MODEL_TYPES,
-    VISION_LANGUAGE: vision_language.MODEL_TYPES,
     WHISPER: whisper.MODEL_TYPES,
 }
 _BY_MODEL_TYPE = {kind: family for family, kinds in _MODEL_TYPES.items() for kind in kinds}
@@ -55,10 +50,7 @@ _BY_NAME = {family.name: family for family in _MODEL_TYPES}
 
 
 _MEMBERS = ["name", *(name for name in vars(Family) if not name.startswith("_"))]
-_KNOWN = (
-    f"auto, {', '.join(_BY_NAME)}, {{name: replay, blocks: [pattern, ...]}}, or "
-    "{_target_: my_module.MyFamily}"
-)
+_KNOWN = f"auto, {', '.join(_BY_NAME)}, or {{_target_: my_module.MyFamily}}"
 
 
 def check_family(family: Any) -> None:
@@ -104,11 +96,10 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
         return _BY_MODEL_TYPE[model_type]
     if find_stack(model) is not None:
         return STACK.fitted(model)
-    tries = [f"method.family={family}" for family in suggested_families(model)]
     raise ValueError(
         f"method.family=auto does not know {type(model).__name__} (model type {model_type!r}), "
-        "and no list of modules of one class clearly holds its blocks. "
-        + (f"Try {' or '.join(tries)}" if tries else f"Set method.family to {_KNOWN}")
+        "and no list of modules of one class clearly holds its blocks. Set method.family to a "
+        "family of your own, {_target_: my_module.MyFamily} (docs/tutorials/family.md)"
     )
 
 
@@ -135,17 +126,7 @@ def _family_of_options(options: dict[str, Any]) -> Family:
         return _family_of_target(options)
     if list(options) == ["name"] and options["name"] in _BY_NAME:
         return _BY_NAME[options["name"]]
-    given_options = dict(options)
-    if "name" not in options:
-        raise ValueError(f"method.family: {options} lacks the family's name or _target_")
-    if options.pop("name") != "replay":
-        raise ValueError(f"method.family: only replay takes options, got {given_options}")
-    try:
-        return ReplayFamily(**options)
-    except TypeError as error:
-        raise ValueError(
-            f"method.family: {error}; replay takes blocks, mask, other_masks and has_tables"
-        ) from None
+    raise ValueError(f"method.family must be {_KNOWN}, got {options}")
 
 
 def _family_of_target(options: dict[str, Any]) -> Family:

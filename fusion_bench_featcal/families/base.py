@@ -37,26 +37,16 @@ class Family(ABC):
 
     Attributes:
         name: The family's name in settings and logs.
-        whole_model: Whether `step` runs the whole model rather than the block alone, so that all of
-            an expert's weights must be in memory.
-        same_calls: Whether every pass through a block calls the same modules equally often, and the
-            block's input has its features as `hidden`. A pass that only records inputs of modules
-            then ends with the last of them.
         hands_on: Whether stages after the first begin from the output of the previous stage.
             `begin` then takes the return value of `ending` as a fourth argument.
         compared: Whether calibration first compares the family's steps with the model's forward
             pass on the first samples.
-        has_tables: Whether modules whose rows are not their stage's positions can only receive
-            tables (of relative positions), which have no padding.
         view: The arrangement of the weights for calibration.
     """
 
     name: str
-    whole_model: bool = False
-    same_calls: bool = False
     hands_on: bool = False
     compared: bool = False
-    has_tables: bool = False
     view: ModelView = AS_IT_IS
 
     @abstractmethod
@@ -153,7 +143,7 @@ def two_stages(
     if not all(stages):
         raise CalibrationError(
             f"{type(model).__name__} has no {lists[0]}.* and {lists[1]}.* both, as {example} has: "
-            "name the blocks with method.family={name: replay, blocks: ...}"
+            "choose another method.family (docs/tutorials/family.md)"
         )
     return stages
 
@@ -232,13 +222,11 @@ class ChainFamily(Family):
     Attributes:
         name: The family's name.
         find_stages: Finds the block names in a model.
-        same_calls: As `Family`.
         view: As `Family`.
     """
 
     name: str
     find_stages: Callable[[nn.Module], list[list[str]]]
-    same_calls: bool = False
     view: ModelView = AS_IT_IS
 
     def stages(self, model: nn.Module) -> list[list[str]]:

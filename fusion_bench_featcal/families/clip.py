@@ -19,7 +19,7 @@ def clip_stages(model: nn.Module) -> list[list[str]]:
     if any(name.split(".")[0] == "text_model" for name in names):
         raise CalibrationError(
             f"{type(model).__name__} has a text tower: calibrate its vision_model "
-            "(a CLIPVisionModel), or name the blocks with method.family={name: replay, blocks: ...}"
+            "(a CLIPVisionModel)"
         )
     blocks = [name for name in names if CLIP_BLOCK.fullmatch(name)]
     if not blocks:
@@ -43,5 +43,5 @@ class ClipFamily(ChainFamily):
         return mask
 
 
-CLIP = ClipFamily(name="clip", find_stages=clip_stages, same_calls=True)
+CLIP = ClipFamily(name="clip", find_stages=clip_stages)
 """Every position of every image counts: there is no padding."""

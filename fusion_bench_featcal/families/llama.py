@@ -29,7 +29,6 @@ class LlamaFamily(StackFamily):
     """A stack that needs no comparison with the model's forward pass."""
 
     name: str = "llama"
-    same_calls: bool = True
     compared: bool = False
 
     def stages(self, model: nn.Module) -> list[list[str]]:

@@ -69,7 +69,6 @@ class OpenClipFamily(ChainFamily):
 OPEN_CLIP = OpenClipFamily(
     name="open_clip",
     find_stages=open_clip_stages,
-    same_calls=True,
     view=UnfusedView(find_open_clip_blocks, attention="attn"),  # text towers stay fused
 )
 """Every position of every image counts: there is no padding."""

@@ -25,7 +25,7 @@ def mask_named(inputs: Any, name: str) -> Tensor | None:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise CalibrationError(
             f"the input {name!r} is {shape}, but a mask of padding is [batch, positions]. Give "
-            "such a mask, or rename this input (method.family.mask for replay)"
+            "such a mask"
         )
     return mask
 

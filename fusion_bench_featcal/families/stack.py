@@ -51,28 +51,20 @@ class StackFamily(Family):
         name: The family's name.
         causal: Whether labels of `[batch, positions]` are next tokens, so that
             `method.decoder_rows=targets` selects the positions before them.
-        same_calls: As `Family`.
         compared: As `Family`.
-        has_tables: As `Family`: a stack has only one sequence of positions.
         reads_first: Whether the model's head reads only each sample's first position of the last
             block's output: a class token.
     """
 
     name: str = "stack"
     causal: bool = True
-    same_calls: bool = False
     compared: bool = True
-    has_tables: bool = True
     reads_first: bool = False
 
     def fitted(self, model: nn.Module) -> "StackFamily":
         """Return the family with the options that a model's structure determines."""
-        (blocks,) = self.stages(model)
-        return replace(
-            self,
-            causal=_predicts_next(model),
-            same_calls=_runs_everything(model, blocks),
-        )
+        self.stages(model)
+        return replace(self, causal=_predicts_next(model))
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Return the blocks in forward order, as one stage.
@@ -228,13 +220,4 @@ def _predicts_next(model: nn.Module) -> bool:
     masked = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
     return kind in causal or not (
         kind in masked or kind.endswith(("Classification", "QuestionAnswering"))
-    )
-
-
-def _runs_everything(model: nn.Module, blocks: Iterable[str]) -> bool:
-    """Return whether no block contains a list of modules, because it might run only some."""
-    return not any(
-        isinstance(module, nn.ModuleList | nn.ModuleDict)
-        for block in blocks
-        for module in model.get_submodule(block).modules()
     )

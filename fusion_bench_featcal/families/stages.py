@@ -27,7 +27,6 @@ class StagesFamily(Family):
     """Blocks that take the previous block's features, which are rearranged between stages."""
 
     name: str = "stages"
-    same_calls: bool = True
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Return names of the blocks in forward order, all in one stage.
@@ -43,7 +42,7 @@ class StagesFamily(Family):
                 return [[f"{prefix}{name}" for name in names]]
         raise ValueError(
             f"method.family=stages does not fit {type(model).__name__}, which is not built like a "
-            "ResNet, ConvNeXt or SegFormer. Set method.family to {name: replay, blocks: [...]}"
+            "ResNet, ConvNeXt or SegFormer. Write a family (docs/tutorials/family.md)"
         )
 
     def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> BlockCall:

@@ -21,45 +21,18 @@ def find_stack(model: nn.Module) -> str | None:
         The list's name, or None if no list clearly dominates.
     """
     stacks = _stacks(model)
-    largest = _largest(stacks, "")
-    if not largest or _CLEARLY * (sum(stacks.values()) - stacks[largest]) > stacks[largest]:
+    largest = max(stacks, key=lambda name: stacks[name], default=None)
+    if largest is None or _CLEARLY * (sum(stacks.values()) - stacks[largest]) > stacks[largest]:
         return None
     return largest
 
 
-def suggested_families(model: nn.Module) -> list[str]:
-    """Return values of `method.family` that may fit a model with several lists of blocks.
-
-    Args:
-        model: The model. It may be on the meta device.
-
-    Returns:
-        Values in command line syntax, the most promising first, or none without lists of blocks.
-    """
-    stacks = _stacks(model)
-    sides = [_largest(stacks, part) for part in ("encoder", "decoder")]
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and all(sides):
-        blocks = ", ".join(f"[{name}.*]" for name in sides)
-        masks = "[attention_mask, decoder_attention_mask]"
-        return [f"{{name: replay, blocks: [{blocks}], mask: {masks}}}"]
-    by_size = sorted(stacks, key=lambda name: -stacks[name])
-    return [f"{{name: replay, blocks: [{name}.*]}}" for name in by_size[:2]]
-
-
 def no_stack(model: nn.Module, family: str) -> CalibrationError:
     """Return the error for a model without a single list of blocks, with advice."""
-    tries = " or ".join(f"method.family={value}" for value in suggested_families(model))
-    advice = f"Try {tries}" if tries else "Name its blocks: method.family={name: replay, blocks: }"
     return CalibrationError(
         f"method.family={family}: {type(model).__name__} has no list of modules of one class that "
-        f"clearly holds its blocks. {advice}"
+        "clearly holds its blocks. Write a family (docs/tutorials/family.md)"
     )
-
-
-def _largest(stacks: dict[str, int], part: str) -> str:
-    """Return the stack with the most parameters within a part of the model."""
-    below = {name: size for name, size in stacks.items() if part in ("", *name.split("."))}
-    return max(below, key=lambda name: below[name]) if below else ""
 
 
 def _stacks(model: nn.Module) -> dict[str, int]:

@@ -59,7 +59,6 @@ class T5Family(Family):
     """
 
     name: str = "t5"
-    same_calls: bool = True
     hands_on: bool = True
 
     def stages(self, model: nn.Module) -> list[list[str]]:

@@ -23,7 +23,6 @@ LLAMA_BLOCK = re.compile(r"(model\.)?layers\.\d+")
 """Decoder-only language models. The prefix is missing in models without a head."""
 T5_BLOCK = re.compile(r"(encoder|decoder)\.block\.\d+")
 WHISPER_BLOCK = re.compile(r"(model\.)?(encoder|decoder)\.layers\.\d+")
-VISION_LANGUAGE_BLOCK = re.compile(r"(model\.)?(visual\.blocks|language_model\.layers)\.\d+")
 
 # Modules and attributes.
 T5_ENCODER_NORM = "encoder.final_layer_norm"
@@ -34,7 +33,12 @@ FINAL_NORMS = ("decoder.final_layer_norm", "model.norm")
 T5_KEYS_AND_VALUES = ("EncDecAttention.k", "EncDecAttention.v")
 """Modules of the decoder's cross-attention that receive the encoder's output."""
 WHISPER_KEYS_AND_VALUES = ("encoder_attn.k_proj", "encoder_attn.v_proj")
-CROSS_ATTENTIONS = ("EncDecAttention", "encoder_attn", "crossattention", "cross_attn")
+READ_AS_THE_OUTPUT = (
+    "q_proj", "query", "q_lin", "out_proj", "out_lin", "attention.output.dense", "output.dense",
+    "intermediate.dense", "fc1", "fc2", "lin1", "lin2", "c_fc", "c_proj",
+)  # fmt: skip
+"""Modules of a block with attention whose rows matter only for the same row of its output. Keys and
+values matter for all rows."""
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "shared.weight", "wte.weight")
 """Matrices with one row per token."""
 

@@ -188,8 +188,7 @@ def _check(name: str, fused: Any, stack: nn.Module) -> None:
     if not plain or fused.bias_k is not None or fused.add_zero_attn:
         raise CalibrationError(
             f"module {name} is a {type(fused).__name__} of a kind that cannot be taken apart; "
-            "calibrate the other modules by method.family={name: replay, blocks: [...]} and "
-            'method.modules=["!*attn*"]'
+            'calibrate the other modules: method.modules=["!*attn*"]'
         )
     if not fused.batch_first and not hasattr(stack, "batch_first"):
         raise CalibrationError(

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from fusion_bench_featcal.agreement import Agreement, outcome_of
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.folders.expert_checks import weak_experts
 from fusion_bench_featcal.folders.models import Models
@@ -18,7 +17,7 @@ from fusion_bench_featcal.hub_files import commits
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import EXPERTS, FEATCAL, Run, describe_device, versions
-from fusion_bench_featcal.results.notes import AGREEMENT, GAIN, NOTE, VERDICT, Note
+from fusion_bench_featcal.results.notes import GAIN, NOTE, VERDICT, Note
 from fusion_bench_featcal.results.remarks import notes_of_log
 from fusion_bench_featcal.results.run import GIVEN
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -137,10 +136,9 @@ class Evaluation:
         row.settings, row.cost = settings.of_the_model().as_dict(), dict(cost)
         row.samples = {task: {"samples": n, "split": "data"} for task, n in samples.items()}
         merged, calibrated = self._scores[report.merger], self._scores[FEATCAL]
-        verdict = Verdict.of(merged, calibrated, Agreement.of(result.log), settings)
+        verdict = Verdict.of(merged, calibrated, settings)
         report.note(
             *notes_of_log(FEATCAL, result.log.records),
-            *(Note(AGREEMENT, text) for text in outcome_of(result.log)),
             *(Note(GAIN, text) for text in (*comparison(self._numbers), *verdict.gains)),
             Note(VERDICT, verdict.sentence),
         )

@@ -76,7 +76,7 @@ class Job:
             self.models.base_source,
             self.models.sources,
             {name: task.batches for name, task in self.tasks.items()},
-            self.settings.replace(strict=False),  # --strict is applied by the verdict
+            self.settings,
             device=self.models.request.device,
             merged_weights=self.models.merged_source,
             hashed=True,
@@ -132,12 +132,11 @@ def _run(job: Job, scorers: Mapping[str, Scorer]) -> Path:
     assert result.folder is not None
     evaluation.add(FEATCAL, SafetensorsExpert(result.folder))
     verdict = evaluation.conclude(result, cost.as_dict())
-    is_strict = request.strict or request.settings.strict
-    if verdict.is_good or not is_strict:
+    if verdict.is_good or not request.strict:
         _save(job, result, evaluation)
     shutil.rmtree(request.checkpoints, ignore_errors=True)
     show_scores(evaluation.report, evaluation.new_notes)
-    if is_strict and not verdict.is_good:
+    if request.strict and not verdict.is_good:
         raise NotImproved(
             "--strict: nothing was saved, and the merged model is as it was. Without --strict "
             f"the calibrated model goes to {request.folder}"

@@ -259,8 +259,10 @@ class Request:
             )
         if self.no_eval and self.evaluate:
             raise ValueError("--no-eval skips --evaluate: leave one of them out")
-        if self.strict and self.no_eval and self.settings.held_out == 0:
-            raise ValueError("--strict with --no-eval needs held-out samples: --set held_out=auto")
+        if self.strict and self.no_eval:
+            raise ValueError(
+                "--strict compares scores, which --no-eval skips: leave one of them out"
+            )
         for name, value in self.columns.items():
             if not isinstance(value, str | Mapping):
                 raise ValueError(

@@ -1,20 +1,16 @@
 """Output of `featcal calibrate`: its inputs, its needs, and the scores of the models."""
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from logging import ERROR, NOTSET, getLogger
 
 import datasets
-import torch
 
-from fusion_bench_featcal.files import free_space
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.hub_files import hub_models
 from fusion_bench_featcal.plan import bytes_text, check, one_line, plan_of, show_plan
-from fusion_bench_featcal.plan_shapes import Request as PlanRequest
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import AVERAGE, Run
 from fusion_bench_featcal.results.notes import VERDICT, Note
@@ -25,40 +21,22 @@ from fusion_bench_featcal.settings import FeatCalSettings
 def show_start(
     models: Models, settings: FeatCalSettings, tasks: Mapping[str, Task], notes: Sequence[str]
 ) -> None:
-    """Print the inputs of the run and its needs of memory and disk.
+    """Print the inputs of the run, its reads and its files.
 
     Raises:
-        CalibrationError: If memory or a disk is too small.
+        CalibrationError: If the disk is too small.
     """
     request, home = models.request, models.home
     print(f"{home.kind}: {home.calibrated_class.__name__}, {counted(len(tasks), 'task')}")
     for note in notes:
         print(f"  {note}")
-    planned = PlanRequest(
-        model=models.empty_body,
-        settings=settings,
-        tasks=len(tasks),
-        length=max(1, *(task.length for task in tasks.values())),
-        samples=[task.samples for task in tasks.values()],
-        device=torch.device(request.device),
-        streamed=True,
-        out=request.folder,
-        # Above this size, finished blocks become shards by hard links.
-        saved=home.size if home.size <= request.largest_file else 0,
-    )
-    try:
-        plan = plan_of(planned)
-    except Exception as error:  # unknown inputs, about which the calibration raises later
-        print(f"no plan of reads and memory: {error}")
-        return
+    plan = plan_of(models.empty_body, settings, list(tasks), out=request.folder)
     if request.plan:
         show_plan(plan)
-        free = bytes_text(free_space(request.folder.absolute().parent))
-        print(f"nothing was run; {free} are free for --out {request.folder}")
+        print("nothing was run")
         return
     print(one_line(plan))
-    for warning in check(plan):
-        warnings.warn(warning, stacklevel=2)
+    check(plan)
 
 
 def show_downloads(request: Request) -> bool:
@@ -70,7 +48,7 @@ def show_downloads(request: Request) -> bool:
     if lacking:
         for task, location in request.data.items():
             print(f"  {task}: samples of {location}")
-        print("nothing was run; memory is known when the models are here")
+        print("nothing was run")
     return bool(lacking)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusion_bench_featcal.agreement import Agreement, sentence_on
 from fusion_bench_featcal.folders.tasks import Score
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results.statistics import student
@@ -12,17 +11,17 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
 class NotImproved(CalibrationError):
-    """With --strict, a task ends no closer to its expert, so nothing is saved."""
+    """With --strict, a task does not improve, so nothing is saved."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Comparison of the calibrated model with the merged one on held-out samples.
+    """Comparison of the calibrated model with the merged one on held-back rows.
 
     Attributes:
         gains: A sentence for each evaluated task, with 95 % intervals over its rows.
         sentence: The conclusion.
-        is_good: Whether every task ends closer to its expert.
+        is_good: Whether every task improves.
     """
 
     gains: list[str]
@@ -34,29 +33,23 @@ class Verdict:
         cls,
         merged: Mapping[str, Score],
         calibrated: Mapping[str, Score],
-        agreement: Agreement,
         settings: FeatCalSettings,
     ) -> "Verdict":
         """Compare two models.
 
-        A task is behind if its final features are no closer to the expert's features, or if its
-        score falls by more than chance (95 %). Without samples for features, its loss must fall.
+        A task is behind if its loss does not fall, or its accuracy falls by more than chance (95
+        %).
 
         Args:
             merged: Task -> the merged model's score.
             calibrated: Task -> the calibrated model's score, on the same rows.
-            agreement: Agreement of final features with the experts' features.
             settings: Settings of the calibration.
         """
-        cosine, gains = agreement.cosine, []
-        behind = {
-            task: f"cosine of features {cosine[task]:.4f}, merged {agreement.merged[task]:.4f}"
-            for task in agreement.behind
-        }
+        gains, behind = list[str](), dict[str, str]()
         for task, before in merged.items():
             after = calibrated[task]
-            loss, half, text = _mean((after.losses - before.losses).numpy(), ".3f")
-            texts, is_behind = [], loss > half or (task not in cosine and loss >= 0)
+            loss, _, text = _mean((after.losses - before.losses).numpy(), ".3f")
+            texts, is_behind = [], loss >= 0
             if before.correct is not None and after.correct is not None:
                 flags = after.correct.double() - before.correct.double()
                 gain, gain_half, points = _mean(100 * flags.numpy(), ".1f")
@@ -65,16 +58,22 @@ class Verdict:
             texts.append(f"loss {text}")
             rows = counted(len(after.losses), "row")
             gains.append(f"gain of {task} on {rows}: {', '.join(texts)}")
-            if is_behind and task not in behind:
+            if is_behind:
                 behind[task] = ", ".join(texts)
-        tasks = len({*cosine, *merged})
+        tasks = len(merged)
         if not tasks:
-            return cls(gains, "verdict: none without held-out samples", True)
+            return cls(gains, "verdict: none without rows to evaluate", True)
         ends = "task is" if tasks == 1 else "tasks are"
-        (sentence,) = sentence_on(behind, settings) or [
-            f"{tasks} of {tasks} {ends} closer to the experts than the merged model is"
-        ]
-        return cls(gains, f"verdict: {sentence}", not behind)
+        if not behind:
+            sentence = f"{tasks} of {tasks} {ends} closer to the experts than the merged model is"
+            return cls(gains, f"verdict: {sentence}", True)
+        advice = "FeatCal+ (method=featcal/plus)" if settings.rule == "paper" else "other samples"
+        named = ", ".join(f"{task} ({figures})" for task, figures in behind.items())
+        sentence = (
+            f"no better than the merged model: {named}. Try more samples "
+            f"(method.samples_per_task), {advice}, or leaving their experts out"
+        )
+        return cls(gains, f"verdict: {sentence}", False)
 
 
 def _mean(values: Any, form: str) -> tuple[float, float, str]:

@@ -27,7 +27,7 @@ __getattr__ = lazy_names(
         "plain": ".options",
         "prepare_run": ".program",
         "run_merger": ".program",
-        "run_request": ".plan_run",
+        "plan_run": ".plan_run",
         "save_model": ".saving",
         "share_model": ".program_processes",
     },

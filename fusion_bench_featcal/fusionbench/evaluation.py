@@ -49,7 +49,6 @@ def evaluate(
     name: str,
     tasks: Iterable[str] | None = None,
     log_dir: Path | None = None,
-    linear_kernel: str = "auto",
 ) -> Evaluation:
     """Evaluate one model.
 
@@ -60,7 +59,6 @@ def evaluate(
         tasks: The tasks to evaluate on, by default all. Some pools can only evaluate all.
         log_dir: The run's log directory. FusionBench's pools write a `report.json` there, which is
             moved to `evaluations/<name>.json`.
-        linear_kernel: The setting of that name: the library for float32 products on the CPU.
 
     Returns:
         The evaluation, for the requested tasks only.
@@ -69,7 +67,7 @@ def evaluate(
     requested = None if tasks is None else set(tasks)
     pool: Any = taskpool
     device = getattr(getattr(taskpool, "fabric", None), "device", torch.device("cpu"))
-    kernel = with_kernel(choose_kernel(linear_kernel, device), nullcontext)
+    kernel = with_kernel(choose_kernel(device), nullcontext)
     earlier = _reports(log_dir)
     try:
         if loaders is not None and requested is not None:

@@ -8,7 +8,6 @@ from typing import Any
 from fusion_bench import BaseModelPool, BaseTaskPool
 from torch import nn
 
-from fusion_bench_featcal.agreement import Agreement, outcome_of, warnings_of
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.fusionbench.console import at_the_end
 from fusion_bench_featcal.fusionbench.evaluation import (
@@ -34,7 +33,7 @@ from fusion_bench_featcal.results import (
     versions,
     write_run,
 )
-from fusion_bench_featcal.results.notes import AGREEMENT, NOTE, SAMPLES, Note
+from fusion_bench_featcal.results.notes import NOTE, SAMPLES, Note
 from fusion_bench_featcal.results.remarks import (
     closing_lines,
     notes_of_log,
@@ -66,7 +65,6 @@ class RunResults:
         *,
         upstream: str,
         row: str,
-        linear_kernel: str = "auto",
     ) -> None:
         """Start a report. `check_save_target` has checked the target before.
 
@@ -76,7 +74,6 @@ class RunResults:
             processor: The pool's processor or tokenizer.
             upstream: Name of the row of the upstream merger.
             row: The row whose model is saved and returned.
-            linear_kernel: The setting of that name, for evaluation too.
         """
         self._program, self._fabric = algorithm._program, algorithm.fabric
         self._log_dir = None if algorithm.log_dir is None else Path(algorithm.log_dir)
@@ -89,7 +86,6 @@ class RunResults:
         )
         self._modelpool = modelpool
         self._taskpool: BaseTaskPool | None = getattr(self._program, "taskpool", None)
-        self._linear_kernel = linear_kernel
         # The row of the model that is returned, and its evaluation.
         self._returned_row = upstream if row == MERGED else row
         self._returned: Evaluation | None = None
@@ -134,10 +130,8 @@ class RunResults:
         if self._log_dir is not None:
             result.log.write(self._log_dir / calibration_log(name))
             write_atomic(self._log_dir / f"reads{file_suffix(name)}.json", json_text(result.reads))
-        lines = [*warnings_of(Agreement.of(result.log), settings), *outcome_of(result.log)]
         # These notes also close the run's output, so no warning is printed here.
         self.report.note(*notes_of_log(name, result.log.records))
-        self.report.note(*(Note(AGREEMENT, line, name) for line in lines))
         values, split = settings.of_the_model().as_dict(), settings.calibration_split
         of_model = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
         counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
@@ -219,7 +213,7 @@ class RunResults:
         self, name: str, model: nn.Module, tasks: Sequence[str] | None = None
     ) -> Evaluation:
         assert self._taskpool is not None
-        options: Any = {"log_dir": self._log_dir, "linear_kernel": self._linear_kernel}
+        options: Any = {"log_dir": self._log_dir}
         return evaluate(self._taskpool, model, name=name, tasks=tasks, **options)
 
     def _show(self) -> None:

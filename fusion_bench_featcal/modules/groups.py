@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.functional import group_norm, layer_norm
 
 from fusion_bench_featcal.core.linear import Linear
-from fusion_bench_featcal.families.transformers_names import CROSS_ATTENTIONS
 from fusion_bench_featcal.modules.hooks import Recorded
 from fusion_bench_featcal.modules.sites import Site
 from fusion_bench_featcal.settings import CalibrationError
@@ -17,19 +16,17 @@ from fusion_bench_featcal.settings import CalibrationError
 
 @dataclass(frozen=True)
 class Group:
-    """Linear modules with one input, or one norm or BatchNorm.
+    """Linear modules with one input, or one norm.
 
     Attributes:
         sites: The modules.
-        calls: Number of calls of each in one pass through the block.
         biased: Whether they have biases.
-        inputs: Number of inputs of one map.
-        outputs: Number of outputs of each module, of one map if it has several.
+        inputs: Number of inputs.
+        outputs: Number of outputs of each module.
         dtype: Dtype in which their parameters are stored.
     """
 
     sites: tuple[Site, ...]
-    calls: int
     biased: bool
     inputs: int
     outputs: tuple[int, ...]
@@ -42,13 +39,8 @@ class Group:
 
     @property
     def kind(self) -> str:
-        """Return `linear`, `norm` or `batch_norm`."""
+        """Return `linear` or `norm`."""
         return self.sites[0].kind
-
-    @property
-    def maps(self) -> int:
-        """Return the number of linear maps with separate inputs."""
-        return self.sites[0].groups
 
     @property
     def convolves(self) -> bool:
@@ -58,14 +50,14 @@ class Group:
     @property
     def has_few_outputs(self) -> bool:
         """Return whether summing drifts after the expert's weight is cheaper than before it."""
-        return self.kind == "linear" and self.maps == 1 and 2 * sum(self.outputs) <= self.inputs
+        return self.kind == "linear" and 2 * sum(self.outputs) <= self.inputs
 
     @property
     def cost(self) -> float:
         """Return the number of scalar products of its solve, up to a factor."""
         if self.kind != "linear":
             return self.inputs
-        return self.maps * self.inputs**2 * (self.inputs / 3 + 2 * sum(self.outputs))
+        return self.inputs**2 * (self.inputs / 3 + 2 * sum(self.outputs))
 
     @property
     def parameters(self) -> list[str]:
@@ -81,44 +73,30 @@ class Group:
         """
         weights, biases = [], []
         for site in self.sites:
-            stored = get(site.weight_name).detach()
-            weights.append(stored[None, None] if self.kind == "norm" else by_map(site, stored))
-            bias = weights[-1].new_zeros(weights[-1].shape[:2])
-            if site.has_bias:
-                bias = get(site.bias_name).detach().reshape(site.groups, -1)
-            biases.append(bias)
+            weights.append(site.oriented(get(site.weight_name).detach()))
+            has_bias = site.has_bias
+            zeros = weights[-1].new_zeros(len(weights[-1]))
+            biases.append(get(site.bias_name).detach() if has_bias else zeros)
         dtype = torch.promote_types(weights[0].dtype, dtype)
         # Stacked and converted at once: a wide copy of each weight would be large.
-        weight = torch.cat(weights, 1, out=weights[0].new_empty(0, dtype=dtype))
-        return Linear(weight, torch.cat(biases, -1).to(dtype))
+        weight = torch.cat(weights, out=weights[0].new_empty(0, dtype=dtype))
+        return Linear(weight, torch.cat(biases).to(dtype))
 
     def updates(self, solved: Linear, *, biases: bool) -> dict[str, Tensor]:
         """Return the parameters by name, in their storage layout and dtype.
 
         Args:
-            solved: New parameters, stacked. For a BatchNorm, variance and mean in place of gain and
-                shift.
+            solved: New parameters, stacked.
             biases: Whether biases of linear modules change, too.
         """
-        site = self.sites[0]
-        if self.kind == "batch_norm":
-            mean, variance = f"{site.name}.running_mean", f"{site.name}.running_var"
-            return {mean: solved.bias[0], variance: solved.weight[0, 0]}
-        if self.kind == "norm":
-            return {site.weight_name: solved.weight[0, 0], site.bias_name: solved.bias[0]}
         new: dict[str, Tensor] = {}
-        weights, shifts = solved.weight.split(self.outputs, 1), solved.bias.split(self.outputs, 1)
-        for site, weight, bias in zip(self.sites, weights, shifts, strict=True):
-            new[site.weight_name] = site.stored(weight.flatten(0, 1))
-            if site.has_bias and biases:
-                new[site.bias_name] = bias.flatten()
+        tensors = solved.weight.split(self.outputs), solved.bias.split(self.outputs)
+        for site, weight, bias in zip(self.sites, *tensors, strict=True):
+            # Copies, as each parameter has memory of its own.
+            new[site.weight_name] = site.stored(weight).clone(memory_format=torch.contiguous_format)
+            if site.has_bias and (biases or self.kind == "norm"):
+                new[site.bias_name] = bias.clone()
         return new
-
-
-def by_map(site: Site, weight: Tensor) -> Tensor:
-    """Return a stored weight as `[g, out / g, in]`."""
-    oriented = site.oriented(weight)
-    return oriented.reshape(site.groups, -1, oriented.shape[-1])
 
 
 def find_groups(
@@ -138,50 +116,32 @@ def find_groups(
         mask_of: Returns the mask of a module's rows.
 
     Raises:
-        CalibrationError: If a module did not run, or a BatchNorm not exactly once.
+        CalibrationError: If a module did not run.
     """
     by_name = {site.name: site for site in sites}
-    for name, site in by_name.items():
-        runs = len(recorded.inputs.get(name, ()))
-        if runs == 0 or (site.kind == "batch_norm" and runs > 1):
-            does = f"runs {runs} times" if runs else "ran 0 times"
+    for name in by_name:
+        if name not in recorded.inputs:
             raise CalibrationError(
-                f"block {block}: module {name} {does}. Exclude it: method.modules=['!{name}']"
+                f"block {block}: module {name} does not run. Exclude it: method.modules=['!{name}']"
             )
     members: dict[Any, list[Site]] = {}
-    for name, inputs in recorded.inputs.items():
+    for name, x in recorded.inputs.items():
         site = by_name[name]
-        alone = name if site.kind != "linear" or site.groups > 1 else None
-        key = tuple(map(id, inputs)), id(mask_of(name)), site.has_bias, site.patches, alone
+        alone = name if site.kind != "linear" else None
+        key = id(x), id(mask_of(name)), site.has_bias, site.patches, alone
         members.setdefault(key, []).append(site)
-    return [
-        Group(
-            tuple(same_input),
-            calls=len(recorded.inputs[same_input[0].name]),
-            biased=same_input[0].has_bias,
-            inputs=_shape(model, same_input[0])[1],
-            outputs=tuple(_shape(model, site)[0] for site in same_input),
-            dtype=_dtype(model, same_input[0]),
-        )
-        for same_input in members.values()
-    ]
+    return [_group_of(model, tuple(same_input)) for same_input in members.values()]
 
 
-def _shape(model: nn.Module, site: Site) -> tuple[int, int]:
-    """Return outputs and inputs of one map."""
-    if site.kind == "batch_norm":
-        return 1, len(model.get_buffer(f"{site.name}.running_mean"))
-    weight = model.get_parameter(site.weight_name)
-    if site.kind == "norm":
-        return 1, len(weight)
-    _, outputs, inputs = by_map(site, weight).shape
-    return outputs, inputs
-
-
-def _dtype(model: nn.Module, site: Site) -> torch.dtype:
-    if site.kind == "batch_norm":
-        return model.get_buffer(f"{site.name}.running_mean").dtype
-    return model.get_parameter(site.weight_name).dtype
+def _group_of(model: nn.Module, sites: tuple[Site, ...]) -> Group:
+    matrices = [site.oriented(model.get_parameter(site.weight_name)) for site in sites]
+    return Group(
+        sites,
+        biased=sites[0].has_bias,
+        inputs=matrices[0].shape[-1],
+        outputs=tuple(map(len, matrices)),
+        dtype=matrices[0].dtype,
+    )
 
 
 def normalised(module: Any, site: Site, x: Tensor) -> Tensor:
@@ -191,42 +151,3 @@ def normalised(module: Any, site: Site, x: Tensor) -> Tensor:
         return group_norm(x, module.num_groups, eps=module.eps).movedim(1, -1)
     x = x.movedim(1, -1) if site.channels_first else x
     return layer_norm(x, x.shape[-1:], eps=module.eps)
-
-
-_SHARING = (
-    {"q", "k", "v"}, {"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"},
-    {"gate_proj", "up_proj"}, {"wi_0", "wi_1"}, {"w1", "w3"},
-)  # fmt: skip
-
-
-def groups_by_name(
-    model: nn.Module, sites: Sequence[Site], *, queries_apart: bool = False
-) -> list[Group]:
-    """Group a block's modules by their names, for plans without samples.
-
-    Modules with unknown names count as having separate inputs.
-
-    Args:
-        model: The model, on any device.
-        sites: The modules.
-        queries_apart: Whether queries count other rows than keys and values.
-    """
-    members: dict[Any, list[Site]] = {}
-    for site in sites:
-        owner, _, leaf = site.name.rpartition(".")
-        sharing = next((number for number, names in enumerate(_SHARING) if leaf in names), None)
-        crossed = queries_apart or any(part in owner for part in CROSS_ATTENTIONS)
-        queries = leaf.startswith("q") and crossed
-        alone = sharing is None or site.kind == "norm" or site.groups > 1 or queries
-        members.setdefault(site.name if alone else (owner, sharing, site.has_bias), []).append(site)
-    return [
-        Group(
-            tuple(group),
-            calls=1,
-            biased=group[0].has_bias,
-            inputs=_shape(model, group[0])[1],
-            outputs=tuple(_shape(model, site)[0] for site in group),
-            dtype=_dtype(model, group[0]),
-        )
-        for group in members.values()
-    ]

@@ -16,23 +16,16 @@ class Recorded:
     """Inputs of modules in one pass.
 
     Attributes:
-        inputs: The inputs of each module, one per call, in the order of first calls.
-        outputs: The outputs of the requested modules, one per call.
+        inputs: The input of each module, in the order of their calls.
         result: Return value of the pass, or None if it ended early.
     """
 
-    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
     result: Any = None
 
 
 def record(
-    model: nn.Module,
-    names: Collection[str],
-    run: Callable[[], Any],
-    *,
-    outputs: Collection[str] = (),
-    calls: int | None = None,
+    model: nn.Module, names: Collection[str], run: Callable[[], Any], *, to_end: bool = True
 ) -> Recorded:
     """Run a block and record the inputs of modules.
 
@@ -40,32 +33,28 @@ def record(
         model: The model.
         names: Names of the modules.
         run: Runs the block.
-        outputs: Names of modules whose outputs are recorded.
-        calls: Number of calls after which the pass ends. None runs it to its end.
+        to_end: Whether the pass goes on after all modules were called.
 
     Raises:
-        CalibrationError: If the block overwrites an input of a module.
+        CalibrationError: If the block calls a module twice, or overwrites its input.
     """
     recorded, versions = Recorded(), list[tuple[str, Tensor, int]]()
 
     def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
-        recorded.inputs.setdefault(name, []).append(x)
+        if name in recorded.inputs:
+            raise CalibrationError(
+                f"module {name} runs twice in its block, and its inputs are not summed. Exclude "
+                f"it: method.modules=['!{name}']"
+            )
+        recorded.inputs[name] = x
         versions.append((name, x, x._version))
-        if len(versions) == calls:
+        if len(versions) == len(names) and not to_end:
             raise stop_forward()
-
-    def note_output(name: str, _: nn.Module, __: Any, output: Tensor) -> None:
-        # A copy, because blocks may add to an output in place.
-        recorded.outputs.setdefault(name, []).append(output.clone())
 
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(partial(note, name), with_kwargs=True)
         for name in names
-    ]
-    hooks += [
-        model.get_submodule(name).register_forward_hook(partial(note_output, name))
-        for name in outputs
     ]
     with stoppable(*hooks):
         recorded.result = run()

@@ -15,13 +15,9 @@ from fusion_bench_featcal.modules.sites import BlockModules
 from fusion_bench_featcal.settings import CalibrationError
 
 
-def tensors_of_block(model: nn.Module, family: Family, block: str) -> list[str]:
+def tensors_of_block(model: nn.Module, block: str) -> list[str]:
     """Return names of the tensors that running one block needs."""
-    names = list(model.state_dict())
-    if not family.whole_model:
-        return names_under(names, [block])
-    head = set(tensors_of_head(model, block))
-    return [name for name in names if name not in head]
+    return names_under(model.state_dict(), [block])
 
 
 def tensors_before_stage(
@@ -29,11 +25,8 @@ def tensors_before_stage(
 ) -> list[str]:
     """Return names of the tensors for running a model up to a stage's first block.
 
-    If stages pass on their output, earlier blocks are not needed again. A family that replays whole
-    models needs no tensors to begin.
+    If stages pass on their output, earlier blocks are not needed again.
     """
-    if family.whole_model:
-        return []
     head = head_of(model)
     unused = [block for later in stages[0 if family.hands_on else stage :] for block in later]
     unused += [name for name, module in model.named_modules() if module is head]
@@ -65,7 +58,7 @@ def names_in_order(
             names += tensors_before_stage(model, family, stages, index)
         for block in stage:
             calibrated = [name for site in modules[block].sites for name in site.names]
-            names += tensors_of_block(model, family, block) if runs_experts else calibrated
+            names += tensors_of_block(model, block) if runs_experts else calibrated
     return list(dict.fromkeys(names))
 
 

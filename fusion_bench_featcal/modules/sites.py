@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.parametrize import is_parametrized
 
 from fusion_bench_featcal.core.patches import Patches
 from fusion_bench_featcal.modules.kinds import is_layer_norm, is_linear, runs_as
@@ -20,8 +19,8 @@ class Site:
 
     Attributes:
         name: Its full name in the model.
-        kind: `linear` (convolutions too: linear maps of patches), `norm` (LayerNorm or GroupNorm
-            with gain and shift) or `batch_norm` (its running statistics change).
+        kind: `linear` (convolutions too: linear maps of patches) or `norm` (LayerNorm or GroupNorm
+            with gain and shift).
         has_bias: Whether it has a bias (linear) or shift (norm).
         transposed: Whether its weight is stored `[in, out]` (GPT-2's Conv1D).
         patches: Geometry of a convolution, or None for any other module.
@@ -48,17 +47,10 @@ class Site:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of its parameters that are calibrated."""
-        if self.kind == "batch_norm":
-            return ()
         return (self.weight_name, self.bias_name) if self.has_bias else (self.weight_name,)
 
-    @property
-    def groups(self) -> int:
-        """Return the number of linear maps with separate inputs."""
-        return 1 if self.patches is None else self.patches.groups
-
     def oriented(self, weight: Tensor) -> Tensor:
-        """Return a stored weight as `[out, in]`. Maps of a convolution are stacked vertically."""
+        """Return a stored weight as `[out, in]`, the gain of a norm as it is."""
         if self.patches is not None:
             return weight.flatten(1)
         return weight.T if self.transposed else weight
@@ -76,14 +68,13 @@ class BlockModules:
 
     Attributes:
         sites: Calibrated modules.
-        excluded: Names of modules that keep their merged parameters.
-        routed: Number of mixtures whose experts could only be calibrated without the router that
-            chooses their inputs.
+        unchanged: Names of other modules with parameters, which stay as merged -> their kinds.
+        statistics: Names of BatchNorms, whose running statistics are estimated again.
     """
 
     sites: tuple[Site, ...]
-    excluded: tuple[str, ...]
-    routed: int = 0
+    unchanged: Mapping[str, str]
+    statistics: tuple[str, ...] = ()
 
 
 def find_all_modules(
@@ -93,24 +84,24 @@ def find_all_modules(
     *,
     calibrate_norm: bool,
 ) -> dict[str, BlockModules]:
-    """Find the modules of all blocks that are calibrated, and those that keep merged weights.
+    """Find the modules of all blocks that are calibrated, and those that stay as merged.
 
-    Calibrated: nn.Linear, transformers' Conv1D, Conv1d and Conv2d, LayerNorm and GroupNorm, and the
-        statistics of BatchNorm. Unchanged: norms without a shift, embeddings, modules with vectors
-        only, routers of mixtures and their experts. Any other module with a matrix is refused.
+    Calibrated: nn.Linear, transformers' Conv1D, Conv2d with one group of channels, LayerNorm and
+    GroupNorm, and the statistics of BatchNorm. Anything else stays as merged: norms without a
+    shift, embeddings, modules with vectors only, routers of mixtures and their experts.
 
     Args:
         model: The model.
         stages: Its blocks, as its family lists them.
-        settings: `modules` and `batch_norm` are used.
+        settings: `modules` is used.
         calibrate_norm: Whether gains and shifts of norms change.
 
     Returns:
         The modules of each block, in order of registration.
 
     Raises:
-        CalibrationError: If a module cannot be calibrated and is not excluded, its weight is
-            quantised or shared, a pattern matches no module, or no module remains.
+        CalibrationError: If a module's weight is quantised, shared, or carries an adapter, a
+            pattern matches no module, or no module remains.
     """
     shared: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -121,7 +112,7 @@ def find_all_modules(
         for block in stage
     }
     names = [site.name for modules in blocks.values() for site in modules.sites]
-    names += [name for modules in blocks.values() for name in modules.excluded]
+    names += [n for modules in blocks.values() for n in (*modules.unchanged, *modules.statistics)]
     for pattern in settings.modules or ():
         if not any(matches(name, pattern.removeprefix("!")) for name in names):
             raise CalibrationError(
@@ -133,6 +124,15 @@ def find_all_modules(
     return blocks
 
 
+def left_out(blocks: Mapping[str, BlockModules]) -> list[str]:
+    """Return the kinds of selected modules with matrices that stay as merged, without repetition.
+
+    Embeddings, norms and modules that the settings exclude are not named.
+    """
+    kinds = (kind for modules in blocks.values() for kind in modules.unchanged.values() if kind)
+    return list(dict.fromkeys(kinds))
+
+
 def _find_modules(
     model: nn.Module,
     block: str,
@@ -140,58 +140,40 @@ def _find_modules(
     calibrate_norm: bool,
     shared: Mapping[int, Sequence[str]],
 ) -> BlockModules:
-    sites, excluded, routed = list[Site](), list[str](), set[str]()
-    routers, experts = _mixtures(model, block)
-    changes = {
-        "linear": True,
-        "norm": calibrate_norm,
-        "batch_norm": settings.batch_norm == "reestimate",
-    }
-    for inner, module in model.get_submodule(block).named_modules():
-        name = f"{block}.{inner}" if inner else block
+    sites, unchanged, statistics = list[Site](), dict[str, str](), list[str]()
+    for name, module in model.get_submodule(block).named_modules(prefix=block):
         if hasattr(module, "lora_A"):
             raise CalibrationError(
                 f"block {block}: module {name} carries a LoRA adapter; merge it into its weight "
                 "first (peft: model.merge_and_unload())"
             )
-        direct = dict(module.named_parameters(recurse=False))
-        if not (direct or isinstance(module, _BatchNorm)):
+        selected = is_selected(name, settings.modules)
+        if isinstance(module, _BatchNorm) and module.track_running_stats and selected:
+            statistics.append(name)
             continue
-        selected = is_selected(name, settings.modules) and name not in routers
-        mixture = next((e for e in experts if f"{name}.".startswith(e)), None)
-        site = site_of(name, module) if selected and mixture is None else None
-        if selected and mixture is not None:
-            routed.add(mixture)
-        elif selected and site is None:
-            _refuse_matrices(block, name, module, direct)
-        if site is None or not changes[site.kind]:
-            excluded.append(name)
+        direct = dict(module.named_parameters(recurse=False))
+        if not direct:
+            continue
+        routed = _is_routed(model, name)
+        site = site_of(name, module) if selected and not routed else None
+        if site is None or (site.kind == "norm" and not calibrate_norm):
+            # Vectors may be stored as [1, 1, 1, d] (ConvNeXt V2).
+            matrices = any(p.ndim > 1 and not p.numel() == p.shape[-1] > 1 for p in direct.values())
+            named = selected and matrices and not isinstance(module, nn.Embedding)
+            unchanged[name] = (
+                "" if not named else "routed experts" if routed else type(module).__name__
+            )
             continue
         _refuse_unusable(block, name, direct, shared)
         sites.append(site)
-    return BlockModules(tuple(sites), tuple(excluded), len(routed))
+    return BlockModules(tuple(sites), unchanged, tuple(statistics))
 
 
-def _mixtures(model: nn.Module, block: str) -> tuple[set[str], list[str]]:
-    """Return names of a block's routers, and prefixes of the names of their experts' modules.
-
-    A mixture has `experts`, as a list or as tensors with one matrix for each, and a module `gate`
-    or `router` whose weight has one row for each.
-    """
-    routers, mixtures = set[str](), list[str]()
-    for name, module in model.get_submodule(block).named_modules(prefix=block):
-        leaf = "gate" if hasattr(module, "gate") else "router"
-        rows = getattr(getattr(module, leaf, None), "weight", None)
-        experts = getattr(module, "experts", None)
-        if rows is None or not isinstance(experts, nn.Module):
-            continue
-        counts = {len(tensor) for tensor in experts.parameters(recurse=False)}
-        if isinstance(experts, nn.ModuleList):
-            counts = {len(experts)}
-        if counts == {len(rows)}:
-            routers.add(f"{name}.{leaf}")
-            mixtures.append(f"{name}.experts.")
-    return routers, mixtures
+def _is_routed(model: nn.Module, name: str) -> bool:
+    """Return whether a module belongs to a mixture: one of its experts, or their router."""
+    owner, _, leaf = name.rpartition(".")
+    router = leaf in ("gate", "router") and hasattr(model.get_submodule(owner), "experts")
+    return router or "experts" in name.split(".")
 
 
 def site_of(name: str, module: Any) -> Site | None:
@@ -202,15 +184,13 @@ def site_of(name: str, module: Any) -> Site | None:
         return Site(name, "linear", module.bias is not None)
     if runs_as(module, Conv1D):
         return Site(name, "linear", transposed=True)
-    if runs_as(module, nn.Conv2d) or runs_as(module, nn.Conv1d):
+    if runs_as(module, nn.Conv2d) and module.groups == 1:
         return Site(name, "linear", module.bias is not None, patches=_patches(module))
     if is_layer_norm(module) and module.bias is not None and module.weight.ndim == 1:
         first = getattr(module, "data_format", None) == "channels_first"  # as ConvNeXt's
         return Site(name, "norm", channels_first=first)
     if runs_as(module, nn.GroupNorm) and module.affine:
         return Site(name, "norm", channels_first=True)
-    if isinstance(module, _BatchNorm) and module.track_running_stats:
-        return Site(name, "batch_norm", has_bias=False, channels_first=True)
     return None
 
 
@@ -222,8 +202,6 @@ def _patches(module: Any) -> Patches:
         spans = zip(module.kernel_size, module.dilation, strict=True)
         pads = [(d * (k - 1) // 2, d * (k - 1) - d * (k - 1) // 2) for k, d in spans]
     return Patches(
-        channels=module.in_channels,
-        groups=module.groups,
         kernel=module.kernel_size,
         stride=module.stride,
         dilation=module.dilation,
@@ -244,27 +222,6 @@ def matches(name: str, pattern: str) -> bool:
     """Return whether a pattern such as `fc1` or `*.mlp.fc1` matches a name or an end of it."""
     leaves = name.split(".")
     return any(fnmatchcase(".".join(leaves[start:]), pattern) for start in range(len(leaves)))
-
-
-def _refuse_matrices(
-    block: str, name: str, module: nn.Module, direct: Mapping[str, Tensor]
-) -> None:
-    """Refuse a module with a matrix that calibration would otherwise leave unchanged silently."""
-    if isinstance(module, nn.Embedding):
-        return
-    # Vectors may be stored as [1, 1, 1, d] (ConvNeXt V2).
-    matrices = [
-        leaf for leaf, p in direct.items() if p.ndim > 1 and not p.numel() == p.shape[-1] > 1
-    ]
-    if matrices or is_parametrized(module):
-        inner = name.removeprefix(f"{block}.")
-        advice = [f"!{inner}"] + ([f"!{inner}.*"] if next(module.children(), None) else [])
-        raise CalibrationError(
-            f"block {block}: module {name} is a {type(module).__name__} with "
-            f"{matrices or 'parametrized weights'}; only modules that compute what nn.Linear, "
-            "Conv1d, Conv2d, GPT-2's Conv1D or a norm do can be calibrated. To leave it as merged, "
-            f"exclude it: method.modules={advice}"
-        )
 
 
 def _refuse_unusable(

@@ -28,9 +28,9 @@ from fusion_bench_featcal.streams.batch import Batch
 _PACKAGES = ("torch", "transformers", "safetensors", "fusion-bench-featcal")
 # Parts of this package that compute a block's parameters from weights and samples.
 _FOLDERS = ("core", "rules", "modules", "streams", "experts", "families")
-_CODE = (*_FOLDERS, "calibration.py", "problem.py", "team.py", "trust.py")
+_CODE = (*_FOLDERS, "calibration.py", "problem.py", "trust.py")
 # Settings that do not affect the result. Samples and weights are compared directly.
-_WITHOUT_EFFECT = {*SETTINGS_OF_THE_RUN, "family", "linear_kernel", "strict"}
+_WITHOUT_EFFECT = {*SETTINGS_OF_THE_RUN, "family"}
 _LABELS = {
     "settings": "method.{}",
     "weights": "weights of {}",

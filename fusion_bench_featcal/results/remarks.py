@@ -96,25 +96,25 @@ def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note
 
 def notes_of_log(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
     """Return all notes on the calibration log of a row."""
-    kinds = (strange_samples, tasks_with_high_drift, largest_update)
+    kinds = (exchanged_samples, tasks_with_high_drift, largest_update)
     return [note for notes in kinds for note in notes(name, records)]
 
 
-def strange_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
-    """Return a note on each task whose samples do not resemble its expert's training data.
+def exchanged_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
+    """Return a note on each task whose expert fits another task's samples.
 
     `records` come from the calibration log of row `name`.
     """
     return [
         Note(
             SAMPLES,
-            f"the calibration samples of {record['task']} do not look like what its expert was "
-            f"trained on (trust {record['trust']:.2f}), so that they count less. Check them",
+            f"{record['task']}: its expert fits the samples of {record['fits']}. Were the samples "
+            "exchanged?",
             name,
             record["task"],
         )
         for record in records
-        if record["kind"] == "trust" and record["named"]
+        if record["kind"] == "trust" and record["fits"]
     ]
 
 

@@ -45,7 +45,7 @@ def rule_of(settings: FeatCalSettings) -> Rule:
         raise ValueError(f"method.task_weights: {target} weighs all tasks equally. Set it to null")
     values = {name: getattr(settings, name) for name in shared}
     if "task_weights" in shared:
-        values["task_weights"] = settings.task_factors  # the weights of `drift` are set later
+        values["task_weights"] = settings.task_weights or {}
     try:
         rule: Any = cast(Any, kind)(**values | options)
     except TypeError as error:

@@ -68,7 +68,7 @@ class GainSums:
             shift: Shift of the result.
             scale: Factor of the step from the base.
         """
-        self._gain = base.weight[0, 0].to(solve_dtype(base.weight.device))
+        self._gain = base.weight.to(solve_dtype(base.weight.device))
         self._shift, self._scale = shift, scale
         self._sums = self._gain.new_zeros(2, len(self._gain))
 
@@ -76,15 +76,14 @@ class GainSums:
         """Return the sums over tasks."""
         return [self._sums]
 
-    def add(self, task: str, rows: NormRows, expert: Linear) -> dict[str, Tensor]:
+    def add(self, task: str, expert: Linear, rows: NormRows, held_out: Any = None) -> None:
         """Add an expert's gain and the mean square of its normalised inputs."""
         energy = (rows.sums[0] / rows.sums[2]).to(self._sums.dtype)
-        step = expert.weight[0, 0].to(self._sums.dtype) - self._gain
+        step = expert.weight.to(self._sums.dtype) - self._gain
         self._sums += torch.stack([energy, energy * step])
-        return {}
 
     def solve(self) -> Solved:
         """Return the base's gain with the scaled step."""
         energy, right = self._sums
         step = right / energy.where(energy > 0, torch.ones_like(energy))
-        return Solved(Linear((self._gain + self._scale * step)[None, None], self._shift))
+        return Solved(Linear(self._gain + self._scale * step, self._shift))

@@ -10,11 +10,10 @@ class MergingRule(Rule, Settings):
     Attributes:
         features: Input features of an expert's block: the features of the `expert`, or the output
             of the preceding `merged` blocks.
-        outside: Whether layers outside the blocks are solved as well.
     """
 
     features: str = "expert"
-    outside: bool = False
+    estimates_statistics = False
 
     @property
     def runs_experts(self) -> bool:

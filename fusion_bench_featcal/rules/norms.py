@@ -1,5 +1,7 @@
 """Gain and shift of norms, channel by channel (Eqs. 56 to 59)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,18 +24,15 @@ class NormRows:
         """Return the sums. Sums of other processes may be added to them in place."""
         return [self.sums]
 
-    def add(self, z: Tensor, weights: Tensor | None) -> None:
-        """Add rows.
+    @property
+    def count(self) -> Tensor:
+        """Number of rows, a scalar."""
+        return self.sums[2, 0]
 
-        Args:
-            z: Normalised inputs without gain and shift, `[n, d]`.
-            weights: Weight of each row, `[n]`. With None all weigh 1.
-        """
+    def add(self, z: Tensor) -> None:
+        """Add rows: normalised inputs without gain and shift, `[n, d]`."""
         z = z.to(self.sums.dtype)
-        weights = z.new_ones(len(z)) if weights is None else weights.to(z.dtype)
-        self.sums[0] += weights @ z.square()
-        self.sums[1] += weights @ z
-        self.sums[2] += weights.sum()
+        self.sums += torch.stack([z.square().sum(0), z.sum(0), torch.full_like(z[0], len(z))])
 
 
 class NormSums:
@@ -43,28 +42,27 @@ class NormSums:
         """Start with no task. `eps` is the smallest determinant."""
         self._anchor = anchor.to(solve_dtype(anchor.weight.device))
         self._ridge_lambda, self._eps = ridge_lambda, eps
-        self._sums = self._anchor.bias.new_zeros(5, anchor.bias.shape[-1])
+        self._sums = self._anchor.bias.new_zeros(5, len(anchor.bias))
 
     def tensors(self) -> list[Tensor]:
         """Return the sums over tasks."""
         return [self._sums]
 
-    def add(self, task: str, rows: NormRows, expert: Linear) -> dict[str, Tensor]:
+    def add(self, task: str, expert: Linear, rows: NormRows, held_out: Any = None) -> None:
         """Add a task's means of `z^2`, `z`, the expert's outputs, and outputs times `z`."""
         square, mean, count = rows.sums.to(self._sums.dtype)
         square, mean = square / count, mean / count
-        gain, shift = expert.weight[0, 0].to(mean.dtype), expert.bias[0].to(mean.dtype)
+        gain, shift = expert.to(mean.dtype)
         targets = square * gain + mean * shift, mean * gain + shift
         self._sums += torch.stack([square, mean, *targets, torch.ones_like(mean)])
-        return {}
 
     def solve(self) -> Solved:
         """Solve two equations for each channel (Eqs. 57 to 59)."""
         square, mean, gain, shift, tasks = self._sums
         pull, anchor = self._ridge_lambda, self._anchor
         square, tasks = square + pull, tasks + pull
-        gain, shift = gain + pull * anchor.weight[0, 0], shift + pull * anchor.bias[0]
+        gain, shift = gain + pull * anchor.weight, shift + pull * anchor.bias
         determinant = (square * tasks - mean * mean).clamp_min(self._eps)
         new_gain = (tasks * gain - mean * shift) / determinant
         new_shift = (square * shift - mean * gain) / determinant
-        return Solved(Linear(new_gain[None, None], new_shift[None]))
+        return Solved(Linear(new_gain, new_shift))

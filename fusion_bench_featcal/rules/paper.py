@@ -1,6 +1,5 @@
 """FeatCal as published."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +11,13 @@ from fusion_bench_featcal.core.solve import SINGLE_RIDGE, solve_dtype, solve_rid
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.norms import NormSums
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved
-from fusion_bench_featcal.rules.step import StepTargets, anchor_of
+from fusion_bench_featcal.rules.targets import Targets, anchor_of
 
 MAX_ROUNDING = 1e-3
 """Largest accepted float32 rounding of the normal equations, relative to lambda."""
+
+EPS = 1e-8
+"""Stabiliser of the system, and smallest norm of a Gram matrix (Eqs. 14, 17)."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,6 @@ class Paper(Rule):
         ridge_lambda: Ridge strength lambda, relative to Gram matrices of norm 1 (Eq. 15).
         mix_alpha: Share alpha of the expert's input in the target's input (Eq. 10).
         anchor_rho: rho of the anchor `rho W_mer + (1 - rho) W_base` (Eq. 11).
-        eps: Stabiliser of the matrix and smallest norm of a Gram matrix.
         calibrate_bias: Whether biases of linear modules change (Eqs. 51 to 55).
         calibrate_norm: Whether gains and shifts of norms change (Eqs. 56 to 59).
     """
@@ -34,7 +35,6 @@ class Paper(Rule):
     ridge_lambda: float = 0.05
     mix_alpha: float = 0.3
     anchor_rho: float = 2.0
-    eps: float = 1e-8
     calibrate_bias: bool = True
     calibrate_norm: bool = True
 
@@ -61,24 +61,11 @@ class Paper(Rule):
             "(method.samples_per_task)"
         )
 
-    def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
-        """Solve all modules in one turn.
-
-        BatchNorm statistics are updated before it, because merged ones fit no features, and again
-        after it.
-        """
-        statistics = [[group] for group in groups if group.kind == "batch_norm"]
-        return [*statistics, [g for g in groups if g.kind != "batch_norm"], *statistics]
-
     def sums(self, group: Group, merged: Linear, base: Linear | None) -> GroupSums:
         """Return empty sums relative to the anchor."""
         anchor = anchor_of(merged, base, self.anchor_rho)
         if group.kind == "norm":
-            return NormSums(anchor, self.ridge_lambda, self.eps)
-        return self.linear_sums(group, anchor)
-
-    def linear_sums(self, group: Group, anchor: Linear) -> "PaperSums":
-        """Return empty sums for linear modules."""
+            return NormSums(anchor, self.ridge_lambda, EPS)
         return PaperSums(self, group, anchor)
 
     def dtype(self, tasks: int, device: torch.device) -> torch.dtype:
@@ -94,36 +81,24 @@ class PaperSums:
     def __init__(self, rule: Paper, group: Group, anchor: Linear) -> None:
         """Start with no task."""
         self._rule, self._dtype = rule, group.dtype
-        maps, _, inputs = anchor.weight.shape
-        self._inputs = Moments.zeros(1, maps, inputs, 0, anchor.weight)
-        self._targets = StepTargets(group, anchor, rule.mix_alpha)
+        self._targets = Targets(group, anchor, rule.mix_alpha)
 
     def tensors(self) -> list[Tensor]:
         """Return the sums over tasks."""
-        return [*self._inputs.tensors(), *self._targets.tensors()]
+        return self._targets.tensors()
 
-    def add(self, task: str, rows: Moments, expert: Linear) -> dict[str, Tensor]:
+    def add(self, task: str, expert: Linear, rows: Moments, held_out: Any = None) -> None:
         """Add a task's means, with weight `1 / |G_i|` (Eq. 14)."""
-        factor = self.weights_of(rows) / rows.count[0]
-        self._inputs.merge(rows.without_features(), factor)
-        total = self._targets.add(rows, expert, factor)
-        return {"norm": rows.gram_norms().mean(), "cross": total}
-
-    def weights_of(self, rows: Moments) -> Tensor:
-        """Return a task's weight `1 / |G_i|` by map, `[g]` (Eq. 14)."""
-        return rows.task_weights(self._rule.eps)
+        self._targets.add(rows, expert, rows.row_weight(EPS))
 
     def solve(self) -> Solved:
         """Solve for the step from the anchor (Eq. 17). The bias follows from the means."""
-        rule, targets, inputs = self._rule, self._targets, self._inputs
-        cross, _ = targets.complete(inputs.gram[0], inputs.x[0])
-        right = cross[0].sub_(targets.anchor.weight, alpha=rule.eps)
+        rule, sums = self._rule, self._targets.finished()
+        right = sums.cross.sub_(self._targets.anchor.weight, alpha=EPS)
         rounding = max(rounding_of(self._dtype), torch.finfo(right.dtype).eps)
-        ridge = rule.ridge_lambda + rule.eps
-        solution = solve_ridge(inputs.gram[0], right, ridge, rounding=rounding)
-        count = inputs.count[0] + rule.ridge_lambda
-        linear = targets.moved(solution.step, inputs.x[0], count)
-        return Solved(linear, solution.residual, solution.condition)
+        ridge = rule.ridge_lambda + EPS
+        step, residual = solve_ridge(sums.gram, right, ridge, rounding=rounding)
+        return Solved(self._targets.moved(step, pull=rule.ridge_lambda), residual)
 
 
 def rounding_of(features: torch.dtype) -> float:

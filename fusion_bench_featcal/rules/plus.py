@@ -1,25 +1,32 @@
-"""FeatCal+: modules in sequence, rows from the experts' weights, a ridge by cross-validation.
+"""FeatCal+: modules in sequence, rows from the experts' weights, a ridge by held-out error.
 
 The mathematics is in docs/plus.md.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.moments import Moments
-from fusion_bench_featcal.core.products import add_lower_gram, columns_of, mirror_lower
-from fusion_bench_featcal.core.ridge import NO_CHANGE, choose_ridge
-from fusion_bench_featcal.core.solve import PROBES, random_signs, solve_ridge
+from fusion_bench_featcal.core.products import multiply
+from fusion_bench_featcal.core.solve import PROBES, UnsolvedError, random_signs, solve_ridge
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved
-from fusion_bench_featcal.rules.step import StepTargets
+from fusion_bench_featcal.rules.targets import Targets
+
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+
+WITHOUT_HELD_OUT = 1e-2
+"""Ridge if no sample is held out."""
 
 EPS = 1e-8
 """Smallest norm of a Gram matrix."""
+
+LEAST_DRIFT = 1e-8
+"""Smallest relative output drift in a task's weight, which would otherwise vanish."""
 
 CONSTANT = 1e-6
 """Inputs with a smaller ratio of variance to mean square count as constant up to rounding."""
@@ -33,18 +40,26 @@ class Plus(Rule):
         gamma: Energy of the rows from an expert's weights, relative to the energy of the samples,
             if the samples are many and familiar (`trust.py`). With 0 only samples are used.
         gammas: The same by task, computed from the samples. Missing tasks use `gamma`.
+        far: Power of the merged modules' relative output drift in a task's weight. With 0 tasks
+            that the merged model hardly serves count like others.
+        ridges: Ridges to choose from, relative to the mean eigenvalue of the inputs' covariance.
         task_weights: Factors of the tasks' weights. Missing tasks use 1.
         calibrate_bias: Whether biases change.
     """
 
     gamma: float = 2.0
     gammas: Mapping[str, float] = field(default_factory=dict)
+    far: float = 0.25
+    ridges: Sequence[float] = RIDGES
     task_weights: Mapping[str, float] = field(default_factory=dict)
     calibrate_bias: bool = True
     mix_alpha = 1.0
-    folds = 4
-    notes_outputs = True
     reads_closing_rows = True
+
+    @property
+    def holds_out(self) -> bool:  # type: ignore[override]
+        """Return whether a quarter of the samples is held out to choose ridges."""
+        return len(self.ridges) > 1
 
     @property
     def reads_base(self) -> bool:
@@ -66,102 +81,139 @@ class Plus(Rule):
 
 
 class PlusSums:
-    """Sums for the step from the merged modules, `E = C (G + l s I)^-1`.
+    """Sums for the step from the merged modules, `E = C (G + l s I)^-1`, `s` the mean of diag(G).
 
     The target of a sample is the residual of the expert's module, `u = W_i x_exp + b_i - W x - b`.
     Fine-tuning adds multiples of inputs to a weight. With `tau_i = W_i - W_base`, stacked over the
     group, `tau_i' tau_i` is therefore a second moment of expert i's training data. It joins the
-    samples in every fold as rows of mean zero whose target is the expert's output:
+    samples as rows of mean zero whose target is the expert's output:
 
         A_i = gamma_i n_i tr(cov_i) tau_i' tau_i / |tau_i|_F^2    gamma 1: the energy of the samples
+        w_i = (|(W_i - W) x + b_i - b|^2 / |W_i x + b_i|^2)^far / |sum x x'|_F
         G   = sum_i w_i (n_i cov_i + A_i)
         C   = sum_i w_i (sum u x' + (W_i - W) A_i)
 
-    Convolutions use samples alone, since a BatchNorm behind them may undo any scale.
+    The ridge `l` is the one whose step from three quarters of the samples has the least error on
+    the fourth. All samples then give the step. Convolutions use samples alone, since a BatchNorm
+    behind them may undo any scale.
     """
 
     def __init__(self, rule: Plus, group: Group, merged: Linear, base: Linear | None) -> None:
         """Start with no task."""
-        self._rule, self._has_few_outputs = rule, group.has_few_outputs
+        self._rule, self._mapped = rule, group.has_few_outputs
         self._base = base if rule.gamma > 0 and not group.convolves else None
-        self._biased = group.biased and rule.calibrate_bias
-        self._targets = StepTargets(group, merged, alpha=rule.mix_alpha)
+        self._centred = group.biased and rule.calibrate_bias
+        self._targets = Targets(group, merged, rule.mix_alpha)
         self._probes = probes_of(merged.weight)
-        maps, _, inputs = merged.weight.shape
-        self._folds = Moments.zeros(rule.folds, maps, inputs, len(self._probes), merged.weight)
+        inputs = merged.weight.shape[1]
+        self._held_out = Moments.zeros(inputs, len(self._probes), merged.weight)
 
     def tensors(self) -> list[Tensor]:
         """Return the sums over tasks."""
-        return [*self._folds.tensors(), *self._targets.tensors()]
+        return [*self._targets.tensors(), *self._held_out.tensors()]
 
-    def add(self, task: str, rows: Moments, expert: Linear) -> dict[str, Tensor]:
-        """Add a task's targets once in full, and their random combinations by fold."""
-        whole, step = rows.total(), expert.minus(self._targets.anchor)
-        weight = whole.task_weights(EPS) * self._rule.task_weights.get(task, 1.0)
-        if self._base is not None:
-            gamma = self._rule.gammas.get(task, self._rule.gamma)
-            self._remember(rows, whole, expert.weight, expert.weight - self._base.weight, gamma)
-        factor = weight / whole.count[0]
-        total = self._targets.add(whole, expert, factor)
-        biases = (factor[:, None] * step.bias)[..., None]
-        self._targets.cross[0].addcmul_(biases, whole.x[0][:, None, :])
-        self._folds.merge(self._probed(rows, expert, step), factor)
-        return {"norm": whole.gram_norms().mean(), "cross": total}
-
-    def _remember(
-        self, rows: Moments, whole: Moments, weight: Tensor, tau: Tensor, gamma: float
+    def add(
+        self, task: str, expert: Linear, rows: Moments, held_out: Moments | None = None
     ) -> None:
-        """Add the rows from weights to the samples, by fold and in full. `A_i` of the base is 0."""
-        energy = whole.variances(centred=self._biased).sum().clamp_min(0) * whole.count.sum()
-        square = tau.square().sum()
-        scale = torch.where(square > 0, gamma * energy / square, 0.0)
-        memory, tau = torch.zeros_like(whole.gram[0, 0]), tau * scale.sqrt()
-        add_lower_gram(memory, columns_of(tau[0]))
-        share = (rows.count / whole.count)[..., None, None]
-        rows.gram.addcmul_(share, mirror_lower(memory))
-        whole.gram.add_(memory)
-        if self._has_few_outputs:
-            answers = (weight @ tau.mT) @ tau
-            rows.cross.addcmul_(share, answers)
-            whole.cross.add_(answers)
+        """Add a task's targets once in full, and random combinations of the held-out ones."""
+        anchor, rule = self._targets.anchor, self._rule
+        portions = [rows] if held_out is None else [rows, held_out]
+        whole = rows if held_out is None else rows + held_out
+        step = expert.minus(anchor)
+        drift = energy(step, whole) / energy(expert, whole).clamp_min(EPS)
+        weight = whole.row_weight(EPS) * drift.clamp_min(LEAST_DRIFT) ** rule.far
+        weight = weight * rule.task_weights.get(task, 1.0)
+        if self._base is not None:
+            gamma = rule.gammas.get(task, rule.gamma)
+            memory = remembered(expert.weight - self._base.weight)
+            answers = multiply(expert.weight, memory, symmetric=True) if self._mapped else None
+            energies = [gamma * portion.energy(centred=self._centred) for portion in portions]
+            total = torch.stack(energies).sum()
+            for sums, share in zip([whole, *portions[1:]], [total, *energies[1:]], strict=True):
+                sums.gram.addcmul_(memory, share)
+                if answers is not None:
+                    sums.cross.addcmul_(answers, share)
+        self._targets.add(whole, expert, weight)
+        self._targets.sums.cross.addr_(step.bias, whole.x * weight)
+        if held_out is not None:
+            self._held_out.merge(self._probed(held_out, expert, step), weight)
 
     def _probed(self, rows: Moments, expert: Linear, step: Linear) -> Moments:
-        """Return moments of combinations of the targets, by fold."""
+        """Return moments of combinations of the targets."""
         weight, reach = self._probes @ step.weight, self._probes @ expert.weight
-        if self._has_few_outputs:
-            weight, reach = -self._probes @ self._targets.anchor.weight, self._probes[None]
-        bias = step.bias @ self._probes.T
-        cross = weight @ rows.gram + reach @ rows.cross + bias[..., None] * rows.x[..., None, :]
-        y = (weight @ rows.x[..., None] + reach @ rows.y[..., None])[..., 0]
-        return replace(rows, cross=cross, y=y + bias * rows.count[..., None])
+        if self._mapped:
+            weight, reach = -self._probes @ self._targets.anchor.weight, self._probes
+        bias = self._probes @ step.bias
+        cross = weight @ rows.gram + reach @ rows.cross + torch.outer(bias, rows.x)
+        y = weight @ rows.x + reach @ rows.y + bias * rows.count
+        return Moments(rows.gram, cross, rows.x, y, rows.count)
 
     def solve(self) -> Solved:
         """Return the step with the ridge of least held-out error, and the bias from the means."""
-        whole = self._folds.total()
-        cross, y = self._targets.complete(whole.gram[0], whole.x[0])
-        means = replace(whole, cross=cross, y=y).means(centred=self._biased)
-        scale = means.gram.diagonal(dim1=-2, dim2=-1).mean()
-        energy = whole.variances(centred=False).mean()
-        ridge = choose_ridge(self._folds, biased=self._biased)
-        step, residual, condition = torch.zeros_like(cross[0]), 0.0, 1.0
-        if ridge != NO_CHANGE and bool(scale > CONSTANT * energy):
+        sums = self._targets.finished()
+        means, step, residual = sums.means(centred=self._centred), torch.zeros_like(sums.cross), 0.0
+        scale, square = means.gram.diagonal().mean(), sums.gram.diagonal().mean() / sums.count
+        ridge = self._rule.ridges[0]
+        if bool(scale > CONSTANT * square):
+            if self._rule.holds_out:
+                ridge = self._best_ridge(sums)
             # Divided by the scale, because the ridge and the solve's bounds are relative to it.
-            gram, right = means.gram[0] / scale, means.cross[0] / scale
+            gram, right = means.gram / scale, means.cross / scale
             rounding = torch.finfo(gram.dtype).eps
-            solution = solve_ridge(gram, right, ridge, rounding=rounding)
-            step, residual, condition = solution.step, solution.residual, solution.condition
-        linear = self._targets.moved(step, whole.x[0], whole.count[0])
-        return Solved(linear, residual, condition, {"ridge": ridge})
+            step, residual = solve_ridge(gram, right, ridge, rounding=rounding)
+        return Solved(self._targets.moved(step), residual, {"ridge": ridge})
+
+    def _best_ridge(self, sums: Moments) -> float:
+        """Return the ridge whose step from the other samples has the least error on held-out ones.
+
+        Random combinations of the outputs represent them all.
+        """
+        held_out, probes = self._held_out, self._probes
+        fitted = Moments(
+            sums.gram - held_out.gram,
+            probes @ sums.cross - held_out.cross,
+            sums.x - held_out.x,
+            probes @ sums.y - held_out.y,
+            sums.count - held_out.count,
+        )
+        if not (held_out.count > 0 and fitted.count > 0):
+            return WITHOUT_HELD_OUT
+        means = fitted.means(centred=self._centred)
+        scale = means.gram.diagonal().mean()
+        gram, right, errors = means.gram / scale, means.cross / scale, dict[float, float]()
+        for ridge in self._rule.ridges:
+            try:
+                step, _ = solve_ridge(gram, right, ridge)
+            except UnsolvedError:  # a smaller one than float64 resolves
+                continue
+            step = step.to(gram.dtype)
+            bias = means.y - step @ means.x if self._centred else torch.zeros_like(means.y)
+            fit = (step * held_out.cross).sum() + bias @ held_out.y
+            errors[ridge] = float(energy(Linear(step, bias), held_out) - 2 * fit)
+        return min(errors, key=errors.__getitem__, default=WITHOUT_HELD_OUT)
+
+
+def energy(linear: Linear, rows: Moments) -> Tensor:
+    """Return the sum of `|W x + b|^2` over rows, a scalar."""
+    weight, bias = linear
+    square = (multiply(weight, rows.gram, symmetric=True) * weight).sum()
+    return square + 2 * bias @ (weight @ rows.x) + rows.count * bias.square().sum()
+
+
+def remembered(tau: Tensor) -> Tensor:
+    """Return `tau' tau / |tau|_F^2`, `[d, d]`, which is 0 for the base itself."""
+    unit = tau / tau.norm().clamp_min(torch.finfo(tau.dtype).tiny)
+    return multiply(unit.mT.contiguous(), unit)
 
 
 def probes_of(like: Tensor) -> Tensor:
     """Return combinations `[r, m]` of outputs for measuring held-out errors.
 
     Args:
-        like: A weight `[g, m, d]`. Up to `PROBES` outputs are used as they are. More are combined
-            by random signs, equal in every process.
+        like: A weight `[m, d]`. Up to `PROBES` outputs are used as they are. More are combined by
+            random signs, equal in every process.
     """
-    outputs = like.shape[1]
+    outputs = len(like)
     if outputs <= PROBES:
         return torch.eye(outputs).to(like)
     return random_signs(outputs, like.dtype, like.device).T / PROBES**0.5

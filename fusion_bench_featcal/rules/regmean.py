@@ -74,8 +74,8 @@ class LeastSquaresSums:
         self._bias = anchor.bias if bias is None else bias
         self._off_diagonal, self._has_unit_gram = off_diagonal, has_unit_gram
         self._cutoff, self._scale = cutoff, scale
-        maps, _, inputs = anchor.weight.shape
-        self._gram = self._anchor.weight.new_zeros(maps, inputs, inputs)
+        inputs = anchor.weight.shape[1]
+        self._gram = self._anchor.weight.new_zeros(inputs, inputs)
         self._right = torch.zeros_like(self._anchor.weight)
         self._precision = anchor.weight.dtype
 
@@ -83,25 +83,20 @@ class LeastSquaresSums:
         """Return the sums over tasks."""
         return [self._gram, self._right]
 
-    def add(self, task: str, rows: Moments, expert: Linear) -> dict[str, Tensor]:
+    def add(self, task: str, expert: Linear, rows: Moments, held_out: Any = None) -> None:
         """Add an expert: the moments of its inputs and its parameters."""
-        gram = shrink_off_diagonal(rows.means(centred=False).gram[0], self._off_diagonal)
+        gram = shrink_off_diagonal(rows.means(centred=False).gram, self._off_diagonal)
         if self._has_unit_gram:
-            gram = gram * rows.task_weights(EPS)[:, None, None]
+            gram = gram / rows.gram_norm().clamp_min(EPS)
         self._precision, gram = gram.dtype, gram.to(self._gram.dtype)
         self._gram += gram
         self._right += (expert.weight.to(gram.dtype) - self._anchor.weight) @ gram
-        return {}
 
     def solve(self) -> Solved:
         """Return the anchor's weights with the scaled step."""
         floor = 1 - self._off_diagonal
-        solved = [
-            solve_seen(gram, right, precision=self._precision, floor=floor, cutoff=self._cutoff)
-            for gram, right in zip(self._gram, self._right, strict=True)
-        ]
-        step = torch.stack([solution for solution, _ in solved])
-        weight = self._anchor.weight + self._scale * step
-        return Solved(
-            Linear(weight, self._bias), facts={"seen": sum(measured for _, measured in solved)}
+        step, share = solve_seen(
+            self._gram, self._right, precision=self._precision, floor=floor, cutoff=self._cutoff
         )
+        weight = self._anchor.weight + self._scale * step
+        return Solved(Linear(weight, self._bias), facts={"seen": share})

@@ -17,27 +17,23 @@ class Solved:
 
     linear: Linear
     residual: float = 0.0
-    condition: float = 1.0
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class GroupSums(Protocol):
     """Sums over tasks for one group of modules, and their solve."""
 
-    def add(self, task: str, rows: Any, expert: Linear) -> dict[str, Tensor]:
+    def add(self, task: str, expert: Linear, rows: Any, held_out: Any = None) -> None:
         """Add one task.
 
         Args:
             task: The task.
+            expert: The expert's parameters.
             rows: Its moments of the calibrated model's inputs `x` and of the expert's drift `x_exp
                 - x`. If the group has few outputs, moments of `W_i (x + mix_alpha (x_exp - x))` in
                 place of the drift. For a norm, sums over its normalised inputs. They may be
                 changed.
-            expert: The expert's parameters.
-
-        Returns:
-            Scalars to be checked: `norm` of the task's Gram matrix, if it has one, and a value that
-            is not finite if its sums overflow.
+            held_out: The same of held-out samples, which are not in `rows`, or None.
         """
         ...
 
@@ -62,21 +58,20 @@ class Rule(ABC):
     Attributes:
         mix_alpha: Share alpha of the expert's input in the target's input (Eq. 10). It has no
             default, so rules that use the experts' features must set it.
-        folds: Number of folds into which a task's sums are divided.
-        notes_outputs: Whether the expert's outputs are stored in place of inputs if there are fewer
-            of them, which takes less memory. Requires `mix_alpha` 1.
+        holds_out: Whether the sums of one sample in four are separate.
         reads_closing_rows: Whether the last block counts only positions that the model reads
             afterwards.
         calibrate_bias: Whether biases of linear modules change.
         calibrate_norm: Whether gains and shifts of norms change.
+        estimates_statistics: Whether running statistics of BatchNorms are estimated on the samples.
     """
 
     mix_alpha: float
-    folds: int = 1
-    notes_outputs: bool = False
+    holds_out: bool = False
     reads_closing_rows: bool = False
     calibrate_bias: bool = False
     calibrate_norm: bool = False
+    estimates_statistics: bool = True
 
     @property
     def runs_experts(self) -> bool:

@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
 
 from fusion_bench_featcal.core.finite import read_back
 from fusion_bench_featcal.core.solve import solve_dtype
+from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.rows import CountedRows, rows_of
 
-BEFORE, AFTER, MERGED = "before", "after", "merged"
+BEFORE, AFTER = "before", "after"
 
 Gather = Callable[[Any], list[Any]]
 
@@ -21,8 +21,7 @@ class DriftLog:
     """Sums of drifts at the current block, by task.
 
     Attributes:
-        sums: `(task, when)` -> result of `sums_of`, `[5]`. For held-out samples `when` begins with
-            `held out`.
+        sums: `(task, when)` -> result of `sums_of`, `[4]`.
     """
 
     def __init__(self, *, channels_first: bool = False) -> None:
@@ -34,31 +33,21 @@ class DriftLog:
         self.sums: dict[tuple[str, str], Tensor] = {}
         self._channels_first = channels_first
 
-    def add(
-        self,
-        when: str,
-        task: str,
-        batch: Batch,
-        hidden: Tensor,
-        expert: Tensor,
-        *,
-        is_last: bool = False,
-    ) -> None:
+    def add(self, when: str, task: str, batch: Batch, hidden: Tensor, expert: Tensor) -> None:
         """Add a batch's features after a block.
 
         Args:
-            when: `before` or `after` the block's update, or `merged` for the merged model.
+            when: `before` or `after` the block's update.
             task: The task.
             batch: The batch.
             hidden: The model's features.
             expert: The expert's features.
-            is_last: Whether these are the features that the model's head reads.
         """
-        all_read = batch.is_held_out or is_last
-        counted = batch.rows.compared if all_read else batch.rows.counted
-        rows = [self._rows(features, counted) for features in (hidden, expert)]
-        key = task, f"held out {when}" if batch.is_held_out else when
-        new = sums_of(*rows)
+        try:
+            rows = [self._rows(features, batch.rows.valid) for features in (hidden, expert)]
+        except CalibrationError as error:
+            raise CalibrationError(f"task {task}: a block's output {error}") from error
+        new, key = sums_of(*rows), (task, when)
         self.sums[key] = self.sums[key] + new if key in self.sums else new
 
     def _rows(self, hidden: Tensor, counted: CountedRows | None) -> Tensor:
@@ -73,7 +62,7 @@ class DriftLog:
 
         Returns:
             Task -> mean L2 drift over rows, and root mean square drift relative to the expert's
-            features, `before` and `after`. For held-out samples, relative drift and mean cosine.
+            features, `before` and `after`.
         """
         numbers = iter(read_back(list(self.sums.values())))
         read = {key: [next(numbers) for _ in range(len(s))] for key, s in self.sums.items()}
@@ -85,24 +74,18 @@ class DriftLog:
                 totals[key] = [a + b for a, b in zip(before, values, strict=True)]
         records: dict[str, dict[str, Any]] = {task: {} for task, _ in totals}
         ordered = sorted(totals.items(), key=lambda item: item[0][1])
-        for (task, when), (norms, squares, expert, cosines, rows) in ordered:
-            if when.startswith("held out"):
-                end = "_merged" if when.endswith(MERGED) else ""
-                records[task][f"held_out_drift{end}"] = (squares / (expert or 1)) ** 0.5
-                records[task][f"held_out_cosine{end}"] = cosines / rows
-            else:
-                records[task][f"drift_{when}"] = norms / rows
-                records[task]["rows"] = int(rows)
-                relative = (squares / expert) ** 0.5 if expert > 0 else None
-                records[task][f"relative_drift_{when}"] = relative
+        for (task, when), (norms, squares, expert, rows) in ordered:
+            relative = (squares / expert) ** 0.5 if expert > 0 else None
+            records[task] |= {f"drift_{when}": norms / rows, f"relative_drift_{when}": relative}
+            records[task]["rows"] = int(rows)
         return records
 
 
 def sums_of(features: Tensor, expert: Tensor) -> Tensor:
-    """Return sums over rows, `[5]`.
+    """Return sums over rows, `[4]`.
 
-    The entries are: norm of the drift, its square, squares of the expert, cosines, number of rows.
-    The result stays on the device.
+    The entries are: norm of the drift, its square, squares of the expert, number of rows. The
+    result stays on the device.
 
     Args:
         features: Features of a model, `[n, d]`.
@@ -111,7 +94,6 @@ def sums_of(features: Tensor, expert: Tensor) -> Tensor:
     dtype = torch.promote_types(features.dtype, torch.float32)
     features, expert = features.to(dtype), expert.to(dtype)
     norms = torch.linalg.vector_norm(features - expert, dim=1)
-    cosines = cosine_similarity(features, expert, dim=1)
-    sums = norms.sum(), (norms * norms).sum(), (expert * expert).sum(), cosines.sum()
+    sums = norms.sum(), (norms * norms).sum(), (expert * expert).sum()
     wide = solve_dtype(features.device)
     return torch.stack([*sums, sums[0].new_tensor(len(features))]).to(wide)

@@ -1,7 +1,6 @@
 """Comparison of a family's steps with the model's forward pass on the first samples."""
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import all_finite
-from fusion_bench_featcal.families import Family, ReplayFamily, StackFamily
+from fusion_bench_featcal.families import Family, StackFamily
 from fusion_bench_featcal.families.base import call_model, hidden_output, stop_forward, stoppable
 from fusion_bench_featcal.modules.models import Modes, device_of
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.streams.inputs import part_of, to_device
 from fusion_bench_featcal.streams.samples import naming_task
-
-log = logging.getLogger(__name__)
 
 _SAMPLES = 2
 _ROUNDING = 1e-5
@@ -26,65 +23,45 @@ _ROUNDING = 1e-5
 @torch.no_grad()
 def checked_family(
     family: Family,
-    setting: Any,
     model: nn.Module,
     samples: Mapping[str, list[Any]],
     *,
     device: torch.device | None = None,
     needs_closing: bool = False,
-    of_first: Callable[[Callable[[], Any]], Any] = lambda find: find(),
 ) -> Family:
     """Compare a family's steps with the model's forward pass, if the family needs it.
 
     Args:
         family: The family.
-        setting: `method.family`. With `auto`, steps that differ are replaced by `replay`.
         model: The model, with weights.
-        samples: Batches of each task of this process. Only the first process runs one: the first
-            batch of the first task.
+        samples: Batches of each task of this process. The first batch of the first task is used.
         device: Device on which the model runs, by default the device of its parameters.
         needs_closing: Whether the positions that the model reads after its last block are needed.
-        of_first: Calls a function in the first process and returns its result in all.
 
     Raises:
-        CalibrationError: If the steps differ and the family was named, or the model does not run
-            its blocks once each, in order.
+        CalibrationError: If the steps differ, or the model does not run its blocks once each, in
+            order.
     """
     if not family.compared:
         return family
-    task, modes = next(iter(samples)), Modes.of(model)
-    blocks = [block for stage in family.stages(model) for block in stage]
-
-    def inputs() -> Any:
-        first = samples[task][0]
-        few = part_of(first.inputs, first.samples, slice(_SAMPLES))
-        if isinstance(few, Mapping):  # labels are for the head
-            few = {name: value for name, value in few.items() if name != "labels"}
-        return to_device(few, device or device_of(model))
-
+    (task, (first, *_)), modes = next(iter(samples.items())), Modes.of(model)
+    few = part_of(first.inputs, first.samples, slice(_SAMPLES))
+    if isinstance(few, Mapping):  # labels are for the head
+        few = {name: value for name, value in few.items() if name != "labels"}
+    inputs = to_device(few, device or device_of(model))
     model.eval()
     try:
-        reason = of_first(lambda: _difference(family, model, task, inputs()))
-        if reason is None:
-            if needs_closing and isinstance(family, StackFamily):
-                reads = of_first(lambda: reads_first_position(model, blocks[-1], inputs()))
-                family = replace(family, reads_first=reads)
-            return family
+        if reason := _difference(family, model, task, inputs):
+            raise CalibrationError(
+                f"method.family={family.name}: the blocks of {type(model).__name__} cannot be run "
+                f"one by one: {reason}. Write a family (docs/tutorials/family.md)"
+            )
+        if needs_closing and isinstance(family, StackFamily):
+            last = family.stages(model)[-1][-1]
+            family = replace(family, reads_first=reads_first_position(model, last, inputs))
     finally:
         modes.restore(model)
-    instead = f"{{name: replay, blocks: [{blocks[0].rpartition('.')[0]}.*]}}"
-    text = f"the blocks of {type(model).__name__} cannot be run one by one: {reason}"
-    if setting != "auto":
-        raise CalibrationError(f"method.family={family.name}: {text}. Set method.family={instead}")
-    log.warning(
-        "method.family=auto: %s. Each block is replayed inside the model's own forward pass "
-        "instead (method.family=%s): about %.0f times as many block passes, and whole experts "
-        "in memory",
-        text,
-        instead,
-        max(1, len(blocks) / 2),
-    )
-    return ReplayFamily(blocks=blocks, has_tables=family.has_tables)
+    return family
 
 
 def reads_first_position(model: nn.Module, block: str, inputs: Any) -> bool:
@@ -158,8 +135,8 @@ def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[Ten
     if [name for name, _ in outputs] != blocks:
         raise CalibrationError(
             f"{type(model).__name__} runs the blocks {[name for name, _ in outputs]}, but has "
-            f"{blocks}: each must run once, in this order. Name others by "
-            "method.family={name: replay, blocks: [...]}"
+            f"{blocks}: each must run once, in this order. Write a family "
+            "(docs/tutorials/family.md)"
         )
     return [output for _, output in outputs]
 

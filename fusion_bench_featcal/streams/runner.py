@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.families import Family
-from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.inputs import batch_size
-from fusion_bench_featcal.streams.rows import Counted, CountedRows, Rows, counted_by_fold
+from fusion_bench_featcal.streams.rows import CountedRows, Rows
 
 
 @dataclass(frozen=True)
@@ -51,30 +49,17 @@ class Runner:
         with self.autocast():
             return self.family.step(model, block, call)
 
-    def compared(self, model: nn.Module, stage: int, batch: Batch) -> CountedRows | None:
-        """Return the positions of final features that are read, or None for all.
-
-        Before the last stage these are all counted positions.
-        """
-        hidden = getattr(batch.cal, "hidden", None)
-        if stage < len(self.stages) - 1 or not isinstance(hidden, Tensor):
-            return batch.rows.counted
-        read = self.family.closing_rows(model, hidden)
-        return batch.rows.counted if read is None else CountedRows.of_weights(read)
-
-    def rows(self, inputs: Any, stage: int, folds: int) -> Rows:
+    def rows(self, inputs: Any, stage: int) -> Rows:
         """Return the counted positions of a stage, computed once."""
-        counted: dict[int, tuple[Tensor, Counted]] = {}
+        counted: dict[int, tuple[Tensor, CountedRows]] = {}
 
-        def divided(mask: Tensor | None) -> Counted | None:
+        def of_mask(mask: Tensor | None) -> CountedRows | None:
             if mask is None:
                 return None
             if id(mask) not in counted:  # modules with one mask share their sums
-                tables = self.family.has_tables
-                counted[id(mask)] = mask, counted_by_fold(mask, folds, has_tables=tables)
+                counted[id(mask)] = mask, CountedRows.of_mask(mask)
             return counted[id(mask)][1]
 
-        valid = divided(self.family.row_weights(inputs, stage, self.decoder_rows))
+        valid = of_mask(self.family.row_weights(inputs, stage, self.decoder_rows))
         of_others = self.family.other_rows(inputs, stage)
-        other = {end: divided(mask) for end, mask in of_others.items()}
-        return Rows(valid, other, samples=batch_size("", inputs))
+        return Rows(valid, {end: of_mask(mask) for end, mask in of_others.items()})

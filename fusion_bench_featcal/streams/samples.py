@@ -1,8 +1,8 @@
-"""Calibration samples of a task: selected, partly held out, and extended by changed copies."""
+"""Calibration samples of a task: selected, partly held out, and joined by changed copies."""
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.streams.augmentation import change_of, changed, number_of_copies
+from fusion_bench_featcal.streams.augmentation import jittered, number_of_copies
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.inputs import batch_size, check_token_ids, part_of
 
 log = logging.getLogger(__name__)
 
-SHARE, MOST, LEAST = 8, 32, 16
-"""`held_out=auto` holds out one sample in 8, at most 32, and none of fewer than 16."""
+HELD = 4
+"""Of a task's samples 0, 1, 2, ... one in four is held out, if a rule holds samples out."""
 
 
 def check_inputs(
@@ -63,7 +63,7 @@ def check_inputs(
                 f"task {task}: batches are one {type(values).__name__}{shape}, but must be an "
                 "iterable of batches: put a single batch into a list, [batch]"
             )
-    if unknown := sorted(set(settings.task_factors) - set(experts)):
+    if unknown := sorted(set(settings.task_weights or ()) - set(experts)):
         raise CalibrationError(
             f"method.task_weights names tasks {unknown} that have no expert; experts are "
             f"{sorted(experts)}"
@@ -75,32 +75,28 @@ def take(
     batches: Iterable[Any],
     settings: FeatCalSettings,
     model: nn.Module,
-    cut: Callable[[str, Sequence[Batch]], Sequence[Batch]] = lambda _, batches: batches,
+    *,
+    holds_out: bool = False,
 ) -> list[Batch]:
-    """Return a task's batches with the number of samples in the settings, the last ones held out.
+    """Return a task's batches with the number of samples in the settings, and changed copies.
 
     Args:
         task: The task.
         batches: Its model inputs. If it has an attribute `samples`, too few cause no warning.
-        settings: `samples_per_task`, `held_out`, `augment` and `seed` are used.
+        settings: `samples_per_task`, `augment` and `seed` are used.
         model: The model that receives them. Token ids are checked against its vocabulary.
-        cut: Returns the batches that this process works on, of all batches of a task. Batches of
-            copies follow their originals.
+        holds_out: Whether samples 3, 7, ... are held out to choose ridges.
 
     Raises:
-        CalibrationError: If there is no sample, all are held out, or one cannot be used.
+        CalibrationError: If there is no sample, or one cannot be used.
     """
     taken = list(take_samples(task, batches, settings, model))
     samples = sum(batch.samples for batch in taken)
-    held_out = number_held_out(samples, settings.held_out)
-    if held_out >= samples:
-        raise CalibrationError(
-            f"task {task}: method.held_out={held_out} leaves none of its "
-            f"{counted(samples, 'sample')} to solve with. Lower it, or set it to auto"
-        )
-    dealt = list(hold_out(taken, samples - held_out))
-    copies = number_of_copies(samples - held_out, settings.augment, dealt[0].inputs)
-    return [p for b in cut(task, dealt) for p in with_copies(task, b, copies, settings)]
+    with naming_task(task):
+        copies = number_of_copies(samples, settings.augment, taken[0].inputs)
+    for batch in taken if holds_out else ():
+        batch.held_out = torch.arange(batch.start, batch.start + batch.samples) % HELD == HELD - 1
+    return [copy for batch in taken for copy in with_copies(task, batch, copies, settings)]
 
 
 def take_samples(
@@ -145,43 +141,18 @@ def _location_of_row(task: str, batches: Any, taken: int, row: int) -> str:
     return f"task {task}, sample {taken + row}" if name_of is None else name_of(taken + row)
 
 
-def number_held_out(samples: int, held_out: int | str) -> int:
-    """Return the number of a task's samples to hold out."""
-    if held_out != "auto":
-        return int(held_out)
-    return 0 if samples < LEAST else min(samples // SHARE, MOST)
-
-
-def hold_out(batches: Iterable[Batch], used: int) -> Iterator[Batch]:
-    """Yield batches. Samples from number `used` on are held out, in separate batches."""
-    for batch in batches:
-        count = min(max(used - batch.start, 0), batch.samples)
-        for part, is_held_out in ((slice(count), False), (slice(count, None), True)):
-            size = len(range(batch.samples)[part])
-            if size:
-                yield Batch(
-                    part_of(batch.inputs, batch.samples, part),
-                    size,
-                    batch.start + count * is_held_out,
-                    is_held_out,
-                )
-
-
 def with_copies(task: str, batch: Batch, copies: int, settings: FeatCalSettings) -> Iterator[Batch]:
-    """Yield a batch, then batches of changed copies of its samples, which are in the same folds.
+    """Yield a batch, then batches of changed copies of its samples.
 
-    A copy depends only on seed, task and the sample's number.
+    A copy depends only on seed, task, and the numbers of sample and copy.
     """
     yield batch
-    if not copies or batch.is_held_out:
-        return
-    change = change_of(settings.augment)
     for copy in range(copies):
         numbers = range(batch.start, batch.start + batch.samples)
         random = [batch_generator("augment", settings.seed, task, n, copy) for n in numbers]
         with naming_task(task):
-            inputs = changed(change, batch.inputs, random)
-        yield replace(batch, inputs=inputs, samples=0)
+            inputs = jittered(batch.inputs, random)
+        yield replace(batch, inputs=inputs, copy=copy + 1)
 
 
 def batch_generator(purpose: str, seed: int, task: str, *numbers: int) -> torch.Generator:

@@ -1,10 +1,8 @@
-"""Storage of features between visits: on the device, in host memory, or in mapped files.
+"""Storage of features between visits: on the device, or in host memory beside a GPU.
 
 Values and memory layout are restored exactly, so the storage does not affect the result.
 """
 
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -13,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
 
-STATE = ("cal", "exp", "merged", "noted")
+STATE = ("cal", "exp", "noted")
 """Fields of a batch that contain features."""
 
 
@@ -121,61 +119,8 @@ class HostStorage(DeviceStorage):
         return host.copy_(data, non_blocking=True)
 
 
-class DiskStorage(HostStorage):
-    """Features wait in files that are memory-mapped when they are read.
-
-    A file is unlinked as soon as it is mapped, so the system removes it with its tensor even after
-    a crash. It is written by ordinary writes, so that a full disk raises an error.
-    """
-
-    def __init__(self, device: torch.device, folder: str | None) -> None:
-        """Create storage for a device.
-
-        Args:
-            device: The device.
-            folder: Folder of the files, by default the system's folder for temporary files.
-
-        Raises:
-            CalibrationError: If no file can be created there.
-        """
-        super().__init__(device)
-        self._folder = folder or tempfile.gettempdir()
-        try:
-            os.makedirs(self._folder, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._folder):
-                pass
-        except OSError as error:
-            raise CalibrationError(
-                f"no folder for activations can be made: {error}. Set method.activations_dir to a "
-                "folder that can be written, or method.activations to device"
-            ) from error
-
-    def put(self, data: Tensor) -> Tensor:
-        """Return contiguous entries in a mapped file.
-
-        Raises:
-            CalibrationError: If it cannot be written, most likely because the disk is full.
-        """
-        entries: Any = data.reshape(-1).cpu().view(torch.uint8).numpy()
-        try:
-            with tempfile.NamedTemporaryFile(dir=self._folder, prefix="featcal-") as file:
-                file.write(entries)
-                file.flush()
-                size = data.numel()
-                flat = torch.from_file(file.name, shared=False, size=size, dtype=data.dtype)
-        except OSError as error:
-            raise CalibrationError(
-                f"activations cannot be written to {self._folder}: {error.strerror or error}. Set "
-                "method.activations_dir to a folder on another disk, method.activations to device "
-                "or host, or lower method.samples_per_task"
-            ) from error
-        return flat.view(data.shape)
-
-
 def storage_for(settings: FeatCalSettings, device: torch.device) -> DeviceStorage:
     """Return the storage that `method.activations` names."""
-    if settings.activations == "disk":
-        return DiskStorage(device, settings.activations_dir)
     if settings.activations == "host" and device.type != "cpu":
         return HostStorage(device)
     return DeviceStorage()

@@ -1,6 +1,7 @@
 """Both libraries give the same result up to rounding, and each run chooses between them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from calibrations import assert_identical, assert_same, run_fast
 from tiny_models import clip_suite
 from torch.nn import functional
 
-from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal import CalibrationError, problem
 from fusion_bench_featcal.core import kernels, products
 from fusion_bench_featcal.core.kernels import (
     ONEDNN,
@@ -33,16 +34,15 @@ def test_processes_agree_on_what_all_of_them_have():
      ("AuthenticAMD", "AVX512", False, TORCH), ("GenuineIntel", "AVX512", True, TORCH),
      (None, "DEFAULT", False, TORCH)],
 )  # fmt: skip
-def test_auto_goes_by_the_processor(vendor, capability, has_mkl, chosen, monkeypatch):
+def test_the_choice_goes_by_the_processor(vendor, capability, has_mkl, chosen, monkeypatch):
     lines = "processor: 0\n" + (f"vendor_id\t: {vendor}\n" if vendor else "Features: asimd\n")
     monkeypatch.setattr(kernels.Path, "read_text", lambda *_, **__: lines)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
     monkeypatch.setattr(kernels, "processor", kernels.processor.__wrapped__)
     monkeypatch.setattr(kernels, "onednn_works", lambda: True)
-    assert choose_kernel("auto", torch.device("cpu")) == chosen
-    assert choose_kernel(ONEDNN, torch.device("cpu")) == ONEDNN
-    assert choose_kernel(ONEDNN, torch.device("meta")) == TORCH
+    assert choose_kernel(torch.device("cpu")) == chosen
+    assert choose_kernel(torch.device("meta")) == TORCH
 
 
 @needs_onednn
@@ -71,17 +71,23 @@ def test_linear_maps_of_any_layout_and_dtype_are_right():
 
 
 @needs_onednn
-def test_calibrations_agree_whatever_multiplies_and_resumed_ones_use_one_kernel(tmp_path: Path):
-    suite = clip_suite(tasks=2).to(torch.float32)
-    by_torch = run_fast(suite, linear_kernel="torch")
-    by_onednn = run_fast(suite, linear_kernel="onednn", checkpoint_dir=str(tmp_path))
-    assert_same(by_onednn.model, by_torch.model, bound=1e-5)
-    for run, kernel in ((by_torch, TORCH), (by_onednn, ONEDNN)):
-        (record,) = run.log.of_kind("engine")
-        assert record["linear_kernel"] == kernel
-        assert record["processor"] == kernels.processor()
+def test_calibrations_agree_whatever_multiplies_and_resumed_ones_use_one_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    suite, runs = clip_suite(tasks=2).to(torch.float32), []
+    for kernel in (TORCH, ONEDNN):
+        monkeypatch.setattr(problem, "choose_kernel", lambda _, kernel=kernel: kernel)
+        folder: dict[str, Any] = {"checkpoint_dir": str(tmp_path)} if kernel == ONEDNN else {}
+        runs.append(run_fast(suite, **folder))
+        (record,) = runs[-1].log.of_kind("engine")
+        assert record == {
+            "kind": "engine", "linear_kernel": kernel, "processor": kernels.processor()
+        }  # fmt: skip
+    assert_same(runs[1].model, runs[0].model, bound=1e-5)
     (tmp_path / "block-0001.safetensors").unlink()
+    monkeypatch.setattr(problem, "choose_kernel", lambda _: TORCH)
     with pytest.raises(CalibrationError, match=r'linear_kernel \("onednn" then, "torch" now\)'):
-        run_fast(suite, linear_kernel="torch", checkpoint_dir=str(tmp_path), resume=True)
-    result = run_fast(suite, linear_kernel="onednn", checkpoint_dir=str(tmp_path), resume=True)
-    assert_identical(result.model, by_onednn.model)
+        run_fast(suite, checkpoint_dir=str(tmp_path), resume=True)
+    monkeypatch.setattr(problem, "choose_kernel", lambda _: ONEDNN)
+    result = run_fast(suite, checkpoint_dir=str(tmp_path), resume=True)
+    assert_identical(result.model, runs[1].model)

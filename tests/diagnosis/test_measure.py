@@ -86,7 +86,7 @@ def t5_positions(batch: Any, block: str) -> Tensor:
 
 CASES: dict[str, Any] = {
     "clip": (clip_suite, None, EXACT),
-    "residual_replayed": (residual_suite, None, EXACT),
+    "residual_listed": (residual_suite, None, EXACT),
     "llama": (decoder_suite, lambda batch, _: batch["attention_mask"], ROUNDING),
     "t5": (t5_suite, t5_positions, ROUNDING),
     "resnet": (partial(tower_suite, "resnet"), None, EXACT),

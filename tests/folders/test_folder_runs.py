@@ -226,7 +226,7 @@ def test_strict_saves_nothing_where_plain_texts_or_chats_are_behind(folder, caps
     more = ("--chat-template", str(folder / "chat.jinja"), "--strict")
     assert main(words(folder, *PAPER, *more)) == 1
     screen = capsys.readouterr()
-    (line,) = (line for line in screen.out.splitlines() if line.startswith("verdict: no closer"))
+    (line,) = (line for line in screen.out.splitlines() if line.startswith("verdict: no better"))
     assert "Try more samples (--set samples_per_task), " in line
     assert "share of tokens that are right" in screen.out
     assert "--strict: nothing was saved" in screen.err

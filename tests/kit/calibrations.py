@@ -13,7 +13,7 @@ from variations import size_of
 from fusion_bench_featcal import CalibrationResult, FeatCalSettings, InMemoryExpert, calibrate
 
 EXACT = 1e-9  # float64, relative to each parameter's norm
-PAPER = Knobs(eps=1e-8)
+PAPER = Knobs()
 
 
 def gamma(terms: int, dtype: torch.dtype = torch.float32) -> float:
@@ -23,7 +23,7 @@ def gamma(terms: int, dtype: torch.dtype = torch.float32) -> float:
 
 
 PLUS: dict[str, Any] = {"rule": "plus", "calibrate_norm": False}
-OF_THE_RULE = ("ridge_lambda", "mix_alpha", "anchor_rho", "eps", "calibrate_bias", "calibrate_norm")
+OF_THE_RULE = ("ridge_lambda", "mix_alpha", "anchor_rho", "calibrate_bias", "calibrate_norm")
 OPTIONS = {"hashed", "autocast", "device", "merged_weights", "processes", "progress"}
 
 
@@ -34,8 +34,7 @@ def samples_in(suite: Suite) -> int:
 def settings_of(knobs: Knobs, suite: Suite, **more: Any) -> FeatCalSettings:
     values = {
         "ridge_lambda": knobs.lam, "mix_alpha": knobs.alpha, "anchor_rho": knobs.rho,
-        "eps": knobs.eps, "calibrate_bias": knobs.bias, "calibrate_norm": knobs.norm,
-        "token_weights": "demo_last_block" if knobs.demo_last_block else "uniform",
+        "calibrate_bias": knobs.bias, "calibrate_norm": knobs.norm,
         "modules": [f"!{end}" for end in suite.excluded] or None,
         "samples_per_task": more.get("samples_per_task") or samples_in(suite),
     }  # fmt: skip
@@ -131,10 +130,6 @@ def before_targets(batch: Mapping[str, Tensor]) -> Tensor:
         if position > 0 and batch["attention_mask"][row, position - 1]:
             weights[row, position - 1] = 1
     return weights
-
-
-def replay(suite: Suite) -> dict[str, Any]:
-    return {"name": "replay", "blocks": suite.blocks}
 
 
 def distance(result: nn.Module, expected: nn.Module) -> float:

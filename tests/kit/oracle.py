@@ -20,7 +20,6 @@ Masks = Sequence[Tensor] | None  # one `[samples, tokens]` per batch; None: all 
 Features = dict[str, list[Tensor]]  # by module name, one per call
 
 CONVOLUTIONS = nn.Conv1d | nn.Conv2d
-CLASS_TOKEN_ONLY = 0.01  # weight of the other tokens of the last block in the demo's rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +29,9 @@ class Knobs:
     alpha: float = 0.3
     lam: float = 0.05
     rho: float = 2.0
-    eps: float = 0.0
+    eps: float = 1e-8
     bias: bool = True
     norm: bool = True
-    demo_last_block: bool = False
 
 
 @dataclass
@@ -86,8 +84,6 @@ def calibrate_slowly(
     anchor = anchors(merged, base, knobs)
     other_masks, common = other_rows or {}, row_weights or dict.fromkeys(doubled)
     names = [name for block in blocks for name in modules[block]]
-    # the head of CLIP reads nothing but the first position
-    reads_first = any(name.endswith("class_embedding") for name, _ in merged.named_parameters())
 
     def recorded(models: Mapping[str, nn.Module]) -> dict[str, tuple[Features, Features]]:
         cast = {t: copy.deepcopy(m).to(features) for t, m in models.items()}
@@ -100,13 +96,11 @@ def calibrate_slowly(
             features_now = recorded(ours)
         block_masks, new = other_masks.get(block, common), dict[str, Tensor]()
         for name in modules[block]:
-            light = block == blocks[-1] and not name.endswith(("k_proj", "v_proj"))
             masks = other_masks.get(name, block_masks)
             shape = partial(as_rows, outcome.model.get_submodule(name))
-            is_light = light and knobs.demo_last_block
             sides = features_now, expert_features
             rows = {
-                task: gather(*(shape(s[task][0][name]) for s in sides), masks[task], light=is_light)
+                task: gather(*(shape(s[task][0][name]) for s in sides), masks[task])
                 for task in doubled
             }
             new |= solve(name, outcome.model, doubled, anchor, rows, knobs)
@@ -116,9 +110,6 @@ def calibrate_slowly(
         before, features_now = features_now, recorded(ours)
         for task in doubled:
             expected, read = expert_features[task][1][block], block_masks[task]
-            if block == blocks[-1] and reads_first:
-                read = [functional.one_hot(torch.zeros(len(f), dtype=torch.long), f.shape[1])
-                        for f in expected]  # fmt: skip
             sides = (before[task][1][block], features_now[task][1][block])
             drifts = [drift(gather(side, expected, read)) for side in sides]
             outcome.drift[block, task] = drifts[0] + drifts[1]
@@ -180,10 +171,8 @@ def run(model: nn.Module, batch: Batch) -> None:
         model(**{name: wide(value) for name, value in batch.items()})
 
 
-def gather(
-    cal: list[Tensor], exp: list[Tensor], row_weights: Masks, *, light: bool = False
-) -> Rows:
-    """All calls as one table of rows that count. `light` turns down all tokens but the first."""
+def gather(cal: list[Tensor], exp: list[Tensor], row_weights: Masks) -> Rows:
+    """All calls as one table of rows that count."""
     weights = []
     for index, feature in enumerate(cal):
         weight = feature.new_ones(feature.shape[:-1])
@@ -191,8 +180,6 @@ def gather(
             mask = row_weights[index * len(row_weights) // len(cal)]
             if weight.ndim != 2 or weight.shape == mask.shape:  # else a table of relative positions
                 weight = weight * mask.double().reshape(weight.shape)
-        if light:
-            weight[:, 1:] *= CLASS_TOKEN_ONLY
         weights.append(weight.reshape(-1))
     weight = torch.cat(weights)
     counted = weight > 0

@@ -1,11 +1,10 @@
 """Slow reference of FeatCal+ in float64.
 
-Whole models run forward for every group of modules. Rows stay in one table with their weights and
-folds, and the rows out of an expert's weights stand in it too, in each fold.
+Whole models run forward for every group of modules. Rows stay in one table with their weights, and
+the rows out of an expert's weights stand in it too, for held-out samples apart.
 """
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,10 @@ from tiny_models import Suite, modules_of
 from torch import Tensor, nn
 from variations import size_of
 
-FOLDS = 4
+HELD = 4  # every fourth sample is held out
 ENOUGH, FAMILIAR, LEAST = 64, 0.3, 1 / 4
-GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0, math.inf)
-START = 2  # where the search begins
+GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+UNKNOWN = 1e-2  # the ridge without samples to choose it by
 SKETCHED = 16  # more outputs than this are compared through as many random sums of them
 ALL_ROWS = ("k_proj", "v_proj")  # they read every token of CLIP's last block
 
@@ -92,6 +91,8 @@ def calibrated_plus(
     decoder_rows: str = "all",
     biases: bool = True,
     factors: Mapping[str, float] | None = None,
+    far: float = 0.25,
+    ridges: Sequence[float] = GRID,
 ) -> dict[str, Tensor]:
     """New parameters by name of the suite's merged model."""
     model, base = (copy.deepcopy(m).double().eval() for m in (suite.merged, suite.base))
@@ -118,18 +119,27 @@ def calibrated_plus(
             for task, expert in experts.items():
                 q, sample = masks.counting(first, task, ours[task].received[first])
                 used = q > 0
-                x, p = ours[task].inputs(first)[used], q[used] / q.sum()
+                x, held_out = ours[task].inputs(first)[used], sample[used] % HELD == HELD - 1
+                held_out &= len(ridges) > 1
                 u = (expert_features[task].outputs(group) - ours[task].outputs(group))[used]
-                p = (factors or {}).get(task, 1.0) * p / (x.T @ (p[:, None] * x)).norm()  # Eq. 14
-                centre = x - (p @ x) / p.sum() if biased else x
-                energy = gammas[task] * float(p @ centre.square().sum(1)) / float(p.sum())
-                (weight, _), (their_weight, _) = (parameters_of(m, group) for m in (model, expert))
+                weight, bias = parameters_of(model, group)
+                their_weight, their_bias = parameters_of(expert, group)
+                answer = x @ their_weight.T + their_bias
+                drift = (answer - x @ weight.T - bias).square().sum() / answer.square().sum()
+                drift = max(drift, torch.tensor(1e-8).to(drift))
+                w = (factors or {}).get(task, 1.0) * drift**far / (x.T @ x).norm()  # Eq. 14
                 tau = their_weight - parameters_of(base, group)[0]
-                memory = tau * (energy / tau.square().sum().clamp_min(1e-300)).sqrt()
-                answer = memory @ (their_weight - weight).T
-                tables.append(with_memory(x, u, p, sample[used] % FOLDS, memory, answer))
+                for part in (held_out, ~held_out):
+                    if not part.any():
+                        continue
+                    of_part = x[part]
+                    centre = of_part - of_part.mean(0) if biased else of_part
+                    energy = gammas[task] * centre.square().sum()
+                    memory = tau * (energy / tau.square().sum().clamp_min(1e-300)).sqrt()
+                    answers = memory @ (their_weight - weight).T
+                    tables.append(with_memory(of_part, u[part], w, held_out[part], memory, answers))
             rows = [torch.cat(column) for column in zip(*tables, strict=True)]
-            solved = solved_group(group, model, rows, biased)
+            solved = solved_group(group, model, rows, biased, ridges)
             load(model, solved)
             new |= solved
     return new
@@ -200,13 +210,11 @@ def trust_in(group, base, experts, ours, masks) -> dict[str, float]:
     return trust
 
 
-def with_memory(x, u, p, fold, memory, answer):
-    """Inputs, outputs, weights, shares of the mean, and folds. Rows of `memory` shift no mean."""
-    folds, height = torch.arange(FOLDS), len(memory)
-    weights = torch.bincount(fold, p, FOLDS).repeat_interleave(height)
-    more = (memory.repeat(FOLDS, 1), answer.repeat(FOLDS, 1), weights, 0 * weights)
-    pairs = zip((x, u, p, p, fold), (*more, folds.repeat_interleave(height)), strict=True)
-    return [torch.cat(pair) for pair in pairs]
+def with_memory(x, u, w, held_out, memory, answers):
+    """Inputs, outputs, weights, shares of the mean, and flags. Rows of `memory` shift no mean."""
+    shares = torch.cat([w.expand(len(x)), x.new_zeros(len(memory))])
+    flags = held_out[:1].expand(len(shares))
+    return torch.cat([x, memory]), torch.cat([u, answers]), w.expand(len(shares)), shares, flags
 
 
 def moments(rows, chosen: Tensor, biased: bool):
@@ -221,17 +229,16 @@ def moments(rows, chosen: Tensor, biased: bool):
 
 
 def ridge_map(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    if math.isinf(ridge):
-        return torch.zeros_like(cross)
     pull = ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
     return torch.linalg.solve(gram + pull, cross.T).T
 
 
-def held_out_error(rows, fold: int, ridge: float, biased: bool) -> float:
-    x_mean, u_mean, gram, cross = moments(rows, rows[-1] != fold, biased)
+def held_out_error(rows, ridge: float, biased: bool) -> float:
+    held_out = rows[-1]
+    x_mean, u_mean, gram, cross = moments(rows, ~held_out, biased)
     change = ridge_map(gram, cross, ridge)
     bias = u_mean - change @ x_mean if biased else torch.zeros_like(u_mean)
-    x, u, p, share, _ = (column[rows[-1] == fold] for column in rows)
+    x, u, p, share, _ = (column[held_out] for column in rows)
     errors = (u - x @ change.T - bias * (share > 0)[:, None]) @ sketch(len(u_mean)).T
     return float(p @ errors.square().sum(1))
 
@@ -243,22 +250,15 @@ def sketch(m: int) -> Tensor:
     return signs.T.double() / 4
 
 
-def downhill(errors: list[float]) -> int:
-    """Index of the nearest minimum uphill in lambda, or else downhill."""
-    up = down = START
-    while up + 1 < len(errors) and errors[up + 1] < errors[up]:
-        up += 1
-    while down > 0 and errors[down - 1] < errors[down]:
-        down -= 1
-    return up if up > START else down
-
-
-def solved_group(group: list[str], model: nn.Module, rows, biased: bool) -> dict[str, Tensor]:
-    used, ridge = rows[-1][rows[3] > 0].unique().tolist(), 1.0
-    if len(used) > 1:
-        errors = [sum(held_out_error(rows, k, ridge, biased) for k in used) for ridge in GRID]
-        ridge = GRID[downhill(errors)]
-    x_mean, u_mean, gram, cross = moments(rows, rows[-1] >= 0, biased)
+def solved_group(
+    group: list[str], model: nn.Module, rows, biased: bool, ridges: Sequence[float]
+) -> dict[str, Tensor]:
+    ridge = ridges[0]
+    if len(ridges) > 1:
+        ridge = UNKNOWN
+        if rows[-1].any():
+            ridge = min(ridges, key=lambda ridge: held_out_error(rows, ridge, biased))
+    x_mean, u_mean, gram, cross = moments(rows, rows[2] > 0, biased)
     change = ridge_map(gram, cross, ridge)
     sizes = [len(parameters_of(model, [name])[1]) for name in group]
     weight, bias = parameters_of(model, group)

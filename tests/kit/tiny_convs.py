@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tiny_models import Suite, replayed, samples_by_task, suite_of
+from tiny_models import Suite, listed, samples_by_task, suite_of
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification
 
@@ -70,7 +70,7 @@ def net_suite(*, seed: int = 1, **shape: Any) -> Suite:
     """Convolutions of many forms with GroupNorm."""
     torch.manual_seed(seed)
     net = Net([Unit() for _ in range(2)], nn.Conv2d(3, 4, 1))
-    return replayed(net, images(seed=seed, **shape), ["layers.0", "layers.1"], seed)
+    return listed(net, images(seed=seed, **shape), ["layers.0", "layers.1"], seed)
 
 
 class Vectors(nn.Module):
@@ -89,7 +89,7 @@ class Vectors(nn.Module):
 def vector_suite() -> Suite:
     inputs: Any = samples_by_task(2, (5, 4), 3, 7)
     torch.manual_seed(8)
-    return with_statistics(replayed(nn.Sequential(Vectors()), inputs, ["0"], 8))
+    return with_statistics(listed(nn.Sequential(Vectors()), inputs, ["0"], 8))
 
 
 class Batched(nn.Module):
@@ -106,7 +106,7 @@ class Batched(nn.Module):
 def batched_suite() -> Suite:
     torch.manual_seed(7)
     net = Net([Batched() for _ in range(2)], nn.Identity())
-    return with_statistics(replayed(net, images(seed=7), ["layers.0", "layers.1"], 7))
+    return with_statistics(listed(net, images(seed=7), ["layers.0", "layers.1"], 7))
 
 
 # Two stages of one and two blocks, on few channels.

@@ -10,6 +10,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from fusion_bench_featcal.families import ChainFamily
+
 VOCABULARY = 30
 NO_TARGET = -100
 
@@ -66,9 +68,24 @@ def suite_of(
     return Suite(add_up(base, experts, 0.4), base, experts, inputs, blocks, family)
 
 
-def replayed(model: nn.Module, inputs: dict[str, list], blocks: list[str], seed: int) -> Suite:
-    """Suite of a model without a family, which is replayed."""
-    return suite_of(model, inputs, blocks, seed, {"name": "replay", "blocks": blocks})
+@dataclass(frozen=True)
+class Listed(ChainFamily):
+    """A chain of named blocks, whose rows an attention mask gives."""
+
+    name: str = "listed"
+    find_stages: Any = None
+    blocks: tuple[str, ...] = ()
+
+    def stages(self, model: nn.Module) -> list[list[str]]:
+        return [list(self.blocks)]
+
+    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
+        return inputs.get("attention_mask") if isinstance(inputs, dict) else None
+
+
+def listed(model: nn.Module, inputs: dict[str, list], blocks: list[str], seed: int) -> Suite:
+    """Suite of a model without a family of the package."""
+    return suite_of(model, inputs, blocks, seed, Listed(blocks=tuple(blocks)))
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -108,13 +125,14 @@ def modules_of(
 
     Routers of mixtures and their experts are left out.
     """
-    kinds = ("Linear", "Conv1D", "FalconLinear", "Conv1d", "Conv2d", "GroupNorm")
+    kinds = ("Linear", "Conv1D", "FalconLinear", "Conv2d", "GroupNorm")
 
     def is_calibrated(name: str, module: Any) -> bool:
         kind = type(module).__name__
         norm = kind in ("LayerNorm", "ConvNextLayerNorm") and module.weight is not None
         routed = ".experts." in name or name.endswith(".gate")
         affine = norm and module.bias is not None
+        routed |= getattr(module, "groups", 1) > 1  # kernels of groups of channels stay as merged
         return (affine or kind in kinds) and not routed and not name.endswith(excluded or ("/",))
 
     return {
@@ -212,22 +230,6 @@ def t5_model(
     return model
 
 
-def vision_language_model(kind: str = "qwen2_vl") -> nn.Module:
-    """A model of text and images of 4 x 4 patches."""
-    rotary: dict[str, Any] = {"mrope_section": [2, 1, 1]}
-    if transformers.__version__.startswith("4"):
-        rotary = {"rope_scaling": rotary | {"type": "mrope"}}
-    else:
-        rotary = {"rope_parameters": rotary | {"rope_type": "default", "rope_theta": 10000.0}}
-    text = rotary | {
-        "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40,
-        "max_position_embeddings": 64, "tie_word_embeddings": False,
-    }  # fmt: skip
-    tokens = {"image": 30, "video": 31, "vision_start": 32, "vision_end": 33}
-    return model_of(kind, text_config=text, **{f"{n}_token_id": k for n, k in tokens.items()})
-
-
 def clip_suite(
     *, tasks: int = 3, sizes: Sequence[int] = (4, 3), seed: int = 0, **shape: int
 ) -> Suite:
@@ -283,7 +285,7 @@ def residual_suite(*, tasks: int = 2, sizes: Sequence[int] = (9, 6), seed: int =
     """Residual network on plain `[samples, features]` tensors: a row is a sample."""
     torch.manual_seed(seed)
     inputs: Any = samples_by_task(tasks, sizes, 4, seed=seed)
-    return replayed(ResidualNet(), inputs, [f"layers.{i}" for i in range(3)], seed)
+    return listed(ResidualNet(), inputs, [f"layers.{i}" for i in range(3)], seed)
 
 
 def sentences(
@@ -328,35 +330,12 @@ def gpt2_suite(*, padded: int = 6, seed: int = 0) -> Suite:
     inputs = by_task(
         lambda task, n: without_labels(sentences(lengths[n], padded, seed=seed + 10 * task + n)),
     )
-    return replayed(model_of("gpt2", seed), inputs, ["h.0", "h.1"], seed)
+    return listed(model_of("gpt2", seed), inputs, ["h.0", "h.1"], seed)
 
 
 ROUNDING = 2e-6
 """Norms, rotary angles and eager attention's softmax of language models are computed in float32
 whatever the model's dtype: two orders of the same float64 sums agree no better than this."""
-
-REPLAY: dict[str, Any] = {
-    "name": "replay",
-    "blocks": [["encoder.block.*"], ["decoder.block.*"]],
-    "mask": ["attention_mask", "labels"],
-    "other_masks": {"EncDecAttention.[kv]": "attention_mask"},
-}
-_IMAGE_TOKENS = (32, 30, 30, 30, 30, 33)  # 16 patches, of which four make a token
-
-
-def vision_language_batch(lengths: Sequence[int], seed: int) -> dict[str, Tensor]:
-    """An image of noise and a text behind it in each sample."""
-    texts, count = without_labels(sentences(lengths, max(lengths), seed=seed)), len(lengths)
-    image = torch.tensor([_IMAGE_TOKENS] * count)
-    batch = {
-        "input_ids": torch.cat([image, texts["input_ids"]], 1),
-        "attention_mask": torch.cat([torch.ones_like(image), texts["attention_mask"]], 1),
-        "pixel_values": normal(seed, 16 * count, 24),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * count),
-    }
-    if not transformers.__version__.startswith("4"):
-        batch["mm_token_type_ids"] = (batch["input_ids"] == _IMAGE_TOKENS[1]).long()
-    return batch
 
 
 def targets_of(lengths: Sequence[int], seed: int) -> Tensor:

@@ -10,7 +10,7 @@ from tiny_models import (
     ResidualNet,
     Stack,
     Suite,
-    replayed,
+    listed,
     samples_by_task,
     suite_of,
 )
@@ -99,7 +99,7 @@ def stack_suite(
     """Suite of such blocks, in float64."""
     torch.manual_seed(seed)
     inputs: Any = samples_by_task(tasks, sizes, 4, seed=seed)
-    return replayed(Stack(make_block, 2, 4), inputs, ["layers.0", "layers.1"], seed)
+    return listed(Stack(make_block, 2, 4), inputs, ["layers.0", "layers.1"], seed)
 
 
 class Masked(nn.Module):

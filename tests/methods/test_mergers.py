@@ -11,10 +11,9 @@ from calibrations import (
     calls_of,
     distance,
     gamma,
-    replay,
     samples_in,
 )
-from tiny_models import Suite, add_up, batched, clip_suite, normal, suite_of, t5_suite
+from tiny_models import Suite, add_up, batched, clip_suite, listed, normal, t5_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import FeatCalSettings, calibrate
@@ -23,8 +22,9 @@ from fusion_bench_featcal.lab.rivals import Lot, RegMean, RegMeanPlusPlus
 FIRST = "layers.0.0.weight"
 
 
-def run(merger: Any, suite: Suite, *, family: Any = None, **options: Any) -> nn.Module:
-    method = merger(samples_per_task=samples_in(suite), family=family or replay(suite), **options)
+def run(merger: Any, suite: Suite, **options: Any) -> nn.Module:
+    options = {"family": suite.family, "samples_per_task": samples_in(suite)} | options
+    method = merger(**options)
     return method.merge_models(suite.base, suite.experts, suite.inputs)
 
 
@@ -46,7 +46,7 @@ def chain_suite() -> Suite:
     inputs: dict[str, list] = {
         f"task_{i}": batched((1 + i) * normal(i, 40, 5), (25, 15)) for i in range(3)
     }
-    return suite_of(Chain(), inputs, ["layers.0", "layers.1", "layers.2"], 0)
+    return listed(Chain(), inputs, ["layers.0", "layers.1", "layers.2"], 0)
 
 
 def rows_into(model: nn.Module, batches: list, name: str) -> Tensor:
@@ -80,13 +80,14 @@ def test_regmean_plusplus_is_featcal_where_inputs_are_the_blocks_own() -> None:
     """Without expert features and anchor. Its first block is RegMean's, the last is not."""
     suite = chain_suite()
     settings = FeatCalSettings(
-        ridge_lambda=0.0, mix_alpha=0.0, anchor_rho=1.0, eps=0.0, calibrate_bias=False,
-        samples_per_task=40, family=replay(suite),
+        ridge_lambda=0.0, mix_alpha=0.0, anchor_rho=1.0, calibrate_bias=False,
+        samples_per_task=40, family=suite.family,
     )  # fmt: skip
     options = {"off_diagonal": 1.0, "task_weights": "unit_gram"}
     merged_model, plain = (run(merger, suite, **options) for merger in (RegMeanPlusPlus, RegMean))
     calibrated = calibrate(plain, None, suite.experts, suite.inputs, settings, progress=False)
-    assert_same(merged_model, calibrated.model)
+    # FeatCal's stabiliser pulls by 1e-8 over the least eigenvalue, which is above 1e-3 here.
+    assert_same(merged_model, calibrated.model, 1e-5)
     assert_same(merged_model.get_submodule("layers.0"), plain.get_submodule("layers.0"))
     assert distance(merged_model.get_submodule("layers.2"), plain.get_submodule("layers.2")) > 1e-3
 

@@ -88,9 +88,9 @@ def small_t5() -> Suite:
 
 SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any]]] = {
     "clip": (clip_suite, {"expert_read_budget": "60%"}),
-    "weights alone, bfloat16": (bfloat16_clip, {"rule": Paper(mix_alpha=0.0), "log_drift": False}),
-    "open_clip": (tower_suite, {"held_out": 1}),
-    "plus, t5": (small_t5, {"rule": Plus(), "held_out": 1}),
+    "weights alone, bfloat16": (bfloat16_clip, {"rule": Paper(mix_alpha=0.0)}),
+    "open_clip": (tower_suite, {}),
+    "plus, t5": (small_t5, {"rule": Plus()}),
 }
 
 

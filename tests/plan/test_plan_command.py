@@ -1,15 +1,20 @@
 """`featcal plan` from the words of a run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from calibrations import run_fast
+from tiny_models import decoder_suite
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
+from fusion_bench_featcal import CalibrationError, FeatCalSettings, InMemoryExpert
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.fusionbench import run_request
+from fusion_bench_featcal.fusionbench.plan_run import plan_run
+from fusion_bench_featcal.plan import check, plan_of
 
 MINI = ["modelpool=clip-vit-mini_TA6"]
 
@@ -18,29 +23,16 @@ def test_suite_and_its_overrides(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    words = ["plan", *MINI, "method=featcal", "method.samples_per_task=32"]
-    assert main([*words, "--json"]) == 0
+    assert main(["plan", *MINI, "method=featcal", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["tasks"], plan["samples"], plan["family"]) == (6, 32, "clip")
-    assert {"host", "gpu", "parts", "storage", "fetched", "read", "base_read", "disk"} <= set(plan)
-    assert main([*words, "fabric.devices=2"]) == 0
+    assert (plan["tasks"], plan["family"], plan["fetched"]) == (6, "clip", 0)
+    assert 0 < plan["base_read"] < plan["read"] <= 6 * plan["output"]
+    assert main(["plan", *MINI, "method.checkpoint_dir=blocks"]) == 0
     screen = capsys.readouterr().out
-    assert "6 tasks x 32 samples" in screen and "2 processes. Sizes are of the busiest" in screen
-    assert "features of all samples (device)" in screen and "read from experts" in screen
+    assert "6 tasks" in screen and "read from experts" in screen and "free in blocks" in screen
 
 
-def test_network_whose_config_names_no_image_size(capsys: pytest.CaptureFixture[str]):
-    words = ["plan", "modelpool=resnet-mini_TA3", "--json"]
-    features = []
-    for side in ("28", "56"):
-        assert main([*words, "--length", side]) == 0
-        features.append(json.loads(capsys.readouterr().out)["parts"]["features"])
-    assert 3.5 < features[1] / features[0] < 4.5
-    assert main(words) == 2
-    assert "names no image size: give the side" in capsys.readouterr().err
-
-
-def test_requests_of_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_plans_of_pools(tmp_path: Path):
     """Headers give the experts' precision. Models that are not local are fetched."""
     sizes: Any = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
     config = CLIPVisionConfig(hidden_size=32, intermediate_size=64, patch_size=16, **sizes)
@@ -49,14 +41,27 @@ def test_requests_of_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         model.to(torch.float16).save_pretrained(tmp_path / name)
     models = f"{{_pretrained_: {tmp_path}/base, one: {tmp_path}/one, two: {tmp_path}/two}}"
     words = [*MINI, "~modelpool.models", f"+modelpool.models={models}"]
-    monkeypatch.setenv("FOUR", "4")
-    request = run_request([*words, "fabric.devices=${oc.env:FOUR}"])
-    assert (request.tasks, request.itemsize, request.whole, request.fetches) == (2, 2, 0, 0)
-    assert request.processes == 4
-    assert run_request([*words, "method.stream_experts=false"]).whole == 3
-    assert run_request([*words, "modelpool.models.one=some/model"]).fetches == 1
-    (tmp_path / "two" / "model.safetensors").unlink()
-    assert run_request(words).whole == 1
+    plan = plan_run(words)
+    assert (plan.tasks, plan.fetched) == (2, 0)
+    assert plan.output == 2 * sum(p.numel() for p in CLIPVisionModel(config).parameters())
+    assert plan_run([*words, "modelpool.models.two=some/model"]).fetched == plan.output
+
+
+@pytest.mark.parametrize("budget", [None, "50%"])
+def test_a_plan_is_what_a_run_reads(budget: str | None):
+    suite = decoder_suite()
+    sources: Any = {task: InMemoryExpert(expert) for task, expert in suite.experts.items()}
+    result = run_fast(suite, expert_read_budget=budget)
+    settings = FeatCalSettings(expert_read_budget=budget)
+    plan, totals = plan_of(suite.merged, settings, list(sources)), result.reads["totals"]
+    assert (plan.read, plan.base_read) == (totals["experts_read"], totals["base_read"])
+
+
+def test_a_model_without_room_on_its_disk_is_refused(tmp_path: Path):
+    plan = plan_of(decoder_suite().merged, FeatCalSettings(), ["a"], out=tmp_path / "new")
+    check(plan)
+    with pytest.raises(CalibrationError, match=r"of disk space in .*new, 0 KiB are free"):
+        check(replace(plan, free=5))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch import nn
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert, known_bytes
-from fusion_bench_featcal.fusionbench import PoolModel, PoolModels, Upstream, run_request
+from fusion_bench_featcal.fusionbench import PoolModel, PoolModels, Upstream
 from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average, fill
 
 TIES: dict[str, Any] = {"_target_": "fusion_bench.method.TiesMergingAlgorithm", "threshold": 20}
@@ -88,7 +88,7 @@ def file_bytes(pool: Any, *names: str) -> int:
 def reads_of(pool: Any, base_method: Any, **options: Any) -> dict[str, Any]:
     """The manifest of a run's calibration."""
     few: dict[str, Any] = {"samples_per_task": 2, "presets": {}, "mix_alpha": 0.0}
-    method: Any = FeatCalAlgorithm(base_method=base_method, log_drift=False, **few, **options)
+    method: Any = FeatCalAlgorithm(base_method=base_method, **few, **options)
     results, calibrate = [], method._calibrate
     method._calibrate = lambda *args: results.append(calibrate(*args)) or results[-1]
     method.run(pool)
@@ -120,9 +120,3 @@ def test_merger_and_calibration_keep_a_budget_together() -> None:
     assert reads["plan"]["limit"] == whole // 3 >= totals["experts_read"] > 0
     assert totals["all_experts_read"] == whole + totals["experts_read"]
     assert totals["merged_stood_in"] > 0 and reads["budget"] == whole + whole // 3
-
-
-def test_a_plan_subtracts_the_bytes_that_a_merger_reads() -> None:
-    words = ["modelpool=clip-vit-mini_TA6", "method.expert_read_budget=1GB"]
-    budget = run_request(words).settings.expert_read_budget
-    assert isinstance(budget, int) and budget < 10**9

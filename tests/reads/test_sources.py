@@ -48,7 +48,7 @@ def test_files_give_the_tensors_and_sizes_of_load_file(tmp_path: Path):
 
 
 SUITES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "weights alone": (small_clip, Paper(mix_alpha=0.0), {"log_drift": False}),
+    "weights alone": (small_clip, Paper(mix_alpha=0.0), {}),
     "plus": (small_clip, Plus(), {}),
     "t5": (lambda: t5_suite(depths=(1, 1)), Paper(), {}),
 }

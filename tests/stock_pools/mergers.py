@@ -20,7 +20,7 @@ TWO_CLIPS = (CLIP[0], DATA, "~modelpool.models._pretrained_", "method.anchor_rho
 LLAMA = ("CausalLMPool/llama_for_causallm", DATA)
 TWO_LLAMAS = (*LLAMA, "~modelpool.models._pretrained_", "method.anchor_rho=1")
 ONE_LLAMA = ("CausalLMPool/vicuna-7b-v1.5", DATA)
-GPT2 = ("gpt-2_glue", "method.family={name: replay, blocks: [h.*]}")
+GPT2 = ("gpt-2_glue",)
 T5 = ("Seq2SeqLMPool/flan-t5-base_glue_tta", "method.calibration_split=test")
 
 

@@ -2,52 +2,45 @@
 
 import itertools
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from calibrations import PLUS, assert_identical, assert_same, run_fast
-from tiny_models import ROUNDING, Suite, clip_suite, decoder_suite, normal
+from calibrations import PLUS, assert_identical, run_fast
+from tiny_models import Suite, clip_suite, decoder_suite, normal
 from torch import Tensor
 
-from fusion_bench_featcal import CalibrationError, FeatCalSettings, Plus
-from fusion_bench_featcal.streams import Batch
-from fusion_bench_featcal.streams.augmentation import Jitter, images_of, number_of_copies
+from fusion_bench_featcal import FeatCalSettings
+from fusion_bench_featcal.streams import Batch, augmentation
+from fusion_bench_featcal.streams.augmentation import images_of, jittered, number_of_copies
 from fusion_bench_featcal.streams.samples import with_copies
 
 IMAGES = normal(0, 8, 2, 8, 6).float()
-THREE = {"_target_": "fusion_bench_featcal.streams.augmentation.Jitter", "copies": 3}
 
 
-class Times:
-    """Multiplies by a number."""
-
-    def __init__(self, number: float) -> None:
-        self.number = number
-
-    def __call__(self, inputs: Any, generator: torch.Generator) -> Any:
-        return inputs * self.number
+def generators(count: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(number) for number in range(count)]
 
 
 def copies_of(inputs: Any = IMAGES, task: str = "a", start: int = 0, **more: Any) -> list[Any]:
-    """The copies of a batch, which are in the folds of the samples that they are of."""
-    values: dict[str, Any] = {"augment": THREE}
-    settings = FeatCalSettings(**(values | more))
+    """Three copies of a batch, whose samples are held out like those that they are of."""
+    settings = FeatCalSettings(augment="jitter", **more)
     images = images_of(inputs)
     assert images is not None
-    batch = Batch(inputs, len(images), start)
-    count = number_of_copies(batch.samples, settings.augment, inputs)
-    first, *copies = with_copies(task, batch, count, settings)
+    held_out = torch.arange(len(images)) % 2 == 0
+    batch = Batch(inputs, len(images), start, held_out=held_out)
+    first, *copies = with_copies(task, batch, 3, settings)
     assert first is batch
-    assert {(copy.samples, copy.start) for copy in copies} == {(0, start)}
-    assert list(with_copies(task, replace(batch, is_held_out=True), count, settings))[1:] == []
+    assert [(c.samples, c.start, c.copy) for c in copies] == [
+        (len(images), start, n) for n in (1, 2, 3)
+    ]
+    assert all(copy.held_out is held_out for copy in copies)
     return [copy.inputs for copy in copies]
 
 
 def test_images_change_a_little_and_each_in_its_own_way():
     steep = torch.linspace(-1, 1, 64).expand(4, 1, 64, 64)
-    result = Jitter()(steep, torch.Generator().manual_seed(0))
+    result = jittered(steep, generators(4))
     change = (result - steep).abs()
     # 8 % of a side, and what a turn by 8 degrees and 8 % of size move at its ends
     assert change.mean() > 0.02 and change.max() < 2 * 0.08 + math.sin(math.radians(8)) + 0.1
@@ -75,22 +68,23 @@ def place_of(image: Tensor) -> tuple[float, float]:
 def test_spots_turn_and_move_by_the_settings_whatever_the_shape(
     height: int, width: int, monkeypatch: pytest.MonkeyPatch
 ):
-    def jittered(jitter: Jitter, spot: Tensor, *draws: float) -> tuple[float, float]:
+    def moved(limits: Any, spot: Tensor, *draws: float) -> tuple[float, float]:
         """The place of a spot if every image gets these random numbers in [0, 1)."""
         monkeypatch.setattr(torch, "rand", lambda *_, generator: torch.tensor([draws]))
-        return place_of(jitter(spot, torch.Generator()))
+        monkeypatch.setattr(augmentation, "LIMITS", limits)
+        return place_of(jittered(spot, generators(1)))
 
     for draw, angle in ((0.0, -math.radians(30)), (1.0, math.radians(30))):
         for y, x in ((0, 12), (-9, -9)):
-            turned = jittered(Jitter(30, 0, 0), disc(height, width, y, x), draw, 0.5, 0.5, 0.5)
+            turned = moved((30, 0, 0, 0), disc(height, width, y, x), draw, 0.5, 0.5, 0.5)
             # the map leads from the new image to the old one: the spot turns the other way
             turned_y = y * math.cos(angle) - x * math.sin(angle)
             turned_x = y * math.sin(angle) + x * math.cos(angle)
             assert turned == pytest.approx((turned_y, turned_x), abs=0.1)
     spot = disc(height, width, 6, 10)
-    shifted = jittered(Jitter(0, 0, 0.1), spot, 0.5, 0.5, 1.0, 0.0)
+    shifted = moved((0, 0, 0.2, 0.2), spot, 0.5, 0.5, 1.0, 0.0)
     assert shifted == pytest.approx((6 + 0.1 * height, 10 - 0.1 * width), abs=0.1)
-    smaller = jittered(Jitter(0, 0.25, 0), spot, 0.5, 1.0, 0.5, 0.5)
+    smaller = moved((0, 0.25, 0, 0), spot, 0.5, 1.0, 0.5, 0.5)
     assert smaller == pytest.approx((6 / 1.25, 10 / 1.25), abs=0.1)
 
 
@@ -113,23 +107,8 @@ def test_copies_depend_on_seed_task_place_and_number_alone():
 
 @pytest.mark.parametrize(("samples", "count"), [(2, 7), (43, 5), (256, 1), (999, 1)])
 def test_copies_bring_the_images_that_there_are_to_256(samples: int, count: int):
-    images, target = torch.zeros(1, 3, 2, 2), {"_target_": f"{__name__}.Times", "number": 2.0}
-    for augment in ("auto", "jitter", target):
-        assert number_of_copies(samples, augment, images) == count
-    assert number_of_copies(samples, target | {"copies": 2}, images) == 2
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ({"_target_": f"{__name__}.Times", "time": 2}, r"^method\.augment: .*Times: .*'time'"),
-        ({"_target_": "builtins.dict", "a": 1},
-         r"^method\.augment: builtins\.dict made a dict, which cannot be called with a batch"),
-    ],
-)  # fmt: skip
-def test_targets_that_cannot_be_made_or_used(target: dict[str, Any], message: str):
-    with pytest.raises((CalibrationError, ValueError), match=message):
-        copies_of(augment=target)
+    for augment in ("auto", "jitter"):
+        assert number_of_copies(samples, augment, torch.zeros(1, 3, 2, 2)) == count
 
 
 def run(suite: Suite, **more: Any) -> Any:
@@ -141,14 +120,3 @@ def test_calibration_sees_the_copies_of_images_only():
     assert_identical(auto, plain)
     result = run(clip_suite(tasks=1), augment="auto", samples_per_task=256)  # of which there are 7
     assert result.log.of_kind("task")[0]["rows"] == 8 * 5 * 7
-
-
-def unchanged() -> Any:
-    return lambda inputs, generator: inputs
-
-
-def test_copies_that_are_the_samples_themselves_only_add_to_their_number():
-    again = {"_target_": f"{__name__}.unchanged", "copies": 2}
-    result = run(clip_suite(tasks=1), rule=Plus(), augment=again).model
-    rule = Plus(gammas={"task_0": 2.0 * 64 / 21})  # of 7 samples and 14 copies, fewer than 64
-    assert_same(result, run(clip_suite(tasks=1), rule=rule).model, 10 * ROUNDING)

@@ -136,7 +136,7 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
         super().on_run_start()
 
     def _open_results(self, inputs: MethodInputs, upstream: str, choices: Choices) -> RunResults:
-        settings = self.settings.replace(samples_per_task=self.items, held_out=0)
+        settings = self.settings.replace(samples_per_task=self.items)
         items = open_items(inputs, self.tasks, settings, self.split)
         results: Any = super()._open_results(inputs, upstream, choices)
         text = f"diagnosis: at most {self.items} items per task of the {self.split} split"

@@ -101,10 +101,10 @@ class EssentialSteps:
         """Return the stored matrices."""
         return [tensor for step in self._steps for tensor in step]
 
-    def add(self, task: str, rows: Moments, expert: Linear) -> dict[str, Tensor]:
+    def add(self, task: str, expert: Linear, rows: Moments, held_out: Any = None) -> None:
         """Add a task's step. With each further task all keep fewer directions, `m / t`."""
-        step = expert.weight[0].to(self._base.dtype) - self._base[0]
-        gram = (rows.gram[0, 0] / rows.count[0, 0]).to(step.dtype)
+        step = expert.weight.to(self._base.dtype) - self._base
+        gram = (rows.gram / rows.count).to(step.dtype)
         energies, directions = output_directions(gram, step)
         self._steps.append((energies, directions, directions.mT @ step))
         self._norms.append(step.norm())
@@ -112,7 +112,6 @@ class EssentialSteps:
         self._steps = [
             (e[:rank].clone(), u[:, :rank].clone(), v[:rank].clone()) for e, u, v in self._steps
         ]
-        return {"norm": gram.norm()}
 
     def solve(self) -> Solved:
         """Return the base with the merged step."""

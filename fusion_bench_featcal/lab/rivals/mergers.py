@@ -78,7 +78,7 @@ class Merger(MergingRule, SampleSettings):
         Arguments and errors are those of `calibrate`. The result has the structure, dtype and
         device of the base, which is not changed.
         """
-        settings = self.calibration_settings.replace(log_drift=False, batch_norm="merged")
+        settings = self.calibration_settings
         check_inputs(base, experts, batches, settings)
         home = device_of(base)
         start = copied_module(base).to(device or home)
@@ -193,8 +193,8 @@ class ExpertStreams(Streams):
             batch.noted, (_, batch.exp) = recorded.inputs, recorded.result
 
     def inputs_of(
-        self, task: str, batch: Batch, block: str, groups: Sequence[Group], *, watched: bool
-    ) -> dict[str, list[Tensor]]:
+        self, task: str, batch: Batch, block: str, groups: Sequence[Group], *, watched: bool = False
+    ) -> dict[str, Tensor]:
         """Return the inputs of the expert's modules."""
         return {group.name: batch.noted.pop(group.name) for group in groups}
 

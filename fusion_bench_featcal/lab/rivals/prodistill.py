@@ -90,13 +90,13 @@ class TrainingStreams(Streams):
     ) -> None:
         """Run a batch through the expert's block and note its output."""
         hidden, batch.exp = self.runner.step(expert, block, batch.exp)
-        batch.noted[block] = [hidden]
+        batch.noted[block] = hidden
 
     def advance(self, block: str) -> None:
         """Train a block and run all batches through it."""
         lessons = []
         for batch in (batch for task in self.tasks for batch in self.visits(task)):
-            (expert,), counted = batch.noted[block], batch.rows.counted
+            expert, counted = batch.noted[block], batch.rows.valid
             lessons.append((batch.cal, counted, rows_of(expert, counted)))
         load_updates(self.model, block, self._trained(block, lessons), self.rule.remedy)
         super().advance(block)

@@ -1,0 +1,118 @@
+"""Targets of a step from an anchor, summed over tasks. `Paper` and `Plus` share them."""
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.core.products import multiply
+from fusion_bench_featcal.core.solve import solve_dtype
+from fusion_bench_featcal.modules.groups import Group
+from fusion_bench_featcal.rules.rule import Linear
+
+_STRIP = 2048
+"""Outputs per strip, which bounds the memory of intermediate matrices."""
+
+
+class Targets:
+    """Weighted sums of `x x'`, `x`, `u x'` and `u`, with `u` the target of a step from an anchor.
+
+        u = (W_i - W_a) x + b_i - b_a + alpha W_i (x_exp - x)
+
+    With `D_i = sum (x_exp - x) x'` the sum of `u x'` is, up to biases, `(W_i - W_a) (G_i + alpha
+    D_i) + W_a alpha D_i`, which is zero if no step is needed. The last product is formed once, for
+    the sum over tasks. If there are few outputs, rows come with `W_i` times the target's input, and
+    the sum is `sum (u + W_a x) x' - W_a G`.
+
+    Attributes:
+        anchor: `W_a` and `b_a`.
+        sums: The sums, with `u` as `y` after `finished`. `cross` has no biases.
+    """
+
+    def __init__(self, group: Group, anchor: Linear, alpha: float) -> None:
+        """Start with no task."""
+        self.anchor, self._alpha, self._dtype = anchor, alpha, group.dtype
+        self._adds_anchor = group.has_few_outputs and alpha > 0
+        outputs, inputs = anchor.weight.shape
+        self.sums = Moments.zeros(inputs, outputs, anchor.weight)
+        folds = bool(alpha) and not self._adds_anchor
+        self._drift = anchor.weight.new_zeros(inputs, inputs) if folds else None
+
+    def add(self, rows: Moments, expert: Linear, weight: Tensor) -> None:
+        """Add a task's targets.
+
+        Args:
+            rows: Sums over its rows.
+            expert: The expert's parameters.
+            weight: Weight of a row, a scalar.
+        """
+        sums, alpha, gram = self.sums, self._alpha, rows.gram
+        sums.gram.addcmul_(gram, weight)
+        sums.x.addcmul_(rows.x, weight)
+        sums.count.addcmul_(rows.count, weight)
+        sums.y.addcmul_(expert.bias - self.anchor.bias, rows.count * weight)
+        if self._adds_anchor:
+            sums.y.addcmul_(rows.y, weight)
+            sums.cross.addcmul_(rows.cross, weight)
+            return
+        if self._drift is not None:
+            self._drift.addcmul_(rows.cross, alpha * weight)
+            gram = torch.add(gram, rows.cross, alpha=alpha)
+        # By strips, because matrices of all outputs would be the largest of a run.
+        for part in strips(len(sums.y)):
+            step = expert.weight[part] - self.anchor.weight[part]
+            y = step @ rows.x
+            if alpha:
+                y = y + alpha * (expert.weight[part] @ rows.y)
+            sums.y[part].addcmul_(y, weight)
+            sums.cross[part].addcmul_(multiply(step, gram, symmetric=not alpha), weight)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums. Sums of other processes may be added to them in place."""
+        return [*self.sums.tensors(), *([] if self._drift is None else [self._drift])]
+
+    def finished(self) -> Moments:
+        """Return the sums over all tasks."""
+        sums, weight = self.sums, self.anchor.weight
+        if self._drift is not None:
+            sums.cross.add_(multiply(weight, self._drift))
+            self._drift = None
+        if self._adds_anchor:
+            sums.cross.sub_(multiply(weight, sums.gram, symmetric=True))
+            sums.y.sub_(weight @ sums.x)
+            self._adds_anchor = False
+        return sums
+
+    def moved(self, step: Tensor, pull: float = 0.0) -> Linear:
+        """Return the anchor plus a step, and the bias given by the means (Eqs. 51 to 55).
+
+        Weights are rounded to their storage dtype first, and the bias corrects for the rounding.
+
+        Args:
+            step: Change of the weights, `[m, d]`.
+            pull: Pull towards the anchor's bias, in rows.
+        """
+        wide, sums = solve_dtype(step.device), self.sums
+        weight = step.new_empty(step.shape, dtype=self._dtype)
+        change = torch.empty_like(sums.y, dtype=wide)
+        for part in strips(len(step)):
+            anchor = self.anchor.weight[part].to(wide)
+            weight[part] = anchor + step[part].to(wide)
+            change[part] = (weight[part].to(wide) - anchor) @ sums.x.to(wide)
+        shift = (sums.y.to(wide) - change) / (sums.count.to(wide) + pull)
+        return Linear(weight, self.anchor.bias.to(wide) + shift)
+
+
+def strips(outputs: int) -> list[slice]:
+    """Divide outputs into strips, whose matrices are in memory at once."""
+    return [slice(start, start + _STRIP) for start in range(0, outputs, _STRIP)]
+
+
+def anchor_of(merged: Linear, base: Linear | None, rho: float) -> Linear:
+    """Return `rho W_mer + (1 - rho) W_base`, the merged parameters at rho = 1 (Eq. 11).
+
+    The result overwrites the merged parameters, as these matrices are among a run's largest.
+    """
+    if base is not None and rho != 1:
+        for tensor, origin in zip(merged, base, strict=True):
+            tensor.sub_(origin).mul_(rho).add_(origin)
+    return merged
