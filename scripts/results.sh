@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The quick grid behind the tables of docs/results.md: each bundled suite merged by task arithmetic, 64 samples
-# per task, three seeds. Finished cells are kept in FOLDER. Usage: examples/results.sh [FOLDER [SUITE...]]
+# per task, three seeds. Finished cells are kept in FOLDER. Usage: scripts/results.sh [FOLDER [SUITE...]]
 set -euo pipefail
 
 folder="$(realpath -m "${1:-outputs/results}")"
@@ -10,7 +10,11 @@ suites=("${@:2}")
 
 for suite in "${suites[@]}"; do
   methods=surgery_calibration,prob_surgery_calibration,distillation,featcal,featcal_plus
-  [ "$suite" != resnet-mini_TA3 ] || methods=featcal,featcal_plus
+  case "$suite" in # the ResNet has no rows for Surgery and distillation, text pools have the paper's presets
+  resnet*) methods=featcal,featcal_plus ;;
+  flan-t5*) methods+=,featcal_paper_flan_t5 ;;
+  llama*) methods+=,featcal_paper_llama_3b ;;
+  esac
   fusion_bench -m method=compare "modelpool=$suite" method.seed=42,43,44 method.samples_per_task=64 \
     'method.upstreams=[task_arithmetic]' 'method.alone=[regmean]' "method.post_merging=[$methods]" \
     "method.results_dir=$folder/cells/$suite" "path.log_dir=$folder/$suite"

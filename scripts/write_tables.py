@@ -39,12 +39,17 @@ SUITES = {
 }
 README_SUITES = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6")
 README_ROWS = {
-    "task_arithmetic": "merged by task arithmetic",
-    "distillation": "+ gradient distillation",
-    "featcal": "+ FeatCal, settings of the paper",
-    "featcal_plus": "+ FeatCal+",
-    "experts": "one expert per task",
+    "merged by task arithmetic": ("task_arithmetic",),
+    "+ gradient distillation": ("distillation",),
+    "+ FeatCal, the paper's settings": (
+        "featcal_paper_flan_t5",
+        "featcal_paper_llama_3b",
+        "featcal",
+    ),
+    "+ FeatCal+": ("featcal_plus",),
+    "one expert per task": ("experts",),
 }
+"""Labels and rows of README's table. The first row that a suite has is taken."""
 DRAWN_ROWS = {"task_arithmetic": "merged", "featcal": "featcal", "featcal_plus": "featcal_plus",
               "experts": "experts"}  # fmt: skip
 DIAGNOSIS = "diagnosis"
@@ -92,14 +97,11 @@ def averages(suite: str) -> dict[str, dict[str, Any]]:
 
 
 def readme_table() -> str:
-    """Average accuracies of a few rows on three suites, the best repaired bold."""
-    columns = []
-    for suite in README_SUITES:
-        rows = averages(suite)
-        cells = {row: f"{100 * rows[row]['accuracy.average']:.1f}" for row in README_ROWS}
-        best = max([*README_ROWS][:-1], key=cells.__getitem__)
-        columns.append(cells | {best: f"**{cells[best]}**"})
-    lines = [[label, *(cells[row] for cells in columns)] for row, label in README_ROWS.items()]
+    """Average accuracies of a few rows on three suites."""
+    lines = []
+    for label, names in README_ROWS.items():
+        found = (next(filter(None, map(averages(suite).get, names))) for suite in README_SUITES)
+        lines.append([label, *(f"{100 * row['accuracy.average']:.1f}" for row in found)])
     return table(["accuracy, %", *(SUITES[suite] for suite in README_SUITES)], lines)
 
 
@@ -146,13 +148,17 @@ def paper_commands() -> str:
 
 
 def paper_averages() -> str:
-    """Return the paper's average accuracies of mergers and post-merging methods."""
+    """Return the paper's average accuracies. A question mark is a doubt noted in the file."""
     methods = {"": "merged", "surgery": "+ Surgery", "prob_surgery": "+ ProbSurgery",
                "featcal": "+ FeatCal", "experts": "experts"}  # fmt: skip
     mergers = ("simple_average", "task_arithmetic", "adamerging", "wudi")
     with (ROOT / "scripts" / "paper_results.csv").open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["metric"] == "average"]
-    value = {(row["setting"], row["upstream"], row["post_merging"]): row["value"] for row in rows}
+    value = {}
+    for row in rows:
+        is_doubted = row["note"] and not row["note"].startswith("average only")
+        key = row["setting"], row["upstream"], row["post_merging"]
+        value[key] = f"{row['value']} ?" if is_doubted else row["value"]
     lines = [
         [suite, merger, *(value.get((suite, "" if name == "experts" else merger, name), "-")
                           for name in methods)]

@@ -35,7 +35,7 @@ def test_command_leaves_one_model_and_one_report(tmp_path: Path) -> None:
         done = fusion_bench([*words, 'merged_model_save_path="{log_dir}/model"'], tmp_path)
         saved.append(CLIPVisionModel.from_pretrained(log_dir / "model"))
     text = done.stdout + done.stderr
-    assert text.count("calibrating featcal ") == text.count("plan in the busiest of 2") == 1
+    assert text.count("calibrating featcal ") == 1
     one, two = (read_run(tmp_path / f"log{devices}") for devices in (1, 2))
     assert two.row("featcal").cost["processes"] == 2
     assert two.row("featcal").cost["exchanged_bytes"] > 1e6

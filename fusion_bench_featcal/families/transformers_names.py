@@ -52,11 +52,9 @@ def t5_bias(block: Any, bias: Any) -> Any:
 def without_cache(value: Any, name: str = "") -> Any:
     """Return an argument of a model or block, or a replacement that switches caches off.
 
-    A cache of keys and values is identified by its type, because releases have named it `cache`,
-    `past_key_values`, `past_key_value` and `layer_past`.
+    A cache is identified by the name of its type, because releases have named it `cache`,
+    `past_key_values`, `past_key_value` and `layer_past`, and not all types are `Cache`s (LFM2).
     """
-    from transformers.cache_utils import Cache
-
     if name == "use_cache":
         return False
-    return None if isinstance(value, Cache) else value
+    return None if type(value).__name__.endswith("Cache") else value

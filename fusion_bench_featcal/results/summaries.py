@@ -15,7 +15,7 @@ from .statistics import Difference, difference, holm
 LEAST_GAP = 0.01
 """Smallest merged-to-expert gap in accuracy of a task for a share of it: one point."""
 _LOWER = ("loss", "perplexity", "error")
-"""Ends of names of metrics of which lower values are better."""
+"""Words in the names of metrics of which lower values are better."""
 
 
 def summary(results: Results, metric: str = ACCURACY) -> Any:
@@ -72,7 +72,7 @@ def _line(group: Group, groups: Sequence[Group], metric: str) -> dict[str, Any]:
         line |= {"gain": gain.value, "half": gain.half, "seeds": gain.seeds}
     experts = partner(group, groups, EXPERTS)
     shares = [side.means(metric) for side in (merged, experts) if side]
-    return line | _shares(means, *shares, sign=-1 if metric.endswith(_LOWER) else 1)
+    return line | _shares(means, *shares, sign=-1 if any(word in metric for word in _LOWER) else 1)
 
 
 def _shares(

@@ -195,7 +195,7 @@ ENCODERS = (
                 slow=False),
     _classifier("electra", {"embedding_size": 8}),
     _classifier("roformer", {"embedding_size": 8}),
-    _classifier("deberta", RELATIVE),
+    _classifier("deberta", RELATIVE, excluded=("pos_proj", "pos_q_proj")),
     _classifier("deberta-v2", RELATIVE | {
         "share_att_key": True, "position_buckets": 4, "norm_rel_ebd": "layer_norm"},
                 excluded=("query_proj", "key_proj"), slow=False),

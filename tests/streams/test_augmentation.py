@@ -13,7 +13,8 @@ from torch import Tensor
 from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.streams import Batch, augmentation
 from fusion_bench_featcal.streams.augmentation import images_of, jittered, number_of_copies
-from fusion_bench_featcal.streams.samples import with_copies
+from fusion_bench_featcal.streams.samples import take, with_copies
+from fusion_bench_featcal.streams.streams import Streams
 
 IMAGES = normal(0, 8, 2, 8, 6).float()
 
@@ -109,6 +110,13 @@ def test_copies_depend_on_seed_task_place_and_number_alone():
 def test_copies_bring_the_images_that_there_are_to_256(samples: int, count: int):
     for augment in ("auto", "jitter"):
         assert number_of_copies(samples, augment, torch.zeros(1, 3, 2, 2)) == count
+
+
+def test_copies_count_as_samples_where_weights_are_weighed_but_not_in_the_log():
+    batches = take("a", [IMAGES], FeatCalSettings(augment="jitter"), torch.nn.Linear(1, 1))
+    unused: Any = None
+    streams = Streams({"a": batches}, unused, unused, unused, unused)
+    assert (streams.counts("a"), streams.used("a")) == (8, 8 * len(batches)) and len(batches) > 1
 
 
 def run(suite: Suite, **more: Any) -> Any:
