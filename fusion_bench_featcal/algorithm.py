@@ -176,8 +176,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self._processes.doing = "the upstream merger (method.base_method)"
         if self._processes.rank == 0:
             results.add_notes(check_experts(inputs.models))
-            from_files = self.settings.stream_experts is not False
-            merged = upstream.merged_model(self._program, from_files=from_files)
+            merged = upstream.merged_model(self._program)
         return share_model(merged, self._processes, self.fabric.device, "method.base_method")
 
     def _calibrate(
@@ -200,7 +199,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         exchanged = processes.exchanged_bytes
         saves = self._results is not None and self._results.saver.saves(name)
         with measure() as cost:
-            base, experts = inputs.base(limited), inputs.experts(limited)
+            base, experts = inputs.base(), inputs.experts()
             result = calibrate(
                 merged,
                 base,

@@ -44,7 +44,7 @@ def calibration_batches(
     Args:
         modelpool: A FusionBench model pool with datasets for the tasks.
         task_names: The tasks.
-        settings: The settings for samples and, for images, `decode_workers`.
+        settings: The settings for samples.
         processor: Result of `load_input_processor`: a tokenizer, a transformers processor, or a
             callable from an RGB picture to a tensor `[channels, height, width]`.
         device: Device on which experts generate targets, by default the one they are loaded on.
@@ -86,7 +86,7 @@ def calibration_batches(
             )
             for task, rows, indices in _draw_samples(modelpool, task_names, settings)
         }
-    size, workers = settings.batch_size, decode_workers(settings, processor)
+    size, workers = settings.batch_size, decode_workers(processor)
     batches = {}
     for task, rows, indices in _draw_samples(modelpool, task_names, settings):
         images = corrupted_for(task, rows, settings)

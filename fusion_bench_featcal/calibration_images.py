@@ -15,7 +15,6 @@ from transformers import BaseImageProcessor, ProcessorMixin
 
 from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.data.pictures import Processor, stack_pixels, to_pixels
-from fusion_bench_featcal.settings import FeatCalSettings
 
 _MAX_WORKERS = 8  # more threads only contend for Python's lock and the memory bus
 
@@ -84,10 +83,8 @@ class TaskBatches:
         return to_pixels(image, self.processor, self.items.at(index))
 
 
-def decode_workers(settings: FeatCalSettings, processor: Any) -> int:
+def decode_workers(processor: Any) -> int:
     """Return the number of threads that process images, or 0 for the caller's thread."""
-    if settings.decode_workers != "auto":
-        return int(settings.decode_workers)
     # A plain callable may not be safe to share between threads.
     if not isinstance(processor, ProcessorMixin | BaseImageProcessor):
         return 0

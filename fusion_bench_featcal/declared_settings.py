@@ -72,22 +72,22 @@ class DeclaredSettings:
     )
     rule: Any = setting(
         "paper",
-        "How a block is solved. `paper`: all modules at once (Algorithm 1); `plus`: FeatCal+, "
-        "groups of modules in turn, without the three settings above (docs/plus.md); or a rule of "
-        "your own, {_target_: my_module.MyRule, option: 1}.",
+        "How a block is solved: `paper`, all modules at once (Algorithm 1), `plus`, FeatCal+, "
+        "groups of modules in turn, without the three settings above (docs/plus.md), or a rule "
+        "of your own, {_target_: my_module.MyRule, option: 1}.",
         accepts="paper, plus, a mapping with `_target_` and the rule's settings, or a rule",
         check=_is_rule,
     )
     task_weights: Mapping[str, float] | None = setting(
         None,
-        "Factors of the tasks' weights, {task: factor}; other tasks have 1. FeatCal+ only.",
+        "Factors of the tasks' weights, {task: factor}. Others have 1. FeatCal+ only.",
         accepts="a mapping of tasks to numbers above 0",
         check=_are_factors,
     )
     augment: str | None = setting(
         None,
-        "Jittered copies of images, used in addition to them. `auto`: of images, and none of "
-        "anything else; `jitter` refuses anything but images.",
+        "Jittered copies of images, used in addition to them: `auto` makes none of anything else, "
+        "`jitter` refuses anything else.",
         choices=("auto", "jitter"),
         group="calibration data",
     )
@@ -146,7 +146,7 @@ class DeclaredSettings:
     generated_tokens: int = setting(64, "Maximum length of a generated text, in tokens.", ge=1)
     max_length: int | None = setting(
         None,
-        "Maximum length of a text in tokens; longer ones are truncated. Null: a text that exceeds "
+        "Maximum length of a text in tokens. Longer ones are truncated. Null: a text that exceeds "
         "the tokenizer's limit is an error.",
         ge=2,
     )
@@ -158,27 +158,14 @@ class DeclaredSettings:
         check=lambda value: value is not None and value != "",
         group="what is calibrated",
     )
-    ignore_config: Sequence[str] = setting(
-        (),
-        "Keys of config.json in which experts may differ from the merged model although they "
-        "change its outputs. Experts then run with the merged model's values.",
-        accepts="a list of config keys, such as [hidden_act]",
-        check=is_text_list,
-    )
-    stream_experts: bool | str = setting(
-        "auto",
-        "Read experts block by block from safetensors files. `auto`: if they have such files; "
-        "false: load them whole.",
-        choices=("auto", True, False),
-        group="how it runs",
-    )
     expert_read_budget: float | str | None = setting(
         None,
         "Limit on the bytes of expert weights that are read, an upstream merger's included. The "
-        "merged model's weights replace those that are not read; null: no limit.",
+        "merged model's weights replace those that are not read. Null: no limit.",
         accepts="a whole number of bytes >= 1, an amount such as 800MB or 1.5GiB (units B, KB to "
         "TB, KiB to TiB), or a share of a full read up to 100%, such as 50%",
         check=is_read_budget,
+        group="how it runs",
     )
     activations: str = setting(
         "auto",
@@ -190,10 +177,3 @@ class DeclaredSettings:
         "Folder that keeps finished blocks, so that an interrupted run can go on. Null: none.",
     )
     resume: bool = setting(False, "Go on from the blocks in checkpoint_dir, if there are any.")
-    decode_workers: int | str = setting(
-        "auto",
-        "Threads that decode and process images; 0: the main thread. `auto`: one per core, up to "
-        "8, for a transformers processor on several cores, else 0.",
-        ge=0,
-        choices=("auto",),
-    )

@@ -48,14 +48,14 @@ class MethodInputs:
         """
         return load_input_processor(self.modelpool)
 
-    def base(self, settings: FeatCalSettings) -> nn.Module | ExpertSource | None:
+    def base(self) -> nn.Module | ExpertSource | None:
         """Return the base in the form for calibration, or None if the pool has no base."""
         base = self.models.base
-        return None if base is None else base.source(settings.stream_experts)
+        return None if base is None else base.source()
 
-    def experts(self, settings: FeatCalSettings) -> ExpertSources:
+    def experts(self) -> ExpertSources:
         """Return task -> expert in the form for calibration."""
-        return ExpertSources(self.models, settings.stream_experts)
+        return ExpertSources(self.models)
 
     def batches(self, settings: FeatCalSettings) -> dict[str, Any]:
         """Return task -> calibration batches. Nothing is read yet.

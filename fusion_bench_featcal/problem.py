@@ -216,7 +216,6 @@ def problem_of(
         working,
         request.base if rule.reads_base else None,
         request.experts,
-        settings.ignore_config,
         family.view,
         tasks=samples,
         spared=set(tensors_of_head(merged, stages[0][0])),

@@ -9,9 +9,7 @@ from typing import Any
 from fusion_bench_featcal.declared_settings import DeclaredSettings
 from fusion_bench_featcal.setting_fields import problems_of
 
-SETTINGS_OF_THE_RUN = (
-    "activations", "checkpoint_dir", "decode_workers", "ignore_config", "resume", "stream_experts",
-)  # fmt: skip
+SETTINGS_OF_THE_RUN = ("activations", "checkpoint_dir", "resume")
 """Settings of storage and reading, which do not change the calibrated model."""
 
 PLUS: Mapping[str, Any] = {
@@ -47,7 +45,7 @@ class FeatCalSettings(DeclaredSettings):
         if problems := [*problems_of(self), *self._clashes()]:
             raise ValueError("; ".join(f"method.{problem}" for problem in problems))
         conversions = {OF_THE_PAPER: float, _FOLDERS: os.fspath}
-        for names, convert in {**conversions, ("modules", "ignore_config"): tuple}.items():
+        for names, convert in {**conversions, ("modules",): tuple}.items():
             for name in names:
                 if (value := getattr(self, name)) is not None:
                     object.__setattr__(self, name, convert(value))
@@ -56,11 +54,6 @@ class FeatCalSettings(DeclaredSettings):
         """Yield a phrase for each setting that contradicts the others."""
         if self.resume is True and self.checkpoint_dir is None:
             yield "resume needs method.checkpoint_dir, the folder that keeps the blocks"
-        if self.stream_experts is False and self.expert_read_budget is not None:
-            yield (
-                "expert_read_budget needs experts that are read block by block, and "
-                "method.stream_experts=false loads them whole; set it to auto"
-            )
         if self.rule == "paper" and self.task_weights is not None:
             yield "task_weights has no part in method.rule=paper: set method.rule=plus"
         if self.rule == "plus" and self.calibrate_norm:

@@ -100,8 +100,8 @@ def readme_table() -> str:
     """Average accuracies of a few rows on three suites."""
     lines = []
     for label, names in README_ROWS.items():
-        found = (next(filter(None, map(averages(suite).get, names))) for suite in README_SUITES)
-        lines.append([label, *(f"{100 * row['accuracy.average']:.1f}" for row in found)])
+        records = (next(filter(None, map(averages(suite).get, names))) for suite in README_SUITES)
+        lines.append([label, *(f"{100 * row['accuracy.average']:.1f}" for row in records)])
     return table(["accuracy, %", *(SUITES[suite] for suite in README_SUITES)], lines)
 
 
@@ -198,6 +198,19 @@ def options_table() -> str:
     return "\n".join(lines)
 
 
+def settings_table() -> str:
+    """Return a table of the settings of `method=featcal`."""
+    from fusion_bench_featcal.setting_docs import algorithm_class, declared_settings
+    from fusion_bench_featcal.setting_fields import accepted_values, yaml_word
+
+    lines = ["| Setting | Default | Values | Meaning |", "|---|---|---|---|"]
+    for field in declared_settings(algorithm_class("featcal").setting_kinds):
+        default = "" if field.name == "base_method" else f"`{yaml_word(field.default)}`"
+        cells = f"`{field.name}`", default, accepted_values(field), field.metadata["help"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def text_of(path: str, *, after: str = "") -> str:
     """Return the text of a file of the repository, or the part of it after a heading."""
     text = (ROOT / path).read_text(encoding="utf-8")
@@ -213,7 +226,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "model-types": partial(text_of, "benchmarks/results/model_types.md"),
     "methods": methods_table,
     "calibrate-options": options_table,
-    "method-yaml": lambda: f"```yaml\n{text_of('config/method/featcal.yaml')}\n```",
+    "settings": settings_table,
 }
 
 

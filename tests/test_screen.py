@@ -62,10 +62,10 @@ def test_normal_run_is_short(tmp_path: Path) -> None:
     words += ["method.presets={}", "merged_model_save_path=saved"]
     output = screen(words, tmp_path, fresh=True)
     assert output.code == 0 and len(output.lines) <= 40, output.text
-    before, table, _ = output.text.partition("clip-vit-mini_alphabets2, merged by")
+    before, table, _ = output.text.partition("clip-vit-mini_alphabets2: accuracy, %")
     assert table
     for stage in (
-        "evaluating base", "evaluating experts", "evaluating task_arithmetic", "plan: ",
+        "evaluating base", "evaluating experts", "evaluating task_arithmetic",
         "merging with task_arithmetic", "calibrating featcal (rule=paper)", "saved",
     ):  # fmt: skip
         assert stage in before

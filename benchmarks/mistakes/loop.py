@@ -188,13 +188,6 @@ MUTATIONS = [
         "test_streamed.py",
     ),
     Mutation(
-        "a LoRA expert's rows from the first ones of its factors",
-        "experts/lora.py",
-        "up[start : start + len(weight)]",
-        "up[: len(weight)]",
-        "test_experts.py reads/test_sources.py",
-    ),
-    Mutation(
         "routers calibrated",
         "modules/sites.py",
         "if selected and not routed else None",

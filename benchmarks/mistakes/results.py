@@ -37,7 +37,7 @@ MUTATIONS = [
     Mutation(
         "higher losses recover the gap",
         "results/summaries.py",
-        "sign=-1 if metric.endswith(_LOWER) else 1",
+        "sign=-1 if any(word in metric for word in _LOWER) else 1",
         "sign=1",
         JOINED,
     ),

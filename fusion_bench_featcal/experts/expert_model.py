@@ -274,8 +274,9 @@ def pair_names(
             raise CalibrationError(
                 f"{role} {model_name!r} has no tensor {name!r}"
                 + (f"; its nearest is {nearest[0]!r}" if nearest else "")
-                + f". Check modelpool.models.{model_name}, or set method.stream_experts=false if "
-                "transformers renames this architecture's tensors when it loads them"
+                + f". Check modelpool.models.{model_name}. If transformers renames this "
+                "architecture's tensors when it loads them, name a function of your own that does: "
+                f"modelpool.models.{model_name}={{_target_: my_module.load}}"
             )
         if (shape := tuple(source.shape(stored[0]))) != tensor.shape:
             raise CalibrationError(

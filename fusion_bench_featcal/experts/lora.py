@@ -1,65 +1,45 @@
-"""Experts stored as PEFT adapters, expanded tensor by tensor: base + scale * B A, or DoRA."""
+"""Experts stored as plain LoRA adapters, expanded tensor by tensor: base + scale * B A."""
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import ExpertSource, SourceView, rows_of
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.untrusted import read_json
 
-PREFIX = "base_model.model."  # PEFT's prefix for names of the model it wraps
-_FACTOR = re.compile(
-    re.escape(PREFIX)
-    + r"(?P<module>.+)\.lora_(?P<kind>(?:embedding_)?[AB]|magnitude_vector)(?:\.weight)?"
-)
-# Keys of adapter_config.json that define the scale of the weights, and keys about training or
-# target modules, which the tensors' names define more reliably. Any other key that is set may
-# change the weights in an unsupported way.
-_USED = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
-_USED |= {"fan_in_fan_out", "init_lora_weights"}
+_FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
+# Keys of adapter_config.json that define the scale, and keys about training or target modules,
+# which the tensors' names define more reliably. Any other key that is set changes the weights.
+_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights"}
 _WITHOUT_EFFECT = {
-    "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config",
     "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout",
-    "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "revision",
-    "runtime_config", "target_modules", "task_type", "use_dora",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
+    "target_modules", "task_type",
 }  # fmt: skip
 # Other initialisations (pissa, olora, ...) change the base weights themselves.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-_MERGE_IT = "Merge it by PEFT (merge_and_unload, save_pretrained) and name that folder instead"
 
 
-@dataclass(frozen=True)
-class _Change:
-    """Change of one weight: names of the adapter's tensors and their use.
+class OtherAdapterError(CalibrationError):
+    """An adapter that is not plain LoRA: PEFT merges it, with the whole model in memory."""
 
-    Attributes:
-        down: The factor A, `[rank, inputs]`.
-        up: The factor B, `[outputs, rank]`.
-        magnitude: DoRA's norm of each output, or None for plain LoRA.
-        scale: Factor of B A.
-        is_transposed: Whether the base stores its weight as `[inputs, outputs]`.
-    """
+
+class _Change(NamedTuple):
+    """Names of a weight's factors, A `[rank, inputs]` and B `[outputs, rank]`."""
 
     down: str
     up: str
-    magnitude: str | None
-    scale: float
-    is_transposed: bool
 
 
 class LoraExpert(SourceView):
-    """Weights of a base model plus a LoRA or DoRA adapter, merged as PEFT does it.
-
-    Fully trained modules (`modules_to_save`, biases) replace the base's modules.
-    """
+    """Weights of a base model plus a LoRA or rsLoRA adapter of linear modules."""
 
     def __init__(self, base: ExpertSource, adapter: str | Path, part: str = "") -> None:
         """Map an adapter's matrices to the base's tensors.
@@ -72,147 +52,98 @@ class LoraExpert(SourceView):
 
         Raises:
             FileNotFoundError: If a file is missing.
-            CalibrationError: If the kind of adapter is not supported, or it does not fit the base.
+            OtherAdapterError: If it is not plain LoRA.
+            CalibrationError: If a file is damaged, or the adapter does not fit the base.
         """
         super().__init__(base)
         self._folder = Path(adapter)
-        self._part = part
-        self._config = _read_config(self._folder)
+        self._alpha, self._has_root = _read_config(self._folder / "adapter_config.json")
         self._weights = SafetensorsExpert(self._folder / "adapter_model.safetensors")
-        self._changes: dict[str, _Change] = {}
-        self._copies: dict[str, str] = {}  # tensor of the base -> its full copy in the adapter
-        self._pair()
+        factors: dict[str, dict[str, str]] = defaultdict(dict)
+        for name in sorted(self._weights.names()):
+            match = _FACTOR.fullmatch(name)
+            if match is None:
+                raise OtherAdapterError(f"{self._folder} has {name!r}, which is no factor of LoRA")
+            factors[f"{part}{match['module']}.weight"][match["kind"]] = name
+        self._changes = {name: self._checked(name, pair) for name, pair in factors.items()}
+
+    def _checked(self, name: str, factors: dict[str, str]) -> _Change:
+        """Return the factors of a weight after comparing their shapes with the base's."""
+        place = f"LoRA adapter {self._folder}: {name}"
+        if len(factors) < 2:
+            raise CalibrationError(f"{place} has only one of its two matrices")
+        if name not in self.names():
+            raise CalibrationError(f"{place} is not in the base. Check modelpool.models and --base")
+        change = _Change(factors["A"], factors["B"])
+        stored, *shapes = map(list, (self.shape(name), *map(self._weights.shape, change)))
+        (rank, inputs, *kernel), (outputs, other, *_) = shapes
+        if kernel or stored == [inputs, outputs] != [outputs, inputs]:
+            raise OtherAdapterError(f"{place} is a convolution, or stored as [inputs, outputs]")
+        if rank != other or stored != [outputs, inputs]:
+            raise CalibrationError(
+                f"{place} is {stored} in the base, and the adapter's matrices A and B are "
+                f"{shapes[0]} and {shapes[1]}. Check modelpool.models and --base"
+            )
+        return change
 
     def origins(self, name: str) -> list[tuple[ExpertSource, str]]:
         """Return the tensors of base and adapter that one tensor is computed from."""
-        if name in self._copies:
-            return [(self._weights, self._copies[name])]
-        change = self._changes.get(name)
-        names = () if change is None else (change.down, change.up, change.magnitude)
-        return [*super().origins(name), *((self._weights, factor) for factor in names if factor)]
+        factors = self._changes.get(name, ())
+        return [*super().origins(name), *((self._weights, factor) for factor in factors)]
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor in the base's dtype, including the adapter's change."""
-        if name in self._copies:
-            return self._weights.tensor(self._copies[name])
-        return self._changed(super().tensor(name), name)
+        return self._changed(super().tensor(name), name, 0)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return some rows of one tensor."""
-        change = self._changes.get(name)
-        if name in self._copies or (change is not None and change.is_transposed):
-            return self.tensor(name)[start:stop]  # DoRA's norms are over all rows (inputs)
         return self._changed(rows_of(self._source, name, start, stop), name, start)
 
-    def _changed(self, rows: Tensor, name: str, start: int = 0) -> Tensor:
+    def _changed(self, rows: Tensor, name: str, start: int) -> Tensor:
         """Add the adapter's change to rows of a tensor, from row `start` on."""
-        change = self._changes.get(name)
-        if change is None:
+        if (change := self._changes.get(name)) is None:
             return rows
-        down = self._weights.tensor(change.down).float().flatten(1)
-        up = self._weights.tensor(change.up).float().flatten(1)
-        weight = (rows.T if change.is_transposed else rows).float().flatten(1)
-        weight = weight + (up[start : start + len(weight)] @ down) * change.scale
-        if change.magnitude is not None:
-            magnitude = (
-                self._weights.tensor(change.magnitude).float().flatten()[start:][: len(weight)]
-            )
-            weight = weight * (magnitude / weight.norm(dim=1)).unsqueeze(1)
-        weight = weight.T if change.is_transposed else weight
-        return weight.reshape(rows.shape).to(rows.dtype)
-
-    def _pair(self) -> None:
-        """Find the base's tensor for each of the adapter's tensors.
-
-        Raises:
-            CalibrationError: If there is none, or it has another shape.
-        """
-        factors: dict[str, dict[str, str]] = defaultdict(dict)
-        for name in sorted(self._weights.names()):
-            if match := _FACTOR.fullmatch(name):
-                factors[match["module"]][match["kind"]] = name
-            else:
-                self._add_copy(name)
-        for module, names in factors.items():
-            embedding = "embedding_" if "embedding_A" in names else ""
-            if not {f"{embedding}A", f"{embedding}B"} <= names.keys():
-                raise self._unusable(f"{module!r} has only one of its two matrices")
-            down, up = names[f"{embedding}A"], names[f"{embedding}B"]
-            self._changes[f"{self._part}{module}.weight"] = _Change(
-                down,
-                up,
-                names.get("magnitude_vector"),
-                self._scale(module, self._weights.shape(down)[0]),
-                self._is_transposed(module, down, up, is_embedding=bool(embedding)),
-            )
-
-    def _add_copy(self, name: str) -> None:
-        target = re.sub(r"\.(base_layer|modules_to_save(\.default)?)(?=\.)", "", name)
-        target = self._part + target.removeprefix(PREFIX)
-        if target not in self.names():
-            raise self._unusable(f"it has {name!r}, and the base no tensor {target!r}")
-        shape, stored = self._weights.shape(name), self.shape(target)
-        if shape != stored:
-            raise self._unusable(f"{name!r} has shape {shape}, the base's is {stored}")
-        self._copies[target] = name
-
-    def _scale(self, module: str, rank: int) -> float:
-        alpha = _by_pattern(self._config.get("alpha_pattern"), module, self._config["lora_alpha"])
-        return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
-
-    def _is_transposed(self, module: str, down: str, up: str, *, is_embedding: bool) -> bool:
-        """Return whether the base stores inputs first. Checks all shapes."""
-        name = f"{self._part}{module}.weight"
-        if name not in self.names():
-            raise self._unusable(f"the base has no module {module!r}, so it is for another")
-        rank, *inputs = self._weights.shape(down)
-        outputs, other, *_ = self._weights.shape(up)
-        in_config = _by_pattern(self._config.get("rank_pattern"), module, self._config["r"])
-        if not rank == other == in_config:
-            raise self._unusable(
-                f"{module!r} has ranks {rank} and {other}, not {in_config} as its config"
-            )
-        stored, straight = self.shape(name), (outputs, *inputs)
-        inputs_first = is_embedding or bool(self._config.get("fan_in_fan_out"))
-        if inputs_first and stored == straight[::-1]:
-            return True
-        if is_embedding or stored != straight:  # PEFT sets the flag for mixed models too
-            raise self._unusable(f"{module!r} changes a weight {straight}, the base's is {stored}")
-        return False
-
-    def _unusable(self, reason: str) -> CalibrationError:
-        return CalibrationError(
-            f"LoRA adapter {self._folder}: {reason}. Check modelpool.models. {_MERGE_IT}"
-        )
+        down, up = (self._weights.tensor(factor).float() for factor in change)
+        scale = self._alpha / (math.sqrt(len(down)) if self._has_root else len(down))
+        return (rows.float() + (up[start : start + len(rows)] @ down) * scale).to(rows.dtype)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    """Return an adapter's config. Unsupported kinds are refused.
+def merged_by_peft(model: nn.Module, adapter: Path) -> nn.Module:
+    """Return a model with an adapter of any kind merged into its weights, which are changed.
 
     Raises:
-        FileNotFoundError: If there is none.
-        CalibrationError: If it is damaged, or a key is not supported, naming the key.
+        FileNotFoundError: If it has no safetensors file.
+        CalibrationError: If PEFT cannot merge it.
     """
-    file = folder / "adapter_config.json"
+    from peft import PeftModel  # slow to import
+
+    # PEFT would read a pickle instead, and import the module that `megatron_core` names.
+    if not (file := adapter / "adapter_model.safetensors").is_file():
+        raise FileNotFoundError(f"there is no {file}")
+    if read_json(adapter / "adapter_config.json").get("megatron_config"):
+        raise CalibrationError(f"adapter {adapter} is for Megatron, whose modules are not loaded")
+    try:
+        wrapped: Any = PeftModel.from_pretrained(model, str(adapter))  # type: ignore[arg-type]
+        return wrapped.merge_and_unload()
+    except Exception as error:  # a kind of adapter may raise anything
+        raise CalibrationError(f"adapter {adapter} cannot be merged by PEFT: {error}") from error
+
+
+def _read_config(file: Path) -> tuple[float, bool]:
+    """Return an adapter's alpha, and whether it is divided by the root of the rank (rsLoRA).
+
+    Raises:
+        FileNotFoundError: If there is no file.
+        OtherAdapterError: If it describes another adapter than plain LoRA.
+        CalibrationError: If it is damaged.
+    """
     try:
         config = read_json(file)
-        kind = config["peft_type"], config["r"], config["lora_alpha"]
+        kind, alpha = config["peft_type"], float(config["lora_alpha"])
     except (ValueError, KeyError, TypeError) as error:
         raise CalibrationError(f"{file} is no LoRA adapter's config: {error!r}") from error
-    unknown = {key for key, value in config.items() if value} - _USED - _WITHOUT_EFFECT
-    odd = {key: config[key] for key in sorted(unknown)}
-    if kind[0] != "LORA":
-        odd["peft_type"] = kind[0]
-    if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
-        odd["init_lora_weights"] = config["init_lora_weights"]
-    if odd:
-        raise CalibrationError(f"{file}: an adapter with {odd} cannot be read here. {_MERGE_IT}")
-    return config
-
-
-def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """Return a module's value if a pattern matches an end of its name, else the default."""
-    for pattern, value in (patterns or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return value
-    return default
+    odd = {key for key, value in config.items() if value and value != "none"}
+    odd -= _READ | _WITHOUT_EFFECT
+    if kind != "LORA" or odd or config.get("init_lora_weights", True) not in _PLAIN_STARTS:
+        raise OtherAdapterError(f"{file}: {kind} with {sorted(odd)} is not plain LoRA")
+    return alpha, bool(config.get("use_rslora"))

@@ -1,6 +1,6 @@
 """Comparison of the configs of experts and merged model, as far as they change the function."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,6 @@ def check_same_function(
     name: str,
     config: Any,
     reference: Any,
-    ignored: Sequence[str] = (),
     *,
     role: str = "expert",
     other: str = "the merged model",
@@ -73,14 +72,13 @@ def check_same_function(
         config: Its transformers config or the content of config.json. None skips the comparison.
         reference: The config of the model that runs its weights, or None. If only one of the two
             contains the other's kind as a part (CLIP's vision tower), the parts are compared.
-        ignored: Keys that may differ: `method.ignore_config`.
         role: Role of the model in messages.
         other: Name in messages of the model that runs its weights.
 
     Raises:
         CalibrationError: If they differ, naming keys and values.
     """
-    differing = differences(config, reference, ignored)
+    differing = differences(config, reference)
     if not differing:
         return
     if "model_type" in differing:
@@ -93,12 +91,12 @@ def check_same_function(
     more = f" and {len(differing) - _SHOWN} keys more" if len(differing) > _SHOWN else ""
     raise CalibrationError(
         f"{role} {name!r} is another function than {other}, in whose modules its weights run: its "
-        f"config has {', '.join(first)}{more}. Check modelpool.models.{name}, or set "
-        f"method.ignore_config=[{','.join(differing)}] to calibrate all the same"
+        f"config has {', '.join(first)}{more}. Check modelpool.models.{name}. To calibrate all the "
+        "same, write the other values into its config.json"
     )
 
 
-def differences(config: Any, reference: Any, ignored: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+def differences(config: Any, reference: Any) -> dict[str, tuple[Any, Any]]:
     """Return keys that make two configs different functions, sorted, with both values."""
     full_config, full_reference = complete_config(config), complete_config(reference)
     if full_config is None or full_reference is None:
@@ -106,7 +104,7 @@ def differences(config: Any, reference: Any, ignored: Sequence[str]) -> dict[str
     full_config = matching_part(full_config, full_reference.get("model_type"))
     full_reference = matching_part(full_reference, full_config.get("model_type"))
     values, expected = dict(_flat(full_config)), dict(_flat(full_reference))
-    keys = sorted(key for key in values.keys() & expected.keys() if _counts(key, ignored))
+    keys = sorted(key for key in values.keys() & expected.keys() if _counts(key))
     return {k: (values[k], expected[k]) for k in keys if values[k] != expected[k]}
 
 
@@ -164,10 +162,10 @@ def _with_rope_together(config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _counts(key: str, ignored: Sequence[str]) -> bool:
-    """Return whether a key changes the model's function and is not ignored by the user."""
+def _counts(key: str) -> bool:
+    """Return whether a key changes the model's function."""
     words = {key, *key.split(".")}
-    if words & {*ignored, *_BOOKKEEPING} or (words - {"model_type"}) & _common():
+    if words & _BOOKKEEPING or (words - {"model_type"}) & _common():
         return False
     leaf = key.rsplit(".", 1)[-1]
     return not (

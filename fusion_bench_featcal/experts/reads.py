@@ -166,7 +166,6 @@ def open_weights(
     working: WorkingModel,
     base: nn.Module | ExpertSource | None,
     experts: Mapping[str, nn.Module | ExpertSource],
-    ignored: Sequence[str],
     view: Any,
     tasks: Iterable[str],
     *,
@@ -180,7 +179,6 @@ def open_weights(
         working: The calibrated model, which sets the dtypes and the device of the experts.
         base: The base model, or None if it is not read.
         experts: Experts by task.
-        ignored: Config keys that may differ (`ignore_config`).
         view: The family's view of models, which also applies to their sources.
         tasks: The tasks of this process. Other experts are not opened.
         spared: Names of tensors that are not needed, such as heads.
@@ -198,8 +196,7 @@ def open_weights(
         on = working.device
         options: Any = {"role": role, "device": on, "spared": spared, "hashed": hashed}
         expert = ExpertModel(name, source, working.module, **options)
-        configs = config_of(model_or_source), config_of(merged)
-        check_same_function(name, *configs, ignored, role=role)
+        check_same_function(name, config_of(model_or_source), config_of(merged), role=role)
         return expert
 
     first = None if base is None else paired(BASE, base, "base model")

@@ -71,7 +71,7 @@ def open_image_task(
     calibration_part, test_part = open_parts(
         task, request, partial(_items, columns=columns), spread=True
     )
-    workers = decode_workers(request.settings, processor)
+    workers = decode_workers(processor)
 
     def batches(part: Part) -> TaskBatches:
         size = request.settings.batch_size

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.expert_model import aliases, pair_names
-from fusion_bench_featcal.experts.lora import LoraExpert
+from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, merged_by_peft
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert
 from fusion_bench_featcal.hub_files import fetch
@@ -214,7 +214,7 @@ class ModelFolder:
             raise ValueError(f"{self.option} is a LoRA adapter, which needs --base")
         try:
             if base is not None and self.is_adapter:
-                return LoraExpert(base._files, self.folder)
+                return self._adapted(base)
             stored = self._files
         except FileNotFoundError as error:
             raise ValueError(
@@ -226,6 +226,13 @@ class ModelFolder:
         except CalibrationError:  # transformers uses other tensor names than the files
             return InMemoryExpert(self.load())
         return stored
+
+    def _adapted(self, base: "ModelFolder") -> ExpertSource:
+        """Return the weights of a base with this adapter."""
+        try:
+            return LoraExpert(base._files, self.folder)
+        except OtherAdapterError:
+            return InMemoryExpert(merged_by_peft(base.load(base.architecture), self.folder))
 
 
 def empty_model(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:

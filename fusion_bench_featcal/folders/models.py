@@ -218,7 +218,6 @@ class Models:
                 model.name,
                 model.config,
                 home.config,
-                settings.ignore_config,
                 role="expert" if is_expert else "model",
                 other=f"the {home.name} model",
             )

@@ -30,7 +30,7 @@ def check_pool_settings(models: PoolModels, settings: FeatCalSettings) -> None:
 
     Args:
         models: The pool's models.
-        settings: `family` and `ignore_config` are used.
+        settings: `family` is used.
 
     Raises:
         CalibrationError: If a model's config defines another function than the model that runs its
@@ -45,10 +45,9 @@ def check_pool_settings(models: PoolModels, settings: FeatCalSettings) -> None:
         model, is_certain = next(iter(modules), None), True
     else:
         other = "the base" if reference == BASE_MODEL else f"model {reference!r}"
-        expected, ignored = configs[reference], settings.ignore_config
         for name, config in configs.items():
             role = "expert" if name in models.experts else "model"
-            check_same_function(name, config, expected, ignored, role=role, other=other)
+            check_same_function(name, config, configs[reference], role=role, other=other)
         model, is_certain = _model_as_loaded(models[reference])
     if model is not None and is_certain:
         resolve_family(settings.family, model).stages(model)

@@ -17,7 +17,7 @@ from torch import nn
 
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts import ExpertSource, known_bytes
-from fusion_bench_featcal.experts.lora import LoraExpert
+from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.vocabulary import CommonRows
@@ -130,7 +130,7 @@ class PoolModel:
                 source = LoraExpert(SafetensorsExpert(base), adapter, prefix)
             else:
                 return None
-        except FileNotFoundError as error:  # files in another format
+        except (FileNotFoundError, OtherAdapterError) as error:  # loaded whole by the pool
             self._why_no_files = f": {error}"
             return None
         rows = getattr(self.pool, "vocabulary_rows", None)
@@ -144,20 +144,14 @@ class PoolModel:
         source = self.files
         return None if source is None else sum(known_bytes(source, n) for n in source.names())
 
-    def source(self, stream_experts: bool | str) -> nn.Module | ExpertSource:
-        """Return the model as files or as a module, following the setting `stream_experts`.
+    def source(self) -> nn.Module | ExpertSource:
+        """Return the model as safetensors files if it has them, else as a module.
 
         Raises:
-            CalibrationError: If the model cannot be found, or has no safetensors files and
-                `stream_experts` is True.
+            CalibrationError: If the model cannot be found or loaded.
         """
-        if stream_experts is not False and self.files is not None:
+        if self.files is not None:
             return self.files
-        if stream_experts is True:
-            raise CalibrationError(
-                f"model {self.name!r} ({self.entry!r}) has no safetensors files to stream"
-                f"{self._why_no_files}. Set method.stream_experts=auto to load it whole"
-            )
         if self._why_no_files:
             log.debug("%s is loaded whole%s", self.name, self._why_no_files)
         return load_pool_model(self.pool, self.name)
@@ -211,17 +205,16 @@ class PoolModels(dict[str, PoolModel]):
 class ExpertSources(Mapping[str, Any]):
     """Experts for calibration, each opened or loaded on access."""
 
-    def __init__(self, models: PoolModels, stream_experts: bool | str) -> None:
-        """Refer to a pool's experts. See `PoolModel.source` for `stream_experts`."""
+    def __init__(self, models: PoolModels) -> None:
+        """Refer to a pool's experts."""
         self._experts = models.experts
-        self._stream = stream_experts
 
     def whole(self) -> int:
         """Return the number of experts that must be loaded whole."""
-        return sum(self._stream is False or e.files is None for e in self._experts.values())
+        return sum(e.files is None for e in self._experts.values())
 
     def __getitem__(self, task: str) -> nn.Module | ExpertSource:
-        return self._experts[task].source(self._stream)
+        return self._experts[task].source()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._experts)

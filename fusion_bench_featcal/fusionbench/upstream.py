@@ -50,12 +50,11 @@ class Upstream:
         self.name = MERGED if config is None else method_name(config)
         self._models = models
 
-    def merged_model(self, program: Any, *, from_files: bool = True) -> nn.Module:
+    def merged_model(self, program: Any) -> nn.Module:
         """Merge, or load the pool's merged model.
 
         Args:
             program: The running program, or None.
-            from_files: Merge tensor by tensor from files if the merger and the pool allow it.
 
         Raises:
             CalibrationError: If it cannot be loaded, or the merger does not return exactly one
@@ -63,7 +62,7 @@ class Upstream:
         """
         if self.config is None:
             return load_pool_model(self._models.pool, MERGED_MODEL)
-        merged = merged_from_files(self.config, self._models) if from_files else None
+        merged = merged_from_files(self.config, self._models)
         if merged is not None:
             return merged
         return run_merger(program, self.config, self._models.pool, "method.base_method")

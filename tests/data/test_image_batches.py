@@ -14,7 +14,7 @@ from PIL import Image
 from sample_pools import RESCALE, Pool, image_batches, rgb
 from tiny_images import channels_first, picture
 
-from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal import CalibrationError, calibration_data
 from fusion_bench_featcal.calibration_data import open_labelled
 from fusion_bench_featcal.calibration_images import decode_workers
 
@@ -106,9 +106,10 @@ def pixels(array: np.ndarray) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_threads_keep_the_order_and_read_at_most_a_batch_ahead(workers):
+def test_threads_keep_the_order_and_read_at_most_a_batch_ahead(workers, monkeypatch):
+    monkeypatch.setattr(calibration_data, "decode_workers", lambda _: workers)
     rows, numbers = Rows(), []
-    batches = image_batches(rows, pixels, batch_size=4, decode_workers=workers)
+    batches = image_batches(rows, pixels, batch_size=4)
     for taken, batch in enumerate(batches, start=1):
         numbers += batch["pixel_values"][:, 0, 0, 0].tolist()
         assert len(rows.read) <= 4 * taken + max(4, 2 * workers) + 1
@@ -116,14 +117,16 @@ def test_threads_keep_the_order_and_read_at_most_a_batch_ahead(workers):
     assert rows.threads == {threading.get_ident()}
 
 
-def test_error_comes_when_its_image_is_due_and_ends_the_threads():
+def test_error_comes_when_its_image_is_due_and_ends_the_threads(monkeypatch):
+    monkeypatch.setattr(calibration_data, "decode_workers", lambda _: 2)
+
     def fails(array: np.ndarray) -> torch.Tensor:
         if array[0, 0, 0] in rows.read[9:12:2]:
             raise OSError(f"number {array[0, 0, 0]}")
         return pixels(array)
 
     rows = Rows()
-    batches = iter(image_batches(rows, fails, batch_size=4, decode_workers=2))
+    batches = iter(image_batches(rows, fails, batch_size=4))
     assert len([next(batches), next(batches)]) == 2
     with pytest.raises(RuntimeError) as error:
         next(batches)
@@ -135,5 +138,5 @@ def test_error_comes_when_its_image_is_due_and_ends_the_threads():
 @pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 2), (64, 8)])
 def test_automatic_number_is_one_per_core_up_to_eight(monkeypatch, cores, workers):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    assert decode_workers(FeatCalSettings(), RESCALE) == workers
-    assert decode_workers(FeatCalSettings(), pixels) == 0  # it may not be safe in threads
+    assert decode_workers(RESCALE) == workers
+    assert decode_workers(pixels) == 0  # it may not be safe in threads

@@ -19,8 +19,10 @@ from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.fusionbench import PoolModels, load_input_processor, load_pool_model
 
-LOADING = re.compile(r"\w(?<!CLIPModel)(?<!CLIPVisionModel)\.from_(?:pretrained|config)[(,]")
-"""CLIPs load as they are, whatever a config names."""
+LOADING = re.compile(
+    r"\w(?<!CLIPModel)(?<!CLIPVisionModel)(?<!PeftModel)\.from_(?:pretrained|config)[(,]"
+)
+"""CLIPs load as they are, whatever a config names, and adapters have no code of their own."""
 GENERATION = "custom_generate/generate.py"
 CODE: dict[str, dict[str, Any]] = {
     "config.json": {"model_type": "odd", "auto_map": {"AutoConfig": "odd.Odd"}},

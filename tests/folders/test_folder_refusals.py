@@ -15,7 +15,7 @@ import pytest
 from made_folders import classifier_folders, datasets_on_disk, words, write_adapters, write_rows
 from reports import featcal
 from tiny_models import model_of, scatter
-from tiny_texts import WORDS, llama_model, sentences, t5_model, word_tokenizer, write
+from tiny_texts import WORDS, llama_model, sentences, word_tokenizer, write
 from transformers import AutoModelForCausalLM
 
 from fusion_bench_featcal.folders import calibrate_folder
@@ -119,9 +119,6 @@ MODELS: list[Refused] = [
     ({"two": None}, {}, ["--expert two=", "/two: there is no such file or folder here"]),
     ({"two/model.safetensors": None, "two/pytorch_model.bin": ""}, {},
      ["only safetensors are read"]),
-    ({"one-lora": lambda path: write_adapters(path.parent, t5_model()),
-      "two-lora/adapter_config.json": {"lora_bias": True}},
-     {"experts": ["one", "two-lora"]}, ["{'lora_bias': True} cannot be read", "merge_and_unload"]),
     ({"two/config.json": pipe}, {}, ["/two/config.json is not a regular file"]),
     ({"merged/config.json": f'{{"a": {NESTED}}}'}, {}, ["/merged"]),
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from torch import nn
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert, known_bytes
-from fusion_bench_featcal.fusionbench import PoolModel, PoolModels, Upstream
+from fusion_bench_featcal.fusionbench import PoolModel, PoolModels, Upstream, upstream
 from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average, fill
 
 TIES: dict[str, Any] = {"_target_": "fusion_bench.method.TiesMergingAlgorithm", "threshold": 20}
@@ -49,29 +49,30 @@ def test_merging_by_tensor_has_fusion_benchs_bits(name: str):
     models = {"_pretrained_": suite.base, **suite.experts}
     opened = {n: ExpertModel(n, InMemoryExpert(m), suite.merged) for n, m in models.items()}
     experts = [opened[task] for task in suite.experts]
-    for first, merge, upstream in (
+    for first, merge, merger in (
         (next(iter(suite.experts)), _average, SimpleAverageAlgorithm()),
         ("_pretrained_", _arithmetic(0.3), TaskArithmeticAlgorithm(scaling_factor=0.3)),
     ):
         pool = BaseModelPool({name: copy.deepcopy(model) for name, model in models.items()})
         merged = copy.deepcopy(models[first])
         fill(merged, opened[first], experts, merge)
-        assert_identical(merged, upstream.run(pool))
+        assert_identical(merged, merger.run(pool))
 
 
-def merged_by(config: Any, pool: Any, *, from_files: bool = True) -> nn.Module:
-    return Upstream(config, PoolModels(pool)).merged_model(None, from_files=from_files)
+def merged_by(config: Any, pool: Any) -> nn.Module:
+    return Upstream(config, PoolModels(pool)).merged_model(None)
 
 
 @pytest.mark.parametrize(
     ("config", "make"), [(ARITHMETIC, lambda _: suite_pool()), (AVERAGE, t5_pool)]
 )
-def test_files_are_merged_as_they_load(make: Any, config: Any, tmp_path: Path, caplog):
+def test_files_are_merged_as_they_load(make: Any, config: Any, tmp_path: Path, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     merged = merged_by(config, make(tmp_path))
     assert "tensor by tensor from files" in caplog.text
     caplog.clear()
-    expected = merged_by(config, make(tmp_path), from_files=False)
+    monkeypatch.setattr(upstream, "merged_from_files", lambda *_: None)
+    expected = merged_by(config, make(tmp_path))
     assert "tensor by tensor" not in caplog.text
     assert_identical(merged, expected)
     assert type(merged) is type(expected)

@@ -12,7 +12,7 @@ from tiny_models import Suite, clip_suite, t5_model, t5_suite
 from variations import stored
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, Paper, Plus, SafetensorsExpert
-from fusion_bench_featcal.experts.reads import BASE, OUTSIDE
+from fusion_bench_featcal.experts.reads import BASE, OUTSIDE, grants
 from fusion_bench_featcal.read_budgets import budget_in_bytes
 
 
@@ -111,6 +111,12 @@ def test_a_larger_budget_reads_more_of_the_same_and_first_blocks_come_first(tmp_
     assert all(name.startswith(suite.blocks[-1]) for name in omitted[2])
 
 
+def test_nothing_is_read_behind_what_does_not_fit():
+    sizes = {"one": {"a.weight": ("a", 4), "b.weight": ("b", 5), "c.weight": ("c", 1)}}
+    grant = grants(5, sizes)
+    assert grant.omitted == {"one": ["b.weight", "c.weight"]}
+
+
 def test_state_dicts_are_no_experts():
     suite = small_clip()
     suite.experts = {task: e.state_dict() for task, e in suite.experts.items()}  # type: ignore
@@ -128,5 +134,3 @@ def test_state_dicts_are_no_experts():
 def test_budgets_in_bytes_of_experts_that_are_read_by_tensor(budget: Any, size: int):
     accepted: Any = FeatCalSettings(expert_read_budget=budget).expert_read_budget
     assert budget_in_bytes(accepted, 1001) == size
-    with pytest.raises(ValueError, match=r"expert_read_budget needs.*method\.stream_experts=false"):
-        FeatCalSettings(expert_read_budget=budget, stream_experts=False)

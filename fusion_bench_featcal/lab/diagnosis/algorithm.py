@@ -86,8 +86,8 @@ class DiagnosedResults(RunResults):
         for task, batches in self._items.items():
             measures = measure(
                 model,
-                inputs.base(settings),
-                inputs.experts(settings)[task],
+                inputs.base(),
+                inputs.experts()[task],
                 task,
                 batches,
                 settings,

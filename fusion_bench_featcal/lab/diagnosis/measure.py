@@ -78,7 +78,7 @@ def measure(
         expert: The expert.
         task: The task.
         batches: Batches of the model's inputs.
-        settings: `decoder_rows`, `samples_per_task` and `ignore_config` are used.
+        settings: `decoder_rows` and `samples_per_task` are used.
         family: How the model is cut into blocks.
         projection: Applied to the final features.
         device: Device of the computation, by default the device of the model.
@@ -122,9 +122,7 @@ def _paired(
     settings: FeatCalSettings,
 ) -> ExpertModel:
     role = "base model" if name == "_pretrained_" else "expert"
-    check_same_function(
-        name, config_of(source), config_of(model), settings.ignore_config, role=role
-    )
+    check_same_function(name, config_of(source), config_of(model), role=role)
     spared = set(tensors_of_head(model, family.stages(model)[0][0]))
     return ExpertModel(name, family.view.source(source_of(source)), model, role=role, spared=spared)
 

@@ -53,7 +53,7 @@ class DCMerge(Method):
 
     def merge(self, inputs: MethodInputs) -> nn.Module:
         """Merge a pool's experts. Raises a CalibrationError if a model cannot be loaded."""
-        experts = inputs.experts(self.calibration_settings)
+        experts = inputs.experts()
         return self.merge_models(load_base(inputs), experts, device=inputs.fabric.device)
 
     @torch.no_grad()

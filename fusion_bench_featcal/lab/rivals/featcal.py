@@ -42,8 +42,8 @@ class FeatCal(FeatCalSettings, Method):
         """Calibrate the merged model. Raises a CalibrationError if that cannot go on."""
         result = calibrate(
             merged,
-            inputs.base(self),
-            inputs.experts(self),
+            inputs.base(),
+            inputs.experts(),
             inputs.batches(self),
             self,
             device=inputs.fabric.device,

@@ -72,7 +72,7 @@ def find_final_norm(models: PoolModels, final_norm: str | None) -> str:
         CalibrationError: If the base's weights have none of that name.
     """
     model = models.base or next(iter(models.experts.values()))
-    source = model.source("auto")
+    source = model.source()
     weights = source.state_dict() if isinstance(source, nn.Module) else source.names()
     modules = {weight.rpartition(".")[0] for weight in weights}
     names = FINAL_NORMS if final_norm is None else (final_norm,)

@@ -57,7 +57,7 @@ class Merger(MergingRule, SampleSettings):
         batches = inputs.batches(settings)
         return self.merge_models(
             load_base(inputs),
-            inputs.experts(settings),
+            inputs.experts(),
             batches,
             device=inputs.fabric.device,
             autocast=inputs.fabric.autocast,
