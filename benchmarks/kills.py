@@ -75,7 +75,7 @@ class Workload:
             self.seconds = time.perf_counter() - start
         self.expected_digest = digest_of(result.model)
         self.blocks = len(result.log.of_kind("block"))
-        self.writes = 2 * self.blocks + 3  # shards and manifests, one before them, rest and index
+        self.writes = self.blocks + 2  # shards, the rest and the index
 
     def killed(self, seed: int) -> tuple[str, bool]:
         """Kill and resume a run. Return the outcome, and True if the model is equal."""

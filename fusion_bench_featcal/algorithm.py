@@ -12,6 +12,7 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal.checkpoint import open_checkpoint
 from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import (
@@ -34,7 +35,6 @@ from fusion_bench_featcal.fusionbench.program_processes import (
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.method_inputs import MethodInputs, check_calibration
-from fusion_bench_featcal.output import check_output
 from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.processes import Processes
 from fusion_bench_featcal.results import FEATCAL, Cost, measure
@@ -164,7 +164,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     def _upstream(self, inputs: MethodInputs, rows: Iterable[FeatCalSettings]) -> Upstream:
         """Check folders and models, and return the merger. Nothing is loaded or merged."""
         for settings in rows:
-            check_output(settings, self._processes)
+            open_checkpoint(settings, self._processes)  # raises if it cannot be used
         upstream = Upstream(self.base_method, inputs.models)
         check_pool_models(inputs.models, self.fabric)
         upstream.budget_left(self.settings)  # raises if the merger alone exceeds the budget
@@ -197,7 +197,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         budget = upstream.budget_left(settings) if first else settings.expert_read_budget
         limited = settings.replace(expert_read_budget=budget)
         exchanged = processes.exchanged_bytes
-        saves = self._results is not None and self._results.saver.saves(name)
         with measure() as cost:
             base, experts = inputs.base(), inputs.experts()
             result = calibrate(
@@ -209,7 +208,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 device=fabric.device,
                 autocast=fabric.autocast,
                 processes=processes,
-                hashed=processes.gather(saves)[0],  # the first process saves
             )
         if processes.size > 1:
             cost.more["processes"] = processes.size

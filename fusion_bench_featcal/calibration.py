@@ -233,7 +233,6 @@ def calibrate(
     processes: Processes | None = None,
     merged_weights: ExpertSource | None = None,
     streams_type: Callable[..., Streams] = Streams,
-    hashed: bool = False,
 ) -> CalibrationResult:
     """Calibrate a merged model (Algorithm 1).
 
@@ -258,7 +257,6 @@ def calibrate(
             device except for buffers that no checkpoint has. They are read block by block, and the
             calibrated model is written to `checkpoint_dir` without being whole in memory.
         streams_type: Creates the streams: `Streams` or a subclass.
-        hashed: Whether the count of reads includes digests of all tensors that were read.
 
     Returns:
         The calibrated model (only its structure with `merged_weights`), the log and a count of
@@ -292,7 +290,6 @@ def calibrate(
             progress=progress,
             processes=processes,
             streams_type=streams_type,
-            hashed=hashed,
         )
         return calibrated(request)
 
@@ -337,9 +334,9 @@ def result_of(problem: Problem, request: Request) -> CalibrationResult:
         problem.output.finish(without_ties(model), problem.log)
     else:
         problem.output.finish(problem.working.tensors, problem.log)
-    sites = {block: [site.name for site in m.sites] for block, m in problem.modules.items()}
     budget, merged = request.settings.expert_read_budget, problem.working.merged
-    reads = problem.weights.manifest(budget, sites, merged, problem.processes.gather)
+    blocks, gather = list(problem.modules), problem.processes.gather
+    reads = problem.weights.manifest(budget, blocks, merged, gather)
     for record in problem.log.of_kind("task"):
         record["expert_bytes"] = reads["experts"].get(record["task"], {}).get(record["block"], 0)
     folder = request.settings.checkpoint_dir

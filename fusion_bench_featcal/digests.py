@@ -1,21 +1,19 @@
-"""Digests of tensors, models, files and code, for comparing stored results."""
+"""Digests of tensors, inputs and texts, for comparing stored results."""
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fusion_bench_featcal.files import sha256_file
+from fusion_bench_featcal.experts.source import ExpertSource, rows_of
 
 _SHORT = 32  # hexadecimal digits: 128 bits
-_TRANSIENT = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"}
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -29,15 +27,20 @@ def digest_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_SHORT]
 
 
-def digest_file(path: Path) -> str:
-    """Return the digest of a file."""
-    return sha256_file(path)[:_SHORT]
-
-
 def digest_tensor(tensor: Tensor) -> str:
     """Return the digest of a tensor's dtype, shape and content."""
     digest = hashlib.sha256()
     _update(digest, "", tensor)
+    return digest.hexdigest()[:_SHORT]
+
+
+def glimpse(source: ExpertSource) -> str:
+    """Return a digest of names, shapes and first rows of a model's tensors."""
+    digest = hashlib.sha256()
+    for name in sorted(source.names()):
+        shape = source.shape(name)
+        rows = digest_tensor(rows_of(source, name, 0, 1) if shape else source.tensor(name))
+        digest.update(f"{name} {shape} {rows}\n".encode())
     return digest.hexdigest()[:_SHORT]
 
 
@@ -73,50 +76,11 @@ def _update(digest: Any, name: str, tensor: Tensor) -> None:
     digest.update(flat.view(torch.uint8).numpy())
 
 
-def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Return class, modules and config of a model. With the weights they define its function."""
-    config: Any = getattr(model, "config", None)
-    values = config.to_dict() if hasattr(config, "to_dict") else None
-    return {
-        "class": f"{type(model).__module__}.{type(model).__qualname__}",
-        "modules": digest_text(without_addresses(repr(model))),
-        "config": _plain(values),
-        "attention": getattr(config, "_attn_implementation", None),
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Return a JSON form that is the same in every process."""
-    text = json.dumps(value, default=lambda v: sorted(map(str, v)) if _is_set(v) else str(v))
-    return json.loads(
-        without_addresses(text),
-        parse_constant=str,
-        object_hook=lambda part: {k: v for k, v in part.items() if k not in _TRANSIENT},
-    )
-
-
-def _is_set(value: Any) -> bool:
-    return isinstance(value, set | frozenset)
-
-
 @cache
-def describe_software(packages: tuple[str, ...], code: tuple[str, ...]) -> dict[str, str]:
-    """Return versions of packages, and the digest of some of this package's files.
-
-    Args:
-        packages: Names of packages. Missing ones are recorded as "not installed".
-        code: Files and folders of this package, relative to it.
-    """
-    root, digest = Path(__file__).parent, hashlib.sha256()
-    for source in (root / name for name in sorted(code)):
-        for path in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
-            digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
-    versions = {package: _version(package) for package in packages}
-    return versions | {"code": digest.hexdigest()[:_SHORT]}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def versions_of_software() -> str:
+    """Return the versions of torch and transformers, and a digest of this package's code."""
+    digest, root = hashlib.sha256(), Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
+    packages = [f"{name} {version(name)}" for name in ("torch", "transformers")]
+    return ", ".join([*packages, digest.hexdigest()[:_SHORT]])

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusion_bench_featcal.checkpoint import Checkpoint, open_checkpoint
 from fusion_bench_featcal.core.kernels import (
     agreed_kernel,
     choose_kernel,
     processor,
     with_kernel,
 )
+from fusion_bench_featcal.digests import glimpse
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.experts.reads import Weights, open_weights
 from fusion_bench_featcal.experts.working_model import WorkingModel
@@ -28,7 +30,6 @@ from fusion_bench_featcal.modules.models import (
     tensors_of_head,
 )
 from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules, left_out
-from fusion_bench_featcal.output import InMemory, open_output
 from fusion_bench_featcal.processes import Processes, check_agreement
 from fusion_bench_featcal.progress import Progress
 from fusion_bench_featcal.rules import rule_of
@@ -63,7 +64,6 @@ class Request:
     progress: bool = True
     processes: Processes = field(default_factory=Processes)
     streams_type: Callable[..., Streams] = Streams
-    hashed: bool = False
 
     @property
     def runnable(self) -> nn.Module:
@@ -101,7 +101,7 @@ class Problem:
     rule: Rule
     streams: Streams
     processes: Processes
-    output: InMemory
+    output: Checkpoint
     dtype: torch.dtype
     kernel: str
     log: CalibrationLog
@@ -163,7 +163,7 @@ def prepare(request: Request) -> Problem:
     """Open models and samples of a calibration, and check them."""
     settings, processes, device = request.settings, request.processes, request.device
     rule = rule_of(settings)
-    output = open_output(settings, processes)
+    output = open_checkpoint(settings, processes)
     check_alike(request, rule)
     samples = {}
     for task in processes.share(request.experts):
@@ -197,7 +197,7 @@ def problem_of(
     request: Request,
     rule: Rule,
     samples: Mapping[str, list[Batch]],
-    output: InMemory,
+    output: Checkpoint,
     runner: Runner,
     kernel: str,
 ) -> Problem:
@@ -219,7 +219,6 @@ def problem_of(
         family.view,
         tasks=samples,
         spared=set(tensors_of_head(merged, stages[0][0])),
-        hashed=request.hashed,
     )
     images = any(gives_images(model.get_submodule(block)) for block in modules)
     drift = DriftLog(channels_first=images) if rule.runs_experts else None
@@ -262,8 +261,6 @@ def check_alike(request: Request, rule: Rule) -> None:
         CalibrationError: If one differs, naming the process and the difference.
     """
     if request.processes.size > 1:
-        from fusion_bench_featcal.output.fingerprint import glimpse
-
         settings, tasks = request.settings.of_the_model().as_dict(), tuple(request.experts)
         weights = glimpse(request.merged_weights or source_of(request.merged))
         facts = {"settings": (rule, settings), "tasks": tasks, "weights": weights}

@@ -1,15 +1,14 @@
-"""Safetensors files that are written atomically and read with a check of their digest."""
+"""Safetensors files that are written atomically."""
 
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from fusion_bench_featcal.digests import digest_file
-from fusion_bench_featcal.files import ReportError, new_file, write_whole
+from fusion_bench_featcal.files import new_file, write_whole
 
 INDEX = "model.safetensors.index.json"
 
@@ -19,8 +18,10 @@ def stored_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({t.data_ptr() or id(t): t.nbytes for t in tensors if t is not None}.values())
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors to a safetensors file atomically, and return the file's digest.
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors with texts to a safetensors file atomically.
 
     Raises:
         OSError: If it cannot be written. The old file stays.
@@ -34,10 +35,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         stored.add(storage)
     with new_file(path) as partial:
         try:
-            save_file(copies, partial, {"format": "pt"})  # transformers requires the format
+            # transformers requires the format
+            save_file(copies, partial, {"format": "pt", **(metadata or {})})
         except SafetensorError as error:
             raise OSError(str(error)) from error
-        return digest_file(partial)
 
 
 def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
@@ -53,22 +54,3 @@ def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
     """
     index = {"metadata": {"total_size": size}, "weight_map": files}
     write_whole(folder / INDEX, json.dumps(index, indent=2).encode())
-
-
-def read_tensors(path: Path, digest: str) -> dict[str, Tensor]:
-    """Read a file that `write_tensors` wrote, and compare its digest.
-
-    Raises:
-        ReportError: If the file is missing, has changed, or has no tensors.
-    """
-    try:
-        if digest_file(path) != digest:
-            raise ReportError(
-                f"{path.name} has changed since it was written: its digest is another"
-            )
-        # Copies are aligned like new tensors. The rounding of products depends on alignment.
-        return {name: tensor.clone() for name, tensor in load_file(path).items()}
-    except OSError as error:
-        raise ReportError(f"{path.name}: {error.strerror or error}") from error
-    except SafetensorError as error:
-        raise ReportError(f"{path.name} has no tensors: {error}") from error

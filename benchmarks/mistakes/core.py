@@ -56,10 +56,10 @@ MUTATIONS = [
     ),
     Mutation(
         "tensors of finished blocks stay at any address",
-        "tensor_files.py",
-        "{name: tensor.clone() for name, tensor",
-        "{name: tensor for name, tensor",
-        "output/test_output_folder.py",
+        "checkpoint.py",
+        "name: source.tensor(key).clone() for name",
+        "name: source.tensor(key) for name",
+        "test_checkpoint.py",
     ),
     Mutation(
         "anchor on the other side of the base",

@@ -3,7 +3,7 @@
 from mistakes.entry import Mutation
 
 PAPER = "test_calibrate_oracle.py::test_paper_equals_the_oracle"
-FOLDER = "output/test_output_folder.py"
+FOLDER = "test_checkpoint.py"
 PROCESSES = "test_processes.py"
 PROPERTIES = "test_calibrate_properties.py::test_"
 
@@ -83,43 +83,6 @@ MUTATIONS = [
         "calibration.py",
         "    problem.streams.advance(block)\n",
         "    if not finished:\n        problem.streams.advance(block)\n",
-        FOLDER,
-    ),
-    Mutation(
-        "blocks behind a missing one are restored",
-        "output/folder.py",
-        "            if block not in listed or not (self.folder / file).exists():\n"
-        "                break\n",
-        "            if block not in listed or not (self.folder / file).exists():\n"
-        "                continue\n",
-        FOLDER,
-    ),
-    Mutation(
-        "experts of restored blocks not checked for changes",
-        "output/fingerprint.py",
-        "weights = {name: glimpse(source) for name, source in models.items()}",
-        "weights = {}",
-        FOLDER,
-    ),
-    Mutation(
-        "samples of finished blocks not checked for changes",
-        "output/fingerprint.py",
-        "describe_samples(problem.streams.tasks)",
-        'dict.fromkeys(problem.streams.tasks, "")',
-        FOLDER,
-    ),
-    Mutation(
-        "a block's digest not checked",
-        "tensor_files.py",
-        "if digest_file(path) != digest:",
-        "if not digest:",
-        FOLDER,
-    ),
-    Mutation(
-        "another run's entries are written over",
-        "output/folder.py",
-        "if on_disk != self._content:",
-        "if False:",
         FOLDER,
     ),
     Mutation(
@@ -256,5 +219,40 @@ MUTATIONS = [
         "torch.cat([sums[:2] / sums[2], torch.ones_like(sums[:1])])",
         "sums",
         "test_calibrate_kinds.py",
+    ),
+    Mutation(
+        "blocks behind a missing one are restored",
+        "checkpoint.py",
+        "            is_gap |= not is_present\n",
+        "            is_gap = not is_present\n",
+        FOLDER,
+    ),
+    Mutation(
+        "experts of restored blocks not checked for changes",
+        "checkpoint.py",
+        "glimpse(model.source) for n",
+        "n for n",
+        FOLDER,
+    ),
+    Mutation(
+        "samples of finished blocks not checked for changes",
+        "checkpoint.py",
+        "            samples[task].add(batch.inputs)\n",
+        "            pass\n",
+        FOLDER,
+    ),
+    Mutation(
+        "blocks of another run are used",
+        "checkpoint.py",
+        'self._metadata(file)["run"] != self._run:',
+        'self._metadata(file)["run"] == "":',
+        FOLDER,
+    ),
+    Mutation(
+        "log of restored blocks is the new one",
+        "checkpoint.py",
+        'run_log.records[self._logged :] = json.loads(self._metadata(file)["records"])',
+        "pass",
+        FOLDER,
     ),
 ]

@@ -126,13 +126,6 @@ MUTATIONS = [
         FILES,
     ),
     Mutation(
-        "kept models' digests not checked",
-        "tensor_files.py",
-        "if digest_file(path) != digest:",
-        "if not digest:",
-        "comparison/test_reruns.py",
-    ),
-    Mutation(
         "names of users are markup on pages",
         "results/page.py",
         "autoescape=True",

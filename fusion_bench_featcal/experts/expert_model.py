@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import is_sound
-from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.experts.source import ExpertSource, known_bytes, read_ahead, rows_of
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.settings import CalibrationError
@@ -30,7 +29,6 @@ class ExpertModel:
         keys: Name in the merged model's `state_dict` -> name in the source.
         sizes: Bytes of all tensors read so far, by the source's names. Reading a tensor twice
             counts once.
-        digests: Their digests, if `hashed`.
         stand_ins: Replacements of tensors that are not read, by the source's names.
     """
 
@@ -43,7 +41,6 @@ class ExpertModel:
         role: str = "expert",
         device: torch.device | None = None,
         spared: Container[str] = (),
-        hashed: bool = False,
     ) -> None:
         """Map the model's names to the expert's tensors and check every shape. Reads no tensor.
 
@@ -55,15 +52,13 @@ class ExpertModel:
             device: Device of loaded tensors, by default the merged model's device.
             spared: Names of the merged model's tensors that are not needed. The expert may lack
                 them, or have other shapes.
-            hashed: Whether to digest tensors as they are read.
 
         Raises:
             CalibrationError: If a tensor is missing or has another shape, naming it.
         """
         stored = like.state_dict(keep_vars=True)
-        self.source, self._hashed = fitted_to(stored, source), hashed
+        self.source = fitted_to(stored, source)
         self.sizes: dict[str, int] = {}
-        self.digests: dict[str, str] = {}
         self.stand_ins: Mapping[str, Tensor] = {}
         self._label = f"{role} {name!r}"
         self._setting = f"modelpool.models.{name}"
@@ -106,8 +101,6 @@ class ExpertModel:
             self.sizes[key] = known_bytes(self.source, key)
         except CalibrationError:  # the source has no `nbytes`
             self.sizes[key] = tensor.nbytes
-        if self._hashed:
-            self.digests[key] = digest_tensor(tensor)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the merged model's dtype of one tensor."""

@@ -69,19 +69,19 @@ class LoraExpert(SourceView):
 
     def _checked(self, name: str, factors: dict[str, str]) -> _Change:
         """Return the factors of a weight after comparing their shapes with the base's."""
-        place = f"LoRA adapter {self._folder}: {name}"
+        label = f"LoRA adapter {self._folder}: {name}"
         if len(factors) < 2:
-            raise CalibrationError(f"{place} has only one of its two matrices")
+            raise CalibrationError(f"{label} has only one of its two matrices")
         if name not in self.names():
-            raise CalibrationError(f"{place} is not in the base. Check modelpool.models and --base")
+            raise CalibrationError(f"{label} is not in the base. Check modelpool.models and --base")
         change = _Change(factors["A"], factors["B"])
         stored, *shapes = map(list, (self.shape(name), *map(self._weights.shape, change)))
         (rank, inputs, *kernel), (outputs, other, *_) = shapes
         if kernel or stored == [inputs, outputs] != [outputs, inputs]:
-            raise OtherAdapterError(f"{place} is a convolution, or stored as [inputs, outputs]")
+            raise OtherAdapterError(f"{label} is a convolution, or stored as [inputs, outputs]")
         if rank != other or stored != [outputs, inputs]:
             raise CalibrationError(
-                f"{place} is {stored} in the base, and the adapter's matrices A and B are "
+                f"{label} is {stored} in the base, and the adapter's matrices A and B are "
                 f"{shapes[0]} and {shapes[1]}. Check modelpool.models and --base"
             )
         return change

@@ -8,12 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.experts.expert_model import ExpertModel
 from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.experts.source import ExpertSource, Tensors, source_of
 from fusion_bench_featcal.experts.working_model import WorkingModel
-from fusion_bench_featcal.json_files import digest_json
 from fusion_bench_featcal.read_budgets import budget_in_bytes
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -103,7 +101,7 @@ class Weights:
     def manifest(
         self,
         budget: float | str | None,
-        modules: Mapping[str, Sequence[str]],
+        blocks: Sequence[str],
         merged: Mapping[str, Tensor],
         gather: Gather,
     ) -> dict[str, Any]:
@@ -111,26 +109,23 @@ class Weights:
 
         Args:
             budget: The setting `expert_read_budget`.
-            modules: Block -> calibrated modules.
+            blocks: The blocks.
             merged: The merged model's tensors.
             gather: Exchanges values with other processes.
         """
         grant = self.grant
         sizes = {name: _by_merged_names(model) for name, model in self.models.items()}
         read = self._joined(gather(sizes))
-        counts = {name: _by_place(of_model, list(modules)) for name, of_model in read.items()}
+        counts = {name: _by_place(of_model, blocks) for name, of_model in read.items()}
         base = counts.pop(BASE, None)
         planned: dict[str, Any] = {"limit": grant.limit, "full": grant.full, "bytes": grant.bytes}
         planned["omitted"] = {task: _modules(names) for task, names in grant.omitted.items()}
         missing = [name for names in grant.omitted.values() for name in names]
         return {
-            "format": 2,
             "budget": budget,
             "plan": None if grant.full is None else planned,
             "experts": counts,
             "base": base,
-            "modules": {block: list(names) for block, names in modules.items()},
-            "hashes": self._hashes(merged, gather),
             "totals": {
                 "experts_read": sum(sum(places.values()) for places in counts.values()),
                 "experts_planned": grant.bytes,
@@ -138,19 +133,6 @@ class Weights:
                 "merged_stood_in": sum(merged[name].nbytes for name in missing),
             },
         }
-
-    def _hashes(self, merged: Mapping[str, Tensor], gather: Gather) -> dict[str, Any] | None:
-        """Return digests of the tensors read and of the merged model, if they were requested."""
-        gathered = gather({name: model.digests for name, model in self.models.items()})
-        models = {
-            name: {"all": digest_json(digests), "tensors": dict(sorted(digests.items()))}
-            for name, digests in self._joined(gathered).items()
-            if digests
-        }
-        if not models:
-            return None
-        whole = digest_json({name: digest_tensor(tensor) for name, tensor in merged.items()})
-        return {"models": models, "merged": whole}
 
     def _joined(self, gathered: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict]:
         """Join the processes' records of each model's tensors, with the models in order."""
@@ -170,7 +152,6 @@ def open_weights(
     tasks: Iterable[str],
     *,
     spared: Collection[str] = (),
-    hashed: bool = False,
 ) -> Weights:
     """Open base and experts. Only names and shapes are read.
 
@@ -182,7 +163,6 @@ def open_weights(
         view: The family's view of models, which also applies to their sources.
         tasks: The tasks of this process. Other experts are not opened.
         spared: Names of tensors that are not needed, such as heads.
-        hashed: Whether to digest tensors as they are read.
 
     Raises:
         CalibrationError: If a model's weights or config do not fit the merged model.
@@ -194,7 +174,7 @@ def open_weights(
         except CalibrationError as error:
             raise CalibrationError(f"{role} {name!r}: {error}") from error
         on = working.device
-        options: Any = {"role": role, "device": on, "spared": spared, "hashed": hashed}
+        options: Any = {"role": role, "device": on, "spared": spared}
         expert = ExpertModel(name, source, working.module, **options)
         check_same_function(name, config_of(model_or_source), config_of(merged), role=role)
         return expert

@@ -79,7 +79,6 @@ class Job:
             self.settings,
             device=self.models.request.device,
             merged_weights=self.models.merged_source,
-            hashed=True,
         )
 
 

@@ -86,7 +86,7 @@ def test_calibrations_agree_whatever_multiplies_and_resumed_ones_use_one_kernel(
     assert_same(runs[1].model, runs[0].model, bound=1e-5)
     (tmp_path / "block-0001.safetensors").unlink()
     monkeypatch.setattr(problem, "choose_kernel", lambda _: TORCH)
-    with pytest.raises(CalibrationError, match=r'linear_kernel \("onednn" then, "torch" now\)'):
+    with pytest.raises(CalibrationError, match="belongs to another run: "):
         run_fast(suite, checkpoint_dir=str(tmp_path), resume=True)
     monkeypatch.setattr(problem, "choose_kernel", lambda _: ONEDNN)
     result = run_fast(suite, checkpoint_dir=str(tmp_path), resume=True)

@@ -18,9 +18,9 @@ from reports import Done, error_of, featcal
 from tiny_models import model_of, scatter
 from tiny_texts import TASKS, WORDS, sentences, word_tokenizer
 
+from fusion_bench_featcal.checkpoint import CheckpointFolder
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.json_files import read_lines
-from fusion_bench_featcal.output import OutputFolder
 
 Fault = Callable[[Path], Any]
 
@@ -47,15 +47,15 @@ def ended(arguments: list[str], folder: Path, fault: Fault) -> Done:
     """Exit code and errors of a command in a fork that meets a fault after its first block."""
 
     def work(_: int) -> Done:
-        write = OutputFolder.write
+        write = CheckpointFolder.write
 
-        def written(self: OutputFolder, block: str, *rest: Any) -> Any:
+        def written(self: CheckpointFolder, block: str, *rest: Any) -> Any:
             tensors = write(self, block, *rest)
             fault(folder)
-            OutputFolder.write = write  # type: ignore[method-assign]
+            CheckpointFolder.write = write  # type: ignore[method-assign]
             return tensors
 
-        OutputFolder.write = written  # type: ignore[method-assign]
+        CheckpointFolder.write = written  # type: ignore[method-assign]
         atexit.register = call_at_once  # a fork does not get there
         done = featcal(*arguments)
         largest_file(resource.RLIM_INFINITY)

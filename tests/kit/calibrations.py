@@ -24,7 +24,7 @@ def gamma(terms: int, dtype: torch.dtype = torch.float32) -> float:
 
 PLUS: dict[str, Any] = {"rule": "plus", "calibrate_norm": False}
 OF_THE_RULE = ("ridge_lambda", "mix_alpha", "anchor_rho", "calibrate_bias", "calibrate_norm")
-OPTIONS = {"hashed", "autocast", "device", "merged_weights", "processes", "progress"}
+OPTIONS = {"autocast", "device", "merged_weights", "processes", "progress"}
 
 
 def samples_in(suite: Suite) -> int:

@@ -12,7 +12,7 @@ from tiny_models import Suite, clip_suite, t5_model, t5_suite
 from variations import stored
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, Paper, Plus, SafetensorsExpert
-from fusion_bench_featcal.experts.reads import BASE, OUTSIDE, grants
+from fusion_bench_featcal.experts.reads import OUTSIDE, grants
 from fusion_bench_featcal.read_budgets import budget_in_bytes
 
 
@@ -62,7 +62,7 @@ def test_experts_in_files_and_in_memory_give_the_same_bits_and_counts(name: str,
     reads = in_memory.reads
     totals, plan = reads["totals"], reads["plan"]
     assert totals["experts_read"] == plan["full"] == plan["bytes"]
-    assert (totals["merged_stood_in"], plan["limit"], reads["hashes"]) == (0, None, None)
+    assert (totals["merged_stood_in"], plan["limit"]) == (0, None)
     for counts in reads["experts"].values():
         assert list(counts) == [OUTSIDE, *suite.blocks]
         assert counts[suite.blocks[-1]] > 0
@@ -70,14 +70,12 @@ def test_experts_in_files_and_in_memory_give_the_same_bits_and_counts(name: str,
         assert sum(counts.values()) * len(suite.experts) == totals["experts_read"]
     assert totals["base_read"] == sum(reads["base"].values()) > 0
     suite.experts = {t: stored(m, tmp_path / t) for t, m in suite.experts.items()}
-    in_files = run(suite, rule, hashed=True, **more)
+    in_files = run(suite, rule, **more)
     assert_identical(in_files.model, in_memory.model)
     for task, counts in in_files.reads["experts"].items():
         expected = reads["experts"][task]
         assert all(counts[block] == expected[block] for block in suite.blocks)
         assert counts[OUTSIDE] <= expected[OUTSIDE]  # of tied tensors files have one
-    models = set(in_files.reads["hashes"]["models"])
-    assert set(suite.experts) <= models <= {BASE, *suite.experts}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +103,7 @@ def test_budgeted_run_is_the_run_with_merged_weights_in_the_experts(name: str, s
 
 def test_a_larger_budget_reads_more_of_the_same_and_first_blocks_come_first(tmp_path, capsys):
     suite = small_clip()
-    reads = [run(suite, expert_read_budget=f"{n}%", hashed=True).reads for n in (20, 50, 80)]
+    reads = [run(suite, expert_read_budget=f"{n}%").reads for n in (20, 50, 80)]
     omitted = [manifest["plan"]["omitted"]["task_0"] for manifest in reads]
     assert set(omitted[0]) > set(omitted[1]) > set(omitted[2])
     assert all(name.startswith(suite.blocks[-1]) for name in omitted[2])
