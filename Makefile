@@ -100,7 +100,7 @@ test-newest: $(NEWEST)/.installed ## all tests under the newest transformers 5.x
 	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 # What meets transformers through tiny models or not at all: make test covers it.
-ELSEWHERE := results comparison output reads plan packaging \
+ELSEWHERE := results comparison reads plan packaging test_checkpoint.py \
 	test_processes.py test_processes_cli.py test_small_lambda.py \
 	test_settings.py test_fuzz.py \
 	test_ending.py test_plus_properties.py \

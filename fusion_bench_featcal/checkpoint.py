@@ -28,7 +28,7 @@ from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import Tensors
 from fusion_bench_featcal.experts.working_model import WorkingModel
-from fusion_bench_featcal.files import ReportError, free_space, prepare_directory, remove_orphans
+from fusion_bench_featcal.files import ReportError, free_space, prepare_directory, remove_stale
 from fusion_bench_featcal.json_files import digest_json
 from fusion_bench_featcal.plurals import bytes_text
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -129,7 +129,7 @@ class CheckpointFolder(Checkpoint):
             )
         self.is_complete = len(self._finished) == len(self._files)
         if self._processes.rank == 0:
-            remove_orphans(self.folder)
+            remove_stale(self.folder)
 
     def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
         """Return the tensors of a block that an earlier run has finished, none for other blocks.

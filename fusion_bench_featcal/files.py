@@ -1,31 +1,29 @@
 """Files and folders that are written atomically.
 
-A temporary file is next to the final one, and its name ends in `<host>-<process id>-<number>.part`
-(or `.old`). If its process is killed, a later process on the same host recognises and removes it.
+A temporary file is next to the final one, hidden, and its name ends in `.part` (or `.old`). A later
+process removes what a killed one has left for more than a day.
 """
 
 import contextlib
+import glob
 import hashlib
-import itertools
 import logging
 import os
-import re
+import secrets
 import shutil
-import socket
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
-import psutil
-
 log = logging.getLogger(__name__)
 
 LOG_DIR_SETTING = "path.log_dir"
 PART, OLD = ".part", ".old"
-_COUNT = itertools.count()
-_MADE: set[str] = set()  # names of this process's temporary files
+STALE = 24 * 3600
+"""Seconds after which an unfinished file counts as left by a killed process."""
 
 
 class ReportError(RuntimeError):
@@ -123,12 +121,13 @@ def replacing(target: Path, dropped: Sequence[str] = ()) -> Iterator[Path]:
 
 
 def clear_leftovers(target: Path) -> None:
-    """Undo replacements of `target` by killed processes of this host."""
-    for leftover in orphans(target.parent, f".{target.name}."):
-        if leftover.suffix == OLD and not target.exists():
-            os.rename(leftover, target)
+    """Undo a replacement of `target` by a killed process."""
+    for old in sorted(target.parent.glob(f".{glob.escape(target.name)}.*{OLD}")):
+        if not target.exists():
+            os.rename(old, target)
             log.warning("restored %s, whose replacement was interrupted", target)
-        remove(leftover)
+        remove(old)
+    remove_stale(target.parent)
 
 
 def sha256_file(path: Path) -> str:
@@ -159,32 +158,18 @@ def sync(*paths: Path) -> None:
                 os.close(descriptor)
 
 
-def owner_mark() -> str:
-    """Return `<host>-<process id>` of this process."""
-    return f"{_host()}-{os.getpid()}"
-
-
 def temporary_neighbour(path: Path) -> Path:
     """Return a hidden path next to `path` that no other process uses. Nothing is created."""
-    neighbour = path.with_name(f".{path.name}.{owner_mark()}-{next(_COUNT)}{PART}")
     # A container's first process always has the same id, so the id alone is not enough.
-    _MADE.add(neighbour.name)
-    return neighbour
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
 
 
-def orphans(folder: Path, prefix: str = "") -> list[Path]:
-    """List temporary files that killed processes of this host left in a folder."""
-    try:
-        return sorted(p for p in folder.iterdir() if p.name.startswith(prefix) and _is_orphan(p))
-    except OSError:
-        return []
-
-
-def remove_orphans(folder: Path, prefix: str = "") -> None:
-    """Remove unfinished files that killed processes of this host left in a folder."""
-    for path in orphans(folder, prefix):
-        if path.suffix == PART:  # an old folder waits for `clear_leftovers`
-            remove(path)
+def remove_stale(folder: Path) -> None:
+    """Remove unfinished files that nothing has written to for a day."""
+    for path in folder.glob(f".*{PART}"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > STALE:
+                remove(path)
 
 
 def remove(path: Path) -> None:
@@ -218,18 +203,6 @@ def _link_others(source: Path, destination: Path, dropped: Sequence[str]) -> Non
     shutil.copytree(
         source, destination, symlinks=True, ignore=ignored, copy_function=link, dirs_exist_ok=True
     )
-
-
-def _is_orphan(path: Path) -> bool:
-    match = re.search(rf"[.-]{re.escape(_host())}-(\d+)-\w+\.(?:part|old)$", path.name)
-    if match is None or path.with_suffix(PART).name in _MADE:
-        return False
-    pid = int(match[1])
-    return pid == os.getpid() or not psutil.pid_exists(pid)
-
-
-def _host() -> str:
-    return re.sub(r"[^0-9A-Za-z-]", "-", socket.gethostname())[:40]
 
 
 def _unwritable(path: Path, setting: str, error: OSError) -> ReportError:

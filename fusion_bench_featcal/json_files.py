@@ -1,4 +1,4 @@
-"""JSON files, some sealed by a digest of their content, and masking of secrets in them."""
+"""JSON files, and masking of secrets in them."""
 
 import hashlib
 import json
@@ -13,7 +13,6 @@ from typing import Any
 from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.untrusted import read_bytes
 
-DIGEST = "digest"
 _MAX_BYTES = 2**28  # largest file. A checkpoint's manifest has about 200 bytes per tensor.
 _HIDDEN = "***"
 _KEY = (  # not pad_token, image_token and the like
@@ -41,37 +40,18 @@ def json_text(content: Any) -> str:
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
-def sealed_json(content: Mapping[str, Any]) -> str:
-    """Return the text of a JSON file with the digest of its content."""
-    # The digest is the first key, so that a truncated file cannot lose it alone.
-    return json_text({DIGEST: digest_json(content), **content})
-
-
-def read_json(path: Path, *, sealed: bool = False) -> Any:
+def read_json(path: Path) -> Any:
     """Read a JSON file.
 
-    Args:
-        path: The file.
-        sealed: Refuse a file without a digest that fits the content.
-
-    Returns:
-        The content without a digest.
-
     Raises:
-        ReportError: If the file is missing, unreadable or not JSON, or has changed since it was
-            sealed.
+        ReportError: If the file is missing, unreadable or not JSON.
     """
     try:
-        content = json.loads(read_bytes(path, _MAX_BYTES), parse_constant=_refuse)
+        return json.loads(read_bytes(path, _MAX_BYTES), parse_constant=_refuse)
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{path} is not valid JSON: {error}") from error
-    # Earlier versions also sealed reports.
-    digest = content.pop(DIGEST, None) if isinstance(content, dict) else None
-    if sealed and digest != digest_json(content):
-        raise ReportError(f"{path} is damaged: its digest does not fit its content")
-    return content
 
 
 def json_lines(records: Iterable[Mapping[str, Any]]) -> str:
@@ -92,7 +72,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         raise ReportError(f"{path} is damaged: {error}") from error
     if not records or not all(isinstance(record, dict) for record in records):
         raise ReportError(f"{path} is damaged: expected a JSON object per line")
-    return [{key: record[key] for key in record if key != DIGEST} for record in records]
+    return records
 
 
 def plain(value: Any, label: str) -> Any:

@@ -33,7 +33,7 @@ report() {
 instructions=(ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=COMPATIBLE)
 if [ "${1:-}" = numbers ]; then
   compared=(core data diagnosis families golden methods modules reads rules streams tasks test_calibrate_kinds.py
-    test_calibrate_oracle.py test_calibrate_properties.py test_experts.py test_held_out.py test_model_types.py
+    test_calibrate_oracle.py test_calibrate_properties.py test_experts.py test_model_types.py
     test_plus_properties.py test_processes.py test_small_lambda.py test_streamed.py)
   try "${instructions[*]}" tests "${instructions[@]}" -- --dist loadfile "${compared[@]/#/tests/}"
   report

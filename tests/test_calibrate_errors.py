@@ -130,7 +130,7 @@ ROWS: list[Row] = [
         r"method\.ridge_lambda \(now 0\.05\).*method\.samples_per_task", rule=Unsolved()),
     # families, masks and modules
     row(lambda: net_suite(tricky.Remembering()), family="stack", message=
-        r"family=stack: the blocks of Remembering .* Write a family"),
+        r"family=stack: the blocks of Remembering .* Write or correct a family"),
     row(lambda: masked(nn.Conv2d(3, 3, 3, padding=1), [[1, 1, 0]] * 4, 3, 7, 7),
         r"task task: a block's output receives rows \(4, 7, 7\), but padding is known"),
     row(clip_suite, r"method\.modules.*q_prj.*matches no module", modules=["q_prj"]),

@@ -12,13 +12,11 @@ import torch
 from calibrations import assert_identical, settings_of, with_rule
 from fuzzing import NAMES_A_SETTING, damage
 from oracle import Knobs
-from process_group import in_forks
 from tiny_models import Suite, clip_suite, t5_suite
 from tiny_open_clip import tower_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError, Paper, Plus, SafetensorsExpert, calibrate
-from fusion_bench_featcal.files import owner_mark
 
 
 class Interrupted(BaseException):
@@ -199,22 +197,15 @@ def test_a_folder_that_cannot_be_written_is_named_before_any_work(tmp_path: Path
 # --- files ---
 
 
-def test_files_of_killed_processes_are_removed_and_others_stay(tmp_path: Path):
-    (dead,) = in_forks(1, lambda _: os.getpid())
-    host = owner_mark().removesuffix(f"-{os.getpid()}")
-    orphan = f".block-0000.safetensors.{host}-{dead}-0.part"
-    alive = f".block-0001.safetensors.{host}-{os.getppid()}-0.part"
-    unrelated = {
-        f".rest.elsewhere-{dead}-0.part",
-        alive,
-        ".mine.part",
-        "notes.txt",
-    }
-    for name in (orphan, *unrelated):
-        (tmp_path / name).write_text("half")
+def test_unfinished_files_of_yesterday_are_removed_and_others_stay(tmp_path: Path):
+    old, new = tmp_path / ".block-0000.safetensors.1.part", tmp_path / ".block-0001.2.part"
+    kept = {new, tmp_path / ".mine", tmp_path / "notes.txt"}
+    for path in (old, *kept):
+        path.write_text("half")
+    for path in (old, tmp_path / "notes.txt"):
+        os.utime(path, (0, 0))
     run(small_clip(), tmp_path)
-    names = {entry.name for entry in tmp_path.iterdir()}
-    assert unrelated <= names and orphan not in names
+    assert kept <= set(tmp_path.iterdir()) and not old.exists()
 
 
 @pytest.mark.parametrize("seed", range(12))

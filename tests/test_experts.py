@@ -226,6 +226,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path):
         merged_by_peft(base, loha)
 
 
+@pytest.mark.filterwarnings("ignore:Input and output embeddings:UserWarning")  # of PEFT
 def test_calibration_with_lora_experts_is_that_with_merged_ones(tmp_path: Path):
     paths, lora = {"_pretrained_": write(t5_model().float(), tmp_path / "base")}, {}
     for seed, task in enumerate(("one", "two")):

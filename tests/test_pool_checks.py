@@ -144,3 +144,9 @@ def test_loader_that_fails_is_named():
     pool: Any = BaseModelPool({"one": entry})
     with pytest.raises(CalibrationError, match=r"model 'one' .*zero.*modelpool\.models\.one"):
         load_pool_model(pool, "one")
+
+
+def test_a_pool_gives_modules_and_no_sources():
+    pool: Any = clip_pool({"two": {"_target_": "builtins.dict"}})
+    with pytest.raises(CalibrationError, match=r"models\.two gives a dict, not an nn\.Module"):
+        load_pool_model(pool, "two")

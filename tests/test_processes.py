@@ -202,7 +202,11 @@ def test_folder_is_that_of_one_process_and_another_run_is_refused(
         refusals = [
             (experts, folder, "belongs to another run"),
             (samples, folder, "belongs to another run"),
-            (suite, tmp_path if processes.rank else folder, "processes see different files in method"),
+            (
+                suite,
+                tmp_path if processes.rank else folder,
+                "see different files in method",
+            ),
         ]
         for changed, path, words in refusals:
             with pytest.raises(CalibrationError, match=words):

@@ -79,7 +79,9 @@ def test_folder_is_replaced_as_a_whole_and_other_files_stay(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("moment", range(6))
-def test_crash_leaves_the_old_model_or_the_new_one(moment: int, tmp_path: Path) -> None:
+def test_crash_leaves_the_old_model_or_the_new_one(
+    moment: int, tmp_path: Path, monkeypatch
+) -> None:
     target = tmp_path / "saved"
     save(1, target)
     (target / "notes.txt").write_text("mine")
@@ -100,6 +102,7 @@ def test_crash_leaves_the_old_model_or_the_new_one(moment: int, tmp_path: Path) 
         save(2, target)
 
     assert in_forks(1, crash) == [-signal.SIGKILL]
+    monkeypatch.setattr(files, "STALE", -1)  # seconds
     clear_leftovers(target)
     assert value_at(target) in (1, 2)
     assert (target / "notes.txt").read_text() == "mine"

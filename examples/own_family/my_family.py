@@ -13,7 +13,6 @@ class LastBlocks(Family):
     """The last blocks of a CLIP vision tower."""
 
     name = "last_blocks"
-    same_calls = True  # every pass calls the same modules
     compared = True  # on the first samples, with the model's own forward pass
 
     def __init__(self, count: int = 1):

@@ -134,7 +134,7 @@ def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
     """
     if isinstance(model, nn.Module):
         return InMemoryExpert(model)
-    if not hasattr(model, "tensor"):
+    if not all(hasattr(model, name) for name in ("names", "shape", "tensor")):
         raise CalibrationError(
             f"a {type(model).__name__} is no model: give a module, or a source of weights with "
             "names, shape, nbytes and tensor"

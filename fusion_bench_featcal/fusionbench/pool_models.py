@@ -260,7 +260,13 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
         CalibrationError: If it cannot be found or loaded, naming the model and its entry.
     """
     try:
-        return bind_own_functions(local_pool(modelpool, name).load_model(name))
+        model: Any = local_pool(modelpool, name).load_model(name)
+        if not isinstance(model, nn.Module):
+            raise CalibrationError(
+                f"modelpool.models.{name} gives a {type(model).__name__}, not an nn.Module. "
+                "Sources of weights work from Python, calibrate(...)"
+            )
+        return bind_own_functions(model)
     except (CalibrationError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a loader may raise anything

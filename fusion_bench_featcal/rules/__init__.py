@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 from typing import Any, cast
 
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings import OF_THE_PAPER, FeatCalSettings
 
 __all__ = ["BY_NAME", "GroupSums", "Linear", "Rule", "rule_of"]
 
@@ -43,6 +43,11 @@ def rule_of(settings: FeatCalSettings) -> Rule:
     shared = {field.name for field in fields(kind)} & set(FeatCalSettings.names())
     if settings.task_weights is not None and "task_weights" not in shared:
         raise ValueError(f"method.task_weights: {target} weighs all tasks equally. Set it to null")
+    for name in set(OF_THE_PAPER) - shared:
+        if (value := getattr(settings, name)) != (default := getattr(FeatCalSettings, name)):
+            raise ValueError(
+                f"method.{name}={value} has no part in {target}: leave it at its default, {default}"
+            )
     values = {name: getattr(settings, name) for name in shared}
     if "task_weights" in shared:
         values["task_weights"] = settings.task_weights or {}

@@ -39,11 +39,6 @@ class Paper(Rule):
     calibrate_norm: bool = True
 
     @property
-    def runs_experts(self) -> bool:
-        """Return whether the target needs the experts' features."""
-        return self.mix_alpha > 0
-
-    @property
     def reads_base(self) -> bool:
         """Return whether the anchor uses the base model."""
         return self.anchor_rho != 1

@@ -56,8 +56,8 @@ class Rule(ABC):
     A rule that does not use the experts' features or the base declares it, and saves their reads.
 
     Attributes:
-        mix_alpha: Share alpha of the expert's input in the target's input (Eq. 10). It has no
-            default, so rules that use the experts' features must set it.
+        mix_alpha: Share alpha of the expert's input in the target's input (Eq. 10). With 0, the
+            default, experts do not run and `rows` have no drift.
         holds_out: Whether the sums of one sample in four are separate.
         reads_closing_rows: Whether the last block counts only positions that the model reads
             afterwards.
@@ -66,7 +66,7 @@ class Rule(ABC):
         estimates_statistics: Whether running statistics of BatchNorms are estimated on the samples.
     """
 
-    mix_alpha: float
+    mix_alpha: float = 0.0
     holds_out: bool = False
     reads_closing_rows: bool = False
     calibrate_bias: bool = False
@@ -75,8 +75,8 @@ class Rule(ABC):
 
     @property
     def runs_experts(self) -> bool:
-        """Return whether the experts' features are used. Without them `rows` has no drift."""
-        return True
+        """Return whether the experts' features are used."""
+        return self.mix_alpha > 0
 
     @property
     def reads_base(self) -> bool:

@@ -54,7 +54,7 @@ def checked_family(
         if reason := _difference(family, model, task, inputs):
             raise CalibrationError(
                 f"method.family={family.name}: the blocks of {type(model).__name__} cannot be run "
-                f"one by one: {reason}. Write a family (docs/tutorials/family.md)"
+                f"one by one: {reason}. Write or correct a family (docs/tutorials/family.md)"
             )
         if needs_closing and isinstance(family, StackFamily):
             last = family.stages(model)[-1][-1]

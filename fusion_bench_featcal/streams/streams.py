@@ -120,7 +120,8 @@ class Streams:
             return
         names = [site.name for site in sites if not site.name.endswith(READ_AS_THE_OUTPUT)]
         for batch in (b for task in self.tasks for b in self.visits(task)):
-            mask = self.runner.family.closing_rows(self.model, batch.cal.hidden)
+            hidden = getattr(batch.cal, "hidden", None)  # a family may have a call of its own
+            mask = None if hidden is None else self.runner.family.closing_rows(self.model, hidden)
             if mask is not None:
                 rows = batch.rows
                 batch.rows = Rows(CountedRows.of_mask(mask), {n: rows.of(n) for n in names})
