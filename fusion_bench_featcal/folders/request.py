@@ -118,7 +118,7 @@ class Request:
         accepts="a size such as 500MB or 2GB", check=_is_size, metavar="SIZE",
     )  # fmt: skip
     plan: bool = setting(
-        False, "show downloads, steps and memory, and stop",
+        False, "show reads, files and downloads, and stop",
         is_recorded=False,
     )  # fmt: skip
     resume: bool = setting(False, "resume after an interruption", is_recorded=False)
