@@ -141,10 +141,8 @@ class CheckpointFolder(Checkpoint):
             return {}
         with self._naming_damage(self._files[block]):
             source = SafetensorsExpert(self.folder / self._files[block])
-            # Copies are aligned like new tensors. The rounding of products depends on alignment.
-            return {
-                name: source.tensor(key).clone() for name, key in self._names(block, model).items()
-            }
+            # Each is read into memory of its own, as the rounding of products depends on alignment.
+            return {name: source.tensor(key) for name, key in self._names(block, model).items()}
 
     def write(
         self, block: str, model: WorkingModel, changed: Mapping[str, Tensor], run_log: Any

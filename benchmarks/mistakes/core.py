@@ -55,13 +55,6 @@ MUTATIONS = [
         "core/test_kernels.py",
     ),
     Mutation(
-        "tensors of finished blocks stay at any address",
-        "checkpoint.py",
-        "name: source.tensor(key).clone() for name",
-        "name: source.tensor(key) for name",
-        "test_checkpoint.py",
-    ),
-    Mutation(
         "anchor on the other side of the base",
         "rules/targets.py",
         "tensor.sub_(origin).mul_(rho).add_(origin)",
