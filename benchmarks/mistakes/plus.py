@@ -231,18 +231,4 @@ MUTATIONS = [
         "return self.counts(task)",
         COPIES,
     ),
-    Mutation(
-        "plus: copies by their place in a batch",
-        "streams/samples.py",
-        "numbers = range(batch.start, batch.start + batch.samples)",
-        "numbers = range(batch.samples)",
-        COPIES,
-    ),
-    Mutation(
-        "plus: every copy is the same",
-        "streams/samples.py",
-        "settings.seed, task, n, copy)",
-        "settings.seed, task, n, 0)",
-        COPIES,
-    ),
 ]

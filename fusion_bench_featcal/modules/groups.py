@@ -53,13 +53,6 @@ class Group:
         return self.kind == "linear" and 2 * sum(self.outputs) <= self.inputs
 
     @property
-    def cost(self) -> float:
-        """Return the number of scalar products of its solve, up to a factor."""
-        if self.kind != "linear":
-            return self.inputs
-        return self.inputs**2 * (self.inputs / 3 + 2 * sum(self.outputs))
-
-    @property
     def parameters(self) -> list[str]:
         """Return the names of all parameters of the modules."""
         return [name for site in self.sites for name in site.names]

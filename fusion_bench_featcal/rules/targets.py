@@ -34,8 +34,8 @@ class Targets:
         self._adds_anchor = group.has_few_outputs and alpha > 0
         outputs, inputs = anchor.weight.shape
         self.sums = Moments.zeros(inputs, outputs, anchor.weight)
-        folds = bool(alpha) and not self._adds_anchor
-        self._drift = anchor.weight.new_zeros(inputs, inputs) if folds else None
+        sums_drift = alpha > 0 and not self._adds_anchor
+        self._drift = anchor.weight.new_zeros(inputs, inputs) if sums_drift else None
 
     def add(self, rows: Moments, expert: Linear, weight: Tensor) -> None:
         """Add a task's targets.

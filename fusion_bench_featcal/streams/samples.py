@@ -20,7 +20,7 @@ from fusion_bench_featcal.streams.inputs import batch_size, check_token_ids, par
 log = logging.getLogger(__name__)
 
 HELD = 4
-"""Of a task's samples 0, 1, 2, ... one in four is held out, if a rule holds samples out."""
+"""One in this many of a task's samples is held out, numbers 3, 7, ..., if a rule asks for it."""
 
 
 def check_inputs(
