@@ -6,6 +6,7 @@ from fusion_bench_featcal.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fusion_bench_featcal.calibration import calibrate
+    from fusion_bench_featcal.errors import CalibrationError
     from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
     from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
     from fusion_bench_featcal.families import Family
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from fusion_bench_featcal.processes import TorchProcesses
     from fusion_bench_featcal.rules.paper import Paper
     from fusion_bench_featcal.rules.plus import Plus
-    from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+    from fusion_bench_featcal.settings import FeatCalSettings
 
 __version__ = "0.1.0"
 
@@ -37,7 +38,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "CalibrationError": ".settings",
+        "CalibrationError": ".errors",
         "CalibrationLog": ".log",
         "CalibrationResult": ".problem",
         "ExpertSource": ".experts",

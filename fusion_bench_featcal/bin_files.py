@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fusion_bench_featcal.error_block import first_line
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files import replacing
-from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.untrusted import read_json
 
 INDEX = "model.safetensors.index.json"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.float32_products import convolving_as_multiplying, exact_products
 from fusion_bench_featcal.core.kernels import using_kernel
 from fusion_bench_featcal.core.solve import UnsolvedError
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.memory import naming_memory, return_freed_memory
 from fusion_bench_featcal.modules.groups import Group, find_groups
@@ -33,7 +34,7 @@ from fusion_bench_featcal.problem import (
 )
 from fusion_bench_featcal.processes import Processes, announcing
 from fusion_bench_featcal.rules.rule import GroupSums, Rule
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.samples import check_inputs, naming_module
 from fusion_bench_featcal.streams.statistics import estimated

@@ -24,14 +24,15 @@ from fusion_bench_featcal.digests import (
     versions_of_software,
     without_addresses,
 )
+from fusion_bench_featcal.errors import CalibrationError, ReportError
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import Tensors
 from fusion_bench_featcal.experts.working_model import WorkingModel
-from fusion_bench_featcal.files import ReportError, free_space, prepare_directory, remove_stale
+from fusion_bench_featcal.files import free_space, prepare_directory, remove_stale
 from fusion_bench_featcal.json_files import digest_json
 from fusion_bench_featcal.plurals import bytes_text
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.tensor_files import INDEX, write_index, write_tensors
 
 BLOCK, REST = "block-{:04d}.safetensors", "rest-{:04d}.safetensors"

@@ -48,15 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def calibrate_command(options: argparse.Namespace) -> int:
     """Calibrate a merged model: folders of models and files of data in, a model folder out."""
     from fusion_bench_featcal.ending import ending_cleanly
+    from fusion_bench_featcal.errors import CalibrationError, NotImproved
     from fusion_bench_featcal.folders.job import run
     from fusion_bench_featcal.folders.options import (
         given_on_the_command_line,
         in_words_of_the_command,
     )
     from fusion_bench_featcal.folders.saving import how_to_go_on
-    from fusion_bench_featcal.folders.verdict import NotImproved
     from fusion_bench_featcal.results.remarks import featcal_program
-    from fusion_bench_featcal.settings import CalibrationError
 
     try:
         request = Request.of(given_on_the_command_line(vars(options), Request))

@@ -18,16 +18,14 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
+from fusion_bench_featcal.errors import ReportError
+
 log = logging.getLogger(__name__)
 
 LOG_DIR_SETTING = "path.log_dir"
 PART, OLD = ".part", ".old"
 STALE = 24 * 3600
 """Seconds after which an unfinished file counts as left by a killed process."""
-
-
-class ReportError(RuntimeError):
-    """A result cannot be written, read or compared. The message names the file and the cause."""
 
 
 def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:

@@ -10,9 +10,9 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled
 
 from fusion_bench_featcal.error_block import causes, first_line
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files import free_space
 from fusion_bench_featcal.plurals import bytes_text
-from fusion_bench_featcal.settings import CalibrationError
 
 # Packages that versions of the hub's client use for requests.
 _TRANSPORTS = {"requests", "urllib3", "httpx", "httpcore"}

@@ -17,10 +17,10 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import disable_progress_bars
 
 from fusion_bench_featcal.bin_files import INDEX, convert
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files import free_space
 from fusion_bench_featcal.hub_errors import hub_error
 from fusion_bench_featcal.plurals import bytes_text, counted
-from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.files import ReportError
+from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.untrusted import read_bytes
 
 _MAX_BYTES = 2**28  # largest file. A checkpoint's manifest has about 200 bytes per tensor.

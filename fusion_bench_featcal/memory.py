@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.errors import CalibrationError
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PHRASES = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "bad_alloc")

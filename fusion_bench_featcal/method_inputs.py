@@ -8,6 +8,7 @@ from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_featcal.calibration_data import calibration_batches, check_tasks_have_data
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.fusionbench.own_data import with_own_data
 from fusion_bench_featcal.fusionbench.pool_checks import check_read_budget
@@ -15,7 +16,7 @@ from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, ExpertSources, PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.rules import rule_of
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.errors import CalibrationError
 
 
 def copied_module(model: nn.Module, stand_ins: Mapping[int, Any] | None = None) -> nn.Module:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.reads import grants
 from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.files import existing, free_space
@@ -16,7 +17,7 @@ from fusion_bench_featcal.modules.models import names_in_order
 from fusion_bench_featcal.modules.sites import find_all_modules
 from fusion_bench_featcal.plurals import bytes_text, counted
 from fusion_bench_featcal.rules import rule_of
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import fusion_bench_featcal.compat  # noqa: F401
 # isort: split
 from fusion_bench.modelpool import CausalLMPool as FusionBenchPool
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.vocabulary import keep_common_rows
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel
-from fusion_bench_featcal.settings import CalibrationError
 
 VOCABULARIES = ("refuse", "common_rows")
 

@@ -14,21 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.errors import CalibrationError, LostProcessError, OtherProcessError
 
 Value = TypeVar("Value")
 
 PATIENCE = timedelta(days=7)
 """Time that a process waits for the others, one of which may be evaluating models. A closed
 connection is noticed at once."""
-
-
-class OtherProcessError(CalibrationError):
-    """Another process failed, and all processes were informed."""
-
-
-class LostProcessError(OtherProcessError):
-    """Another process does not answer."""
 
 
 class Processes:

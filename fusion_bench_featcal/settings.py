@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion_bench_featcal.declared_settings import DeclaredSettings
+from fusion_bench_featcal.errors import CalibrationError as CalibrationError
 from fusion_bench_featcal.setting_fields import problems_of
 
 SETTINGS_OF_THE_RUN = ("activations", "checkpoint_dir", "resume")
@@ -24,10 +25,6 @@ OF_THE_PAPER = ("ridge_lambda", "mix_alpha", "anchor_rho")
 """Numeric settings that only the paper's rule has."""
 
 _FOLDERS = ("checkpoint_dir",)
-
-
-class CalibrationError(RuntimeError):
-    """Calibration cannot go on. The message names the cause and the setting to change."""
 
 
 @dataclass(frozen=True, kw_only=True)

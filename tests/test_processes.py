@@ -19,8 +19,9 @@ from tiny_models import Suite, clip_suite, t5_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.checkpoint import CheckpointFolder
+from fusion_bench_featcal.errors import LostProcessError
 from fusion_bench_featcal.experts import hollow_copy
-from fusion_bench_featcal.processes import LostProcessError, Processes
+from fusion_bench_featcal.processes import Processes
 
 PAPER, PLUS = Paper(), Plus()
 

@@ -13,10 +13,10 @@ from process_group import in_forks
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError, files
+from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.files import clear_leftovers
 from fusion_bench_featcal.fusionbench import save_model
 from fusion_bench_featcal.fusionbench.saving import check_save_target
-from fusion_bench_featcal.results import ReportError
 
 
 class Tiny(nn.Module):

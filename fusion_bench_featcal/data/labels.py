@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.nearest_names import nearest_hint
-from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 

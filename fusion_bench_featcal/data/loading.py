@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from fusion_bench_featcal.data.tables import offline_hint
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.hub_errors import hub_error, is_of_hub
-from fusion_bench_featcal.settings import CalibrationError
 
 
 @contextmanager

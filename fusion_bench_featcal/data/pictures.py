@@ -11,7 +11,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from transformers import BaseImageProcessor, ProcessorMixin
 
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.errors import CalibrationError
 
 Processor = ProcessorMixin | BaseImageProcessor | Callable[[Any], Tensor]
 

@@ -10,9 +10,9 @@ import datasets
 import pyarrow.csv
 from datasets.config import HF_HUB_OFFLINE
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.hub_errors import hub_error
 from fusion_bench_featcal.hub_files import note_data_set
-from fusion_bench_featcal.settings import CalibrationError
 
 TABLE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 

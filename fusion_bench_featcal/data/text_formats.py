@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.errors import CalibrationError
 
 TARGETS = ("target", "completion", "response", "output", "answer")
 """Names of the column with the answer to a row's prompt."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.data.text_formats import TARGETS, plain_row
 from fusion_bench_featcal.error_block import first_line
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.errors import CalibrationError
 
 TextKind = Literal["seq2seq", "causal", "classification"]
 IGNORED = -100  # label without a target, in transformers' losses

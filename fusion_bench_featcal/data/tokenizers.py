@@ -6,7 +6,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from fusion_bench_featcal.error_block import first_line
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.errors import CalibrationError
 
 _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import is_sound
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.source import ExpertSource, known_bytes, read_ahead, rows_of
 from fusion_bench_featcal.module_copies import copied_module
-from fusion_bench_featcal.settings import CalibrationError
 
 _ALIGNMENT = 64  # bytes, the alignment of torch's CPU allocator
 MOST_PINNED = 256 * 2**20

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.untrusted import read_json
 
 # Names, training, sizes (checked by tensor shapes) and keys that follow from others.

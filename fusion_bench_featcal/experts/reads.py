@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.expert_model import ExpertModel
 from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.experts.source import ExpertSource, Tensors, source_of
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.read_budgets import budget_in_bytes
-from fusion_bench_featcal.settings import CalibrationError
 
 BASE = "_pretrained_"
 """Name of the base model in FusionBench's pools."""

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.model_config import read_config
-from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.untrusted import read_json
 
 # Complex numbers, or codes that need a scale. Unsigned bytes are a mask in old GPT-2 checkpoints.

@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, SourceView
 from fusion_bench_featcal.families.transformers_names import VOCABULARY
-from fusion_bench_featcal.settings import CalibrationError
 
 
 class CommonRows(SourceView):

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families.transformers_names import HIDDEN, without_cache
-from fusion_bench_featcal.settings import CalibrationError
 
 
 class ModelView:

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families.base import ChainFamily
 from fusion_bench_featcal.families.transformers_names import CLIP_BLOCK
-from fusion_bench_featcal.settings import CalibrationError
 
 
 def clip_stages(model: nn.Module) -> list[list[str]]:

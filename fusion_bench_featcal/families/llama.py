@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families.stack import StackFamily
 from fusion_bench_featcal.families.transformers_names import LLAMA_BLOCK
-from fusion_bench_featcal.settings import CalibrationError
 
 MODEL_TYPES = (
     "llama",

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families.base import BlockCall, ChainFamily
 from fusion_bench_featcal.families.unfused import UnfusedView
-from fusion_bench_featcal.settings import CalibrationError
 
 _IN_CLIP = re.compile(r"(.+\.)?visual\.transformer\.resblocks\.\d+")
 _IN_TOWER = re.compile(r"transformer\.resblocks\.\d+")  # in a CLIP model this is the text tower

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.errors import CalibrationError
 
 NO_TARGET = -100
 """Label of a position without a target (ignored by the losses of transformers)."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families.base import (
     Family,
     call_model,
@@ -19,7 +20,6 @@ from fusion_bench_featcal.families.base import (
 from fusion_bench_featcal.families.rows import causal_rows, mask_named
 from fusion_bench_featcal.families.structure import find_stack, no_stack
 from fusion_bench_featcal.families.transformers_names import HIDDEN, without_cache
-from fusion_bench_featcal.settings import CalibrationError
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.errors import CalibrationError
 
 _CLEARLY = 10
 """Size ratio to all other lists above which a list counts as the model's blocks."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families.base import Family, capture_call, hidden_output, two_stages
 from fusion_bench_featcal.families.rows import (
     labelled_rows,
@@ -23,7 +24,6 @@ from fusion_bench_featcal.families.transformers_names import (
     T5_MASK,
     t5_bias,
 )
-from fusion_bench_featcal.settings import CalibrationError
 
 MODEL_TYPES = ("t5", "mt5", "umt5")
 """Model types with this structure. Tests run each of them."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families.base import ModelView
-from fusion_bench_featcal.settings import CalibrationError
 
 _PARTS = ("q_proj", "k_proj", "v_proj")  # in the order of the fused rows
 _LEAVES = ("weight", "bias")

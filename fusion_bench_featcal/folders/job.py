@@ -13,6 +13,7 @@ import torch
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
 from fusion_bench_featcal.error_block import first_line
+from fusion_bench_featcal.errors import NotImproved
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
@@ -29,7 +30,6 @@ from fusion_bench_featcal.folders.scorers import Scorer, scorers_of
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.texts import open_classifier_task, open_language_task
-from fusion_bench_featcal.folders.verdict import NotImproved
 from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import FEATCAL, measure
 from fusion_bench_featcal.saved_model import CardFacts

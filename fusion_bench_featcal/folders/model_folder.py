@@ -9,6 +9,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from fusion_bench_featcal.error_block import first_line
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.expert_model import aliases, pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, merged_by_peft
@@ -17,7 +18,6 @@ from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsEx
 from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.memory import free_bytes
 from fusion_bench_featcal.plurals import counted
-from fusion_bench_featcal.settings import CalibrationError
 
 Kind = Literal["causal", "seq2seq", "text classifier", "image classifier", "clip"]
 """Kind of models, which determines inputs and evaluation."""

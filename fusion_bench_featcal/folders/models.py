@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.data.tokenizers import differing_tokens
 from fusion_bench_featcal.error_block import first_line
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.far_experts import base_sample, experts_alike, task_vectors
 from fusion_bench_featcal.experts.merging import MergedOnRead
@@ -29,7 +30,6 @@ from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.modules.sites import find_all_modules
 from fusion_bench_featcal.rules import rule_of
-from fusion_bench_featcal.settings import CalibrationError
 
 UNRELATED = 1.0
 """Relative distance from the base above which a model counts as unrelated. Two separately trained

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.files import ReportError, prepare_directory
+from fusion_bench_featcal.errors import ReportError
+from fusion_bench_featcal.files import prepare_directory
 from fusion_bench_featcal.folders import options
 from fusion_bench_featcal.folders.mergekit import with_merge_config
 from fusion_bench_featcal.folders.options import mapping

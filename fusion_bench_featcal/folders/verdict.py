@@ -7,11 +7,7 @@ from typing import Any
 from fusion_bench_featcal.folders.tasks import Score
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results.statistics import student
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-
-
-class NotImproved(CalibrationError):
-    """With --strict, a task does not improve, so nothing is saved."""
+from fusion_bench_featcal.settings import FeatCalSettings
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from tqdm.std import tqdm
 
 from fusion_bench_featcal.error_block import error_block
-from fusion_bench_featcal.files import ReportError, prepare_directory
+from fusion_bench_featcal.errors import ReportError
+from fusion_bench_featcal.files import prepare_directory
 from fusion_bench_featcal.fusionbench.config_errors import FULL_ERROR, stop_explaining
 
 log = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from hydra.utils import get_object
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import all_finite
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, method_name, plain
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels, load_pool_model
-from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 

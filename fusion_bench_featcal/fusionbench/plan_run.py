@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import known_bytes
 from fusion_bench_featcal.fusionbench.config_errors import explained
 from fusion_bench_featcal.fusionbench.console import make_importable
@@ -21,7 +22,7 @@ from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel
 from fusion_bench_featcal.fusionbench.upstream import budget_left
 from fusion_bench_featcal.hub_files import is_here
 from fusion_bench_featcal.plan import Plan, plan_of
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 
 
 def plan_run(overrides: Sequence[str]) -> Plan:

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_featcal.error_block import first_line
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, known_bytes
 from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError
 from fusion_bench_featcal.experts.model_config import read_config
@@ -24,7 +25,6 @@ from fusion_bench_featcal.experts.vocabulary import CommonRows
 from fusion_bench_featcal.hub_errors import hub_error, is_of_hub
 from fusion_bench_featcal.hub_files import fetch, fetch_all
 from fusion_bench_featcal.module_copies import bind_own_functions
-from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 

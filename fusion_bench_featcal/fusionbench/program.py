@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.fusionbench.options import method_name
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
@@ -27,7 +28,6 @@ from fusion_bench_featcal.json_files import masked
 from fusion_bench_featcal.module_copies import bind_own_functions, copied_module
 from fusion_bench_featcal.modules.models import refuse_not_finite
 from fusion_bench_featcal.results import prepare_directory
-from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 

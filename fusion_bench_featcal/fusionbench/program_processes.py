@@ -17,8 +17,8 @@ import torch
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.processes import Processes, TorchProcesses
-from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 

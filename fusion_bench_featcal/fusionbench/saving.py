@@ -13,6 +13,7 @@ from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_featcal.error_block import first_line
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files import clear_leftovers, free_space, prepare_directory, write_atomic
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels
@@ -28,7 +29,6 @@ from fusion_bench_featcal.saved_model import (
     is_our_card,
     writing_model,
 )
-from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tensor_files import stored_bytes
 
 log = logging.getLogger(__name__)

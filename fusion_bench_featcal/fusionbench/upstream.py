@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.fusionbench.fusing import merged_from_files
 from fusion_bench_featcal.fusionbench.options import MERGED, method_name
 from fusion_bench_featcal.fusionbench.pool_models import (
@@ -15,7 +16,7 @@ from fusion_bench_featcal.fusionbench.pool_models import (
 )
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.read_budgets import budget_in_bytes
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 
 
 class Upstream:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import group_norm, layer_norm
 
 from fusion_bench_featcal.core.linear import Linear
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.modules.hooks import Recorded
 from fusion_bench_featcal.modules.sites import Site
-from fusion_bench_featcal.settings import CalibrationError
 
 
 @dataclass(frozen=True)

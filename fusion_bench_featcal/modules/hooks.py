@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families.base import stop_forward, stoppable
-from fusion_bench_featcal.settings import CalibrationError
 
 
 @dataclass

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fusion_bench_featcal.core.patches import Patches
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.modules.kinds import is_layer_norm, is_linear, runs_as
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ numbers that every view selects from. Functions raise `ReportError` for wrong fi
 naming location and cause. Their argument `setting` is the setting that chose the folder.
 """
 
-from fusion_bench_featcal.files import ReportError, prepare_directory
+from fusion_bench_featcal.errors import ReportError
+from fusion_bench_featcal.files import prepare_directory
 
 from .cost import Cost, describe_device, measure, versions
 from .joining import Results, join, join_folders, load

@@ -16,7 +16,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fusion_bench_featcal.files import ReportError, prepare_directory, write_atomic
+from fusion_bench_featcal.errors import ReportError
+from fusion_bench_featcal.files import prepare_directory, write_atomic
 
 from .run import AVERAGE, BASE
 from .show import Unit, is_at, is_missing, points_of, short_names, tasks_of

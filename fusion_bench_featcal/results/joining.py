@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.files import ReportError
+from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.json_files import read_json
 from fusion_bench_featcal.plurals import counted
 

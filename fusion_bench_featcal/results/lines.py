@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.files import (
     LOG_DIR_SETTING,
-    ReportError,
     prepare_directory,
     write_atomic,
 )

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from fusion_bench_featcal.files import ReportError, prepare_directory, write_atomic
+from fusion_bench_featcal.errors import ReportError
+from fusion_bench_featcal.files import prepare_directory, write_atomic
 
 from .figures import figures_of, svg
 from .joining import Results

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fusion_bench_featcal.files import ReportError
+from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.json_files import plain
 
 from .notes import LOSS, Note

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fusion_bench_featcal.files import ReportError, prepare_directory, write_atomic
+from fusion_bench_featcal.errors import ReportError
+from fusion_bench_featcal.files import prepare_directory, write_atomic
 
 from .joining import Results, join
 from .lines import LINES_FILE, RUN_FILE, csv_text

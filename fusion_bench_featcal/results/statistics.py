@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fusion_bench_featcal.files import ReportError
+from fusion_bench_featcal.errors import ReportError
 
 LEVEL = 0.95
 NORMAL = 1.959964  # quantile of the normal distribution for 95 %

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fusion_bench_featcal.files import ReportError
+from fusion_bench_featcal.errors import ReportError
 
 from .joining import Group, Results, groups_of
 from .run import ACCURACY, AVERAGE, EXPERTS

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.errors import CalibrationError
 
 ENOUGH, MOST = 256, 7
 """Number of samples beyond which copies gain little, and the largest number of copies of each."""

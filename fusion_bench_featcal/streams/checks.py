@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.finite import not_finite, read_back
 from fusion_bench_featcal.core.moments import Moments
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.errors import CalibrationError
 
 DEAD_TASK_RATIO = 1e-6
 """Tasks with a smaller Gram norm, relative to the median task, would dominate the bias."""

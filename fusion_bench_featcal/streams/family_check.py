@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import all_finite
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families import Family, StackFamily
 from fusion_bench_featcal.families.base import call_model, hidden_output, stop_forward, stoppable
 from fusion_bench_featcal.modules.models import Modes, device_of
-from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.streams.inputs import part_of, to_device
 from fusion_bench_featcal.streams.samples import naming_task
 

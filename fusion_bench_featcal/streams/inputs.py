@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import all_finite
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.errors import CalibrationError
 
 
 def to_device(inputs: Any, device: torch.device) -> Any:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.modules.sites import matches
 from fusion_bench_featcal.plurals import counted as counted_as
-from fusion_bench_featcal.settings import CalibrationError
 
 
 @dataclass(frozen=True)

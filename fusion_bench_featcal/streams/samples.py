@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.plurals import counted
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.augmentation import jittered, number_of_copies
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.inputs import batch_size, check_token_ids, part_of

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.solve import solve_dtype
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.modules.hooks import record
-from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.streams.streams import Streams
 
 

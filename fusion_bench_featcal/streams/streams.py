@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families.transformers_names import READ_AS_THE_OUTPUT
@@ -15,7 +16,6 @@ from fusion_bench_featcal.modules.hooks import Recorded, record
 from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_of_block
 from fusion_bench_featcal.modules.sites import Site
 from fusion_bench_featcal.rules.rule import Rule
-from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.streams.batch import OUTPUT, Batch
 from fusion_bench_featcal.streams.drift import AFTER, BEFORE, DriftLog
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device

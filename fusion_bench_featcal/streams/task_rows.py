@@ -9,10 +9,10 @@ from torch.nn.functional import linear
 
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.modules.groups import Group, normalised
 from fusion_bench_featcal.rules.norms import NormRows
 from fusion_bench_featcal.rules.rule import Rule
-from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.rows import rows_of
 

@@ -8,9 +8,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.data.images import ImageItems, load_images
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.setting_fields import problems_of, setting
-from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks.heads import (
     PromptTemplate,
     Templates,

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.nearest_names import nearest_hint
-from fusion_bench_featcal.settings import CalibrationError
 
 
 def is_installed() -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.tasks.clip_pool import ClipTaskPool
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.data.pictures import Processor, stack_pixels, to_pixels
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.tasks.item_pool import Score
 
 Batch = tuple[Tensor, Tensor]

@@ -24,8 +24,8 @@ from fusion_bench_featcal.data.text_samples import (
     TextKind,
     pad_samples,
 )
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
-from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.streams.inputs import check_token_ids
 from fusion_bench_featcal.tasks.item_pool import (
     ItemPool,

@@ -48,8 +48,8 @@ LOOP = {  # what packages of the calibration may import of one another
     "rules": {"core", "modules"},
     "streams": {"core", "experts", "families", "modules", "rules"},
 }
-ALONE = ("core", "files", "plurals", "setting_fields")
-FEW = {"families": {"settings"}, "results": {"files", "json_files", "plurals", "untrusted"}}
+ALONE = ("core", "errors", "plurals", "setting_fields")
+FEW = {"families": {"errors"}, "results": {"errors", "files", "json_files", "plurals", "untrusted"}}
 
 
 def reachable(name: str, graph: Mapping[str, set[str]]) -> set[str]:

@@ -23,6 +23,7 @@ from fusion_bench.mixins import LightningFabricMixin
 from omegaconf import DictConfig, open_dict
 
 from fusion_bench_featcal.ending import ending_cleanly
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.fusionbench.console import at_the_end
 from fusion_bench_featcal.fusionbench.loggers import log_results
 from fusion_bench_featcal.fusionbench.options import (
@@ -44,7 +45,7 @@ from fusion_bench_featcal.results.notes import FAILED, NOTE
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison, tasks_below_merged
 from fusion_bench_featcal.results.show import show_run
 from fusion_bench_featcal.setting_fields import Settings, is_integer, is_text_list, same_as, setting
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
 

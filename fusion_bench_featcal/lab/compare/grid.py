@@ -11,12 +11,12 @@ from fusion_bench.compat.method import AlgorithmFactory
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.fusionbench.options import is_merger, plain
 from fusion_bench_featcal.fusionbench.pool_models import import_target
 from fusion_bench_featcal.lab.rivals.interface import PostMerging
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
-from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import fusion_bench_featcal.compat  # noqa: F401
 from torch import Tensor, nn
 
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.options import Choices, names_of
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
@@ -26,7 +27,7 @@ from fusion_bench_featcal.modules.models import head_of
 from fusion_bench_featcal.results import BASE
 from fusion_bench_featcal.results.notes import DIAGNOSIS, Note
 from fusion_bench_featcal.setting_fields import Settings, is_text_list, setting
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
 

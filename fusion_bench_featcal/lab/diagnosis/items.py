@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from fusion_bench_featcal.calibration_data import samples_used
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.plurals import counted
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
 

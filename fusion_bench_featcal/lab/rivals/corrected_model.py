@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, CLIPVisionModel
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.base import hidden_output
 from fusion_bench_featcal.lab.rivals.features import project
 from fusion_bench_featcal.saved_model import keep_untied
-from fusion_bench_featcal.settings import CalibrationError
 
 WEIGHTS = "corrections.safetensors"
 VARIANT = "uncorrected"

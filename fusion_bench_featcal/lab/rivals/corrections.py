@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.calibration_text import TextBatches
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
@@ -23,7 +24,7 @@ from fusion_bench_featcal.lab.rivals.features import (
 from fusion_bench_featcal.lab.rivals.registry import SampleSettings
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.setting_fields import same_as, setting
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.rows import rows_of
 from fusion_bench_featcal.streams.samples import naming_task
 

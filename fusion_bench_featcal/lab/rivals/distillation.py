@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
@@ -17,7 +18,7 @@ from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.modules.models import copied
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.setting_fields import same_as, setting
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.inputs import to_device
 from fusion_bench_featcal.streams.rows import CountedRows, rows_of
 from fusion_bench_featcal.streams.samples import naming_task, take_samples

@@ -6,13 +6,14 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import CLIPModel
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import call_model, stop_forward, stoppable
 from fusion_bench_featcal.families.transformers_names import FINAL_NORMS
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.modules.models import head_of
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.rows import CountedRows
 from fusion_bench_featcal.streams.samples import rows_named
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.lab.rivals.corrected_model import AffineModule
 from fusion_bench_featcal.lab.rivals.corrections import FeatureCorrection, Fitted, Lessons
 from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.setting_fields import setting
-from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 

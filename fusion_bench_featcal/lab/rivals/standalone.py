@@ -14,6 +14,7 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
 from fusion_bench_featcal.ending import ends_cleanly
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.fusionbench.options import (
     MergedBy,
     names_of,
@@ -30,7 +31,6 @@ from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.run import training_lines
 from fusion_bench_featcal.saved_model import CardFacts
-from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 

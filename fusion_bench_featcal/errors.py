@@ -1,0 +1,21 @@
+"""Errors with a message for the user, who needs no traceback."""
+
+
+class CalibrationError(RuntimeError):
+    """Calibration cannot go on. The message names the cause and the setting to change."""
+
+
+class NotImproved(CalibrationError):
+    """With --strict, a task does not improve, so nothing is saved."""
+
+
+class OtherProcessError(CalibrationError):
+    """Another process failed, and all processes were informed."""
+
+
+class LostProcessError(OtherProcessError):
+    """Another process does not answer."""
+
+
+class ReportError(RuntimeError):
+    """A result cannot be written, read or compared. The message names the file and the cause."""
