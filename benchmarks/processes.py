@@ -29,8 +29,8 @@ from torch import Tensor
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
-from fusion_bench_featcal.processes import TorchProcesses
 from fusion_bench_featcal.results.cost import measure
+from fusion_bench_featcal.run.processes import TorchProcesses
 
 BATCH = 16
 THREADS = 2

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
     from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
     from fusion_bench_featcal.families import Family
-    from fusion_bench_featcal.log import CalibrationLog
-    from fusion_bench_featcal.problem import CalibrationResult
-    from fusion_bench_featcal.processes import TorchProcesses
     from fusion_bench_featcal.rules.paper import Paper
     from fusion_bench_featcal.rules.plus import Plus
+    from fusion_bench_featcal.run.log import CalibrationLog
+    from fusion_bench_featcal.run.problem import CalibrationResult
+    from fusion_bench_featcal.run.processes import TorchProcesses
     from fusion_bench_featcal.settings import FeatCalSettings
 
 __version__ = "0.1.0"
@@ -39,8 +39,8 @@ __getattr__ = lazy_names(
     __name__,
     {
         "CalibrationError": ".errors",
-        "CalibrationLog": ".log",
-        "CalibrationResult": ".problem",
+        "CalibrationLog": ".run.log",
+        "CalibrationResult": ".run.problem",
         "ExpertSource": ".experts",
         "Family": ".families",
         "FeatCalSettings": ".settings",
@@ -48,7 +48,7 @@ __getattr__ = lazy_names(
         "Paper": ".rules.paper",
         "Plus": ".rules.plus",
         "SafetensorsExpert": ".experts.safetensors_files",
-        "TorchProcesses": ".processes",
+        "TorchProcesses": ".run.processes",
         "calibrate": ".calibration",
     },
 )

@@ -12,7 +12,6 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.checkpoint import open_checkpoint
 from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import (
@@ -28,16 +27,16 @@ from fusion_bench_featcal.fusionbench.options import (
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.program_processes import (
-    announcing,
     join_processes,
     share_model,
 )
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.method_inputs import MethodInputs, check_calibration
-from fusion_bench_featcal.problem import CalibrationResult
-from fusion_bench_featcal.processes import Processes
 from fusion_bench_featcal.results import FEATCAL, Cost, measure
+from fusion_bench_featcal.run.checkpoint import open_checkpoint
+from fusion_bench_featcal.run.problem import CalibrationResult
+from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -93,8 +92,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """Use the suite's task pool if none was named, and check the log directory."""
         self._processes = join_processes(self)
         if self._processes.rank == 0:
-            with announcing(self._processes):
-                prepare_run(self._program, self.log_dir)
+            prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge, calibrate, evaluate and report.
@@ -112,10 +110,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         if self._processes.size == 1:  # a launcher starts several processes itself
             self._processes = join_processes(self)
         self._results = None
-        with (
-            ending_cleanly(self._program, self._how_to_go_on),
-            announcing(self._processes),
-        ):
+        with ending_cleanly(self._program, self._how_to_go_on):
             model = self._run(modelpool)
             self._processes.gather(None)  # no process ends without error if the first one fails
             return model
@@ -213,7 +208,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             cost.more["processes"] = processes.size
             cost.more["exchanged_bytes"] = processes.exchanged_bytes - exchanged
         result.reads["budget"] = settings.expert_read_budget
-        upstream.add_reads(result.reads, first=first)
+        result.reads["upstream"] = upstream.reads() if first else None
         _add_amounts(cost, result)
         log.debug("calibrated %s in %.1f s", name, cost.seconds)
         return result, cost
@@ -238,9 +233,6 @@ def _add_amounts(cost: Cost, result: CalibrationResult) -> None:
     """Add restored and read amounts to a calibration's cost."""
     for record in result.log.of_kind("resumed"):
         cost.more["restored_blocks"] = record["blocks"]
-    totals = result.reads["totals"]
-    read, planned = totals["all_experts_read"], totals["experts_planned"]
-    if read is not None:
-        cost.more["expert_bytes"] = read
-    if planned is not None:
-        cost.more["expert_bytes_planned"] = planned
+    upstream = (result.reads["upstream"] or {}).get("experts", 0)
+    if upstream is not None:
+        cost.more["expert_bytes"] = upstream + sum(result.reads["experts"].values())

@@ -1,7 +1,7 @@
 """Algorithm 1: calibrate a merged model block by block, in forward order."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from fusion_bench_featcal.core.kernels import using_kernel
 from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.memory import naming_memory, return_freed_memory
 from fusion_bench_featcal.modules.groups import Group, find_groups
 from fusion_bench_featcal.modules.models import (
     Modes,
@@ -24,21 +23,22 @@ from fusion_bench_featcal.modules.models import (
     tensors_under,
     without_ties,
 )
-from fusion_bench_featcal.problem import (
+from fusion_bench_featcal.rules.rule import GroupSums, Rule
+from fusion_bench_featcal.run.memory import naming_memory, return_freed_memory
+from fusion_bench_featcal.run.problem import (
+    BASE,
     Autocast,
     CalibrationResult,
     Problem,
     Request,
     check_merged,
-    prepare,
+    open_problem,
 )
-from fusion_bench_featcal.processes import Processes, announcing
-from fusion_bench_featcal.rules.rule import GroupSums, Rule
+from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.samples import check_inputs, naming_module
 from fusion_bench_featcal.streams.statistics import estimated
-from fusion_bench_featcal.streams.streams import Streams
 from fusion_bench_featcal.streams.task_rows import TaskRows, empty_rows
 
 
@@ -81,11 +81,13 @@ def calibrate_loaded(problem: Problem, block: str) -> None:
     current = tensors_under(problem.model, block)
     changed = {name: t.detach() for name, t in current.items() if t is not merged[name]}
     problem.working.finish(problem.output.write(block, problem.working, changed, problem.log))
+    if not finished:
+        problem.progress.finished(time.perf_counter() - start)
 
 
 def trusting(problem: Problem, block: str) -> Problem:
     """Return the problem with a rule that includes the trust in each task's samples."""
-    from fusion_bench_featcal.trust import with_trust
+    from fusion_bench_featcal.run.trust import with_trust
 
     return with_trust(problem, block, groups_of(problem, block))
 
@@ -149,13 +151,13 @@ def task_rows(
     model, rule, streams = problem.model, problem.rule, problem.streams
     follows = entering is not None and streams.runs_experts
     needed = [name for group in turn for name in group.parameters]
+    if entering is not None:
+        problem.read_ahead(block)
     for task in streams.tasks:
         problem.progress.at(f"{block} · {task}")
         names = streams.tensors_of(block) if follows else needed
         with ExitStack() as stack:
             expert = stack.enter_context(problem.experts[task].loaded(names))
-            if entering is not None:
-                problem.read_ahead(block, task, names)
             rows = {group: empty_rows(group, model, expert, rule, problem.dtype) for group in turn}
             if not follows:
                 stack.close()  # the rows have copies of the expert's parameters
@@ -212,7 +214,7 @@ def note(problem: Problem, block: str, figures: Mapping[str, Any], seconds: floa
     drifts = {} if drift is None else drift.records(gather)
     counts = gather({task: streams.counts(task) for task in streams.tasks})
     samples = {task: count for part in counts for task, count in part.items()}
-    for task in problem.weights.tasks:
+    for task in problem.tasks:
         of_task = {"block": block, "task": task, "samples": samples[task]}
         log.add("task", of_task | drifts.get(task, {}))
     log.add("block", {"block": block, "seconds": seconds, "left": list(modules.unchanged)})
@@ -233,7 +235,6 @@ def calibrate(
     progress: bool = True,
     processes: Processes | None = None,
     merged_weights: ExpertSource | None = None,
-    streams_type: Callable[..., Streams] = Streams,
 ) -> CalibrationResult:
     """Calibrate a merged model (Algorithm 1).
 
@@ -257,7 +258,6 @@ def calibrate(
         merged_weights: Weights of the merged model. `merged` is then its structure, on the meta
             device except for buffers that no checkpoint has. They are read block by block, and the
             calibrated model is written to `checkpoint_dir` without being whole in memory.
-        streams_type: Creates the streams: `Streams` or a subclass.
 
     Returns:
         The calibrated model (only its structure with `merged_weights`), the log and a count of
@@ -268,31 +268,28 @@ def calibrate(
         ValueError: If the family or rule is unknown, or rho needs a base model and there is none.
         TypeError: If `settings` is neither settings nor a rule.
     """
-    processes = processes or Processes()
-    with announcing(processes):
-        if not isinstance(settings, FeatCalSettings):
-            if not isinstance(settings, Rule):
-                raise TypeError(f"give settings or a rule, such as Paper(), not {settings!r}")
-            settings = FeatCalSettings(rule=settings)
-        if family is not None:
-            settings = settings.replace(family=family)
-        check_inputs(base, experts, batches, settings)
-        if merged_weights is not None and settings.checkpoint_dir is None:
-            raise ValueError("merged_weights needs checkpoint_dir, where the calibrated model goes")
-        request = Request(
-            merged,
-            base,
-            experts,
-            batches,
-            settings,
-            merged_weights=merged_weights,
-            device=torch.device(device or ("cpu" if merged_weights else device_of(merged))),
-            autocast=autocast or nullcontext,
-            progress=progress,
-            processes=processes,
-            streams_type=streams_type,
-        )
-        return calibrated(request)
+    if not isinstance(settings, FeatCalSettings):
+        if not isinstance(settings, Rule):
+            raise TypeError(f"give settings or a rule, such as Paper(), not {settings!r}")
+        settings = FeatCalSettings(rule=settings)
+    if family is not None:
+        settings = settings.replace(family=family)
+    check_inputs(base, experts, batches, settings)
+    if merged_weights is not None and settings.checkpoint_dir is None:
+        raise ValueError("merged_weights needs checkpoint_dir, where the calibrated model goes")
+    request = Request(
+        merged,
+        base,
+        experts,
+        batches,
+        settings,
+        torch.device(device or ("cpu" if merged_weights else device_of(merged))),
+        merged_weights,
+        autocast or nullcontext,
+        progress,
+        processes or Processes(),
+    )
+    return calibrated(request)
 
 
 def calibrated(request: Request) -> CalibrationResult:
@@ -301,7 +298,7 @@ def calibrated(request: Request) -> CalibrationResult:
     if request.merged_weights is not None:
         return_freed_memory()
     with naming_memory(device, lambda: processes.doing):
-        problem = prepare(request)
+        problem = open_problem(request)
         with (
             torch.autocast(device.type, enabled=False),
             convolving_as_multiplying(),
@@ -335,10 +332,15 @@ def result_of(problem: Problem, request: Request) -> CalibrationResult:
         problem.output.finish(without_ties(model), problem.log)
     else:
         problem.output.finish(problem.working.tensors, problem.log)
-    budget, merged = request.settings.expert_read_budget, problem.working.merged
-    blocks, gather = list(problem.modules), problem.processes.gather
-    reads = problem.weights.manifest(budget, blocks, merged, gather)
-    for record in problem.log.of_kind("task"):
-        record["expert_bytes"] = reads["experts"].get(record["task"], {}).get(record["block"], 0)
     folder = request.settings.checkpoint_dir
-    return CalibrationResult(model, problem.log, reads, Path(folder) if folder else None)
+    return CalibrationResult(
+        model, problem.log, reads_of(problem), Path(folder) if folder else None
+    )
+
+
+def reads_of(problem: Problem) -> dict[str, Any]:
+    """Return the bytes read of each model and what a budget allowed, fit for JSON."""
+    parts = problem.processes.gather({n: sum(m.sizes.values()) for n, m in problem.models.items()})
+    read = {name: size for part in parts for name, size in part.items()}
+    base = read.pop(BASE, 0)
+    return {"plan": problem.grant.as_dict(), "experts": read, "base": base}

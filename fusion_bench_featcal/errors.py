@@ -9,11 +9,7 @@ class NotImproved(CalibrationError):
     """With --strict, a task does not improve, so nothing is saved."""
 
 
-class OtherProcessError(CalibrationError):
-    """Another process failed, and all processes were informed."""
-
-
-class LostProcessError(OtherProcessError):
+class LostProcessError(CalibrationError):
     """Another process does not answer."""
 
 

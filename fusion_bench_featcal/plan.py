@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts.reads import grants
+from fusion_bench_featcal.experts.budget import granted
 from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.files import existing, free_space
 from fusion_bench_featcal.modules.models import names_in_order
@@ -94,7 +94,7 @@ def plan_of(
         family=family.name,
         tasks=len(tasks),
         fetched=fetches * whole,
-        read=grants(settings.expert_read_budget, sizes).bytes or 0,
+        read=granted(settings.expert_read_budget, sizes).bytes or 0,
         base_read=sum(map(size, solved)) if rule.reads_base else 0,
         output=whole,
         free=None if folder is None else free_space(existing(folder)),

@@ -7,8 +7,8 @@ import pytest
 from reports import error_of, featcal, leave_run
 
 from fusion_bench_featcal import __version__, progress
-from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.results import Run
+from fusion_bench_featcal.run.progress import progress_bar
 from fusion_bench_featcal.suites.checksums import write_checksums
 
 MESSAGES = {

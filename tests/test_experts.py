@@ -33,57 +33,27 @@ from fusion_bench_featcal.experts import (
     LoraExpert,
     check_same_function,
 )
-from fusion_bench_featcal.experts.expert_model import fitted_to
-from fusion_bench_featcal.experts.far_experts import far_experts
+from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.experts.lora import OtherAdapterError, merged_by_peft
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.fusionbench import PoolModel
 
-MIXTURES = {
-    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen": ("mlp", "gate_proj", "up_proj", "down_proj"),
-}
-
-
-@pytest.mark.parametrize("kind", MIXTURES)
-def test_matrices_of_a_mixture_are_joined_as_transformers_5_has_them(kind: str, tmp_path: Path):
-    owner, *leaves = MIXTURES[kind]
-    gate, up, down = torch.randn(11, 5, 4), torch.randn(11, 5, 4), torch.randn(11, 4, 5)
-    stored = {f"layers.0.{owner}.gate.weight": torch.randn(11, 4)}
-    for leaf, matrices in zip(leaves, (gate, up, down), strict=True):
-        for number, matrix in enumerate(matrices):
-            stored[f"layers.0.{owner}.experts.{number}.{leaf}.weight"] = matrix.clone()
-    save_file(stored, tmp_path / "model.safetensors")
-    joined = {
-        "layers.0.mlp.gate.weight": stored[f"layers.0.{owner}.gate.weight"],
-        "layers.0.mlp.experts.gate_up_proj": torch.cat([gate, up], dim=1),
-        "layers.0.mlp.experts.down_proj": down,
-    }
-    source: Any = fitted_to(list(joined), SafetensorsExpert(tmp_path))
-    assert source.names() == set(joined)
-    for name, expected in joined.items():
-        assert torch.equal(source.tensor(name), expected)
-        assert torch.equal(source.rows(name, 1, 3), expected[1:3])
-        assert source.shape(name) == tuple(expected.shape)
-        assert source.nbytes(name) == expected.nbytes
-
-
-def far_notes(*experts: tuple[float, int]) -> list[str]:
+def notes(*experts: tuple[float, int]) -> list[str]:
     """Notes on experts at distances from the base, in directions by a seed."""
     base = clip_model()
-    moved = (InMemoryExpert(scatter(base, seed, distance)) for distance, seed in experts)
-    return far_experts({str(n): ExpertModel(str(n), e, base) for n, e in enumerate(moved)}, base)
+    moved = [InMemoryExpert(scatter(base, seed, distance)) for distance, seed in experts]
+    opened = {str(n): ExpertModel(str(n), expert, base) for n, expert in enumerate(moved)}
+    return notes_on_experts(opened, ExpertModel("base", InMemoryExpert(base), base))
 
 
-def test_experts_far_from_the_base_and_copies_are_named():
-    (note,) = far_notes((0.1, 0), (0.12, 1), (0.8, 5), (0.1, 3))
-    assert note.startswith("expert 2 lies ") and 7 < float(note.split()[3]) < 9
-    assert far_notes((0.1, 0), (0.2, 1), (0.15, 2)) == []
-    assert far_notes((5.0, 0)) == []  # nothing to compare with
-    (note,) = far_notes((0.0, 1), (1.0, 2))
+def test_experts_unrelated_or_equal_to_the_base_and_copies_are_named():
+    (note,) = notes((0.01, 0), (0.012, 1), (9.0, 5), (0.01, 3))
+    assert note.startswith("expert 2 may not be tuned from this base: ")
+    assert notes((0.01, 0), (0.02, 1), (0.015, 2)) == []
+    (note,) = notes((0.0, 1), (0.02, 2))
     assert note.startswith("expert 0 equals the base on a")
-    (note,) = far_notes((0.1, 1), (0.1, 1))
-    assert note.startswith("experts 0 and 1 are the same on a sample of weights: check their paths")
+    (note,) = notes((0.01, 1), (0.01, 1))
+    assert note.startswith("expert 0 and expert 1 are the same on a sample of weights: check their paths")
 
 
 LLAMA: dict[str, Any] = {

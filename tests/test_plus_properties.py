@@ -13,7 +13,7 @@ from tricky_models import biased, plain, stack_suite
 
 from fusion_bench_featcal import Plus
 from fusion_bench_featcal.results.remarks import largest_update
-from fusion_bench_featcal.trust import FAMILIAR
+from fusion_bench_featcal.run.trust import FAMILIAR
 
 SAMPLES_ALONE: dict[str, Any] = {"rule": Plus(gamma=0.0)}
 

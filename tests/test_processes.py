@@ -18,10 +18,10 @@ from tiny_convs import batched_suite
 from tiny_models import Suite, clip_suite, t5_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult, Paper, Plus, SafetensorsExpert
-from fusion_bench_featcal.checkpoint import CheckpointFolder
 from fusion_bench_featcal.errors import LostProcessError
 from fusion_bench_featcal.experts import hollow_copy
-from fusion_bench_featcal.processes import Processes
+from fusion_bench_featcal.run.checkpoint import CheckpointFolder
+from fusion_bench_featcal.run.processes import Processes
 
 PAPER, PLUS = Paper(), Plus()
 
@@ -99,49 +99,36 @@ def test_more_processes_than_tasks_are_refused():
         assert "2 processes cannot share 1 tasks" in str(error) and "fabric.devices" in str(error)
 
 
-def spoil_samples(suite: Suite, _: Processes) -> None:
+def spoil_samples(suite: Suite) -> None:
     suite.inputs["task_1"][-1]["pixel_values"][0] = float("nan")
 
 
-def other_merged(suite: Suite, processes: Processes) -> None:
-    suite.merged = clip_suite(seed=processes.rank).merged
-
-
-def full_disk(*_: Any) -> None:
+def fill_disk(_: Suite) -> None:
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    os.replace = fail  # for the first process, which alone writes, and never repaired
+    os.replace = fail  # for the first process, which alone writes
 
 
-STARTED = "process 1 was started with other {} than process 0"
-# A change of the arguments in one process of two, and words of the error of both.
-CHANGES: list[tuple[Callable[[Suite, Processes], None], str]] = [
-    (spoil_samples, r"task task_1: calibration batch \d, input 'pixel_values', has NaN.*"),
-    (other_merged, STARTED.format("weights")),
-    (full_disk, "No space left on device"),
+# What one process of two meets, its rank, and words of its error.
+CAUSES: list[tuple[Callable[[Suite], None], int, str]] = [
+    (spoil_samples, 1, r"task task_1: calibration batch \d, input 'pixel_values', has NaN.*"),
+    (fill_disk, 0, "No space left on device"),
 ]
 
 
-def test_error_of_one_process_is_raised_in_all_which_can_go_on(tmp_path: Path):
+@pytest.mark.parametrize(("cause", "rank", "words"), CAUSES)
+def test_a_process_that_fails_names_the_cause_and_ends_the_other(
+    cause: Any, rank: int, words: str, tmp_path: Path
+):
     def work(processes: Processes) -> Any:
-        errors = []
-        for change, _ in CHANGES:
-            suite = clip_suite()
-            change(suite, processes)
-            with pytest.raises(Exception) as caught:
-                run_fast(suite, processes=processes, checkpoint_dir=str(tmp_path / change.__name__))
-            errors.append(str(caught.value))
-        with pytest.raises(CalibrationError, match=STARTED.format("settings")):
-            rule = Paper(ridge_lambda=1.0 + processes.rank)
-            run_fast(clip_suite(), rule=rule, processes=processes)
-        return errors, run_fast(clip_suite(), processes=processes)
+        suite = clip_suite()
+        cause(suite)
+        return run_fast(suite, processes=processes, checkpoint_dir=str(tmp_path / "blocks"))
 
-    (first, one), (second, two) = in_processes(2, work)
-    for (_, words), *messages in zip(CHANGES, first, second, strict=True):
-        assert all(re.search(words, message) for message in messages), messages
-    assert "(process 1 of 2" in first[0]
-    assert_one_model([one, two])
+    errors = in_processes(2, work)
+    assert re.search(words, str(errors[rank])) and isinstance(errors[1 - rank], LostProcessError)
+    assert "process" in str(errors[1 - rank]) and not list(tmp_path.rglob("*.part"))
 
 
 Finished = tuple[Suite, list[CalibrationResult], Path]

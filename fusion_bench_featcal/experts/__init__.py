@@ -1,6 +1,6 @@
 """Sources of weights, and experts with one block at a time in memory."""
 
-from fusion_bench_featcal.experts.expert_model import (
+from fusion_bench_featcal.experts.expert import (
     ExpertModel,
     hollow_copy,
     names_under,

@@ -86,10 +86,9 @@ class LoraExpert(SourceView):
             )
         return change
 
-    def origins(self, name: str) -> list[tuple[ExpertSource, str]]:
-        """Return the tensors of base and adapter that one tensor is computed from."""
-        factors = self._changes.get(name, ())
-        return [*super().origins(name), *((self._weights, factor) for factor in factors)]
+    def nbytes(self, name: str) -> int:
+        """Return the bytes to read for one tensor: the base's and its two factors."""
+        return super().nbytes(name) + sum(map(self._weights.nbytes, self._changes.get(name, ())))
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor in the base's dtype, including the adapter's change."""

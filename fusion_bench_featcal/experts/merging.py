@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.finite import all_finite
-from fusion_bench_featcal.experts.expert_model import ExpertModel
+from fusion_bench_featcal.experts.expert import ExpertModel
 from fusion_bench_featcal.experts.source import SourceView
 
 ENTRIES = 2**22

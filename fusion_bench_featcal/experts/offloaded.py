@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from fusion_bench_featcal.experts.expert_model import ExpertModel
+from fusion_bench_featcal.experts.expert import ExpertModel
 from fusion_bench_featcal.experts.source import ExpertSource, Tensors
 
 

@@ -1,4 +1,4 @@
-"""Sources of weights: the interface, a model in memory, and views of other sources."""
+"""Sources of weights: the interface, a model in memory, and the base of views of other sources."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -11,9 +11,10 @@ from fusion_bench_featcal.errors import CalibrationError
 class ExpertSource(Protocol):
     """A readable set of named tensors: one model's weights.
 
-    Optional members: `rows(name, start, stop)`, which reads only these rows, `will_need(names)`,
-    which starts reading tensors ahead and returns at once, and `config`, the model's transformers
-    config or the content of its config.json, which is compared with the merged model.
+    Optional members: `nbytes(name)`, the bytes to read for a tensor, which a read budget needs,
+    `rows(name, start, stop)`, which reads only these rows, `will_need(names)`, which starts reading
+    tensors ahead and returns at once, and `config`, the model's transformers config or the content
+    of its config.json, which is compared with the merged model.
     """
 
     def names(self) -> set[str]:
@@ -22,10 +23,6 @@ class ExpertSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one tensor, without reading it if possible."""
-        ...
-
-    def nbytes(self, name: str) -> int:
-        """Return the number of bytes to read for one tensor."""
         ...
 
     def tensor(self, name: str) -> Tensor:
@@ -84,21 +81,15 @@ class SourceView:
 
     def nbytes(self, name: str) -> int:
         """Return the number of bytes to read for one tensor."""
-        return sum(known_bytes(*origin) for origin in self.origins(name))
+        return known_bytes(self._source, name)
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor of the view."""
         return self._source.tensor(name)
 
-    def origins(self, name: str) -> list[tuple[ExpertSource, str]]:
-        """Return the sources and names of the tensors that one tensor is computed from."""
-        return [(self._source, name)]
-
     def will_need(self, names: Iterable[str]) -> None:
-        """Let the sources start reading the tensors that some tensors are computed from."""
-        origins = [origin for name in names for origin in self.origins(name)]
-        for source in {id(source): source for source, _ in origins}.values():
-            read_ahead(source, [name for other, name in origins if other is source])
+        """Let the source start reading tensors ahead."""
+        read_ahead(self._source, names)
 
 
 class Tensors(Mapping[str, Tensor]):
@@ -137,24 +128,24 @@ def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
     if not all(hasattr(model, name) for name in ("names", "shape", "tensor")):
         raise CalibrationError(
             f"a {type(model).__name__} is no model: give a module, or a source of weights with "
-            "names, shape, nbytes and tensor"
+            "names, shape and tensor"
         )
     return model
 
 
-def known_bytes(source: ExpertSource, name: str) -> int:
+def known_bytes(source: Any, name: str) -> int:
     """Return the bytes to read for a tensor.
 
     Raises:
         CalibrationError: If the source has no sizes, as one written by a user may.
     """
-    try:
-        return int(source.nbytes(name))
-    except AttributeError as error:
+    if not hasattr(source, "nbytes"):
         raise CalibrationError(
-            f"{error}. method.expert_read_budget needs the size of each tensor: add this method to "
-            "the source, or set method.expert_read_budget to null"
-        ) from error
+            f"{type(source).__name__} has no nbytes(name). method.expert_read_budget needs the "
+            "size of each tensor: add this method to the source, or set "
+            "method.expert_read_budget to null"
+        )
+    return int(source.nbytes(name))
 
 
 def read_ahead(source: Any, names: Iterable[str]) -> None:

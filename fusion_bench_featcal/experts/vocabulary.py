@@ -1,9 +1,9 @@
-"""Experts with more rows in their vocabulary matrices than the other models."""
+"""Models with more rows in their vocabulary matrices than the other models."""
 
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts import ExpertSource, SourceView
+from fusion_bench_featcal.experts.source import ExpertSource, SourceView
 from fusion_bench_featcal.families.transformers_names import VOCABULARY
 
 
@@ -26,25 +26,13 @@ class CommonRows(SourceView):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one tensor after the cut."""
-        first, *rest = self._source.shape(name) or (0,)
-        if self._is_cut(name):
-            return (min(first, self._rows), *rest)
-        return self._source.shape(name)
-
-    def nbytes(self, name: str) -> int:
-        """Return the size of one tensor after the cut."""
-        stored = super().nbytes(name)
-        if not self._is_cut(name):
-            return stored
-        return stored * self.shape(name)[0] // self._source.shape(name)[0]
+        shape = super().shape(name)
+        return (min(shape[0], self._rows), *shape[1:]) if name.endswith(VOCABULARY) else shape
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor after the cut."""
-        tensor = self._source.tensor(name)
-        return tensor[: self._rows] if self._is_cut(name) else tensor
-
-    def _is_cut(self, name: str) -> bool:
-        return name.endswith(VOCABULARY)
+        tensor = super().tensor(name)
+        return tensor[: self._rows] if name.endswith(VOCABULARY) else tensor
 
 
 def keep_common_rows(model: nn.Module, rows: int, label: str) -> nn.Module:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.experts.expert_model import ExpertModel, hollow_copy, put_tensor
+from fusion_bench_featcal.experts.expert import ExpertModel, hollow_copy, put_tensor
 from fusion_bench_featcal.experts.source import ExpertSource, InMemoryExpert, Tensors
 
 

@@ -15,11 +15,11 @@ from fusion_bench_featcal.folders.tasks import Score, Task
 from fusion_bench_featcal.folders.verdict import Verdict
 from fusion_bench_featcal.hub_files import commits
 from fusion_bench_featcal.plurals import counted
-from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import EXPERTS, FEATCAL, Run, describe_device, versions
 from fusion_bench_featcal.results.notes import GAIN, NOTE, VERDICT, Note
 from fusion_bench_featcal.results.remarks import notes_of_log
 from fusion_bench_featcal.results.run import GIVEN
+from fusion_bench_featcal.run.problem import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
 
 

@@ -30,8 +30,8 @@ from fusion_bench_featcal.folders.scorers import Scorer, scorers_of
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.texts import open_classifier_task, open_language_task
-from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import FEATCAL, measure
+from fusion_bench_featcal.run.problem import CalibrationResult
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import FeatCalSettings
 

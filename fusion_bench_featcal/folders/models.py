@@ -1,6 +1,5 @@
 """All models of one `featcal calibrate`, compared with each other before they are loaded."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fusion_bench_featcal.data.tokenizers import differing_tokens
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
-from fusion_bench_featcal.experts.far_experts import base_sample, experts_alike, task_vectors
+from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.experts.merging import MergedOnRead
 from fusion_bench_featcal.experts.model_config import check_same_function, read_config
 from fusion_bench_featcal.experts.offloaded import fill, offloaded
@@ -31,9 +30,6 @@ from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.modules.sites import find_all_modules
 from fusion_bench_featcal.rules import rule_of
 
-UNRELATED = 1.0
-"""Relative distance from the base above which a model counts as unrelated. Two separately trained
-models are about 1.4 apart."""
 _PROCESSORS = (
     "tokenizer_config.json", "tokenizer.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
@@ -155,9 +151,8 @@ class Models:
         if self.merged is not None:
             return source
         assert self.base_source is not None
-        body, (name, scale) = self.empty_body, self.request.merger
-        like = ExpertModel(self.home.name, source, body, role="model")
-        base = ExpertModel("base", self.base_source, body, role="model")
+        name, scale = self.request.merger
+        like, base = self._opened(self.home.name, source), self._opened("base", self.base_source)
         experts = list(self._runnable.values())
         return MergedOnRead(like, base, experts, None if name == "simple_average" else scale)
 
@@ -200,10 +195,15 @@ class Models:
         )
         notes = [f"{name}: {value}" for name, value in named.items() if value]
         notes.append(f"experts: {', '.join(listed)}")
-        if self.base is None or request.any_base:
+        if self.base_source is None:
             return notes
-        vectors = {task: self._vectors[task] for task in self.experts}
-        return notes + experts_alike(vectors, self.base.option)
+        base, merged = self._opened("base", self.base_source), None
+        if self.merged is not None:
+            merged = self._opened("merged", self._source(self.merged))
+        return notes + notes_on_experts(self._runnable, base, merged)
+
+    def _opened(self, name: str, source: ExpertSource) -> ExpertModel:
+        return ExpertModel(name, source, self.empty_body, role="model")
 
     def _check(self) -> None:
         home, settings = self.home, self.request.settings
@@ -224,37 +224,6 @@ class Models:
             if is_expert and model.kind != home.kind:
                 raise ValueError(f"{model.option} is a {model.kind}, {home.option} a {home.kind}")
         _ = self._runnable, self.base_source
-        if self.base is not None and not self.request.any_base:
-            self._check_distances(self.base)
-
-    @cached_property
-    def _sample(self) -> dict[str, Tensor]:
-        """A sample of the base's weights."""
-        assert self.base_source is not None
-        return base_sample(ExpertModel("base", self.base_source, self.empty_body, role="model"))
-
-    @cached_property
-    def _vectors(self) -> dict[str, Tensor]:
-        """Differences of the merged model and the experts from the base, on the sample."""
-        related = dict(self._runnable)
-        if self.merged is not None:
-            source = self._source(self.merged)
-            merged = ExpertModel("merged", source, self.empty_body, role="model")
-            related = {"merged": merged, **related}
-        return task_vectors(related, self._sample)
-
-    def _check_distances(self, base: ModelFolder) -> None:
-        """Refuse models that are unrelated to the base, judged by a sample of their weights."""
-        norm = math.sqrt(sum(float(rows.square().sum()) for rows in self._sample.values()))
-        for name, vector in self._vectors.items():
-            distance = float(vector.norm()) / norm if norm else 0.0
-            if distance > UNRELATED or math.isnan(distance):
-                model = self.experts.get(name, self.home)
-                raise ValueError(
-                    f"{model.option} was not tuned from {base.option}: on a sample of weights it "
-                    f"lies {distance:.2f} times the base's own norm away (relatives: below 0.5). "
-                    "Check --base, or give --any-base"
-                )
 
     def processor(self) -> Any:
         """The tokenizer or image processor. For a whole CLIP, both in one object."""

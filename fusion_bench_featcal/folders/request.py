@@ -112,7 +112,6 @@ class Request:
         "[NAME=]TEXT", options.prompt,
     )  # fmt: skip
     device: str = setting("cpu", "cpu (default) or cuda")
-    any_base: bool = setting(False, "accept models as far from the base as unrelated ones")
     force: bool = setting(False, "accept experts that are no better than guessing on their rows")
     shard_size: str | None = setting(
         None, "a larger model is saved as one file for each block (default: 5GB)",

@@ -8,8 +8,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts import ExpertModel
-from fusion_bench_featcal.experts.far_experts import far_experts
+from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
+from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import (
     PoolModel,
@@ -108,7 +108,7 @@ def check_experts(models: PoolModels) -> list[str]:
     """Load the base, if there is one, and compare experts with it by the headers of their files.
 
     Returns:
-        Sentences on experts that are unusually far from the base, equal to it, or very similar.
+        Sentences on experts that are unrelated to the base, equal to it, or very similar.
 
     Raises:
         CalibrationError: If the base cannot be loaded, or an expert has another architecture or
@@ -123,7 +123,7 @@ def check_experts(models: PoolModels) -> list[str]:
             _check_same_kind(expert, base)
         if expert.files is not None:  # other experts are compared when they are loaded
             experts[name] = ExpertModel(name, expert.files, base)
-    return far_experts(experts, base)
+    return notes_on_experts(experts, ExpertModel("base", InMemoryExpert(base), base))
 
 
 def _check_same_kind(expert: PoolModel, base: Any) -> None:

@@ -8,8 +8,6 @@ with a separate Fabric, while the others wait.
 import copy
 import logging
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import lightning
@@ -18,7 +16,7 @@ from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.processes import Processes, TorchProcesses
+from fusion_bench_featcal.run.processes import Processes, TorchProcesses
 
 log = logging.getLogger(__name__)
 
@@ -60,16 +58,6 @@ def fabric_alone(fabric: Any, *, first: bool) -> Any:
         device=fabric.device, accelerator=fabric.accelerator, precision=fabric._precision
     )
     return lightning.Fabric(strategy=strategy, loggers=fabric.loggers if first else None)
-
-
-@contextmanager
-def announcing(processes: Processes) -> Iterator[None]:
-    """Context manager that ends the other processes if its block raises."""
-    try:
-        yield
-    except Exception as error:
-        processes.announce(error)
-        raise
 
 
 def share_model(

@@ -23,7 +23,6 @@ from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_m
 from fusion_bench_featcal.fusionbench.saving import RowSaver
 from fusion_bench_featcal.hub_files import commits
 from fusion_bench_featcal.json_files import json_text
-from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import (
     BASE,
     EXPERTS,
@@ -41,6 +40,7 @@ from fusion_bench_featcal.results.remarks import (
 )
 from fusion_bench_featcal.results.run import calibration_log, conditions_of, file_suffix
 from fusion_bench_featcal.results.show import show_run
+from fusion_bench_featcal.run.problem import CalibrationResult
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 

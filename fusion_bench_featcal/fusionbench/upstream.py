@@ -8,7 +8,6 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.fusionbench.fusing import merged_from_files
 from fusion_bench_featcal.fusionbench.options import MERGED, method_name
 from fusion_bench_featcal.fusionbench.pool_models import (
-    BASE_MODEL,
     MERGED_MODEL,
     PoolModels,
     import_target,
@@ -80,33 +79,17 @@ class Upstream:
         read = sum(expert.file_bytes or 0 for expert in self._models.experts.values())
         return budget_left(budget, read, self.name)
 
-    def add_reads(self, reads: dict[str, Any], *, first: bool) -> None:
-        """Add the merger's reads to a calibration's count of reads, and to its totals.
-
-        Args:
-            reads: The count.
-            first: True for the run's first calibration. Later ones reuse the merged model.
-        """
-        files = {name: self._models[name].file_bytes for name in self._read()} if first else {}
-        merger = None if self.config is None else self.name
-        reads["upstream"] = {"merger": merger, "files": files, "earlier": not first}
-        totals = reads["totals"]
-        for key, names in (
-            ("upstream_experts_read", self._models.experts),
-            ("upstream_base_read", [BASE_MODEL]),
-            ("merged_read", [MERGED_MODEL]),
-        ):
-            sizes = [files[name] for name in names if name in files]
-            totals[key] = None if None in sizes else sum(size for size in sizes if size)
-        upstream = totals["upstream_experts_read"]
-        totals["all_experts_read"] = None if upstream is None else totals["experts_read"] + upstream
-
-    def _read(self) -> list[str]:
-        """Return the names of the models that the merger reads."""
+    def reads(self) -> dict[str, Any]:
+        """Return the bytes of all files that the merger reads, None if they are not known."""
         if self.config is None:
-            return [MERGED_MODEL]
-        takes_base = self._models.base is not None and self.name != "simple_average"
-        return [*([BASE_MODEL] if takes_base else []), *self._models.experts]
+            return {"merger": None, "merged": self._models[MERGED_MODEL].file_bytes}
+        sizes = [expert.file_bytes for expert in self._models.experts.values()]
+        base = None if self.name == "simple_average" else self._models.base
+        return {
+            "merger": self.name,
+            "experts": None if None in sizes else sum(size or 0 for size in sizes),
+            "base": 0 if base is None else base.file_bytes,
+        }
 
 
 def budget_left(budget: float | str, upstream: int, merger: str) -> float | str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.hub_files import fetch, note_data_set
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
-from fusion_bench_featcal.progress import progress_bar
+from fusion_bench_featcal.run.progress import progress_bar
 
 
 class Score(NamedTuple):

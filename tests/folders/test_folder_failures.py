@@ -18,9 +18,9 @@ from reports import Done, error_of, featcal
 from tiny_models import model_of, scatter
 from tiny_texts import TASKS, WORDS, sentences, word_tokenizer
 
-from fusion_bench_featcal.checkpoint import CheckpointFolder
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.json_files import read_lines
+from fusion_bench_featcal.run.checkpoint import CheckpointFolder
 
 Fault = Callable[[Path], Any]
 

@@ -53,8 +53,8 @@ def test_a_plan_is_what_a_run_reads(budget: str | None):
     sources: Any = {task: InMemoryExpert(expert) for task, expert in suite.experts.items()}
     result = run_fast(suite, expert_read_budget=budget)
     settings = FeatCalSettings(expert_read_budget=budget)
-    plan, totals = plan_of(suite.merged, settings, list(sources)), result.reads["totals"]
-    assert (plan.read, plan.base_read) == (totals["experts_read"], totals["base_read"])
+    plan, reads = plan_of(suite.merged, settings, list(sources)), result.reads
+    assert (plan.read, plan.base_read) == (sum(reads["experts"].values()), reads["base"])
 
 
 def test_a_model_without_room_on_its_disk_is_refused(tmp_path: Path):

@@ -20,8 +20,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_featcal.calibration_data import samples_used
-from fusion_bench_featcal.digests import digest_text
-from fusion_bench_featcal.errors import CalibrationError, ReportError
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files import replacing
 from fusion_bench_featcal.fusionbench.evaluation import Evaluation, evaluate, join, task_names
 from fusion_bench_featcal.fusionbench.options import plain
@@ -33,6 +32,7 @@ from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.results import (
     BASE,
+    ReportError,
     Run,
     describe_device,
     measure,
@@ -43,6 +43,7 @@ from fusion_bench_featcal.results import (
 from fusion_bench_featcal.results.lines import RUN_FILE
 from fusion_bench_featcal.results.run import conditions_of, training_lines
 from fusion_bench_featcal.results.show import TASK_ID
+from fusion_bench_featcal.run.digests import digest_text
 
 log = logging.getLogger(__name__)
 

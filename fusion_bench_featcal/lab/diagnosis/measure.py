@@ -24,7 +24,7 @@ from fusion_bench_featcal.modules.models import (
     head_of,
     tensors_of_head,
 )
-from fusion_bench_featcal.problem import Autocast
+from fusion_bench_featcal.run.problem import Autocast
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.rows import CountedRows, rows_of

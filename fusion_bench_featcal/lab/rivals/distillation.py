@@ -16,7 +16,7 @@ from fusion_bench_featcal.lab.rivals.features import final_features, final_rows
 from fusion_bench_featcal.lab.rivals.registry import SampleSettings, method
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.modules.models import copied
-from fusion_bench_featcal.progress import progress_bar
+from fusion_bench_featcal.run.progress import progress_bar
 from fusion_bench_featcal.setting_fields import same_as, setting
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.inputs import to_device

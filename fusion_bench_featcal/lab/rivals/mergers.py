@@ -19,9 +19,9 @@ from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.hooks import record
 from fusion_bench_featcal.modules.models import device_of
-from fusion_bench_featcal.problem import Autocast
 from fusion_bench_featcal.rules import lot, regmean
 from fusion_bench_featcal.rules.merging import MergingRule
+from fusion_bench_featcal.run.problem import Autocast
 from fusion_bench_featcal.setting_fields import same_as
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch

@@ -14,17 +14,16 @@ class CalibrationLog:
     """Records of one calibration.
 
     - `engine`: library that multiplies float32 matrices, and the processor.
-    - `task`: block, task, number of samples, `expert_bytes` read for a block, and if the rule runs
-    experts also rows (positions that count in its output), the mean L2 drift of the block's output
-    after its update (Eq. 2), the drift relative to the expert's feature norm (root mean square),
-    and with the paper's rule both before the update.
+    - `task`: block, task, number of samples, and if the rule runs experts also rows (positions that
+    count in its output), the mean L2 drift of the block's output after its update (Eq. 2), the
+    drift relative to the expert's feature norm (root mean square), and with the paper's rule both
+    before the update.
     - `module`: block, module, relative residual of the solve, size of the update relative to the
     weight, and for FeatCal+ the ridge of least held-out error.
     - `trust`: task, trust in its samples (`trust.py`), and the task whose samples its expert fits
     better (`fits`), if samples were exchanged.
     - `block`: block, seconds, modules that keep their merged weights.
-    - `resumed`: number of blocks that an earlier run has finished, and seconds to read them. Their
-    records come from that run.
+    - `resumed`: number of blocks that an earlier run has finished, whose records come from it.
 
     Attributes:
         family: Name of the family that divided the model into blocks.

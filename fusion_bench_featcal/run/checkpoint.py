@@ -6,7 +6,6 @@ index are written. With its config.json the folder is then the model.
 """
 
 import json
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +16,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fusion_bench_featcal.core.float32_products import products_in_force
-from fusion_bench_featcal.digests import (
-    InputsDigest,
-    digest_tensor,
-    glimpse,
-    versions_of_software,
-    without_addresses,
-)
 from fusion_bench_featcal.errors import CalibrationError, ReportError
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
@@ -32,6 +24,13 @@ from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.files import free_space, prepare_directory, remove_stale
 from fusion_bench_featcal.json_files import digest_json
 from fusion_bench_featcal.plurals import bytes_text
+from fusion_bench_featcal.run.digests import (
+    InputsDigest,
+    digest_tensor,
+    glimpse,
+    versions_of_software,
+    without_addresses,
+)
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.tensor_files import INDEX, write_index, write_tensors
 
@@ -97,7 +96,6 @@ class CheckpointFolder(Checkpoint):
             )
         self._finished: list[str] = []
         self._logged = 0
-        self._began, self._seconds = time.perf_counter(), 0.0
 
     def start(self, problem: Any, settings: FeatCalSettings) -> None:
         """Begin with the first block, or continue after the blocks of an earlier run.
@@ -159,7 +157,6 @@ class CheckpointFolder(Checkpoint):
         file = self._files[block]
         if block in self._finished:
             run_log.records[self._logged :] = json.loads(self._metadata(file)["records"])
-            self._seconds = time.perf_counter() - self._began
         elif self._processes.rank == 0:
             tensors = model.module.state_dict()
             inside = {key: tensors[name] for name, key in self._names(block, model).items()}
@@ -181,8 +178,7 @@ class CheckpointFolder(Checkpoint):
             CalibrationError: If they cannot be written.
         """
         if self._finished:
-            record = {"blocks": len(self._finished), "seconds": self._seconds}
-            run_log.add("resumed", record)
+            run_log.add("resumed", {"blocks": len(self._finished)})
         if self._processes.rank > 0:
             return
         size, files = 0, dict[str, str]()
@@ -280,7 +276,7 @@ def digest_of_run(problem: Any, settings: FeatCalSettings) -> str:
         for batch in batches:
             samples[task].add(batch.inputs)
     texts = {task: digest.text() for task, digest in samples.items()}
-    texts |= {f"model {n}": glimpse(model.source) for n, model in problem.weights.models.items()}
+    texts |= {f"model {n}": glimpse(model.source) for n, model in problem.models.items()}
     whole = dict(problem.merged.named_buffers()) | problem.merged.state_dict()
     with runner.autocast():
         on = torch.is_autocast_enabled(runner.device.type)

@@ -1,8 +1,7 @@
 """Several processes that work on one calibration, joined by `torch.distributed`.
 
-Every exchange of tensors follows a `gather`, in which each process reports its status. A process
-that fails announces it in its next `gather`, so that all end with the same error and none waits
-forever.
+Every exchange of tensors follows a `gather` over gloo, in which a process that has ended is noticed
+at once.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusion_bench_featcal.errors import CalibrationError, LostProcessError, OtherProcessError
+from fusion_bench_featcal.errors import CalibrationError, LostProcessError
 
 Value = TypeVar("Value")
 
@@ -56,15 +55,9 @@ class Processes:
         """Return every process's value, by rank. A barrier for all processes.
 
         Raises:
-            OtherProcessError: If a process announces an error, or is lost.
+            LostProcessError: If a process has ended.
         """
         return [value]
-
-    def announce(self, error: BaseException) -> None:
-        """Report to the others, in place of the next `gather`, that this process fails.
-
-        An error is announced once, and never to the process that raised it.
-        """
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors, in place, by their sums over all processes, of equal bits in each."""
@@ -86,49 +79,31 @@ class TorchProcesses(Processes):
             patience: Longest wait for another process that is alive.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._announced: BaseException | None = None
         self._gloo: Any = dist.new_group(backend="gloo", timeout=patience)
 
     def gather(self, value: Value) -> list[Value]:
         """Exchange values over gloo."""
-        return self._exchange(None, value)
-
-    def _exchange(self, failure: str | None, value: Any) -> list[Any]:
-        answers: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         with self._contact():
-            dist.all_gather_object(answers, (failure, value), group=self._gloo)
-        for rank, (error, _) in enumerate(answers):
-            if error is not None:
-                raise OtherProcessError(f"{error} (process {rank} of {self.size} ended with this)")
-        return [value for _, value in answers]
-
-    def announce(self, error: BaseException) -> None:
-        """Report an error to the others, unless it came from them."""
-        if isinstance(error, OtherProcessError) or error is self._announced:
-            return
-        self._announced = error
-        is_plain = isinstance(error, CalibrationError)
-        try:
-            self._exchange(str(error) if is_plain else f"{type(error).__name__}: {error}", None)
-        except OtherProcessError:  # this error, or one of a process that failed at the same time
-            return
+            dist.all_gather_object(values, value, group=self._gloo)
+        return values
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """Sum tensors over the processes."""
-        self.gather(None)  # errors surface here, before a collective call
+        self.gather(None)  # a process that has ended is noticed here, before a collective call
         for tensor in tensors:
             buffer = tensor.contiguous()
             with self._contact():
                 dist.all_reduce(buffer)
             if buffer is not tensor:
                 tensor.copy_(buffer)
-            self.exchanged_bytes += buffer.numel() * buffer.element_size()
+            self.exchanged_bytes += buffer.nbytes
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Spread a tensor over all processes."""
         with self._contact():
             dist.broadcast(tensor, src=source)
-        self.exchanged_bytes += tensor.numel() * tensor.element_size()
+        self.exchanged_bytes += tensor.nbytes
 
     @contextmanager
     def _contact(self) -> Iterator[None]:
@@ -140,37 +115,7 @@ class TorchProcesses(Processes):
         except RuntimeError as error:  # all backends raise it if a connection breaks
             raise LostProcessError(
                 f"process {self.rank} of {self.size} has lost contact with another one, which "
-                f"was ended, hangs, or has lost its machine ({error}). Start all of them again: "
-                "with method.checkpoint_dir and method.resume=true a run goes on after its last "
-                "whole block"
+                f"failed (see its message), was ended, or has lost its machine ({error}). Start "
+                "all of them again: with method.checkpoint_dir and method.resume=true a run goes "
+                "on after its last whole block"
             ) from error
-
-
-@contextmanager
-def announcing(processes: Processes) -> Iterator[None]:
-    """Context manager that ends the other processes if its block raises."""
-    try:
-        yield
-    except Exception as error:
-        processes.announce(error)
-        raise
-
-
-def check_agreement(processes: Processes, **facts: Any) -> None:
-    """Refuse processes with different arguments or files.
-
-    Args:
-        processes: The processes.
-        **facts: Values that must be equal in all processes, by name in the message.
-
-    Raises:
-        CalibrationError: If one differs, naming the process and the difference.
-    """
-    gathered = processes.gather(facts)
-    for rank, other in enumerate(gathered):
-        names = [name for name, value in other.items() if value != gathered[0][name]]
-        if names:
-            raise CalibrationError(
-                f"process {rank} was started with other {' and '.join(names)} than process 0. "
-                "Give all processes the same command, configuration and files"
-            )

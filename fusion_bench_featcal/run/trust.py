@@ -11,7 +11,7 @@ from torch import Tensor
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.modules.groups import Group
-from fusion_bench_featcal.problem import Problem
+from fusion_bench_featcal.run.problem import Problem
 from fusion_bench_featcal.streams.samples import naming_module
 from fusion_bench_featcal.streams.task_rows import paired_rows
 

@@ -29,7 +29,6 @@ class ExpertModel:
         keys: Name in the merged model's `state_dict` -> name in the source.
         sizes: Bytes of all tensors read so far, by the source's names. Reading a tensor twice
             counts once.
-        stand_ins: Replacements of tensors that are not read, by the source's names.
     """
 
     def __init__(
@@ -57,12 +56,11 @@ class ExpertModel:
             CalibrationError: If a tensor is missing or has another shape, naming it.
         """
         stored = like.state_dict(keep_vars=True)
-        self.source = fitted_to(stored, source)
+        self.source = source
         self.sizes: dict[str, int] = {}
-        self.stand_ins: Mapping[str, Tensor] = {}
         self._label = f"{role} {name!r}"
         self._setting = f"modelpool.models.{name}"
-        self.keys = pair_names(name, role, self.source, stored, aliases(like), spared)
+        self.keys = pair_names(name, role, source, stored, aliases(like), spared)
         parameters = {id(parameter) for parameter in like.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
         self._like = {name: (t.dtype, device or t.device) for name, t in stored.items()}
@@ -76,14 +74,13 @@ class ExpertModel:
                 integers in place of real numbers.
         """
         key = self.keys[name]
-        if key in self.stand_ins:
-            return self.stand_ins[key]
         try:
             stored = self.source.tensor(key)
         except CalibrationError as error:
             raise CalibrationError(f"{self._label}: {error}. Check {self._setting}") from error
         if key not in self.sizes:
-            self._count(key, stored)
+            has_sizes = hasattr(self.source, "nbytes")
+            self.sizes[key] = known_bytes(self.source, key) if has_sizes else stored.nbytes
         if self._like[name][0].is_floating_point and not stored.is_floating_point():
             raise CalibrationError(
                 f"{self._label}: tensor {name!r} is stored as {stored.dtype}, not as real numbers: "
@@ -94,13 +91,6 @@ class ExpertModel:
                 f"{self._label}: tensor {name!r} has NaN or infinite values. Check {self._setting}"
             )
         return stored
-
-    def _count(self, key: str, tensor: Tensor) -> None:
-        """Record that a tensor of the source was read."""
-        try:
-            self.sizes[key] = known_bytes(self.source, key)
-        except CalibrationError:  # the source has no `nbytes`
-            self.sizes[key] = tensor.nbytes
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the merged model's dtype of one tensor."""
@@ -132,10 +122,8 @@ class ExpertModel:
         return known_bytes(self.source, self.keys[name])
 
     def will_need(self, names: Iterable[str]) -> None:
-        """Start reading ahead the named tensors that were not read before."""
-        keys = dict.fromkeys(self.keys[name] for name in names if name in self.keys)
-        unread = [k for k in keys if k not in self.sizes and k not in self.stand_ins]
-        read_ahead(self.source, unread)
+        """Start reading the named tensors ahead."""
+        read_ahead(self.source, [self.keys[name] for name in names if name in self.keys])
 
     @contextmanager
     def loaded(self, names: Iterable[str]) -> Iterator[nn.Module]:
@@ -158,20 +146,6 @@ class ExpertModel:
         finally:
             for name, empty in reversed(replaced):
                 put_tensor(self.module, name, empty)
-
-
-def fitted_to(names: Iterable[str], source: ExpertSource) -> ExpertSource:
-    """Return a source whose mixture-of-experts tensors have the layout of the given names."""
-    endings = (".experts.gate_up_proj", ".experts.down_proj")
-
-    def joins(available: Iterable[str]) -> bool:
-        return any(name.endswith(endings) for name in available)
-
-    if not joins(names) or joins(source.names()):
-        return source
-    from fusion_bench_featcal.experts.joined import JoinedExperts
-
-    return JoinedExperts(source)
 
 
 def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

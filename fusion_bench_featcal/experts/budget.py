@@ -1,0 +1,156 @@
+"""Limits on the bytes that are read of experts: the setting `expert_read_budget`."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor
+
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts.expert import ExpertModel
+from fusion_bench_featcal.experts.source import ExpertSource, SourceView, Tensors
+from fusion_bench_featcal.read_budgets import budget_in_bytes
+
+Sizes = Mapping[str, Mapping[str, tuple[str, int]]]
+"""Expert -> the merged model's name of each tensor that is read, in forward order -> its name in
+the source, which tied tensors share, and its bytes."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Reads that a budget allows.
+
+    Attributes:
+        limit: Largest number of bytes to read of all experts, or None for no limit.
+        full: Bytes of a full read, or None if a source has no sizes.
+        bytes: Bytes of the granted tensors, or None as `full`.
+        omitted: Expert -> tensors that are not read, by the merged model's names.
+    """
+
+    limit: int | None = None
+    full: int | None = None
+    bytes: int | None = None
+    omitted: Mapping[str, Collection[str]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, with the modules that are not read."""
+        not_read = {task: _modules(names) for task, names in self.omitted.items() if names}
+        return {"limit": self.limit, "full": self.full, "bytes": self.bytes, "not_read": not_read}
+
+
+class Budgeted(SourceView):
+    """A source of which some tensors are not read. The merged model's tensors replace them."""
+
+    def __init__(self, source: ExpertSource, merged: Tensors, omitted: Mapping[str, str]) -> None:
+        """Wrap a source.
+
+        Args:
+            source: An expert's weights.
+            merged: The merged model's tensors.
+            omitted: The source's names of the tensors that are not read -> the merged model's.
+        """
+        super().__init__(source)
+        self._merged, self._omitted = merged, omitted
+
+    def nbytes(self, name: str) -> int:
+        """Return the number of bytes to read for one tensor, 0 if it is not read."""
+        return 0 if name in self._omitted else super().nbytes(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor, or the merged model's in its place."""
+        if name in self._omitted:
+            return self._merged[self._omitted[name]]
+        return super().tensor(name)
+
+
+def sizes_of(experts: Mapping[str, ExpertModel], order: Iterable[str]) -> Sizes:
+    """Return the sizes of tensors that are read, in forward order.
+
+    Raises:
+        CalibrationError: If a source has no sizes.
+    """
+    names = list(order)
+    return {
+        task: {name: (expert.keys[name], expert.nbytes(name)) for name in names}
+        for task, expert in experts.items()
+    }
+
+
+def granted(budget: float | str | None, sizes: Sizes) -> Grant:
+    """Grant modules in forward order, each for all experts, until one exceeds the budget.
+
+    The tensors granted by a larger budget include all tensors granted by a smaller one.
+
+    Args:
+        budget: The setting `expert_read_budget`.
+        sizes: Sizes of the tensors of all experts.
+    """
+    full = sum(sum(dict(of_expert.values()).values()) for of_expert in sizes.values())
+    limit = None if budget is None else budget_in_bytes(budget, full)
+    order = list(dict.fromkeys(name for of_expert in sizes.values() for name in of_expert))
+    remaining = full if limit is None else limit
+    keys: dict[str, set[str]] = {task: set() for task in sizes}
+    is_open, total = True, 0
+    for _, names in groupby(order, key=_module):
+        inside = list(names)
+        for task, of_expert in sizes.items():
+            new = dict(of_expert[n] for n in inside if of_expert[n][0] not in keys[task])
+            cost = sum(new.values())
+            is_open = is_open and total + cost <= remaining
+            if is_open:
+                keys[task] |= new.keys()
+                total += cost
+    omitted = {
+        task: [name for name, (key, _) in of_expert.items() if key not in keys[task]]
+        for task, of_expert in sizes.items()
+    }
+    return Grant(limit, full, total, omitted)
+
+
+def limit_reads(
+    experts: Mapping[str, ExpertModel],
+    budget: float | str | None,
+    order: Iterable[str],
+    merged: Tensors,
+    tasks: Iterable[str],
+    gather: Callable[[Any], list[Any]],
+) -> Grant:
+    """Apply a budget to the experts of all processes.
+
+    Args:
+        experts: Expert of each task of this process. Their sources are replaced.
+        budget: The setting `expert_read_budget`. With None everything is read.
+        order: The merged model's names of the tensors to read, in forward order.
+        merged: The merged model's tensors, which replace those that are not read.
+        tasks: All tasks, including those of other processes.
+        gather: Returns the values of all processes, whose experts share the budget.
+
+    Raises:
+        CalibrationError: If there is a budget and a source has no sizes.
+    """
+    try:
+        sizes: Sizes = sizes_of(experts, order)
+    except CalibrationError:
+        if budget is not None:
+            raise
+        sizes = {}
+    parts = gather(sizes)
+    if not all(parts):
+        return Grant()
+    of_all = {task: of_task for part in parts for task, of_task in part.items()}
+    grant = granted(budget, {task: of_all[task] for task in tasks})
+    for task, expert in experts.items():
+        if names := grant.omitted[task]:
+            omitted = {expert.keys[name]: name for name in names}
+            expert.source = Budgeted(expert.source, merged, omitted)
+    return grant
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """Return the modules that have some tensors, in order."""
+    return list(dict.fromkeys(map(_module, names)))

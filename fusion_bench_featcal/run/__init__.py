@@ -1,0 +1,1 @@
+"""One calibration: its models and samples, processes, finished blocks and log."""

@@ -1,0 +1,251 @@
+"""One calibration, opened and checked: models, modules and samples."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusion_bench_featcal.core.kernels import (
+    agreed_kernel,
+    choose_kernel,
+    processor,
+    with_kernel,
+)
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
+from fusion_bench_featcal.experts.budget import Grant, limit_reads
+from fusion_bench_featcal.experts.model_config import check_same_function, config_of
+from fusion_bench_featcal.experts.working_model import WorkingModel
+from fusion_bench_featcal.families import resolve_family, stages_of
+from fusion_bench_featcal.modules.models import (
+    gives_images,
+    names_in_order,
+    refuse_not_finite,
+    tensors_of_head,
+)
+from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules, left_out
+from fusion_bench_featcal.rules import rule_of
+from fusion_bench_featcal.rules.rule import Rule
+from fusion_bench_featcal.run.checkpoint import Checkpoint, open_checkpoint
+from fusion_bench_featcal.run.log import CalibrationLog
+from fusion_bench_featcal.run.processes import Processes
+from fusion_bench_featcal.run.progress import Progress
+from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.drift import DriftLog
+from fusion_bench_featcal.streams.family_check import checked_family
+from fusion_bench_featcal.streams.runner import Runner
+from fusion_bench_featcal.streams.samples import rows_named, take
+from fusion_bench_featcal.streams.storage import storage_for
+from fusion_bench_featcal.streams.streams import Streams
+
+logger = logging.getLogger(__name__)
+
+BASE = "_pretrained_"
+"""Name of the base model in FusionBench's pools."""
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Arguments of `calibrate`, documented there."""
+
+    merged: nn.Module
+    base: nn.Module | ExpertSource | None
+    experts: Mapping[str, nn.Module | ExpertSource]
+    batches: Mapping[str, Iterable[Any]]
+    settings: FeatCalSettings
+    device: torch.device
+    merged_weights: ExpertSource | None = None
+    autocast: Autocast = nullcontext
+    progress: bool = True
+    processes: Processes = field(default_factory=Processes)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One calibration. Only the parameters of `model` and the samples' features change.
+
+    Attributes:
+        tasks: All tasks, including those of other processes.
+        merged: The merged model in the family's view.
+        working: The calibrated model, with one block at a time in memory.
+        base: The base model, or None if it is not read.
+        experts: The expert of each task of this process.
+        grant: Tensors of the experts that may be read.
+        modules: The modules of each block.
+        rule: The rule that calibrates blocks.
+        streams: The samples of this process.
+        processes: The processes, each of which works on some tasks.
+        output: Stores finished blocks.
+        dtype: Least precise dtype of sums over rows.
+        kernel: Library that multiplies float32 matrices on the CPU.
+        log: Records of every block.
+        progress: Shows the current work.
+    """
+
+    tasks: Sequence[str]
+    merged: nn.Module
+    working: WorkingModel
+    base: ExpertModel | None
+    experts: Mapping[str, ExpertModel]
+    grant: Grant
+    modules: Mapping[str, BlockModules]
+    rule: Rule
+    streams: Streams
+    processes: Processes
+    output: Checkpoint
+    dtype: torch.dtype
+    kernel: str
+    log: CalibrationLog
+    progress: Progress
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the calibrated model, with only some tensors in memory."""
+        return self.working.module
+
+    @property
+    def models(self) -> dict[str, ExpertModel]:
+        """Return base and experts by name."""
+        return ({} if self.base is None else {BASE: self.base}) | dict(self.experts)
+
+    def read_ahead(self, block: str) -> None:
+        """Start reading the weights of the block after this one."""
+        blocks = list(self.modules)
+        for following in blocks[blocks.index(block) + 1 :][:1]:
+            solved = [name for site in self.modules[following].sites for name in site.names]
+            run = self.streams.tensors_of(following)
+            self.working.will_need(run)
+            for name, model in self.models.items():
+                runs = name != BASE and self.streams.runs_experts
+                model.will_need(run if runs else solved)
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """A calibrated model and its history.
+
+    Attributes:
+        model: The calibrated model, with class, dtype and device of the merged one. With
+            `merged_weights` only its structure.
+        log: Records of every block.
+        reads: Count of the bytes read (see docs/read_budget.md).
+        folder: The output folder with the calibrated model, or None.
+    """
+
+    model: nn.Module
+    log: CalibrationLog
+    reads: dict[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+
+
+def open_problem(request: Request) -> Problem:
+    """Open models and samples of a calibration, and check them."""
+    settings, processes, device = request.settings, request.processes, request.device
+    rule, output = rule_of(settings), open_checkpoint(settings, processes)
+    samples = {}
+    for task in processes.share(request.experts):
+        processes.doing = f"inputs · {task}"
+        batches = request.batches[task]
+        samples[task] = take(task, batches, settings, request.merged, holds_out=rule.holds_out)
+    kernel = agreed_kernel(processes.gather(choose_kernel(device)))
+    processes.doing = "the models"
+    runner = _runner(request, rule, samples, kernel)
+    merged = runner.family.view.arranged(request.merged)
+    modules = find_all_modules(merged, runner.stages, settings, calibrate_norm=rule.calibrate_norm)
+    if kinds := left_out(modules):
+        logger.warning("modules that stay as merged: %s", ", ".join(kinds))
+    weights = request.merged_weights
+    working = WorkingModel(merged, weights and runner.family.view.source(weights), device=device)
+    base, experts = _opened(request, rule, runner, working)
+    order = names_in_order(
+        working.module, runner.family, runner.stages, modules, runs_experts=rule.runs_experts
+    )
+    budget, tasks = settings.expert_read_budget, list(request.experts)
+    images = any(gives_images(merged.get_submodule(block)) for block in modules)
+    drift = DriftLog(channels_first=images) if rule.runs_experts else None
+    storage = storage_for(settings, device)
+    log = CalibrationLog(family=runner.family.name)
+    log.add("engine", {"linear_kernel": kernel, "processor": processor()})
+    return Problem(
+        tasks=tasks,
+        merged=merged,
+        working=working,
+        base=base,
+        experts=experts,
+        grant=limit_reads(experts, budget, order, working.merged, tasks, processes.gather),
+        modules=modules,
+        rule=rule,
+        streams=Streams(samples, runner, working, experts, rule, drift=drift, storage=storage),
+        processes=processes,
+        output=output,
+        dtype=rule.dtype(len(tasks), device),
+        kernel=kernel,
+        log=log,
+        progress=Progress(processes, device, len(modules), len(samples), show=request.progress),
+    )
+
+
+def _runner(
+    request: Request, rule: Rule, samples: Mapping[str, list[Batch]], kernel: str
+) -> Runner:
+    """Return the runner for blocks of models, with the family that the settings name."""
+    settings, model = request.settings, request.merged
+    if request.merged_weights is not None:
+        from fusion_bench_featcal.experts.offloaded import offloaded
+
+        model = offloaded(request.merged, request.merged_weights, request.device)
+    family = checked_family(
+        resolve_family(settings.family, request.merged),
+        model,
+        samples,
+        device=None if request.merged_weights is None else request.device,
+        needs_closing=rule.reads_closing_rows,
+    )
+    rows = rows_named(settings, next(iter(samples.values()))[0].inputs)
+    stages = stages_of(family, family.view.arranged(request.merged))
+    return Runner(family, stages, request.device, with_kernel(kernel, request.autocast), rows)
+
+
+def _opened(
+    request: Request, rule: Rule, runner: Runner, working: WorkingModel
+) -> tuple[ExpertModel | None, dict[str, ExpertModel]]:
+    """Open the base and the experts of this process's tasks. Only names and shapes are read.
+
+    Raises:
+        CalibrationError: If a model's weights or config do not fit the merged model.
+    """
+    spared = set(tensors_of_head(working.module, runner.stages[0][0]))
+
+    def opened(name: str, model: Any, role: str) -> ExpertModel:
+        try:
+            source = runner.family.view.source(source_of(model))
+        except CalibrationError as error:
+            raise CalibrationError(f"{role} {name!r}: {error}") from error
+        expert = ExpertModel(
+            name, source, working.module, role=role, device=working.device, spared=spared
+        )
+        check_same_function(name, config_of(model), config_of(request.merged), role=role)
+        return expert
+
+    has_base = request.base is not None and rule.reads_base
+    base = opened(BASE, request.base, "base model") if has_base else None
+    tasks = request.processes.share(request.experts)
+    return base, {task: opened(task, request.experts[task], "expert") for task in tasks}
+
+
+def check_merged(problem: Problem) -> None:
+    """Refuse NaN and infinity in the merged model, naming the base or expert they came from."""
+
+    def reader(source: ExpertModel) -> Callable[[str], object]:
+        return lambda name: source.stored(name) if name in source.keys else None
+
+    readers = map(reader, problem.models.values())
+    refuse_not_finite(problem.merged, "the merged model", "Check method.base_method", readers)
