@@ -14,19 +14,20 @@ from fusion_bench_featcal import FeatCalSettings, calibrate
 ROOT = str(Path(fusion_bench_featcal.__file__).parent)
 
 PAPER = """
-calibration.py checkpoint.py core/finite.py core/float32_products.py core/kernels.py core/linear.py
-core/moments.py core/products.py core/solve.py digests.py experts/__init__.py
-experts/expert_model.py experts/model_config.py experts/reads.py experts/source.py
+calibration.py core/finite.py core/float32_products.py core/kernels.py core/linear.py
+core/moments.py core/products.py core/solve.py experts/__init__.py
+experts/budget.py experts/expert.py experts/model_config.py experts/source.py
 experts/working_model.py
 families/__init__.py families/base.py families/clip.py families/transformers_names.py
-log.py memory.py module_copies.py
+module_copies.py
 modules/groups.py modules/hooks.py modules/kinds.py modules/models.py
-modules/sites.py problem.py processes.py progress.py
+modules/sites.py
 rules/__init__.py rules/norms.py rules/paper.py rules/rule.py rules/targets.py settings.py
 streams/augmentation.py streams/checks.py streams/drift.py streams/family_check.py
 streams/inputs.py
 streams/rows.py streams/runner.py streams/samples.py streams/storage.py streams/streams.py
 streams/task_rows.py streams/batch.py
+run/checkpoint.py run/digests.py run/log.py run/memory.py run/problem.py run/processes.py run/progress.py
 """
 
 

@@ -38,6 +38,7 @@ from fusion_bench_featcal.experts.lora import OtherAdapterError, merged_by_peft
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.fusionbench import PoolModel
 
+
 def notes(*experts: tuple[float, int]) -> list[str]:
     """Notes on experts at distances from the base, in directions by a seed."""
     base = clip_model()
@@ -53,7 +54,9 @@ def test_experts_unrelated_or_equal_to_the_base_and_copies_are_named():
     (note,) = notes((0.0, 1), (0.02, 2))
     assert note.startswith("expert 0 equals the base on a")
     (note,) = notes((0.01, 1), (0.01, 1))
-    assert note.startswith("expert 0 and expert 1 are the same on a sample of weights: check their paths")
+    assert note.startswith(
+        "expert 0 and expert 1 are the same on a sample of weights: check their paths"
+    )
 
 
 LLAMA: dict[str, Any] = {

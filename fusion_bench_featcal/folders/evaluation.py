@@ -110,7 +110,7 @@ class Evaluation:
         for task, tests in self._tests.items():
             whole = model
             if models.has_heads:
-                whole = models.with_body(self.heads[task], models.body(model))
+                whole = models.with_body(task, self.heads[task], models.body(model))
             scores[task] = tests.score(whole.eval())
         self._scores[name] = scores
         self._numbers[name] = all_scores(self._scorers, model, self._processor)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_featcal.data.tokenizers import differing_tokens
 from fusion_bench_featcal.error_block import first_line
@@ -18,7 +18,7 @@ from fusion_bench_featcal.experts.merging import MergedOnRead
 from fusion_bench_featcal.experts.model_config import check_same_function, read_config
 from fusion_bench_featcal.experts.offloaded import fill, offloaded
 from fusion_bench_featcal.experts.vocabulary import CommonRows
-from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.folders.model_folder import (
     CLASSIFIERS,
     LANGUAGE_MODELS,
@@ -27,6 +27,7 @@ from fusion_bench_featcal.folders.model_folder import (
 )
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.hub_files import fetch
+from fusion_bench_featcal.modules.models import tail_of
 from fusion_bench_featcal.modules.sites import find_all_modules
 from fusion_bench_featcal.rules import rule_of
 
@@ -95,12 +96,30 @@ class Models:
         """Return the part of a model that experts share."""
         return body_of(model, self.home.kind)
 
-    def with_body(self, model: Any, body: nn.Module) -> nn.Module:
-        """Return a model with another body. For models without heads this is the body."""
-        if not self.has_heads:
-            return body
-        setattr(model, model.base_model_prefix, body)
-        return model
+    def with_body(self, task: str, classifier: Any, body: nn.Module) -> nn.Module:
+        """Return an expert's classifier with another body, which gets the expert's tail."""
+        body.load_state_dict(self.tail(task), strict=False)
+        setattr(classifier, classifier.base_model_prefix, body)
+        return classifier
+
+    def tail(self, task: str) -> dict[str, Tensor]:
+        """Return an expert's tensors of the body that belong to its head, such as a pooler."""
+        return {name: self._runnable[task].stored(name) for name in self._tail}
+
+    @cached_property
+    def _tail(self) -> list[str]:
+        """Names of the body's tensors behind the blocks that differ between experts."""
+        first, *others = self._runnable.values()
+        names = tail_of(self.empty_body, self._stages[-1][-1])
+        return [
+            n for n in names if any(not torch.equal(first.tensor(n), e.tensor(n)) for e in others)
+        ]
+
+    @cached_property
+    def _stages(self) -> list[list[str]]:
+        """The blocks of the calibrated part."""
+        family = resolve_family(self.request.settings.family, self.empty_body)
+        return stages_of(family, self.empty_body)
 
     @cached_property
     def empty_body(self) -> nn.Module:
@@ -114,7 +133,7 @@ class Models:
 
     @cached_property
     def base_source(self) -> ExpertSource | None:
-        """The base's weights. Tensors that it lacks (a classifier's pooler) come from an expert."""
+        """The base's weights. A tail that it lacks (a pooler) is the experts' average."""
         if self.base is None:
             return None
         source, body = self._source(self.base), self.empty_body
@@ -123,9 +142,11 @@ class Models:
         except CalibrationError:
             if not self.has_heads:
                 raise
-            task, first = next(iter(self.sources.items()))
-            expert = ExpertModel(task, first, body)
-            spare = {name: expert.stored(name) for name in expert.keys}
+            experts = self._runnable.values()
+            spare = {
+                name: torch.stack([expert.stored(name).double() for expert in experts]).mean(0)
+                for name in tail_of(body, self._stages[-1][-1])
+            }
             return InMemoryExpert(self.base.load(type(body), spare))
         return source
 
@@ -207,9 +228,8 @@ class Models:
 
     def _check(self) -> None:
         home, settings = self.home, self.request.settings
-        stages = resolve_family(settings.family, self.empty_body).stages(self.empty_body)
         norm = rule_of(settings).calibrate_norm
-        find_all_modules(self.empty_body, stages, settings, calibrate_norm=norm)
+        find_all_modules(self.empty_body, self._stages, settings, calibrate_norm=norm)
         for model in (self.base, *self.experts.values()):
             if model is None or model.is_adapter:
                 continue

@@ -59,7 +59,7 @@ def save(
     with writing_model(request.folder, needed, option=option, advice=advice) as new:
         new.mkdir()
         write_weights(models, result, new)
-        _write_heads(heads, new)
+        _write_heads(models, heads, new)
         _write_processor(models, processor, new)
         complete_folder(new, whole, None, facts, card)
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")
@@ -138,13 +138,14 @@ def how_to_go_on(request: Request) -> str:
     )
 
 
-def _write_heads(heads: Mapping[str, Any], folder: Path) -> None:
+def _write_heads(models: Models, heads: Mapping[str, Any], folder: Path) -> None:
     for task, classifier in heads.items():
         head = folder / HEADS / task
         head.mkdir(parents=True)
         body = f"{classifier.base_model_prefix}."
         tensors = classifier.state_dict().items()
         outside = {n: t.cpu().contiguous() for n, t in tensors if not n.startswith(body)}
+        outside |= {f"{body}{name}": tensor for name, tensor in models.tail(task).items()}
         save_file(outside, head / "head.safetensors")
         config = json.dumps(classifier.config.to_dict(), indent=2, sort_keys=True, default=str)
         (head / "config.json").write_text(config + "\n", encoding="utf-8")

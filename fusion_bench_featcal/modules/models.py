@@ -31,7 +31,7 @@ def tensors_before_stage(
     unused = [block for later in stages[0 if family.hands_on else stage :] for block in later]
     unused += [name for name, module in model.named_modules() if module is head]
     names = list(model.state_dict())
-    behind = tensors_of_head(model, stages[stage][0])
+    behind = tail_of(model, stages[-1][-1])
     return sorted(set(names) - set(names_under(names, unused)) - set(behind))
 
 
@@ -62,22 +62,23 @@ def names_in_order(
     return list(dict.fromkeys(names))
 
 
-def tensors_of_head(model: nn.Module, block: str) -> list[str]:
-    """Return names of the tensors after the part that transformers calls the base model.
+def tail_of(model: nn.Module, last_block: str) -> list[str]:
+    """Return names of the tensors behind the blocks: poolers, classifiers, output embeddings.
 
-    Heads read the base model's output. Running its blocks does not need them.
+    Blocks do not need them, so that experts may have others: they belong to each task's head.
+    Tensors inside the module that holds the list of blocks are not among them, as embeddings are
+    registered there in any order.
 
     Args:
-        model: The model. Only models of transformers have a head.
-        block: Name of a block. There is no head if it is outside the base model.
+        model: The model. Only models of transformers have a tail.
+        last_block: Name of the last block.
     """
-    body = getattr(model, "base_model", model)
-    inside = next((name for name, module in model.named_modules() if module is body), "")
-    if not inside or not block.startswith(f"{inside}."):
-        return []
+    holder = ".".join(last_block.split(".")[:-2])
     names = list(model.state_dict())
-    last = max(index for index, name in enumerate(names) if name.startswith(f"{inside}."))
-    return names[last + 1 :]  # names before the base model may be embeddings
+    if not holder or not hasattr(model, "base_model_prefix"):
+        return []
+    last = max(index for index, name in enumerate(names) if name.startswith(f"{holder}."))
+    return names[last + 1 :]
 
 
 def head_of(model: nn.Module) -> nn.Module | None:

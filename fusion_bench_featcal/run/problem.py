@@ -26,7 +26,7 @@ from fusion_bench_featcal.modules.models import (
     gives_images,
     names_in_order,
     refuse_not_finite,
-    tensors_of_head,
+    tail_of,
 )
 from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules, left_out
 from fusion_bench_featcal.rules import rule_of
@@ -222,7 +222,7 @@ def _opened(
     Raises:
         CalibrationError: If a model's weights or config do not fit the merged model.
     """
-    spared = set(tensors_of_head(working.module, runner.stages[0][0]))
+    spared = set(tail_of(working.module, runner.stages[-1][-1]))
 
     def opened(name: str, model: Any, role: str) -> ExpertModel:
         try:

@@ -9,7 +9,7 @@ from calibrations import assert_identical, assert_same, run_fast
 from tiny_models import clip_suite
 from torch.nn import functional
 
-from fusion_bench_featcal import CalibrationError, problem
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.core import kernels, products
 from fusion_bench_featcal.core.kernels import (
     ONEDNN,
@@ -19,6 +19,7 @@ from fusion_bench_featcal.core.kernels import (
     using_kernel,
     with_kernel,
 )
+from fusion_bench_featcal.run import problem
 
 needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
 

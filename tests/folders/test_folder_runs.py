@@ -173,7 +173,8 @@ def test_text_classifiers_keep_their_heads(finished):
     names = changed(BertForSequenceClassification.from_pretrained(run.out), run.models["merged"])
     assert names and all(name.startswith("bert.encoder.") for name in names)
     head = load_file(run.out / "heads" / "two" / "head.safetensors")
-    assert set(head) == {"classifier.weight", "classifier.bias"}
+    pooler = {f"bert.pooler.dense.{leaf}" for leaf in ("weight", "bias")}
+    assert set(head) == {"classifier.weight", "classifier.bias"} | pooler
     expert = run.models["two"].state_dict()
     assert all(torch.equal(value, expert[name]) for name, value in head.items())
     assert items(run, "two") == HELD_OUT

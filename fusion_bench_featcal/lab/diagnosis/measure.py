@@ -22,7 +22,7 @@ from fusion_bench_featcal.modules.models import (
     device_of,
     gives_images,
     head_of,
-    tensors_of_head,
+    tail_of,
 )
 from fusion_bench_featcal.run.problem import Autocast
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -123,7 +123,7 @@ def _paired(
 ) -> ExpertModel:
     role = "base model" if name == "_pretrained_" else "expert"
     check_same_function(name, config_of(source), config_of(model), role=role)
-    spared = set(tensors_of_head(model, family.stages(model)[0][0]))
+    spared = set(tail_of(model, family.stages(model)[-1][-1]))
     return ExpertModel(name, family.view.source(source_of(source)), model, role=role, spared=spared)
 
 
