@@ -27,7 +27,8 @@ streams/augmentation.py streams/checks.py streams/drift.py streams/family_check.
 streams/inputs.py
 streams/rows.py streams/runner.py streams/samples.py streams/storage.py streams/streams.py
 streams/task_rows.py streams/batch.py
-run/checkpoint.py run/digests.py run/log.py run/memory.py run/problem.py run/processes.py run/progress.py
+run/checkpoint.py run/digests.py run/log.py run/memory.py run/problem.py run/processes.py
+run/progress.py
 """
 
 

@@ -109,10 +109,11 @@ class Models:
     @cached_property
     def _tail(self) -> list[str]:
         """Names of the body's tensors behind the blocks that differ between experts."""
-        first, *others = self._runnable.values()
-        names = tail_of(self.empty_body, self._stages[-1][-1])
+        first, *more = self._runnable.values()
         return [
-            n for n in names if any(not torch.equal(first.tensor(n), e.tensor(n)) for e in others)
+            name
+            for name in tail_of(self.empty_body, self._stages[-1][-1])
+            if not all(torch.equal(first.stored(name), expert.stored(name)) for expert in more)
         ]
 
     @cached_property
