@@ -34,6 +34,7 @@ from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.method_inputs import MethodInputs, check_calibration
 from fusion_bench_featcal.results import FEATCAL, Cost, measure
+from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
 from fusion_bench_featcal.run.problem import CalibrationResult
 from fusion_bench_featcal.run.processes import Processes
@@ -185,7 +186,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     ) -> tuple[CalibrationResult, Cost]:
         """Calibrate one row. The first row's reads include those of the upstream merger."""
         first, processes, fabric = name == FEATCAL, self._processes, self.fabric
-        rule = settings.rule if isinstance(settings.rule, str) else "custom"
+        rule = settings.rule if isinstance(settings.rule, str) else type(rule_of(settings)).__name__
         level = logging.INFO if processes.rank == 0 else logging.DEBUG
         log.log(level, "calibrating %s (rule=%s)", name, rule)
         log.debug("settings of %s: %s", name, settings.described())

@@ -81,6 +81,11 @@ class ExpertModel:
         if key not in self.sizes:
             has_sizes = hasattr(self.source, "nbytes")
             self.sizes[key] = known_bytes(self.source, key) if has_sizes else stored.nbytes
+        if stored.shape != (shape := tuple(self.source.shape(key))):
+            raise CalibrationError(
+                f"{self._label}: the source's tensor({key!r}) has shape {tuple(stored.shape)}, but "
+                f"its shape({key!r}) is {shape}"
+            )
         if self._like[name][0].is_floating_point and not stored.is_floating_point():
             raise CalibrationError(
                 f"{self._label}: tensor {name!r} is stored as {stored.dtype}, not as real numbers: "

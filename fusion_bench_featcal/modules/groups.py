@@ -81,8 +81,17 @@ class Group:
         Args:
             solved: New parameters, stacked.
             biases: Whether biases of linear modules change, too.
+
+        Raises:
+            CalibrationError: If they have other shapes than the modules'.
         """
-        new: dict[str, Tensor] = {}
+        new, shape = dict[str, Tensor](), (sum(self.outputs), self.inputs)
+        shape = shape[:1] if self.kind == "norm" else shape
+        if (solved.weight.shape, solved.bias.shape) != (shape, shape[:1]):
+            raise CalibrationError(
+                f"module {self.name}: the rule's solve gives a weight {tuple(solved.weight.shape)} "
+                f"and a bias {tuple(solved.bias.shape)}, not {shape} and {shape[:1]}"
+            )
         tensors = solved.weight.split(self.outputs), solved.bias.split(self.outputs)
         for site, weight, bias in zip(self.sites, *tensors, strict=True):
             # Copies, as each parameter has memory of its own.

@@ -54,5 +54,6 @@ def rule_of(settings: FeatCalSettings) -> Rule:
     try:
         rule: Any = cast(Any, kind)(**values | options)
     except TypeError as error:
-        raise ValueError(f"method.rule: {target}: {error}") from error
+        names = [field.name for field in fields(kind) if field.init]
+        raise ValueError(f"method.rule: {target}: {error}. It has {', '.join(names)}") from error
     return rule

@@ -4,11 +4,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from calibrations import assert_identical
+from calibrations import Overheard, assert_identical, run_fast
+from tiny_models import clip_suite
+from torch import Tensor
 from tricky_models import few_outputs, stack_suite
 
-from fusion_bench_featcal import Paper, calibrate
-from fusion_bench_featcal.rules import GroupSums, Linear, Rule
+from fusion_bench_featcal import CalibrationError, FeatCalSettings, Paper, calibrate
+from fusion_bench_featcal.rules import GroupSums, Linear, Rule, rule_of
+from fusion_bench_featcal.rules.rule import Solved
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,41 @@ def calibrated(rule: Any) -> Any:
 
 def test_defaults_hand_over_all_that_sums_may_need() -> None:
     assert_identical(calibrated(Wrapped()), calibrated(Paper()))
+
+
+class Cut(Overheard):
+    """A source whose matrices lack their last row."""
+
+    def tensor(self, name: str) -> Tensor:
+        whole = super().tensor(name)
+        return whole[:-1] if whole.ndim == 2 else whole
+
+
+@dataclass(frozen=True)
+class OneRow(Wrapped):
+    """Gives only the first row of each weight."""
+
+    def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
+        sums: Any = super().sums(group, merged, base)
+        solve = sums.solve
+        sums.solve = lambda: Solved(Linear(solve().linear.weight[:1], merged.bias))
+        return sums
+
+
+def test_wrong_shapes_of_a_rule_or_a_source_are_named() -> None:
+    shapes = r"module layers.0.first: the rule's solve gives a weight \(1, \d+\) and a bias"
+    with pytest.raises(CalibrationError, match=shapes):
+        calibrated(OneRow())
+    suite = clip_suite()
+    suite.experts["task_1"] = Cut(suite.experts["task_1"])  # type: ignore[assignment]
+    with pytest.raises(CalibrationError, match=r"expert 'task_1': the source's tensor\('.*shape\("):
+        run_fast(suite)
+
+
+def test_an_unknown_option_of_a_rule_lists_those_that_it_has() -> None:
+    target = f"{__name__}.Wrapped"
+    with pytest.raises(ValueError, match=r"unexpected keyword .*It has inner, mix_alpha"):
+        rule_of(FeatCalSettings(rule={"_target_": target, "inward": 1}))
 
 
 def test_a_class_in_place_of_a_rule_is_refused() -> None:
