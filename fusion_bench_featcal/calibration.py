@@ -38,7 +38,7 @@ from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.samples import check_inputs, naming_module
-from fusion_bench_featcal.streams.statistics import estimated
+from fusion_bench_featcal.streams.statistics import StaleNorms, estimated
 from fusion_bench_featcal.streams.task_rows import TaskRows, empty_rows
 
 
@@ -66,15 +66,18 @@ def calibrate_loaded(problem: Problem, block: str) -> None:
     start, finished = time.perf_counter(), problem.output.read(block, problem.working)
     merged, figures = tensors_under(problem.model, block), dict[str, Any]()
     problem.streams.narrow(block, problem.modules[block].sites)
-    groups = [] if finished else groups_of(problem, block)
-    estimate_statistics(problem, block, finished)
-    for number, turn in enumerate(problem.rule.turns(groups) or [[]]):
+    groups, norms = ([], StaleNorms([], [])) if finished else groups_of(problem, block)
+    turns = problem.rule.turns(groups) or [[]]
+    for number, turn in enumerate(turns):
+        solved = [site.name for group in turn for site in group.sites]
+        estimate_statistics(problem, block, norms.refresh(solved if len(turns) > 1 else ()))
         sums = collect(problem, block, turn, None if number else groups)
         problem.processes.add_up(t for of_group in sums.values() for t in of_group.tensors())
         new, of_turn = solve(problem, block, sums)  # every process solves the same systems
         figures |= of_turn
         load_updates(problem.model, block, {**finished, **new}, problem.rule.remedy)
-        estimate_statistics(problem, block, finished)
+        norms.add_behind(solved)
+    estimate_statistics(problem, block, norms.refresh())
     problem.progress.at(f"{block} · update")
     problem.streams.advance(block)
     note(problem, block, figures, time.perf_counter() - start)
@@ -89,23 +92,24 @@ def trusting(problem: Problem, block: str) -> Problem:
     """Return the problem with a rule that includes the trust in each task's samples."""
     from fusion_bench_featcal.run.trust import with_trust
 
-    return with_trust(problem, block, groups_of(problem, block))
+    return with_trust(problem, block, groups_of(problem, block)[0])
 
 
-def groups_of(problem: Problem, block: str) -> list[Group]:
-    """Return the groups of a block's modules, in the order of their calls."""
-    sites = problem.modules[block].sites
-    if not sites:
-        return []
-    recorded, rows = problem.streams.record_first(block, sites)
-    return find_groups(problem.model, block, sites, recorded, rows.of)
+def groups_of(problem: Problem, block: str) -> tuple[list[Group], StaleNorms]:
+    """Return the groups of a block's modules, in the order of their calls, and its BatchNorms."""
+    modules = problem.modules[block]
+    norms = modules.statistics if problem.rule.estimates_statistics else ()
+    names = [*(site.name for site in modules.sites), *norms]
+    if not names:
+        return [], StaleNorms([], [])
+    recorded, rows = problem.streams.record_first(block, names)
+    groups = find_groups(problem.model, block, modules.sites, recorded, rows.of)
+    return groups, StaleNorms(list(recorded.inputs), norms)
 
 
-def estimate_statistics(problem: Problem, block: str, finished: Mapping[str, Tensor]) -> None:
-    """Estimate the running statistics of a block's BatchNorms, in order, unless it is finished."""
-    if finished or not problem.rule.estimates_statistics:
-        return
-    for name in problem.modules[block].statistics:
+def estimate_statistics(problem: Problem, block: str, names: Iterable[str]) -> None:
+    """Estimate the running statistics of BatchNorms, in the order of their calls."""
+    for name in names:
         new = estimated(problem.streams, block, name, problem.processes.add_up)
         load_updates(problem.model, block, new, problem.rule.remedy)
 

@@ -114,7 +114,8 @@ def find_groups(
         model: The model.
         block: The block's name, for messages.
         sites: The modules.
-        recorded: One pass of a batch through the block, in which all modules were recorded.
+        recorded: One pass of a batch through the block, in which these and other modules were
+            recorded.
         mask_of: Returns the mask of a module's rows.
 
     Raises:
@@ -128,7 +129,8 @@ def find_groups(
             )
     members: dict[Any, list[Site]] = {}
     for name, x in recorded.inputs.items():
-        site = by_name[name]
+        if (site := by_name.get(name)) is None:
+            continue
         alone = name if site.kind != "linear" else None
         key = id(x), id(mask_of(name)), site.has_bias, site.patches, alone
         members.setdefault(key, []).append(site)

@@ -1,6 +1,6 @@
 """Running statistics of BatchNorms, estimated again on the calibration samples."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,6 +10,38 @@ from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.modules.hooks import record
 from fusion_bench_featcal.streams.streams import Streams
+
+
+class StaleNorms:
+    """The BatchNorms of a block whose running statistics do not fit its weights."""
+
+    def __init__(self, order: Sequence[str], norms: Collection[str]) -> None:
+        """Start with all of them.
+
+        Args:
+            order: Names of the block's modules in the order of their calls.
+            norms: Names of the BatchNorms among them.
+        """
+        self._position = {name: number for number, name in enumerate(order)}
+        self._norms = [name for name in order if name in norms]
+        self._stale = set(self._norms)
+
+    def refresh(self, until: Iterable[str] = ()) -> list[str]:
+        """Return the norms to estimate, in order, which then count as estimated.
+
+        Args:
+            until: Modules that are about to run: only norms called before the last of them are
+                returned. By default all are.
+        """
+        end = max((self._position[name] for name in until), default=len(self._position))
+        names = [n for n in self._norms if n in self._stale and self._position[n] < end]
+        self._stale -= {*names}
+        return names
+
+    def add_behind(self, modules: Iterable[str]) -> None:
+        """Count norms as stale that are called after the first of some modules."""
+        start = min((self._position[name] for name in modules), default=len(self._position))
+        self._stale |= {name for name in self._norms if self._position[name] > start}
 
 
 def estimated(

@@ -104,12 +104,12 @@ class Streams:
         """Return the number of a task's samples, including copies."""
         return sum(batch.samples for batch in self.tasks[task])
 
-    def record_first(self, block: str, sites: Sequence[Site]) -> tuple[Recorded, Rows]:
+    def record_first(self, block: str, names: Sequence[str]) -> tuple[Recorded, Rows]:
         """Run one batch through a block to its end and record the inputs of modules."""
         first = next(iter(self.tasks.values()))[0]
         with self.storage.loaded(first):
             run = partial(self.runner.step, self.model, block, first.cal)
-            return record(self.model, [site.name for site in sites], run), first.rows
+            return record(self.model, names, run), first.rows
 
     def narrow(self, block: str, sites: Iterable[Site]) -> None:
         """In the last block, count only positions whose outputs are read.
