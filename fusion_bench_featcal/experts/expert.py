@@ -40,6 +40,7 @@ class ExpertModel:
         role: str = "expert",
         device: torch.device | None = None,
         spared: Container[str] = (),
+        module: nn.Module | None = None,
     ) -> None:
         """Map the model's names to the expert's tensors and check every shape. Reads no tensor.
 
@@ -51,6 +52,7 @@ class ExpertModel:
             device: Device of loaded tensors, by default the merged model's device.
             spared: Names of the merged model's tensors that are not needed. The expert may lack
                 them, or have other shapes.
+            module: The runnable copy, which experts that are loaded one at a time can share.
 
         Raises:
             CalibrationError: If a tensor is missing or has another shape, naming it.
@@ -64,7 +66,7 @@ class ExpertModel:
         parameters = {id(parameter) for parameter in like.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
         self._like = {name: (t.dtype, device or t.device) for name, t in stored.items()}
-        self.module = hollow_copy(like, device)
+        self.module = hollow_copy(like, device) if module is None else module
 
     def stored(self, name: str) -> Tensor:
         """Return one tensor under the merged model's name, in its stored dtype.

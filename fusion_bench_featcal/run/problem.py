@@ -17,7 +17,7 @@ from fusion_bench_featcal.core.kernels import (
     with_kernel,
 )
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource, hollow_copy, source_of
 from fusion_bench_featcal.experts.budget import Grant, limit_reads
 from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.experts.working_model import WorkingModel
@@ -222,16 +222,16 @@ def _opened(
     Raises:
         CalibrationError: If a model's weights or config do not fit the merged model.
     """
-    spared = set(tail_of(working.module, runner.stages[-1][-1]))
+    like = working.module
+    spared, shared = set(tail_of(like, runner.stages[-1][-1])), hollow_copy(like, working.device)
 
     def opened(name: str, model: Any, role: str) -> ExpertModel:
         try:
             source = runner.family.view.source(source_of(model))
         except CalibrationError as error:
             raise CalibrationError(f"{role} {name!r}: {error}") from error
-        expert = ExpertModel(
-            name, source, working.module, role=role, device=working.device, spared=spared
-        )
+        options: Any = {"device": working.device, "spared": spared, "module": shared}
+        expert = ExpertModel(name, source, like, role=role, **options)
         check_same_function(name, config_of(model), config_of(request.merged), role=role)
         return expert
 
