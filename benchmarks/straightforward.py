@@ -135,7 +135,7 @@ def calibrate_block(
             with inputs_of(model, [*linear, *norms]) as x_cal:
                 family.step(model, block, pair[0])
             with inputs_of(experts[task], linear) as x_exp:
-                _, pair[1] = family.step(experts[task], block, pair[1])
+                pair[1] = family.step(experts[task], block, pair[1])
             for name in linear:
                 batch_sums = sums[name].get(task, [])
                 sums[name][task] = add_linear(
@@ -155,7 +155,7 @@ def calibrate_block(
             parameter.copy_(value)
     for pairs in streams.values():
         for pair in pairs:
-            _, pair[0] = family.step(model, block, pair[0])
+            pair[0] = family.step(model, block, pair[0])
 
 
 @torch.no_grad()
@@ -184,9 +184,7 @@ def calibrate_plainly(
 
 def begin(family: Any, model: Any, batch: Any, first: str, end: Any) -> Any:
     """Return the inputs of a stage's first block, given the call `end` after the last stage."""
-    if end is None or not family.hands_on:
-        return family.begin(model, batch, first)
-    return family.begin(model, batch, first, family.ending(model, end))
+    return family.begin(model, batch, first, *([] if end is None else [end.hidden]))
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from fusion_bench_featcal.core.float32_products import convolving_as_multiplying
 from fusion_bench_featcal.core.kernels import using_kernel
 from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.experts import ExpertSource, source_of
+from fusion_bench_featcal.families.open_clip import SplitSource, fused, split
 from fusion_bench_featcal.modules.groups import Group, find_groups
 from fusion_bench_featcal.modules.models import (
     Modes,
@@ -44,7 +46,7 @@ from fusion_bench_featcal.streams.task_rows import TaskRows, empty_rows
 
 def calibrate_blocks(problem: Problem) -> None:
     """Calibrate every block (Algorithm 1)."""
-    for index, stage in enumerate(problem.streams.runner.stages):
+    for index, stage in enumerate(problem.streams.stages):
         problem.progress.at(stage[0])
         problem.streams.begin(index)
         if index == 0 and problem.rule.weighs_trust and problem.base is not None:
@@ -298,6 +300,7 @@ def calibrate(
 
 def calibrated(request: Request) -> CalibrationResult:
     """Calibrate a merged model. Raises as `calibrate`."""
+    request = without_fused_attention(request)
     device, processes = request.device, request.processes
     if request.merged_weights is not None:
         return_freed_memory()
@@ -319,6 +322,24 @@ def calibrated(request: Request) -> CalibrationResult:
         return result_of(problem, request)
 
 
+def without_fused_attention(request: Request) -> Request:
+    """Return a request in which the attention of open_clip's models is split.
+
+    Raises:
+        CalibrationError: If the attention cannot be split, or the merged model is in files.
+    """
+    merged = split(request.merged)
+    if merged is request.merged:
+        return request
+    if request.merged_weights is not None:
+        raise CalibrationError(
+            "an open_clip model is calibrated in memory: load it instead of merged_weights"
+        )
+    experts = {task: SplitSource(source_of(expert)) for task, expert in request.experts.items()}
+    base = request.base and SplitSource(source_of(request.base))
+    return replace(request, merged=merged, base=base, experts=experts)
+
+
 def restore(problem: Problem) -> None:
     """Load all blocks that an earlier run has finished."""
     for block in problem.modules:
@@ -332,7 +353,7 @@ def result_of(problem: Problem, request: Request) -> CalibrationResult:
     if request.merged_weights is None:
         model = problem.working.assembled(device_of(model))
         Modes.of(problem.merged).restore(model)
-        model = problem.streams.runner.family.view.restored(model)
+        model = fused(model)
         problem.output.finish(without_ties(model), problem.log)
     else:
         problem.output.finish(problem.working.tensors, problem.log)

@@ -12,6 +12,7 @@ from torch import nn
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.budget import granted
 from fusion_bench_featcal.families import resolve_family, stages_of
+from fusion_bench_featcal.families.open_clip import split
 from fusion_bench_featcal.files import existing, free_space
 from fusion_bench_featcal.modules.models import names_in_order
 from fusion_bench_featcal.modules.sites import find_all_modules
@@ -75,11 +76,11 @@ def plan_of(
         ValueError: If no family fits the model.
     """
     family, rule = resolve_family(settings.family, model), rule_of(settings)
-    arranged = family.view.arranged(model)
+    arranged = split(model)
     stages = stages_of(family, arranged)
     modules = find_all_modules(arranged, stages, settings, calibrate_norm=rule.calibrate_norm)
     runs_experts = rule.runs_experts
-    names = names_in_order(arranged, family, stages, modules, runs_experts=runs_experts)
+    names = names_in_order(arranged, stages, modules, runs_experts=runs_experts)
     solved = {name for of_block in modules.values() for s in of_block.sites for name in s.names}
     tensors, stored = arranged.state_dict(keep_vars=True), model.state_dict(keep_vars=True)
 

@@ -18,15 +18,15 @@ calibration.py core/finite.py core/float32_products.py core/kernels.py core/line
 core/moments.py core/products.py core/solve.py experts/__init__.py
 experts/budget.py experts/expert.py experts/model_config.py experts/source.py
 experts/working_model.py
-families/__init__.py families/base.py families/clip.py families/transformers_names.py
+families/__init__.py families/base.py families/check.py families/open_clip.py families/stack.py
+families/transformers_names.py
 module_copies.py
 modules/groups.py modules/hooks.py modules/kinds.py modules/models.py
 modules/sites.py
 rules/__init__.py rules/norms.py rules/paper.py rules/rule.py rules/targets.py settings.py
-streams/augmentation.py streams/checks.py streams/drift.py streams/family_check.py
-streams/inputs.py
-streams/rows.py streams/runner.py streams/samples.py streams/storage.py streams/streams.py
-streams/task_rows.py streams/batch.py
+streams/augmentation.py streams/batch.py streams/checks.py streams/drift.py streams/inputs.py
+streams/samples.py streams/statistics.py streams/storage.py streams/streams.py
+streams/task_rows.py
 run/checkpoint.py run/digests.py run/log.py run/memory.py run/problem.py run/processes.py
 run/progress.py
 """

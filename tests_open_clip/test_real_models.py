@@ -16,6 +16,7 @@ from torch import nn
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import OPEN_CLIP, resolve_family
+from fusion_bench_featcal.families.open_clip import split
 
 VISION = {"layers": 2, "width": 12, "head_width": 4, "patch_size": 4, "image_size": 8}
 VISION |= {"mlp_ratio": 20 / 12}
@@ -111,4 +112,4 @@ def test_models_around_the_tower_calibrate_as_the_tower_alone(wrap: Any, prefix:
 def test_custom_attention_is_refused_by_name():
     tower = VisionTransformer(8, 4, 12, 2, 3, 2.0, output_dim=4, qk_norm=True)
     with pytest.raises(CalibrationError, match=r"resblocks\.0\.attn is a Attention"):
-        OPEN_CLIP.view.arranged(tower)
+        split(tower)

@@ -111,8 +111,8 @@ MUTATIONS = [
     Mutation(
         "ProDistill compares with the expert on the trained model's features",
         "lab/rivals/prodistill.py",
-        "self.runner.step(expert, block, batch.exp)",
-        "self.runner.step(expert, block, batch.cal)",
+        "self.step(expert, block, batch.exp)",
+        "self.step(expert, block, batch.cal)",
         "methods/test_trained_models.py",
     ),
     Mutation(

@@ -7,21 +7,15 @@ from fusion_bench_featcal.experts.expert import ExpertModel
 from fusion_bench_featcal.experts.source import ExpertSource, Tensors
 
 
-def offloaded(structure: nn.Module, source: ExpertSource, device: torch.device) -> nn.Module:
+def offloaded(model: ExpertModel, device: torch.device) -> nn.Module:
     """Return a model that reads its weights while it runs, using accelerate's hooks.
 
     Args:
-        structure: The model's structure, on the meta device except for buffers that no checkpoint
-            has.
-        source: Its weights.
+        model: The model's weights and structure.
         device: Device on which it runs.
-
-    Raises:
-        CalibrationError: If the source lacks a tensor or has one of another shape.
     """
     from accelerate.hooks import attach_align_device_hook
 
-    model = ExpertModel("offloaded", source, structure, role="model", device=device)
     tensors = Tensors(model.tensor, {name: name for name in model.keys})
     attach_align_device_hook(
         model.module, device, offload=True, weights_map=tensors, offload_buffers=True
@@ -34,7 +28,11 @@ def offloaded(structure: nn.Module, source: ExpertSource, device: torch.device) 
 
 @torch.no_grad()
 def fill(model: nn.Module, source: ExpertSource) -> None:
-    """Copy a source's values into a model in memory, in its dtypes. Raises as `offloaded`."""
+    """Copy a source's values into a model in memory, in its dtypes.
+
+    Raises:
+        CalibrationError: If the source lacks a tensor or has one of another shape.
+    """
     weights, filled = ExpertModel("filled", source, model, role="model"), set[int]()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in filled:  # a tied matrix is read once

@@ -1,10 +1,10 @@
-"""The base of all families, and the family whose blocks form a plain chain."""
+"""The contract of model families, and the means to run a model up to a block, and one block."""
 
-import re
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,95 +12,89 @@ from torch import Tensor, nn
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families.transformers_names import HIDDEN, without_cache
 
+NO_TARGET = -100
+"""Label of a position without a target (ignored by the losses of transformers)."""
 
-class ModelView:
-    """An arrangement of a model's weights. The base class leaves them as stored."""
-
-    def arranged(self, model: nn.Module) -> nn.Module:
-        """Return the model arranged for calibration. It may share tensors with the argument."""
-        return model
-
-    def source(self, source: Any) -> Any:
-        """Return an `ExpertSource` of an expert's weights in the arrangement for calibration."""
-        return source
-
-    def restored(self, model: nn.Module) -> nn.Module:
-        """Return the model in its stored arrangement. The argument must not be used again."""
-        return model
+Masks = Mapping[str, Tensor | None]
+"""Positions that count, by the end of a module's name: 1 for those that count, 0 for others,
+`[batch, positions]`, or None if all count. The name "" is for the stage's features and for all
+modules without a mask of their own."""
 
 
-AS_IT_IS = ModelView()
+@dataclass(frozen=True)
+class Call:
+    """Input of one block.
+
+    Attributes:
+        hidden: Output of the previous block, or what the model computes before the first one.
+        args: The block's other positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    hidden: Tensor
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Family(ABC):
     """Base of all families: how models of one architecture are cut into blocks and run.
 
+    A family of your own needs `stages`, `begin` and `step`. Calibration first compares the blocks,
+    run one by one, with the model's forward pass on two samples.
+
     Attributes:
-        name: The family's name in settings and logs.
-        hands_on: Whether stages after the first begin from the output of the previous stage.
-            `begin` then takes the return value of `ending` as a fourth argument.
-        compared: Whether calibration first compares the family's steps with the model's forward
-            pass on the first samples.
-        view: The arrangement of the weights for calibration.
+        name: The family's name in settings and logs, by default that of the class.
     """
 
     name: str
-    hands_on: bool = False
-    compared: bool = False
-    view: ModelView = AS_IT_IS
+
+    def __init_subclass__(cls) -> None:
+        """Name the class."""
+        cls.name = vars(cls).get("name", cls.__name__)
 
     @abstractmethod
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Return names of the blocks in forward order, one list per stage.
 
-        A stage's first inputs are captured after all earlier stages are calibrated.
+        A stage, such as an encoder, begins after all earlier stages are calibrated.
         """
 
     @abstractmethod
-    def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> Any:
-        """Run the model up to a stage's first block and return the inputs of that block."""
-
-    @abstractmethod
-    def step(self, model: nn.Module, block: str, call: Any) -> tuple[Tensor, Any]:
-        """Run one block and return its hidden output and the inputs of the next block."""
-
-    def ending(self, model: nn.Module, call: Any) -> Any:
-        """Return a stage's output, from the inputs of a block after its end. Used if `hands_on`."""
-        raise NotImplementedError
-
-    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
-        """Return a mask of the counted positions of a stage's hidden features.
+    def begin(self, model: nn.Module, inputs: Any, block: str, ended: Any = None) -> Any:
+        """Run the model up to a stage's first block.
 
         Args:
-            inputs: The model's inputs.
-            stage_index: The stage, as an index into `stages`.
-            decoder_rows: The setting: `all` or `targets`. Only decoders distinguish them.
+            model: The model. Blocks of this and of earlier stages have no weights.
+            inputs: A batch of its inputs.
+            block: The block.
+            ended: Output of the last block of the previous stage, or None in the first stage.
 
         Returns:
-            1 for positions that count, 0 for others, `[batch, positions]`. None if all count.
+            The block's input: a `Call`, or another dataclass with an attribute `hidden`.
         """
-        return None
 
-    def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
-        """Return masks of the counted rows in modules whose inputs are not the stage's features.
+    @abstractmethod
+    def step(self, model: nn.Module, block: str, call: Any) -> Any:
+        """Run one block and return the input of the next block, whose `hidden` is the output."""
 
-        Returns:
-            A mask, as for `row_weights`, by the end of a module's name (`EncDecAttention.k`). Empty
-            if all modules receive the stage's hidden features.
-        """
-        return {}
-
-    def closing_rows(self, model: nn.Module, hidden: Tensor) -> Tensor | None:
-        """Return a mask of the rows of the last block's output that the head reads.
+    def masks(self, model: nn.Module, inputs: Any, stage: int, decoder_rows: str) -> Masks:
+        """Return masks of the positions that count in a stage, or nothing if all do.
 
         Args:
             model: The model.
-            hidden: The last block's output, `[batch, positions, d]`.
-
-        Returns:
-            1 for rows that are read, 0 for others, `[batch, positions]`. None if all are.
+            inputs: A batch of its inputs.
+            stage: The stage, as an index into `stages`.
+            decoder_rows: The setting: `all` or `targets`. Only decoders distinguish them.
         """
-        return None
+        return {}
+
+    def reads_first(self, model: nn.Module, inputs: Any) -> bool:
+        """Return whether the head reads only the first position of the last block's output."""
+        return False
+
+    def __repr__(self) -> str:
+        """Return the class with its options, which a resumed run compares."""
+        return f"{type(self).__name__}({vars(self)})"
 
 
 def stages_of(family: Family, model: nn.Module) -> list[list[str]]:
@@ -121,30 +115,6 @@ def stages_of(family: Family, model: nn.Module) -> list[list[str]]:
             raise CalibrationError(
                 f"method.family={family.name}: {type(model).__name__} has no block {block!r}"
             )
-    return stages
-
-
-def two_stages(
-    model: nn.Module, block: re.Pattern[str], lists: tuple[str, str], example: str
-) -> list[list[str]]:
-    """Return names of the blocks of a model with two lists of them, in forward order.
-
-    Args:
-        model: The model.
-        block: Pattern of a block's whole name.
-        lists: The part of a name that identifies each list, in forward order.
-        example: A class with both, for the message.
-
-    Raises:
-        CalibrationError: If the model lacks one of the two.
-    """
-    names = [name for name, _ in model.named_modules() if block.fullmatch(name)]
-    stages = [[name for name in names if f"{part}." in name] for part in lists]
-    if not all(stages):
-        raise CalibrationError(
-            f"{type(model).__name__} has no {lists[0]}.* and {lists[1]}.* both, as {example} has: "
-            "choose another method.family (docs/tutorials/family.md)"
-        )
     return stages
 
 
@@ -176,17 +146,49 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     """Run a model on a batch: keyword arguments, a tuple of arguments or one tensor.
 
     Tensors are copied, because the same batch runs many times and a model may write into its
-    inputs.
+    inputs. Images named `pixel_values` are passed by position to a model that has another name for
+    them, such as open_clip's.
     """
+    if isinstance(inputs, Mapping) and "pixel_values" in inputs:
+        parameters = inspect.signature(model.forward).parameters
+        if "pixel_values" not in parameters and "kwargs" not in parameters:
+            inputs = inputs["pixel_values"]
     if isinstance(inputs, Mapping):
-        return model(**{key: _fresh(value) for key, value in inputs.items()})
-    if isinstance(inputs, tuple):
-        return model(*map(_fresh, inputs))
-    return model(_fresh(inputs))
+        return model(**{name: _copied(value) for name, value in inputs.items()})
+    return model(*map(_copied, inputs if isinstance(inputs, tuple) else (inputs,)))
 
 
-def _fresh(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def captured(model: nn.Module, inputs: Any, block: str) -> Call:
+    """Run a model's forward pass up to a block and return the block's input.
+
+    A cache of keys and values is removed from the arguments, since a block runs many times.
+    """
+    calls: list[Call] = []
+
+    def capture(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(call_of(args, kwargs))
+        raise stop_forward()
+
+    hook = model.get_submodule(block).register_forward_pre_hook(capture, with_kwargs=True)
+    with stoppable(hook):
+        call_model(model, inputs)
+    return calls[0]
+
+
+def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """Return the arguments of a block, without caches."""
+    kwargs = {key: without_cache(value, key) for key, value in kwargs.items()}
+    hidden, *others = args or (kwargs.pop(HIDDEN),)
+    return Call(hidden, tuple(map(without_cache, others)), kwargs)
+
+
+def run_block(model: nn.Module, block: str, call: Call) -> Any:
+    """Run one block and return its output. Its input is copied, as some blocks write into it."""
+    return model.get_submodule(block)(call.hidden.clone(), *call.args, **call.kwargs)
 
 
 def hidden_output(output: Any) -> Tensor:
@@ -204,69 +206,39 @@ def hidden_output(output: Any) -> Tensor:
     return output
 
 
-@dataclass(frozen=True)
-class BlockCall:
-    """Arguments of one block: hidden features, then the arguments common to all blocks."""
+def mask_named(inputs: Any, name: str) -> Tensor | None:
+    """Return a mask by its name in a model's inputs, `[batch, positions]`, or None if missing.
 
-    hidden: Tensor
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class ChainFamily(Family):
-    """Blocks that take the previous block's hidden output and otherwise the same arguments.
-
-    Every position counts, in every module.
-
-    Attributes:
-        name: The family's name.
-        find_stages: Finds the block names in a model.
-        view: As `Family`.
+    Raises:
+        CalibrationError: If it exists but does not identify padding position by position.
     """
-
-    name: str
-    find_stages: Callable[[nn.Module], list[list[str]]]
-    view: ModelView = AS_IT_IS
-
-    def stages(self, model: nn.Module) -> list[list[str]]:
-        """Return names of the blocks in forward order, one list per stage."""
-        return self.find_stages(model)
-
-    def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> BlockCall:
-        """Capture the first block's arguments from the model's forward pass."""
-        return capture_call(model, inputs, first_block)
-
-    def step(self, model: nn.Module, block: str, call: BlockCall) -> tuple[Tensor, BlockCall]:
-        """Call the block on its stored arguments. It must not change them."""
-        hidden = hidden_output(call_block(model, block, call))
-        return hidden, replace(call, hidden=hidden)
+    mask = inputs.get(name) if isinstance(inputs, Mapping) else None
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise CalibrationError(
+            f"the input {name!r} is {shape}, but a mask of padding is [batch, positions]. Give "
+            "such a mask"
+        )
+    return mask
 
 
-def capture_call(model: nn.Module, inputs: Any, block: str) -> BlockCall:
-    """Run a model's forward pass up to a block and return the arguments of that block.
+def labelled_rows(inputs: Any, *, needed: bool) -> Tensor | None:
+    """Return a mask of the positions with a label, `[batch, positions]`, or None without labels.
 
-    A cache of keys and values is removed from the arguments, since a block runs many times.
-
-    Args:
-        model: The model.
-        inputs: Its inputs.
-        block: The block's name.
+    Raises:
+        CalibrationError: If they are missing and needed, for `decoder_rows=targets`.
     """
-    captured: list[BlockCall] = []
-
-    def capture(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rest = {key: without_cache(value, key) for key, value in kwargs.items()}
-        hidden, *positional = args or (rest.pop(HIDDEN),)
-        captured.append(BlockCall(hidden, tuple(map(without_cache, positional)), rest))
-        raise stop_forward()
-
-    hook = model.get_submodule(block).register_forward_pre_hook(capture, with_kwargs=True)
-    with stoppable(hook):
-        call_model(model, inputs)
-    return captured[0]
+    labels = mask_named(inputs, "labels")
+    if labels is None and needed:
+        raise CalibrationError(
+            "method.decoder_rows=targets needs labels, but the inputs are "
+            f"{names_of(inputs)}. Give labels, or set method.decoder_rows=all"
+        )
+    return None if labels is None else (labels != NO_TARGET).long()
 
 
-def call_block(model: nn.Module, block: str, call: BlockCall) -> Any:
-    """Run one block on its stored arguments and return its output."""
-    return model.get_submodule(block)(call.hidden.clone(), *call.args, **call.kwargs)
+def names_of(inputs: Any) -> Any:
+    """Return the names in a model's inputs, for messages."""
+    return sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__

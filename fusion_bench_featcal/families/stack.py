@@ -1,96 +1,123 @@
 """Models whose blocks are in one list and exchange only hidden features."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+import re
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families.base import (
+    Call,
     Family,
+    Masks,
     call_model,
+    call_of,
     hidden_output,
+    labelled_rows,
+    mask_named,
     stop_forward,
     stoppable,
 )
-from fusion_bench_featcal.families.rows import causal_rows, mask_named
-from fusion_bench_featcal.families.structure import find_stack, no_stack
-from fusion_bench_featcal.families.transformers_names import HIDDEN, without_cache
+from fusion_bench_featcal.families.transformers_names import (
+    CLIP_BLOCK,
+    LLAMA_BLOCK,
+    without_cache,
+)
+
+_CLEARLY = 10
+"""Size ratio to all other lists above which a list counts as the model's blocks."""
 
 
 @dataclass(frozen=True)
 class StackCall:
-    """Input of the next block: hidden features, and the other arguments of every block.
+    """Input of the next block, with the other arguments of every block.
+
+    These are rotary angles, positions and masks (two in models with sliding windows). They depend
+    on the inputs alone, so the model's forward pass computes them once, before any block runs.
 
     Attributes:
-        hidden: `[batch, positions, d]`.
-        kwargs: Block name -> keyword arguments: rotary angles, positions, and that block's mask
-            (models with sliding windows alternate between two masks). They depend on the inputs
-            alone, so the model's forward pass computes them once, before any block runs.
-        args: Block name -> positional arguments after the hidden features.
+        hidden: Hidden features, `[batch, positions, d]`.
+        args: Block -> its positional arguments after the hidden features.
+        kwargs: Block -> its keyword arguments.
     """
 
     hidden: Tensor
+    args: Mapping[str, tuple[Any, ...]]
     kwargs: Mapping[str, Mapping[str, Any]]
-    args: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class StackFamily(Family):
-    """Blocks in one list, each called once, in order, on the previous block's hidden features.
+class Stack(Family):
+    """Blocks in one list, each called once, in order, on the previous block's hidden features."""
 
-    The list is found by the model's structure, not by its name. The structure does not show
-    whether a block receives anything else from earlier ones, so calibration compares the steps with
-    the model's forward pass on the first samples.
+    name = "stack"
 
-    Attributes:
-        name: The family's name.
-        causal: Whether labels of `[batch, positions]` are next tokens, so that
-            `method.decoder_rows=targets` selects the positions before them.
-        compared: As `Family`.
-        reads_first: Whether the model's head reads only each sample's first position of the last
-            block's output: a class token.
-    """
+    def __init__(self, pattern: str | None = None, *, name: str | None = None) -> None:
+        """Set how the blocks are found.
 
-    name: str = "stack"
-    causal: bool = True
-    compared: bool = True
-    reads_first: bool = False
-
-    def fitted(self, model: nn.Module) -> "StackFamily":
-        """Return the family with the options that a model's structure determines."""
-        self.stages(model)
-        return replace(self, causal=_predicts_next(model))
+        Args:
+            pattern: Regular expression of a block's full name. None finds the outermost list of
+                modules of one class that is ten times as large as all others.
+            name: As `Family`.
+        """
+        self.pattern, self.name = pattern, name or self.name
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Return the blocks in forward order, as one stage.
 
         Raises:
-            CalibrationError: If the model has no single list of blocks.
+            CalibrationError: If there are none.
         """
-        stack = find_stack(model)
-        if stack is None:
-            raise no_stack(model, self.name)
-        return [[f"{stack}.{name}" for name, _ in model.get_submodule(stack).named_children()]]
+        if self.pattern is None:
+            blocks, kind = find_stack(model), "list of modules of one class that clearly holds its"
+        else:
+            names = [name for name, _ in model.named_modules()]
+            blocks, kind = [n for n in names if re.fullmatch(self.pattern, n)], self.pattern
+        if not blocks:
+            raise CalibrationError(
+                f"method.family={self.name}: {type(model).__name__} has no {kind} blocks. Set "
+                "another method.family, or write one (docs/tutorials/family.md)"
+            )
+        return [blocks]
 
-    def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> StackCall:
+    def begin(self, model: nn.Module, inputs: Any, block: str, ended: Any = None) -> StackCall:
         """Run the model's forward pass with all blocks skipped, and record their arguments.
 
         Caches are switched off: a block runs many times on the same positions.
 
         Raises:
-            CalibrationError: If blocks are not called once each, in order.
+            CalibrationError: If blocks are not called once each, in order, or without padding.
         """
         (blocks,) = self.stages(model)
-        call = noted_call(model, blocks, inputs)
-        _refuse_other_positions(model, blocks[0], call.hidden, inputs)
-        return call
+        if isinstance(inputs, Mapping):  # labels are for the head, which the pass does not reach
+            inputs = {key: without_cache(v, key) for key, v in inputs.items() if key != "labels"}
+        calls: dict[str, Call] = {}
+        with _skipping(model, blocks, calls), stoppable():
+            call_model(model, inputs)
+        if list(calls) != blocks:
+            raise CalibrationError(
+                f"{type(model).__name__} runs the blocks {list(calls)}, but has {blocks}; each "
+                "must run once, in this order: choose another method.family"
+            )
+        hidden, mask = calls[block].hidden, mask_named(inputs, "attention_mask")
+        if mask is not None and hidden.shape[:-1] != mask.shape:
+            raise CalibrationError(
+                f"block {block} of {type(model).__name__} receives features {tuple(hidden.shape)}, "
+                f"which do not fit its attention_mask {tuple(mask.shape)}: the model may remove "
+                "padding. Load it with attn_implementation=sdpa"
+            )
+        args = {name: call.args for name, call in calls.items()}
+        return StackCall(hidden, args, {name: call.kwargs for name, call in calls.items()})
 
-    def step(self, model: nn.Module, block: str, call: StackCall) -> tuple[Tensor, StackCall]:
+    def step(self, model: nn.Module, block: str, call: StackCall) -> StackCall:
         """Call the block on its stored arguments, which are used again.
 
         If a block writes into a list or mapping among its arguments (Gemma-3n's keys and values),
@@ -98,51 +125,89 @@ class StackFamily(Family):
         """
         args = tuple(map(_shallow_copy, call.args[block]))
         kwargs = {key: _shallow_copy(value) for key, value in call.kwargs[block].items()}
-        hidden = hidden_output(model.get_submodule(block)(call.hidden.clone(), *args, **kwargs))
-        return hidden, replace(call, hidden=hidden)
+        output = model.get_submodule(block)(call.hidden.clone(), *args, **kwargs)
+        return replace(call, hidden=hidden_output(output))
 
-    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
-        """Return a mask of all positions except padding, or of positions that predict a label."""
-        if self.causal:
-            return causal_rows(inputs, decoder_rows)
-        return mask_named(inputs, "attention_mask")
+    def masks(self, model: nn.Module, inputs: Any, stage: int, decoder_rows: str) -> Masks:
+        """Return a mask of all positions but padding, or of the positions before each label.
 
-    def closing_rows(self, model: nn.Module, hidden: Tensor) -> Tensor | None:
-        """Return a mask of the class token, if the head reads nothing else."""
-        if not self.reads_first:
-            return None
-        mask = hidden.new_zeros(hidden.shape[:-1])
-        mask[:, 0] = 1
-        return mask
+        Only a model whose labels are next tokens has the second.
+
+        Raises:
+            CalibrationError: If `decoder_rows` is `targets` and there are no labels.
+        """
+        mask = mask_named(inputs, "attention_mask")
+        if decoder_rows != "targets" or not predicts_next(model):
+            return {"": mask}
+        labelled: Any = labelled_rows(inputs, needed=True)
+        predicts = torch.zeros_like(labelled)
+        predicts[:, :-1] = labelled[:, 1:]
+        return {"": predicts if mask is None else predicts * (mask > 0)}
+
+    def reads_first(self, model: nn.Module, inputs: Any) -> bool:
+        """Return whether logits stay the same if all other positions change their signs."""
+        if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            return False  # known without running a model that may be larger than memory
+
+        def change(_: nn.Module, __: Any, output: Any) -> Any:
+            hidden = hidden_output(output).clone()
+            hidden[:, 1:] *= -1
+            return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+
+        if isinstance(inputs, Mapping):
+            inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        logits = getattr(call_model(model, inputs), "logits", None)
+        last = model.get_submodule(self.stages(model)[0][-1])
+        with stoppable(last.register_forward_hook(change)):
+            changed: Any = getattr(call_model(model, inputs), "logits", None)
+        return isinstance(logits, Tensor) and torch.equal(logits, changed)
 
 
-def noted_call(model: nn.Module, blocks: list[str], inputs: Any) -> StackCall:
-    """Run a model's forward pass with some blocks skipped, and return their arguments.
+class ImageTower(Stack):
+    """A stack without padding. With a class token, the head reads nothing else."""
+
+    def masks(self, model: nn.Module, inputs: Any, stage: int, decoder_rows: str) -> Masks:
+        """Return no mask, because all positions count."""
+        return {}
+
+    def reads_first(self, model: nn.Module, inputs: Any) -> bool:
+        """Return whether the model has a class token."""
+        return any(name.endswith("class_embedding") for name, _ in model.named_parameters())
+
+
+STACK = Stack()
+CLIP = ImageTower(CLIP_BLOCK, name="clip")
+LLAMA = Stack(LLAMA_BLOCK, name="llama")
+
+
+def find_stack(model: nn.Module) -> list[str]:
+    """Return names of a model's blocks, or nothing if no list of modules clearly dominates.
+
+    This is the outermost list of several modules of one class, if it has ten times the parameters
+    of all other such lists together. Two towers, or an encoder and a decoder, have no such list.
 
     Args:
-        model: The model.
-        blocks: Names of the blocks in forward order. The pass ends at the last one.
-        inputs: The model's inputs.
-
-    Raises:
-        CalibrationError: If blocks are not called once each, in order.
+        model: The model. It may be on the meta device.
     """
-    if isinstance(inputs, Mapping):  # labels are for the head, which the pass does not reach
-        inputs = {key: without_cache(v, key) for key, v in inputs.items() if key != "labels"}
-    noted: dict[str, tuple[Any, ...]] = {}
-    with _skipping(model, blocks, noted), stoppable():
-        call_model(model, inputs)
-    if list(noted) != blocks:
-        raise CalibrationError(
-            f"{type(model).__name__} runs the blocks {list(noted)}, but has {blocks}; each "
-            "must run once, in this order: choose another method.family"
-        )
-    args = {name: args for name, (_, args, _) in noted.items()}
-    kwargs = {name: kwargs for name, (*_, kwargs) in noted.items()}
-    return StackCall(noted[blocks[0]][0], kwargs, args)
+    sizes: dict[str, int] = {}
+    for name, module in model.named_modules():
+        kinds = [type(child) for child in module.children()]
+        inside = any(name.startswith(f"{outer}.") for outer in sizes)
+        alike = len(kinds) > 1 and len(set(kinds)) == 1 and kinds[0] is not nn.ModuleList
+        if isinstance(module, nn.ModuleList | nn.Sequential) and name and alike and not inside:
+            sizes[name] = sum(p.numel() for p in module.parameters())
+    largest = max(sizes, key=lambda name: sizes[name], default="")
+    if not sizes.get(largest) or _CLEARLY * (sum(sizes.values()) - sizes[largest]) > sizes[largest]:
+        return []
+    return [f"{largest}.{name}" for name, _ in model.get_submodule(largest).named_children()]
 
 
-STACK = StackFamily()
+def predicts_next(model: nn.Module) -> bool:
+    """Return whether a model's labels, one per position, are the next tokens."""
+    kind = type(model).__name__
+    masked = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+    classifies = kind.endswith(("Classification", "QuestionAnswering"))
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or not (masked or classifies)
 
 
 class _Passed(Tensor):
@@ -167,27 +232,20 @@ class _Passed(Tensor):
 
 
 @contextmanager
-def _skipping(
-    model: nn.Module, blocks: Iterable[str], noted: dict[str, tuple[Any, ...]]
-) -> Iterator[None]:
-    """Context in which blocks only record their arguments. After the last block the pass ends."""
-    names = list(blocks)
-    modules: list[Any] = [model.get_submodule(name) for name in names]
+def _skipping(model: nn.Module, blocks: Sequence[str], calls: dict[str, Call]) -> Iterator[None]:
+    """Context in which blocks only record their arguments. At the last block the pass ends."""
+    modules: list[Any] = [model.get_submodule(name) for name in blocks]
 
     def note(name: str, *args: Any, **kwargs: Any) -> Tensor:
-        features, *positional = args or (kwargs.pop(HIDDEN),)
-        features = features.as_subclass(Tensor)
-        kwargs = {key: without_cache(value, key) for key, value in kwargs.items()}
-        noted[name] = features, tuple(map(without_cache, positional)), kwargs
-        if name == names[-1]:
+        call = call_of(args, kwargs)
+        calls[name] = call = replace(call, hidden=call.hidden.as_subclass(Tensor))
+        if name == blocks[-1]:
             raise stop_forward()
-        return features.as_subclass(_Passed)
+        return call.hidden.as_subclass(_Passed)
 
-    replaced = [
-        module.__dict__.get("forward") for module in modules
-    ]  # some libraries replace it too
+    replaced = [module.__dict__.get("forward") for module in modules]  # by some other library
     try:
-        for name, module in zip(names, modules, strict=True):
+        for name, module in zip(blocks, modules, strict=True):
             module.forward = lambda *args, name=name, **kwargs: note(name, *args, **kwargs)
         yield
     finally:
@@ -199,25 +257,3 @@ def _skipping(
 
 def _shallow_copy(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, MutableMapping | MutableSequence) else value
-
-
-def _refuse_other_positions(model: nn.Module, block: str, hidden: Tensor, inputs: Any) -> None:
-    mask = mask_named(inputs, "attention_mask")
-    if mask is not None and hidden.shape[:-1] != mask.shape:
-        raise CalibrationError(
-            f"block {block} of {type(model).__name__} receives features {tuple(hidden.shape)}, "
-            f"which do not fit its attention_mask {tuple(mask.shape)}: the model may remove "
-            "padding. Load it with attn_implementation=sdpa"
-        )
-
-
-def _predicts_next(model: nn.Module) -> bool:
-    """Return whether a model's labels, one per position, are the next tokens."""
-    from transformers.models.auto import modeling_auto
-
-    kind = type(model).__name__
-    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    masked = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
-    return kind in causal or not (
-        kind in masked or kind.endswith(("Classification", "QuestionAnswering"))
-    )

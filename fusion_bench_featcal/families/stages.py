@@ -5,76 +5,57 @@ calibration starts at the image. Pools and heads after the last layer are not ca
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from fusion_bench_featcal.families.base import (
-    BlockCall,
-    Family,
-    call_block,
-    capture_call,
-    hidden_output,
-)
-
-MODEL_TYPES = ("resnet", "convnext", "convnextv2", "segformer")
-_TORCHVISION = ("conv1", "bn1", "relu", "maxpool", "layer1")
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.families.base import Call, Family, captured, hidden_output, run_block
 
 
-@dataclass(frozen=True)
-class StagesFamily(Family):
+class Stages(Family):
     """Blocks that take the previous block's features, which are rearranged between stages."""
 
-    name: str = "stages"
+    name = "stages"
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Return names of the blocks in forward order, all in one stage.
 
         Raises:
-            ValueError: If the structure is not one that the family supports.
+            CalibrationError: If the structure is not one that the family supports.
         """
         if torchvision := find_torchvision_blocks(model):
             return [torchvision]
-        for prefix, tower in _towers(model):
-            names = list(_blocks(tower))
-            if names:
-                return [[f"{prefix}{name}" for name in names]]
-        raise ValueError(
+        towers = {"": model} | {f"{name}.": child for name, child in model.named_children()}
+        for prefix, tower in towers.items():
+            if names := [f"{prefix}{name}" for name in _blocks(tower)]:
+                return [names]
+        raise CalibrationError(
             f"method.family=stages does not fit {type(model).__name__}, which is not built like a "
             "ResNet, ConvNeXt or SegFormer. Write a family (docs/tutorials/family.md)"
         )
 
-    def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> BlockCall:
+    def begin(self, model: nn.Module, inputs: Any, block: str, ended: Any = None) -> Call:
         """Capture the stem's arguments from the model's forward pass."""
-        return capture_call(model, inputs, first_block)
+        return captured(model, inputs, block)
 
-    def step(self, model: nn.Module, block: str, call: BlockCall) -> tuple[Tensor, BlockCall]:
-        """Run a block, and the operations without weights between it and the next block."""
-        part = block.split(".")
-        if "layer_norm" in part[-2:]:  # SegFormer turns rows back into an image after a stage
-            height, width = call.args
-            hidden = hidden_output(call_block(model, block, BlockCall(call.hidden, (), {})))
-            image = hidden.reshape(len(hidden), height, width, -1).permute(0, 3, 1, 2)
-            return hidden, BlockCall(image.contiguous(), (), {})
-        output = call_block(model, block, call)
-        hidden, args = hidden_output(output), call.args
-        if "patch_embeddings" in part[-2:]:  # their output includes the size of the image
-            args = tuple(output[1:])
-        following = hidden
-        if block == "bn1":  # torchvision's ResNet overwrites its output in place
-            following = model.get_submodule("maxpool")(model.get_submodule("relu")(hidden.clone()))
-        return hidden, BlockCall(following, args, {})
+    def step(self, model: nn.Module, block: str, call: Call) -> Call:
+        """Run the operations without weights before a block, and the block.
+
+        SegFormer's patch embeddings also return the image's height and width, which its layers
+        take. A stage ends with a norm of positions, and the next one begins with an image.
+        """
+        kinds, hidden, size = block.split(".")[-2:], call.hidden, call.args
+        if "patch_embeddings" in kinds and hidden.ndim == 3:
+            hidden = hidden.unflatten(1, size).permute(0, 3, 1, 2).contiguous()
+        if block == "layer1.0":  # torchvision's ReLU overwrites its input
+            hidden = model.get_submodule("maxpool")(model.get_submodule("relu")(hidden.clone()))
+        args = () if {"patch_embeddings", "layer_norm"} & {*kinds} else size
+        output = run_block(model, block, Call(hidden, args, call.kwargs))
+        return Call(hidden_output(output), output[1:] if "patch_embeddings" in kinds else size)
 
 
-STAGES = StagesFamily()
-
-
-def _towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the model and its submodels, with the prefixes of their tensors' names."""
-    yield "", model
-    for name, part in model.named_children():
-        yield f"{name}.", part
+STAGES = Stages()
 
 
 def _blocks(tower: Any) -> Iterator[str]:
@@ -100,7 +81,7 @@ def _blocks(tower: Any) -> Iterator[str]:
 
 def find_torchvision_blocks(model: nn.Module) -> list[str]:
     """Return names of the blocks of torchvision's ResNets, none for other models."""
-    if not all(hasattr(model, name) for name in _TORCHVISION):
+    if not all(hasattr(model, name) for name in ("conv1", "bn1", "relu", "maxpool", "layer1")):
         return []
     stages = [(n, part) for n, part in model.named_children() if n.removeprefix("layer").isdigit()]
     layers = [f"{name}.{number}" for name, part in stages for number, _ in part.named_children()]

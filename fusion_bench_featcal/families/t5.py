@@ -1,6 +1,7 @@
-"""T5's encoder-decoder models in transformers (FLAN-T5, mT5, UMT5)."""
+"""Encoder-decoder models in transformers: T5 (FLAN-T5, mT5, UMT5) and Whisper."""
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,12 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.families.base import Family, capture_call, hidden_output, two_stages
-from fusion_bench_featcal.families.rows import (
+from fusion_bench_featcal.families.base import (
+    Call,
+    Family,
+    Masks,
+    captured,
+    hidden_output,
     labelled_rows,
     mask_named,
-    missing_labels,
     names_of,
+    run_block,
 )
 from fusion_bench_featcal.families.transformers_names import (
     ENCODED,
@@ -22,44 +27,42 @@ from fusion_bench_featcal.families.transformers_names import (
     T5_ENCODER_NORM,
     T5_KEYS_AND_VALUES,
     T5_MASK,
+    WHISPER_BLOCK,
+    WHISPER_ENCODER_NORM,
+    WHISPER_KEYS_AND_VALUES,
     t5_bias,
 )
-
-MODEL_TYPES = ("t5", "mt5", "umt5")
-"""Model types with this structure. Tests run each of them."""
 
 _DECODER_INPUTS = ("labels", "decoder_input_ids", "decoder_inputs_embeds")
 
 
 @dataclass(frozen=True)
-class T5Call:
+class T5Call(Call):
     """Input of the next block.
 
     Attributes:
-        hidden: Hidden features, `[batch, positions, d]`.
-        kwargs: Arguments common to all blocks of a stage.
         bias: Position bias of the stage, `[1, heads, positions, positions]`. None before its first
             block has run, and if every block has its bias.
         adds_mask: Whether blocks expect the mask inside the bias, as in transformers 4.57. That
             bias is different for each sample and too large to keep, so it is built for each block.
     """
 
-    hidden: Tensor
-    kwargs: Mapping[str, Any]
     bias: Tensor | None = None
     adds_mask: bool = False
 
 
-@dataclass(frozen=True)
-class T5Family(Family):
+class EncoderDecoder(Family):
     """The encoder's blocks, then the decoder's, which begin after the encoder is calibrated.
 
     The first block of T5 and mT5 computes the relative position bias of its stage, and the family
-    passes it to the later ones. In UMT5 every block computes one.
+    passes it to the later ones. In UMT5 every block computes one, Whisper has none.
+
+    Whisper attends to all positions of a recording, including silence that was padded. All of them
+    count in the encoder and in the keys and values of the cross-attention.
     """
 
-    name: str = "t5"
-    hands_on: bool = True
+    name = "t5"
+    _block, _encoder_norm, _keys_and_values = T5_BLOCK, T5_ENCODER_NORM, T5_KEYS_AND_VALUES
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Return the blocks of the encoder, then of the decoder.
@@ -67,21 +70,17 @@ class T5Family(Family):
         Raises:
             CalibrationError: If the model lacks one of the two.
         """
-        lists = ("encoder.block", "decoder.block")
-        return two_stages(model, T5_BLOCK, lists, "T5ForConditionalGeneration")
+        names = [name for name, _ in model.named_modules() if re.fullmatch(self._block, name)]
+        stages = [[name for name in names if f"{part}." in name] for part in ("encoder", "decoder")]
+        if not all(stages):
+            raise CalibrationError(
+                f"method.family={self.name}: {type(model).__name__} has no {self._block} "
+                "of encoder and decoder. Set another method.family (docs/tutorials/family.md)"
+            )
+        return stages
 
-    def ending(self, model: nn.Module, call: T5Call) -> Tensor:
-        """Return the encoder's output, from the output of its last block."""
-        return model.get_submodule(T5_ENCODER_NORM)(call.hidden.clone())
-
-    def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Tensor) -> T5Call:
+    def begin(self, model: nn.Module, inputs: Any, block: str, ended: Any = None) -> T5Call:
         """Run the model's forward pass up to a stage's first block.
-
-        Args:
-            model: The model.
-            inputs: Its inputs.
-            first_block: The block.
-            *ending: The encoder's output. Without it the encoder runs.
 
         Raises:
             CalibrationError: If the inputs do not determine the decoder's inputs.
@@ -91,51 +90,57 @@ class T5Family(Family):
                 "an encoder-decoder model needs labels, or decoder_input_ids with their "
                 f"decoder_attention_mask, in its calibration inputs; they are {names_of(inputs)}"
             )
-        if ending:
+        if ended is not None:
             from transformers.modeling_outputs import BaseModelOutput
 
-            output: Any = ending[0]  # the class annotates this with another type
-            inputs = {**inputs, ENCODED: BaseModelOutput(last_hidden_state=output)}
-        call = capture_call(model, inputs, first_block)
-        names = list(inspect.signature(model.get_submodule(first_block).forward).parameters)
+            encoder = self.stages(model)[0][0].rsplit(".", 2)[0]
+            norm = model.get_submodule(f"{encoder}.{self._encoder_norm}")
+            inputs = {**inputs, ENCODED: BaseModelOutput(last_hidden_state=norm(ended.clone()))}
+        call = captured(model, inputs, block)
+        names = list(inspect.signature(model.get_submodule(block).forward).parameters)
         named = dict(zip(names[1:], call.args, strict=False))
-        return T5Call(call.hidden, named | dict(call.kwargs))
+        return T5Call(call.hidden, kwargs=named | dict(call.kwargs))
 
-    def step(self, model: nn.Module, block: str, call: T5Call) -> tuple[Tensor, T5Call]:
+    def step(self, model: nn.Module, block: str, call: T5Call) -> T5Call:
         """Run one block. A stage's first block passes on the position bias, if blocks share it."""
-        module: Any = model.get_submodule(block)
         kwargs, bias = dict(call.kwargs), call.bias
         if bias is not None:
             kwargs[T5_BIAS] = bias + kwargs[T5_MASK] if call.adds_mask else bias
-        output = module(call.hidden.clone(), **kwargs)
-        hidden = hidden_output(output)
+        output = run_block(model, block, replace(call, kwargs=kwargs))
+        after = replace(call, hidden=hidden_output(output))
         if bias is not None or T5_BIAS not in kwargs:
-            return hidden, replace(call, hidden=hidden)
+            return after
         bias = output[1]
         if len(bias) == 1:
-            return hidden, replace(call, hidden=hidden, bias=bias)
-        return hidden, replace(call, hidden=hidden, bias=t5_bias(module, bias), adds_mask=True)
+            return replace(after, bias=bias)
+        return replace(after, bias=t5_bias(model.get_submodule(block), bias), adds_mask=True)
 
-    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
+    def masks(self, model: nn.Module, inputs: Any, stage: int, decoder_rows: str) -> Masks:
         """Return a mask of the stage's positions except padding, or of the decoder's targets.
 
+        Keys and values of the decoder's cross-attention have the encoder's positions.
+
         Raises:
-            CalibrationError: If targets are requested without labels.
+            CalibrationError: If `decoder_rows` is `targets` and there are no labels.
         """
-        if stage_index == 0:
-            return mask_named(inputs, "attention_mask")
-        mask, targets = mask_named(inputs, "decoder_attention_mask"), labelled_rows(inputs)
-        if decoder_rows == "targets" and targets is None:
-            raise missing_labels(inputs)
-        return targets if mask is None or decoder_rows == "targets" else mask
-
-    def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
-        """Return the encoder's rows for keys and values of the decoder's cross-attention."""
-        if stage_index == 0:
-            return {}
-        return dict.fromkeys(T5_KEYS_AND_VALUES, mask_named(inputs, "attention_mask"))
+        padding = mask_named(inputs, "attention_mask")
+        if stage == 0:
+            return {"": padding}
+        mask = mask_named(inputs, "decoder_attention_mask")
+        targets = labelled_rows(inputs, needed=decoder_rows == "targets")
+        decoder = targets if mask is None or decoder_rows == "targets" else mask
+        return {"": decoder} | dict.fromkeys(self._keys_and_values, padding)
 
 
-T5 = T5Family()
-"""RMS norms are not calibrated, and embeddings, position biases and the head are outside the
-blocks: all keep their merged weights."""
+class _Whisper(EncoderDecoder):
+    name = "whisper"
+    _block, _encoder_norm = WHISPER_BLOCK, WHISPER_ENCODER_NORM
+    _keys_and_values = WHISPER_KEYS_AND_VALUES
+
+    def masks(self, model: nn.Module, inputs: Any, stage: int, decoder_rows: str) -> Masks:
+        inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        return super().masks(model, inputs, stage, decoder_rows)
+
+
+T5, WHISPER = EncoderDecoder(), _Whisper()
+"""Embeddings, position biases, RMS norms, convolutions and heads keep their merged weights."""

@@ -5,7 +5,6 @@ Checked with transformers 4.57.6, 5.23.0 and 5.24.0. A release may rename any of
 receive their other arguments as the model passes them, under any name.
 """
 
-import re
 from typing import Any
 
 # Arguments of blocks and models.
@@ -17,17 +16,16 @@ T5_BIAS, T5_MASK = "position_bias", "attention_mask"
 """Position bias and mask, arguments of T5's blocks. Release 4.57 adds the mask to the bias."""
 
 # Blocks.
-CLIP_BLOCK = re.compile(r"(vision_model\.)*encoder\.layers\.\d+")
+CLIP_BLOCK = r"(vision_model\.)*encoder\.layers\.\d+"
 """CLIP's vision tower. From 5.6 on it is at the root of CLIPVisionModel."""
-LLAMA_BLOCK = re.compile(r"(model\.)?layers\.\d+")
+LLAMA_BLOCK = r"(model\.)?layers\.\d+"
 """Decoder-only language models. The prefix is missing in models without a head."""
-T5_BLOCK = re.compile(r"(encoder|decoder)\.block\.\d+")
-WHISPER_BLOCK = re.compile(r"(model\.)?(encoder|decoder)\.layers\.\d+")
+T5_BLOCK = r"(encoder|decoder)\.block\.\d+"
+WHISPER_BLOCK = r"(model\.)?(encoder|decoder)\.layers\.\d+"
 
 # Modules and attributes.
-T5_ENCODER_NORM = "encoder.final_layer_norm"
-WHISPER_ENCODER_NORM = "layer_norm"
-"""The name inside Whisper's encoder."""
+T5_ENCODER_NORM, WHISPER_ENCODER_NORM = "final_layer_norm", "layer_norm"
+"""Last norm of the encoder, by its name there."""
 FINAL_NORMS = ("decoder.final_layer_norm", "model.norm")
 """The last norm of T5 and of decoder-only language models."""
 T5_KEYS_AND_VALUES = ("EncDecAttention.k", "EncDecAttention.v")

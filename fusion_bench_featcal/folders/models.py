@@ -203,7 +203,7 @@ class Models:
         """Return a model in memory, or offloaded if it is a language model too large for that."""
         device = torch.device(self.request.device)
         if self.home.kind in LANGUAGE_MODELS and not self.home.fits(device):
-            return offloaded(self.empty_body, body, device)
+            return offloaded(ExpertModel("offloaded", body, self.empty_body, device=device), device)
         return load().to(device)
 
     @property

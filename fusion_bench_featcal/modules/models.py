@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.finite import all_finite, is_sound, not_finite, read_back
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import names_under, put_tensor
-from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.modules.sites import BlockModules
 
@@ -21,14 +20,14 @@ def tensors_of_block(model: nn.Module, block: str) -> list[str]:
 
 
 def tensors_before_stage(
-    model: nn.Module, family: Family, stages: Sequence[Sequence[str]], stage: int
+    model: nn.Module, stages: Sequence[Sequence[str]], stage: int
 ) -> list[str]:
     """Return names of the tensors for running a model up to a stage's first block.
 
-    If stages pass on their output, earlier blocks are not needed again.
+    Earlier stages pass on their output, so that their blocks are not needed again.
     """
     head = head_of(model)
-    unused = [block for later in stages[0 if family.hands_on else stage :] for block in later]
+    unused = [block for blocks in stages for block in blocks]
     unused += [name for name, module in model.named_modules() if module is head]
     names = list(model.state_dict())
     behind = tail_of(model, stages[-1][-1])
@@ -37,7 +36,6 @@ def tensors_before_stage(
 
 def names_in_order(
     model: nn.Module,
-    family: Family,
     stages: Sequence[Sequence[str]],
     modules: Mapping[str, BlockModules],
     *,
@@ -47,7 +45,6 @@ def names_in_order(
 
     Args:
         model: The model.
-        family: Cuts it into blocks.
         stages: Its blocks.
         modules: The modules of each block.
         runs_experts: Whether experts run. Otherwise only their calibrated parameters are read.
@@ -55,7 +52,7 @@ def names_in_order(
     names: list[str] = []
     for index, stage in enumerate(stages):
         if runs_experts:
-            names += tensors_before_stage(model, family, stages, index)
+            names += tensors_before_stage(model, stages, index)
         for block in stage:
             calibrated = [name for site in modules[block].sites for name in site.names]
             names += tensors_of_block(model, block) if runs_experts else calibrated

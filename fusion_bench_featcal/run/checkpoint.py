@@ -270,26 +270,30 @@ def digest_of_run(problem: Any, settings: FeatCalSettings) -> str:
         problem: The `Problem` before its first solve.
         settings: Settings.
     """
-    runner, working, processes = problem.streams.runner, problem.working, problem.processes
-    samples = {task: InputsDigest() for task in problem.streams.tasks}
-    for task, batches in problem.streams.tasks.items():
+    streams, working, processes = problem.streams, problem.working, problem.processes
+    device = working.device.type
+    samples = {task: InputsDigest() for task in streams.tasks}
+    for task, batches in streams.tasks.items():
         for batch in batches:
             samples[task].add(batch.inputs)
     texts = {task: digest.text() for task, digest in samples.items()}
     texts |= {f"model {n}": glimpse(model.source) for n, model in problem.models.items()}
     whole = dict(problem.merged.named_buffers()) | problem.merged.state_dict()
-    with runner.autocast():
-        on = torch.is_autocast_enabled(runner.device.type)
-        autocast = str(torch.get_autocast_dtype(runner.device.type)) if on else None
+    with streams.autocast():
+        on = torch.is_autocast_enabled(device)
+        autocast = str(torch.get_autocast_dtype(device)) if on else None
     facts = [
         settings.of_the_model().replace(family="auto").as_dict(),
-        [without_addresses(repr(value)) for value in (problem.rule, runner.family, problem.merged)],
-        [list(stage) for stage in runner.stages],
+        [
+            without_addresses(repr(value))
+            for value in (problem.rule, streams.family, problem.merged)
+        ],
+        [list(stage) for stage in streams.stages],
         {name: digest_tensor(tensor) for name, tensor in whole.items()}
         if working.is_in_memory
         else glimpse(working.source),
         processes.size,
-        [runner.device.type, autocast, products_in_force(), problem.kernel],
+        [device, autocast, products_in_force(), problem.kernel],
         versions_of_software(),
         sorted(item for part in processes.gather(texts) for item in part.items()),
     ]

@@ -21,8 +21,10 @@ from fusion_bench_featcal.experts import ExpertModel, ExpertSource, hollow_copy,
 from fusion_bench_featcal.experts.budget import Grant, limit_reads
 from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.experts.working_model import WorkingModel
-from fusion_bench_featcal.families import resolve_family, stages_of
+from fusion_bench_featcal.families import Family, resolve_family, stages_of
+from fusion_bench_featcal.families.check import compare_with_model
 from fusion_bench_featcal.modules.models import (
+    device_of,
     gives_images,
     names_in_order,
     refuse_not_finite,
@@ -38,9 +40,8 @@ from fusion_bench_featcal.run.progress import Progress
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.drift import DriftLog
-from fusion_bench_featcal.streams.family_check import checked_family
-from fusion_bench_featcal.streams.runner import Runner
-from fusion_bench_featcal.streams.samples import rows_named, take
+from fusion_bench_featcal.streams.inputs import part_of, to_device
+from fusion_bench_featcal.streams.samples import naming_task, rows_named, take
 from fusion_bench_featcal.streams.storage import storage_for
 from fusion_bench_featcal.streams.streams import Streams
 
@@ -48,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 BASE = "_pretrained_"
 """Name of the base model in FusionBench's pools."""
+
+COMPARED_SAMPLES = 2
+"""Number of samples on which a family is compared with the model's forward pass."""
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -67,6 +71,16 @@ class Request:
     progress: bool = True
     processes: Processes = field(default_factory=Processes)
 
+    @property
+    def runnable(self) -> nn.Module:
+        """Return the merged model. If it is only a structure, tensors are loaded when needed."""
+        if self.merged_weights is None:
+            return self.merged
+        from fusion_bench_featcal.experts.offloaded import offloaded
+
+        weights = WorkingModel(self.merged, self.merged_weights, device=self.device)
+        return offloaded(weights, self.device)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -74,7 +88,7 @@ class Problem:
 
     Attributes:
         tasks: All tasks, including those of other processes.
-        merged: The merged model in the family's view.
+        merged: The merged model.
         working: The calibrated model, with one block at a time in memory.
         base: The base model, or None if it is not read.
         experts: The expert of each task of this process.
@@ -156,23 +170,32 @@ def open_problem(request: Request) -> Problem:
         batches = request.batches[task]
         samples[task] = take(task, batches, settings, request.merged, holds_out=rule.holds_out)
     kernel = agreed_kernel(processes.gather(choose_kernel(device)))
+    family = resolve_family(settings.family, request.merged)
+    reads_first = compared(request, rule, family, samples)
     processes.doing = "the models"
-    runner = _runner(request, rule, samples, kernel)
-    merged = runner.family.view.arranged(request.merged)
-    modules = find_all_modules(merged, runner.stages, settings, calibrate_norm=rule.calibrate_norm)
+    merged, stages = request.merged, stages_of(family, request.merged)
+    modules = find_all_modules(merged, stages, settings, calibrate_norm=rule.calibrate_norm)
     if kinds := left_out(modules):
         logger.warning("modules that stay as merged: %s", ", ".join(kinds))
-    weights = request.merged_weights
-    working = WorkingModel(merged, weights and runner.family.view.source(weights), device=device)
-    base, experts = _opened(request, rule, runner, working)
-    order = names_in_order(
-        working.module, runner.family, runner.stages, modules, runs_experts=rule.runs_experts
-    )
+    working = WorkingModel(merged, request.merged_weights, device=device)
+    base, experts = _opened(request, rule, working, stages[-1][-1])
+    order = names_in_order(working.module, stages, modules, runs_experts=rule.runs_experts)
     budget, tasks = settings.expert_read_budget, list(request.experts)
     images = any(gives_images(merged.get_submodule(block)) for block in modules)
-    drift = DriftLog(channels_first=images) if rule.runs_experts else None
-    storage = storage_for(settings, device)
-    log = CalibrationLog(family=runner.family.name)
+    streams = Streams(
+        samples,
+        family,
+        stages,
+        working,
+        experts,
+        rule,
+        autocast=with_kernel(kernel, request.autocast),
+        decoder_rows=rows_named(settings, next(iter(samples.values()))[0].inputs),
+        reads_first=reads_first,
+        drift=DriftLog(channels_first=images) if rule.runs_experts else None,
+        storage=storage_for(settings, device),
+    )
+    log = CalibrationLog(family=family.name)
     log.add("engine", {"linear_kernel": kernel, "processor": processor()})
     return Problem(
         tasks=tasks,
@@ -183,7 +206,7 @@ def open_problem(request: Request) -> Problem:
         grant=limit_reads(experts, budget, order, working.merged, tasks, processes.gather),
         modules=modules,
         rule=rule,
-        streams=Streams(samples, runner, working, experts, rule, drift=drift, storage=storage),
+        streams=streams,
         processes=processes,
         output=output,
         dtype=rule.dtype(len(tasks), device),
@@ -193,29 +216,23 @@ def open_problem(request: Request) -> Problem:
     )
 
 
-def _runner(
-    request: Request, rule: Rule, samples: Mapping[str, list[Batch]], kernel: str
-) -> Runner:
-    """Return the runner for blocks of models, with the family that the settings name."""
-    settings, model = request.settings, request.merged
-    if request.merged_weights is not None:
-        from fusion_bench_featcal.experts.offloaded import offloaded
+def compared(
+    request: Request, rule: Rule, family: Family, samples: Mapping[str, list[Batch]]
+) -> bool:
+    """Compare a family with the model's forward pass on the first samples of the first task.
 
-        model = offloaded(request.merged, request.merged_weights, request.device)
-    family = checked_family(
-        resolve_family(settings.family, request.merged),
-        model,
-        samples,
-        device=None if request.merged_weights is None else request.device,
-        needs_closing=rule.reads_closing_rows,
-    )
-    rows = rows_named(settings, next(iter(samples.values()))[0].inputs)
-    stages = stages_of(family, family.view.arranged(request.merged))
-    return Runner(family, stages, request.device, with_kernel(kernel, request.autocast), rows)
+    Returns:
+        Whether only the first position of the last block's output is read and counts.
+    """
+    (task, (first, *_)), model = next(iter(samples.items())), request.runnable
+    few = part_of(first.inputs, first.samples, slice(COMPARED_SAMPLES))
+    with naming_task(task), request.autocast():
+        inputs = to_device(few, device_of(model))
+        return compare_with_model(family, model, inputs, needs_first=rule.reads_closing_rows)
 
 
 def _opened(
-    request: Request, rule: Rule, runner: Runner, working: WorkingModel
+    request: Request, rule: Rule, working: WorkingModel, last_block: str
 ) -> tuple[ExpertModel | None, dict[str, ExpertModel]]:
     """Open the base and the experts of this process's tasks. Only names and shapes are read.
 
@@ -223,11 +240,11 @@ def _opened(
         CalibrationError: If a model's weights or config do not fit the merged model.
     """
     like = working.module
-    spared, shared = set(tail_of(like, runner.stages[-1][-1])), hollow_copy(like, working.device)
+    spared, shared = set(tail_of(like, last_block)), hollow_copy(like, working.device)
 
     def opened(name: str, model: Any, role: str) -> ExpertModel:
         try:
-            source = runner.family.view.source(source_of(model))
+            source = source_of(model)
         except CalibrationError as error:
             raise CalibrationError(f"{role} {name!r}: {error}") from error
         options: Any = {"device": working.device, "spared": spared, "module": shared}

@@ -9,8 +9,7 @@ from torch import Tensor
 from fusion_bench_featcal.core.finite import read_back
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.rows import CountedRows, rows_of
+from fusion_bench_featcal.streams.batch import Batch, CountedRows, rows_of
 
 BEFORE, AFTER = "before", "after"
 

@@ -71,7 +71,7 @@ def estimated(
                     f"task {task}, block {block}: module {name} is BatchNorm, and some positions "
                     f"are padding. Exclude it: method.modules=['!{name}']"
                 )
-            step = partial(streams.runner.step, streams.model, block, batch.cal)
+            step = partial(streams.step, streams.model, block, batch.cal)
             x = record(streams.model, [name], step, to_end=False).inputs[name]
             rows = x.movedim(1, -1).reshape(-1, x.shape[1]).to(total.dtype)
             sums += torch.stack(

@@ -1,26 +1,26 @@
 """All tasks' batches on their way through the calibrated model and the experts."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.experts.working_model import WorkingModel
+from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.transformers_names import READ_AS_THE_OUTPUT
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.hooks import Recorded, record
 from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_of_block
 from fusion_bench_featcal.modules.sites import Site
 from fusion_bench_featcal.rules.rule import Rule
-from fusion_bench_featcal.streams.batch import OUTPUT, Batch
+from fusion_bench_featcal.streams.batch import OUTPUT, Batch, CountedRows, Rows
 from fusion_bench_featcal.streams.drift import AFTER, BEFORE, DriftLog
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
-from fusion_bench_featcal.streams.rows import CountedRows, Rows
-from fusion_bench_featcal.streams.runner import Runner
 from fusion_bench_featcal.streams.samples import naming_task
 from fusion_bench_featcal.streams.storage import DeviceStorage
 
@@ -31,19 +31,27 @@ class Streams:
 
     Attributes:
         tasks: The batches of each task.
-        runner: Runs blocks of models.
+        family: How models are cut into blocks and run.
+        stages: Names of the blocks in forward order, one list per stage.
         working: The calibrated model, with one block at a time in memory.
         experts: The expert of each task.
         rule: How blocks are calibrated.
+        autocast: Returns the context for forward passes.
+        decoder_rows: Counted positions of a decoder, as for `Family.masks`.
+        reads_first: Whether only the first position of the last block's output is read.
         drift: Compares the features of model and experts, or None.
         storage: Storage of features: the device or the host.
     """
 
     tasks: Mapping[str, list[Batch]]
-    runner: Runner
+    family: Family
+    stages: Sequence[Sequence[str]]
     working: WorkingModel
     experts: Mapping[str, ExpertModel]
     rule: Rule
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    decoder_rows: str = "all"
+    reads_first: bool = False
     drift: DriftLog | None = None
     storage: DeviceStorage = field(default_factory=DeviceStorage)
 
@@ -65,28 +73,36 @@ class Streams:
 
     def begin(self, index: int) -> None:
         """Advance all batches to the first block of a stage. Earlier stages must be calibrated."""
-        runner = self.runner
-        names = tensors_before_stage(self.model, runner.family, runner.stages, index)
+        names = tensors_before_stage(self.model, self.stages, index)
         with self.working.loaded(names):
             for task, batches in self.tasks.items():
                 with naming_task(task):
                     for number, batch in enumerate(self.storage.visits(batches)):
-                        self._begin(task, number, batch, index)
+                        inputs = to_device(batch.inputs, self.working.device)
+                        masks = self.family.masks(self.model, inputs, index, self.decoder_rows)
+                        batch.rows = Rows.of_masks(masks)
+                        if index == 0 and batch.rows.valid is None:  # padding may be arbitrary
+                            check_finite_inputs(inputs, task, number)
+                        batch.cal = self._begun(self.model, inputs, index, batch.cal)
         for task, batches in self.tasks.items() if self.runs_experts else ():
             with self.experts[task].loaded(names) as expert, naming_task(task):
                 for batch in self.storage.visits(batches):
-                    inputs = to_device(batch.inputs, runner.device)
-                    batch.exp = runner.begin(expert, inputs, index, batch.exp)
-        if index == len(runner.stages) - 1:
+                    inputs = to_device(batch.inputs, self.working.device)
+                    batch.exp = self._begun(expert, inputs, index, batch.exp)
+        if index == len(self.stages) - 1:
             for batch in (batch for batches in self.tasks.values() for batch in batches):
                 batch.inputs = None
 
-    def _begin(self, task: str, number: int, batch: Batch, index: int) -> None:
-        inputs = to_device(batch.inputs, self.runner.device)
-        batch.rows = self.runner.rows(inputs, index)
-        if index == 0 and batch.rows.valid is None:  # padding may be arbitrary
-            check_finite_inputs(inputs, task, number)
-        batch.cal = self.runner.begin(self.model, inputs, index, batch.cal)
+    def _begun(self, model: nn.Module, inputs: Any, index: int, call: Any) -> Any:
+        """Return the input of a stage's first block, from the call after the previous stage."""
+        ended = (call.hidden,) if index else ()
+        with self.autocast():
+            return self.family.begin(model, inputs, self.stages[index][0], *ended)
+
+    def step(self, model: nn.Module, block: str, call: Any) -> Any:
+        """Run one block and return the input of the next block."""
+        with self.autocast():
+            return self.family.step(model, block, call)
 
     def tensors_of(self, block: str) -> list[str]:
         """Return the names of an expert's tensors for running a block."""
@@ -108,34 +124,30 @@ class Streams:
         """Run one batch through a block to its end and record the inputs of modules."""
         first = next(iter(self.tasks.values()))[0]
         with self.storage.loaded(first):
-            run = partial(self.runner.step, self.model, block, first.cal)
+            run = partial(self.step, self.model, block, first.cal)
             return record(self.model, names, run), first.rows
 
     def narrow(self, block: str, sites: Iterable[Site]) -> None:
-        """In the last block, count only positions whose outputs are read.
+        """In the last block, count only first positions, if the model's head reads no others.
 
         Keys and values, and modules with unknown names, still count all of their rows.
         """
-        if not self.rule.reads_closing_rows or block != self.runner.stages[-1][-1]:
+        if not self.reads_first or block != self.stages[-1][-1]:
             return
         names = [site.name for site in sites if not site.name.endswith(READ_AS_THE_OUTPUT)]
-        for batch in (b for task in self.tasks for b in self.visits(task)):
-            hidden = getattr(batch.cal, "hidden", None)  # a family may have a call of its own
-            mask = None if hidden is None else self.runner.family.closing_rows(self.model, hidden)
-            if mask is not None:
-                rows = batch.rows
-                batch.rows = Rows(CountedRows.of_mask(mask), {n: rows.of(n) for n in names})
+        for batch in (batch for task in self.tasks for batch in self.visits(task)):
+            of_sites = {name: batch.rows.of(name) for name in names}
+            batch.rows = Rows({"": CountedRows.first_of(batch.cal.hidden)} | of_sites)
 
     def follow(
         self, task: str, batch: Batch, block: str, expert: nn.Module, groups: Iterable[Group]
     ) -> None:
         """Run a batch through the expert's block and note the inputs of the groups' modules."""
         names = [g.name for g in groups if g.kind == "linear"] if self.rule.runs_experts else []
-        recorded = record(expert, names, partial(self.runner.step, expert, block, batch.exp))
-        hidden, batch.exp = recorded.result
-        batch.noted = recorded.inputs
+        recorded = record(expert, names, partial(self.step, expert, block, batch.exp))
+        batch.exp, batch.noted = recorded.result, recorded.inputs
         if self.drift is not None:
-            batch.noted[OUTPUT] = hidden
+            batch.noted[OUTPUT] = batch.exp.hidden
 
     def inputs_of(
         self, task: str, batch: Batch, block: str, groups: Sequence[Group], *, watched: bool = False
@@ -155,7 +167,7 @@ class Streams:
         Raises:
             CalibrationError: If modules of a group receive different tensors.
         """
-        run = partial(self.runner.step, self.model, block, batch.cal)
+        run = partial(self.step, self.model, block, batch.cal)
         watched = watched and self.drift is not None and not self.rule.holds_out
         names = [site.name for group in groups for site in group.sites]
         recorded = record(self.model, names, run, to_end=watched)
@@ -167,17 +179,17 @@ class Streams:
                     f"batch only. Exclude them: method.modules=['!{group.name}', ...]"
                 )
         if watched and self.drift is not None:
-            self.drift.add(BEFORE, task, batch, recorded.result[0], batch.noted[OUTPUT])
+            self.drift.add(BEFORE, task, batch, recorded.result.hidden, batch.noted[OUTPUT])
         return recorded.inputs
 
     def advance(self, block: str) -> None:
         """Run all batches through a calibrated block."""
-        is_last = block == self.runner.stages[-1][-1]
+        is_last = block == self.stages[-1][-1]
         for task in self.tasks:
             for batch in self.visits(task):
                 noted = batch.noted.pop(OUTPUT, None)
                 if is_last and noted is None:
                     continue
-                hidden, batch.cal = self.runner.step(self.model, block, batch.cal)
+                batch.cal = self.step(self.model, block, batch.cal)
                 if self.drift is not None and noted is not None:
-                    self.drift.add(AFTER, task, batch, hidden, noted)
+                    self.drift.add(AFTER, task, batch, batch.cal.hidden, noted)

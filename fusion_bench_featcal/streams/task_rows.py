@@ -13,8 +13,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.modules.groups import Group, normalised
 from fusion_bench_featcal.rules.norms import NormRows
 from fusion_bench_featcal.rules.rule import Rule
-from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.rows import rows_of
+from fusion_bench_featcal.streams.batch import Batch, rows_of
 
 
 class LinearRows:

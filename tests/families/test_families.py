@@ -5,17 +5,18 @@ from typing import Any
 import pytest
 import tiny_models as tiny
 import torch
-import transformers
-from model_types import SIZES, TEXT, suite_named
+from model_types import suite_named
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import (
-    CLIP,
     LLAMA,
+    STACK,
     STAGES,
     WHISPER,
+    Stack,
     resolve_family,
+    stages_of,
 )
 
 
@@ -38,7 +39,7 @@ def test_forward_that_a_library_replaced_is_back_afterwards():
     replaced = block.forward
     call = LLAMA.begin(model, tiny.sentences([3], 3), "model.layers.0")
     assert block.forward is replaced and not ran  # no block runs before its turn
-    hidden, _ = LLAMA.step(model, "model.layers.0", call)
+    hidden = LLAMA.step(model, "model.layers.0", call).hidden
     torch.testing.assert_close(hidden, 2 * plain(call.hidden, **call.kwargs["model.layers.0"]))
 
 
@@ -67,16 +68,15 @@ def test_the_list_that_is_clearly_the_largest_holds_the_blocks(model):
     ],
 )
 def test_without_such_a_list_a_family_of_ones_own_is_needed(model: nn.Module):
-    with pytest.raises(CalibrationError, match=r"family=stack: .* no list of modules .*a family"):
-        resolve_family("stack", model)
+    with pytest.raises(CalibrationError, match=r"family=stack: .* no list of modules .*write one"):
+        resolve_family("stack", model).stages(model)
     with pytest.raises(ValueError, match=r"auto does not know Net .*clearly holds.*_target_"):
         resolve_family("auto", model)
 
 
-def two_towers() -> nn.Module:
-    image = SIZES | {"image_size": 8, "patch_size": 4}
-    config = transformers.CLIPConfig(text_config=SIZES | TEXT, vision_config=image)
-    return transformers.CLIPModel(config)
+class Unlisted(Stack):
+    def stages(self, model: nn.Module) -> Any:
+        return ["a"]
 
 
 def unlabelled() -> dict[str, Any]:
@@ -86,12 +86,12 @@ def unlabelled() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: CLIP.stages(two_towers()), r"CLIPModel has a text tower.*vision_model"),
-        (lambda: LLAMA.stages(tiny.clip_model()), r"CLIPVisionModel has no decoder layers.*family"),
+        (lambda: LLAMA.stages(tiny.clip_model()), r"CLIPVisionModel has no .*layers.*family"),
         (lambda: WHISPER.stages(tiny.clip_model()), r"CLIPVisionModel has no .*method\.family"),
+        (lambda: stages_of(Unlisted(), nn.Linear(2, 2)), r"Unlisted: stages gives \['a'\].*\[\[b"),
         (lambda: STAGES.stages(nn.Linear(2, 2)),
          r"stages does not fit Linear.*a family"),
-        (lambda: LLAMA.row_weights(unlabelled(), 0, "targets"),
+        (lambda: LLAMA.masks(tiny.model_of(), unlabelled(), 0, "targets"),
          r"method\.decoder_rows=targets.*labels.*input_ids"),
     ],
 )  # fmt: skip
@@ -102,18 +102,15 @@ def test_models_and_inputs_that_do_not_fit_are_refused(call, message):
 
 def test_labels_of_encoders_choose_no_positions():
     inputs = tiny.sentences([3, 5], 6)
-    bert, gpt2 = (
-        resolve_family("auto", suite_named(name).merged).row_weights(inputs, 0, "targets")
-        for name in ("bert", "gpt2")
-    )
+    models = (suite_named(name).merged for name in ("bert", "gpt2"))
+    bert, gpt2 = (STACK.masks(model, inputs, 0, "targets")[""] for model in models)
     assert bert is inputs["attention_mask"]
     assert bert is not None and gpt2 is not None and not torch.equal(gpt2, bert)
 
 
 def test_positions_of_whisper_that_count():
     batch = tiny.whisper_batch([4, 1], seed=0) | {"attention_mask": torch.ones(2, 12)}
-    assert WHISPER.row_weights(batch, 0, "all") is None
-    counted = WHISPER.row_weights(batch, 1, "all")
+    encoder, decoder = (dict(WHISPER.masks(nn.Module(), batch, n, "all")) for n in (0, 1))
+    counted = decoder.pop("")
     assert counted is not None and counted.tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
-    assert WHISPER.other_rows(batch, 0) == {}
-    assert set(WHISPER.other_rows(batch, 1).values()) == {None}
+    assert {*encoder.values(), *decoder.values()} == {None}

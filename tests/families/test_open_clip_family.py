@@ -14,19 +14,18 @@ from tiny_open_clip import Tower, TwoTowers, converted, tower_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert
-from fusion_bench_featcal.families import OPEN_CLIP, resolve_family
-
-VIEW = OPEN_CLIP.view
+from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.families.open_clip import fused, split
 
 
 @pytest.mark.parametrize(("quick", "batch_first"), [(True, True), (False, False)])
-def test_shown_model_is_the_same_function(quick, batch_first):
+def test_a_split_model_is_the_same_function(quick, batch_first):
     model = tower_suite(seed=1, quick=quick, batch_first=batch_first).merged
     pixels = normal(0, 3, 3, 8, 8)
-    split = VIEW.arranged(model)
-    torch.testing.assert_close(split(pixels), model(pixels))
-    assert not any(isinstance(module, nn.MultiheadAttention) for module in split.modules())
-    restored = VIEW.restored(copy.deepcopy(split))
+    apart = split(model)
+    torch.testing.assert_close(apart(pixels), model(pixels))
+    assert not any(isinstance(module, nn.MultiheadAttention) for module in apart.modules())
+    restored = fused(copy.deepcopy(apart))
     assert_identical(restored, model)
     assert torch.equal(restored(pixels), model(pixels))
     assert str(restored) == str(model)
@@ -81,9 +80,9 @@ def without_switch() -> nn.Module:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: VIEW.arranged(with_attention(nn.MultiheadAttention(12, 3, add_bias_kv=True))),
-         r"\.1\.attn is a .*modules"),
-        (lambda: VIEW.arranged(without_switch()), r"batch in second place.*open_clip_torch 2\.26"),
+        (lambda: split(with_attention(nn.MultiheadAttention(12, 3, add_bias_kv=True))),
+         r"\.1\.attn is a .*cannot be split"),
+        (lambda: split(without_switch()), r"batch in second place.*open_clip_torch 2\.26"),
         (lambda: resolve_family("auto", TwoTowers(nn.Identity())),
          r"auto does not know TwoTowers.*a family"),
     ],

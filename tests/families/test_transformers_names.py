@@ -1,6 +1,7 @@
 """The installed transformers has every name on which the families depend."""
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ MODELS: dict[str, tuple[Any, Any, int]] = {  # model, pattern of its blocks, the
 def test_blocks_and_their_first_argument(kind: str):
     make, pattern, count = MODELS[kind]
     model = make()
-    blocks = [name for name in names_in(model) if pattern.fullmatch(name)]
+    blocks = [name for name in names_in(model) if re.fullmatch(pattern, name)]
     assert len(blocks) == count
     assert {arguments_of(model.get_submodule(name))[0] for name in blocks} == {names.HIDDEN}
 

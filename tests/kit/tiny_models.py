@@ -10,7 +10,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from fusion_bench_featcal.families import ChainFamily
+from fusion_bench_featcal.families import Call, Family
+from fusion_bench_featcal.families.base import captured, hidden_output, run_block
 
 VOCABULARY = 30
 NO_TARGET = -100
@@ -68,24 +69,28 @@ def suite_of(
     return Suite(add_up(base, experts, 0.4), base, experts, inputs, blocks, family)
 
 
-@dataclass(frozen=True)
-class Listed(ChainFamily):
+class Listed(Family):
     """A chain of named blocks, whose rows an attention mask gives."""
 
-    name: str = "listed"
-    find_stages: Any = None
-    blocks: tuple[str, ...] = ()
+    def __init__(self, blocks: list[str]) -> None:
+        self.blocks = blocks
 
     def stages(self, model: nn.Module) -> list[list[str]]:
-        return [list(self.blocks)]
+        return [self.blocks]
 
-    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
-        return inputs.get("attention_mask") if isinstance(inputs, dict) else None
+    def begin(self, model: nn.Module, inputs: Any, block: str, ended: Any = None) -> Call:
+        return captured(model, inputs, block)
+
+    def step(self, model: nn.Module, block: str, call: Call) -> Call:
+        return replace(call, hidden=hidden_output(run_block(model, block, call)))
+
+    def masks(self, model: nn.Module, inputs: Any, stage: int, decoder_rows: str) -> Any:
+        return {"": inputs.get("attention_mask")} if isinstance(inputs, dict) else {}
 
 
 def listed(model: nn.Module, inputs: dict[str, list], blocks: list[str], seed: int) -> Suite:
     """Suite of a model without a family of the package."""
-    return suite_of(model, inputs, blocks, seed, Listed(blocks=tuple(blocks)))
+    return suite_of(model, inputs, blocks, seed, Listed(blocks))
 
 
 def normal(seed: int, *shape: int) -> Tensor:

@@ -115,7 +115,7 @@ def test_copies_bring_the_images_that_there_are_to_256(samples: int, count: int)
 def test_copies_count_as_samples_where_weights_are_weighed_but_not_in_the_log():
     batches = take("a", [IMAGES], FeatCalSettings(augment="jitter"), torch.nn.Linear(1, 1))
     unused: Any = None
-    streams = Streams({"a": batches}, unused, unused, unused, unused)
+    streams = Streams({"a": batches}, *[unused] * 5)
     assert (streams.counts("a"), streams.used("a")) == (8, 8 * len(batches)) and len(batches) > 1
 
 

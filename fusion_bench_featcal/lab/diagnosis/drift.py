@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from fusion_bench_featcal.streams.rows import CountedRows
+from fusion_bench_featcal.streams.batch import CountedRows
 
 COLUMNS: tuple[str, ...] = (
     "drift", "drift_sq", "expert_sq", "cosine", "mismatch", "mismatch_sq", "propagation",

@@ -13,6 +13,7 @@ from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import hidden_output
+from fusion_bench_featcal.families.open_clip import SplitSource, find_open_clip_blocks, split
 from fusion_bench_featcal.families.transformers_names import without_cache
 from fusion_bench_featcal.lab.diagnosis.drift import item_means, split_drift
 from fusion_bench_featcal.lab.rivals.features import final_features, final_rows
@@ -26,8 +27,8 @@ from fusion_bench_featcal.modules.models import (
 )
 from fusion_bench_featcal.run.problem import Autocast
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.streams.batch import CountedRows, Rows, rows_of
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
-from fusion_bench_featcal.streams.rows import CountedRows, rows_of
 from fusion_bench_featcal.streams.samples import naming_task, rows_named, take_samples
 
 Projection = Callable[[Tensor], Tensor]
@@ -87,7 +88,7 @@ def measure(
     Raises:
         CalibrationError: If the expert's weights or the items do not fit the model.
     """
-    home, model = device_of(model), family.view.arranged(model)
+    home, model = device_of(model), split(model)
     modes = Modes.of(model)
     device = torch.device(device or home)
     copied(model, device, in_place=True)
@@ -124,7 +125,10 @@ def _paired(
     role = "base model" if name == "_pretrained_" else "expert"
     check_same_function(name, config_of(source), config_of(model), role=role)
     spared = set(tail_of(model, family.stages(model)[-1][-1]))
-    return ExpertModel(name, family.view.source(source_of(source)), model, role=role, spared=spared)
+    weights = source_of(source)
+    if find_open_clip_blocks(model):
+        weights = SplitSource(weights)
+    return ExpertModel(name, weights, model, role=role, spared=spared)
 
 
 def _compare(
@@ -183,8 +187,8 @@ def _counted(
     """Return the positions that count at each block's output, or None if all count."""
     rows: dict[str, CountedRows | None] = {}
     for index, stage in enumerate(family.stages(model)):
-        mask = family.row_weights(inputs, index, rows_named(settings, inputs))
-        rows |= dict.fromkeys(stage, None if mask is None else CountedRows.of_mask(mask))
+        masks = family.masks(model, inputs, index, rows_named(settings, inputs))
+        rows |= dict.fromkeys(stage, Rows.of_masks(masks).valid)
     return rows
 
 

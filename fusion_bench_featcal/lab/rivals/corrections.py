@@ -25,7 +25,7 @@ from fusion_bench_featcal.lab.rivals.registry import SampleSettings
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.setting_fields import same_as, setting
 from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.streams.rows import rows_of
+from fusion_bench_featcal.streams.batch import rows_of
 from fusion_bench_featcal.streams.samples import naming_task
 
 Fitted = tuple[dict[str, nn.Module], dict[str, Any]]

@@ -19,8 +19,8 @@ from fusion_bench_featcal.modules.models import copied
 from fusion_bench_featcal.run.progress import progress_bar
 from fusion_bench_featcal.setting_fields import same_as, setting
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.streams.batch import CountedRows, rows_of
 from fusion_bench_featcal.streams.inputs import to_device
-from fusion_bench_featcal.streams.rows import CountedRows, rows_of
 from fusion_bench_featcal.streams.samples import naming_task, take_samples
 
 

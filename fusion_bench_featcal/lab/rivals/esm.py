@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import solve_dtype
-from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.families.open_clip import fused, split
 from fusion_bench_featcal.lab.rivals.dc_merge import nearest_orthogonal
 from fusion_bench_featcal.lab.rivals.mergers import Merger
 from fusion_bench_featcal.lab.rivals.registry import method
@@ -81,10 +81,9 @@ class ESM(Merger):
         """Merge block by block, then scale layers. Arguments and errors as for `Merger`."""
         self.matrices.clear()
         model = super().merge_models(base, experts, batches, **options)
-        view = resolve_family(self.calibration_settings.family, model).view
-        arranged = view.arranged(model)
-        scale_layers(arranged, view.arranged(base), self.matrices, self.polarization)
-        return view.restored(arranged)
+        model = split(model)
+        scale_layers(model, split(base), self.matrices, self.polarization)
+        return fused(model)
 
 
 class EssentialSteps:

@@ -14,7 +14,7 @@ from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.modules.models import head_of
 from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.streams.rows import CountedRows
+from fusion_bench_featcal.streams.batch import CountedRows, Rows
 from fusion_bench_featcal.streams.samples import rows_named
 
 _AUTO = FeatCalSettings(decoder_rows="auto")
@@ -62,8 +62,8 @@ def final_rows(model: nn.Module, family: Family, inputs: Any) -> CountedRows | N
     Without labels these are all positions except padding.
     """
     rows = rows_named(_AUTO, inputs)
-    mask = family.row_weights(inputs, len(family.stages(model)) - 1, rows)
-    return None if mask is None else CountedRows.of_mask(mask)
+    masks = family.masks(model, inputs, len(family.stages(model)) - 1, rows)
+    return Rows.of_masks(masks).valid
 
 
 def find_final_norm(models: PoolModels, final_norm: str | None) -> str:

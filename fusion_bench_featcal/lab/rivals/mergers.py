@@ -25,7 +25,6 @@ from fusion_bench_featcal.run.problem import Autocast
 from fusion_bench_featcal.setting_fields import same_as
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.runner import Runner
 from fusion_bench_featcal.streams.samples import check_inputs
 from fusion_bench_featcal.streams.streams import Streams
 
@@ -184,13 +183,13 @@ class ExpertStreams(Streams):
         names = [group.name for group in groups]
         if self.behind_merged:
             tensors = expert.get_submodule(block).state_dict(prefix=f"{block}.")
-            step = BlockStep(self.runner, self.model, block)
+            step = BlockStep(self, self.model, block)
             run = partial(step.run_with, tensors, batch.cal)
             batch.noted = record(self.model, names, run).inputs
         else:
-            run = partial(self.runner.step, expert, block, batch.exp)
+            run = partial(self.step, expert, block, batch.exp)
             recorded = record(expert, names, run)
-            batch.noted, (_, batch.exp) = recorded.inputs, recorded.result
+            batch.noted, batch.exp = recorded.inputs, recorded.result
 
     def inputs_of(
         self, task: str, batch: Batch, block: str, groups: Sequence[Group], *, watched: bool = False
@@ -205,16 +204,16 @@ class ExpertStreams(Streams):
         # Its features only serve to group modules, for which one batch is enough.
         first = next(iter(self.tasks.values()))[0]
         with self.storage.loaded(first):
-            _, first.cal = self.runner.step(self.model, block, first.cal)
+            first.cal = self.step(self.model, block, first.cal)
 
 
 class BlockStep(nn.Module):
     """One block of a model as a module. Its parameters can be replaced in a call."""
 
-    def __init__(self, runner: Runner, model: nn.Module, block: str) -> None:
+    def __init__(self, streams: Streams, model: nn.Module, block: str) -> None:
         super().__init__()
         self.model = model
-        self._step = lambda call: runner.step(model, block, call)[0]
+        self._step = lambda call: streams.step(model, block, call).hidden
 
     def forward(self, call: Any) -> Tensor:
         """Run the block and return its hidden output."""

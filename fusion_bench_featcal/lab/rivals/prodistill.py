@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import names_under
+from fusion_bench_featcal.families.open_clip import split
 from fusion_bench_featcal.lab.rivals import training
 from fusion_bench_featcal.lab.rivals.mergers import BlockStep, Merger
 from fusion_bench_featcal.lab.rivals.registry import method
@@ -23,8 +24,7 @@ from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.models import load_updates
 from fusion_bench_featcal.rules.rule import GroupSums, Linear
 from fusion_bench_featcal.setting_fields import setting
-from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.rows import CountedRows, rows_of
+from fusion_bench_featcal.streams.batch import Batch, CountedRows, rows_of
 from fusion_bench_featcal.streams.streams import Streams
 
 log = logging.getLogger(__name__)
@@ -89,8 +89,8 @@ class TrainingStreams(Streams):
         self, task: str, batch: Batch, block: str, expert: nn.Module, groups: Iterable[Group]
     ) -> None:
         """Run a batch through the expert's block and note its output."""
-        hidden, batch.exp = self.runner.step(expert, block, batch.exp)
-        batch.noted[block] = hidden
+        batch.exp = self.step(expert, block, batch.exp)
+        batch.noted[block] = batch.exp.hidden
 
     def advance(self, block: str) -> None:
         """Train a block and run all batches through it."""
@@ -116,7 +116,7 @@ class TrainingStreams(Streams):
             return {n: starts[n] + (coefficients[n] * vectors[n]).sum(0) for n in starts}
 
         optimizer = torch.optim.Adam(coefficients.values(), lr=method.learning_rate)
-        step, losses = BlockStep(self.runner, self.model, block), []
+        step, losses = BlockStep(self, self.model, block), []
         size = method.batches_per_step
         steps = method.epochs * -(-len(lessons) // size)
         batches = training.shuffled_batches(len(lessons), size, method.seed, block)
@@ -135,10 +135,10 @@ class TrainingStreams(Streams):
 
     def _task_vectors(self, block: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the base's parameters of a block, and the experts' steps from them, `[i, ...]`."""
-        base = dict(self.runner.family.view.arranged(self.base).named_parameters())
+        base = dict(split(self.base).named_parameters())
         starts, vectors = {}, {}
         for name in names_under(dict(self.model.named_parameters()), [block]):
-            start = base[name].detach().to(self.runner.device)
+            start = base[name].detach().to(self.working.device)
             starts[name] = start = start.to(torch.promote_types(start.dtype, torch.float32))
             experts = [expert.tensor(name).to(start) for expert in self.experts.values()]
             vectors[name] = torch.stack(experts) - start

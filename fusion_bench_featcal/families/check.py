@@ -1,0 +1,98 @@
+"""Comparison of a family's steps with the model's forward pass on some samples."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.families.base import (
+    Family,
+    call_model,
+    hidden_output,
+    stop_forward,
+    stoppable,
+)
+
+_ROUNDING = 1e-5
+"""Accepted relative difference. For half-precision dtypes it is a few times their epsilon."""
+
+
+@torch.no_grad()
+def compare_with_model(
+    family: Family, model: nn.Module, inputs: Any, *, needs_first: bool = False
+) -> bool:
+    """Compare the blocks, run one by one, with the model's forward pass.
+
+    Args:
+        family: Runs the blocks.
+        model: The model, with weights.
+        inputs: Some of its inputs.
+        needs_first: Whether the return value is needed.
+
+    Returns:
+        Whether the head reads only the first position of the last block's output.
+
+    Raises:
+        CalibrationError: If they differ, with the reason.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        if reason := _difference(family, model, inputs):
+            raise CalibrationError(
+                f"method.family={family.name}: the blocks of {type(model).__name__} cannot be run "
+                f"one by one: {reason}. Write or correct a family (docs/tutorials/family.md)"
+            )
+        return needs_first and family.reads_first(model, inputs)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _difference(family: Family, model: nn.Module, inputs: Any) -> str | None:
+    """Describe how the blocks' outputs differ from the model's forward pass, or return None."""
+    stages, outputs = family.stages(model), list[Tensor]()
+    blocks = [block for stage in stages for block in stage]
+    call = family.begin(model, inputs, blocks[0])  # inputs that do not fit have a message here
+    expected = _block_outputs(model, blocks, inputs)
+    if [name for name, _ in expected] != blocks:
+        return f"it runs {[name for name, _ in expected]}, not each of {blocks} once, in this order"
+    try:
+        for stage in stages:
+            call = family.begin(model, inputs, stage[0], outputs[-1]) if outputs else call
+            for block in stage:
+                call = family.step(model, block, call)
+                outputs.append(call.hidden)
+    except Exception as error:  # the model's forward pass did not fail
+        return f"a step of the family fails ({error})"
+    for (block, right), hidden in zip(expected, outputs, strict=True):
+        if not right.isfinite().all():
+            return None  # calibration raises a better message
+        if right.shape != hidden.shape:
+            return f"{block} gives {tuple(hidden.shape)} alone and {tuple(right.shape)} in place"
+        gap = float((hidden - right).double().norm() / right.double().norm().clamp_min(1e-30))
+        if not gap <= max(_ROUNDING, 4 * torch.finfo(right.dtype).eps):
+            return (
+                f"alone, {block} gives features {gap:.1e} (relative) away from those in the "
+                "model's own forward pass, so that it depends on more than its input"
+            )
+    return None
+
+
+def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[tuple[str, Tensor]]:
+    """Return blocks that a pass of the model runs, up to the last of them, and their outputs."""
+    outputs: list[tuple[str, Tensor]] = []
+
+    def note(name: str) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            outputs.append((name, hidden_output(output).clone()))
+            if len(outputs) == len(blocks):
+                raise stop_forward()
+
+        return hook
+
+    hooks = [model.get_submodule(name).register_forward_hook(note(name)) for name in blocks]
+    with stoppable(*hooks):
+        call_model(model, inputs)
+    return outputs
