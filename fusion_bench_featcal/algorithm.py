@@ -72,9 +72,10 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             ValueError: If a key is unknown or a value is not accepted.
         """
         meta = take_fusion_bench_keys(keys)
-        settings_objects = read_settings(keys, self.setting_kinds, "featcal")
+        settings_objects = read_settings(keys, self.setting_kinds)
         self.settings: FeatCalSettings = settings_objects[0]
         check_family(self.settings.family)
+        rule_of(self.settings)
         values = {
             name: getattr(kind, name)
             for kind in settings_objects
@@ -189,7 +190,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         rule = settings.rule if isinstance(settings.rule, str) else type(rule_of(settings)).__name__
         level = logging.INFO if processes.rank == 0 else logging.DEBUG
         log.log(level, "calibrating %s (rule=%s)", name, rule)
-        log.debug("settings of %s: %s", name, settings.described())
+        log.debug("settings of %s: %s", name, settings.as_dict())
         budget = upstream.budget_left(settings) if first else settings.expert_read_budget
         limited = settings.replace(expert_read_budget=budget)
         exchanged = processes.exchanged_bytes

@@ -99,9 +99,8 @@ def check_calibration(settings: FeatCalSettings, inputs: MethodInputs) -> dict[s
             too small.
         ValueError: If no family fits the models.
     """
-    if settings.needs_base:
+    if rule_of(settings).needs_base:
         inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
-    rule_of(settings)
     check_pool_settings(inputs.models, settings)
     check_read_budget(inputs.models, settings)
     return inputs.batches(settings)

@@ -19,46 +19,25 @@ def nearest_hint(name: object, valid: Iterable[object]) -> str:
     return f" (nearest: {near[0]!r})" if near else ""
 
 
-def refuse_unknown_settings(
-    keys: Iterable[object],
-    valid: Iterable[str],
-    setting: str = "method",
-    owner: str = "this method",
-) -> None:
-    """Refuse keys that are not settings of a method.
+def refuse_unknown(names: Iterable[object], valid: Iterable[str], prefix: str) -> None:
+    """Refuse unknown names of settings, options or columns.
 
     Args:
-        keys: The keys to check.
-        valid: The valid keys.
-        setting: Path of the keys in the configuration.
-        owner: The method's name, for the message.
+        names: The names to check.
+        valid: The valid names.
+        prefix: Text before a name in the message, such as `method.` or `taskpool.tasks.shapes.`.
 
     Raises:
-        ValueError: Naming the first unknown key and the nearest valid one.
+        ValueError: Naming every unknown name with the nearest valid one, or else all valid names.
     """
-    names = list(valid)
-    for key in keys:
-        if key not in names:
-            hint = nearest_hint(key, names)
-            raise ValueError(f"{setting}.{key} is no setting of {owner}{hint}")
-
-
-def refuse_unknown_keys(keys: Iterable[object], valid: Iterable[str], setting: str) -> None:
-    """Refuse unknown keys.
-
-    Args:
-        keys: The keys to check.
-        valid: The valid keys.
-        setting: Path of the keys in the configuration, such as `taskpool.tasks.shapes`.
-
-    Raises:
-        ValueError: Naming every unknown key with the nearest valid one, and all valid keys.
-    """
-    names = list(valid)
-    unknown = [key for key in keys if key not in names]
-    if unknown:
-        listed = ", ".join(f"{key!r}{nearest_hint(key, names)}" for key in unknown)
-        raise ValueError(f"{setting}: unknown key {listed}. Valid keys: {', '.join(names)}.")
+    valid = list(valid)
+    problems = []
+    for name in names:
+        if name not in valid:
+            hint = nearest_hint(name, valid) or f". Known: {', '.join(valid) or 'none'}"
+            problems.append(f"{prefix}{name} is unknown{hint}")
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def refuse_unusable_names(

@@ -2,7 +2,6 @@
 
 import json
 import textwrap
-from collections.abc import Iterable
 from dataclasses import Field
 from importlib import import_module
 from typing import Any
@@ -36,31 +35,23 @@ def algorithm_class(method: str) -> Any:
     return algorithm_of(all_methods()[method])
 
 
-def declared_settings(kinds: Iterable[type]) -> list[Field[Any]]:
-    """Return the settings of several dataclasses, grouped by section."""
-    sections: dict[str, list[Field[Any]]] = {}
-    group = ""
-    for field in (field for kind in kinds for field in settings_of(kind)):
-        group = field.metadata["group"] or group
-        sections.setdefault(group, []).append(field)
-    return [field for fields in sections.values() for field in fields]
+def settings_of_method(method: str) -> list[Field[Any]]:
+    """Return the declared settings of a method."""
+    return [field for kind in algorithm_class(method).setting_kinds for field in settings_of(kind)]
 
 
 def settings_page(method: str, *, as_json: bool) -> str:
     """Return a method's settings as JSON, or as a text of 80 columns."""
-    settings = declared_settings(algorithm_class(method).setting_kinds)
-    if as_json:
-        return json.dumps([_described(field) for field in settings], indent=1)
     lines = [f"method={method}", "method.<name>=<value> sets one; null stands for None"]
-    for field in settings:
+    records = []
+    for field in settings_of_method(method):
+        values, meaning = accepted_values(field), field.metadata["help"]
+        record = {"name": field.name, "default": field.default}
+        records.append(record | {"values": values, "meaning": meaning})
         lines += ["", f"{field.name} = {yaml_word(field.default)}"]
-        indent = " " * 4
-        for text in (f"values: {accepted_values(field)}", field.metadata["help"]):
-            lines += textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+        for text in (f"values: {values}", meaning):
+            lines += [f"    {line}" for line in textwrap.wrap(text, _WIDTH - 4)]
+    if as_json:
+        return json.dumps(records, indent=1)
     text = f"other methods: featcal settings METHOD, one of {', '.join(method_names())}"
     return "\n".join([*lines, "", textwrap.fill(text, _WIDTH, break_on_hyphens=False)])
-
-
-def _described(field: Field[Any]) -> dict[str, Any]:
-    values, meaning = accepted_values(field), field.metadata["help"]
-    return {"name": field.name, "default": field.default, "values": values, "meaning": meaning}

@@ -1,14 +1,21 @@
 """Declaration of settings: dataclass fields with a help text and their accepted values."""
 
 import dataclasses
-import inspect
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args
 
+from fusion_bench_featcal.nearest_names import refuse_unknown
+
 T = TypeVar("T")
+_BOUNDS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "ge": (">=", operator.ge),
+    "gt": (">", operator.gt),
+    "le": ("at most", operator.le),
+}
 
 
 def setting(
@@ -21,7 +28,6 @@ def setting(
     choices: Sequence[Any] = (),
     accepts: str = "",
     check: Callable[[Any], bool] | None = None,
-    group: str = "",
     **more: Any,
 ) -> Any:
     """Declare a setting: a field of a dataclass whose annotation gives the type of its values.
@@ -32,19 +38,17 @@ def setting(
 
     Args:
         default: The default value.
-        help: One or two sentences for YAML comments, `featcal settings` and the documentation.
+        help: One or two sentences for `featcal settings` and the documentation.
         ge: Smallest number.
         gt: Lower bound that values must exceed.
         le: Largest number.
         choices: Accepted values, in addition to numbers if the annotation allows these.
         accepts: Accepted values in words, if annotation, bounds and choices do not describe them.
         check: Test of a value, if annotation, bounds and choices are not enough.
-        group: Heading of the section in YAML, by default the previous setting's.
         **more: Further metadata of the field, such as the command line name of its value.
     """
-    bounds = {"ge": ge, "gt": gt, "le": le}
     values = {"choices": tuple(choices), "accepts": accepts, "check": check}
-    metadata = {"help": help, **bounds, **values, "group": group, **more}
+    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, **values, **more}
     if default == {}:
         return dataclasses.field(default_factory=dict, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -53,7 +57,7 @@ def setting(
 def same_as(kind: type, name: str, **changes: Any) -> Any:
     """Declare a setting that another dataclass has too, with changes of the declaration."""
     declared = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
-    metadata = {**declared.metadata, "group": "", "of": kind, **changes}
+    metadata = {**declared.metadata, "of": kind, **changes}
     return dataclasses.field(default=declared.default, metadata=metadata)
 
 
@@ -62,56 +66,76 @@ def is_shared(field: Field[Any], kind: type) -> bool:
     return field.metadata.get("of") is kind
 
 
-def shared_part(settings: Any, kind: type[T], **changes: Any) -> T:
+def shared_part(settings: Any, kind: type[T]) -> T:
     """Return a `kind` with the settings that it shares by `same_as`."""
     names = [field.name for field in settings_of(type(settings)) if is_shared(field, kind)]
-    return kind(**{**{name: getattr(settings, name) for name in names}, **changes})
+    return kind(**{name: getattr(settings, name) for name in names})
 
 
 def settings_of(kind: type) -> list[Field[Any]]:
-    """Return the settings of a dataclass, declared ones before inherited ones."""
-    declared = {field.name: field for field in dataclasses.fields(kind) if "help" in field.metadata}
-    order = dict.fromkeys(name for base in kind.__mro__ for name in inspect.get_annotations(base))
-    return [declared[name] for name in order if name in declared]
-
-
-def problems_of(settings: Any) -> list[str]:
-    """Return a phrase for each setting whose value is not accepted."""
-    values = {field: getattr(settings, field.name) for field in settings_of(type(settings))}
-    return [
-        f"{field.name} must be {accepted_values(field)}, got {value!r:.100}"
-        for field, value in values.items()
-        if not _accepts(field, value)
-    ]
-
-
-def check_settings(settings: Any) -> None:
-    """Refuse settings with values that are not accepted.
-
-    Raises:
-        ValueError: If there are any, naming each.
-    """
-    if problems := problems_of(settings):
-        raise ValueError("; ".join(f"method.{problem}" for problem in problems))
+    """Return the settings of a dataclass."""
+    return [field for field in dataclasses.fields(kind) if "help" in field.metadata]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of dataclasses of settings, which are checked at construction."""
+    """Base of dataclasses of settings, which are checked at construction.
+
+    Raises:
+        ValueError: If a value is not accepted, or two settings contradict each other.
+    """
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        values = {field.name: getattr(self, field.name) for field in settings_of(type(self))}
+        check_values(type(self), values, "method.")
+        if clashes := list(self.clashes()):
+            raise ValueError("; ".join(f"method.{clash}" for clash in clashes))
+
+    def clashes(self) -> Iterable[str]:
+        """Return a phrase for each setting that contradicts another one."""
+        return ()
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Return the names of all settings."""
+        return tuple(field.name for field in settings_of(cls))
+
+
+def check_values(kind: type, values: Mapping[str, Any], prefix: str) -> None:
+    """Refuse unknown names, and values that a dataclass of settings does not accept.
+
+    Args:
+        kind: The dataclass that declares the settings.
+        values: Values by name.
+        prefix: Text before a name in messages, such as `method.`.
+
+    Raises:
+        ValueError: Naming each setting with its value and the accepted ones.
+    """
+    fields = {field.name: field for field in settings_of(kind)}
+    refuse_unknown(values, fields, prefix)
+    problems = [
+        f"{prefix}{name} must be {accepted_values(fields[name])}, got {value!r:.100}"
+        for name, value in values.items()
+        if not _accepts(fields[name], value)
+    ]
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def accepted_values(field: Field[Any]) -> str:
     """Return the accepted values of a setting in words."""
     kinds, rules = _kinds(field), field.metadata
-    words = ["null"] if NoneType in kinds else []
     choices = [yaml_word(choice) for choice in rules["choices"]]
+    words = ["null"] if NoneType in kinds else []
     if rules["accepts"]:
         words.append(rules["accepts"])
     elif int in kinds or float in kinds:
-        words += [*choices, ("an integer" if int in kinds else "a finite number") + _bounds(rules)]
+        bounds = [
+            f"{sign} {rules[b]:g}" for b, (sign, _) in _BOUNDS.items() if rules[b] is not None
+        ]
+        number = "an integer" if int in kinds else "a finite number"
+        words += [*choices, f"{number} {' and '.join(bounds)}".strip().replace("e+", "e")]
     elif choices:
         words.append(f"one of {', '.join(choices)}")
     else:
@@ -147,14 +171,6 @@ def _kinds(field: Field[Any]) -> Sequence[Any]:
     return get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
 
 
-def _bounds(rules: Any) -> str:
-    words = [f"{sign} {rules[key]:g}" for key, sign in _SIGNS.items() if rules[key] is not None]
-    return (" " + " and ".join(words)).replace("e+", "e") if words else ""
-
-
-_SIGNS = {"ge": ">=", "gt": ">", "le": "at most"}
-
-
 def _accepts(field: Field[Any], value: Any) -> bool:
     kinds, rules = _kinds(field), field.metadata
     if value is None and NoneType in kinds:
@@ -165,17 +181,13 @@ def _accepts(field: Field[Any], value: Any) -> bool:
     if any(type(value) is type(choice) and value == choice for choice in rules["choices"]):
         return True
     if int in kinds or float in kinds:
-        return _is_within(value, rules) and (float in kinds or isinstance(value, int))
+        return (
+            is_number(value)
+            and (float in kinds or isinstance(value, int))
+            and all(
+                test(value, rules[b]) for b, (_, test) in _BOUNDS.items() if rules[b] is not None
+            )
+        )
     if rules["choices"] or Any in kinds:
         return not rules["choices"]
     return isinstance(value, bool) if bool in kinds else isinstance(value, str) and value != ""
-
-
-def _is_within(value: Any, rules: Any) -> bool:
-    least, above, most = (rules[key] for key in _SIGNS)
-    return (
-        is_number(value)
-        and (least is None or value >= least)
-        and (above is None or value > above)
-        and (most is None or value <= most)
-    )

@@ -200,11 +200,11 @@ def options_table() -> str:
 
 def settings_table() -> str:
     """Return a table of the settings of `method=featcal`."""
-    from fusion_bench_featcal.setting_docs import algorithm_class, declared_settings
+    from fusion_bench_featcal.setting_docs import settings_of_method
     from fusion_bench_featcal.setting_fields import accepted_values, yaml_word
 
     lines = ["| Setting | Default | Values | Meaning |", "|---|---|---|---|"]
-    for field in declared_settings(algorithm_class("featcal").setting_kinds):
+    for field in settings_of_method("featcal"):
         default = "" if field.name == "base_method" else f"`{yaml_word(field.default)}`"
         cells = f"`{field.name}`", default, accepted_values(field), field.metadata["help"]
         lines.append(f"| {' | '.join(cells)} |")

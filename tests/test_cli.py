@@ -18,7 +18,7 @@ MESSAGES = {
     "plan modelpool=clip-vit-mini_TA66":
         "there is no config modelpool/clip-vit-mini_TA66 (nearest: 'clip-vit-mini_TA6')",
     "plan modelpool=clip-vit-mini_TA6 method.ridge_lamda=1":
-        "method.ridge_lamda is no setting (nearest: 'ridge_lambda')",
+        "method.ridge_lamda is unknown (nearest: 'ridge_lambda')",
 }  # fmt: skip
 WRONG_WORDS = {
     "calibrate m --uot x": "calibrate: error: no option --uot (nearest: '--out')",

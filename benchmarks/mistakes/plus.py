@@ -65,9 +65,9 @@ MUTATIONS = [
     ),
     Mutation(
         "plus: settings of the paper's rule are taken without a word",
-        "settings.py",
-        "if value == default:",
-        "if True:",
+        "rules/__init__.py",
+        "if value not in (getattr(FeatCalSettings, setting), getattr(rule, setting, None)):",
+        "if False:",
         "test_settings.py",
     ),
     Mutation(

@@ -24,7 +24,7 @@ from fusion_bench_featcal.folders.tasks import (
     open_parts,
     sentence,
 )
-from fusion_bench_featcal.nearest_names import refuse_unknown_keys
+from fusion_bench_featcal.nearest_names import refuse_unknown
 
 _COLUMNS = ("image", "label")
 
@@ -67,7 +67,7 @@ def open_image_task(
             tower, or None.
     """
     columns = request.columns_of(task)
-    refuse_unknown_keys(columns, _COLUMNS, f"--columns {task}")
+    refuse_unknown(columns, _COLUMNS, f"--columns {task}:")
     calibration_part, test_part = open_parts(
         task, request, partial(_items, columns=columns), spread=True
     )

@@ -56,13 +56,14 @@ class Models:
     def of(cls, request: Request) -> "Models":
         """Find all models, and compare configs, shapes and a sample of the weights."""
         merged = base = None
+        needs_base = rule_of(request.settings).needs_base  # raises if the rule cannot be made
         if request.merged is not None:
             merged = ModelFolder("merged", request.merged, "the merged model")
         if request.base is not None:
             base = ModelFolder("base", request.base, "--base")
             if base.is_adapter:
                 raise ValueError(f"{base.option} is a LoRA adapter: name the model that it changes")
-        elif merged is None or request.settings.needs_base:
+        elif merged is None or needs_base:
             instead = "" if merged is None else ", or give --set anchor_rho=1"
             raise ValueError(
                 f"--base is missing: name the model that the experts were tuned from{instead}"

@@ -16,11 +16,10 @@ from fusion_bench_featcal.folders.mergekit import with_merge_config
 from fusion_bench_featcal.folders.options import mapping
 from fusion_bench_featcal.nearest_names import (
     nearest_hint,
-    refuse_unknown_keys,
-    refuse_unknown_settings,
+    refuse_unknown,
     refuse_unusable_names,
 )
-from fusion_bench_featcal.setting_fields import problems_of, setting, settings_of
+from fusion_bench_featcal.setting_fields import check_values, setting
 from fusion_bench_featcal.settings import PLUS, FeatCalSettings
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {"plus": PLUS, "paper": {}}
@@ -175,7 +174,7 @@ class Request:
         for name in _ELSEWHERE.keys() & self.set.keys():
             raise ValueError(f"--set {name}: use {_ELSEWHERE[name]}")
         numbers = {name: _number(value) for name, value in self.set.items()}
-        refuse_unknown_settings(numbers, FeatCalSettings.names(), owner="featcal")
+        refuse_unknown(numbers, FeatCalSettings.names(), "method.")
         run = {"checkpoint_dir": str(self.checkpoints), "resume": self.resume}
         return FeatCalSettings(
             **{"max_length": MAX_LENGTH, **PRESETS[self.preset], **numbers, **run}
@@ -277,10 +276,8 @@ class Request:
 
 def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return options that are not None, with paths as texts. Refuse unknown names and values."""
-    refuse_unknown_keys(values, [field.name for field in settings_of(Request)], source)
     set_values = {name: _plain(value) for name, value in values.items() if value is not None}
-    if problems := problems_of(Request(**set_values)):
-        raise ValueError(f"{source}: {'; '.join(problems)}")
+    check_values(Request, set_values, f"{source}: ")
     return set_values
 
 

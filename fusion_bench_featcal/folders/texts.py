@@ -27,7 +27,7 @@ from fusion_bench_featcal.folders.tasks import (
     sentence,
 )
 from fusion_bench_featcal.modules.models import device_of
-from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_keys
+from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown
 
 LONG = 16
 """Median number of target tokens above which accuracy counts tokens, not whole answers."""
@@ -57,7 +57,7 @@ def open_texts(
     """
     with naming_setting(option):
         rows = text_rows(load_texts(location, split), option)
-    refuse_unknown_keys(columns, names, f"{option}: --columns")
+    refuse_unknown(columns, names, f"{option}: --columns ")
     available = rows.column_names
     for column in columns.values():
         if column not in available:

@@ -54,5 +54,5 @@ def explained(error: BaseException) -> ValueError:
         return ValueError(f"there is no config {error.missing_cfg_file}{hint}")
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         hint = nearest_hint(cause.key, cause.parent_node or ())
-        return ValueError(f"{cause.full_key} is no setting{hint}")
+        return ValueError(f"{cause.full_key} is unknown{hint}")
     return ValueError(" ".join(f"{error} {cause or ''}".split()))

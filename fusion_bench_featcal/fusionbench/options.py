@@ -9,19 +9,19 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from fusion_bench_featcal.nearest_names import (
     nearest_hint,
-    refuse_unknown_keys,
-    refuse_unknown_settings,
+    refuse_unknown,
     refuse_unusable_names,
 )
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
-from fusion_bench_featcal.setting_fields import Settings, is_text_list, setting, settings_of
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.setting_fields import Settings, is_text_list, setting
+from fusion_bench_featcal.settings import PLUS, FeatCalSettings
 
 FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 """Keys in FusionBench's configs that are not settings of the method."""
 
 MERGED = "merged"
 REFERENCES = (BASE, EXPERTS, MERGED)
+_OF_SUITES = ("presets", "compare_with", "compare", "sources")
 _OF_ALL_PRESETS = {"calibration_data", "checkpoint_dir", "resume"}
 
 
@@ -57,7 +57,6 @@ class RunSettings(MergedBy):
         FEATCAL,
         "Row to save and return.",
         accepts=f"{FEATCAL}, {FEATCAL}_<preset> or {MERGED}",
-        group="the run",
     )
     presets: Mapping[str, Any] | None = setting(
         None,
@@ -98,34 +97,28 @@ def take_fusion_bench_keys(keys: dict[str, Any]) -> dict[str, Any]:
     return {key: keys.pop(key) for key in FUSION_BENCH_KEYS if key in keys}
 
 
-def names_of(kinds: Iterable[type]) -> list[str]:
+def names_of(kinds: Iterable[type[Settings]]) -> list[str]:
     """Return the names of the settings that several dataclasses declare."""
-    return [field.name for kind in kinds for field in settings_of(kind)]
+    return [name for kind in kinds for name in kind.names()]
 
 
-def read_settings(values: Mapping[str, Any], kinds: Sequence[type], owner: str) -> list[Any]:
+def read_settings(values: Mapping[str, Any], kinds: Sequence[type[Settings]]) -> list[Any]:
     """Build the dataclasses of a method's settings from its keys.
 
     Args:
         values: Values by name, as OmegaConf or plain objects. Missing ones keep their default.
         kinds: The dataclasses that declare the settings.
-        owner: The method, for messages.
 
     Raises:
         ValueError: If a key is unknown, with the nearest one, or a value is not accepted.
     """
-    refuse_unknown_settings(values, names_of(kinds), owner=owner)
+    refuse_unknown(values, names_of(kinds), "method.")
     # FusionBench instantiates a merger from OmegaConf's config.
     plain_values = {key: v if key == "base_method" else plain(v) for key, v in values.items()}
     return [
-        kind(**{key: plain_values[key] for key in names_of([kind]) if key in plain_values})
+        kind(**{key: plain_values[key] for key in kind.names() if key in plain_values})
         for kind in kinds
     ]
-
-
-def checked_settings(values: Mapping[str, Any]) -> FeatCalSettings:
-    """Return a calibration's settings from YAML. Raises as `read_settings`."""
-    return read_settings(values, [FeatCalSettings], "featcal")[0]
 
 
 def checked_choices(
@@ -148,9 +141,7 @@ def checked_choices(
         ValueError: If a reference or the row to save is unknown, or a preset's setting is unknown
             or not accepted.
     """
-    refuse_unknown_keys(
-        suite, ("presets", "compare_with", "compare", "sources"), "modelpool.featcal"
-    )
+    refuse_unknown(suite, _OF_SUITES, "modelpool.featcal.")
     references = compare_with if compare_with is not None else suite.get("compare_with", [MERGED])
     if not is_text_list(references, REFERENCES):
         raise ValueError(
@@ -160,8 +151,8 @@ def checked_choices(
     if presets is not None:
         checked = _checked_presets(settings, presets, "method.presets")
     else:
-        changes, key = suite.get("presets") or {}, "modelpool.featcal.presets"
-        checked = _checked_presets(settings.with_paper_update(), changes, key)
+        start, key = _with_paper_rule(settings), "modelpool.featcal.presets"
+        checked = _checked_presets(start, suite.get("presets") or {}, key)
         checked = {name: preset for name, preset in checked.items() if preset != settings}
     if (folder := settings.checkpoint_dir) is not None:
         checked = {n: p.replace(checkpoint_dir=f"{folder}/preset-{n}") for n, p in checked.items()}
@@ -174,6 +165,15 @@ def checked_choices(
     return Choices(checked, tuple(references), save)
 
 
+def _with_paper_rule(settings: FeatCalSettings) -> FeatCalSettings:
+    """Return settings without those of FeatCal+: a pool's presets are for the paper's rule."""
+    if settings.rule == "paper":
+        return settings
+    changed = {name for name, value in PLUS.items() if getattr(settings, name) == value}
+    defaults = {name: getattr(FeatCalSettings, name) for name in changed | {"rule"}}
+    return settings.replace(**defaults)
+
+
 def _checked_presets(
     settings: FeatCalSettings, presets: Any, key: str
 ) -> dict[str, FeatCalSettings]:
@@ -184,12 +184,11 @@ def _checked_presets(
     refuse_unusable_names(presets, key)
     checked = {}
     for name, changes in presets.items():
-        if shared := _OF_ALL_PRESETS & {*changes}:
-            shared_name = min(shared)
+        refuse_unknown(changes, FeatCalSettings.names(), f"{key}.{name}.")
+        for shared in _OF_ALL_PRESETS & changes.keys():
             raise ValueError(
-                f"{key}.{name}.{shared_name}: set method.{shared_name}, which is for all presets"
+                f"{key}.{name}.{shared}: set method.{shared}, which is for all presets"
             )
-        refuse_unknown_settings(changes, FeatCalSettings.names(), f"{key}.{name}", "featcal")
         try:
             checked[str(name)] = settings.replace(**changes)
         except ValueError as error:

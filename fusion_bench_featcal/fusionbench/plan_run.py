@@ -17,7 +17,7 @@ from fusion_bench_featcal.experts import known_bytes
 from fusion_bench_featcal.fusionbench.config_errors import explained
 from fusion_bench_featcal.fusionbench.console import make_importable
 from fusion_bench_featcal.fusionbench.empty_models import empty_model
-from fusion_bench_featcal.fusionbench.options import checked_settings, method_name
+from fusion_bench_featcal.fusionbench.options import method_name, read_settings
 from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
 from fusion_bench_featcal.fusionbench.upstream import budget_left
 from fusion_bench_featcal.hub_files import is_here
@@ -47,7 +47,7 @@ def plan_run(overrides: Sequence[str]) -> Plan:
     names, experts, base = FeatCalSettings.names(), [*models.experts.values()], models.base
     if not experts:
         raise ValueError("modelpool.models names no expert")
-    settings = checked_settings({key: value for key, value in method.items() if key in names})
+    (settings,) = read_settings({n: method[n] for n in names if n in method}, [FeatCalSettings])
     location = (base or models.get(MERGED_MODEL) or experts[0]).location
     if location is None:
         raise ValueError("modelpool.models._pretrained_ names no folder or hub id with a config")

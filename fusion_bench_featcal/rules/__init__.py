@@ -1,12 +1,12 @@
 """Rules: frozen dataclasses whose fields are their settings, one file each."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from pkgutil import resolve_name
 from typing import Any, cast
 
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule
-from fusion_bench_featcal.settings import OF_THE_PAPER, FeatCalSettings
+from fusion_bench_featcal.settings import OF_RULES, FeatCalSettings
 
 __all__ = ["BY_NAME", "GroupSums", "Linear", "Rule", "rule_of"]
 
@@ -24,15 +24,17 @@ def rule_of(settings: FeatCalSettings) -> Rule:
     the mapping. An object is returned unchanged.
 
     Raises:
-        ValueError: If a class cannot be imported, is not a rule, or rejects an argument.
+        ValueError: If a class cannot be imported, is not a rule, or rejects an argument, or if a
+            setting is changed that the rule does not have.
     """
     if not isinstance(settings.rule, str | Mapping):
+        name = type(settings.rule).__name__
+        _refuse_changes(settings, settings.rule, name, f"set it there, {name}(...)")
         return settings.rule
     options = {} if isinstance(settings.rule, str) else dict(settings.rule)
     target = options.pop("_target_", settings.rule)
-    kind: Any
     try:
-        kind = resolve_name(BY_NAME.get(target, target))
+        kind: Any = resolve_name(BY_NAME.get(target, target))
     except (AttributeError, ImportError, ValueError) as error:
         raise ValueError(
             f"method.rule: _target_ {target!r} cannot be imported ({error}). Give "
@@ -41,19 +43,24 @@ def rule_of(settings: FeatCalSettings) -> Rule:
     if not is_dataclass(kind) or not hasattr(kind, "turns"):
         raise ValueError(f"method.rule: {target} is no rule: a dataclass with turns and sums")
     shared = {field.name for field in fields(kind)} & set(FeatCalSettings.names())
-    if settings.task_weights is not None and "task_weights" not in shared:
-        raise ValueError(f"method.task_weights: {target} weighs all tasks equally. Set it to null")
-    for name in set(OF_THE_PAPER) - shared:
-        if (value := getattr(settings, name)) != (default := getattr(FeatCalSettings, name)):
-            raise ValueError(
-                f"method.{name}={value} has no part in {target}: leave it at its default, {default}"
-            )
+    _refuse_changes(settings, kind, target, "leave it at its default", shared)
     values = {name: getattr(settings, name) for name in shared}
     if "task_weights" in shared:
         values["task_weights"] = settings.task_weights or {}
     try:
-        rule: Any = cast(Any, kind)(**values | options)
+        return cast(Any, kind)(**values | options)
     except TypeError as error:
         names = [field.name for field in fields(kind) if field.init]
         raise ValueError(f"method.rule: {target}: {error}. It has {', '.join(names)}") from error
-    return rule
+
+
+def _refuse_changes(
+    settings: FeatCalSettings, rule: Any, name: str, remedy: str, shared: Collection[str] = ()
+) -> None:
+    """Refuse changed settings of rules that this rule neither takes nor has with that value."""
+    for setting in (name for name in OF_RULES if name not in shared):
+        value = getattr(settings, setting)
+        if value not in (getattr(FeatCalSettings, setting), getattr(rule, setting, None)):
+            raise ValueError(
+                f"method.{setting}={value} has no part in method.rule={name}: {remedy}"
+            )

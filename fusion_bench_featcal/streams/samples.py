@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.plurals import counted
+from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.augmentation import jittered, number_of_copies
 from fusion_bench_featcal.streams.batch import Batch
@@ -40,7 +41,7 @@ def check_inputs(
         CalibrationError: If a task lacks its expert or its data, or has one batch in place of
             several.
     """
-    if base is None and settings.needs_base:
+    if base is None and rule_of(settings).needs_base:
         raise ValueError(
             f"method.anchor_rho = {settings.anchor_rho} needs the base model "
             "(modelpool.models._pretrained_); without one set method.anchor_rho to 1"

@@ -1,7 +1,7 @@
 """Image tasks: their definition in YAML, and their test items with class names and prompts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.nearest_names import refuse_unknown_keys
-from fusion_bench_featcal.setting_fields import problems_of, setting
+from fusion_bench_featcal.setting_fields import check_values, setting
 from fusion_bench_featcal.tasks.heads import (
     PromptTemplate,
     Templates,
@@ -111,10 +110,8 @@ def parse_tasks(tasks: Any, name: str = "taskpool.tasks") -> dict[str, TaskDefin
 def _parse(task: Any, name: str) -> TaskDefinition:
     if not isinstance(task, Mapping):
         raise ValueError(f"{name} must be a mapping with a key data, got {task!r}")
-    refuse_unknown_keys(task, [field.name for field in fields(TaskDefinition)], name)
-    definition = TaskDefinition(**{str(key): value for key, value in task.items()})
-    if problems := problems_of(definition):
-        raise ValueError("; ".join(f"{name}.{problem}" for problem in problems))
+    check_values(TaskDefinition, task, f"{name}.")
+    definition = TaskDefinition(**task)
     classnames, texts = definition.classnames, definition.templates
     texts = [texts] if isinstance(texts, str) else texts
     return replace(

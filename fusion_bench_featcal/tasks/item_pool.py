@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.hub_files import fetch, note_data_set
-from fusion_bench_featcal.nearest_names import refuse_unknown_keys
+from fusion_bench_featcal.nearest_names import refuse_unknown
 from fusion_bench_featcal.run.progress import progress_bar
 
 
@@ -91,7 +91,7 @@ def refuse_unknown_pool_keys(pool: Any, unknown: Mapping[str, Any]) -> None:
     Raises:
         ValueError: If there is such a key, with the nearest valid one.
     """
-    refuse_unknown_keys(unknown, pool._config_mapping.values(), "taskpool")
+    refuse_unknown(unknown, pool._config_mapping.values(), "taskpool.")
 
 
 def load_part(setting: str, value: Any, kind: Any, **options: Any) -> Any:

@@ -25,7 +25,7 @@ from fusion_bench_featcal.data.text_samples import (
     pad_samples,
 )
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.nearest_names import refuse_unknown_keys
+from fusion_bench_featcal.nearest_names import refuse_unknown
 from fusion_bench_featcal.streams.inputs import check_token_ids
 from fusion_bench_featcal.tasks.item_pool import (
     ItemPool,
@@ -100,9 +100,9 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         if not test_datasets:
             raise ValueError("taskpool has no tasks: name their data under taskpool.test_datasets")
         self.metrics: dict[str, Metric] = dict(metrics or {})
-        refuse_unknown_keys(self.metrics, list(test_datasets), "taskpool.metrics")
+        refuse_unknown(self.metrics, test_datasets, "taskpool.metrics.")
         for task, metric in self.metrics.items():
-            refuse_unknown_keys([metric], METRICS, f"taskpool.metrics.{task}")
+            refuse_unknown([metric], METRICS, f"taskpool.metrics.{task}=")
         lengths = {"max_new_tokens": max_new_tokens, "max_length": max_length}
         lengths = {key: value for key, value in lengths.items() if value is not None}
         for key, value in {"batch_size": batch_size, **lengths}.items():

@@ -102,8 +102,8 @@ def test_options(models, refusal, monkeypatch, options, message):
 def test_keys_of_recipes_and_of_python(tmp_path, refusal):
     (tmp_path / "mine.yaml").write_text("bases: base")
     line = refusal(["calibrate", str(tmp_path / "mine.yaml"), "--out", str(tmp_path / "out")])
-    assert "mine.yaml: unknown key 'bases' (nearest: 'base')" in line
-    with pytest.raises(ValueError, match=r"calibrate_folder: unknown key 'bse' \(nearest: 'base'"):
+    assert "mine.yaml: bases is unknown (nearest: 'base')" in line
+    with pytest.raises(ValueError, match=r"calibrate_folder: bse is unknown \(nearest: 'base'"):
         calibrate_folder("merged", bse="base")
 
 

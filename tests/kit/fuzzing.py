@@ -13,8 +13,8 @@ from test_settings import SETTINGS
 from tiny_models import Suite, clip_suite, gpt2_suite, residual_suite, t5_suite
 from torch import nn
 
-from fusion_bench_featcal import CalibrationError, calibrate
-from fusion_bench_featcal.fusionbench.options import checked_settings
+from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
+from fusion_bench_featcal.fusionbench.options import read_settings
 
 NAMES_A_SETTING = re.compile(r"(method|modelpool)\.[a-z_*]+")
 SAMPLES = 7  # of each task in every suite below
@@ -90,7 +90,8 @@ def attempt(workload: str, settings: dict[str, Any]) -> nn.Module | str:
     suite = suite_of(workload)
     models = suite.merged, suite.base, suite.experts
     try:
-        return calibrate(*models, suite.inputs, checked_settings(settings), progress=False).model
+        (chosen,) = read_settings(settings, [FeatCalSettings])
+        return calibrate(*models, suite.inputs, chosen, progress=False).model
     except (CalibrationError, ValueError) as error:
         assert NAMES_A_SETTING.search(str(error)), f"message without a setting: {error}"
         return str(error)

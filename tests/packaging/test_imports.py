@@ -48,7 +48,7 @@ LOOP = {  # what packages of the calibration may import of one another
     "rules": {"core", "modules"},
     "streams": {"core", "experts", "families", "modules", "rules"},
 }
-ALONE = ("core", "errors", "plurals", "setting_fields")
+ALONE = ("core", "errors", "nearest_names", "plurals")
 FEW = {"families": {"errors"}, "results": {"errors", "files", "json_files", "plurals", "untrusted"}}
 
 

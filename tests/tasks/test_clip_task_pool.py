@@ -202,11 +202,11 @@ def test_class_names_of_fusion_bench_are_used_in_the_order_of_tables_alone(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"task": {}}, r"taskpool: unknown key 'task' \(nearest: 'tasks'\)"),
+        ({"task": {}}, r"taskpool\.task is unknown \(nearest: 'tasks'\)"),
         ({"x": {}}, "task 'x' needs its data once: set either taskpool.tasks.x.data or"),
         ({"x": {"data": "./nowhere"}}, r"taskpool\.tasks\.x: data './nowhere' does not exist"),
         ({"dataloader_kwargs": {"shuffle": True}}, r"dataloader_kwargs\.shuffle must be false"),
-        ({"x": {"clasnames": []}}, r"x: unknown key 'clasnames' \(nearest: 'classnames'"),
+        ({"x": {"clasnames": []}}, r"x\.clasnames is unknown \(nearest: 'classnames'"),
         ({"x": {"classnames": [True, "maybe"]}}, "yes, no, on and off in quotes.*True"),
         ({"x": {"templates": ["a photo"]}}, r"prompts with \{\} for the class name.*'a photo'"),
         ({"x": {"data": "SHAPES/circle"}}, r"tasks\.x: .*circle' has no labels"),

@@ -140,7 +140,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             ValueError: If a key is unknown or a value is not accepted.
         """
         meta = take_fusion_bench_keys(keys)
-        (self.settings,) = read_settings(keys, self.setting_kinds, self.name)
+        (self.settings,) = read_settings(keys, self.setting_kinds)
         super().__init__(**meta)
 
     def on_run_start(self) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transf
 from torch import nn
 
 from fusion_bench_featcal.families import check_family
-from fusion_bench_featcal.nearest_names import refuse_unknown_settings
 from fusion_bench_featcal.run.log import CalibrationLog
+from fusion_bench_featcal.nearest_names import refuse_unknown
 from fusion_bench_featcal.setting_fields import (
     Settings,
     is_shared,
@@ -79,7 +79,7 @@ class Method(Settings):
 
     def __new__(cls, **keys: Any) -> Self:
         """Refuse unknown settings by a ValueError that names the nearest one."""
-        refuse_unknown_settings(keys, [field.name for field in settings_of(cls)], owner=cls.name)
+        refuse_unknown(keys, cls.names(), "method.")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

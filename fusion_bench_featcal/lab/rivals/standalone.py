@@ -52,7 +52,7 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
             ValueError: If a key is unknown or a value is not accepted.
         """
         meta = take_fusion_bench_keys(keys)
-        settings_objects = read_settings(keys, self.setting_kinds, self.setting_kinds[0].name)
+        settings_objects = read_settings(keys, self.setting_kinds)
         self.method: Any = settings_objects[0]
         values = {**vars(settings_objects[-1]), **self.method.settings}
         for name in names_of(self.setting_kinds):
