@@ -51,14 +51,14 @@ def calibrate_command(options: argparse.Namespace) -> int:
     from fusion_bench_featcal.errors import CalibrationError, NotImproved
     from fusion_bench_featcal.folders.job import run
     from fusion_bench_featcal.folders.options import (
-        given_on_the_command_line,
+        command_line_options,
         in_words_of_the_command,
     )
     from fusion_bench_featcal.folders.saving import how_to_go_on
     from fusion_bench_featcal.results.remarks import featcal_program
 
     try:
-        request = Request.of(given_on_the_command_line(vars(options), Request))
+        request = Request.of(command_line_options(vars(options), Request))
         with ending_cleanly(True, lambda: how_to_go_on(request)):
             out = run(request)
     except NotImproved as error:

@@ -1,6 +1,7 @@
 """Readers of configs from other people: files of bounded size, JSON, and YAML without aliases."""
 
 import json
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,11 @@ class _Loader(yaml.SafeLoader):
                 problem_mark=event.start_mark,
             )
         return super().compose_node(parent, index)
+
+
+_Loader.add_implicit_resolver(  # 1e-5, which YAML 1.1 reads as a text
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"]
+)
 
 
 def parse_yaml(text: str) -> Any:

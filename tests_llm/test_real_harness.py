@@ -87,31 +87,3 @@ def test_accuracy_is_that_of_the_model(pool, model, limit, rows):
     assert {task: result["accuracy"] for task, result in report.items()} == dict.fromkeys(
         ("tiny_choice", "tiny_writing"), RIGHT / rows
     )
-
-
-def test_featcal_calibrate_scores_by_lm_eval(pool, tmp_path, monkeypatch, capsys):
-    """`--evaluate lm-eval:TASK` before and after the calibration, and a wrong name before both."""
-    from folders.made_folders import llama_folders
-    from tiny_texts import TASKS
-
-    from fusion_bench_featcal.cli import main
-    from fusion_bench_featcal.tasks import lm_eval_tasks
-
-    llama_folders(tmp_path)
-    monkeypatch.setattr(lm_eval_tasks, "task_index", lambda: pool._index)
-    words = ["calibrate", str(tmp_path / "merged"), "--base", str(tmp_path / "base"), "--force"]
-    words += ["--out", str(tmp_path / "out"), "--set", "samples_per_task=4", "--preset", "paper"]
-    for task in TASKS:
-        words += ["--expert", f"{task}={tmp_path / task}"]
-        words += ["--data", f"{task}={tmp_path / task}.jsonl"]
-    assert main([*words, "--evaluate", "lm-eval:tiny_chocie"]) == 2
-    assert "--evaluate lm-eval:tiny_chocie: lm-eval has no such task" in capsys.readouterr().err
-    assert main([*words, "--evaluate", "lm-eval:tiny_choice,tiny_writing"]) == 0
-    report = json.loads((tmp_path / "out" / "featcal" / "run.json").read_text())
-    texts = [note["text"] for note in report["notes"]]
-    lines = [text for text in texts if text.startswith("evaluated by lm-eval ")]
-    assert [line.split(": ")[0].removeprefix("evaluated by lm-eval ") for line in lines] == [
-        "tiny_choice acc",
-        "tiny_writing exact_match",
-    ]
-    assert all("merged 0." in line and "featcal 0." in line for line in lines)

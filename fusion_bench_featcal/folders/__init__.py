@@ -14,9 +14,10 @@ def calibrate_folder(merged: str | Path | None = None, **options: Any) -> Path:
     """Calibrate a merged model in a folder or on the hub: `featcal calibrate` in Python.
 
     Args:
-        merged: The merged model, or the recipe.yaml of an earlier run.
+        merged: The merged model.
         options: The command's options by name, with _ for -: `expert={"math": "models/math"}`,
             `data={"math": "math.jsonl"}`, `out="repaired"`, `set={"samples_per_task": 64}`.
+            `config="recipe.yaml"` reads the options of an earlier run.
 
     Returns:
         The folder of the calibrated model.

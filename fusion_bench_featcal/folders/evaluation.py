@@ -10,7 +10,6 @@ from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.folders.expert_checks import weak_experts
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.options import in_words_of_the_command
-from fusion_bench_featcal.folders.scorers import Scorer, all_scores, comparison
 from fusion_bench_featcal.folders.tasks import Score, Task
 from fusion_bench_featcal.folders.verdict import Verdict
 from fusion_bench_featcal.hub_files import commits
@@ -36,9 +35,7 @@ class Evaluation:
         self,
         models: Models,
         settings: FeatCalSettings,
-        processor: Any,
         tasks: Mapping[str, Task],
-        scorers: Mapping[str, Scorer],
         notes: Sequence[str],
     ) -> None:
         """Create a report with its first notes and no scores."""
@@ -53,16 +50,14 @@ class Evaluation:
         self.heads: dict[str, Any] = {}
         self._first_notes = len(notes)
         self._models, self._settings = models, settings
-        self._processor, self._scorers = processor, scorers
         self._tests = {name: t.tests for name, t in tasks.items() if t.tests is not None}
         self._tasks = list(tasks)
         self._scores: dict[str, Mapping[str, Score]] = {}
-        self._numbers: dict[str, Mapping[str, float]] = {}
 
     @property
     def needs_models(self) -> bool:
         """Return whether models are run, or their heads are stored."""
-        return bool(self._tests or self._scorers or self._models.has_heads)
+        return bool(self._tests or self._models.has_heads)
 
     def add_references(self, merged: ExpertSource) -> None:
         """Add each expert on its task, and the merged model, given the weights of its body."""
@@ -81,9 +76,9 @@ class Evaluation:
         self.add(self.report.merger, merged)
 
     def _check_experts(self, scores: Mapping[str, Score]) -> None:
-        """Refuse experts that fail on their task."""
+        """Add a note on experts that fail on their task."""
         models, on_base = self._models, {}
-        base, request = models.base, models.request
+        base = models.base
         is_alike = scores and base and base.calibrated_class is models.home.calibrated_class
         if base and is_alike and not models.has_heads:
             print("evaluating the base on all tasks")
@@ -92,18 +87,17 @@ class Evaluation:
         weak = weak_experts(scores, on_base)
         if not weak:
             return
-        line = f"experts no better than guessing or the base on their own rows: {', '.join(weak)}"
-        if not request.force:
-            raise ValueError(
-                f"{line}. Check --tokenizer, --chat-template, the labels, and that --data and "
-                "--expert are of the same task. To calibrate all the same, give --force"
-            )
-        self.report.note(Note(NOTE, line))
+        text = (
+            f"experts no better than guessing or the base on their own rows: {', '.join(weak)}. "
+            "Check --tokenizer, --chat-template, the labels, and that --data and --expert are of "
+            "the same task"
+        )
+        self.report.note(Note(NOTE, text))
 
     def add(self, name: str, body: ExpertSource) -> None:
         """Evaluate the merged model with the given weights of its body, and add its row."""
         if not self.needs_models:
-            self._scores[name], self._numbers[name] = {}, {}
+            self._scores[name] = {}
             return
         models, scores = self._models, {}
         model = models.load(body)
@@ -113,7 +107,6 @@ class Evaluation:
                 whole = models.with_body(task, self.heads[task], models.body(model))
             scores[task] = tests.score(whole.eval())
         self._scores[name] = scores
-        self._numbers[name] = all_scores(self._scorers, model, self._processor)
         self._add_row(name, scores)
 
     def _add_row(self, name: str, scores: Mapping[str, Score]) -> None:
@@ -139,7 +132,7 @@ class Evaluation:
         verdict = Verdict.of(merged, calibrated, settings)
         report.note(
             *notes_of_log(FEATCAL, result.log.records),
-            *(Note(GAIN, text) for text in (*comparison(self._numbers), *verdict.gains)),
+            *(Note(GAIN, text) for text in verdict.gains),
             Note(VERDICT, verdict.sentence),
         )
         report.notes = [replace(n, text=in_words_of_the_command(n.text)) for n in report.notes]

@@ -26,7 +26,6 @@ from fusion_bench_featcal.folders.model_folder import (
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
 from fusion_bench_featcal.folders.saving import is_saved, save
-from fusion_bench_featcal.folders.scorers import Scorer, scorers_of
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.texts import open_classifier_task, open_language_task
@@ -97,11 +96,9 @@ def run(request: Request) -> Path:
                 return out
             models = Models.of(request)
             _check_image_options(request, models)
-            batch_size = request.settings.batch_size
-            scorers = scorers_of(request.evaluate, models.home.kind, batch_size)
             job = Job.of(models)
             show_start(models, job.settings, job.tasks, job.notes)
-            return out if request.plan else _run(job, scorers)
+            return out if request.plan else _run(job)
     finally:
         with suppress(OSError):
             blocks.rmdir()  # fails, and keeps the folder, if it contains blocks
@@ -120,10 +117,10 @@ def _check_image_options(request: Request, models: Models) -> None:
             raise ValueError(f"{option} is for CLIP, these models read texts. Leave it out")
 
 
-def _run(job: Job, scorers: Mapping[str, Scorer]) -> Path:
+def _run(job: Job) -> Path:
     """Evaluate, calibrate, evaluate again, and save."""
     models, request = job.models, job.models.request
-    evaluation = Evaluation(models, job.settings, job.processor, job.tasks, scorers, job.notes)
+    evaluation = Evaluation(models, job.settings, job.tasks, job.notes)
     evaluation.add_references(models.merged_source)
     with measure() as cost:
         print(f"calibrating; finished blocks are kept in {request.checkpoints}")

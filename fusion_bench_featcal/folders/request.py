@@ -21,6 +21,7 @@ from fusion_bench_featcal.nearest_names import (
 )
 from fusion_bench_featcal.setting_fields import check_values, setting
 from fusion_bench_featcal.settings import PLUS, FeatCalSettings
+from fusion_bench_featcal.untrusted import read_yaml
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {"plus": PLUS, "paper": {}}
 MAX_LENGTH = 1024
@@ -36,13 +37,6 @@ _ELSEWHERE = {
 }
 
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, str) and bool(re.fullmatch(r"\d+(KB|MB|GB|TB)", value))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Options of one calibration, with equal names on the command line, in recipes and Python.
@@ -53,7 +47,11 @@ class Request:
 
     merged: str | None = setting(
         None, "the merged model, a folder or hub id whose mergekit_config.yml may name base and "
-        "experts, or a recipe.yaml", metavar="MERGED", is_location=True,
+        "experts", metavar="MERGED", is_location=True,
+    )  # fmt: skip
+    config: str | None = setting(
+        None, "a YAML file of options, such as the recipe.yaml beside a result", metavar="FILE",
+        is_recorded=False,
     )  # fmt: skip
     merge: str | None = setting(
         None, "without MERGED: task_arithmetic:0.3, simple_average", metavar="HOW"
@@ -63,39 +61,34 @@ class Request:
     )
     expert: Mapping[str, str] = mapping(
         "an expert: a folder or hub id, whole or a LoRA adapter (repeatable)",
-        "NAME=DIR", options.pair, is_location=True,
+        "NAME=DIR", is_location=True,
     )  # fmt: skip
     data: Mapping[str, str] = mapping(
         "an expert's samples: a .jsonl, .csv or .parquet file, a folder of images, a saved "
         "dataset FOLDER[:SPLIT] or a hub dataset ID:SPLIT (repeatable)",
-        "NAME=PATH", options.pair, is_location=True,
+        "NAME=PATH", is_location=True,
     )  # fmt: skip
-    columns: Mapping[str, Any] = mapping(
+    columns: Mapping[str, str] = mapping(
         "other names of columns of --data and --eval, such as prompt=instruction,target=output. "
         "NAME: for one task only (repeatable)",
         "[NAME:]PART=COLUMN,...", options.columns,
     )  # fmt: skip
     eval: Mapping[str, str] = mapping(
         "data to evaluate on (default: a fifth of --data, held back)",
-        "NAME=PATH", options.pair, is_location=True,
+        "NAME=PATH", is_location=True,
     )  # fmt: skip
     eval_rows: int = setting(
         200, "maximum rows per task to evaluate (default: 200)", ge=1, metavar="N"
     )
     no_eval: bool = setting(False, "calibrate and save only")
     out: str | None = setting(None, "a new folder for the model", metavar="DIR", is_recorded=False)
-    evaluate: Mapping[str, Any] = mapping(
-        "further scores, before and after: lm-eval:TASK,..., or functions of model and "
-        "tokenizer, MODULE:FUNCTION,... (repeatable)",
-        "MODULE:NAME,...", options.scorer,
-    )  # fmt: skip
     strict: bool = setting(False, "save nothing, and exit with 1, if the verdict names a task")
     preset: str = setting(
         "plus", "settings: FeatCal+ (default) or the paper's", choices=tuple(PRESETS)
     )
     set: Mapping[str, Any] = mapping(
         "a setting, such as samples_per_task=64 (repeatable, see featcal settings)",
-        "SETTING=VALUE", options.setting_word,
+        "SETTING=VALUE", options.setting_word, texts=False,
     )  # fmt: skip
     tokenizer: str | None = setting(
         None, "tokenizer or image processor (default: MERGED's)", metavar="DIR", is_location=True
@@ -111,33 +104,28 @@ class Request:
         "[NAME=]TEXT", options.prompt,
     )  # fmt: skip
     device: str = setting("cpu", "cpu (default) or cuda")
-    force: bool = setting(False, "accept experts that are no better than guessing on their rows")
-    shard_size: str | None = setting(
-        None, "a larger model is saved as one file for each block (default: 5GB)",
-        accepts="a size such as 500MB or 2GB", check=_is_size, metavar="SIZE",
-    )  # fmt: skip
-    plan: bool = setting(
-        False, "show reads, files and downloads, and stop",
-        is_recorded=False,
-    )  # fmt: skip
+    plan: bool = setting(False, "show reads, files and downloads, and stop", is_recorded=False)
     resume: bool = setting(False, "resume after an interruption", is_recorded=False)
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, options_given: Mapping[str, Any], source: str = "featcal calibrate") -> "Request":
-        """Build a request from options, and from a recipe if `merged` names one.
+    def of(cls, values: Mapping[str, Any], source: str = "featcal calibrate") -> "Request":
+        """Build a request from options, and from a recipe if `config` names one.
 
         Args:
-            options_given: Options by name. They have priority over the recipe.
+            values: Options by name. They have priority over the recipe.
             source: Name of the caller, for messages.
         """
-        values = _checked(options_given, source)
-        recipe = Path(values.get("merged") or "").expanduser()
-        if recipe.suffix in (".yaml", ".yml"):
-            del values["merged"]
-            written = _checked(options.read_recipe(recipe), str(recipe))
-            values = options.with_changes(written, values)
-        return cls(**values)._completed()
+        chosen = _checked(values, f"{source}: ")
+        if file := chosen.pop("config", None):
+            recipe = _checked(_recipe(Path(file).expanduser()), f"{file}: ")
+            chosen = recipe | {
+                name: recipe.get(name, {}) | value if isinstance(value, dict) else value
+                for name, value in chosen.items()
+            }
+        request = cls(**chosen)._completed()
+        request._check()
+        return request
 
     @property
     def folder(self) -> Path:
@@ -148,12 +136,6 @@ class Request:
     def checkpoints(self) -> Path:
         """The folder for finished blocks."""
         return Path(f"{self.folder}.blocks")
-
-    @property
-    def largest_file(self) -> int:
-        """Largest number of bytes of a model that is saved as one file."""
-        number, unit = re.fullmatch(r"(\d+)(.B)", self.shard_size or "5GB").groups()  # type: ignore[union-attr]
-        return int(number) * _UNITS[unit]
 
     @property
     def models(self) -> dict[str, str]:
@@ -173,11 +155,10 @@ class Request:
         """Settings of the calibration, which are the preset with changes by `set`."""
         for name in _ELSEWHERE.keys() & self.set.keys():
             raise ValueError(f"--set {name}: use {_ELSEWHERE[name]}")
-        numbers = {name: _number(value) for name, value in self.set.items()}
-        refuse_unknown(numbers, FeatCalSettings.names(), "method.")
+        refuse_unknown(self.set, FeatCalSettings.names(), "--set ")
         run = {"checkpoint_dir": str(self.checkpoints), "resume": self.resume}
         return FeatCalSettings(
-            **{"max_length": MAX_LENGTH, **PRESETS[self.preset], **numbers, **run}
+            **{"max_length": MAX_LENGTH, **PRESETS[self.preset], **self.set, **run}
         )
 
     @cached_property
@@ -195,9 +176,14 @@ class Request:
         )
 
     def columns_of(self, task: str) -> dict[str, str]:
-        """Return a task's columns by their standard names."""
-        common = {name: c for name, c in self.columns.items() if not isinstance(c, Mapping)}
-        return common | dict(self.columns.get(task) or {})
+        """Return a task's columns by their standard names. NAME:PART has priority over PART."""
+        common = {part: column for part, column in self.columns.items() if ":" not in part}
+        prefix = f"{task}:"
+        return common | {
+            key.removeprefix(prefix): column
+            for key, column in self.columns.items()
+            if key.startswith(prefix)
+        }
 
     def prompt_of(self, task: str) -> str:
         """Return a task's prompt for a class, with {} in place of the class name."""
@@ -221,7 +207,7 @@ class Request:
         """Return the request with models from mergekit's config, and data by expert."""
         if (self.merged is None) == (self.merge is None):
             raise ValueError(
-                "give MERGED, the merged model's folder or a recipe.yaml, or --merge HOW"
+                "give MERGED, the merged model's folder, or --merge HOW"
                 if self.merged is None
                 else f"{self.merged} is merged already, and --merge merges: leave one of them out"
             )
@@ -235,60 +221,57 @@ class Request:
         if not experts:
             raise ValueError("name the experts: --expert NAME=DIR for each")
         refuse_unusable_names(experts, option, _RESERVED)
-        complete = dataclasses.replace(
+        return dataclasses.replace(
             self, merge=merge, base=base, expert=dict(experts), notes=tuple(notes)
         )
-        complete._check()
-        return complete
 
     def _check(self) -> None:
-        common = {"", *(n for n, c in self.columns.items() if isinstance(c, str))}
-        by_expert = {"data": self.data, "eval": self.eval, "columns": self.columns}
-        for option, values in {**by_expert, "prompt": self.prompt}.items():
-            for name in values.keys() - common - self.expert.keys():
-                raise ValueError(
-                    f"--{option}: no expert is called {name!r}{nearest_hint(name, self.expert)}. "
-                    f"Experts: {', '.join(self.expert)}"
-                )
+        names_of_tasks = {
+            "data": self.data,
+            "eval": self.eval,
+            "prompt": filter(None, self.prompt),
+            "columns": (key.rpartition(":")[0] for key in self.columns if ":" in key),
+        }
+        for option, names in names_of_tasks.items():
+            for name in names:
+                if name not in self.expert:
+                    raise ValueError(
+                        f"--{option}: no expert is called {name!r}"
+                        f"{nearest_hint(name, self.expert)}. Experts: {', '.join(self.expert)}"
+                    )
         missing = [task for task in self.expert if task not in self.data]
         if missing:
             raise ValueError(
                 f"no data of {', '.join(missing)}: every expert needs samples of its task, "
                 f"--data {missing[0]}=FILE"
             )
-        if self.no_eval and self.evaluate:
-            raise ValueError("--no-eval skips --evaluate: leave one of them out")
         if self.strict and self.no_eval:
             raise ValueError(
                 "--strict compares scores, which --no-eval skips: leave one of them out"
             )
-        for name, value in self.columns.items():
-            if not isinstance(value, str | Mapping):
-                raise ValueError(
-                    f"--columns: {name} is {value!r:.60}, neither a column nor an expert's mapping "
-                    "of PART: COLUMN"
-                )
         for text in self.prompt.values():
             if "{}" not in text:
                 raise ValueError(f"--prompt {text!r} has no {{}} for the class name")
         _ = self.settings, self.merger  # raises here if they are wrong
 
 
-def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _recipe(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ValueError(f"--config {file}: there is no such file")
+    content = read_yaml(file)
+    if not isinstance(content, Mapping) or "config" in content:
+        raise ValueError(f"--config {file} is no recipe: it needs lines of `option: value`")
+    return dict(content)
+
+
+def _checked(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return options that are not None, with paths as texts. Refuse unknown names and values."""
-    set_values = {name: _plain(value) for name, value in values.items() if value is not None}
-    check_values(Request, set_values, f"{source}: ")
-    return set_values
+    options = {name: _plain(value) for name, value in values.items() if value is not None}
+    check_values(Request, options, prefix)
+    return options
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(entry) for name, entry in value.items()}
     return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def _number(value: Any) -> Any:
-    """Return a number for a text such as 1e-5, which YAML reads as a string."""
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        return float(value)
-    return value

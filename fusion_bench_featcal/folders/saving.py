@@ -25,6 +25,8 @@ from fusion_bench_featcal.tensor_files import write_index, write_tensors
 REPORT = "featcal"
 """Folder of the report inside the model's folder."""
 HEADS = "heads"
+LARGEST_FILE = 5 * 10**9
+"""Largest number of bytes of a model that is saved as one file."""
 
 
 def save(
@@ -68,7 +70,7 @@ def save(
 
 
 def write_weights(models: Models, result: CalibrationResult, folder: Path) -> None:
-    """Write config and weights, in one file up to the shard size, else one for each block."""
+    """Write config and weights, in one file up to 5 GB, else one for each block."""
     assert result.folder is not None
     home, calibrated = models.home, SafetensorsExpert(result.folder)
     stored = home.source(models.base)
@@ -81,7 +83,7 @@ def write_weights(models: Models, result: CalibrationResult, folder: Path) -> No
     whole = home.whole.state_dict()
     keys = pair_names(home.name, "model", stored, whole, aliases(home.whole)).values()
     outside_blocks = {key: stored.tensor(key) for key in keys if key not in calibrated.names()}
-    write_shards(folder, calibrated, outside_blocks, models.request.largest_file)
+    write_shards(folder, calibrated, outside_blocks, LARGEST_FILE)
 
 
 def write_shards(

@@ -12,7 +12,7 @@ from typing import Any
 import made_folders as makers
 import pytest
 import transformers
-from made_folders import PAPER, ROWS, SCORES, words, write_rows
+from made_folders import PAPER, ROWS, words, write_rows
 from reports import error_of, featcal
 from tiny_texts import TASKS, sentences
 
@@ -58,11 +58,9 @@ def llama(folder: Path, _: Any) -> list[str]:
 
 def lora_experts(folder: Path, models: Any) -> list[str]:
     makers.write_adapters(folder, models["base"])
-    (folder / "layer_scores.py").write_text(SCORES)
     (folder / "chat.jinja").write_text(TEMPLATE)
     more = ("--merge", "simple_average", "--chat-template", "chat.jinja")
-    more += ("--evaluate", "layer_scores:layers,several", *PAPER)
-    return words(folder, *more, merged=None, experts=("one-lora", "two-lora"))
+    return words(folder, *more, *PAPER, merged=None, experts=("one-lora", "two-lora"))
 
 
 def missing_targets(folder: Path, _: Any) -> list[str]:

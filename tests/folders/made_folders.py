@@ -26,18 +26,8 @@ from fusion_bench_featcal.suites.image import load_processor
 CHAT = "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}"
 ROWS = 30
 HELD_OUT = ROWS // 5
-FEW = ("--set", "samples_per_task=12", "--set", "batch_size=4", "--force")
-"""Few samples; the experts are noise, and mostly no better than guessing."""
+FEW = ("--set", "samples_per_task=12", "--set", "batch_size=4")
 PAPER = ("--preset", "paper")
-SCORES = """
-def layers(model, tokenizer):
-    tokenizer.chat_template = "changed"
-    return model.config.num_hidden_layers
-
-def several(model, tokenizer):
-    return {"tokens": len(tokenizer("a b")["input_ids"]), "half": 0.5}
-"""
-
 Models = dict[str, Any]
 
 

@@ -84,9 +84,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"more": "--merge simple_average"}, "merged already, and --merge merges: leave one of"),
     ({"more": "--base ./nowhere"}, "--base ./nowhere: there is no such file or folder here"),
     ({"more": "--data thwo=x.jsonl"}, "--data: no expert is called 'thwo' (nearest: 'two'). "),
-    ({"more": "--evaluate no_such_module:score"}, "No module named 'no_such_module'"),
-    ({"more": "--evaluate lm-eval:arc_easy"}, "pip install 'fusion_bench_featcal[llm]'"),
-    ({"merged": None}, "give MERGED, the merged model's folder or a recipe.yaml, or --merge HOW"),
+    ({"merged": None}, "give MERGED, the merged model's folder, or --merge HOW"),
     ({"more": "--merge task_arithmetik:1", "merged": None}, "got 'task_arithmetik:1'"),
     ({"data": ["one.jsonl"]}, "no data of two"),
     (NO_MODELS, "has no mergekit_config.yml: give --base"),
@@ -101,7 +99,9 @@ def test_options(models, refusal, monkeypatch, options, message):
 
 def test_keys_of_recipes_and_of_python(tmp_path, refusal):
     (tmp_path / "mine.yaml").write_text("bases: base")
-    line = refusal(["calibrate", str(tmp_path / "mine.yaml"), "--out", str(tmp_path / "out")])
+    line = refusal(
+        ["calibrate", "--config", str(tmp_path / "mine.yaml"), "--out", str(tmp_path / "out")]
+    )
     assert "mine.yaml: bases is unknown (nearest: 'base')" in line
     with pytest.raises(ValueError, match=r"calibrate_folder: bse is unknown \(nearest: 'base'"):
         calibrate_folder("merged", bse="base")
