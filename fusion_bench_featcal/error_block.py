@@ -1,4 +1,4 @@
-"""An error as a short block of text: the message, its location, and how to see the traceback.
+"""An error as a short block of text: the message, and for a bug its location.
 
 Imports nothing slow, because the command `featcal` uses it too.
 """
@@ -6,6 +6,7 @@ Imports nothing slow, because the command `featcal` uses it too.
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = Path(__file__).parent
 _MOST_LINES, _MOST_CHARACTERS = 7, 800
@@ -32,8 +33,8 @@ def first_line(error: BaseException) -> str:
 def error_block(error: BaseException, more: str = "", *, prefix: str = "error") -> str:
     """Describe an error in a few lines.
 
-    Errors of this package already contain the advice. Others also show their type, the object being
-    created and the last line of this package that ran.
+    Errors that this package raises already contain the advice. Others are bugs or of other code,
+    and also show their type, the object being created, and the last line of this package that ran.
 
     Args:
         error: The error. If it only wraps another one, that is described.
@@ -45,22 +46,22 @@ def error_block(error: BaseException, more: str = "", *, prefix: str = "error") 
     """
     wrapper, error = error, _wrapped(error)
     frames = traceback.extract_tb(error.__traceback__)
-    expected = _is_own(error, frames)
-    message = str(error).strip()
-    if not expected:
-        message = f"unexpected {type(error).__name__}: {message or 'without a message'}"
-    text = f"{prefix}: {message or type(error).__name__}"
+    ours = [frame for frame in frames if _PACKAGE in Path(frame.filename).parents]
+    is_last = bool(ours) and ours[-1] is frames[-1]
+    is_raised_here = is_last and (ours[-1].line or "").startswith("raise ")
+    message = str(error).strip() or type(error).__name__
+    locations = []
+    if not (is_raised_here or type(error).__module__.startswith(f"{_PACKAGE.name}.")):
+        message = f"unexpected {type(error).__name__}: {message}"
+        locations += _made_by(wrapper)
+        for frame in ours[-1:]:
+            path = Path(frame.filename).relative_to(_PACKAGE.parent)
+            locations.append(f"in {path}:{frame.lineno} ({frame.name})")
+    text = f"{prefix}: {message}"
     lines = text[:_MOST_CHARACTERS].splitlines()[:_MOST_LINES]
     if "\n".join(lines) != text:
         lines[-1] += " ..."
-    if not expected:
-        locations = [
-            _made_by(wrapper),
-            *[_location_of(frame) for frame in frames if _is_ours(frame)][-1:],
-        ]
-        if any(locations):
-            lines.append("  " + ", ".join(filter(None, locations)))
-    return "\n".join([*lines, more] if more else lines)
+    return "\n".join([*lines, *(f"  {location}" for location in locations), *filter(None, [more])])
 
 
 def _wrapped(error: BaseException) -> BaseException:
@@ -69,28 +70,11 @@ def _wrapped(error: BaseException) -> BaseException:
     return next(links, error)
 
 
-def _is_own(error: BaseException, frames: traceback.StackSummary) -> bool:
-    """Return whether this package raised the error, with a message for the user."""
-    if type(error).__module__.partition(".")[0] == _PACKAGE.name:
-        return True
-    last = frames[-1] if frames else None
-    return last is not None and _is_ours(last) and (last.line or "").startswith("raise ")
-
-
-def _is_ours(frame: traceback.FrameSummary) -> bool:
-    return _PACKAGE in Path(frame.filename).parents
-
-
-def _location_of(frame: traceback.FrameSummary) -> str:
-    path = Path(frame.filename).relative_to(_PACKAGE.parent)
-    return f"in {path}:{frame.lineno} ({frame.name})"
-
-
-def _made_by(error: BaseException) -> str:
+def _made_by(error: BaseException) -> list[str]:
     """Return `making <key> <_target_>` if FusionBench was creating a pool, method or task pool."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "_instantiate_and_setup":
-            config = frame.f_locals["config"]
+            config: Any = frame.f_locals["config"]
             key = config._get_full_key("") if hasattr(config, "_get_full_key") else ""
-            return " ".join(filter(None, ["making", key, str((config or {}).get("_target_"))]))
-    return ""
+            return [" ".join(filter(None, ["making", key, str((config or {}).get("_target_"))]))]
+    return []

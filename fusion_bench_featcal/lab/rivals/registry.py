@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transf
 from torch import nn
 
 from fusion_bench_featcal.families import check_family
-from fusion_bench_featcal.run.log import CalibrationLog
 from fusion_bench_featcal.nearest_names import refuse_unknown
+from fusion_bench_featcal.run.log import CalibrationLog
 from fusion_bench_featcal.setting_fields import (
     Settings,
     is_shared,
