@@ -19,7 +19,6 @@ core/moments.py core/products.py core/solve.py experts/__init__.py
 experts/budget.py experts/expert.py experts/model_config.py experts/source.py
 experts/working_model.py
 families/__init__.py families/base.py families/check.py families/open_clip.py families/stack.py
-families/transformers_names.py
 module_copies.py
 modules/groups.py modules/hooks.py modules/kinds.py modules/models.py
 modules/sites.py

@@ -22,22 +22,22 @@ MUTATIONS = [
     Mutation(
         "the mask of Whisper's features hides its positions",
         "families/t5.py",
-        'if name != "attention_mask"}',
-        "}",
+        "padding = mask_named(inputs, self.mask)",
+        'padding = mask_named(inputs, "attention_mask")',
         "families/test_families.py",
     ),
     Mutation(
         "encoder's last norm skipped before the decoder",
         "families/t5.py",
-        "last_hidden_state=norm(ended.clone())",
-        "last_hidden_state=ended.clone()",
+        "BaseModelOutput(norm(ended.clone()))",
+        "BaseModelOutput(ended.clone())",
         PAPER,
     ),
     Mutation(
         "position bias handed on without the mask",
         "families/t5.py",
-        "kwargs[T5_BIAS] = bias + kwargs[T5_MASK] if call.adds_mask else bias",
-        "kwargs[T5_BIAS] = bias",
+        "kwargs[BIAS] = bias + kwargs[MASK] if call.adds_mask else bias",
+        "kwargs[BIAS] = bias",
         PAPER,
     ),
     Mutation(

@@ -181,8 +181,8 @@ MUTATIONS = [
     Mutation(
         "padding of the encoder counts in cross-attention",
         "families/t5.py",
-        "dict.fromkeys(self._keys_and_values, padding)",
-        "dict.fromkeys(self._keys_and_values)",
+        "dict.fromkeys(self.encoded, padding)",
+        "dict.fromkeys(self.encoded)",
         PAPER,
     ),
     Mutation(

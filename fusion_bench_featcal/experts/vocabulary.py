@@ -4,7 +4,9 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.source import ExpertSource, SourceView
-from fusion_bench_featcal.families.transformers_names import VOCABULARY
+
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "shared.weight", "wte.weight")
+"""Matrices with one row per token."""
 
 
 class CommonRows(SourceView):

@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.families.transformers_names import HIDDEN, without_cache
+
+HIDDEN = "hidden_states"
+"""Input features of a block of transformers that receives them by name."""
 
 NO_TARGET = -100
 """Label of a position without a target (ignored by the losses of transformers)."""
@@ -39,14 +41,16 @@ class Call:
 class Family(ABC):
     """Base of all families: how models of one architecture are cut into blocks and run.
 
-    A family of your own needs `stages`, `begin` and `step`. Calibration first compares the blocks,
-    run one by one, with the model's forward pass on two samples.
+    A family of your own needs `stages`, `begin` and `step`.
 
     Attributes:
         name: The family's name in settings and logs, by default that of the class.
+        compared: Whether calibration first compares the blocks, run one by one, with the model's
+            forward pass on two samples.
     """
 
     name: str
+    compared: bool = True
 
     def __init_subclass__(cls) -> None:
         """Name the class."""
@@ -150,8 +154,8 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     them, such as open_clip's.
     """
     if isinstance(inputs, Mapping) and "pixel_values" in inputs:
-        parameters = inspect.signature(model.forward).parameters
-        if "pixel_values" not in parameters and "kwargs" not in parameters:
+        parameters = inspect.signature(model.forward).parameters.values()
+        if not any(p.name == "pixel_values" or p.kind is p.VAR_KEYWORD for p in parameters):
             inputs = inputs["pixel_values"]
     if isinstance(inputs, Mapping):
         return model(**{name: _copied(value) for name, value in inputs.items()})
@@ -182,8 +186,19 @@ def captured(model: nn.Module, inputs: Any, block: str) -> Call:
 def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Return the arguments of a block, without caches."""
     kwargs = {key: without_cache(value, key) for key, value in kwargs.items()}
-    hidden, *others = args or (kwargs.pop(HIDDEN),)
-    return Call(hidden, tuple(map(without_cache, others)), kwargs)
+    hidden, *arguments = args or (kwargs.pop(HIDDEN),)
+    return Call(hidden, tuple(map(without_cache, arguments)), kwargs)
+
+
+def without_cache(value: Any, name: str = "") -> Any:
+    """Return an argument of a model or block, or a replacement that switches caches off.
+
+    A cache is identified by the name of its type, because releases have named it `cache`,
+    `past_key_values`, `past_key_value` and `layer_past`, and not all types are `Cache`s (LFM2).
+    """
+    if name == "use_cache":
+        return False
+    return None if type(value).__name__.endswith("Cache") else value
 
 
 def run_block(model: nn.Module, block: str, call: Call) -> Any:
@@ -206,7 +221,7 @@ def hidden_output(output: Any) -> Tensor:
     return output
 
 
-def mask_named(inputs: Any, name: str) -> Tensor | None:
+def mask_named(inputs: Any, name: str | None) -> Tensor | None:
     """Return a mask by its name in a model's inputs, `[batch, positions]`, or None if missing.
 
     Raises:

@@ -55,7 +55,7 @@ class OpenClip(ImageTower):
         return not pools and hasattr(tower, "class_embedding")
 
 
-OPEN_CLIP = OpenClip(name="open_clip")
+OPEN_CLIP = OpenClip(name="open_clip", compared=False)
 
 
 class SplitAttention(nn.Module):

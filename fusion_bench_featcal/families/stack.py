@@ -26,10 +26,6 @@ from fusion_bench_featcal.families.base import (
     mask_named,
     stop_forward,
     stoppable,
-)
-from fusion_bench_featcal.families.transformers_names import (
-    CLIP_BLOCK,
-    LLAMA_BLOCK,
     without_cache,
 )
 
@@ -60,15 +56,18 @@ class Stack(Family):
 
     name = "stack"
 
-    def __init__(self, pattern: str | None = None, *, name: str | None = None) -> None:
+    def __init__(
+        self, pattern: str | None = None, *, name: str | None = None, compared: bool = True
+    ) -> None:
         """Set how the blocks are found.
 
         Args:
             pattern: Regular expression of a block's full name. None finds the outermost list of
                 modules of one class that is ten times as large as all others.
             name: As `Family`.
+            compared: As `Family`.
         """
-        self.pattern, self.name = pattern, name or self.name
+        self.pattern, self.name, self.compared = pattern, name or self.name, compared
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Return the blocks in forward order, as one stage.
@@ -147,7 +146,7 @@ class Stack(Family):
     def reads_first(self, model: nn.Module, inputs: Any) -> bool:
         """Return whether logits stay the same if all other positions change their signs."""
         if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-            return False  # known without running a model that may be larger than memory
+            return False  # known without running a model that may be large
 
         def change(_: nn.Module, __: Any, output: Any) -> Any:
             hidden = hidden_output(output).clone()
@@ -176,8 +175,9 @@ class ImageTower(Stack):
 
 
 STACK = Stack()
-CLIP = ImageTower(CLIP_BLOCK, name="clip")
-LLAMA = Stack(LLAMA_BLOCK, name="llama")
+# Up to transformers 5.5 the tower of a CLIPVisionModel has a prefix. A causal model has one too.
+CLIP = ImageTower(r"(vision_model\.)*encoder\.layers\.\d+", name="clip", compared=False)
+LLAMA = Stack(r"(model\.)?layers\.\d+", name="llama", compared=False)
 
 
 def find_stack(model: nn.Module) -> list[str]:

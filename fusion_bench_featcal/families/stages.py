@@ -16,7 +16,7 @@ from fusion_bench_featcal.families.base import Call, Family, captured, hidden_ou
 class Stages(Family):
     """Blocks that take the previous block's features, which are rearranged between stages."""
 
-    name = "stages"
+    name, compared = "stages", False
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Return names of the blocks in forward order, all in one stage.

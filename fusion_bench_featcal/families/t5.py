@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,18 +20,9 @@ from fusion_bench_featcal.families.base import (
     names_of,
     run_block,
 )
-from fusion_bench_featcal.families.transformers_names import (
-    ENCODED,
-    T5_BIAS,
-    T5_BLOCK,
-    T5_ENCODER_NORM,
-    T5_KEYS_AND_VALUES,
-    T5_MASK,
-    WHISPER_BLOCK,
-    WHISPER_ENCODER_NORM,
-    WHISPER_KEYS_AND_VALUES,
-    t5_bias,
-)
+
+BIAS, MASK = "position_bias", "attention_mask"
+"""Arguments of T5's blocks."""
 
 _DECODER_INPUTS = ("labels", "decoder_input_ids", "decoder_inputs_embeds")
 
@@ -56,13 +47,23 @@ class EncoderDecoder(Family):
 
     The first block of T5 and mT5 computes the relative position bias of its stage, and the family
     passes it to the later ones. In UMT5 every block computes one, Whisper has none.
-
-    Whisper attends to all positions of a recording, including silence that was padded. All of them
-    count in the encoder and in the keys and values of the cross-attention.
     """
 
-    name = "t5"
-    _block, _encoder_norm, _keys_and_values = T5_BLOCK, T5_ENCODER_NORM, T5_KEYS_AND_VALUES
+    compared = False
+
+    def __init__(
+        self, name: str, block: str, norm: str, encoded: Sequence[str], mask: str | None = None
+    ) -> None:
+        """Set names in the model.
+
+        Args:
+            name: The family's name.
+            block: Regular expression of a block's full name.
+            norm: Last norm of the encoder, by its name there.
+            encoded: Ends of the decoder's modules that receive the encoder's output.
+            mask: Input that marks padding in the encoder, or None if all its positions count.
+        """
+        self.name, self.block, self.norm, self.encoded, self.mask = name, block, norm, encoded, mask
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Return the blocks of the encoder, then of the decoder.
@@ -70,11 +71,11 @@ class EncoderDecoder(Family):
         Raises:
             CalibrationError: If the model lacks one of the two.
         """
-        names = [name for name, _ in model.named_modules() if re.fullmatch(self._block, name)]
+        names = [name for name, _ in model.named_modules() if re.fullmatch(self.block, name)]
         stages = [[name for name in names if f"{part}." in name] for part in ("encoder", "decoder")]
         if not all(stages):
             raise CalibrationError(
-                f"method.family={self.name}: {type(model).__name__} has no {self._block} "
+                f"method.family={self.name}: {type(model).__name__} has no {self.block} "
                 "of encoder and decoder. Set another method.family (docs/tutorials/family.md)"
             )
         return stages
@@ -94,8 +95,8 @@ class EncoderDecoder(Family):
             from transformers.modeling_outputs import BaseModelOutput
 
             encoder = self.stages(model)[0][0].rsplit(".", 2)[0]
-            norm = model.get_submodule(f"{encoder}.{self._encoder_norm}")
-            inputs = {**inputs, ENCODED: BaseModelOutput(last_hidden_state=norm(ended.clone()))}
+            norm = model.get_submodule(f"{encoder}.{self.norm}")
+            inputs = {**inputs, "encoder_outputs": BaseModelOutput(norm(ended.clone()))}
         call = captured(model, inputs, block)
         names = list(inspect.signature(model.get_submodule(block).forward).parameters)
         named = dict(zip(names[1:], call.args, strict=False))
@@ -105,10 +106,10 @@ class EncoderDecoder(Family):
         """Run one block. A stage's first block passes on the position bias, if blocks share it."""
         kwargs, bias = dict(call.kwargs), call.bias
         if bias is not None:
-            kwargs[T5_BIAS] = bias + kwargs[T5_MASK] if call.adds_mask else bias
+            kwargs[BIAS] = bias + kwargs[MASK] if call.adds_mask else bias
         output = run_block(model, block, replace(call, kwargs=kwargs))
         after = replace(call, hidden=hidden_output(output))
-        if bias is not None or T5_BIAS not in kwargs:
+        if bias is not None or BIAS not in kwargs:
             return after
         bias = output[1]
         if len(bias) == 1:
@@ -123,24 +124,32 @@ class EncoderDecoder(Family):
         Raises:
             CalibrationError: If `decoder_rows` is `targets` and there are no labels.
         """
-        padding = mask_named(inputs, "attention_mask")
+        padding = mask_named(inputs, self.mask)
         if stage == 0:
             return {"": padding}
         mask = mask_named(inputs, "decoder_attention_mask")
         targets = labelled_rows(inputs, needed=decoder_rows == "targets")
         decoder = targets if mask is None or decoder_rows == "targets" else mask
-        return {"": decoder} | dict.fromkeys(self._keys_and_values, padding)
+        return {"": decoder} | dict.fromkeys(self.encoded, padding)
 
 
-class _Whisper(EncoderDecoder):
-    name = "whisper"
-    _block, _encoder_norm = WHISPER_BLOCK, WHISPER_ENCODER_NORM
-    _keys_and_values = WHISPER_KEYS_AND_VALUES
-
-    def masks(self, model: nn.Module, inputs: Any, stage: int, decoder_rows: str) -> Masks:
-        inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
-        return super().masks(model, inputs, stage, decoder_rows)
-
-
-T5, WHISPER = EncoderDecoder(), _Whisper()
+T5 = EncoderDecoder(
+    "t5",
+    r"(encoder|decoder)\.block\.\d+",
+    "final_layer_norm",
+    ("EncDecAttention.k", "EncDecAttention.v"),
+    "attention_mask",
+)
+WHISPER = EncoderDecoder(  # it attends to all of a recording, including silence that was padded
+    "whisper",
+    r"(model\.)?(encoder|decoder)\.layers\.\d+",
+    "layer_norm",
+    ("encoder_attn.k_proj", "encoder_attn.v_proj"),
+)
 """Embeddings, position biases, RMS norms, convolutions and heads keep their merged weights."""
+
+
+def t5_bias(block: Any, bias: Tensor) -> Tensor:
+    """Return the position bias of a T5 block without the mask, in the shape of `bias`."""
+    attention = block.layer[0].SelfAttention
+    return attention.compute_bias(*bias.shape[-2:], device=bias.device)

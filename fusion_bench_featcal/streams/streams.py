@@ -12,7 +12,6 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families import Family
-from fusion_bench_featcal.families.transformers_names import READ_AS_THE_OUTPUT
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.hooks import Recorded, record
 from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_of_block
@@ -23,6 +22,13 @@ from fusion_bench_featcal.streams.drift import AFTER, BEFORE, DriftLog
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.samples import naming_task
 from fusion_bench_featcal.streams.storage import DeviceStorage
+
+READ_AS_THE_OUTPUT = (
+    "q_proj", "query", "q_lin", "out_proj", "out_lin", "attention.output.dense", "output.dense",
+    "intermediate.dense", "fc1", "fc2", "lin1", "lin2", "c_fc", "c_proj",
+)  # fmt: skip
+"""Modules of a block with attention whose rows matter only for the same row of its output. Keys and
+values matter for all rows."""
 
 
 @dataclass(frozen=True)

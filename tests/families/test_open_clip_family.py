@@ -22,10 +22,10 @@ from fusion_bench_featcal.families.open_clip import fused, split
 def test_a_split_model_is_the_same_function(quick, batch_first):
     model = tower_suite(seed=1, quick=quick, batch_first=batch_first).merged
     pixels = normal(0, 3, 3, 8, 8)
-    apart = split(model)
-    torch.testing.assert_close(apart(pixels), model(pixels))
-    assert not any(isinstance(module, nn.MultiheadAttention) for module in apart.modules())
-    restored = fused(copy.deepcopy(apart))
+    divided = split(model)
+    torch.testing.assert_close(divided(pixels), model(pixels))
+    assert not any(isinstance(module, nn.MultiheadAttention) for module in divided.modules())
+    restored = fused(copy.deepcopy(divided))
     assert_identical(restored, model)
     assert torch.equal(restored(pixels), model(pixels))
     assert str(restored) == str(model)

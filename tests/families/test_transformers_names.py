@@ -10,8 +10,11 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from fusion_bench_featcal.families import T5, WHISPER
-from fusion_bench_featcal.families import transformers_names as names
+from fusion_bench_featcal.experts.vocabulary import VOCABULARY
+from fusion_bench_featcal.families import CLIP, LLAMA, T5, WHISPER
+from fusion_bench_featcal.families.base import HIDDEN, without_cache
+from fusion_bench_featcal.families.t5 import BIAS, MASK, t5_bias
+from fusion_bench_featcal.lab.rivals.features import FINAL_NORMS
 
 
 def names_in(model: nn.Module) -> list[str]:
@@ -23,10 +26,10 @@ def arguments_of(module: nn.Module) -> list[str]:
 
 
 MODELS: dict[str, tuple[Any, Any, int]] = {  # model, pattern of its blocks, their number
-    "clip": (tiny.clip_model, names.CLIP_BLOCK, 2),
-    "llama": (tiny.model_of, names.LLAMA_BLOCK, 2),
-    "t5": (tiny.t5_model, names.T5_BLOCK, 4),
-    "whisper": (lambda: tiny.model_of("whisper"), names.WHISPER_BLOCK, 4),
+    "clip": (tiny.clip_model, CLIP.pattern, 2),
+    "llama": (tiny.model_of, LLAMA.pattern, 2),
+    "t5": (tiny.t5_model, T5.block, 4),
+    "whisper": (lambda: tiny.model_of("whisper"), WHISPER.block, 4),
 }
 
 
@@ -36,32 +39,31 @@ def test_blocks_and_their_first_argument(kind: str):
     model = make()
     blocks = [name for name in names_in(model) if re.fullmatch(pattern, name)]
     assert len(blocks) == count
-    assert {arguments_of(model.get_submodule(name))[0] for name in blocks} == {names.HIDDEN}
+    assert {arguments_of(model.get_submodule(name))[0] for name in blocks} == {HIDDEN}
 
 
 def test_modules_of_t5_and_whisper():
     t5, whisper = tiny.t5_model(), tiny.model_of("whisper")
-    assert {names.T5_BIAS, names.T5_MASK} <= {*arguments_of(t5.get_submodule("encoder.block.0"))}
-    for model, family, ends, norm in (
-        (t5, T5, names.T5_KEYS_AND_VALUES, names.T5_ENCODER_NORM),
-        (whisper, WHISPER, names.WHISPER_KEYS_AND_VALUES, names.WHISPER_ENCODER_NORM),
-    ):
-        assert names.ENCODED in arguments_of(model)
+    assert {BIAS, MASK} <= {*arguments_of(t5.get_submodule("encoder.block.0"))}
+    for model, family in ((t5, T5), (whisper, WHISPER)):
+        assert "encoder_outputs" in arguments_of(model)
         blocks = family.stages(model)[1]
-        assert len([n for n in names_in(model) if n.endswith(ends)]) == 2 * len(blocks)
-        assert any(n.endswith(norm) and "encoder" in n for n in names_in(model))
+        assert len([n for n in names_in(model) if n.endswith(tuple(family.encoded))]) == 2 * len(
+            blocks
+        )
+        assert any(n.endswith(f"encoder.{family.norm}") for n in names_in(model))
     for model in (t5, tiny.model_of()):
-        assert len({*names.FINAL_NORMS} & {*names_in(model)}) == 1
-        assert any(name.endswith(names.VOCABULARY) for name in model.state_dict())
+        assert len({*FINAL_NORMS} & {*names_in(model)}) == 1
+        assert any(name.endswith(VOCABULARY) for name in model.state_dict())
 
 
 def test_the_bias_of_a_block_of_t5():
     block = tiny.t5_model().get_submodule("decoder.block.0")
-    assert names.t5_bias(block, torch.zeros(2, 3, 5, 5)).shape[-2:] == (5, 5)
+    assert t5_bias(block, torch.zeros(2, 3, 5, 5)).shape[-2:] == (5, 5)
 
 
 def test_a_cache_is_left_out_under_any_name():
     for cache in (DynamicCache(), EncoderDecoderCache(DynamicCache(), DynamicCache())):
-        assert names.without_cache(cache) is names.without_cache(cache, "anything") is None
-    assert names.without_cache(True, "use_cache") is False
-    assert names.without_cache(1, "past_key_values") == 1
+        assert without_cache(cache) is without_cache(cache, "anything") is None
+    assert without_cache(True, "use_cache") is False
+    assert without_cache(1, "past_key_values") == 1

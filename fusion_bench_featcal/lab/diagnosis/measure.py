@@ -12,9 +12,8 @@ from torch.nn.functional import cosine_similarity, normalize
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.families import Family
-from fusion_bench_featcal.families.base import hidden_output
+from fusion_bench_featcal.families.base import hidden_output, without_cache
 from fusion_bench_featcal.families.open_clip import SplitSource, find_open_clip_blocks, split
-from fusion_bench_featcal.families.transformers_names import without_cache
 from fusion_bench_featcal.lab.diagnosis.drift import item_means, split_drift
 from fusion_bench_featcal.lab.rivals.features import final_features, final_rows
 from fusion_bench_featcal.modules.models import (

@@ -9,7 +9,6 @@ from transformers import CLIPModel
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import call_model, stop_forward, stoppable
-from fusion_bench_featcal.families.transformers_names import FINAL_NORMS
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.modules.models import head_of
@@ -19,6 +18,9 @@ from fusion_bench_featcal.streams.samples import rows_named
 
 _AUTO = FeatCalSettings(decoder_rows="auto")
 _PROJECTION = "visual_projection.weight"
+
+FINAL_NORMS = ("decoder.final_layer_norm", "model.norm")
+"""The last norm of T5 and of decoder-only language models."""
 
 
 def final_features(model: nn.Module, inputs: Any) -> Tensor:
