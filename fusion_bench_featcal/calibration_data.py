@@ -18,7 +18,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.fusionbench.own_data import data_setting
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.hub_files import note_data_set
+from fusion_bench_featcal.models.hub import note_data_set
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.samples import warn_of_few_samples

@@ -6,7 +6,7 @@ from typing import Any
 
 from fusion_bench_featcal.data.tables import offline_hint
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.hub_errors import hub_error, is_of_hub
+from fusion_bench_featcal.models.hub_errors import hub_cause, hub_error
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def naming_setting(setting: str, value: Any = None) -> Iterator[None]:
     except CalibrationError as error:
         raise CalibrationError(f"{setting}: {error}") from error
     except Exception as error:
-        if is_of_hub(error):
+        if hub_cause(error):
             raise hub_error(error, description) from error
         # for a missing path, split or column
         if not isinstance(error, OSError | ValueError | KeyError | TypeError):

@@ -11,8 +11,8 @@ import pyarrow.csv
 from datasets.config import HF_HUB_OFFLINE
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.hub_errors import hub_error
-from fusion_bench_featcal.hub_files import note_data_set
+from fusion_bench_featcal.models.hub import note_data_set
+from fusion_bench_featcal.models.hub_errors import hub_error
 
 TABLE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 

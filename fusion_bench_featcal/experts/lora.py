@@ -111,14 +111,15 @@ def merged_by_peft(model: nn.Module, adapter: Path) -> nn.Module:
     """Return a model with an adapter of any kind merged into its weights, which are changed.
 
     Raises:
-        FileNotFoundError: If it has no safetensors file.
-        CalibrationError: If PEFT cannot merge it.
+        CalibrationError: If it has no safetensors file, or PEFT cannot merge it.
     """
     from peft import PeftModel  # slow to import
 
     # PEFT would read a pickle instead, and import the module that `megatron_core` names.
     if not (file := adapter / "adapter_model.safetensors").is_file():
-        raise FileNotFoundError(f"there is no {file}")
+        raise CalibrationError(
+            f"there is no {file}: load the adapter in PEFT, and save it with save_pretrained"
+        )
     if read_json(adapter / "adapter_config.json").get("megatron_config"):
         raise CalibrationError(f"adapter {adapter} is for Megatron, whose modules are not loaded")
     try:

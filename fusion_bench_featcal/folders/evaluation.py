@@ -12,7 +12,7 @@ from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.options import in_words_of_the_command
 from fusion_bench_featcal.folders.tasks import Score, Task
 from fusion_bench_featcal.folders.verdict import Verdict
-from fusion_bench_featcal.hub_files import commits
+from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import EXPERTS, FEATCAL, Run, describe_device, versions
 from fusion_bench_featcal.results.notes import GAIN, NOTE, VERDICT, Note

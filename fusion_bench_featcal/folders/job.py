@@ -29,6 +29,7 @@ from fusion_bench_featcal.folders.saving import is_saved, save
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.texts import open_classifier_task, open_language_task
+from fusion_bench_featcal.models.hub import fetch_all
 from fusion_bench_featcal.results import FEATCAL, measure
 from fusion_bench_featcal.run.problem import CalibrationResult
 from fusion_bench_featcal.saved_model import CardFacts
@@ -94,6 +95,7 @@ def run(request: Request) -> Path:
         with quiet():
             if request.plan and show_downloads(request):
                 return out
+            fetch_all(request.models)
             models = Models.of(request)
             _check_image_options(request, models)
             job = Job.of(models)

@@ -15,7 +15,7 @@ from fusion_bench_featcal.experts.expert import aliases, pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, merged_by_peft
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert
-from fusion_bench_featcal.hub_files import fetch
+from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.run.memory import free_bytes
 
@@ -179,7 +179,7 @@ class ModelFolder:
             model, info = kind.from_pretrained(
                 self.folder,
                 dtype="auto",
-                use_safetensors=True,
+                weights_only=True,
                 output_loading_info=True,
                 trust_remote_code=False,
             )
@@ -210,17 +210,14 @@ class ModelFolder:
         Args:
             base: The base model, which a LoRA adapter changes.
         """
-        if self.is_adapter and base is None:
-            raise ValueError(f"{self.option} is a LoRA adapter, which needs --base")
+        if self.is_adapter:
+            if base is None:
+                raise ValueError(f"{self.option} is a LoRA adapter, which needs --base")
+            return self._adapted(base)
         try:
-            if base is not None and self.is_adapter:
-                return self._adapted(base)
             stored = self._files
-        except FileNotFoundError as error:
-            raise ValueError(
-                f"{self.option}: {error}; only safetensors are read: load the model in "
-                "transformers and save it with save_pretrained"
-            ) from error
+        except FileNotFoundError:  # a .bin file, from which transformers reads tensors only
+            return InMemoryExpert(self.load())
         try:
             pair_names(self.name, "model", stored, self.empty.state_dict(), aliases(self.empty))
         except CalibrationError:  # transformers uses other tensor names than the files
@@ -231,7 +228,7 @@ class ModelFolder:
         """Return the weights of a base with this adapter."""
         try:
             return LoraExpert(base._files, self.folder)
-        except OtherAdapterError:
+        except (OtherAdapterError, FileNotFoundError):  # also a base in a .bin file
             return InMemoryExpert(merged_by_peft(base.load(base.architecture), self.folder))
 
 

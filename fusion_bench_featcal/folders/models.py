@@ -26,7 +26,7 @@ from fusion_bench_featcal.folders.model_folder import (
     body_of,
 )
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.hub_files import fetch
+from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.modules.models import tail_of
 from fusion_bench_featcal.modules.sites import find_all_modules
 from fusion_bench_featcal.rules import rule_of

@@ -141,7 +141,7 @@ class Request:
     def models(self) -> dict[str, str]:
         """Option with its value -> folder or hub id, for all models."""
         named = {"the merged model": self.merged, "--base": self.base}
-        named |= {"--tokenizer": self.tokenizer, "--text-tower": self.text_tower}
+        named["--text-tower"] = self.text_tower
         models = {f"{name} {path}": path for name, path in named.items() if path is not None}
         return models | {f"--expert {task}={path}": path for task, path in self.expert.items()}
 

@@ -9,7 +9,7 @@ import datasets
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
-from fusion_bench_featcal.hub_files import hub_models
+from fusion_bench_featcal.models.hub import hub_models
 from fusion_bench_featcal.plan import bytes_text, check, one_line, plan_of, show_plan
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import AVERAGE, Run
@@ -41,7 +41,10 @@ def show_start(
 
 def show_downloads(request: Request) -> bool:
     """Print the files to fetch from the hub, and return whether there are any."""
-    lacking = [model for model in hub_models(request.models).values() if model.missing]
+    models, tokenizer = hub_models(request.models), request.tokenizer
+    if tokenizer is not None:
+        models |= hub_models({f"--tokenizer {tokenizer}": tokenizer}, weights=False)
+    lacking = [model for model in models.values() if model.missing]
     for model in lacking:
         size = bytes_text(sum(model.missing.values()))
         print(f"to fetch: {model.location}, {counted(len(model.missing), 'file')}, {size}")

@@ -9,7 +9,7 @@ from torch import nn
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.model_config import read_config
-from fusion_bench_featcal.hub_files import fetch
+from fusion_bench_featcal.models.hub import fetch
 
 CONFIGS = Path(__file__).parents[1] / "known_configs"
 

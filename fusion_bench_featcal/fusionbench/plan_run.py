@@ -20,7 +20,7 @@ from fusion_bench_featcal.fusionbench.empty_models import empty_model
 from fusion_bench_featcal.fusionbench.options import method_name, read_settings
 from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
 from fusion_bench_featcal.fusionbench.upstream import budget_left
-from fusion_bench_featcal.hub_files import is_here
+from fusion_bench_featcal.models.hub import is_here
 from fusion_bench_featcal.plan import Plan, plan_of
 from fusion_bench_featcal.settings import FeatCalSettings
 

@@ -22,8 +22,8 @@ from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.vocabulary import CommonRows
-from fusion_bench_featcal.hub_errors import hub_error, is_of_hub
-from fusion_bench_featcal.hub_files import fetch, fetch_all
+from fusion_bench_featcal.models.hub import fetch, fetch_all
+from fusion_bench_featcal.models.hub_errors import hub_cause, hub_error
 from fusion_bench_featcal.module_copies import bind_own_functions
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class PoolModel:
         """Return the error for a model that cannot be loaded, with cause and setting."""
         location, setting = self.location, f"modelpool.models.{self.name}"
         cause, form = first_line(error).rstrip("."), ""
-        if location is not None and not os.path.exists(location) and is_of_hub(error):
+        if location is not None and not os.path.exists(location) and hub_cause(error):
             return hub_error(error, f"{setting}={location}")
         if cause.startswith("Unsupported model configuration type"):
             cause = "its model pool takes no plain names"

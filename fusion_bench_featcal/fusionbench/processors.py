@@ -16,7 +16,7 @@ from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.fusionbench.pool_models import NAME, PoolModels, is_elsewhere, local_pool
-from fusion_bench_featcal.hub_files import fetch
+from fusion_bench_featcal.models.hub import fetch
 
 # By name, because importing FusionBench's pools of language models takes seconds.
 _KINDS: Mapping[str, TextKind] = {

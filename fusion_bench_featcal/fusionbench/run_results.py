@@ -21,8 +21,8 @@ from fusion_bench_featcal.fusionbench.loggers import log_results
 from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.saving import RowSaver
-from fusion_bench_featcal.hub_files import commits
 from fusion_bench_featcal.json_files import json_text
+from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import (
     BASE,
     EXPERTS,

@@ -42,7 +42,7 @@ def rule_of(settings: FeatCalSettings) -> Rule:
         ) from error
     if not is_dataclass(kind) or not hasattr(kind, "turns"):
         raise ValueError(f"method.rule: {target} is no rule: a dataclass with turns and sums")
-    shared = {field.name for field in fields(kind)} & set(FeatCalSettings.names())
+    shared = {field.name for field in fields(kind)} & {f.name for f in fields(FeatCalSettings)}
     _refuse_changes(settings, kind, target, "leave it at its default", shared)
     values = {name: getattr(settings, name) for name in shared}
     if "task_weights" in shared:

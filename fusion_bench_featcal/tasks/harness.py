@@ -13,7 +13,7 @@ from fusion_bench.mixins import LightningFabricMixin
 from transformers import AutoTokenizer
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.hub_files import fetch
+from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.tasks.item_pool import refuse_unknown_pool_keys
 from fusion_bench_featcal.tasks.lm_eval_tasks import (
     check_tasks,

@@ -116,8 +116,6 @@ MODELS: list[Refused] = [
     ({"*/*token*": None}, {}, ["no tokenizer in ", "/merged: name its folder by --tokenizer"]),
     ({"out.blocks/one": ""}, {}, ["go on with --resume, or remove it"]),
     ({"two": None}, {}, ["--expert two=", "/two: there is no such file or folder here"]),
-    ({"two/model.safetensors": None, "two/pytorch_model.bin": ""}, {},
-     ["only safetensors are read"]),
     ({"two/config.json": pipe}, {}, ["/two/config.json is not a regular file"]),
     ({"merged/config.json": f'{{"a": {NESTED}}}'}, {}, ["/merged"]),
 ]  # fmt: skip

@@ -14,24 +14,23 @@ import pytest
 import torch
 from hub_mirror import Failure, Mirror
 from made_folders import llama_folders
-from safetensors.torch import load
+from safetensors.torch import load, load_file
 from tiny_texts import TASKS
-from transformers import T5Config, T5ForConditionalGeneration
 
-from fusion_bench_featcal import SafetensorsExpert
-from fusion_bench_featcal.hub_files import needed_files
+from fusion_bench_featcal.models.hub import needed_files
 
-AGAIN = "A second run goes on where this one stopped"
+AGAIN = "run the command again. The download resumes"
 DRIVER = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
-from fusion_bench_featcal import CalibrationError, hub_files
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.models import hub
 
 def fetch(name, *, weights=True):
     try:
-        folder = hub_files.fetch(name, f"--expert one={name}", weights=weights)
-        return str(folder), hub_files.commits()[name]
+        folder = hub.fetch(name, f"--expert one={name}", weights=weights)
+        return str(folder), hub.commits()[name]
     except CalibrationError as error:
         return str(error)
 
@@ -94,12 +93,12 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 # --- failures ---
 
 NO_DATA = "data 'no.jsonl' does not exist"
-AWAY = ["the hub at http://127.0.0.1", "does not answer. Check the network", AGAIN]
+AWAY = ["the hub at http://127.0.0.1", "does not answer. Check the network and", AGAIN]
 FAILURES: dict[Failure, list[str]] = {
-    "missing": ["the hub gives nothing of that name. Correct it, or log in if it is private"],
-    "gated": ["access is restricted. Ask for it on the hub's page and log in (hf auth login)"],
+    "missing": ["nothing of that name on the hub. Correct it, or log in (hf auth login) if it is"],
+    "gated": ["access is restricted. Ask for it on the hub's page and log in"],
     "busy": ["the hub is busy (503). Wait, or log in", AGAIN],
-    "limited": ["the hub is busy (429). Wait 55 s, or log in", AGAIN],
+    "limited": ["the hub is busy (429). Wait, or log in", AGAIN],
     "cut": AWAY,
     "silent": AWAY,
 }
@@ -142,7 +141,7 @@ def saved(tensors: Any, file: Path) -> bytes:
     return file.read_bytes()
 
 
-def test_models_of_a_run_are_announced_and_fetched_once(hub: Hub):
+def test_all_models_of_a_run_are_fetched_at_once_and_the_base_may_be_a_bin_file(hub: Hub):
     mirror, folder = hub.mirror, hub.folder
     names = [f"llama/{name}" for name in ("base", "merged", *TASKS)]
     for name in names:
@@ -161,94 +160,70 @@ def test_models_of_a_run_are_announced_and_fetched_once(hub: Hub):
     assert not (folder / "out").exists()
     for number in range(2):
         before = len(mirror.requests)
-        hub.calibrate(*words, "--out", str(folder / f"out-{number}"))
-        gets = [request for request in mirror.requests[before:] if request.method == "GET"]
-        assert any("/resolve/" in request.path for request in gets) == (number == 0)
+        screen = hub.calibrate(*words, "--out", str(folder / f"out-{number}"))
+        assert screen.count(f"downloading {len(names)} models: ") == (number == 0)
+        requests = [request.path for request in mirror.requests[before:]]
+        assert any("/resolve/" in path for path in requests) == (number == 0)
         for name in names:
             mirror.repositories[name].failure = "silent"
     versions = json.loads((folder / "out-1" / "provenance.json").read_text())["versions"]
     for name in ("llama/base", "llama/merged", *(f"llama/{task}@v1" for task in TASKS)):
         assert versions[name] == mirror.repositories[name.partition("@")[0]].commit
+    local = ["--base", str(folder / "base"), *words[3:]]
+    hub.calibrate(words[0], *local, "--out", str(folder / "out-local"))
+    results = [load_file(folder / out / "model.safetensors") for out in ("out-1", "out-local")]
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[1])
 
 
 def test_weights_are_safetensors_or_bin_and_nothing_else():
-    shards = ["model-1-of-1.safetensors", "model.safetensors.index.json"]
     for weights, copies in (
         (["model.safetensors"], ["pytorch_model.bin"]),
-        (shards, ["consolidated.safetensors"]),
-        (["pytorch_model-1-of-1.bin"], ["pytorch_model.bin.index.json"]),
+        (["model-1-of-1.safetensors", "model.safetensors.index.json"], ["consolidated.pth"]),
+        (["pytorch_model-1-of-1.bin", "pytorch_model.bin.index.json"], ["onnx/config.json"]),
         (["adapter_config.json", "adapter_model.safetensors"], ["adapter_model.bin"]),
     ):
         needed = needed_files({*CONFIGS, *UNUSED, *weights, *copies})
         assert sorted(needed) == sorted([*CONFIGS, *weights])
 
 
-def test_only_files_that_are_read_are_fetched_and_again_if_they_are_lost(hub: Hub):
+def test_only_files_that_are_read_are_fetched_and_a_processor_has_no_weights(hub: Hub):
     repository = hub.mirror.add("few/files", model(bytes(2 * 2**20)))
     hub.fetch("few/files", weights=False)  # as a processor
     assert sorted(hub.mirror.files_sent("few/files")) == sorted(CONFIGS)
     (folder, commit), screen = hub.fetch("few/files")
-    assert screen.startswith(f"fetching few/files, 2.00 MiB, to {hub.cache} (")
+    assert screen.startswith(f"downloading few/files: 1 file, 2.00 MiB, to {hub.cache}")
     needed = sorted([*CONFIGS, "model.safetensors"])
     assert sorted(file.name for file in Path(folder).iterdir()) == needed
     assert sorted(hub.mirror.files_sent("few/files")) == needed
     assert commit == repository.commit
-    (Path(folder) / "model.safetensors").unlink()
-    hub.fetch("few/files")
-    assert (Path(folder) / "model.safetensors").is_file()
 
 
 def test_a_model_larger_than_the_disk_is_refused_before_it_is_fetched(hub: Hub):
     repository = hub.mirror.add("large/model", model(b"weights"))
     repository.sizes["model.safetensors"] = 2**60
     answer, _ = hub.fetch("large/model")
-    assert "no room for " in answer
-    assert "free. Make room, or set HF_HOME to a folder on another disk" in answer
+    assert answer.startswith("large/model: 4 files, 1073741824.0 GiB: no room on the disk of ")
+    assert answer.endswith("free. Make room, or set HF_HOME to a folder on another disk")
     assert not hub.mirror.files_sent("large/model")
 
 
-def test_a_whole_model_in_the_cache_is_taken_if_the_hub_fails(hub: Hub):
+def test_the_cached_version_of_a_model_is_used_if_the_hub_fails(hub: Hub):
     repository = hub.mirror.add("cached/model", model(b"new"))
     repository.revisions["v1"] = model(b"first")
     for name, content in (("cached/model@v1", b"first"), ("cached/model", b"new")):
         (folder, commit), _ = hub.fetch(name)
         assert Path(folder, "model.safetensors").read_bytes() == content
-    assert "gives nothing of that name" in hub.fetch("cached/model@v2")[0]
-    (marker,) = hub.cache.glob(f"models--cached--model/featcal/{commit}.whole")
-    marker.unlink()  # as if another program had fetched it
+    assert "nothing of that name on the hub" in hub.fetch("cached/model@v2")[0]
     repository.failure = "busy"
-    before = len(hub.mirror.requests)
-    assert hub.fetch("cached/model@main")[0] == [folder, commit]  # not asked for before
-    assert len(hub.mirror.requests) == before + 1
+    assert hub.fetch("cached/model@main")[0] == [folder, commit]  # another name of the same
+    Path(folder, "model.safetensors").unlink()
+    assert "the hub is busy" in hub.fetch(f"cached/model@{commit}")[0]
 
 
-def test_bin_files_are_converted_once_with_every_tensor(hub: Hub, tmp_path: Path):
-    """A checkpoint in two files has its shared tensors in one and all others in the other."""
-    sizes: Any = {"vocab_size": 20, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2}
-    t5 = T5ForConditionalGeneration(T5Config(num_layers=1, **sizes))
-    state, split = t5.state_dict(), [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
-    tied = ("embed_tokens.weight", "shared.weight", "lm_head.weight")
-    config = json.loads(t5.config.to_json_string()) | {"architectures": [type(t5).__name__]}
-    contents = model(json.dumps(config).encode(), "config.json")
-    for file, is_shared in zip(split, (True, False), strict=True):
-        tensors = {name: t for name, t in state.items() if name.endswith(tied) == is_shared}
-        contents[file] = saved(tensors, tmp_path / file)
-    repository = hub.mirror.add("bins/two", contents)
-    (folder, commit), screen = hub.fetch("bins/two")
-    converting = f"converting {', '.join(split)} of bins/two to safetensors, once"
-    assert screen.splitlines()[1].startswith(converting) and commit == repository.commit
-    dropped = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"}
-    assert SafetensorsExpert(folder).names() == state.keys() - dropped
-    loaded: Any = T5ForConditionalGeneration.from_pretrained(folder).state_dict()
-    assert all(torch.equal(loaded[key], state[key]) for key in state)
-    (weight,) = hub.cache.glob(f"models--bins--two/snapshots/*/{split[0]}")
-    weight.unlink()  # to save room
-    assert hub.fetch("bins/two") == [[folder, commit], ""]
-
-
-def test_bin_files_that_hold_code_are_refused(hub: Hub, tmp_path: Path):
-    code = saved({"a": Path("somewhere")}, tmp_path / "weights")
-    hub.mirror.add("bins/code", model(code, "pytorch_model.bin"))
-    answer, _ = hub.fetch("bins/code")
-    assert "pytorch_model.bin is damaged, or holds more than tensors, which alone" in answer
-    assert not list(hub.cache.glob("models--bins--code/featcal/*/"))
+def test_bin_files_that_hold_code_are_refused(hub: Hub):
+    code = saved({"a": Path("somewhere")}, hub.folder / "weights")
+    files = {file.name: file.read_bytes() for file in (hub.folder / "one").iterdir()}
+    del files["model.safetensors"]
+    hub.mirror.add("bins/code", files | {"pytorch_model.bin": code})
+    message = hub.refused("bins/code")
+    assert "--expert one=bins/code cannot be loaded: Unable to load weights from" in message

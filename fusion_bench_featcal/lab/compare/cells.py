@@ -26,9 +26,9 @@ from fusion_bench_featcal.fusionbench.evaluation import Evaluation, evaluate, jo
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.program import run_merger
-from fusion_bench_featcal.hub_files import commits
 from fusion_bench_featcal.lab.compare.grid import Cell, Merger
 from fusion_bench_featcal.method_inputs import MethodInputs
+from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.results import (
     BASE,

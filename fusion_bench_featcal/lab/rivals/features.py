@@ -10,7 +10,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import call_model, stop_forward, stoppable
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
-from fusion_bench_featcal.hub_files import fetch
+from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.modules.models import head_of
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import CountedRows, Rows

@@ -1,0 +1,1 @@
+"""Models as local folders, wherever they come from."""

@@ -1,0 +1,218 @@
+"""Models of the Hugging Face hub, downloaded into the cache of the hub's client."""
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
+
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.files import free_space
+from fusion_bench_featcal.models.hub_errors import hub_error, no_room
+from fusion_bench_featcal.plurals import bytes_text, counted
+
+log = logging.getLogger(__name__)
+
+_CONFIGS = ["*.json", "*.txt", "*.model", "*.jinja", "mergekit_config.yml"]
+# Subfolders, files of training, and second copies of the weights.
+_UNUSED = ["*/*", "trainer_state.json", "*_results.json", "params.json", "consolidated*"]
+_WEIGHTS = (
+    ["model.safetensors", "adapter_model.safetensors"],
+    ["*.safetensors"],
+    ["pytorch_model.bin", "adapter_model.bin"],
+    ["pytorch_model-*.bin"],
+)
+"""Files of weights, whole or in shards. The first entry that matches any file is used."""
+
+
+@dataclass
+class HubModel:
+    """A model of the hub.
+
+    Attributes:
+        location: Hub id with or without a revision (`org/model@v1`).
+        option: The option with its value that names it, for messages.
+        folder: Its folder in the cache, whose name is the commit.
+        files: Needed files -> bytes. Empty if the hub failed and the cached version is used.
+    """
+
+    location: str
+    option: str
+    folder: Path
+    files: Mapping[str, int]
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """Needed files that the cache lacks -> bytes."""
+        files, folder = self.files, self.folder
+        return {name: size for name, size in files.items() if not (folder / name).exists()}
+
+    def download(self) -> None:
+        """Download the missing files.
+
+        Raises:
+            CalibrationError: If the hub or the disk fails.
+        """
+        repo_id, revision = _parts(self.location)
+        try:
+            folder = snapshot_download(repo_id, revision=revision, allow_patterns=[*self.files])
+        except Exception as error:  # the client, the network and the disk raise many types
+            raise hub_error(error, self.option) from error
+        self.folder = Path(folder)
+
+
+_MODELS: dict[tuple[str, bool], HubModel] = {}
+"""Location and whether weights are needed -> model, for all models of this process."""
+_DATA_SETS: dict[str, str] = {}
+
+
+def fetch(location: str, option: str, *, weights: bool = True) -> Path:
+    """Return the path of a local file or folder, or the folder of a downloaded hub model.
+
+    Args:
+        location: Path, or hub id with or without a revision (`org/model@v1`).
+        option: The option with its value that names it, such as `--base org/model`.
+        weights: Whether weights are needed, or only configs and files of processors.
+
+    Raises:
+        CalibrationError: As `fetch_all`.
+    """
+    return fetch_all({option: location}, weights=weights)[option]
+
+
+def fetch_all(locations: Mapping[str, str], *, weights: bool = True) -> dict[str, Path]:
+    """Return the paths of models, after downloading the files that the cache lacks.
+
+    Args:
+        locations: The option that names a model -> path or hub id.
+        weights: As `fetch`.
+
+    Raises:
+        CalibrationError: If a model cannot be downloaded, or the disk has too little space for
+            all. The message names the option, the cause and the remedy.
+    """
+    models = hub_models(locations, weights=weights)
+    lacking = [model for model in models.values() if model.missing]
+    if lacking:
+        _announce(lacking)
+    for model in lacking:
+        model.download()
+    folders = {location: model.folder for location, model in models.items()}
+    return {
+        option: folders.get(location) or Path(location).expanduser()
+        for option, location in locations.items()
+    }
+
+
+def hub_models(locations: Mapping[str, str], *, weights: bool = True) -> dict[str, HubModel]:
+    """Return the models that are not local files or folders, by location.
+
+    The hub is queried once for each. If it fails, the cached version is used.
+
+    Raises:
+        CalibrationError: If the hub fails for a model that the cache lacks.
+    """
+    models: dict[str, HubModel] = {}
+    for option, location in locations.items():
+        if not _is_path(location):
+            key = (location, weights or (location, True) in _MODELS)
+            if key not in _MODELS:
+                _MODELS[key] = _query(location, option, weights=weights)
+            models[location] = _MODELS[key]
+    return models
+
+
+def is_here(location: str) -> bool:
+    """Return whether a path exists or the hub's cache has weights of a model of that name."""
+    return _is_path(location) or _cached(location, weights=True) is not None
+
+
+def commits() -> dict[str, str]:
+    """Return the commits of hub models and datasets that this process has used, by id."""
+    models = {location: model.folder.name for (location, _), model in _MODELS.items()}
+    return models | _DATA_SETS
+
+
+def note_data_set(rows: Any) -> None:
+    """Record the commit of a hub dataset, which is part of the paths of its files."""
+    for file in getattr(getattr(rows, "_rows", rows), "cache_files", None) or ():
+        path = Path(file["filename"]).as_posix()
+        if match := re.search(r"([^/]+)/[^/]+/[^/]+/([0-9a-f]{40})/[^/]+$", path):
+            _DATA_SETS[f"datasets/{match[1].replace('___', '/')}"] = match[2]
+
+
+def needed_files(names: Iterable[str], *, weights: bool = True) -> list[str]:
+    """Return the files of a repository that are needed here.
+
+    These are configs, files of tokenizers and processors, and weights in safetensors files, or in
+    `.bin` files if there are no safetensors files.
+    """
+    used = sorted(filter_repo_objects(names, ignore_patterns=_UNUSED))
+
+    def matching(patterns: list[str]) -> list[str]:
+        return list(filter_repo_objects(used, allow_patterns=patterns))
+
+    weight_files = next(filter(None, map(matching, _WEIGHTS)), []) if weights else []
+    return matching(_CONFIGS) + weight_files
+
+
+def _query(location: str, option: str, *, weights: bool) -> HubModel:
+    """Query the hub for a model's commit and files, or use the cache if the hub fails."""
+    repo_id, revision = _parts(location)
+    timeout = constants.HF_HUB_ETAG_TIMEOUT
+    try:
+        info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=timeout)
+    except Exception as error:  # the client and the network raise many types
+        explained, folder = hub_error(error, option), _cached(location, weights=weights)
+        if folder is None:
+            raise explained from error
+        log.info("%s. The cached version is used", explained)
+        return HubModel(location, option, folder, {})
+    repository = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo_id, repo_type="model"))
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    files = {name: sizes[name] for name in needed_files(sizes, weights=weights)}
+    return HubModel(location, option, repository / "snapshots" / str(info.sha), files)
+
+
+def _cached(location: str, *, weights: bool) -> Path | None:
+    """Return a model's folder in the hub's cache, or None if it is absent or lacks weights."""
+    repo_id, revision = _parts(location)
+    try:
+        # Without patterns the client would refuse a folder that lacks any file of the repository.
+        folder = snapshot_download(
+            repo_id, revision=revision, local_files_only=True, allow_patterns=[]
+        )
+    except (OSError, HFValidationError):
+        return None
+    suffixes = {file.suffix for file in Path(folder).iterdir()}
+    return Path(folder) if not weights or suffixes & {".safetensors", ".bin"} else None
+
+
+def _parts(location: str) -> tuple[str, str | None]:
+    """Return the id of a repository, and the revision if there is one."""
+    repo_id, _, revision = location.partition("@")
+    return repo_id, revision or None
+
+
+def _is_path(location: str) -> bool:
+    return os.path.exists(os.path.expanduser(location))
+
+
+def _announce(models: Sequence[HubModel]) -> None:
+    """Print the number and bytes of all files to download, and refuse them if the disk is full."""
+    sizes = [size for model in models for size in model.missing.values()]
+    names = models[0].location if len(models) == 1 else counted(len(models), "model")
+    text = f"{names}: {counted(len(sizes), 'file')}, {bytes_text(sum(sizes))}"
+    if sum(sizes) > free_space(Path(constants.HF_HUB_CACHE)):
+        raise CalibrationError(f"{text}: {no_room()}")
+    print(f"downloading {text}, to {constants.HF_HUB_CACHE}", file=sys.stderr)
+    if not sys.stderr.isatty():
+        disable_progress_bars()
