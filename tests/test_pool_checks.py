@@ -8,9 +8,11 @@ from typing import Any
 
 import lightning
 import pytest
+import torch
 from fusion_bench import BaseModelPool
 from fusion_bench.modelpool import CLIPVisionModelPool
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from tiny_models import clip_model, scatter
 from tiny_pools import AVERAGE
 from tiny_texts import TASKS, write
@@ -144,6 +146,19 @@ def test_loader_that_fails_is_named():
     pool: Any = BaseModelPool({"one": entry})
     with pytest.raises(CalibrationError, match=r"model 'one' .*zero.*modelpool\.models\.one"):
         load_pool_model(pool, "one")
+
+
+def test_a_bin_file_is_loaded_unless_it_has_code(models: Models):
+    folder = Path(models["two"])
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    checked(clip_pool(models))
+    loaded = load_pool_model(clip_pool(models), "two").state_dict()
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+    torch.save({"a": folder}, folder / "pytorch_model.bin")
+    with pytest.raises(CalibrationError, match=r"model 'two' .*has code, .*modelpool\.models\.two"):
+        load_pool_model(clip_pool(models), "two")
 
 
 def test_a_pool_gives_modules_and_no_sources():

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from functools import cached_property
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from fusion_bench_featcal.error_block import first_line
+from fusion_bench_featcal.error_block import first_line, loading_cause
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.expert import aliases, pair_names
@@ -183,8 +184,8 @@ class ModelFolder:
                 output_loading_info=True,
                 trust_remote_code=False,
             )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{self.option} cannot be loaded: {first_line(error)}") from error
+        except (OSError, ValueError, RuntimeError, UnpicklingError) as error:
+            raise ValueError(f"{self.option} cannot be loaded: {loading_cause(error)}") from error
         model.eval().requires_grad_(False)
         for name in (missing := sorted(info["missing_keys"])):
             if spare is None:

@@ -15,7 +15,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 from torch import nn
 
-from fusion_bench_featcal.error_block import first_line
+from fusion_bench_featcal.error_block import first_line, loading_cause
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, known_bytes
 from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError
@@ -159,7 +159,7 @@ class PoolModel:
     def not_loadable(self, error: Exception) -> CalibrationError:
         """Return the error for a model that cannot be loaded, with cause and setting."""
         location, setting = self.location, f"modelpool.models.{self.name}"
-        cause, form = first_line(error).rstrip("."), ""
+        cause, form = loading_cause(error), ""
         if location is not None and not os.path.exists(location) and hub_cause(error):
             return hub_error(error, f"{setting}={location}")
         if cause.startswith("Unsupported model configuration type"):
