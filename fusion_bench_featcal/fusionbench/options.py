@@ -51,7 +51,7 @@ class MergedBy(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(MergedBy):
-    """Settings of `method=featcal` in addition to those of the calibration."""
+    """Settings of a run of `method=featcal` around its calibration."""
 
     save: str = setting(
         FEATCAL,
@@ -166,7 +166,7 @@ def checked_choices(
 
 
 def _with_paper_rule(settings: FeatCalSettings) -> FeatCalSettings:
-    """Return settings without those of FeatCal+: a pool's presets are for the paper's rule."""
+    """Undo the changes of FeatCal+, because a pool's presets are for the paper's rule."""
     if settings.rule == "paper":
         return settings
     changed = {name for name, value in PLUS.items() if getattr(settings, name) == value}
