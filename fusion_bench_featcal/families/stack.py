@@ -2,17 +2,13 @@
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families.base import (
@@ -76,14 +72,15 @@ class Stack(Family):
             CalibrationError: If there are none.
         """
         if self.pattern is None:
-            blocks, kind = find_stack(model), "list of modules of one class that clearly holds its"
+            lacks = "list of modules of one class that clearly holds its blocks"
+            blocks = find_stack(model)
         else:
-            names = [name for name, _ in model.named_modules()]
-            blocks, kind = [n for n in names if re.fullmatch(self.pattern, n)], self.pattern
+            lacks = f"blocks named {self.pattern}"
+            blocks = [n for n, _ in model.named_modules() if re.fullmatch(self.pattern, n)]
         if not blocks:
             raise CalibrationError(
-                f"method.family={self.name}: {type(model).__name__} has no {kind} blocks. Set "
-                "another method.family, or write one (docs/tutorials/family.md)"
+                f"method.family={self.name}: {type(model).__name__} has no {lacks}. Set another "
+                "method.family, or write one (docs/tutorials/family.md)"
             )
         return [blocks]
 
@@ -145,7 +142,7 @@ class Stack(Family):
 
     def reads_first(self, model: nn.Module, inputs: Any) -> bool:
         """Return whether logits stay the same if all other positions change their signs."""
-        if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        if type(model).__name__ in _classes("CAUSAL_LM"):
             return False  # known without running a model that may be large
 
         def change(_: nn.Module, __: Any, output: Any) -> Any:
@@ -205,9 +202,15 @@ def find_stack(model: nn.Module) -> list[str]:
 def predicts_next(model: nn.Module) -> bool:
     """Return whether a model's labels, one per position, are the next tokens."""
     kind = type(model).__name__
-    masked = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
     classifies = kind.endswith(("Classification", "QuestionAnswering"))
-    return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or not (masked or classifies)
+    return kind in _classes("CAUSAL_LM") or not (classifies or kind in _classes("MASKED_LM"))
+
+
+def _classes(purpose: str) -> Collection[str]:
+    """Return names of the classes of transformers for a purpose."""
+    from transformers.models.auto import modeling_auto
+
+    return getattr(modeling_auto, f"MODEL_FOR_{purpose}_MAPPING_NAMES").values()
 
 
 class _Passed(Tensor):
