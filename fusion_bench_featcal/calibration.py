@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from fusion_bench_featcal.core.float32_products import convolving_as_multiplying
 from fusion_bench_featcal.core.kernels import using_kernel
 from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts import ExpertSource, source_of
-from fusion_bench_featcal.families.open_clip import SplitSource, fused, split
+from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.families.open_clip import fused
 from fusion_bench_featcal.modules.groups import Group, find_groups
 from fusion_bench_featcal.modules.models import (
     Modes,
@@ -300,7 +299,6 @@ def calibrate(
 
 def calibrated(request: Request) -> CalibrationResult:
     """Calibrate a merged model. Raises as `calibrate`."""
-    request = without_fused_attention(request)
     device, processes = request.device, request.processes
     if request.merged_weights is not None:
         return_freed_memory()
@@ -320,24 +318,6 @@ def calibrated(request: Request) -> CalibrationResult:
             else:
                 calibrate_blocks(problem)
         return result_of(problem, request)
-
-
-def without_fused_attention(request: Request) -> Request:
-    """Return a request in which the attention of open_clip's models is split.
-
-    Raises:
-        CalibrationError: If the attention cannot be split, or the merged model is in files.
-    """
-    merged = split(request.merged)
-    if merged is request.merged:
-        return request
-    if request.merged_weights is not None:
-        raise CalibrationError(
-            "an open_clip model is calibrated in memory: load it instead of merged_weights"
-        )
-    experts = {task: SplitSource(source_of(expert)) for task, expert in request.experts.items()}
-    base = request.base and SplitSource(source_of(request.base))
-    return replace(request, merged=merged, base=base, experts=experts)
 
 
 def restore(problem: Problem) -> None:

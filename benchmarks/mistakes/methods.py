@@ -83,16 +83,16 @@ MUTATIONS = [
     Mutation(
         "RegMean++ on the experts' own features",
         "lab/rivals/mergers.py",
-        'return rule.features == "merged"',
-        "return False",
+        'batch.cal if self.features == "merged" else batch.exp',
+        "batch.exp",
         "methods/test_mergers.py",
     ),
     Mutation(
         "LOT cuts directions of little energy",
-        "core/least_squares.py",
+        "lab/rivals/regmean.py",
         "max(len(gram) * rounding, cutoff)",
         "0.01",
-        "rules/test_merging_rules.py",
+        "methods/test_mergers.py",
     ),
     Mutation(
         "LOT's lambda leaves biases out",
@@ -111,13 +111,13 @@ MUTATIONS = [
     Mutation(
         "ProDistill compares with the expert on the trained model's features",
         "lab/rivals/prodistill.py",
-        "self.step(expert, block, batch.exp)",
-        "self.step(expert, block, batch.cal)",
+        "streams.step(expert, block, batch.exp)",
+        "streams.step(expert, block, batch.cal)",
         "methods/test_trained_models.py",
     ),
     Mutation(
         "LOT leaves unseen directions at the mean",
-        "rules/lot.py",
+        "lab/rivals/lot.py",
         "LeastSquaresSums(base, cutoff",
         "LeastSquaresSums(merged, cutoff",
         "methods/test_mergers.py",

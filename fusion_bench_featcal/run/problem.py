@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from fusion_bench_featcal.experts.model_config import check_same_function, confi
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families import Family, resolve_family, stages_of
 from fusion_bench_featcal.families.check import compare_with_model
+from fusion_bench_featcal.families.open_clip import SplitSource, split
 from fusion_bench_featcal.modules.models import (
     device_of,
     gives_images,
@@ -162,6 +163,7 @@ class CalibrationResult:
 
 def open_problem(request: Request) -> Problem:
     """Open models and samples of a calibration, and check them."""
+    request = without_fused_attention(request)
     settings, processes, device = request.settings, request.processes, request.device
     rule, output = rule_of(settings), open_checkpoint(settings, processes)
     samples = {}
@@ -214,6 +216,24 @@ def open_problem(request: Request) -> Problem:
         log=log,
         progress=Progress(processes, device, len(modules), len(samples), show=request.progress),
     )
+
+
+def without_fused_attention(request: Request) -> Request:
+    """Return a request in which the attention of open_clip's models is split.
+
+    Raises:
+        CalibrationError: If the attention cannot be split, or the merged model is in files.
+    """
+    merged = split(request.merged)
+    if merged is request.merged:
+        return request
+    if request.merged_weights is not None:
+        raise CalibrationError(
+            "an open_clip model is calibrated in memory: load it instead of merged_weights"
+        )
+    experts = {task: SplitSource(source_of(expert)) for task, expert in request.experts.items()}
+    base = request.base and SplitSource(source_of(request.base))
+    return replace(request, merged=merged, base=base, experts=experts)
 
 
 def compared(

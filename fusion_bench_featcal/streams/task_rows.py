@@ -30,8 +30,7 @@ class LinearRows:
     def __init__(self, group: Group, expert: nn.Module, rule: Rule, dtype: torch.dtype) -> None:
         """Start with no rows."""
         self.expert = group.linear(expert.get_parameter, dtype)
-        self._group, self._runs_experts = group, rule.runs_experts
-        self._alpha = rule.mix_alpha if rule.runs_experts else 0.0
+        self._group, self._alpha = group, rule.mix_alpha
         width = sum(group.outputs) if group.has_few_outputs else group.inputs
         like = self.expert.weight
         self.parts = [Moments.zeros(group.inputs, width, like) for _ in range(1 + rule.holds_out)]
@@ -43,7 +42,7 @@ class LinearRows:
             batch: The batch.
             x: Input of the group's modules in the calibrated model.
         """
-        expert_x = batch.noted.pop(self._group.name) if self._runs_experts else None
+        expert_x = batch.noted.pop(self._group.name) if self._alpha > 0 else None
         counted = batch.rows.of(self._group.name)
         for samples, rows, expert_rows in paired_rows(batch, self._group, x, expert_x):
             features = None if expert_rows is None else self._features(rows, expert_rows)

@@ -53,8 +53,8 @@ class DCMerge(Method):
 
     def merge(self, inputs: MethodInputs) -> nn.Module:
         """Merge a pool's experts. Raises a CalibrationError if a model cannot be loaded."""
-        experts = inputs.experts()
-        return self.merge_models(load_base(inputs), experts, device=inputs.fabric.device)
+        device = inputs.fabric.device
+        return self.merge_models(load_base(inputs), inputs.experts(), device=device)
 
     @torch.no_grad()
     def merge_models(

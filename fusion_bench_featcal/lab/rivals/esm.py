@@ -1,20 +1,20 @@
 """Essential Subspace Merging (arXiv 2602.20208): task matrices cut to what their outputs show."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import solve_dtype
-from fusion_bench_featcal.families.open_clip import fused, split
 from fusion_bench_featcal.lab.rivals.dc_merge import nearest_orthogonal
 from fusion_bench_featcal.lab.rivals.mergers import Merger
 from fusion_bench_featcal.lab.rivals.registry import method
-from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved
+from fusion_bench_featcal.rules.rule import Linear, Solved
+from fusion_bench_featcal.run.problem import Problem
 from fusion_bench_featcal.setting_fields import setting
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -55,11 +55,6 @@ class ESM(Merger):
         """Names of the weights of each merged matrix, by its first module."""
         return {}
 
-    @property
-    def reads_base(self) -> bool:
-        """Return True, because steps are relative to the base."""
-        return True
-
     def dtype(self, tasks: int, device: torch.device) -> torch.dtype:
         """Return float64 where the device supports it, for exact directions of small shifts."""
         return solve_dtype(device)
@@ -68,22 +63,34 @@ class ESM(Merger):
         """Merge all linear modules in one turn. Convolutions are averaged."""
         return [[group for group in groups if group.kind == "linear" and not group.convolves]]
 
-    def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
+    def sums(self, group: Any, merged: Linear, base: Linear | None) -> Any:
         """Return an empty merge relative to the base. Biases stay as merged."""
         assert base is not None  # a merger has one
         self.matrices[group.name] = [site.weight_name for site in group.sites]
         return EssentialSteps(base, merged.bias, self.scale, self.polarization)
 
-    @torch.no_grad()
-    def merge_models(
-        self, base: nn.Module, experts: Mapping[str, Any], batches: Any, **options: Any
-    ) -> nn.Module:
-        """Merge block by block, then scale layers. Arguments and errors as for `Merger`."""
+    def merge_blocks(self, problem: Problem) -> None:
+        """Merge all blocks, then scale each matrix's step to the step's size in its layer.
+
+        The factor is a power of the step's norm over the mean of the same matrix in all layers.
+        """
         self.matrices.clear()
-        model = super().merge_models(base, experts, batches, **options)
-        model = split(model)
-        scale_layers(model, split(base), self.matrices, self.polarization)
-        return fused(model)
+        super().merge_blocks(problem)
+        assert problem.base is not None  # a merger has one
+        kinds: dict[str, list[list[str]]] = {}
+        for name, weights in self.matrices.items():
+            kind = ".".join(word for word in name.split(".") if not word.isdigit())
+            kinds.setdefault(kind, []).append(weights)
+        for layers in kinds.values():
+            merged = {name: problem.working.tensor(name) for names in layers for name in names}
+            steps = {name: x - problem.base.tensor(name).to(x) for name, x in merged.items()}
+            norms = [torch.stack([steps[n].double().norm() for n in names]) for names in layers]
+            sizes = torch.stack([of_layer.norm() for of_layer in norms])
+            factors = (relative(sizes) ** self.polarization).tolist()
+            for names, factor in zip(layers, factors, strict=True):
+                problem.working.finish(
+                    {name: merged[name].add(steps[name], alpha=factor - 1) for name in names}
+                )
 
 
 class EssentialSteps:
@@ -96,11 +103,7 @@ class EssentialSteps:
         self._steps: list[tuple[Tensor, Tensor, Tensor]] = []
         self._norms: list[Tensor] = []
 
-    def tensors(self) -> list[Tensor]:
-        """Return the stored matrices."""
-        return [tensor for step in self._steps for tensor in step]
-
-    def add(self, task: str, expert: Linear, rows: Moments, held_out: Any = None) -> None:
+    def add(self, task: str, expert: Linear, rows: Moments) -> None:
         """Add a task's step. With each further task all keep fewer directions, `m / t`."""
         step = expert.weight.to(self._base.dtype) - self._base
         gram = (rows.gram / rows.count).to(step.dtype)
@@ -171,34 +174,3 @@ def merged_step(
 def relative(values: Tensor) -> Tensor:
     """Return non-negative values divided by their mean. Zeros stay zeros."""
     return values / values.mean().clamp_min(torch.finfo(values.dtype).tiny)
-
-
-def scale_layers(
-    model: nn.Module, base: nn.Module, matrices: Mapping[str, Collection[str]], power: float
-) -> None:
-    """Multiply each matrix's step by its norm over the mean of its kind in all layers, to a power.
-
-    Args:
-        model: The merged model. It is changed in place.
-        base: The base model.
-        matrices: Names of the weights of each matrix, by its first module. The kind is that name
-            without the numbers of layers.
-        power: The power. 0 changes nothing.
-    """
-    kinds: dict[str, list[str]] = {}
-    for name in matrices:
-        kind = ".".join(part for part in name.split(".") if not part.isdigit())
-        kinds.setdefault(kind, []).append(name)
-    for names in kinds.values():
-        steps = [[step_of(model, base, weight) for weight in matrices[name]] for name in names]
-        norms = [torch.stack([step.double().norm() for step in of]).norm() for of in steps]
-        factors = (relative(torch.stack(norms)) ** power).tolist()
-        for name, of_matrix, factor in zip(names, steps, factors, strict=True):
-            for weight, step in zip(matrices[name], of_matrix, strict=True):
-                model.get_parameter(weight).data.add_(step, alpha=factor - 1)
-
-
-def step_of(model: nn.Module, base: nn.Module, weight: str) -> Tensor:
-    """Return a weight's step from the base."""
-    merged = model.get_parameter(weight).detach()
-    return merged - base.get_parameter(weight).detach().to(merged)

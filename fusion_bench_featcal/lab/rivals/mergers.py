@@ -1,39 +1,46 @@
-"""RegMean, RegMean++ and LOT Merging, block by block in the loop of calibration."""
+"""Mergers that work block by block, on the experts' features of FeatCal's samples."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under, source_of
+from fusion_bench_featcal.calibration import empty_sums, groups_of, result_of, solve
+from fusion_bench_featcal.core.float32_products import convolving_as_multiplying, exact_products
+from fusion_bench_featcal.core.kernels import using_kernel
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.program import counting_in
-from fusion_bench_featcal.lab.rivals.registry import SampleSettings, method
+from fusion_bench_featcal.lab.rivals.registry import SampleSettings
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.hooks import record
-from fusion_bench_featcal.modules.models import device_of
-from fusion_bench_featcal.rules import lot, regmean
-from fusion_bench_featcal.rules.merging import MergingRule
-from fusion_bench_featcal.run.problem import Autocast
+from fusion_bench_featcal.modules.models import device_of, load_updates
+from fusion_bench_featcal.rules.rule import Linear, Rule
+from fusion_bench_featcal.run.problem import Autocast, Problem, Request, check_merged, open_problem
 from fusion_bench_featcal.setting_fields import same_as
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.samples import check_inputs
-from fusion_bench_featcal.streams.streams import Streams
+from fusion_bench_featcal.streams.samples import check_inputs, naming_module
+from fusion_bench_featcal.streams.task_rows import empty_rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Merger(MergingRule, SampleSettings):
-    """A merger for any model family on FeatCal's samples.
+class Merger(Rule, SampleSettings):
+    """A merger for any model family.
 
-    It is a rule of calibration. A subclass also inherits a rule such as `rules.regmean.RegMean`.
+    Blocks are merged in forward order. Unless a subclass overrides `block`, linear weights are
+    solved from the inputs of each expert's modules, by `sums`. All other parameters are the
+    experts' mean.
+
+    Attributes:
+        features: Input features of an expert's block: the features of the `expert`, or the output
+            of the preceding `merged` blocks.
     """
 
     modules: Sequence[str] | None = same_as(
@@ -44,6 +51,13 @@ class Merger(MergingRule, SampleSettings):
         group="models",
     )
     family: Any = same_as(FeatCalSettings, "family")
+    features = "expert"
+    estimates_statistics = False
+
+    @property
+    def runs_experts(self) -> bool:
+        """Return True, because the inputs of experts' modules are summed."""
+        return True
 
     def check(self, inputs: MethodInputs) -> None:
         """Refuse a pool without a base, without data, or with models of several kinds."""
@@ -52,16 +66,11 @@ class Merger(MergingRule, SampleSettings):
 
     def merge(self, inputs: MethodInputs) -> nn.Module:
         """Merge a pool's experts. Raises as `merge_models`."""
-        settings = self.calibration_settings
-        batches = inputs.batches(settings)
-        return self.merge_models(
-            load_base(inputs),
-            inputs.experts(),
-            batches,
-            device=inputs.fabric.device,
-            autocast=inputs.fabric.autocast,
-        )
+        batches = inputs.batches(self.calibration_settings)
+        options = {"device": inputs.fabric.device, "autocast": inputs.fabric.autocast}
+        return self.merge_models(load_base(inputs), inputs.experts(), batches, **options)
 
+    @torch.inference_mode(False)  # hooks compare tensor versions, which inference mode lacks
     @torch.no_grad()
     def merge_models(
         self,
@@ -77,55 +86,76 @@ class Merger(MergingRule, SampleSettings):
         Arguments and errors are those of `calibrate`. The result has the structure, dtype and
         device of the base, which is not changed.
         """
-        settings = self.calibration_settings
+        settings, home = self.calibration_settings.replace(rule=self), device_of(base)
         check_inputs(base, experts, batches, settings)
-        home = device_of(base)
-        start = copied_module(base).to(device or home)
+        device = torch.device(device or home)
+        start = copied_module(base).to(device)
         load_means(start, experts, self.start_scale(len(experts)))
-        result = calibrate(
-            start,
-            base,
-            experts,
-            batches,
-            settings.replace(rule=self),
-            device=device,
-            autocast=autocast,
-            streams_type=self.streams_type(base),
-        )
-        self.note_samples(result.log)
-        return result.model.to(home)
+        options: Any = {"device": device, "autocast": autocast or nullcontext}
+        request = Request(start, base, experts, batches, settings, **options)
+        problem = open_problem(request)
+        check_merged(problem)
+        with (
+            torch.autocast(device.type, enabled=False),
+            convolving_as_multiplying(),
+            using_kernel(problem.kernel),
+            problem.progress.bar,
+        ):
+            self.merge_blocks(problem)
+        tasks = problem.streams.tasks
+        self.sample_counts.update({task: problem.streams.counts(task) for task in tasks})
+        return result_of(problem, request).model.to(home)
 
-    def streams_type(self, base: nn.Module) -> Callable[..., Streams]:
-        """Return the class of the streams of samples, or a function that creates them."""
-        return ExpertStreams
+    def merge_blocks(self, problem: Problem) -> None:
+        """Merge all blocks of the problem's model."""
+        streams = problem.streams
+        for index, stage in enumerate(streams.stages):
+            streams.begin(index)
+            for block in stage:
+                problem.progress.at(block)
+                with streams.loaded(block):
+                    updates = self.block(problem, block)
+                    load_updates(problem.model, block, updates, self.remedy)
+                    streams.advance(block)
+                    get = problem.model.get_parameter
+                    problem.working.finish({name: get(name).detach() for name in updates})
 
+    def block(self, problem: Problem, block: str) -> dict[str, Tensor]:
+        """Return merged parameters of a block, and run the experts' features through it."""
+        groups = [group for turn in self.turns(groups_of(problem, block)[0]) for group in turn]
+        sums = {group: empty_sums(problem, group) for group in groups}
+        for task in problem.streams.tasks:
+            with problem.experts[task].loaded(problem.streams.tensors_of(block)) as expert:
+                options = problem.model, expert, self, problem.dtype
+                rows = {group: empty_rows(group, *options) for group in groups}
+                for batch in problem.streams.visits(task):
+                    inputs = self.expert_inputs(problem, block, expert, batch, groups)
+                    for group in groups:
+                        with naming_module(task, block, group.name), exact_products():
+                            rows[group].add(batch, inputs[group.name])
+                with exact_products():
+                    for group in groups:
+                        sums[group].add(task, rows[group].expert, *rows[group].finished())
+            problem.progress.step()
+        return solve(problem, block, sums)[0]
 
-@method("featcal_baselines/regmean", source="Jin et al., ICLR 2023", without=["features"])
-class RegMean(regmean.RegMean, Merger):
-    """RegMean: linear weights by regression on the experts' features.
+    def expert_inputs(
+        self, problem: Problem, block: str, expert: nn.Module, batch: Batch, groups: Sequence[Group]
+    ) -> dict[str, Tensor]:
+        """Run a batch through an expert's block, and return the inputs of its modules."""
+        call = batch.cal if self.features == "merged" else batch.exp
+        run = partial(problem.streams.step, expert, block, call)
+        recorded = record(expert, [group.name for group in groups], run)
+        batch.exp = recorded.result
+        return recorded.inputs
 
-    All other parameters are the experts' mean. Same solution as regmean/clip_regmean, for any model
-    family.
-    """
+    def sums(self, group: Any, merged: Linear, base: Linear | None) -> Any:
+        """Return empty sums for one group."""
+        raise NotImplementedError(f"{self.name} solves no single modules")
 
-
-@method("featcal_baselines/regmean_plusplus", source="Nguyen et al., TMLR 2026")
-class RegMeanPlusPlus(RegMean):
-    """RegMean++: RegMean block by block, on features of the blocks merged so far.
-
-    Parameters after the last block are the experts' mean, in regmean_plusplus/* the base's.
-    """
-
-    features = "merged"
-
-
-@method("featcal_baselines/lot", source="Sun et al., NeurIPS 2025, arXiv 2505.23859")
-class Lot(lot.Lot, Merger):
-    """LOT Merging: the task vector that fits all experts best, block by block.
-
-    It is computed by regression on the experts' features. Directions without samples keep the
-    base's weights.
-    """
+    def start_scale(self, tasks: int) -> float:
+        """Return the factor of the experts' mean step from the base in the initial model."""
+        return 1.0
 
 
 def load_base(inputs: MethodInputs) -> nn.Module:
@@ -150,77 +180,3 @@ def load_means(
             is_scaled = scale != 1 and isinstance(tensors[name], nn.Parameter)
             tensor.copy_(tensor + scale * (mean - tensor) if is_scaled else mean)
     return weights
-
-
-class ExpertStreams(Streams):
-    """Streams that sum over the inputs of each expert's modules.
-
-    With the rule's `features=merged` an expert's block runs on the output of the preceding merged
-    blocks, else on the expert's features.
-    """
-
-    @property
-    def behind_merged(self) -> bool:
-        """Return True if experts run on the output of the merged blocks."""
-        rule: Any = self.rule
-        return rule.features == "merged"
-
-    @property
-    def runs_experts(self) -> bool:
-        """Return True, because the inputs of experts are summed."""
-        return True
-
-    def tensors_of(self, block: str) -> list[str]:
-        """Return the names of an expert's tensors for running its block."""
-        if self.behind_merged:
-            return names_under(self.model.state_dict(), [block])
-        return super().tensors_of(block)
-
-    def follow(
-        self, task: str, batch: Batch, block: str, expert: nn.Module, groups: Iterable[Group]
-    ) -> None:
-        """Run a batch through the expert's block and note the inputs of its modules."""
-        names = [group.name for group in groups]
-        if self.behind_merged:
-            tensors = expert.get_submodule(block).state_dict(prefix=f"{block}.")
-            step = BlockStep(self, self.model, block)
-            run = partial(step.run_with, tensors, batch.cal)
-            batch.noted = record(self.model, names, run).inputs
-        else:
-            run = partial(self.step, expert, block, batch.exp)
-            recorded = record(expert, names, run)
-            batch.noted, batch.exp = recorded.inputs, recorded.result
-
-    def inputs_of(
-        self, task: str, batch: Batch, block: str, groups: Sequence[Group], *, watched: bool = False
-    ) -> dict[str, Tensor]:
-        """Return the inputs of the expert's modules."""
-        return {group.name: batch.noted.pop(group.name) for group in groups}
-
-    def advance(self, block: str) -> None:
-        """Run batches through a merged block."""
-        if self.behind_merged:
-            return super().advance(block)
-        # Its features only serve to group modules, for which one batch is enough.
-        first = next(iter(self.tasks.values()))[0]
-        with self.storage.loaded(first):
-            first.cal = self.step(self.model, block, first.cal)
-
-
-class BlockStep(nn.Module):
-    """One block of a model as a module. Its parameters can be replaced in a call."""
-
-    def __init__(self, streams: Streams, model: nn.Module, block: str) -> None:
-        super().__init__()
-        self.model = model
-        self._step = lambda call: streams.step(model, block, call).hidden
-
-    def forward(self, call: Any) -> Tensor:
-        """Run the block and return its hidden output."""
-        return self._step(call)
-
-    def run_with(self, tensors: Mapping[str, Tensor], call: Any) -> Tensor:
-        """Return the block's hidden output with other tensors, by their names in the model."""
-        stored = self.model.state_dict()
-        replaced = {f"model.{name}": t.to(stored[name].dtype) for name, t in tensors.items()}
-        return functional_call(self, replaced, (call,))

@@ -6,26 +6,20 @@ expert.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from fusion_bench_featcal.experts import names_under
-from fusion_bench_featcal.families.open_clip import split
 from fusion_bench_featcal.lab.rivals import training
-from fusion_bench_featcal.lab.rivals.mergers import BlockStep, Merger
+from fusion_bench_featcal.lab.rivals.mergers import Merger
 from fusion_bench_featcal.lab.rivals.registry import method
-from fusion_bench_featcal.modules.groups import Group
-from fusion_bench_featcal.modules.models import load_updates
-from fusion_bench_featcal.rules.rule import GroupSums, Linear
+from fusion_bench_featcal.run.problem import Problem
 from fusion_bench_featcal.setting_fields import setting
-from fusion_bench_featcal.streams.batch import Batch, CountedRows, rows_of
-from fusion_bench_featcal.streams.streams import Streams
+from fusion_bench_featcal.streams.batch import CountedRows, rows_of
 
 log = logging.getLogger(__name__)
 
@@ -57,101 +51,88 @@ class ProDistill(Merger):
         ge=1,
     )
 
-    def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
-        """Return no turn, because every parameter of a block is trained."""
-        return []
-
-    def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
-        """Raise an error. Without turns this is never called."""
-        raise NotImplementedError
-
     def start_scale(self, tasks: int) -> float:
         """Return the scale of task arithmetic with the initial coefficient."""
         return self.coefficient * tasks
 
-    def streams_type(self, base: nn.Module) -> Callable[..., Streams]:
-        """Return a function that creates the streams for training blocks."""
-        return partial(TrainingStreams, base=base)
-
-
-@dataclass(frozen=True)
-class TrainingStreams(Streams):
-    """Streams that train each block before its samples advance."""
-
-    base: Any = None  # the base model
-
-    @property
-    def runs_experts(self) -> bool:
-        """Return True, because the outputs of experts are the targets."""
-        return True
-
-    def follow(
-        self, task: str, batch: Batch, block: str, expert: nn.Module, groups: Iterable[Group]
-    ) -> None:
-        """Run a batch through the expert's block and note its output."""
-        batch.exp = self.step(expert, block, batch.exp)
-        batch.noted[block] = batch.exp.hidden
-
-    def advance(self, block: str) -> None:
-        """Train a block and run all batches through it."""
-        lessons = []
-        for batch in (batch for task in self.tasks for batch in self.visits(task)):
-            expert, counted = batch.noted[block], batch.rows.valid
-            lessons.append((batch.cal, counted, rows_of(expert, counted)))
-        load_updates(self.model, block, self._trained(block, lessons), self.rule.remedy)
-        super().advance(block)
+    def block(self, problem: Problem, block: str) -> dict[str, Tensor]:
+        """Run the experts through a block, and return its parameters trained towards them."""
+        streams, lessons = problem.streams, list[Lesson]()
+        for task in streams.tasks:
+            with problem.experts[task].loaded(streams.tensors_of(block)) as expert:
+                for batch in streams.visits(task):
+                    batch.exp, counted = streams.step(expert, block, batch.exp), batch.rows.valid
+                    lessons.append((batch.cal, counted, rows_of(batch.exp.hidden, counted)))
+            problem.progress.step()
+        return self._trained(problem, block, lessons)
 
     @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
     @torch.enable_grad()
-    def _trained(self, block: str, lessons: Sequence[Lesson]) -> dict[str, Tensor]:
+    def _trained(
+        self, problem: Problem, block: str, lessons: Sequence[Lesson]
+    ) -> dict[str, Tensor]:
         """Train the coefficients of a block and return the block's parameters."""
-        method: Any = self.rule
-        starts, vectors = self._task_vectors(block)
+        starts, vectors = _task_vectors(problem, block)
         coefficients = {
-            name: torch.full_like(stacked, method.coefficient).requires_grad_()
+            name: torch.full_like(stacked, self.coefficient).requires_grad_()
             for name, stacked in vectors.items()
         }
 
         def mixed() -> dict[str, Tensor]:
             return {n: starts[n] + (coefficients[n] * vectors[n]).sum(0) for n in starts}
 
-        optimizer = torch.optim.Adam(coefficients.values(), lr=method.learning_rate)
-        step, losses = BlockStep(self, self.model, block), []
-        size = method.batches_per_step
-        steps = method.epochs * -(-len(lessons) // size)
-        batches = training.shuffled_batches(len(lessons), size, method.seed, block)
+        optimizer = torch.optim.Adam(coefficients.values(), lr=self.learning_rate)
+        run, losses, size = BlockRun(problem, block), [], self.batches_per_step
+        steps = self.epochs * -(-len(lessons) // size)
+        batches = training.shuffled_batches(len(lessons), size, self.seed, block)
         for positions in islice(batches, steps):
             optimizer.zero_grad()
             parameters = mixed()
-            chosen = [_loss(step, parameters, *lessons[int(position)]) for position in positions]
+            chosen = [run.loss(parameters, *lessons[int(position)]) for position in positions]
             loss = torch.stack(chosen).sum()
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
         trained = {name: value.detach() for name, value in mixed().items()}
-        training.check_trained(trained.values(), f"block {block}: ProDistill", method.learning_rate)
+        training.check_trained(trained.values(), f"block {block}: ProDistill", self.learning_rate)
         log.info("%s: loss %.4g, at the end %.4g", block, losses[0], losses[-1])
         return trained
 
-    def _task_vectors(self, block: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the base's parameters of a block, and the experts' steps from them, `[i, ...]`."""
-        base = dict(split(self.base).named_parameters())
-        starts, vectors = {}, {}
-        for name in names_under(dict(self.model.named_parameters()), [block]):
-            start = base[name].detach().to(self.working.device)
-            starts[name] = start = start.to(torch.promote_types(start.dtype, torch.float32))
-            experts = [expert.tensor(name).to(start) for expert in self.experts.values()]
-            vectors[name] = torch.stack(experts) - start
-        return starts, vectors
+
+def _task_vectors(problem: Problem, block: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the base's parameters of a block, and the experts' steps from them, `[i, ...]`."""
+    assert problem.base is not None  # a merger has one
+    starts, vectors = {}, {}
+    for leaf, _ in problem.model.get_submodule(block).named_parameters():
+        name = f"{block}.{leaf}"
+        start = problem.base.tensor(name)
+        starts[name] = start = start.to(torch.promote_types(start.dtype, torch.float32))
+        experts = [expert.tensor(name).to(start) for expert in problem.experts.values()]
+        vectors[name] = torch.stack(experts) - start
+    return starts, vectors
 
 
-def _loss(
-    step: BlockStep,
-    parameters: Mapping[str, Tensor],
-    inputs: Any,
-    rows: CountedRows | None,
-    target: Tensor,
-) -> Tensor:
-    """Return the squared distance between outputs of block and expert, summed over rows."""
-    hidden = rows_of(step.run_with(parameters, inputs), rows)
-    return (hidden.float() - target.float()).square().sum()
+class BlockRun(nn.Module):
+    """One block of the calibrated model, whose parameters are replaced in each call."""
+
+    def __init__(self, problem: Problem, block: str) -> None:
+        super().__init__()
+        self.model = problem.model
+        self._step = lambda call: problem.streams.step(problem.model, block, call).hidden
+
+    def forward(self, call: Any) -> Tensor:
+        """Run the block and return its hidden output."""
+        return self._step(call)
+
+    def loss(
+        self,
+        parameters: Mapping[str, Tensor],
+        call: Any,
+        rows: CountedRows | None,
+        target: Tensor,
+    ) -> Tensor:
+        """Return the squared distance between outputs of block and expert, summed over rows."""
+        dtypes = {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
+        replaced = {f"model.{name}": t.to(dtypes[name]) for name, t in parameters.items()}
+        hidden = rows_of(functional_call(self, replaced, (call,)), rows)
+        return (hidden.float() - target.float()).square().sum()
