@@ -19,7 +19,7 @@ _RUNS = {
 
 def method_names() -> list[str]:
     """Return the names of all methods with settings, in the form of `method=<name>`."""
-    from fusion_bench_featcal.lab.rivals.registry import all_methods
+    from fusion_bench_featcal.lab.rivals.method import all_methods
 
     return [*_RUNS, *all_methods()]
 
@@ -29,7 +29,7 @@ def algorithm_class(method: str) -> Any:
     if method in _RUNS:
         module, _, name = _RUNS[method].rpartition(".")
         return getattr(import_module(f"{__package__}.{module}"), name)
-    from fusion_bench_featcal.lab.rivals.registry import all_methods
+    from fusion_bench_featcal.lab.rivals.method import all_methods
     from fusion_bench_featcal.lab.rivals.standalone import algorithm_of
 
     return algorithm_of(all_methods()[method])

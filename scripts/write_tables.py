@@ -174,7 +174,7 @@ def paper_averages() -> str:
 
 def methods_table() -> str:
     """Return a table of the registered methods."""
-    from fusion_bench_featcal.lab.rivals.registry import all_methods
+    from fusion_bench_featcal.lab.rivals.method import all_methods
 
     lines = []
     for option, method in all_methods().items():

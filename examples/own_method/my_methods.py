@@ -6,18 +6,14 @@ Modules of the current folder are importable, so YAML can name `my_methods.Scale
 
 import torch
 
+from fusion_bench_featcal.lab.rivals import Method
+from fusion_bench_featcal.setting_fields import setting
 
-class Scaled:
+
+class Scaled(Method):
     """Scale the step from the base by a number."""
 
-    def __init__(self, scale: float = 1.0):
-        """Take the settings from YAML."""
-        self.scale = float(scale)
-
-    @property
-    def settings(self):
-        """Return all settings. A finished cell runs again when they change."""
-        return {"scale": self.scale}
+    scale: float = setting(1.0, "Factor of the step.")
 
     def check(self, inputs):
         """Raise errors before any model is loaded."""
@@ -31,11 +27,3 @@ class Scaled:
             base_value = base[name].to(value)
             value.copy_(base_value + self.scale * (value - base_value))
         return merged
-
-    def samples(self, model, tasks):
-        """Return task -> {"samples": number, "split": name} of the data in use: none here."""
-        return {}
-
-    def added(self, model):
-        """Return name -> parameters added to the merged model's: none here."""
-        return {}

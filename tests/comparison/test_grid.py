@@ -58,7 +58,7 @@ def test_a_pool_leaves_entries_out_and_sets_others() -> None:
     assert titles_of_rest == ["wudi+scale", "task_arithmetic", "task_arithmetic+scale"]
     assert "wudi+twice" in titles(suite, **choices, post_merging=["twice"])
     assert "wudi+scale" not in titles(**choices, leave_out={"scale": "it is slow"})
-    with pytest.raises(ValueError, match=r"modelpool\.featcal\.compare: \['upstream'\] unknown"):
+    with pytest.raises(ValueError, match=r"modelpool\.featcal\.compare: unknown key 'upstream'"):
         cells({"compare": {"upstream": {}}})
 
 
@@ -82,7 +82,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"ing_methods\.x.*ridge_lamda.*'ridge_lambda'",
     ),
     ({METHODS: {"x": SURGERY | {"rank": 0}}}, r"post_merging_methods\.x\.rank must be an integer"),
-    ({METHODS: {"x": AVERAGE}}, r"is no post-merging method: it lacks"),
+    ({METHODS: {"x": AVERAGE}}, r"is no post-merging method: derive it"),
     ({METHODS: {"x": FEATCAL | {"calibration_corruption": {"kind": "frog", "severity": 3}}}},
      r"x\.calibration_corruption must be null or \{kind: \.\.\., severity"),
 ]  # fmt: skip
@@ -97,12 +97,6 @@ def test_wrong_choices_are_named_before_anything_is_loaded(
         comparison(tmp_path, **choices).run(refusing(model_pool()))
     text = str(caught.value)
     assert "\n" not in text and len(text) < 600 and not (tmp_path / "results").exists()
-
-
-def test_all_wrong_names_are_refused_at_once() -> None:
-    wrong: Any = {"upstreams": ["ties"], "post_merging": ["duoble"], METHODS: {"double": {"a": 1}}}
-    with pytest.raises(ValueError, match=r"(?s)upstreams: 'ties'.*post_merging: 'duoble'"):
-        cells(**wrong)
 
 
 def test_a_comparison_saves_no_model(tmp_path: Path) -> None:

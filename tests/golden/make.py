@@ -34,7 +34,8 @@ def reports(folder: Path) -> dict[str, Any]:
 
 GROUPS: dict[str, Callable[[Path], Any]] = {
     "methods": lambda folder: {
-        name: golden_methods.method_sketch(name, folder / name) for name in golden_methods.RUNS
+        name: golden_methods.method_sketch(name, folder / name.replace(", ", "-"))
+        for name in golden_methods.RUNS
     },
     "reports": reports,
     "names": lambda _: golden_surface.names(),

@@ -12,6 +12,8 @@ from hydra.utils import instantiate
 from torch import nn
 
 from fusion_bench_featcal.lab.compare import ComparisonAlgorithm
+from fusion_bench_featcal.lab.rivals import Method
+from fusion_bench_featcal.setting_fields import setting
 
 TASKS = ("left", "right")
 ITEMS = 20
@@ -92,26 +94,20 @@ class FakeProgram:
         return instantiate(config, _recursive_=False)
 
 
-class Scale:
+class Scale(Method):
     """Multiplies every weight."""
 
-    def __init__(self, factor: float = 2.0, seed: int = 42) -> None:
-        self.settings = {"factor": factor, "seed": seed}
-
-    def check(self, inputs: Any) -> None:
-        pass
+    factor: float = setting(2.0, "The factor.")
+    seed: int = setting(42, "The seed.")
 
     def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
         with torch.no_grad():
             for parameter in merged.parameters():
-                parameter.mul_(self.settings["factor"])
+                parameter.mul_(self.factor)
         return merged
 
-    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def samples(self, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
         return {task: {"samples": 5, "split": "train"} for task in tasks}
-
-    def added(self, model: nn.Module) -> dict[str, int]:
-        return {}
 
 
 class Forgetful(Scale):
@@ -124,12 +120,10 @@ class Forgetful(Scale):
 class Failing(Scale):
     """Fails until there is a file."""
 
-    def __init__(self, until: str) -> None:
-        super().__init__()
-        self._until = Path(until)
+    until: str = setting("", "The file.", accepts="a path")
 
     def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
-        if not self._until.exists():
+        if not Path(self.until).exists():
             raise RuntimeError("the flux ran dry")
         return merged
 

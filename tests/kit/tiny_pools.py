@@ -18,7 +18,7 @@ from tiny_images import picture, write_clip
 from torch import Tensor, nn
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
-from fusion_bench_featcal.lab.compare import MethodInputs
+from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.suites import image
 
 TASKS = ("one", "two-b.c")

@@ -1,6 +1,5 @@
 """Methods run by themselves leave reports as FeatCal does, but not as parts of other methods."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,12 @@ import torch
 from comparison_parts import MERGERS, FakeProgram, SignTaskPool, model_pool
 from lightning.fabric.loggers import CSVLogger
 
-from fusion_bench_featcal.lab.rivals.registry import Method
+from fusion_bench_featcal.lab.rivals.method import Method
 from fusion_bench_featcal.lab.rivals.standalone import algorithm_of
 from fusion_bench_featcal.results import read_run
 from fusion_bench_featcal.setting_fields import setting
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Scaled(Method):
     """A method that multiplies every weight."""
 

@@ -115,7 +115,7 @@ def test_a_model_is_finite_described_and_survives_saving(
         assert shapes[0] == shapes[1] and type(model) is type(merged)
     with_samples = tasks if "samples_per_task" in few else []
     used = {task: {"samples": 8, "split": "train"} for task in with_samples}
-    assert method.samples(model, [*tasks, "another"]) == used
+    assert method.samples([*tasks, "another"]) == used
     corrections = getattr(model, "corrections", torch.nn.Module())
     assert sum(method.added(model).values()) == sum(p.numel() for p in corrections.parameters())
     assert json.loads(json.dumps(method.settings)).items() >= few.items()

@@ -156,27 +156,24 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """
         settings, program, suite = self.settings, self._program, suite_name(modelpool)
         cells = cells_of(settings, plain(getattr(program, "_modelpool", {}).get("featcal")) or {})
-        all_tasks = list(modelpool.model_names)
-        modelpool, tasks = _part(modelpool, settings.tasks)
-        inputs = self._inputs(modelpool)
+        part, tasks, label = _part(modelpool, settings.tasks)
+        inputs = self._inputs(part)
         _check_cells(cells, inputs)
         results_dir = settings.results_dir or Path("outputs") / "comparison" / suite
         store = prepare_directory(results_dir, RESULTS_DIR)
         log_dir = None if self.log_dir is None else Path(self.log_dir)
         folder = (store / "table") if log_dir is None else log_dir / sweep_job()
-        runner = CellRunner(inputs, suite, settings.seed, tasks, all_tasks, store, program, log_dir)
+        runner = CellRunner(inputs, suite, settings.seed, tasks, label, store, log_dir)
         go_on = f"Interrupted. Finished cells are in {store}. To continue, repeat the command"
         with ending_cleanly(program, lambda: go_on):
             done = _run_cells(runner, cells)
-        failed = [note for note in done.notes if note.kind == FAILED]
         self._report(folder, store, done)
+        failed = [note for note in done.notes if note.kind == FAILED]
         if failed:
-            reasons = "; ".join(
-                f"{note.merger or 'reference'}, {note.row}: {note.text}" for note in failed
-            )
+            reasons = (f"{note.merger or 'reference'}, {note.row}: {note.text}" for note in failed)
             raise CalibrationError(
                 f"{len(failed)} of {counted(len(cells), 'cell')} failed; the others are finished "
-                f"and stay so when the command is repeated. {reasons}"
+                f"and stay so when the command is repeated. {'; '.join(reasons)}"
             )
 
     def _inputs(self, modelpool: BaseModelPool) -> MethodInputs:
@@ -258,24 +255,27 @@ def _check_cells(cells: Sequence[Cell], inputs: MethodInputs) -> None:
     check_experts(inputs.models)
 
 
-def _part(modelpool: BaseModelPool, tasks: Any) -> tuple[BaseModelPool, list[str] | None]:
-    """Return the pool with the models of some tasks, and these tasks.
+def _part(
+    modelpool: BaseModelPool, tasks: Any
+) -> tuple[BaseModelPool, list[str] | None, int | str]:
+    """Return the pool with the models of some tasks, these tasks, and their label in reports.
 
     Raises:
         ValueError: If the pool has no such tasks.
     """
-    if tasks is None:
-        return modelpool, None
     names = list(modelpool.model_names)
+    if tasks is None:
+        return modelpool, None, len(names)
+    if isinstance(tasks, int) and tasks > len(names):
+        raise ValueError(f"method.tasks={tasks}, but the pool has {counted(len(names), 'task')}")
     chosen = names[:tasks] if isinstance(tasks, int) else list(plain(tasks))
     for name in chosen:
         if name not in names:
             raise ValueError(f"method.tasks: {name!r} is unknown{nearest_hint(name, names)}")
-    if isinstance(tasks, int) and tasks > len(names):
-        raise ValueError(f"method.tasks={tasks}, but the pool has {counted(len(names), 'task')}")
     part, models = copy.copy(modelpool), modelpool._models.copy()
     with open_dict(models) if isinstance(models, DictConfig) else nullcontext():
         for name in set(names) - set(chosen):
             del models[name]
     part._models = models
-    return part, chosen
+    is_prefix = chosen == names[: len(chosen)]
+    return part, chosen, len(chosen) if is_prefix else ", ".join(part.model_names)

@@ -60,13 +60,12 @@ class CellRunner:
     The merged model of the current merger is in memory, and every method gets a copy of it.
 
     Attributes:
-        inputs: The pools and the device.
+        inputs: The pools, the device and the program.
         suite: Name of the model pool.
         seed: Seed of each merger and method, so that cells are independent of one another.
         tasks: Tasks of the comparison, or None for all.
-        all_tasks: Tasks of the whole pool.
+        tasks_label: Their number or names, which distinguishes rows in reports.
         folder: Folder of finished cells, which are not run again.
-        program: FusionBench's program.
         log_dir: Folder for the reports of FusionBench's task pools.
     """
 
@@ -74,20 +73,20 @@ class CellRunner:
     suite: str
     seed: int
     tasks: list[str] | None
-    all_tasks: list[str]
+    tasks_label: int | str
     folder: Path
-    program: Any = None
     log_dir: Path | None = None
-    _merged: dict[str, tuple[nn.Module, dict[str, float]] | str] = field(default_factory=dict)
+    _merged: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        pool = self.inputs.modelpool
-        self._pools = [_config_of(pool), _config_of(self.inputs.taskpool), self.tasks]
-        # A model in memory has no name to identify it by: cells with it are not used again.
-        self._pools.append(time.time_ns() if pool.has_instance_models else None)
-        self._pools.append([version(package) for package in _PACKAGES])
-        fabric = self.inputs.fabric
-        self._pools.append([fabric.device.type, str(fabric.strategy.precision.precision)])
+        pool, fabric = self.inputs.modelpool, self.inputs.fabric
+        self._precision = str(fabric.strategy.precision.precision)
+        self._common = [
+            *(_config_of(pool), _config_of(self.inputs.taskpool), self.tasks),
+            # A model in memory has no name to identify it by: cells with it are not used again.
+            time.time_ns() if pool.has_instance_models else None,
+            *([version(package) for package in _PACKAGES], fabric.device.type, self._precision),
+        ]
 
     def path(self, cell: Cell) -> Path:
         """Return a cell's folder. Its name has the digest of pools, merger, row and versions."""
@@ -96,7 +95,7 @@ class CellRunner:
             settings = cell.method.settings if cell.method else None
             made_of += [self.seed, plain(cell.merger.config), plain(cell.config), settings]
             made_of.append(_own_code(cell.method))
-        text = json.dumps([self._pools, made_of], sort_keys=True, default=str)
+        text = json.dumps([self._common, made_of], sort_keys=True, default=str)
         title = re.sub(r"[^0-9A-Za-z_.+-]", "_", cell.title)
         return self.folder / f"{title}-{digest_text(text)[:16]}"
 
@@ -114,61 +113,31 @@ class CellRunner:
                 log.warning("%s. It runs again", error)
         lightning.seed_everything(self.seed, verbose=False)
         try:
-            done = self._done(cell)
+            evaluation, details = self._evaluated_cell(cell)
         finally:
             gc.collect()  # frees models in reference cycles before the next one is loaded
-        names = list(self.inputs.modelpool.model_names)
-        is_count = self.tasks is None or self.tasks == self.all_tasks[: len(names)]
-        row = done.rows[0]
-        row.settings["tasks"] = len(names) if is_count else ", ".join(names)
-        row.conditions["precision"] = str(self.inputs.fabric.strategy.precision.precision)
+        curves = details.pop("curves", {})
+        done = Run(suite=self.suite, merger=cell.merger.name if cell.merger else "")
+        done.add_row(cell.row, evaluation.scores, correct=evaluation.correct, **details)
+        done.lines += training_lines(cell.row, curves)
+        done.rows[0].settings["tasks"] = self.tasks_label
+        done.rows[0].conditions["precision"] = self._precision
         done.versions = versions() | commits()
         done.device = describe_device(self.inputs.fabric.device)
         _write(path, done)
         return done
 
-    def _done(self, cell: Cell) -> Run:
-        """Return a run of one row."""
-        done = Run(suite=self.suite, merger=cell.merger.name if cell.merger else "")
+    def _evaluated_cell(self, cell: Cell) -> tuple[Evaluation, dict[str, Any]]:
+        """Build and evaluate a cell's model. Return also the details of its row."""
         if cell.merger is None:
-            evaluation, details = self._base() if cell.row == BASE else self._experts(), {}
-        elif cell.method is None:
-            evaluation, details = self._of_merger(cell.merger)
-        else:
-            evaluation, details = self._of_method(cell, cell.merger)
-        curves = details.pop("curves", {})
-        done.add_row(cell.row, evaluation.scores, correct=evaluation.correct, **details)
-        done.lines += training_lines(cell.row, curves)
-        return done
-
-    def _of_method(self, cell: Cell, merger: Merger) -> tuple[Evaluation, dict[str, Any]]:
-        """Improve a copy of the merged model, and evaluate it."""
-        merged, merging = self._merged_model(merger)
-        merged = copied_module(merged)
-        with measure() as cost:
-            model = cell.method.post_merge(merged, self.inputs)  # type: ignore[union-attr]
-        del merged
-        if model is None:
-            raise CalibrationError(f"{type(cell.method).__name__}.post_merge returned no model")
-        evaluation = self._evaluated(cell.title, model)
-        method: Any = cell.method
-        details = {
-            "seed": self.seed,
-            "settings": dict(method.settings),
-            "conditions": conditions_of(merger.name, plain(merger.config), method.settings),
-            "cost": cost.as_dict() | _deployed(model, method.added(model)),
-            "samples": method.samples(model, list(evaluation.by_task)),
-            "curves": getattr(model, "curves", {}),
-        }
-        if "seconds" in merging:
-            details["cost"][TOTAL_SECONDS] = merging["seconds"] + (cost.seconds or 0.0)
-        return evaluation, details
-
-    def _of_merger(self, merger: Merger) -> tuple[Evaluation, dict[str, Any]]:
-        """Evaluate the merged model itself."""
-        merged, merging = self._merged_model(merger)
-        settings = dict(plain(merger.config))
-        evaluation = self._evaluated(merger.name, merged)
+            if cell.row == BASE:
+                base = load_pool_model(self.inputs.modelpool, BASE_MODEL)
+                return self._evaluated(BASE, base), {}
+            return self._experts(), {}
+        merged, merging = self._merged_model(cell.merger)
+        if cell.method is not None:
+            return self._improved(cell, cell.merger, merged, merging)
+        settings = dict(plain(cell.merger.config))
         cost = {**merging, **_deployed(merged, {})}
         details = {"seed": self.seed, "settings": settings, "cost": cost}
         number, split = settings.get("samples_per_task"), settings.get("calibration_split", "train")
@@ -177,6 +146,30 @@ class CellRunner:
         if number is not None:
             pool = self.inputs.modelpool
             details["samples"] = samples_used(pool, pool.model_names, number, str(split))
+        return self._evaluated(cell.row, merged), details
+
+    def _improved(
+        self, cell: Cell, merger: Merger, merged: nn.Module, merging: Mapping[str, float]
+    ) -> tuple[Evaluation, dict[str, Any]]:
+        """Improve a copy of the merged model, and evaluate it."""
+        method = cell.method
+        copy = copied_module(merged)
+        with measure() as cost:
+            model = method.post_merge(copy, self.inputs)
+        del copy
+        if model is None:
+            raise CalibrationError(f"{type(method).__name__}.post_merge returned no model")
+        evaluation = self._evaluated(cell.title, model)
+        details = {
+            "seed": self.seed,
+            "settings": dict(method.settings),
+            "conditions": conditions_of(merger.name, plain(merger.config), method.settings),
+            "cost": cost.as_dict() | _deployed(model, method.added(model)),
+            "samples": method.samples(list(evaluation.by_task)),
+            "curves": getattr(model, "curves", {}),
+        }
+        if "seconds" in merging:
+            details["cost"][TOTAL_SECONDS] = merging["seconds"] + (cost.seconds or 0.0)
         return evaluation, details
 
     def _merged_model(self, merger: Merger) -> tuple[nn.Module, dict[str, float]]:
@@ -187,33 +180,31 @@ class CellRunner:
         """
         if merger.name not in self._merged:  # another merger's cells are finished
             self._merged.clear()
-        merged = self._merged.get(merger.name)
-        if isinstance(merged, str):
-            raise CalibrationError(f"not merged: {merged}")
-        if merged is None:
-            config, pool = OmegaConf.create(merger.config), self.inputs.modelpool
+            config = OmegaConf.create(merger.config)
             try:
                 with measure() as cost:
-                    model = run_merger(self.program, config, pool, merger.setting)
+                    model = run_merger(
+                        self.inputs.program, config, self.inputs.modelpool, merger.setting
+                    )
             except Exception as error:
                 self._merged[merger.name] = reason_of(error)
                 raise
-            merged = self._merged[merger.name] = model, cost.as_dict()
+            self._merged[merger.name] = model, cost.as_dict()
+        merged = self._merged[merger.name]
+        if isinstance(merged, str):
+            raise CalibrationError(f"not merged: {merged}")
         return merged
-
-    def _base(self) -> Evaluation:
-        return self._evaluated(BASE, load_pool_model(self.inputs.modelpool, BASE_MODEL))
 
     def _experts(self) -> Evaluation:
         """Evaluate the experts, each on its task."""
         pool = self.inputs.modelpool
         tasks = self.tasks or task_names(self.inputs.taskpool) or pool.model_names
-        without = [task for task in tasks if task not in pool.model_names]
-        if without:
-            raise CalibrationError(
-                f"the model pool has no expert for the tasks {without}: set "
-                f"modelpool.models.{without[0]}, or leave experts out of method.references"
-            )
+        for task in tasks:
+            if task not in pool.model_names:
+                raise CalibrationError(
+                    f"the model pool has no expert for the task {task}: set "
+                    f"modelpool.models.{task}, or leave experts out of method.references"
+                )
         return join(self._evaluated(t, load_pool_model(pool, t), [t]) for t in tasks)
 
     def _evaluated(

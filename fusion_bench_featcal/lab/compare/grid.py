@@ -3,7 +3,8 @@
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,19 +12,17 @@ from fusion_bench.compat.method import AlgorithmFactory
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.fusionbench.options import is_merger, plain
 from fusion_bench_featcal.fusionbench.pool_models import import_target
-from fusion_bench_featcal.lab.rivals.interface import PostMerging
-from fusion_bench_featcal.nearest_names import nearest_hint
+from fusion_bench_featcal.lab.rivals import Method
+from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
 
 log = logging.getLogger(__name__)
 
 REFERENCES = (BASE, EXPERTS)
 NONE = "none"  # in method.post_merging: the merger alone, which always runs
-_OWN = "fusion_bench_featcal."
-_MEMBERS = ("settings", "check", "post_merge", "samples", "added")
+_KEYS = ("upstream_mergers", "mergers_alone", "post_merging_methods")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ class Cell:
 
     row: str
     merger: Merger | None = None
-    method: PostMerging | None = None
+    method: Any = None
     config: Any = None  # of the method
 
     @property
@@ -50,25 +49,8 @@ class Cell:
         return f"{self.merger.name}+{self.row}" if self.merger and self.method else self.row
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entries:
-    """The names of a comparison with their configs, and the chosen ones.
-
-    Attributes:
-        upstreams: Mergers on which methods run.
-        alone: Mergers that run alone.
-        methods: Post-merging methods.
-        left_out: Names that run only if chosen, with the reason.
-    """
-
-    upstreams: Mapping[str, Any]
-    alone: Mapping[str, Any]
-    methods: Mapping[str, Any]
-    left_out: Mapping[str, str]
-
-
-def entries_of(settings: Any, suite: Mapping[str, Any]) -> Entries:
-    """Return the configs of a comparison with the model pool's changes.
+def cells_of(settings: Any, suite: Mapping[str, Any]) -> list[Cell]:
+    """Return all cells: references, then each merger before the methods on it.
 
     Args:
         settings: The comparison's settings.
@@ -77,165 +59,121 @@ def entries_of(settings: Any, suite: Mapping[str, Any]) -> Entries:
             further settings of entries.
 
     Raises:
-        ValueError: If an entry is no mapping, or a key of `compare` is unknown.
+        ValueError: If a name is unknown or taken twice, an entry's setting does not fit, or there
+            is nothing to run.
+        CalibrationError: If a `_target_` cannot be imported.
     """
     changes = dict(suite.get("compare") or {})
-    left_out = {**(plain(settings.leave_out) or {}), **(changes.pop("leave_out", None) or {})}
-    keys = ("upstream_mergers", "mergers_alone", "post_merging_methods")
-    if unknown := sorted(set(changes) - set(keys)):
-        raise ValueError(
-            f"modelpool.featcal.compare: {unknown} unknown; it takes leave_out, {', '.join(keys)}"
-        )
-    upstreams, alone, methods = (
-        _configs(getattr(settings, key), changes.get(key) or {}, key) for key in keys
-    )
-    featcal, presets = methods.get(FEATCAL), suite.get("presets") or {}
-    if isinstance(featcal, Mapping):
-        methods |= {f"{FEATCAL}_{name}": {**featcal, **of} for name, of in presets.items()}
-    return Entries(upstreams=upstreams, alone=alone, methods=methods, left_out=left_out)
+    refuse_unknown(changes, ("leave_out", *_KEYS), "modelpool.featcal.compare.")
+    left_out = {**(plain(settings.leave_out) or {}), **(changes.get("leave_out") or {})}
+    upstreams, alone, methods = (_configs(settings, changes, key) for key in _KEYS)
+    presets = suite.get("presets") or {} if isinstance(methods.get(FEATCAL), Mapping) else {}
+    methods |= {f"{FEATCAL}_{name}": {**methods[FEATCAL], **of} for name, of in presets.items()}
+
+    cells = [Cell(row=name) for name in _chosen(settings, "references", REFERENCES, {})]
+    rows = [
+        Cell(row=name, method=_method(name, methods[name]), config=methods[name])
+        for name in _chosen(settings, "post_merging", {NONE: None, **methods}, left_out)
+        if name != NONE
+    ]
+    for name in _chosen(settings, "upstreams", upstreams, left_out):
+        merger = _merger(name, upstreams[name], f"method.upstream_mergers.{name}")
+        cells.append(Cell(row=name, merger=merger))
+        cells += [Cell(**{**vars(cell), "merger": merger}) for cell in rows]
+    for name in _chosen(settings, "alone", alone, left_out):
+        merger = _merger(name, alone[name], f"method.mergers_alone.{name}")
+        cells.append(Cell(row=name, merger=merger))
+    counts = Counter([*REFERENCES, *(cell.row for cell in rows)])
+    counts.update(cell.row for cell in cells if cell.merger and not cell.method)
+    for name in (name for name, count in counts.items() if count > 1):
+        raise ValueError(f"{name!r} names two rows of the comparison: rename one in YAML")
+    if not any(cell.merger for cell in cells):
+        raise ValueError("there is nothing to run: name a merger in method.upstreams or alone")
+    return cells
 
 
-def _configs(value: Any, changes: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _configs(settings: Any, changes: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return configs by name, with the pool's changes. Entries set to null are removed."""
-    value = plain(value) or {}
+    value = plain(getattr(settings, key)) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"method.{key} must map names to configs, got {value!r}")
     configs = {str(name): config for name, config in value.items() if config is not None}
-    for name, settings in changes.items():
+    for name, further in (changes.get(key) or {}).items():
         if isinstance(configs.get(name), Mapping):
-            configs[name] = plain(OmegaConf.merge(configs[name], settings))
+            configs[name] = plain(OmegaConf.merge(configs[name], further))
     return configs
 
 
-def cells_of(settings: Any, suite: Mapping[str, Any]) -> list[Cell]:
-    """Return all cells: references, then each merger before the methods on it.
-
-    Raises:
-        ValueError: If names are unknown or taken twice, settings do not fit, or there is nothing to
-            run. The message has all problems.
-    """
-    entries, problems = entries_of(settings, suite), list[str]()
-    chosen = {
-        key: list(_chosen(plain(getattr(settings, key)), available, key, entries, problems))
-        for key, available in {
-            "references": dict.fromkeys(REFERENCES),
-            "upstreams": entries.upstreams,
-            "alone": entries.alone,
-            "post_merging": {NONE: None, **entries.methods},
-        }.items()
-    }
-    upstreams, alone = (
-        [_merger(name, configs[name], f"method.{key}.{name}", problems) for name in names]
-        for names, configs, key in (
-            (chosen["upstreams"], entries.upstreams, "upstream_mergers"),
-            (chosen["alone"], entries.alone, "mergers_alone"),
-        )
-    )
-    rows = [name for name in chosen["post_merging"] if name != NONE]
-    methods = {name: _method(name, entries.methods[name], problems) for name in rows}
-    names = [*REFERENCES, *(merger.name for merger in [*upstreams, *alone]), *methods]
-    problems += [
-        f"{name!r} names two rows of the comparison: rename one in YAML"
-        for name in dict.fromkeys(names)
-        if names.count(name) > 1
-    ]
-    if not upstreams and not alone and not problems:
-        problems.append("there is nothing to run: name a merger in method.upstreams or alone")
-    if problems:
-        raise ValueError("\n".join(problems))
-    cells = [Cell(row=name) for name in chosen["references"]]
-    for merger in upstreams:
-        cells.append(Cell(row=merger.name, merger=merger))
-        for name, method in methods.items():
-            config = entries.methods[name]
-            cells.append(Cell(row=name, merger=merger, method=method, config=config))
-    return cells + [Cell(row=merger.name, merger=merger) for merger in alone]
-
-
 def _chosen(
-    names: Any, available: Mapping[str, Any], key: str, entries: Entries, problems: list[str]
-) -> Iterator[str]:
-    """Yield the chosen names, or without a choice all that are not left out."""
+    settings: Any, key: str, available: Iterable[str], left_out: Mapping[str, str]
+) -> list[str]:
+    """Return the names that a setting chooses, or without a choice all that are not left out."""
+    names, available = plain(getattr(settings, key)), list(available)
     if names is None:
-        for name in available:
-            if name in entries.left_out:
-                log.info("method.%s: %s is left out: %s", key, name, entries.left_out[name])
-            else:
-                yield name
-        return
+        for name in (name for name in available if name in left_out):
+            log.info("method.%s: %s is left out: %s", key, name, left_out[name])
+        return [name for name in available if name not in left_out]
     if isinstance(names, str) or not isinstance(names, Sequence):
-        problems.append(f"method.{key} must be a list of names, got {names!r}")
-        return
-    for name in dict.fromkeys(names):
-        if name in available:
-            yield name
-        else:
-            problems.append(
+        raise ValueError(f"method.{key} must be a list of names, got {names!r}")
+    for name in names:
+        if name not in available:
+            raise ValueError(
                 f"method.{key}: {name!r} is unknown{nearest_hint(name, available)}. There are: "
                 f"{', '.join(available) or 'none'}"
             )
+    return list(dict.fromkeys(names))
 
 
-def _merger(name: str, config: Any, setting: str, problems: list[str]) -> Merger:
+def _merger(name: str, config: Any, setting: str) -> Merger:
+    """Return a merger, whose name and config are usable."""
     if re.search(r"[^\w.+-]", name) or name.startswith("."):
-        problems.append(f"{setting}: the name is that of a folder: use letters, digits and ._+-")
+        raise ValueError(f"{setting}: the name is that of a folder: use letters, digits and ._+-")
     if not is_merger(config):
-        problems.append(
+        raise ValueError(
             f"{setting} must be a method's config (with _target_ or name), got {config!r}; add "
             f"one by +method@{setting}=task_arithmetic (with the @)"
         )
-    elif problem := _problem_of(config, setting):
-        problems.append(problem)
-    elif str(config.get("_target_")).startswith(_OWN):
-        _made(config, setting, problems)  # the constructor checks the settings
+    target, available = config.get("_target_"), AlgorithmFactory.available_algorithms()
+    if target is None and config["name"] not in available:
+        hint = nearest_hint(config["name"], available)
+        raise ValueError(f"{setting}.name: FusionBench has no method {config['name']!r}{hint}")
+    if str(target).startswith("fusion_bench_featcal."):
+        _made(config, setting)  # the constructor checks the settings
+    elif target is not None:
+        _check_keys(config, setting)
     return Merger(name=name, config=config, setting=setting)
 
 
-def _method(name: str, config: Any, problems: list[str]) -> Any:
+def _method(name: str, config: Any) -> Method:
     setting = f"method.post_merging_methods.{name}"
     if not isinstance(config, Mapping) or "_target_" not in config:
-        problems.append(f"{setting} must have a _target_, got {config!r}")
-    elif problem := _problem_of(config, setting):
-        problems.append(problem)
-    elif method := _made(config, setting, problems):
-        if missing := [member for member in _MEMBERS if not hasattr(method, member)]:
-            target = config["_target_"]
-            problems.append(f"{setting}: {target} is no post-merging method: it lacks {missing}")
-        return method
-    return None
+        raise ValueError(f"{setting} must have a _target_, got {config!r}")
+    import_target(setting, config["_target_"])
+    method = _made(config, setting)
+    if not isinstance(method, Method) or not hasattr(method, "post_merge"):
+        raise ValueError(
+            f"{setting}: {config['_target_']} is no post-merging method: derive it from "
+            "fusion_bench_featcal.lab.rivals.Method and give it post_merge(merged, inputs)"
+        )
+    return method
 
 
-def _made(config: Mapping[str, Any], setting: str, problems: list[str]) -> Any:
+def _made(config: Mapping[str, Any], setting: str) -> Any:
     try:
         return instantiate(config, _recursive_=False, _convert_="all")
     except Exception as error:  # Hydra wraps the constructor's error, which is about a setting
         reason = str(error.__cause__ or error).replace("method.", f"{setting}.")
-        problems.append(f"{setting}: {reason}")
-        return None
+        raise ValueError(f"{setting}: {reason}") from error
 
 
-def _problem_of(config: Mapping[str, Any], setting: str) -> str | None:
-    """Import the `_target_` of an entry (or `name`, for older methods), and check its keys."""
-    target = config.get("_target_")
-    if target is None:
-        available, name = AlgorithmFactory.available_algorithms(), config.get("name")
-        if name in available:
-            return None
-        hint = nearest_hint(name, available)
-        return f"{setting}.name: FusionBench has no method {name!r}{hint}"
-    try:
-        parameters = inspect.signature(import_target(setting, target)).parameters.values()
-    except CalibrationError as error:
-        return str(error)
-    except (TypeError, ValueError):  # it has no signature
-        return None
+def _check_keys(config: Mapping[str, Any], setting: str) -> None:
+    """Refuse keys that a merger's class does not take. FusionBench's only warn of them."""
+    target = import_target(setting, config["_target_"])
+    parameters = inspect.signature(target).parameters.values()
     names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
     for key in config:
         if re.fullmatch(r"_\w+_", str(key)) or key in names:
             continue
-        hint = nearest_hint(key, names)
-        # FusionBench's classes accept any key with a warning. Classes of this package check theirs.
-        if not takes_any or (hint and not str(target).startswith(_OWN)):
-            return f"{setting}.{key} is unknown{hint}; it takes {', '.join(names)}"
-    return None
+        if (hint := nearest_hint(key, names)) or not takes_any:
+            raise ValueError(f"{setting}.{key} is unknown{hint}; it takes {', '.join(names)}")

@@ -1,7 +1,7 @@
-"""A merged model with a correction for each task, of images or texts, and its folder on disk."""
+"""A merged model with corrections for each task, of images or texts, and its folder on disk."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +28,7 @@ _OF_THE_MODEL = (
 
 
 class SurgeryModule(nn.Module):
-    """One task's correction `f - U relu(D f)`: D is `down`, `[rank, d]`, U is `up`, `[d, rank]`."""
+    """The correction `f - U relu(D f)`: D is `down`, `[rank, d]`, U is `up`, `[d, rank]`."""
 
     def __init__(self, down: Tensor, up: Tensor) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class SurgeryModule(nn.Module):
 
 
 class AffineModule(nn.Module):
-    """One task's correction `f - (A f + b)`: A is `matrix`, `[d, d]`, b is `shift`, `[d]`."""
+    """The correction `f - (A f + b)`: A is `matrix`, `[d, d]`, b is `shift`, `[d]`."""
 
     def __init__(self, matrix: Tensor, shift: Tensor) -> None:
         super().__init__()
@@ -52,20 +52,8 @@ class AffineModule(nn.Module):
         return features - functional.linear(features, self.matrix, self.shift)
 
 
-class LayerSurgery(nn.Module):
-    """One task's corrections: after each block, of all tokens, and of the final features."""
-
-    def __init__(self, blocks: Iterable[nn.Module], final: nn.Module) -> None:
-        super().__init__()
-        self.blocks, self.final = nn.ModuleList(blocks), final
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Correct final features `[..., d]`."""
-        return self.final(features)
-
-
 class CorrectedModel(nn.Module):
-    """A frozen merged model with a correction for each task, which needs the task's name.
+    """A frozen merged model with corrections for each task, which needs the task's name.
 
     A language model answers and scores with the correction of the task in `task`: `with
     model.for_task("banking77"): model.generate(...)`. Without a task any use raises. A CLIP vision
@@ -84,33 +72,41 @@ class CorrectedModel(nn.Module):
     is_surgery_model = True  # FusionBench's protocol
 
     def __init__(
-        self, model: nn.Module, corrections: Mapping[str, nn.Module], site: nn.Linear | str
+        self,
+        model: nn.Module,
+        corrections: Mapping[str, Sequence[nn.Module]],
+        site: nn.Linear | str,
     ) -> None:
-        """Join them. `site` is the projection or the last norm's name."""
+        """Join them.
+
+        Args:
+            model: The merged model.
+            corrections: Of each task: of the final feature, and before it any of tokens after each
+                block of a CLIP vision model.
+            site: CLIP's projection to the final feature, or the name of the norm that returns it.
+        """
         super().__init__()
         self.model: Any = model
         self.projection: Any = None if isinstance(site, str) else site
         self.final_norm = site if isinstance(site, str) else None
         self.tasks = tuple(corrections)
-        self.corrections = nn.ModuleDict({_key(task): part for task, part in corrections.items()})
-        if len(self.corrections) < len(corrections):
-            raise ValueError(f"tasks must differ in more than '-', '.' and '_': {[*corrections]}")
+        self.corrections = nn.ModuleList(map(nn.ModuleList, corrections.values()))
         self.task: str | None = None
         self.curves: dict[str, Any] = {}
-        self._last: tuple[Any, ...] = ()
+        self._last: tuple[Any, ...] = ((), {}, None)
         self.requires_grad_(False).eval()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name) if name in _OF_THE_MODEL else super().__getattr__(name)
 
     def correction(self, task: str | None) -> Any:
-        """Return one task's correction. Raises a CalibrationError if there is none."""
+        """Return one task's corrections. Raises a CalibrationError if there are none."""
         if task not in self.tasks:
             raise CalibrationError(
                 f"there is no feature correction for task {task!r}: surgery methods must be told "
                 f"the task (model.task), one of {', '.join(self.tasks)}"
             )
-        return self.corrections[_key(task)]
+        return self.corrections[self.tasks.index(task)]
 
     @contextmanager
     def for_task(self, task: str) -> Iterator[Self]:
@@ -136,15 +132,13 @@ class CorrectedModel(nn.Module):
             return self.model.generate(*args, **kwargs)
 
     def _correcting(self) -> Any:
-        return corrected_outputs(self.model, [self.final_norm], [self.correction(self.task)])
+        return corrected_outputs(self.model, [self.final_norm], self.correction(self.task))
 
     def features(self, task: str, *args: Any, **kwargs: Any) -> Tensor:
         """Return corrected projected features `[batch, d]` of images, not normalised."""
-        correction = self.correction(task)
-        blocks = clip_blocks(self.model) if isinstance(correction, LayerSurgery) else []
-        with corrected_outputs(self.model, blocks, correction.blocks if blocks else []):
-            output = self.model(*args, **kwargs)
-        return correction(project(output, self.projection))
+        *of_blocks, final = self.correction(task)
+        with corrected_outputs(self.model, clip_blocks(self.model), of_blocks):
+            return final(project(self.model(*args, **kwargs), self.projection))
 
     def compute_surgery_features(
         self, features: Tensor, dataset_name: str
@@ -162,16 +156,15 @@ class CorrectedModel(nn.Module):
         Raises:
             CalibrationError: If there is no correction for the task, or the features are others.
         """
-        correction = self.correction(dataset_name)
-        args, kwargs, output = self._last or ((), {}, None)
+        *of_blocks, final = self.correction(dataset_name)
+        args, kwargs, output = self._last
         last = project(output, self.projection)
         if bool(((last * features).sum(dim=-1) < 0.99 * last.norm(dim=-1)).any()):
             raise CalibrationError(
                 "the features are not those of the images last passed through this model: use the "
                 "visual projection that it was fitted with (method.clip_model)"
             )
-        has_blocks = isinstance(correction, LayerSurgery)
-        raw = self.features(dataset_name, *args, **kwargs) if has_blocks else correction(last)
+        raw = self.features(dataset_name, *args, **kwargs) if of_blocks else final(last)
         corrected = raw / raw.norm(dim=-1, keepdim=True)
         return corrected, features, features - corrected
 
@@ -194,10 +187,8 @@ class CorrectedModel(nn.Module):
             with safe_open(Path(folder) / WEIGHTS, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 record = file.metadata()
-            corrections = {
-                task: _rebuilt(tensors, f"corrections.{_key(task)}.")
-                for task in json.loads(record["tasks"])
-            }
+            tasks = json.loads(record["tasks"])
+            corrections = dict(zip(tasks, _rebuilt(tensors), strict=True))
         except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
             raise CalibrationError(
                 f"{folder} holds no corrected model, or {WEIGHTS} is damaged: {error!r}"
@@ -221,6 +212,11 @@ def corrected_outputs(
 ) -> Iterator[list[Tensor]]:
     """Context in which modules of a model return corrected features, computed in float32.
 
+    Args:
+        model: The model.
+        names: The modules. Those without a correction are not changed.
+        corrections: The corrections.
+
     Yields:
         A list to which each module adds its corrected features' mean over tokens, `[batch, d]`.
     """
@@ -238,7 +234,7 @@ def corrected_outputs(
 
     handles = [
         model.get_submodule(name).register_forward_hook(hook(correction))
-        for name, correction in zip(names, corrections, strict=True)
+        for name, correction in zip(names, corrections, strict=False)
     ]
     try:
         yield means
@@ -252,18 +248,16 @@ def clip_blocks(model: nn.Module) -> list[str]:
     return resolve_family("clip", model).stages(model)[0]
 
 
-def _rebuilt(tensors: Mapping[str, Tensor], prefix: str) -> nn.Module:
-    """Rebuild a task's correction, whose kind follows from the names of its tensors."""
-    leaves = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    if "matrix" in leaves:
-        return AffineModule(**leaves)
-    if "final.up" not in leaves:
-        return SurgeryModule(**leaves)
-    sites = [*(f"blocks.{i}" for i in range(len(leaves) // 2 - 1)), "final"]
-    modules = [SurgeryModule(leaves[f"{site}.down"], leaves[f"{site}.up"]) for site in sites]
-    return LayerSurgery(modules[:-1], modules[-1])
-
-
-def _key(task: str) -> str:
-    """Return a task's name as a module's name. FusionBench replaces the same two characters."""
-    return "task_" + task.replace("-", "_").replace(".", "_")
+def _rebuilt(tensors: Mapping[str, Tensor]) -> list[list[nn.Module]]:
+    """Rebuild all corrections, task by task. Their kind follows from the names of their tensors."""
+    leaves: dict[tuple[int, int], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("corrections."):
+            _, task, number, leaf = name.split(".")
+            leaves.setdefault((int(task), int(number)), {})[leaf] = tensor
+    corrections: dict[int, list[nn.Module]] = {}
+    for task, number in sorted(leaves):
+        of_module = leaves[task, number]
+        kind = AffineModule if "matrix" in of_module else SurgeryModule
+        corrections.setdefault(task, []).append(kind(**of_module))
+    return list(corrections.values())

@@ -1,4 +1,4 @@
-"""Corrections of a merged model's final features, for each task with its expert."""
+"""Corrections of a merged model's features, fitted for each task to the features of its expert."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,41 +21,32 @@ from fusion_bench_featcal.lab.rivals.features import (
     load_projection,
     project,
 )
-from fusion_bench_featcal.lab.rivals.registry import SampleSettings
+from fusion_bench_featcal.lab.rivals.method import SampleSettings
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.setting_fields import same_as, setting
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import rows_of
 from fusion_bench_featcal.streams.samples import naming_task
 
-Fitted = tuple[dict[str, nn.Module], dict[str, Any]]
-"""Corrections by task, and the curves of their trainings."""
+Fitted = tuple[dict[str, Sequence[nn.Module]], dict[str, Any]]
+"""Corrections by task, one for each corrected feature, and the curves of their trainings."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lessons:
-    """One task's data for its correction.
+    """One task's data for its corrections.
 
     Attributes:
         inputs: The merged model's final features, `[n, d]`, or its inputs if `run` needs these.
-        targets: Features of the task's expert on the same samples, `[n, d]` for each site.
-        run: Returns corrected features at each site from a correction and some of the inputs.
+        targets: The expert's features on the same samples, `[n, d]` for each correction.
+        run: Returns the corrected features from corrections and some of the inputs.
     """
 
     inputs: Tensor
     targets: Sequence[Tensor]
-    run: Callable[[nn.Module, Tensor], list[Tensor]] = lambda correction, rows: [correction(rows)]
-
-    def check(self) -> None:
-        """Refuse features that are not finite."""
-        if not all(bool(torch.isfinite(values).all()) for values in (self.inputs, *self.targets)):
-            raise CalibrationError(
-                "features of the merged model or the expert are not finite. Look for NaN or "
-                "infinite values in their weights"
-            )
+    run: Callable[[Sequence[nn.Module], Tensor], list[Tensor]] = lambda of_task, x: [of_task[0](x)]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureCorrection(SampleSettings):
     """A correction of final features as a post-merging method. Subclasses implement `fit_all`."""
 
@@ -115,17 +106,6 @@ class FeatureCorrection(SampleSettings):
         """
         raise NotImplementedError
 
-    def fit(self, merged: Tensor, expert: Tensor, task: str = "") -> Any:
-        """Fit the correction of one task. Raises as `fit_all`.
-
-        Args:
-            merged: Features of the merged model, `[n, d]`.
-            expert: Features of the task's expert on the same samples, `[n, d]`.
-            task: The task's name, for seeds and messages.
-        """
-        corrections, _ = self.fit_all({task: Lessons(merged.detach(), [expert.detach()])})
-        return corrections[task].requires_grad_(False)
-
     def check(self, inputs: MethodInputs) -> None:
         """Find the feature to correct and open the data.
 
@@ -172,7 +152,7 @@ class FeatureCorrection(SampleSettings):
             expert = load_pool_model(pool, task).to(device).eval()
             with naming_task(task), torch.no_grad():
                 lessons[task] = self.lessons(merged, expert, data, site)
-                lessons[task].check()
+                _refuse_not_finite(lessons[task])
             del expert
             self.sample_counts[task] = source.samples
         corrections, curves = self.fit_all(lessons)
@@ -193,6 +173,15 @@ class FeatureCorrection(SampleSettings):
         corrections = model.get_submodule("corrections").named_modules()
         sizes = {n: sum(p.numel() for p in m.parameters(recurse=False)) for n, m in corrections}
         return {name: size for name, size in sizes.items() if size}
+
+
+def _refuse_not_finite(lessons: Lessons) -> None:
+    for values in (lessons.inputs, *lessons.targets):
+        if not bool(torch.isfinite(values).all()):
+            raise CalibrationError(
+                "features of the merged model or the expert are not finite. Look for NaN or "
+                "infinite values in their weights"
+            )
 
 
 def final_feature(model: nn.Module, batch: Mapping[str, Tensor], site: Any) -> Tensor:

@@ -9,16 +9,17 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.lab.rivals.mergers import load_base, load_means
-from fusion_bench_featcal.lab.rivals.registry import Method, method
+from fusion_bench_featcal.lab.rivals.method import Method
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.setting_fields import setting
 
 
-@method(
-    "featcal_mergers/dc_merge", source="Zhang et al., CVPR 2026, arXiv 2603.06242, and its code"
-)
-class DCMerge(Method):
+class DCMerge(
+    Method,
+    option="featcal_mergers/dc_merge",
+    source="Zhang et al., CVPR 2026, arXiv 2603.06242, and its code",
+):
     """DC-Merge: truncated task matrices, aligned and merged in one orthogonal basis, without data.
 
     Embeddings, position tables, convolutions, biases and norms are the experts' mean.

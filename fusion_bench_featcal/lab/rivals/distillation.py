@@ -13,7 +13,7 @@ from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.lab.rivals import training
 from fusion_bench_featcal.lab.rivals.features import final_features, final_rows
-from fusion_bench_featcal.lab.rivals.registry import SampleSettings, method
+from fusion_bench_featcal.lab.rivals.method import SampleSettings
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.modules.models import copied
 from fusion_bench_featcal.run.progress import progress_bar
@@ -46,8 +46,7 @@ class Lesson:
         return (features - self.target).square().mean() / self.norm
 
 
-@method("featcal_baselines/distillation", source="ours")
-class Distillation(SampleSettings):
+class Distillation(SampleSettings, option="featcal_baselines/distillation", source="ours"):
     """Distillation: training of a merged model's blocks towards the experts' final features.
 
     The loss is the squared distance to the expert's final features relative to their squared norm,

@@ -12,7 +12,6 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.lab.rivals.dc_merge import nearest_orthogonal
 from fusion_bench_featcal.lab.rivals.mergers import Merger
-from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.rules.rule import Linear, Solved
 from fusion_bench_featcal.run.problem import Problem
 from fusion_bench_featcal.setting_fields import setting
@@ -22,8 +21,11 @@ SPECTRUM_POWER = 0.15
 """Power of an output direction's energy in its weight, as in the authors' code."""
 
 
-@method("featcal_mergers/esm", source="Li et al., CVPR 2026, arXiv 2602.20208, and its code")
-class ESM(Merger):
+class ESM(
+    Merger,
+    option="featcal_mergers/esm",
+    source="Li et al., CVPR 2026, arXiv 2602.20208, and its code",
+):
     """ESM: task matrices cut to the main directions of their shift of the outputs, and merged.
 
     Weights that read the same input are one matrix. All parameters except the linear weights of

@@ -1,18 +1,15 @@
 """FeatCal as a post-merging method on a model pool."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.families import check_family
-from fusion_bench_featcal.lab.rivals.registry import Method
+from fusion_bench_featcal.lab.rivals.method import Method
 from fusion_bench_featcal.method_inputs import MethodInputs, check_calibration
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class FeatCal(FeatCalSettings, Method):
     """Calibrates a merged model. Its settings are the calibration's settings."""
 
@@ -20,7 +17,6 @@ class FeatCal(FeatCalSettings, Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_family(self.family)
         if self.checkpoint_dir is not None or self.calibration_data is not None:
             raise ValueError("checkpoint_dir and calibration_data are settings of method=featcal")
 
@@ -40,14 +36,8 @@ class FeatCal(FeatCalSettings, Method):
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
         """Calibrate the merged model. Raises a CalibrationError if that cannot go on."""
-        result = calibrate(
-            merged,
-            inputs.base(),
-            inputs.experts(),
-            inputs.batches(self),
-            self,
-            device=inputs.fabric.device,
-            autocast=inputs.fabric.autocast,
-        )
-        self.note_samples(result.log)
+        options = {"device": inputs.fabric.device, "autocast": inputs.fabric.autocast}
+        batches = inputs.batches(self)
+        result = calibrate(merged, inputs.base(), inputs.experts(), batches, self, **options)
+        self.sample_counts.update((r["task"], r["samples"]) for r in result.log.of_kind("task"))
         return result.model

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.lab.rivals.mergers import Merger
-from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.lab.rivals.regmean import LeastSquaresSums
 from fusion_bench_featcal.rules.norms import NormRows
 from fusion_bench_featcal.rules.rule import Linear, Solved
 from fusion_bench_featcal.setting_fields import setting
 
 
-@method("featcal_baselines/lot", source="Sun et al., NeurIPS 2025, arXiv 2505.23859")
-class Lot(Merger):
+class Lot(
+    Merger, option="featcal_baselines/lot", source="Sun et al., NeurIPS 2025, arXiv 2505.23859"
+):
     """LOT Merging: the task vector that fits all experts best, block by block.
 
     It is computed by regression on the experts' features. Directions without samples keep the

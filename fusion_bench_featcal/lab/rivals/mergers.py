@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from fusion_bench_featcal.core.kernels import using_kernel
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.program import counting_in
-from fusion_bench_featcal.lab.rivals.registry import SampleSettings
+from fusion_bench_featcal.lab.rivals.method import SampleSettings
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.modules.groups import Group
@@ -30,7 +29,6 @@ from fusion_bench_featcal.streams.samples import check_inputs, naming_module
 from fusion_bench_featcal.streams.task_rows import empty_rows
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Merger(Rule, SampleSettings):
     """A merger for any model family.
 
@@ -83,7 +81,7 @@ class Merger(Rule, SampleSettings):
     ) -> nn.Module:
         """Merge experts block by block in forward order.
 
-        Arguments and errors are those of `calibrate`. The result has the structure, dtype and
+        Takes and raises the same as `calibrate`. The result has the structure, dtype and
         device of the base, which is not changed.
         """
         settings, home = self.calibration_settings.replace(rule=self), device_of(base)

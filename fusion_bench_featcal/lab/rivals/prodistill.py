@@ -16,7 +16,6 @@ from torch.func import functional_call
 
 from fusion_bench_featcal.lab.rivals import training
 from fusion_bench_featcal.lab.rivals.mergers import Merger
-from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.run.problem import Problem
 from fusion_bench_featcal.setting_fields import setting
 from fusion_bench_featcal.streams.batch import CountedRows, rows_of
@@ -27,12 +26,12 @@ Lesson = tuple[Any, CountedRows | None, Tensor]
 """A block's arguments, the counted positions of its output, and the expert's output there."""
 
 
-@method(
-    "featcal_baselines/prodistill",
+class ProDistill(
+    Merger,
+    option="featcal_baselines/prodistill",
     source="Xu et al., ICML 2025, arXiv 2502.12706",
-    without=["modules"],  # all parameters of the blocks are trained
-)
-class ProDistill(Merger):
+    without=["modules"],
+):
     """ProDistill: coefficients of the experts' task vectors, trained by gradients.
 
     There is one for each entry of every parameter. They are trained block by block towards the

@@ -9,15 +9,13 @@ from torch import Tensor
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import solve_dtype, solve_ridge
 from fusion_bench_featcal.lab.rivals.mergers import Merger
-from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.rules.rule import Linear, Solved
 from fusion_bench_featcal.setting_fields import setting
 
 _LEAST_NORM = 1e-8  # of a Gram matrix
 
 
-@method("featcal_baselines/regmean", source="Jin et al., ICLR 2023")
-class RegMean(Merger):
+class RegMean(Merger, option="featcal_baselines/regmean", source="Jin et al., ICLR 2023"):
     """RegMean: linear weights by regression on the experts' features.
 
     All other parameters are the experts' mean. Same solution as regmean/clip_regmean, for any model
@@ -44,8 +42,9 @@ class RegMean(Merger):
         return LeastSquaresSums(merged, off_diagonal=self.off_diagonal, has_unit_gram=is_unit)
 
 
-@method("featcal_baselines/regmean_plusplus", source="Nguyen et al., TMLR 2026")
-class RegMeanPlusPlus(RegMean):
+class RegMeanPlusPlus(
+    RegMean, option="featcal_baselines/regmean_plusplus", source="Nguyen et al., TMLR 2026"
+):
     """RegMean++: RegMean block by block, on features of the blocks merged so far.
 
     Parameters after the last block are the experts' mean, in regmean_plusplus/* the base's.
@@ -75,7 +74,7 @@ class LeastSquaresSums:
             has_unit_gram: Whether Gram matrices are scaled to norm 1.
             cutoff: Energies up to this share of the largest count as zero.
             scale: Factor of the step.
-            bias: Biases of the result, by default those of the anchor.
+            bias: Biases of the result, by default the anchor's.
         """
         self._anchor = anchor.to(solve_dtype(anchor.weight.device))
         self._bias = anchor.bias if bias is None else bias

@@ -9,7 +9,6 @@ from torch import Tensor
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.lab.rivals.corrected_model import AffineModule
 from fusion_bench_featcal.lab.rivals.corrections import FeatureCorrection, Fitted, Lessons
-from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.setting_fields import setting
 
 log = logging.getLogger(__name__)
@@ -18,8 +17,7 @@ GRID = tuple(10.0 ** (exponent / 2) for exponent in range(-8, 5))
 """Values of `ridge_lambda` that `auto` tries: 1e-4 to 1e2, two per decade."""
 
 
-@method("ridge_surgery", source="ours")
-class RidgeSurgery(FeatureCorrection):
+class RidgeSurgery(FeatureCorrection, option="ridge_surgery", source="ours"):
     """Ridge surgery: an affine correction of each task's final feature in closed form.
 
     Nothing is trained. It needs the task's name at inference.
@@ -49,18 +47,24 @@ class RidgeSurgery(FeatureCorrection):
             )
 
     def fit_all(self, lessons: Mapping[str, Lessons]) -> Fitted:
-        """Fit each task's affine correction: ridge regression of the drift on merged features.
+        """Fit each task's affine correction. Raises as `fit`."""
+        return {t: [self.fit(of.inputs, of.targets[0], t)] for t, of in lessons.items()}, {}
+
+    def fit(self, merged: Tensor, expert: Tensor, task: str = "") -> AffineModule:
+        """Fit an affine correction: ridge regression of the drift on merged features, in float64.
 
         With x and e the features of the merged model and the expert it minimises `sum |(x - e) - (A
         x + b)|^2 + lambda n v |A|^2`, with v the mean variance of x's coordinates and b not
-        penalised. With a large lambda only the mean drift is removed. It is solved in float64.
+        penalised. With a large lambda only the mean drift is removed.
+
+        Args:
+            merged: Features of the merged model, `[n, d]`.
+            expert: Features of the task's expert on the same samples, `[n, d]`.
+            task: The task's name, for messages.
 
         Raises:
             CalibrationError: If features do not vary, or `auto` has fewer than two samples.
         """
-        return {t: self._solve(of.inputs, of.targets[0], t) for t, of in lessons.items()}, {}
-
-    def _solve(self, merged: Tensor, expert: Tensor, task: str) -> AffineModule:
         features, samples = merged.double(), len(merged)
         drift = features - expert.double()
         centred, centred_drift = features - features.mean(dim=0), drift - drift.mean(dim=0)
@@ -93,4 +97,5 @@ class RidgeSurgery(FeatureCorrection):
         matrix = (right_vectors.T * inverse @ target).T
         shift = drift.mean(dim=0) - matrix @ features.mean(dim=0)
         log.info("%s: ridge surgery with lambda %g", task, strength)
-        return AffineModule(matrix.to(merged.dtype), shift.to(merged.dtype))
+        module = AffineModule(matrix.to(merged.dtype), shift.to(merged.dtype))
+        return module.requires_grad_(False)

@@ -26,7 +26,7 @@ from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.upstream import Upstream
-from fusion_bench_featcal.lab.rivals.registry import Method
+from fusion_bench_featcal.lab.rivals.method import Method
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.run import training_lines
@@ -89,7 +89,7 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
             make = partial(method.post_merge, merged, inputs)
         is_run = getattr(program, "method", None) is self  # else another method reports
         model = self._report(inputs, upstream, merged, make) if is_run else make()
-        samples = method.samples(model, modelpool.model_names)
+        samples = method.samples(modelpool.model_names)
         if any(used["split"] == "test" for used in samples.values()):
             log.warning("%s was fitted on samples of the test split", method.name)
         return model
@@ -115,7 +115,7 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
         with measure() as cost:
             model = make()
         log.info("made %s in %.1f s", method.name, cost.seconds)
-        samples, seed = method.samples(model, pool.model_names), method.settings.get("seed")
+        samples, seed = method.samples(pool.model_names), method.settings.get("seed")
         facts = CardFacts(method.name, self.base_method, settings, samples)
         results.saver.offer(model, facts)
         results.add_made(

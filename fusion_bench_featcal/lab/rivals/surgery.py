@@ -11,7 +11,6 @@ from torch.nn.functional import l1_loss, linear, relu
 
 from fusion_bench_featcal.lab.rivals import training
 from fusion_bench_featcal.lab.rivals.corrected_model import (
-    LayerSurgery,
     SurgeryModule,
     clip_blocks,
     corrected_outputs,
@@ -22,12 +21,12 @@ from fusion_bench_featcal.lab.rivals.corrections import (
     Lessons,
     final_feature,
 )
-from fusion_bench_featcal.lab.rivals.registry import method
 from fusion_bench_featcal.setting_fields import setting
 
 
-@method("surgery", source="Yang et al., ICML 2024, arXiv 2402.02705")
-class Surgery(FeatureCorrection):
+class Surgery(
+    FeatureCorrection, option="surgery", source="Yang et al., ICML 2024, arXiv 2402.02705"
+):
     """Representation Surgery: a small trained module per task corrects the final feature.
 
     It needs the task's name at inference. The defaults are the authors'. FusionBench's version,
@@ -44,16 +43,16 @@ class Surgery(FeatureCorrection):
         choices=("joint", "per_task"),
     )
 
-    def module(self, widths: Sequence[int], generator: torch.Generator) -> nn.Module:
-        """Return a task's module before training, which corrects nothing, for features' widths."""
-        return initial_surgery(widths[0], self.rank, generator)
+    def module(self, width: int, generator: torch.Generator) -> nn.Module:
+        """Return a module before training, which corrects nothing, for features of a width."""
+        return initial_surgery(width, self.rank, generator)
 
-    def loss(self, module: Any, lessons: Lessons, rows: Tensor, noise: torch.Generator) -> Tensor:
+    def loss(self, modules: Any, lessons: Lessons, rows: Tensor, noise: torch.Generator) -> Tensor:
         """Return the mean absolute difference of corrected and expert features, 0-dim.
 
-        Differences of several sites are added up. `rows` are the positions of a batch's samples.
+        Differences of several features are added up. `rows` are positions of a batch's samples.
         """
-        corrected = lessons.run(module, lessons.inputs[rows])
+        corrected = lessons.run(modules, lessons.inputs[rows])
         targets = [target[rows] for target in lessons.targets]
         return torch.stack([*map(l1_loss, corrected, targets)]).sum()
 
@@ -62,7 +61,10 @@ class Surgery(FeatureCorrection):
     def fit_all(self, lessons: Mapping[str, Lessons]) -> Fitted:
         """Train all tasks' modules by Adam, one update for each task in turn."""
         modules = {task: self._start(task, of_task) for task, of_task in lessons.items()}
-        optimizers = self._optimizers(modules)
+        adam = partial(torch.optim.Adam, lr=self.learning_rate)
+        joint = adam(nn.ModuleList(modules.values()).parameters())
+        is_joint = self.optimizer == "joint"
+        optimizers = {t: joint if is_joint else adam(m.parameters()) for t, m in modules.items()}
         updates = {task: self._updates(task, modules[task], of) for task, of in lessons.items()}
         losses: dict[str, list[Tensor]] = {task: [] for task in lessons}
         for _ in range(self.steps):
@@ -73,34 +75,26 @@ class Surgery(FeatureCorrection):
                 loss.backward()
                 optimizers[task].step()
                 losses[task].append(loss.detach())
-        for task, module in modules.items():
-            training.check_trained(
-                module.parameters(), f"task {task!r}: training", self.learning_rate
-            )
-        return modules, {task: training.curve_of(values) for task, values in losses.items()}
+        for task, of_task in modules.items():
+            name = f"task {task!r}: training"
+            training.check_trained(of_task.parameters(), name, self.learning_rate)
+        curves = {task: training.curve_of(values) for task, values in losses.items()}
+        return {task: [*of_task] for task, of_task in modules.items()}, curves
 
-    def _start(self, task: str, lessons: Lessons) -> nn.Module:
-        widths = [target.shape[1] for target in lessons.targets]
-        module = self.module(widths, training.task_generator(self.seed, task, "weights"))
-        return module.to(lessons.inputs.device)
+    def _start(self, task: str, lessons: Lessons) -> nn.ModuleList:
+        generator = training.task_generator(self.seed, task, "weights")
+        modules = [self.module(target.shape[1], generator) for target in lessons.targets]
+        return nn.ModuleList(modules).to(lessons.inputs.device)
 
-    def _optimizers(self, modules: Mapping[str, nn.Module]) -> dict[str, torch.optim.Adam]:
-        """Return each task's optimizer, which may be the one of all tasks."""
-        adam = partial(torch.optim.Adam, lr=self.learning_rate)
-        if self.optimizer == "joint":
-            return dict.fromkeys(modules, adam(nn.ModuleList(modules.values()).parameters()))
-        return {task: adam(module.parameters()) for task, module in modules.items()}
-
-    def _updates(self, task: str, module: nn.Module, lessons: Lessons) -> Iterator[Tensor]:
+    def _updates(self, task: str, modules: nn.ModuleList, lessons: Lessons) -> Iterator[Tensor]:
         """Yield the loss of each update, computed on request."""
         samples, device = len(lessons.inputs), lessons.inputs.device
         noise = training.task_generator(self.seed, task, "noise")
         for rows in training.shuffled_batches(samples, self.batch_size, self.seed, task):
-            yield self.loss(module, lessons, rows.to(device), noise)
+            yield self.loss(modules, lessons, rows.to(device), noise)
 
 
-@method("prob_surgery", source="ICML 2025", without=("rank",))
-class ProbSurgery(Surgery):
+class ProbSurgery(Surgery, option="prob_surgery", source="ICML 2025", without=("rank",)):
     """ProbSurgery: Surgery with a wider module and a correction that is random in training.
 
     It is sampled from a normal distribution. The method needs the task's name at inference. The
@@ -110,15 +104,15 @@ class ProbSurgery(Surgery):
     hidden: int = setting(128, "Width of each task's module.", ge=1, group="module and fit")
     kl_weight: float = setting(1e-4, "Weight of the divergence from a standard normal.", ge=0)
 
-    def module(self, widths: Sequence[int], generator: torch.Generator) -> nn.Module:
+    def module(self, width: int, generator: torch.Generator) -> nn.Module:
         """Return a module before training: U gives the mean and `spread` the log variance, 0."""
-        module = initial_surgery(widths[0], self.hidden, generator)
+        module = initial_surgery(width, self.hidden, generator)
         module.register_parameter("spread", nn.Parameter(torch.zeros_like(module.up)))
         return module
 
-    def loss(self, module: Any, lessons: Lessons, rows: Tensor, noise: torch.Generator) -> Tensor:
+    def loss(self, modules: Any, lessons: Lessons, rows: Tensor, noise: torch.Generator) -> Tensor:
         """Return the mean absolute difference under one draw of noise, plus the KL term, 0-dim."""
-        before = lessons.inputs[rows]
+        before, module = lessons.inputs[rows], modules[0]
         hidden = relu(linear(before, module.down))
         mean, log_variance = linear(hidden, module.up), linear(hidden, module.spread)
         draw = torch.randn(mean.shape, generator=noise).to(mean)
@@ -131,17 +125,16 @@ class ProbSurgery(Surgery):
     def fit_all(self, lessons: Mapping[str, Lessons]) -> Fitted:
         """Train all tasks' modules. The results subtract the mean of the distribution."""
         trained, curves = super().fit_all(lessons)
-        modules: dict[str, Any] = trained
-        return {t: SurgeryModule(m.down.data, m.up.data) for t, m in modules.items()}, curves
+        modules: Any = {task: part for task, (part,) in trained.items()}
+        return {t: [SurgeryModule(m.down.data, m.up.data)] for t, m in modules.items()}, curves
 
 
-@method(
-    "featcal_baselines/surgery_v2",
+class SurgeryV2(
+    Surgery,
+    option="featcal_baselines/surgery_v2",
     source="arXiv 2410.14389",
-    # Not for texts.
     without=("final_norm", "calibration_targets", "generated_tokens", "max_length"),
-)
-class SurgeryV2(Surgery):
+):
     """SurgeryV2: a small trained module per task after every block corrects all tokens.
 
     Another one corrects the final projected feature. CLIP vision models only. It needs the task's
@@ -149,11 +142,6 @@ class SurgeryV2(Surgery):
     """
 
     texts = False
-
-    def module(self, widths: Sequence[int], generator: torch.Generator) -> LayerSurgery:
-        """Return modules before training, which correct nothing."""
-        modules = [initial_surgery(width, self.rank, generator) for width in widths]
-        return LayerSurgery(modules[:-1], modules[-1])
 
     def lessons(
         self, merged: nn.Module, expert: nn.Module, batches: Sequence[Any], site: Any
@@ -163,19 +151,20 @@ class SurgeryV2(Surgery):
         The merged model runs in every update, because each correction changes the input of later
         blocks.
         """
-        identity, pixels = nn.Identity(), [batch["pixel_values"] for batch in batches]
-        nothing = LayerSurgery([identity] * len(clip_blocks(expert)), identity)
-        rows = [site_features(expert, site, nothing, batch) for batch in pixels]
+        pixels = [batch["pixel_values"] for batch in batches]
+        unchanged = [nn.Identity()] * (len(clip_blocks(expert)) + 1)
+        rows = [all_features(expert, site, unchanged, batch) for batch in pixels]
         targets = [*map(torch.cat, zip(*rows, strict=True))]
-        return Lessons(torch.cat(pixels), targets, partial(site_features, merged, site))
+        return Lessons(torch.cat(pixels), targets, partial(all_features, merged, site))
 
 
-def site_features(
-    model: nn.Module, projection: nn.Linear, surgery: Any, pixels: Tensor
+def all_features(
+    model: nn.Module, projection: nn.Linear, corrections: Sequence[nn.Module], pixels: Tensor
 ) -> list[Tensor]:
     """Return a CLIP model's corrected token mean after each block, and final features."""
-    with corrected_outputs(model, clip_blocks(model), surgery.blocks) as means:
-        features = surgery(final_feature(model, {"pixel_values": pixels}, projection))
+    *of_blocks, final = corrections
+    with corrected_outputs(model, clip_blocks(model), of_blocks) as means:
+        features = final(final_feature(model, {"pixel_values": pixels}, projection))
     return [*means, features]
 
 

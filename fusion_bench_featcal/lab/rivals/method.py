@@ -1,19 +1,18 @@
-"""Registration of methods. Each is one frozen dataclass in a module of this folder."""
+"""The base of all methods. Each is one class with its settings, in a module of this folder."""
 
 import dataclasses
+import inspect
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
 from torch import nn
 
 from fusion_bench_featcal.families import check_family
-from fusion_bench_featcal.nearest_names import refuse_unknown
-from fusion_bench_featcal.run.log import CalibrationLog
 from fusion_bench_featcal.setting_fields import (
     Settings,
     is_shared,
@@ -27,8 +26,14 @@ from fusion_bench_featcal.settings import FeatCalSettings
 if TYPE_CHECKING:
     from fusion_bench_featcal.method_inputs import MethodInputs
 
-T = TypeVar("T", bound="type[Method]")
 _METHODS: dict[str, "type[Method]"] = {}
+
+
+def all_methods() -> dict[str, "type[Method]"]:
+    """Import the modules of this folder, and return their methods by option."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        import_module(f"{__package__}.{module.name}")
+    return dict(sorted(_METHODS.items()))
 
 
 @dataclass_transform(
@@ -37,45 +42,38 @@ _METHODS: dict[str, "type[Method]"] = {}
     eq_default=False,
     field_specifiers=(setting, same_as, dataclasses.field),
 )
-def method(option: str, *, source: str, without: Sequence[str] = ()) -> Callable[[T], T]:
-    """Register a subclass of `Method`, whose docstring describes it in YAML and docs.
-
-    Args:
-        option: Name on the command line, `method=<option>`. The part after the last `/` is the name
-            in reports.
-        source: The paper.
-        without: Inherited settings that the method does not have. They keep their defaults.
-    """
-
-    def register(kind: T) -> T:
-        # A dataclass has no field for attributes that the class annotates as ClassVar.
-        kind.__annotations__ |= dict.fromkeys(without, ClassVar[Any])
-        kind = dataclass(frozen=True, kw_only=True, eq=False)(kind)
-        kind.option, kind.source, kind.name = option, source, option.rpartition("/")[2]
-        _METHODS[option] = kind
-        return kind
-
-    return register
-
-
-def all_methods() -> dict[str, "type[Method]"]:
-    """Import the modules of this folder, and return their registered methods by option."""
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        import_module(f"{__package__}.{module.name}")
-    return dict(sorted(_METHODS.items()))
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Method(Settings):
-    """A method whose settings are fields.
+    """A way to improve a merged model, or a merger. A subclass declares its settings as fields.
 
-    A method with `post_merge(merged, inputs)` improves a merged model (`interface.PostMerging`).
-    One with `merge(inputs)` is a merger and starts from the pool's experts.
+    One that improves a merged model has `post_merge(merged, inputs)`, which may change its argument
+    and returns the improved model. The model may have `curves`, task -> list of (step, loss), which
+    are reported. A merger has `merge(inputs)` and starts from the pool's experts. YAML names the
+    class by `_target_`.
     """
 
-    option: ClassVar[str]
-    name: ClassVar[str]
-    source: ClassVar[str]
+    name: ClassVar[str] = "this method"
+    source: ClassVar[str] = ""
+
+    def __init_subclass__(
+        cls, *, option: str = "", source: str = "", without: Sequence[str] = ()
+    ) -> None:
+        """Make a subclass a dataclass.
+
+        Args:
+            option: Its name on the command line, `method=<option>`, which its docstring describes.
+                The part after the last `/` is the name in reports.
+            source: The paper.
+            without: Inherited settings that it does not have. They keep their defaults.
+        """
+        super().__init_subclass__()
+        # A dataclass has no field for attributes that the class annotates as ClassVar.
+        constants = dict.fromkeys(without, ClassVar[Any])
+        cls.__annotations__ = {**inspect.get_annotations(cls), **constants}
+        dataclass(frozen=True, kw_only=True, eq=False)(cls)
+        if option:
+            cls.name, cls.source = option.rpartition("/")[2], source
+            _METHODS[option] = cls
 
     def __new__(cls, **keys: Any) -> Self:
         """Refuse unknown settings by a ValueError that names the nearest one."""
@@ -112,14 +110,10 @@ class Method(Settings):
 
     @cached_property
     def sample_counts(self) -> dict[str, int]:
-        """Number of samples per task used for the last model."""
+        """Number of samples of each task used for the last model, which the method stores."""
         return {}
 
-    def note_samples(self, log: CalibrationLog) -> None:
-        """Store the numbers of samples that a calibration has used."""
-        self.sample_counts.update((of["task"], of["samples"]) for of in log.of_kind("task"))
-
-    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def samples(self, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Task -> {"samples": number, "split": name} of the data used for the last model."""
         counts = self.sample_counts
         return {t: {"samples": counts[t], "split": self.split} for t in tasks if t in counts}
@@ -129,7 +123,6 @@ class Method(Settings):
         return {}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class SampleSettings(Method):
     """Settings of a method that draws samples like FeatCal."""
 
