@@ -54,7 +54,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """
 
     setting_kinds: ClassVar[tuple[type, ...]] = (FeatCalSettings, RunSettings)
-    results_kind: ClassVar[type[RunResults]] = RunResults
     _config_mapping = BaseAlgorithm._config_mapping | {n: n for n in names_of(setting_kinds)}
 
     base_method: Any
@@ -125,7 +124,9 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         upstream = self._upstream(inputs, rows.values())
         # Datasets are opened before a merger that may take hours.
         batches = {name: check_calibration(settings, inputs) for name, settings in rows.items()}
-        self._results = results = self._open_results(inputs, upstream.name, choices)
+        self._results = results = RunResults(
+            self, modelpool, inputs.processor, upstream=upstream.name, row=choices.save
+        )
         merged = self._merge(inputs, upstream, results)
         results.saver.offer(merged, CardFacts(MERGED, self.base_method))
         for name, settings in rows.items():
@@ -147,16 +148,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         choices = checked_choices(self.settings, self.presets, self.compare_with, suite, self.save)
         presets = {f"{_PRESET}{name}": value for name, value in choices.presets.items()}
         return choices, {FEATCAL: self.settings, **presets}
-
-    def _open_results(self, inputs: MethodInputs, upstream: str, choices: Choices) -> RunResults:
-        """Return the store of all rows' models. A subclass may measure each model on arrival."""
-        return self.results_kind(
-            self,
-            inputs.modelpool,
-            inputs.processor,
-            upstream=upstream,
-            row=choices.save,
-        )
 
     def _upstream(self, inputs: MethodInputs, rows: Iterable[FeatCalSettings]) -> Upstream:
         """Check folders and models, and return the merger. Nothing is loaded or merged."""

@@ -5,16 +5,16 @@ from mistakes.entry import Mutation
 MUTATIONS = (
     Mutation(
         "local mismatch is the whole drift",
-        "lab/diagnosis/drift.py",
+        "lab/diagnosis/measure.py",
         "propagation = crossed - expert, features - crossed",
         "propagation = features - expert, features - crossed",
         "diagnosis/test_measure.py",
     ),
     Mutation(
         "PCA is not of centred features",
-        "lab/diagnosis/drift.py",
-        "svdvals(features - features.mean(0))",
-        "svdvals(features)",
+        "lab/diagnosis/lines.py",
+        "svd(features - center,",
+        "svd(features,",
         "diagnosis/test_measure.py",
     ),
     Mutation(

@@ -1,40 +1,61 @@
-"""`method=diagnose`: a run of FeatCal that also compares every row's model with the experts."""
+"""`method=diagnose`: rows of `method=featcal`, whose models are also compared with the experts."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import fusion_bench_featcal.compat  # noqa: F401
 
 # isort: split
+from fusion_bench import BaseAlgorithm, BaseModelPool
+from fusion_bench.mixins import LightningFabricMixin
 from torch import Tensor, nn
 
-from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal.calibration_data import samples_used
+from fusion_bench_featcal.ending import ends_cleanly
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.fusionbench.options import Choices, names_of
+from fusion_bench_featcal.families import check_family, resolve_family
+from fusion_bench_featcal.fusionbench.console import at_the_end
+from fusion_bench_featcal.fusionbench.options import (
+    MERGED,
+    RunSettings,
+    checked_choices,
+    names_of,
+    plain,
+    read_settings,
+    take_fusion_bench_keys,
+)
+from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
+from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import RunResults
-from fusion_bench_featcal.lab.diagnosis.items import LEAST, open_items
+from fusion_bench_featcal.fusionbench.upstream import Upstream
+from fusion_bench_featcal.lab.diagnosis.lines import expert_lines, row_lines
 from fusion_bench_featcal.lab.diagnosis.measure import measure
-from fusion_bench_featcal.lab.diagnosis.metrics import expert_lines, row_lines
 from fusion_bench_featcal.lab.diagnosis.views import show_diagnosis
 from fusion_bench_featcal.lab.rivals.features import load_projection
-from fusion_bench_featcal.method_inputs import MethodInputs
+from fusion_bench_featcal.method_inputs import MethodInputs, check_calibration
 from fusion_bench_featcal.modules.models import head_of
-from fusion_bench_featcal.results import BASE
+from fusion_bench_featcal.nearest_names import nearest_hint
+from fusion_bench_featcal.plurals import counted
+from fusion_bench_featcal.results import BASE, FEATCAL
+from fusion_bench_featcal.results import measure as measure_cost
 from fusion_bench_featcal.results.notes import DIAGNOSIS, Note
+from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.setting_fields import Settings, is_text_list, setting
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
 
+_LEAST = 2  # items per task, as principal directions need
+
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisSettings(Settings):
-    """Settings of `method=diagnose` in addition to those of `method=featcal`."""
+    """Settings of `method=diagnose` in addition to the settings of `method=featcal`."""
 
     tasks: Sequence[str] | None = setting(
         None,
@@ -43,104 +64,158 @@ class DiagnosisSettings(Settings):
         check=is_text_list,
         group="the diagnosis",
     )
-    items: int = setting(256, "Largest number of items per task.", ge=LEAST)
+    items: int = setting(256, "Largest number of items per task.", ge=_LEAST)
     split: str = setting("test", "Split of the items.", choices=("train", "val", "test"))
 
 
-class DiagnosedResults(RunResults):
-    """A run's rows, each measured before its evaluation."""
-
-    def start(
-        self, inputs: MethodInputs, items: Mapping[str, Any], settings: FeatCalSettings
-    ) -> None:
-        """Store the pools, the items of each task, and the settings for drawing them."""
-        self._inputs, self._items, self._settings = inputs, items, settings
-
-    def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> None:
-        """Measure and evaluate a model that was not calibrated in this run."""
-        self._measure(name, model)
-        super().add_reference(name, model, settings)
-
-    def add_made(self, name: str, model: nn.Module, **details: Any) -> None:
-        """Measure and evaluate a calibrated model."""
-        self._measure(name, model)
-        super().add_made(name, model, **details)
-
-    def add_base_and_experts(self, references: Sequence[str]) -> None:
-        """Add base and experts. The base is measured without a task pool, too."""
-        if self._taskpool is None and BASE in references and self._modelpool.has_pretrained:
-            self.add_reference(BASE, load_pool_model(self._modelpool, BASE_MODEL))
-        super().add_base_and_experts(references)
-
-    def _show(self) -> None:
-        """Print the run's table and the diagnosis."""
-        super()._show()
-        show_diagnosis(self.report)
-
-    def _measure(self, row: str, model: nn.Module) -> None:
-        """Compare a row's model with every expert, one expert in memory at a time."""
-        log.info("diagnosing %s", row)
-        inputs, settings, is_first = self._inputs, self._settings, not self.report.lines
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        projects = kind == "clip_vision_model" and head_of(model) is None
-        options: dict[str, Any] = {"projection": self._projected} if projects else {}
-        for task, batches in self._items.items():
-            measures = measure(
-                model,
-                inputs.base(),
-                inputs.experts()[task],
-                task,
-                batches,
-                settings,
-                resolve_family(settings.family, model),
-                device=inputs.fabric.device,
-                autocast=inputs.fabric.autocast,
-                **options,
-            )
-            self.report.lines += row_lines(row, task, measures)
-            if is_first:
-                self.report.lines += expert_lines(task, measures)
-
-    def _projected(self, features: Tensor) -> Tensor:
-        projection = self._projection
-        return features if projection is None else projection(features.to(projection.weight.dtype))
-
-    @cached_property
-    def _projection(self) -> nn.Linear | None:
-        """CLIP's projection of final features, if the base's checkpoint has it."""
-        try:
-            projection = load_projection(self._inputs.models, None)
-        except CalibrationError as error:
-            self.add_notes([f"final features are not projected: {error}"])
-            return None
-        return projection.to(self._inputs.fabric.device)
-
-
-class DiagnosisAlgorithm(FeatCalAlgorithm):
+class DiagnosisAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """Measures at which blocks, and for which tasks, calibration helps.
 
     Run by `fusion_bench method=diagnose modelpool=...`, with all settings of `method=featcal`.
     """
 
-    results_kind = DiagnosedResults
-    setting_kinds = (*FeatCalAlgorithm.setting_kinds, DiagnosisSettings)
-    _config_mapping = FeatCalAlgorithm._config_mapping | {n: n for n in names_of(setting_kinds)}
+    setting_kinds: tuple[type, ...] = (FeatCalSettings, RunSettings, DiagnosisSettings)
+    _config_mapping = BaseAlgorithm._config_mapping | {n: n for n in names_of(setting_kinds)}
 
-    tasks: Any
-    items: int
-    split: str
+    def __init__(self, **keys: Any) -> None:
+        """Check all settings before a model is loaded.
+
+        Raises:
+            ValueError: If a key is unknown or a value is not accepted.
+        """
+        meta = take_fusion_bench_keys(keys)
+        settings = read_settings(keys, self.setting_kinds)
+        self.settings, self.run_settings, self.diagnosis = settings
+        check_family(self.settings.family)
+        super().__init__(**meta)
 
     def on_run_start(self) -> None:
-        """Refuse several processes, and prepare like `method=featcal`."""
-        if self.fabric.world_size > 1:
-            raise CalibrationError("diagnose runs in one process: set fabric.devices=1")
-        super().on_run_start()
+        """Use the suite's task pool if none was named, and check the log directory."""
+        prepare_run(self._program, self.log_dir)
 
-    def _open_results(self, inputs: MethodInputs, upstream: str, choices: Choices) -> RunResults:
-        settings = self.settings.replace(samples_per_task=self.items)
-        items = open_items(inputs, self.tasks, settings, self.split)
-        results: Any = super()._open_results(inputs, upstream, choices)
-        text = f"diagnosis: at most {self.items} items per task of the {self.split} split"
-        results.report.note(Note(DIAGNOSIS, text))
-        results.start(inputs, items, settings)
-        return results
+    @ends_cleanly
+    def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
+        """Merge and calibrate, and measure and evaluate each model.
+
+        Returns:
+            The model of the row `save`, by default the one calibrated with the method's settings.
+
+        Raises:
+            CalibrationError: If the run cannot go on. Most reasons are detected before merging.
+        """
+        program, chosen = self._program, self.run_settings
+        suite = plain(getattr(program, "_modelpool", {}).get("featcal")) or {}
+        choices = checked_choices(
+            self.settings, chosen.presets, chosen.compare_with, suite, chosen.save
+        )
+        presets = {f"{FEATCAL}_{name}": preset for name, preset in choices.presets.items()}
+        rows = {FEATCAL: self.settings, **presets}
+        inputs = MethodInputs(modelpool, getattr(program, "taskpool", None), self.fabric, program)
+        upstream = Upstream(chosen.base_method, inputs.models)
+        check_pool_models(inputs.models, self.fabric)
+        batches = {name: check_calibration(settings, inputs) for name, settings in rows.items()}
+        names = {"upstream": upstream.name, "row": choices.save}
+        results = RunResults(self, modelpool, inputs.processor, **names)
+        results.add_notes(check_experts(inputs.models))
+        add_measures = self._comparison(inputs, results)
+        merged = upstream.merged_model(program)
+        results.saver.offer(merged, CardFacts(MERGED, chosen.base_method))
+        options: Any = {"device": self.fabric.device, "autocast": self.fabric.autocast}
+        for name, settings in rows.items():
+            sources = inputs.base(), inputs.experts(), batches[name]
+            with measure_cost() as cost:
+                result = calibrate(merged, *sources, settings, **options)
+            upstream.add_reads(result.reads, first=name == FEATCAL)
+            add_measures(name, result.model)
+            results.add_calibrated(name, result, settings, cost, chosen.base_method)
+            del result  # frees a model before the next one
+        if MERGED in (*choices.compare_with, choices.save):
+            add_measures(upstream.name, merged)
+            results.add_reference(upstream.name, merged, plain(chosen.base_method))
+        del merged
+        if BASE in choices.compare_with and modelpool.has_pretrained:
+            add_measures(BASE, load_pool_model(modelpool, BASE_MODEL))
+        results.add_base_and_experts(choices.compare_with)
+        model = results.finish()
+        at_the_end(partial(show_diagnosis, results.report))
+        return model
+
+    def _comparison(
+        self, inputs: MethodInputs, results: RunResults
+    ) -> Callable[[str, nn.Module], None]:
+        """Draw the items, and return a function that adds a row's measures to the report."""
+        chosen, pool, report = self.diagnosis, inputs.modelpool, results.report
+        settings = self.settings.replace(samples_per_task=chosen.items)
+        items = open_items(inputs, chosen.tasks, settings, chosen.split)
+        text = f"diagnosis: at most {chosen.items} items per task of the {chosen.split} split"
+        report.note(Note(DIAGNOSIS, text))
+        projections: list[nn.Linear | None] = []  # loaded with the first row
+
+        def projected(features: Tensor) -> Tensor:
+            if not projections:
+                projections.append(_projection(inputs, results))
+            projection = projections[0]
+            return features if projection is None else projection(features.to(projection.weight))
+
+        def add(row: str, model: nn.Module) -> None:
+            log.info("diagnosing %s", row)
+            is_first, kind = not report.lines, getattr(model, "config", None)
+            is_tower = getattr(kind, "model_type", None) == "clip_vision_model"
+            options: Any = {"device": self.fabric.device, "autocast": self.fabric.autocast}
+            if is_tower and head_of(model) is None:
+                options["projection"] = projected
+            family = resolve_family(settings.family, model)
+            for task, batches in items.items():
+                expert = load_pool_model(pool, task)
+                of_task = inputs.base(), expert, task, batches
+                measures = measure(model, *of_task, settings, family, **options)
+                report.lines += row_lines(row, task, measures)
+                if is_first:
+                    report.lines += expert_lines(task, measures)
+
+        return add
+
+
+def _projection(inputs: MethodInputs, results: RunResults) -> nn.Linear | None:
+    """Return CLIP's projection of final features, if the base's checkpoint has it."""
+    try:
+        return load_projection(inputs.models, None).to(inputs.fabric.device)
+    except CalibrationError as error:
+        results.add_notes([f"final features are not projected: {error}"])
+        return None
+
+
+def open_items(
+    inputs: MethodInputs, tasks: Sequence[str] | None, settings: FeatCalSettings, split: str
+) -> Mapping[str, Any]:
+    """Draw batches of items of each task, in the same way as calibration samples.
+
+    Args:
+        inputs: The pools.
+        tasks: The tasks, by default all with an expert.
+        settings: At most `samples_per_task` items, `seed`, `batch_size` and `max_length`.
+        split: Split of the items.
+
+    Raises:
+        CalibrationError: If a task has no expert or fewer than two items, or its data cannot be
+            loaded.
+    """
+    experts = list(inputs.modelpool.model_names)
+    for task in set(tasks or ()) - set(experts):
+        raise CalibrationError(
+            f"method.tasks: the model pool has no expert {task!r}{nearest_hint(task, experts)}; it "
+            f"has {', '.join(experts)}"
+        )
+    tasks = tasks or experts
+    sizes = samples_used(inputs.modelpool, tasks, settings.samples_per_task, split)
+    for task in tasks:
+        samples = sizes[task]["samples"] if task in sizes else 0
+        if samples < _LEAST:
+            raise CalibrationError(
+                f"task {task!r} has {counted(samples, 'item')} of the {split} split, a diagnosis "
+                f"needs {_LEAST}: set modelpool.{split}_datasets.{task} (the task pool's data are "
+                "only evaluated), method.split, or method.tasks without it"
+            )
+    draw = {"calibration_split": split, "calibration_data": None, "calibration_targets": "labels"}
+    batches = inputs.batches(settings.replace(**draw))
+    return {task: batches[task] for task in tasks}

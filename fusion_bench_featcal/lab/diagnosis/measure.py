@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
-from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.families import Family
-from fusion_bench_featcal.families.base import hidden_output, without_cache
-from fusion_bench_featcal.families.open_clip import SplitSource, find_open_clip_blocks, split
-from fusion_bench_featcal.lab.diagnosis.drift import item_means, split_drift
+from fusion_bench_featcal.families.base import hidden_output, stoppable, without_cache
 from fusion_bench_featcal.lab.rivals.features import final_features, final_rows
 from fusion_bench_featcal.modules.models import (
     Modes,
@@ -30,7 +28,10 @@ from fusion_bench_featcal.streams.batch import CountedRows, Rows, rows_of
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.samples import naming_task, rows_named, take_samples
 
-Projection = Callable[[Tensor], Tensor]
+COLUMNS = (
+    "drift", "drift_sq", "expert_sq", "mismatch", "propagation", "propagation_sq", "product",
+)  # fmt: skip
+"""Columns of `split_drift`."""
 
 
 @dataclass(frozen=True)
@@ -38,44 +39,44 @@ class Measures:
     """Measurements of one model on one task's items.
 
     Attributes:
-        drift: Block -> means over each item's positions, `[items, 9]`, with `drift.COLUMNS`.
+        drift: Block -> means over each item's positions, `[items, 7]`, with `COLUMNS`.
         cosines: Cosine between final features of model and expert, mean over each item's positions,
             `[items]`.
         features: Final features, mean over each item's positions, of norm 1, `[items, d]`.
         expert_features: The same for the expert.
-        vectors: Norms of the model's and the expert's difference from the base, and their product,
-            or None without a base.
+        vector_cosine: Cosine of the steps from the base to model and expert, or None without a base
+            or without a step.
     """
 
     drift: dict[str, Tensor]
     cosines: Tensor
     features: Tensor
     expert_features: Tensor
-    vectors: tuple[float, float, float] | None
+    vector_cosine: float | None
 
 
 @torch.no_grad()
 def measure(
     model: nn.Module,
     base: nn.Module | ExpertSource | None,
-    expert: nn.Module | ExpertSource,
+    expert: nn.Module,
     task: str,
     batches: Iterable[Any],
     settings: FeatCalSettings,
     family: Family,
     *,
-    projection: Projection = lambda features: features,
+    projection: Callable[[Tensor], Tensor] = lambda features: features,
     device: torch.device | None = None,
     autocast: Autocast = nullcontext,
 ) -> Measures:
     """Compare a model with one task's expert on the task's items.
 
-    Only this expert and features of one batch are in memory. Final features are kept.
+    Features of one batch are in memory. Final features are kept.
 
     Args:
         model: The model. Its weights do not change.
         base: The base, for task vectors, which are optional.
-        expert: The expert.
+        expert: The expert, with the model's structure.
         task: The task.
         batches: Batches of the model's inputs.
         settings: `decoder_rows` and `samples_per_task` are used.
@@ -85,49 +86,34 @@ def measure(
         autocast: Returns the context of forward passes.
 
     Raises:
-        CalibrationError: If the expert's weights or the items do not fit the model.
+        CalibrationError: If the base's weights or the items do not fit the model.
     """
-    home, model = device_of(model), split(model)
-    modes = Modes.of(model)
-    device = torch.device(device or home)
-    copied(model, device, in_place=True)
-    sources = {task: expert} if base is None else {task: expert, "_pretrained_": base}
-    try:
-        paired = [_paired(model, *entry, family, settings) for entry in sources.items()]
-        batch_measures = []
-        with paired[0].loaded(list(paired[0].keys)) as module, autocast():
+    device = torch.device(device or device_of(model))
+    batch_measures = []
+    with running(model, device), running(expert, device), naming_task(task):
+        with autocast():
             for number, batch in enumerate(take_samples(task, batches, settings, model)):
                 inputs = to_device(batch.inputs, device)
                 check_finite_inputs(inputs, task, number)
-                with naming_task(task):
-                    sides = model, module
-                    batch_measures.append(
-                        _compare(*sides, inputs, batch.samples, settings, family, projection)
-                    )
-        drift, *finals = zip(*batch_measures, strict=True)
-        blocks = {block: torch.cat([part[block] for part in drift]) for block in drift[0]}
-        cosines, features, expert_features = (torch.cat(part) for part in finals)
-        vectors = None if base is None else _task_vectors(model, *paired)
-    finally:
-        modes.restore(model)
-        model.to(home)
+                options = batch.samples, settings, family, projection
+                batch_measures.append(_compare(model, expert, inputs, *options))
+        vectors = None if base is None else _vector_cosine(model, expert, base, family)
+    drift, *finals = zip(*batch_measures, strict=True)
+    blocks = {block: torch.cat([of_batch[block] for of_batch in drift]) for block in drift[0]}
+    cosines, features, expert_features = map(torch.cat, finals)
     return Measures(blocks, cosines, features, expert_features, vectors)
 
 
-def _paired(
-    model: nn.Module,
-    name: str,
-    source: nn.Module | ExpertSource,
-    family: Family,
-    settings: FeatCalSettings,
-) -> ExpertModel:
-    role = "base model" if name == "_pretrained_" else "expert"
-    check_same_function(name, config_of(source), config_of(model), role=role)
-    spared = set(tail_of(model, family.stages(model)[-1][-1]))
-    weights = source_of(source)
-    if find_open_clip_blocks(model):
-        weights = SplitSource(weights)
-    return ExpertModel(name, weights, model, role=role, spared=spared)
+@contextmanager
+def running(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context in which a model runs on a device, in evaluation mode and without gradients."""
+    home, modes = device_of(model), Modes.of(model)
+    copied(model, device, in_place=True)
+    try:
+        yield
+    finally:
+        modes.restore(model)
+        model.to(home)
 
 
 def _compare(
@@ -137,7 +123,7 @@ def _compare(
     items: int,
     settings: FeatCalSettings,
     family: Family,
-    projection: Projection,
+    projection: Callable[[Tensor], Tensor],
 ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
     """Run both models on a batch and return the batch's share of `Measures`, on the CPU.
 
@@ -150,34 +136,40 @@ def _compare(
     drift: dict[str, Tensor] = {}
     counted = _counted(family, model, inputs, settings)
 
-    def keep(block: str, output: Tensor) -> None:
-        outputs[block] = output.to("cpu", copy=True)  # stored for the comparison with the expert
+    def keep(block: str, _: nn.Module, __: Any, output: Any) -> None:
+        outputs[block] = hidden_output(output).to("cpu", copy=True)
 
-    def cross(block: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def cross(block: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Run the model's block on the inputs of the expert's block."""
         copies = {name: _copy(value) for name, value in kwargs.items()}
-        output = model.get_submodule(block)(*map(_copy, args), **copies)
-        crossed[block] = hidden_output(output)
+        crossed[block] = hidden_output(model.get_submodule(block)(*map(_copy, args), **copies))
 
-    def split(block: str, output: Tensor) -> None:
-        sides = [outputs.pop(block).to(output.device), output, crossed.pop(block)]
-        if output.ndim == 4 and gives_images(model.get_submodule(block)):
+    def split(block: str, _: nn.Module, __: Any, output: Any) -> None:
+        of_expert = hidden_output(output)
+        sides = [outputs.pop(block).to(of_expert.device), of_expert, crossed.pop(block)]
+        if of_expert.ndim == 4 and gives_images(model.get_submodule(block)):
             sides = [side.movedim(1, -1) for side in sides]
         columns = split_drift(*(rows_of(side, counted[block]) for side in sides))
         drift[block] = item_means(columns, items, counted[block]).cpu()
 
-    with _hooked(model, counted, after=keep):
+    with stoppable(
+        *(model.get_submodule(b).register_forward_hook(partial(keep, b)) for b in counted)
+    ):
         finals = [_final(model, inputs)]
-    with _hooked(expert, counted, before=cross, after=split):
+    modules = {block: expert.get_submodule(block) for block in counted}
+    before = [
+        module.register_forward_pre_hook(partial(cross, block), with_kwargs=True)
+        for block, module in modules.items()
+    ]
+    after = [m.register_forward_hook(partial(split, block)) for block, m in modules.items()]
+    with stoppable(*before, *after):
         finals.append(_final(expert, inputs))
     rows = None if head_of(model) is None else final_rows(model, family, inputs)
-    model_features, expert_features = (rows_of(projection(side), rows) for side in finals)
-    cosines = cosine_similarity(model_features.double(), expert_features.double(), dim=1)[:, None]
-    means = [
-        item_means(part, items, rows).cpu() for part in (cosines, model_features, expert_features)
-    ]
-    features = [normalize(mean, dim=1).float() for mean in means[1:]]
-    return drift, means[0].flatten(), features[0], features[1]
+    features = [rows_of(projection(side), rows) for side in finals]
+    cosines = cosine_similarity(*(side.double() for side in features), dim=1)[:, None]
+    cosine, *means = (item_means(values, items, rows).cpu() for values in (cosines, *features))
+    of_model, of_expert = (normalize(mean, dim=1).float() for mean in means)
+    return drift, cosine.flatten(), of_model, of_expert
 
 
 def _counted(
@@ -197,49 +189,69 @@ def _final(model: nn.Module, inputs: Any) -> Tensor:
     return final_features(getattr(model, "base_model", model), inputs).flatten(1)
 
 
-@contextmanager
-def _hooked(
-    model: nn.Module,
-    blocks: Iterable[str],
-    *,
-    before: Callable[..., None] = lambda *_: None,
-    after: Callable[..., None],
-) -> Iterator[None]:
-    """Context in which blocks call `before(name, args, kwargs)` and `after(name, output)`."""
-    handles = []
-    for name in blocks:
-        module = model.get_submodule(name)
-        handles += [
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
-            ),
-            module.register_forward_hook(
-                lambda _, __, output, name=name: after(name, hidden_output(output))
-            ),
-        ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _copy(value: Any) -> Any:
     """Copy a block's argument for another run. A cache becomes None, because it stores a run."""
     return value.clone() if isinstance(value, Tensor) else without_cache(value)
 
 
-def _task_vectors(
-    model: nn.Module, expert: ExpertModel, base: ExpertModel
-) -> tuple[float, float, float]:
-    """Return the norms and the product of `theta - theta_0` and `theta_i - theta_0`."""
-    sums = torch.zeros(3, dtype=torch.float64)
+def _vector_cosine(
+    model: nn.Module, expert: nn.Module, base: nn.Module | ExpertSource, family: Family
+) -> float | None:
+    """Return the cosine of `theta - theta_0` and `theta_i - theta_0`, heads left out."""
+    spared = set(tail_of(model, family.stages(model)[-1][-1]))
+    start = ExpertModel("_pretrained_", source_of(base), model, role="base model", spared=spared)
+    parameters, sums = dict(expert.named_parameters()), torch.zeros(3, dtype=torch.float64)
     for name, parameter in model.named_parameters():
-        if name not in expert.keys or name not in base.keys:
-            continue  # a head, which may be different in each model
-        start = base.tensor(name).double()
-        model_step, expert_step = parameter.double() - start, expert.tensor(name).double() - start
-        pairs = ((model_step, model_step), (expert_step, expert_step), (model_step, expert_step))
+        if name in spared or name not in parameters:
+            continue
+        origin = start.tensor(name).double()
+        step, expert_step = parameter.double() - origin, parameters[name].double() - origin
+        pairs = (step, step), (expert_step, expert_step), (step, expert_step)
         sums += torch.stack([(a * b).sum().cpu() for a, b in pairs])
     square, expert_square, product = sums.tolist()
-    return square**0.5, expert_square**0.5, product
+    norms = (square * expert_square) ** 0.5
+    return product / norms if norms > 0 else None
+
+
+def split_drift(features: Tensor, expert: Tensor, crossed: Tensor) -> Tensor:
+    """Split the drift at a block's output into local mismatch and upstream propagation (Eq. 3).
+
+    With `f` the model's block and `f_exp` the expert's, on their inputs `x` and `x_exp`, the drift
+    `e = f(x) - f_exp(x_exp)` is the sum of the mismatch `m = f(x_exp) - f_exp(x_exp)` and the
+    propagation `p = f(x) - f(x_exp)`.
+
+    Args:
+        features: `f(x)`, `[n, d]`.
+        expert: `f_exp(x_exp)` for the same rows, `[n, d]`.
+        crossed: `f(x_exp)`, `[n, d]`.
+
+    Returns:
+        `[n, 7]`, with `COLUMNS`: `|e|`, `|e|^2`, `|f_exp|^2`, `|m|`, `|p|`, `|p|^2` and `m . p`.
+    """
+    dtype = torch.promote_types(features.dtype, torch.float32)
+    features, expert, crossed = (side.to(dtype) for side in (features, expert, crossed))
+    mismatch, propagation = crossed - expert, features - crossed
+    e, m, p = (
+        torch.linalg.vector_norm(term, dim=1) for term in (features - expert, mismatch, propagation)
+    )
+    product = (mismatch * propagation).sum(1)
+    return torch.stack([e, e**2, expert.square().sum(1), m, p, p**2, product], dim=1)
+
+
+def item_means(values: Tensor, items: int, counted: CountedRows | None) -> Tensor:
+    """Return means over each item's rows, in float64.
+
+    Args:
+        values: `[rows, k]`, rows of counted positions, item by item.
+        items: Number of items.
+        counted: The counted positions, or None if every item has equally many rows.
+
+    Returns:
+        `[items, k]`.
+    """
+    values = values.double()
+    if counted is None or counted.index is None:
+        return values.reshape(items, -1, values.shape[1]).mean(1)
+    owner = counted.index // counted.shape[1:].numel()
+    sums = values.new_zeros(items, values.shape[1]).index_add_(0, owner, values)
+    return sums / owner.bincount(minlength=items)[:, None]

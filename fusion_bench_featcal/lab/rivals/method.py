@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 from torch import nn
 
 from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.nearest_names import refuse_unknown
 from fusion_bench_featcal.setting_fields import (
     Settings,
     is_shared,
