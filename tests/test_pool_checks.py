@@ -104,7 +104,7 @@ ROWS: list[tuple[Callable[[Models], object], dict[str, Any], tuple[str, ...]]] =
     (configured(hidden_act="relu", layer_norm_eps=0.1), {},
      ("'two' is another function than the base", "write the other values into its config.json",
       "hidden_act='relu' (there 'quick_gelu'), layer_norm_eps=0.1 (there 1e-05)")),
-    (nothing, {"family": "llama"}, ("no blocks named",)),
+    (nothing, {"family": "llama"}, ("llama finds no blocks", "Choose another",)),
 ]  # fmt: skip
 
 

@@ -72,15 +72,15 @@ class Stack(Family):
             CalibrationError: If there are none.
         """
         if self.pattern is None:
-            lacks = "list of modules of one class that clearly holds its blocks"
+            lacks = "list of modules of one class that clearly holds them"
             blocks = find_stack(model)
         else:
-            lacks = f"blocks named {self.pattern}"
+            lacks = f"module named {self.pattern}"
             blocks = [n for n, _ in model.named_modules() if re.fullmatch(self.pattern, n)]
         if not blocks:
             raise CalibrationError(
-                f"method.family={self.name}: {type(model).__name__} has no {lacks}. Set another "
-                "method.family, or write one (docs/tutorials/family.md)"
+                f"method.family={self.name} finds no blocks in {type(model).__name__}: it has no "
+                f"{lacks}. Choose another method.family, or write one (docs/tutorials/family.md)"
             )
         return [blocks]
 

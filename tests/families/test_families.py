@@ -68,7 +68,7 @@ def test_the_list_that_is_clearly_the_largest_holds_the_blocks(model):
     ],
 )
 def test_without_such_a_list_a_family_of_ones_own_is_needed(model: nn.Module):
-    with pytest.raises(CalibrationError, match=r"family=stack: .* no list of modules .*write one"):
+    with pytest.raises(CalibrationError, match=r"family=stack .*Net: it has no list .*write one"):
         resolve_family("stack", model).stages(model)
     with pytest.raises(ValueError, match=r"auto does not know Net .*clearly holds.*_target_"):
         resolve_family("auto", model)
@@ -86,8 +86,8 @@ def unlabelled() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: LLAMA.stages(tiny.clip_model()), r"CLIPVisionModel has no .*layers.*family"),
-        (lambda: WHISPER.stages(tiny.clip_model()), r"CLIPVisionModel has no .*method\.family"),
+        (lambda: LLAMA.stages(tiny.clip_model()), r"no blocks in CLIPVisionModel: .*layers.*family"),
+        (lambda: WHISPER.stages(tiny.clip_model()), r"no blocks in CLIPVisionModel: .*method\.family"),
         (lambda: stages_of(Unlisted(), nn.Linear(2, 2)), r"Unlisted: stages gives \['a'\].*\[\[b"),
         (lambda: STAGES.stages(nn.Linear(2, 2)),
          r"stages does not fit Linear.*a family"),
