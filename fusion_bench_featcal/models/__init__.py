@@ -1,1 +1,1 @@
-"""Models as local folders, wherever they come from."""
+"""Models named by a folder or hub id, as local folders."""

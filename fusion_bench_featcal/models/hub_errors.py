@@ -62,8 +62,8 @@ def hub_cause(error: BaseException) -> str | None:
         )
     if is_any(OfflineModeIsEnabled) or (constants.HF_HUB_OFFLINE and is_any(ConnectionError)):
         return (
-            "there is no such file or folder here, nor in the cache "
-            f"{constants.HF_HUB_CACHE}. Correct it, or unset HF_HUB_OFFLINE to download it"
+            "there is no such file or folder here. HF_HUB_OFFLINE is set, and the cache "
+            f"{constants.HF_HUB_CACHE} lacks it. Correct it, or unset HF_HUB_OFFLINE"
         )
     if status == 429 or status >= 500:
         return f"the hub is busy ({status}). Wait, or {_LOG_IN}, and {_AGAIN}"
