@@ -20,7 +20,7 @@ from transformers import CLIPVisionModel
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab.diagnosis import DiagnosisAlgorithm, measure
 from fusion_bench_featcal.lab.diagnosis.views import by_block, by_task, rows_of
-from fusion_bench_featcal.results import Line, read_run
+from fusion_bench_featcal.results import Run, read_run
 
 MERGER, TASK = "task_arithmetic", TASKS[0]
 FEW = {"base_method": MERGERS[MERGER], "compare_with": ["base", "merged"], "presets": {},
@@ -34,14 +34,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: folder for name, folder in folders.items() if name != "_merged_"}
 
 
-def diagnosed(pool: Any, taskpool: Any = None, **options: Any) -> list[Line]:
+def diagnosed(pool: Any, taskpool: Any = None, **options: Any) -> Run:
     algorithm: Any = DiagnosisAlgorithm(**(FEW | options))
     algorithm._program = taskpool and FakeProgram(taskpool)
     with TemporaryDirectory() as folder:
         logger = CSVLogger(root_dir=folder, name="logs", version="")
         algorithm.fabric = lightning.Fabric(accelerator="cpu", devices=1, loggers=logger)
         algorithm.run(pool)
-        return read_run(Path(folder) / "logs").all_lines()
+        return read_run(Path(folder) / "logs")
 
 
 class EvenPool(BaseTaskPool):
@@ -72,37 +72,39 @@ def test_all_metrics_with_one_row_and_one_expert_in_memory(
         return compare(*args)
 
     monkeypatch.setattr(measure, "_compare", counted)
-    lines = diagnosed(tiny_pool(models), EvenPool(), presets={"one": {"ridge_lambda": 0.5}})
+    run = diagnosed(tiny_pool(models), EvenPool(), presets={"one": {"ridge_lambda": 0.5}})
     # At most the row, the expert, the merged model and the one that is returned.
     assert whole[0] == 3 and max(whole) <= 4 and len(whole) == 8, whole
-    assert rows_of(lines) == ["base", MERGER, "featcal", "featcal_one"]
-    assert set(by_task(lines, "", "items").values()) == {6}
-    places = [tuple(line[key] for key in ("row", "task", "block", "metric")) for line in lines]
+    assert rows_of(run) == ["base", MERGER, "featcal", "featcal_one"]
+    assert set(by_task(run, "items")[""]) == {6}
+    places = [
+        tuple(line[key] for key in ("row", "task", "block", "metric")) for line in run.all_lines()
+    ]
     assert len(set(places)) == len(places)
-    counts = Counter(line["metric"] for line in lines if line["row"] == "featcal")
+    counts = Counter(line["metric"] for line in run.all_lines() if line["row"] == "featcal")
     per_block = ["drift", "relative", "mismatch", "propagation", "share"]
     per_task = ["final_cosine", "task_vector_cosine"]
-    blocks = len(by_block(lines, "featcal", "drift"))
+    blocks = len(by_block(run, "drift")["featcal"])
     expected = dict.fromkeys(per_block, 2 * blocks) | dict.fromkeys(per_task, 3)
     expected |= dict.fromkeys(("pca_1", "pca_2"), 2 * 6)  # an item each
     expected["accuracy"] = 3  # as above: two tasks and their average
     assert blocks > 1 and expected.items() <= counts.items()
-    assert by_task(lines, "base", "task_vector_cosine") == {}
+    assert "base" not in by_task(run, "task_vector_cosine")
 
 
 def test_one_task_is_diagnosed_and_each_model_evaluated_once(models: Any) -> None:
     pool, references = EvenPool(), ["merged", "experts"]
     more: Any = {"compare_with": references, "tasks": [TASK], "items": 60}
-    lines = diagnosed(tiny_pool(models, test=60), pool, **more)
+    run = diagnosed(tiny_pool(models, test=60), pool, **more)
     assert pool.evaluations == 4  # two rows and two experts
-    assert by_task(lines, "", "items") == {TASK: 60}
-    assert set(by_task(lines, "featcal", "final_cosine")) == {TASK}
+    assert by_task(run, "items")[""].to_dict() == {TASK: 60}
+    assert [*by_task(run, "final_cosine")["featcal"].index] == [TASK]
 
 
 def test_a_language_model_has_the_blocks_of_both_stacks(tmp_path: Path) -> None:
-    lines = diagnosed(text_pool("seq2seq", tmp_path), tasks=["one"], compare_with=["merged"])
-    assert rows_of(lines) == [MERGER, "featcal"]
-    assert len(by_block(lines, "featcal", "drift")) == 4
+    run = diagnosed(text_pool("seq2seq", tmp_path), tasks=["one"], compare_with=["merged"])
+    assert rows_of(run) == [MERGER, "featcal"]
+    assert len(by_block(run, "drift")["featcal"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_the_command(tmp_path: Path) -> None:
     log = tmp_path / "log"
     result = fusion_bench(["method=diagnose", *words, f"path.log_dir={log}"], tmp_path)
     run = read_run(log)
-    assert rows_of(run.all_lines()) == ["base", MERGER, "featcal", "featcal_plus"]
+    assert rows_of(run) == ["base", MERGER, "featcal", "featcal_plus"]
     assert "featcal: relative drift changes by -" in result.stdout
     assert any(note.text.startswith("diagnosis: at most 48 items") for note in run.notes)
     done = featcal("report", log, "--figures", tmp_path / "figures")

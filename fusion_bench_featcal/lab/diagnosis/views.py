@@ -1,11 +1,11 @@
 """Views of a diagnosis: drift by block in its two terms, and final features by task."""
 
-import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from fusion_bench_featcal.results import AVERAGE, BASE, EXPERTS, Line, Run
+import pandas as pd
+
+from fusion_bench_featcal.results import AVERAGE, BASE, EXPERTS, Run
 from fusion_bench_featcal.results.figures import MERGED, Value, curves, dots
 from fusion_bench_featcal.results.show import share_text, short_names
 from fusion_bench_featcal.results.tables import Table, print_lines
@@ -15,6 +15,32 @@ if TYPE_CHECKING:
 
 _TERMS = {"drift": "drift", "mismatch": "local mismatch", "propagation": "upstream propagation"}
 _COSINES = {"final_cosine": "final features", "task_vector_cosine": "task vectors"}
+
+
+def rows_of(run: Run) -> list[str]:
+    """Return the diagnosed rows: base, merger, and models made from it. None: no diagnosis."""
+    diagnosed = dict.fromkeys(n["row"] for n in run.all_lines() if n["metric"] == "relative")
+    positions = {BASE: 0, run.merger: 1}
+    return sorted(diagnosed, key=lambda row: positions.get(row, 2))
+
+
+def by_block(run: Run, metric: str) -> Any:
+    """Return a frame of a metric, averaged over tasks: a line per block, a column per row."""
+    frame = _lines_of(run, metric)
+    means = frame.pivot_table(index="block", columns="row", values="value", sort=False)
+    return means.set_axis(_short_blocks([str(block) for block in means.index]))
+
+
+def by_task(run: Run, metric: str) -> Any:
+    """Return a frame of a metric: a line per task, a column per row."""
+    frame = _lines_of(run, metric)
+    frame = frame[~frame["task"].isin(["", AVERAGE]) & (frame["block"] == "")]
+    return frame.pivot_table(index="task", columns="row", values="value", sort=False)
+
+
+def _lines_of(run: Run, metric: str) -> Any:
+    lines = [line for line in run.all_lines() if line["metric"] == metric and not line["class"]]
+    return pd.DataFrame(lines, columns=["row", "task", "block", "value"])
 
 
 def show_diagnosis(run: Run) -> None:
@@ -27,51 +53,47 @@ def show_diagnosis(run: Run) -> None:
 
 def diagnosis_tables(run: Run) -> list[Table]:
     """Return relative drift by block, and the cosine of final features by task, for each row."""
-    lines = run.all_lines()
-    rows = rows_of(lines)
+    rows = rows_of(run)
     if not rows:
         return []
-    drift, share = ([by_block(lines, row, key) for row in rows] for key in ("relative", "share"))
+    drift, share = by_block(run, "relative"), by_block(run, "share")
     blocks = [
-        (name, [f"{of[name]:.3f} ({share_text(part[name])})"
-                for of, part in zip(drift, share, strict=True)])
-        for name in drift[0]
+        (block, [f"{drift.at[block, row]:.3f} ({share_text(share.at[block, row])})"
+                 for row in rows])
+        for block in drift.index
     ]  # fmt: skip
-    cosines = {row: by_task(lines, row, "final_cosine") for row in rows}
-    names = [*short_names(list(next(iter(cosines.values())))).values(), AVERAGE]
+    cosines = by_task(run, "final_cosine")
+    names = [*short_names([str(task) for task in cosines.index]).values(), AVERAGE]
     finals = [
-        (row, [f"{value:.3f}" for value in (*values.values(), fmean(values.values()))])
-        for row, values in cosines.items()
+        (row, [f"{value:.3f}" for value in (*cosines[row], cosines[row].mean())]) for row in rows
     ]
+    title = "relative drift by block, mean over tasks (share of upstream propagation)"
     return [
-        Table("relative drift by block, mean over tasks (share of upstream propagation)", rows,
-              blocks),
+        Table(title, rows, blocks),
         Table("cosine of final features with the expert's", names, finals),
-    ]  # fmt: skip
+    ]
 
 
 def diagnosis_sentences(run: Run) -> list[str]:
     """Return sentences on the blocks and tasks for which each row helps most and least."""
-    lines, sentences = run.all_lines(), list[str]()
-    rows = rows_of(lines)
-    for row in rows if run.merger in rows else ():
-        before, after = (by_task(lines, name, "final_cosine") for name in (run.merger, row))
-        if row in (BASE, run.merger):
-            continue
-        if fmean(after.values()) < fmean(before.values()):
+    rows, sentences = rows_of(run), list[str]()
+    if run.merger not in rows:
+        return []
+    cosines, drift = by_task(run, "final_cosine"), by_block(run, "relative")
+    before, first = cosines[run.merger], drift[run.merger].clip(lower=1e-30)
+    for row in (row for row in rows if row not in (BASE, run.merger)):
+        after, change = cosines[row], 100 * (drift[row] / first - 1)
+        if after.mean() < before.mean():
             sentences.append(
                 f"{row}: final features are farther from the experts' than the merged model's "
-                f"(mean cosine {fmean(after.values()):.3f}, merged {fmean(before.values()):.3f}). "
+                f"(mean cosine {after.mean():.3f}, merged {before.mean():.3f}). "
                 "Are the calibration samples like these items?"
             )
-        first, last = (by_block(lines, name, "relative") for name in (run.merger, row))
-        change = {block: 100 * (last[block] / max(first[block], 1e-30) - 1) for block in first}
-        best, worst = min(change, key=change.__getitem__), max(change, key=change.__getitem__)
-        farthest = min(after, key=after.__getitem__)
+        farthest = after.idxmin()
         sentences.append(
-            f"{row}: relative drift changes by {change[best]:+.0f} % at block {best} (best) to "
-            f"{change[worst]:+.0f} % at block {worst}; farthest from its expert is "
-            f"{short_names(list(after))[farthest]}, with a cosine of {after[farthest]:.3f}"
+            f"{row}: relative drift changes by {change.min():+.0f} % at block {change.idxmin()} "
+            f"(best) to {change.max():+.0f} % at block {change.idxmax()}; farthest from its expert "
+            f"is {short_names(list(after.index))[farthest]}, with a cosine of {after.min():.3f}"
         )
     return sentences
 
@@ -85,105 +107,67 @@ def diagnosis_figures(run: Run) -> "dict[str, Figure]":
     directions, a panel for each task; `diagnosis-gains`: gain in accuracy against gain in cosine, a
     point for each task.
     """
-    lines = run.all_lines()
-    rows = rows_of(lines)
+    rows = rows_of(run)
     if not rows:
         return {}
-    names = {row: MERGED if row == run.merger else row for row in rows}
-    drift = {names[row]: _values(by_block(lines, row, "relative")) for row in rows}
+    names = {row: MERGED if row == run.merger else row for row in [*rows, EXPERTS]}
+    relative = by_block(run, "relative")
+    by_term = {term: by_block(run, metric) for metric, term in _TERMS.items()}
     terms = {
-        row: {term: _values(by_block(lines, row, key)) for key, term in _TERMS.items()}
+        row: {term: _values(frame[row]) for term, frame in by_term.items()}
         for row in rows
         if row != BASE or len(rows) == 1
     }
+    by_cosine = {title: by_task(run, metric) for metric, title in _COSINES.items()}
     cosines = {
-        title: {names[row]: _values(values) for row in rows
-                if (values := by_task(lines, row, metric))}
-        for metric, title in _COSINES.items()
-    }  # fmt: skip
+        title: {names[row]: _values(frame[row].dropna()) for row in rows if row in frame}
+        for title, frame in by_cosine.items()
+    }
+    drift = {names[row]: _values(relative[row]) for row in rows}
     figures = {
         "diagnosis-drift": curves({"mean over tasks": drift}, "block", "drift / expert's norm"),
         "diagnosis-terms": curves(terms, "block", "mean L2 norm"),
         "diagnosis-cosines": dots(cosines, "cosine with the expert's"),
     }
-    if points := _components(lines, [*rows, EXPERTS], names):
-        figures["diagnosis-components"] = curves(
-            points, "first principal component", "second", joined=False
-        )
-    gains = {row: gain for row in rows if row not in (BASE, run.merger)
-             if (gain := _gains(lines, row, run.merger))}  # fmt: skip
-    if gains:
-        label = "gain in cosine"
-        figures["diagnosis-gains"] = curves(
-            {"a point for each task": gains}, label, "gain in accuracy, points", joined=False
-        )
+    if points := _components(run, names):
+        label = "first principal component"
+        figures["diagnosis-components"] = curves(points, label, "second", joined=False)
+    if gains := _gains(run, rows):
+        label = "gain in accuracy, points"
+        panels = {"a point for each task": gains}
+        figures["diagnosis-gains"] = curves(panels, "gain in cosine", label, joined=False)
     return figures
 
 
-def _components(
-    lines: Sequence[Line], rows: Sequence[str], names: Mapping[str, str]
-) -> dict[str, dict[str, dict[Any, Value]]]:
+def _components(run: Run, names: Mapping[str, str]) -> dict[str, dict[str, dict[Any, Value]]]:
     """Return task -> row -> first coordinate -> second coordinate of its items' final features."""
-    coordinates: dict[str, dict[tuple[str, str, str], float]] = {"pca_1": {}, "pca_2": {}}
-    for line in lines:
-        if line["metric"] in coordinates:
-            coordinates[line["metric"]][line["task"], line["row"], line["block"]] = line["value"]
-    first, second = coordinates.values()
-    titles = short_names(list(dict.fromkeys(task for task, *_ in first)))
-    points: dict[str, dict[str, dict[Any, Value]]] = {t: {} for t in titles.values()}
-    for row in rows:
-        for key, value in first.items():
-            if key[1] == row and row != BASE:
-                panel = points[titles[key[0]]].setdefault(names.get(row, row), {})
-                panel[value] = Value(second[key])
+    first, second = _lines_of(run, "pca_1"), _lines_of(run, "pca_2")
+    pairs: Any = first.merge(second, on=["row", "task", "block"])
+    titles = short_names(list(dict.fromkeys(pairs["task"])))
+    points: dict[str, dict[str, dict[Any, Value]]] = {title: {} for title in titles.values()}
+    for row, name in names.items():
+        for pair in pairs[pairs["row"] == row].itertuples() if row != BASE else ():
+            panel = points[titles[pair.task]].setdefault(name, {})
+            panel[pair.value_x] = Value(pair.value_y)
     return points
 
 
-def _gains(lines: Sequence[Line], row: str, merger: str) -> dict[Any, Value]:
-    """Return gain in cosine -> gain in accuracy over the merged model, for each task."""
-    cosine, merged_cosine, accuracy, merged_accuracy = (
-        by_task(lines, name, metric)
-        for metric in ("final_cosine", "accuracy")
-        for name in (row, merger)
-    )
-    return {
-        cosine[task] - merged_cosine[task]: Value(100 * (accuracy[task] - merged_accuracy[task]))
-        for task in sorted(cosine, key=lambda task: cosine[task] - merged_cosine.get(task, 0.0))
-        if task in merged_cosine and task in accuracy and task in merged_accuracy
-    }
+def _gains(run: Run, rows: Sequence[str]) -> dict[str, dict[Any, Value]]:
+    """Return row -> gain in cosine -> gain in accuracy over the merged model, for each task."""
+    cosines, accuracies = by_task(run, "final_cosine"), by_task(run, "accuracy")
+    gains: dict[str, dict[Any, Value]] = {}
+    for row in (row for row in rows if row not in (BASE, run.merger)):
+        if {row, run.merger} <= {*cosines} & {*accuracies}:
+            of_cosine = (cosines[row] - cosines[run.merger]).sort_values()
+            gain = 100 * (accuracies[row] - accuracies[run.merger])
+            tasks = [task for task in of_cosine.index if task in gain.index]
+            gains[row] = {of_cosine[task]: Value(gain[task]) for task in tasks}
+    return {row: points for row, points in gains.items() if points}
 
 
-def _values(numbers: dict[str, float]) -> dict[str, Value]:
-    names = short_names(list(numbers))
-    return {names[name]: Value(number) for name, number in numbers.items()}
-
-
-def rows_of(lines: Sequence[Line]) -> list[str]:
-    """Return the diagnosed rows: base, merger, and models made from it."""
-    drift = [line for line in lines if line["metric"] == "relative"]
-    places = {BASE: 0} | {line["merger"]: 1 for line in drift}
-    return sorted(dict.fromkeys(line["row"] for line in drift), key=lambda row: places.get(row, 2))
-
-
-def by_block(lines: Sequence[Line], row: str, metric: str) -> dict[str, float]:
-    """Return a row's metric by the blocks' short names, averaged over tasks."""
-    values: dict[str, list[float]] = {}
-    for line in lines:
-        if (line["row"], line["metric"]) == (row, metric) and line["block"]:
-            values.setdefault(line["block"], []).append(line["value"])
-    means = (math.fsum(numbers) / len(numbers) for numbers in values.values())
-    return dict(zip(_short_blocks(list(values)), means, strict=True))
-
-
-def by_task(lines: Sequence[Line], row: str, metric: str) -> dict[str, float]:
-    """Return a row's metric of each task."""
-    return {
-        line["task"]: line["value"]
-        for line in lines
-        if (line["row"], line["metric"]) == (row, metric)
-        and not line["block"] + line["class"]
-        and line["task"] not in ("", AVERAGE)
-    }
+def _values(series: Any) -> dict[str, Value]:
+    names = short_names([str(name) for name in series.index])
+    return {names[name]: Value(value) for name, value in series.items()}
 
 
 def _short_blocks(blocks: Sequence[str]) -> list[str]:
