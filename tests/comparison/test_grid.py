@@ -58,7 +58,7 @@ def test_a_pool_leaves_entries_out_and_sets_others() -> None:
     assert titles_of_rest == ["wudi+scale", "task_arithmetic", "task_arithmetic+scale"]
     assert "wudi+twice" in titles(suite, **choices, post_merging=["twice"])
     assert "wudi+scale" not in titles(**choices, leave_out={"scale": "it is slow"})
-    with pytest.raises(ValueError, match=r"modelpool\.featcal\.compare: unknown key 'upstream'"):
+    with pytest.raises(ValueError, match=r"modelpool\.featcal\.compare\.upstream is unknown"):
         cells({"compare": {"upstream": {}}})
 
 

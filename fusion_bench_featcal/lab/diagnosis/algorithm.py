@@ -125,7 +125,7 @@ class DiagnosisAlgorithm(LightningFabricMixin, BaseAlgorithm):
             sources = inputs.base(), inputs.experts(), batches[name]
             with measure_cost() as cost:
                 result = calibrate(merged, *sources, settings, **options)
-            upstream.add_reads(result.reads, first=name == FEATCAL)
+            result.reads["upstream"] = upstream.reads() if name == FEATCAL else None
             add_measures(name, result.model)
             results.add_calibrated(name, result, settings, cost, chosen.base_method)
             del result  # frees a model before the next one
