@@ -2,7 +2,7 @@
 
     python benchmarks/plus_cost.py --samples 64 --repeats 3 --against ../earlier
 
-The models are those of the bundled suites, merged by task arithmetic, and random ones of the shape
+The bundled suites are merged by task arithmetic. A further suite has random models of the shape
 of MiniLM. All calibrations of a suite take turns in one process with one thread, so that other load
 affects all of them. Seconds are the least of the turns, and ratios the medians over the turns. With
 `--against`, the same is run with an earlier version's checkout.

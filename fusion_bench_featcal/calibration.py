@@ -344,8 +344,9 @@ def result_of(problem: Problem, request: Request) -> CalibrationResult:
 
 
 def reads_of(problem: Problem) -> dict[str, Any]:
-    """Return the bytes read of each model and what a budget allowed, fit for JSON."""
-    parts = problem.processes.gather({n: sum(m.sizes.values()) for n, m in problem.models.items()})
-    read = {name: size for part in parts for name, size in part.items()}
+    """Return the bytes read of each model and the reads that a budget allowed, fit for JSON."""
+    sizes = {name: sum(model.sizes.values()) for name, model in problem.models.items()}
+    gathered = problem.processes.gather(sizes)
+    read = {name: size for of_process in gathered for name, size in of_process.items()}
     base = read.pop(BASE, 0)
     return {"plan": problem.grant.as_dict(), "experts": read, "base": base}

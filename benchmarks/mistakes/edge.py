@@ -84,16 +84,23 @@ MUTATIONS = [
     ),
     Mutation(
         "a base that is no relative is accepted",
-        "folders/models.py",
-        "if distance > UNRELATED or math.isnan(distance):",
-        "if math.isnan(distance):",
+        "experts/likeness.py",
+        "if distance > UNRELATED:",
+        "if distance < 0:",
         "folders/test_folder_refusals.py",
     ),
     Mutation(
         "a classifier is evaluated with its expert's body",
         "folders/models.py",
-        "        setattr(model, model.base_model_prefix, body)\n",
+        "        setattr(classifier, classifier.base_model_prefix, body)\n",
         "",
+        "folders/test_folder_runs.py",
+    ),
+    Mutation(
+        "a pooler is no part of a head",
+        "folders/models.py",
+        "for name in tail_of(self.empty_body, self._stages[-1][-1])\n            if not all",
+        "for name in []\n            if not all",
         "folders/test_folder_runs.py",
     ),
 ]

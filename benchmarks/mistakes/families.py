@@ -6,20 +6,6 @@ PAPER = "test_calibrate_oracle.py::test_paper_equals_the_oracle"
 
 MUTATIONS = [
     Mutation(
-        "gate and up of experts swapped where they are joined",
-        "experts/joined.py",
-        "torch.cat([read(name) for name in names])",
-        "torch.cat([read(name) for name in reversed(names)])",
-        "test_experts.py::test_matrices_of_a_mixture_are_joined_as_transformers_5_has_them",
-    ),
-    Mutation(
-        "experts joined in the order of their names",
-        "experts/joined.py",
-        'n), "") for m in modules] for n in range(count)]',
-        'n), "") for m in modules] for n in reversed(range(count))]',
-        "test_experts.py::test_matrices_of_a_mixture_are_joined_as_transformers_5_has_them",
-    ),
-    Mutation(
         "the mask of Whisper's features hides its positions",
         "families/t5.py",
         "padding = mask_named(inputs, self.mask)",

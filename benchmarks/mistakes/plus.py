@@ -17,8 +17,8 @@ MUTATIONS = [
     Mutation(
         "plus: modules in the order of their names",
         "calibration.py",
-        "enumerate(problem.rule.turns(groups) or [[]]):",
-        "enumerate(problem.rule.turns(sorted(groups, key=lambda g: g.name)) or [[]]):",
+        "    turns = problem.rule.turns(groups) or [[]]\n",
+        "    turns = problem.rule.turns(sorted(groups, key=lambda g: g.name)) or [[]]\n",
         PLUS,
     ),
     Mutation(
@@ -198,28 +198,28 @@ MUTATIONS = [
     ),
     Mutation(
         "plus: few samples count as many",
-        "trust.py",
+        "run/trust.py",
         "rule.gamma * max(ENOUGH / streams.used(task), 1)",
         "rule.gamma",
         PLUS,
     ),
     Mutation(
         "plus: strange samples count in full",
-        "trust.py",
+        "run/trust.py",
         "familiar = min(max(trust.get(task, FAMILIAR) / FAMILIAR, LEAST), 1.0)",
         "familiar = 1.0",
         EDGES,
     ),
     Mutation(
         "plus: nobody is told of exchanged samples",
-        "trust.py",
+        "run/trust.py",
         "if better > MARGIN * assigned else {}",
         "if False else {}",
         EDGES,
     ),
     Mutation(
         "plus: trust without the other tasks' inputs",
-        "trust.py",
+        "run/trust.py",
         "(of_own - likeness.mean(-1))",
         "(of_own - 0 * likeness.mean(-1))",
         EDGES,

@@ -135,10 +135,10 @@ def limit_reads(
         if budget is not None:
             raise
         sizes = {}
-    parts = gather(sizes)
-    if not all(parts):
+    gathered = gather(sizes)
+    if not all(gathered):
         return Grant()
-    of_all = {task: of_task for part in parts for task, of_task in part.items()}
+    of_all = {task: of_task for of_process in gathered for task, of_task in of_process.items()}
     grant = granted(budget, {task: of_all[task] for task in tasks})
     for task, expert in experts.items():
         if names := grant.omitted[task]:

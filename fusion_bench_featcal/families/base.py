@@ -28,7 +28,7 @@ class Call:
     """Input of one block.
 
     Attributes:
-        hidden: Output of the previous block, or what the model computes before the first one.
+        hidden: Output of the previous block, or the features that the model gives to the first one.
         args: The block's other positional arguments.
         kwargs: Its keyword arguments.
     """

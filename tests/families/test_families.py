@@ -86,8 +86,8 @@ def unlabelled() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: LLAMA.stages(tiny.clip_model()), r"no blocks in CLIPVisionModel: .*layers.*family"),
-        (lambda: WHISPER.stages(tiny.clip_model()), r"no blocks in CLIPVisionModel: .*method\.family"),
+        (lambda: LLAMA.stages(tiny.clip_model()), r"no blocks in CLIPVision.*layers.*family"),
+        (lambda: WHISPER.stages(tiny.clip_model()), r"no blocks in CLIPVision.*method\.family"),
         (lambda: stages_of(Unlisted(), nn.Linear(2, 2)), r"Unlisted: stages gives \['a'\].*\[\[b"),
         (lambda: STAGES.stages(nn.Linear(2, 2)),
          r"stages does not fit Linear.*a family"),

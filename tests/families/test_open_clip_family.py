@@ -83,7 +83,8 @@ def without_switch() -> nn.Module:
         (lambda: split(with_attention(nn.MultiheadAttention(12, 3, add_bias_kv=True))),
          r"\.1\.attn is a .*cannot be split"),
         (lambda: split(without_switch()), r"batch in second place.*open_clip_torch 2\.26"),
-        (lambda: run_fast(tower_suite(), merged_weights=InMemoryExpert(Tower()), checkpoint_dir="x"),
+        (lambda: run_fast(
+            tower_suite(), merged_weights=InMemoryExpert(Tower()), checkpoint_dir="x"),
          r"open_clip model is calibrated in memory"),
         (lambda: resolve_family("auto", TwoTowers(nn.Identity())),
          r"auto does not know TwoTowers.*a family"),
