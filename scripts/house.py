@@ -22,12 +22,13 @@ from fusion_bench_featcal import FeatCalSettings, calibrate
 ROOT = Path(package.__file__).parent
 DRAWN = {
     "core": 270, "rules": 450, "families": 620, "modules": 305, "experts": 625, "streams": 615,
+    "run": 395,
     "models": 410, "data": 700, "tasks": 610, "suites": 150, "fusionbench": 830, "folders": 1470,
     "results": 1290, "lab": 1520, "_hydra_plugin": 70,
 }  # fmt: skip
 # Imports go from a level to levels before it. Rooms of a level do not import one another.
 LEVELS = (
-    "core", "families", "experts", "modules", "rules", "streams", "calibration",
+    "core", "families", "experts", "modules", "rules", "streams", "run", "calibration",
     "models", "data output results", "tasks", "fusionbench folders suites", "lab", "algorithm cli",
 )  # fmt: skip
 LEVEL = {room: number for number, level in enumerate(LEVELS) for room in level.split()}

@@ -5,10 +5,10 @@ from dataclasses import fields, is_dataclass
 from pkgutil import resolve_name
 from typing import Any, cast
 
-from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule
+from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved
 from fusion_bench_featcal.settings import OF_RULES, FeatCalSettings
 
-__all__ = ["BY_NAME", "GroupSums", "Linear", "Rule", "rule_of"]
+__all__ = ["BY_NAME", "GroupSums", "Linear", "Rule", "Solved", "rule_of"]
 
 BY_NAME: Mapping[str, str] = {
     "paper": "fusion_bench_featcal.rules.paper.Paper",

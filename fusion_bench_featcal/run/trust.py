@@ -45,7 +45,13 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
         groups: Its groups.
     """
     pairs, streams = pairs_of(problem, block, groups), problem.streams
-    trust, exchanged = (trust_of(pairs), exchanged_tasks(pairs)) if len(pairs) > 1 else ({}, {})
+    trust, exchanged = dict[str, float](), dict[str, str]()
+    if len(pairs) > 1:
+        tasks = list(pairs)
+        weights, inputs = (torch.stack(column) for column in zip(*pairs.values(), strict=True))
+        likeness = weights @ inputs.mT
+        trust = dict(zip(tasks, trust_of(weights, likeness).tolist(), strict=True))
+        exchanged = {tasks[k]: tasks[other] for k, other in exchanged_tasks(likeness).items()}
     for task, value in trust.items():
         record = {"task": task, "trust": value, "fits": exchanged.get(task)}
         problem.log.add("trust", record)
@@ -89,8 +95,8 @@ def pairs_of(problem: Problem, block: str, groups: Sequence[Group]) -> Pairs:
     return {task: pair for part in gathered for task, pair in part.items()}
 
 
-def trust_of(pairs: Pairs) -> dict[str, float]:
-    """Return trust in each task's samples.
+def trust_of(weights: Tensor, likeness: Tensor) -> Tensor:
+    """Return trust in each task's samples, `[tasks]`.
 
     With `P_i = tau_i' tau_i`, `tau_i = W_i - W_base`, and `G_j` the second moment of task j's
     inputs,
@@ -99,27 +105,28 @@ def trust_of(pairs: Pairs) -> dict[str, float]:
         trust_i = (c_ii - mean_j c_ij) / (c_ii (1 - mean_j cos_F(P_i, P_j)))
 
     It is 0 if an expert fits its samples no better than other tasks' samples.
+
+    Args:
+        weights: `P_i` as vectors of norm 1, `[tasks, d * d]`.
+        likeness: `c`, `[tasks, tasks]`.
     """
-    weights, inputs = (torch.stack(column) for column in zip(*pairs.values(), strict=True))
-    likeness, of_own = weights @ inputs.mT, (weights * inputs).sum(-1)
-    alike = (weights @ weights.mT).mean(-1)
-    trust = (of_own - likeness.mean(-1)) / (of_own * (1 - alike)).clamp_min(1e-12)
-    return dict(zip(pairs, trust.tolist(), strict=True))
+    of_own, alike = likeness.diagonal(), (weights @ weights.mT).mean(-1)
+    return (of_own - likeness.mean(-1)) / (of_own * (1 - alike)).clamp_min(1e-12)
 
 
-def exchanged_tasks(pairs: Pairs) -> dict[str, str]:
+def exchanged_tasks(likeness: Tensor) -> dict[int, int]:
     """Return tasks that another task's samples belong to, in the best assignment of all to all.
 
-    None are named unless that assignment is better by `MARGIN` over the tasks that it changes.
+    None are returned unless that assignment is better by `MARGIN` over the tasks that it changes.
+    Argument as for `trust_of`.
     """
     from scipy.optimize import linear_sum_assignment
 
-    weights, inputs = (torch.stack(column) for column in zip(*pairs.values(), strict=True))
-    likeness, tasks = (weights @ inputs.mT).double().numpy(), list(pairs)
-    _, best = linear_sum_assignment(likeness, maximize=True)
-    changed = [(k, other) for k, other in enumerate(best) if k != other]
-    assigned, better = sum(likeness[k, k] for k, _ in changed), sum(likeness[c] for c in changed)
-    return {tasks[k]: tasks[other] for k, other in changed} if better > MARGIN * assigned else {}
+    table = likeness.double().numpy()
+    _, best = linear_sum_assignment(table, maximize=True)
+    changed = [(k, int(other)) for k, other in enumerate(best) if k != other]
+    assigned, better = sum(table[k, k] for k, _ in changed), sum(table[c] for c in changed)
+    return dict(changed) if better > MARGIN * assigned else {}
 
 
 def direction(matrix: Tensor) -> Tensor:

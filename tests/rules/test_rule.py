@@ -10,8 +10,7 @@ from torch import Tensor
 from tricky_models import few_outputs, stack_suite
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, Paper, calibrate
-from fusion_bench_featcal.rules import GroupSums, Linear, Rule, rule_of
-from fusion_bench_featcal.rules.rule import Solved
+from fusion_bench_featcal.rules import GroupSums, Linear, Rule, Solved, rule_of
 
 
 @dataclass(frozen=True)
