@@ -24,7 +24,7 @@ LEFT = {
     "lora": "try/lora/repaired/model.safetensors",
     "mergekit": "try/mergekit/repaired/model.safetensors",
     "method": "try/outputs/comparison",
-    "rule": "try/mini_balinese/post_layernorm.bias.npy",
+    "rule": "try/mini_balinese",
 }
 
 
