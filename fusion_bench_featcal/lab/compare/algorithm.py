@@ -180,8 +180,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """Return the inputs that all cells share.
 
         Raises:
-            CalibrationError: If there is no task pool, or a saved model or several devices are
-                requested.
+            CalibrationError: If there is no task pool, or a saved model is requested.
         """
         taskpool = getattr(self._program, "taskpool", None)
         if taskpool is None:
@@ -195,8 +194,6 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 "compare returns no model to save: leave merged_model_save_path out, and run "
                 "the method that you choose by itself"
             )
-        if self.fabric.world_size > 1:
-            raise CalibrationError("compare runs on one device: set fabric.devices=1")
         return MethodInputs(modelpool, taskpool, self.fabric, self._program)
 
     def _report(self, folder: Path, store: Path, done: Run) -> None:

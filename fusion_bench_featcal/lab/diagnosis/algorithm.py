@@ -38,6 +38,7 @@ from fusion_bench_featcal.lab.diagnosis.measure import measure
 from fusion_bench_featcal.lab.diagnosis.views import show_diagnosis
 from fusion_bench_featcal.lab.rivals.features import load_projection
 from fusion_bench_featcal.method_inputs import MethodInputs, check_calibration
+from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.modules.models import head_of
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.plurals import counted
@@ -166,7 +167,9 @@ class DiagnosisAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 options["projection"] = projected
             family = resolve_family(settings.family, model)
             for task, batches in items.items():
-                expert = load_pool_model(pool, task)
+                expert, dtype = load_pool_model(pool, task), next(model.parameters()).dtype
+                if next(expert.parameters()).dtype != dtype:
+                    expert = copied_module(expert).to(dtype)
                 of_task = inputs.base(), expert, task, batches
                 measures = measure(model, *of_task, settings, family, **options)
                 report.lines += row_lines(row, task, measures)

@@ -30,7 +30,7 @@ class ProDistill(
     Merger,
     option="featcal_baselines/prodistill",
     source="Xu et al., ICML 2025, arXiv 2502.12706",
-    without=["modules"],
+    without=["modules"],  # all parameters of the blocks are trained
 ):
     """ProDistill: coefficients of the experts' task vectors, trained by gradients.
 

@@ -54,9 +54,7 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
         meta = take_fusion_bench_keys(keys)
         settings_objects = read_settings(keys, self.setting_kinds)
         self.method: Any = settings_objects[0]
-        values = {**vars(settings_objects[-1]), **self.method.settings}
-        for name in names_of(self.setting_kinds):
-            setattr(self, name, values[name])
+        vars(self).update({**vars(settings_objects[-1]), **self.method.settings})
         super().__init__(**meta)
 
     def on_run_start(self) -> None:
@@ -81,20 +79,23 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
         inputs = MethodInputs(modelpool, taskpool, self.fabric, program)
         check_pool_models(inputs.models, self.fabric)
         method.check(inputs)
-        if hasattr(method, "merge"):
-            merged, upstream, make = None, method.name, partial(method.merge, inputs)
-        else:
+        merged, upstream, make = None, method.name, partial(self._made, inputs)
+        if not hasattr(method, "merge"):
             merger = Upstream(self.base_method, inputs.models)
             merged, upstream = merger.merged_model(program), merger.name
-            make = partial(method.post_merge, merged, inputs)
+            make = partial(self._made, inputs, merged)
         is_run = getattr(program, "method", None) is self  # else another method reports
-        model = self._report(inputs, upstream, merged, make) if is_run else make()
-        samples = method.samples(modelpool.model_names)
-        if any(used["split"] == "test" for used in samples.values()):
+        return self._reported(inputs, upstream, merged, make) if is_run else make()
+
+    def _made(self, inputs: MethodInputs, merged: nn.Module | None = None) -> nn.Module:
+        """Return the merger's model, or the improved one."""
+        method = self.method
+        model = method.merge(inputs) if merged is None else method.post_merge(merged, inputs)
+        if "test" in (used["split"] for used in method.samples(inputs.models.experts).values()):
             log.warning("%s was fitted on samples of the test split", method.name)
         return model
 
-    def _report(
+    def _reported(
         self,
         inputs: MethodInputs,
         upstream: str,
@@ -106,24 +107,21 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
         with suppress(CalibrationError):  # some methods need no processor
             processor = inputs.processor
         results = RunResults(self, pool, processor, upstream=upstream, row=method.name)
-        if merged is None:  # a merger, recorded as by `method=compare`
-            settings = plain(getattr(self._program, "_method", None)) or method.settings
-        else:
-            settings = method.settings
+        settings = method.settings
+        if merged is not None:
             results.add_reference(upstream, merged, plain(self.base_method))
+        else:  # a merger, recorded as by `method=compare`
+            settings = plain(getattr(self._program, "_method", None)) or settings
         log.info("making %s", method.name)
         with measure() as cost:
             model = make()
         log.info("made %s in %.1f s", method.name, cost.seconds)
         samples, seed = method.samples(pool.model_names), method.settings.get("seed")
-        facts = CardFacts(method.name, self.base_method, settings, samples)
-        results.saver.offer(model, facts)
-        results.add_made(
-            method.name, model, settings=settings, cost=cost, samples=samples, seed=seed
-        )
+        results.saver.offer(model, CardFacts(method.name, self.base_method, settings, samples))
+        details = {"settings": settings, "cost": cost, "samples": samples, "seed": seed}
+        results.add_made(method.name, model, **details)
         results.report.lines += training_lines(method.name, getattr(model, "curves", {}))
-        results.finish()
-        return model
+        return results.finish()
 
 
 @cache

@@ -133,6 +133,7 @@ class SurgeryV2(
     Surgery,
     option="featcal_baselines/surgery_v2",
     source="arXiv 2410.14389",
+    # Settings of texts.
     without=("final_norm", "calibration_targets", "generated_tokens", "max_length"),
 ):
     """SurgeryV2: a small trained module per task after every block corrects all tokens.
