@@ -86,7 +86,7 @@ def calibrate_loaded(problem: Problem, block: str) -> None:
     changed = {name: t.detach() for name, t in current.items() if t is not merged[name]}
     problem.working.finish(problem.output.write(block, problem.working, changed, problem.log))
     if not finished:
-        problem.progress.finished(time.perf_counter() - start)
+        problem.progress.finished(block, time.perf_counter() - start)
 
 
 def trusting(problem: Problem, block: str) -> Problem:

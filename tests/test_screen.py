@@ -66,7 +66,8 @@ def test_normal_run_is_short(tmp_path: Path) -> None:
     assert table
     for stage in (
         "evaluating base", "evaluating experts", "evaluating task_arithmetic",
-        "merging with task_arithmetic", "calibrating featcal (rule=paper)", "saved",
+        "merging with task_arithmetic", "calibrating featcal (rule=paper)",
+        "the first block took", "saved",
     ):  # fmt: skip
         assert stage in before
     for noise in ("Instantiate", "CONFIG", "Unused argument", "Loading model", "slow image",

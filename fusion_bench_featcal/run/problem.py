@@ -214,7 +214,7 @@ def open_problem(request: Request) -> Problem:
         dtype=rule.dtype(len(tasks), device),
         kernel=kernel,
         log=log,
-        progress=Progress(processes, device, len(modules), len(samples), show=request.progress),
+        progress=Progress(processes, device, [*modules], len(samples), show=request.progress),
     )
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,20 +44,20 @@ class Progress:
     """A bar over the visits of tasks to blocks, with the name of the current work."""
 
     def __init__(
-        self, processes: Any, device: torch.device, blocks: int, tasks: int, *, show: bool
+        self, processes: Any, device: torch.device, blocks: list[str], tasks: int, *, show: bool
     ) -> None:
         """Start the bar.
 
         Args:
             processes: The processes, which name their current work in messages.
             device: Device of the calculation.
-            blocks: Number of blocks.
+            blocks: All blocks.
             tasks: Number of tasks of this process.
             show: Whether to show a bar. Only the first process does.
         """
         self._processes, self._device, self._blocks = processes, device, blocks
         show = show and processes.rank == 0
-        self.bar = progress_bar(total=blocks * tasks, unit="visit", show=show)
+        self.bar = progress_bar(total=len(blocks) * tasks, unit="visit", show=show)
         self._first = show
 
     def at(self, work: str) -> None:
@@ -70,18 +69,25 @@ class Progress:
         """Count a visit."""
         self.bar.update()
 
-    def finished(self, seconds: float) -> None:
-        """Log time and memory of the first block that was calibrated, and the time for all.
+    def finished(self, block: str, seconds: float) -> None:
+        """Log time and memory of the first block that was calibrated, and the time left.
 
         Args:
-            seconds: Wall-clock seconds of a block.
+            block: The block.
+            seconds: Its wall-clock seconds.
         """
         if self._first:
             memory = bytes_text(peak_bytes(self._device))
-            estimate = time.strftime("%H:%M:%S", time.gmtime(seconds * self._blocks))
+            remaining = seconds * (len(self._blocks) - 1 - self._blocks.index(block))
             logger.info(
-                "the first block took %.1f s, with at most %s of %s memory so far; all %d take "
-                "about %s (h:m:s)",
-                *(seconds, memory, self._device.type, self._blocks, estimate),
+                "the first block took %s, with at most %s of memory so far; about %s left",
+                *(duration(seconds), memory, duration(remaining)),
             )
             self._first = False
+
+
+def duration(seconds: float) -> str:
+    """Return a time in seconds, minutes or hours."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
