@@ -1,8 +1,9 @@
 """Output of `featcal calibrate`: its inputs, its needs, and the scores of the models."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from logging import ERROR, NOTSET, getLogger
+from logging import ERROR, INFO, NOTSET, StreamHandler, getLogger
 
 import datasets
 
@@ -73,14 +74,19 @@ def show_scores(report: Run, notes: Sequence[Note]) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context without messages and progress bars of loading. Tensors are checked before."""
+    """Context that prints the progress of the calibration, but nothing of loading."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     # The plan lists every task's samples, and a note the samples that are not trusted.
-    repeated = [getLogger(f"fusion_bench_featcal.{name}") for name in ("streams.samples", "trust")]
+    repeated = [
+        getLogger(f"fusion_bench_featcal.{name}") for name in ("streams.samples", "run.trust")
+    ]
     for logger in repeated:
         logger.setLevel(ERROR)
+    progress, printed = getLogger("fusion_bench_featcal.run.progress"), StreamHandler(sys.stdout)
+    progress.setLevel(INFO)
+    progress.addHandler(printed)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
@@ -93,5 +99,6 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
         datasets.enable_progress_bars()
         datasets.logging.set_verbosity_warning()
-        for logger in repeated:
+        for logger in (*repeated, progress):
             logger.setLevel(NOTSET)
+        progress.removeHandler(printed)

@@ -161,6 +161,7 @@ def test_an_encoder_decoder_whose_expert_writes_missing_targets(finished):
     names = changed(saved, run.models["merged"])
     assert any(name.startswith("decoder") for name in names) and "shared.weight" not in names
     assert "one: no targets in --data, so its expert writes them" in run.screen
+    assert "the first block took" in run.screen
     assert "two: no targets" not in run.screen
     assert run.report.accuracy["experts"]["one"] == 1  # of answers that it has written itself
 
