@@ -68,7 +68,7 @@ def calibrate_loaded(problem: Problem, block: str) -> None:
     merged, figures = tensors_under(problem.model, block), dict[str, Any]()
     problem.streams.narrow(block, problem.modules[block].sites)
     groups, norms = ([], StaleNorms([], [])) if finished else groups_of(problem, block)
-    turns = problem.rule.turns(groups) or [[]]
+    turns = turns_of(problem.rule, groups)
     for number, turn in enumerate(turns):
         solved = [site.name for group in turn for site in group.sites]
         estimate_statistics(problem, block, norms.refresh(solved if len(turns) > 1 else ()))
@@ -106,6 +106,27 @@ def groups_of(problem: Problem, block: str) -> tuple[list[Group], StaleNorms]:
     recorded, rows = problem.streams.record_first(block, names)
     groups = find_groups(problem.model, block, modules.sites, recorded, rows.of)
     return groups, StaleNorms(list(recorded.inputs), norms)
+
+
+def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:
+    """Return a rule's turns for the groups of a block.
+
+    Raises:
+        CalibrationError: If they are not lists of these groups, each at most once.
+    """
+    turns = list(rule.turns(groups)) or [[]]
+    solved = [group for turn in turns if isinstance(turn, Sequence) for group in turn]
+    twice = [group.name for group in groups if solved.count(group) > 1]
+    if (
+        twice
+        or not all(group in groups for group in solved)
+        or not all(isinstance(turn, Sequence) for turn in turns)
+    ):
+        raise CalibrationError(
+            f"method.rule: {type(rule).__name__}.turns must give lists of the block's groups, each "
+            f"group in at most one{f'; it repeats {twice[0]}' if twice else f', not {turns}'}"
+        )
+    return turns
 
 
 def estimate_statistics(problem: Problem, block: str, names: Iterable[str]) -> None:

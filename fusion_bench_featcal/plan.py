@@ -1,5 +1,6 @@
 """Plan of a calibration: bytes to fetch, to read and to write, from names and shapes alone."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from rich.table import Table
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts import known_bytes
 from fusion_bench_featcal.experts.budget import granted
 from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.families.open_clip import split
@@ -101,6 +103,15 @@ def plan_of(
         free=None if folder is None else free_space(existing(folder)),
         folder="" if folder is None else str(folder),
     )
+
+
+def stored_itemsize(source: Any) -> int | None:
+    """Return the bytes per number in a source's files, or None if unknown."""
+    try:
+        name = min(source.names())
+        return known_bytes(source, name) // math.prod(source.shape(name))
+    except (AttributeError, ValueError, ZeroDivisionError, CalibrationError):
+        return None
 
 
 def check(plan: Plan) -> None:

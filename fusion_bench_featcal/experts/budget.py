@@ -1,5 +1,6 @@
 """Limits on the bytes that are read of experts: the setting `expert_read_budget`."""
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -11,6 +12,8 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.expert import ExpertModel
 from fusion_bench_featcal.experts.source import ExpertSource, SourceView, Tensors
 from fusion_bench_featcal.read_budgets import budget_in_bytes
+
+logger = logging.getLogger(__name__)
 
 Sizes = Mapping[str, Mapping[str, tuple[str, int]]]
 """Expert -> the merged model's name of each tensor that is read, in forward order -> its name in
@@ -140,6 +143,12 @@ def limit_reads(
         return Grant()
     of_all = {task: of_task for of_process in gathered for task, of_task in of_process.items()}
     grant = granted(budget, {task: of_all[task] for task in tasks})
+    if budget is not None and not grant.bytes:
+        logger.warning(
+            "method.expert_read_budget=%s is less than one module of one expert: nothing is read, "
+            "and the merged model is calibrated towards itself",
+            budget,
+        )
     for task, expert in experts.items():
         if names := grant.omitted[task]:
             omitted = {expert.keys[name]: name for name in names}

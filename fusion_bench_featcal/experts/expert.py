@@ -83,6 +83,11 @@ class ExpertModel:
         if key not in self.sizes:
             has_sizes = hasattr(self.source, "nbytes")
             self.sizes[key] = known_bytes(self.source, key) if has_sizes else stored.nbytes
+        if not isinstance(stored, Tensor):
+            raise CalibrationError(
+                f"{self._label}: the source's tensor({key!r}) is a {type(stored).__name__}, not a "
+                "torch tensor"
+            )
         if stored.shape != (shape := tuple(self.source.shape(key))):
             raise CalibrationError(
                 f"{self._label}: the source's tensor({key!r}) has shape {tuple(stored.shape)}, but "
@@ -235,7 +240,7 @@ def pair_names(
     Raises:
         CalibrationError: If a tensor is missing or has another shape, naming it.
     """
-    available, position = source.names(), {name: i for i, name in enumerate(tensors)}
+    available, position = set(source.names()), {name: i for i, name in enumerate(tensors)}
     rename = _renaming(available, set(tensors))
     keys: dict[str, str] = {}
     for name, tensor in tensors.items():

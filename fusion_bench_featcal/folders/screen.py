@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from logging import ERROR, INFO, NOTSET, StreamHandler, getLogger
 
 import datasets
@@ -11,7 +12,14 @@ from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.models.hub import hub_models
-from fusion_bench_featcal.plan import bytes_text, check, one_line, plan_of, show_plan
+from fusion_bench_featcal.plan import (
+    bytes_text,
+    check,
+    one_line,
+    plan_of,
+    show_plan,
+    stored_itemsize,
+)
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import AVERAGE, Run
 from fusion_bench_featcal.results.notes import VERDICT, Note
@@ -31,7 +39,9 @@ def show_start(
     print(f"{home.kind}: {home.calibrated_class.__name__}, {counted(len(tasks), 'task')}")
     for note in notes:
         print(f"  {note}")
-    plan = plan_of(models.empty_body, settings, list(tasks), out=request.folder)
+    stored = stored_itemsize(next(iter(models.sources.values())))
+    plan = plan_of(models.empty_body, settings, list(tasks), itemsize=stored, out=request.folder)
+    plan = replace(plan, output=home.size)
     if request.plan:
         show_plan(plan)
         print("nothing was run")

@@ -1,6 +1,5 @@
 """Plans of FusionBench runs, from command-line overrides."""
 
-import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +11,6 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts import known_bytes
 from fusion_bench_featcal.fusionbench.config_errors import explained
 from fusion_bench_featcal.fusionbench.console import make_importable
 from fusion_bench_featcal.fusionbench.empty_models import empty_model
@@ -21,7 +18,7 @@ from fusion_bench_featcal.fusionbench.options import method_name, read_settings
 from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
 from fusion_bench_featcal.fusionbench.upstream import budget_left
 from fusion_bench_featcal.models.hub import is_here
-from fusion_bench_featcal.plan import Plan, plan_of
+from fusion_bench_featcal.plan import Plan, plan_of, stored_itemsize
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -86,15 +83,6 @@ def _composed(overrides: Sequence[str]) -> tuple[dict[str, Any], PoolModels]:
     except (HydraException, OmegaConfBaseException) as error:
         raise explained(error) from error
     return method, PoolModels(BaseModelPool(config.modelpool.models))
-
-
-def stored_itemsize(source: Any) -> int | None:
-    """Return the bytes per number in a source's files, or None if unknown."""
-    try:
-        name = min(source.names())
-        return known_bytes(source, name) // math.prod(source.shape(name))
-    except (AttributeError, ValueError, ZeroDivisionError, CalibrationError):
-        return None
 
 
 def _is_local(model: PoolModel) -> bool:

@@ -28,6 +28,7 @@ from fusion_bench_featcal.run.digests import (
     InputsDigest,
     digest_tensor,
     glimpse,
+    own_code,
     versions_of_software,
     without_addresses,
 )
@@ -289,6 +290,7 @@ def digest_of_run(problem: Any, settings: FeatCalSettings) -> str:
             for value in (problem.rule, streams.family, problem.merged)
         ],
         [list(stage) for stage in streams.stages],
+        [own_code(type(value)) for value in (problem.rule, streams.family)],
         {name: digest_tensor(tensor) for name, tensor in whole.items()}
         if working.is_in_memory
         else glimpse(working.source),

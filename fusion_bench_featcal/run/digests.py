@@ -1,6 +1,7 @@
 """Digests of tensors, inputs and texts, for comparing stored results."""
 
 import hashlib
+import inspect
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fusion_bench_featcal
 from fusion_bench_featcal.experts.source import ExpertSource, rows_of
 
 _SHORT = 32  # hexadecimal digits: 128 bits
@@ -76,10 +78,20 @@ def _update(digest: Any, name: str, tensor: Tensor) -> None:
     digest.update(flat.view(torch.uint8).numpy())
 
 
+def own_code(kind: type) -> str | None:
+    """Return the source of a class that is not part of a package, which users change."""
+    if kind.__module__.startswith("fusion_bench"):
+        return None
+    try:
+        return Path(inspect.getsourcefile(kind) or "").read_text(encoding="utf-8")
+    except (OSError, TypeError):  # typed at a prompt
+        return None
+
+
 @cache
 def versions_of_software() -> str:
     """Return the versions of torch and transformers, and a digest of this package's code."""
-    digest, root = hashlib.sha256(), Path(__file__).parent
+    digest, root = hashlib.sha256(), Path(fusion_bench_featcal.__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
     packages = [f"{name} {version(name)}" for name in ("torch", "transformers")]

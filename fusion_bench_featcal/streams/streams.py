@@ -106,9 +106,22 @@ class Streams:
             return self.family.begin(model, inputs, self.stages[index][0], *ended)
 
     def step(self, model: nn.Module, block: str, call: Any) -> Any:
-        """Run one block and return the input of the next block."""
-        with self.autocast():
-            return self.family.step(model, block, call)
+        """Run one block and return the input of the next block.
+
+        Raises:
+            CalibrationError: If the family's step needs weights of another module.
+        """
+        try:
+            with self.autocast():
+                return self.family.step(model, block, call)
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            raise CalibrationError(
+                f"method.family={self.family.name}: the step of {block} needs weights that are not "
+                f"in memory ({error}). It has those of its block: compute everything else in begin "
+                "and hand it on in the call (docs/tutorials/family.md)"
+            ) from error
 
     def tensors_of(self, block: str) -> list[str]:
         """Return the names of an expert's tensors for running a block."""

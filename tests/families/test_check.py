@@ -1,5 +1,6 @@
 """A family's steps are compared with the model's forward pass before anything is calibrated."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from tiny_models import ResidualNet, model_of, sentences, suite_of
 from tricky_models import Remembering, Sharing, net_suite
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.families import Stack
 
 FIRST = ("bert", "distilbert")
 """Classifiers whose head reads nothing but the first position of the last block."""
@@ -18,6 +20,22 @@ FIRST = ("bert", "distilbert")
 def test_blocks_that_depend_on_earlier_ones_are_refused(kind: Any):
     with pytest.raises(CalibrationError, match=rf"blocks of {kind.__name__} cannot .*layers\.1"):
         run_fast(net_suite(kind()))
+
+
+class Peeking(Stack):
+    """Its step uses a weight outside the block, without effect."""
+
+    def step(self, model: Any, block: str, call: Any) -> Any:
+        after = super().step(model, block, call)
+        outside = next(p for n, p in model.named_parameters() if not n.startswith("layers."))
+        return replace(after, hidden=after.hidden + 0 * outside.sum())
+
+
+def test_a_step_that_needs_weights_outside_its_block_is_named():
+    with pytest.raises(
+        CalibrationError, match=r"family=Peeking: the step of layers\.0 needs .*begin"
+    ):
+        run_fast(net_suite(ResidualNet()), family=Peeking())
 
 
 def test_blocks_that_fit_are_calibrated(caplog: Any):

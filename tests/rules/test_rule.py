@@ -1,6 +1,7 @@
 """Custom rules, derived from the base class."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from tricky_models import few_outputs, stack_suite
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, Paper, calibrate
 from fusion_bench_featcal.rules import GroupSums, Linear, Rule, Solved, rule_of
+from fusion_bench_featcal.run import checkpoint
+from fusion_bench_featcal.run.digests import own_code, versions_of_software
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,47 @@ def test_an_unknown_option_of_a_rule_lists_those_that_it_has() -> None:
     target = f"{__name__}.Wrapped"
     with pytest.raises(ValueError, match=r"unexpected keyword .*It has inner, mix_alpha"):
         rule_of(FeatCalSettings(rule={"_target_": target, "inward": 1}))
+
+
+@dataclass(frozen=True)
+class Twice(Wrapped):
+    """Solves its first group in two turns."""
+
+    def turns(self, groups: Any) -> Any:
+        return [groups, groups[:1]]
+
+
+@dataclass(frozen=True)
+class Flat(Wrapped):
+    """Gives groups in place of turns."""
+
+    def turns(self, groups: Any) -> Any:
+        return groups
+
+
+@pytest.mark.parametrize(("rule", "words"), [(Twice(), "it repeats layers.0"), (Flat(), "not \\[")])
+def test_wrong_turns_are_refused(rule: Rule, words: str) -> None:
+    with pytest.raises(CalibrationError, match=f"turns must give lists of .*{words}"):
+        calibrated(rule)
+
+
+def test_a_changed_file_of_the_package_is_another_run(monkeypatch: Any) -> None:
+    before, read = versions_of_software.__wrapped__(), Path.read_bytes
+    changed = ("core", "moments.py")
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda path: read(path) + b"#" * (path.parts[-2:] == changed)
+    )
+    assert versions_of_software.__wrapped__() != before
+
+
+def test_a_changed_file_of_a_rule_is_another_run(tmp_path: Path, monkeypatch: Any) -> None:
+    suite, folder = clip_suite(), str(tmp_path / "blocks")
+    run_fast(suite, rule=Wrapped(), checkpoint_dir=folder)
+    run_fast(suite, rule=Wrapped(), checkpoint_dir=folder, resume=True)
+    monkeypatch.setattr(checkpoint, "own_code", lambda kind: "changed" if kind is Wrapped else None)
+    with pytest.raises(CalibrationError, match="belongs to another run"):
+        run_fast(suite, rule=Wrapped(), checkpoint_dir=folder, resume=True)
+    assert "class Wrapped" in str(own_code(Wrapped)) and own_code(Paper) is None
 
 
 def test_a_class_in_place_of_a_rule_is_refused() -> None:

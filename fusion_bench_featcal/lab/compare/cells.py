@@ -1,7 +1,6 @@
 """Cells of a comparison: built, evaluated and timed, or read from their files."""
 
 import gc
-import inspect
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import lightning
@@ -27,6 +27,7 @@ from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.lab.compare.grid import Cell, Merger
+from fusion_bench_featcal.lab.rivals.method import Method
 from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.module_copies import copied_module
@@ -43,7 +44,7 @@ from fusion_bench_featcal.results import (
 from fusion_bench_featcal.results.lines import RUN_FILE
 from fusion_bench_featcal.results.run import conditions_of, training_lines
 from fusion_bench_featcal.results.show import TASK_ID
-from fusion_bench_featcal.run.digests import digest_text
+from fusion_bench_featcal.run.digests import digest_text, own_code
 
 log = logging.getLogger(__name__)
 
@@ -230,15 +231,13 @@ def _write(path: Path, done: Run) -> None:
             raise
 
 
-def _own_code(method: Any) -> str | None:
-    """Return the source of a method that is not part of this package, which users change."""
-    kind = type(method)
-    if method is None or kind.__module__.startswith("fusion_bench"):
-        return None
-    try:
-        return Path(inspect.getsourcefile(kind) or "").read_text(encoding="utf-8")
-    except (OSError, TypeError):  # typed at a prompt
-        return None
+def _own_code(method: Method | None) -> list[str | None]:
+    """Return the sources of a method, and of the rule and the family that its settings name."""
+    if method is None:
+        return []
+    settings = [value for value in method.settings.values() if isinstance(value, Mapping)]
+    targets = [value["_target_"] for value in settings if "_target_" in value]
+    return [own_code(kind) for kind in (type(method), *map(resolve_name, targets))]
 
 
 def _config_of(pool: Any) -> Any:
