@@ -191,7 +191,7 @@ def task_rows(
                 if follows:
                     streams.follow(task, batch, block, expert, entering or [])
                 if turn:
-                    inputs = streams.inputs_of(task, batch, block, turn, watched=follows)
+                    inputs = streams.inputs_of(task, batch, block, turn)
                     for group in rows:
                         with naming_module(task, block, group.name), exact_products():
                             rows[group].add(batch, inputs[group.name])

@@ -32,7 +32,7 @@ def test_loggers_get_accuracies_settings_and_drift_and_one_may_fail(
     plus = {"accuracy": {"a": 0.75}}
     run.add_row("featcal_plus", plus, settings={"ridge_lambda": 0.05})
     for block, drift in (("first", 1.0), ("second", 2.0)):
-        drifts = {"drift_before": 9.0, "drift_after": 9.0, "relative_drift_after": drift}
+        drifts = {"drift": 9.0, "relative_drift": drift}
         records.add("task", {"block": block, "task": "a", **drifts})
     for preset in ("plus", "earlier"):  # of an earlier run
         records.write(tmp_path / f"calibration_log.{preset}.jsonl")
@@ -48,5 +48,5 @@ def test_loggers_get_accuracies_settings_and_drift_and_one_may_fail(
         first, second = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
     accuracies = {"task_arithmetic/accuracy/a": 0.5, f"{row}/accuracy/a": 0.75}
     accuracies |= {"task_arithmetic/average": 0.5, f"{row}/average": 0.75}
-    assert first == {"step": 0, f"{row}/relative_drift_after/a": 1.0} | accuracies
-    assert second == {"step": 1, f"{row}/relative_drift_after/a": 2.0}
+    assert first == {"step": 0, f"{row}/relative_drift/a": 1.0} | accuracies
+    assert second == {"step": 1, f"{row}/relative_drift/a": 2.0}

@@ -39,8 +39,8 @@ MUTATIONS = [
     Mutation(
         "blocks run without autocast",
         "streams/streams.py",
-        "        with self.autocast():\n            return self.family.step",
-        "        if block:\n            return self.family.step",
+        "            with self.autocast():\n                return self.family.step",
+        "            if block:\n                return self.family.step",
         PROPERTIES + "autocast_wraps_every_pass_and_statistics_stay_wide",
     ),
     Mutation(

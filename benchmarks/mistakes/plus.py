@@ -17,8 +17,8 @@ MUTATIONS = [
     Mutation(
         "plus: modules in the order of their names",
         "calibration.py",
-        "    turns = problem.rule.turns(groups) or [[]]\n",
-        "    turns = problem.rule.turns(sorted(groups, key=lambda g: g.name)) or [[]]\n",
+        "    turns = list(rule.turns(groups)) or [[]]\n",
+        "    turns = list(rule.turns(sorted(groups, key=lambda g: g.name))) or [[]]\n",
         PLUS,
     ),
     Mutation(

@@ -15,7 +15,7 @@ from fusion_bench_featcal.results.run import calibration_log
 log = logging.getLogger(__name__)
 
 _UNFIT = re.compile(r"[^\w./ -]")  # MLflow refuses these in names
-_DRIFTS = ("relative_drift_before", "relative_drift_after")
+_DRIFTS = ("relative_drift",)
 
 
 def log_results(fabric: Any, run: Run, folder: Path | None) -> None:

@@ -51,7 +51,7 @@ def tasks_with_high_drift(name: str, records: Iterable[Mapping[str, Any]]) -> li
     `records` come from the calibration log of row `name`. Without drift there is no note.
     """
     last = {
-        record["task"]: record.get("relative_drift_after")
+        record["task"]: record.get("relative_drift")
         for record in records
         if record["kind"] == "task"
     }
@@ -79,11 +79,11 @@ def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note
     if worst is None or worst["relative_update"] < LARGE_UPDATE:
         return []
     scales = {
-        record["task"]: record["drift_after"] / record["relative_drift_after"]
+        record["task"]: record["drift"] / record["relative_drift"]
         for record in records
         if record["kind"] == "task"
         and record["block"] == worst["block"]
-        and record.get("relative_drift_after")
+        and record.get("relative_drift")
     }
     *smaller, largest = [0.0, 0.0, *sorted(scales.values())]
     task = max(scales, key=scales.__getitem__) if largest > LARGE_UPDATE * smaller[-1] > 0 else ""

@@ -15,9 +15,8 @@ class CalibrationLog:
 
     - `engine`: library that multiplies float32 matrices, and the processor.
     - `task`: block, task, number of samples, and if the rule runs experts also rows (positions that
-    count in its output), the mean L2 drift of the block's output after its update (Eq. 2), the
-    drift relative to the expert's feature norm (root mean square), and with the paper's rule both
-    before the update.
+    count in its output), the mean L2 drift behind the block (Eq. 2), and the drift relative to the
+    expert's feature norm (root mean square).
     - `module`: block, module, relative residual of the solve, size of the update relative to the
     weight, and for FeatCal+ the ridge of least held-out error.
     - `trust`: task, trust in its samples (`trust.py`), and the task whose samples its expert fits

@@ -11,8 +11,6 @@ from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.streams.batch import Batch, CountedRows, rows_of
 
-BEFORE, AFTER = "before", "after"
-
 Gather = Callable[[Any], list[Any]]
 
 
@@ -20,7 +18,7 @@ class DriftLog:
     """Sums of drifts at the current block, by task.
 
     Attributes:
-        sums: `(task, when)` -> result of `sums_of`, `[4]`.
+        sums: Task -> result of `sums_of`, `[4]`.
     """
 
     def __init__(self, *, channels_first: bool = False) -> None:
@@ -29,14 +27,13 @@ class DriftLog:
         Args:
             channels_first: Whether features of four dimensions are images `[batch, d, h, w]`.
         """
-        self.sums: dict[tuple[str, str], Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
         self._channels_first = channels_first
 
-    def add(self, when: str, task: str, batch: Batch, hidden: Tensor, expert: Tensor) -> None:
-        """Add a batch's features after a block.
+    def add(self, task: str, batch: Batch, hidden: Tensor, expert: Tensor) -> None:
+        """Add a batch's features behind a block.
 
         Args:
-            when: `before` or `after` the block's update.
             task: The task.
             batch: The batch.
             hidden: The model's features.
@@ -46,37 +43,32 @@ class DriftLog:
             rows = [self._rows(features, batch.rows.valid) for features in (hidden, expert)]
         except CalibrationError as error:
             raise CalibrationError(f"task {task}: a block's output {error}") from error
-        new, key = sums_of(*rows), (task, when)
-        self.sums[key] = self.sums[key] + new if key in self.sums else new
+        new = sums_of(*rows)
+        self.sums[task] = self.sums[task] + new if task in self.sums else new
 
     def _rows(self, hidden: Tensor, counted: CountedRows | None) -> Tensor:
         is_image = self._channels_first and hidden.ndim == 4
         return rows_of(hidden.movedim(1, -1) if is_image else hidden, counted)
 
     def records(self, gather: Gather) -> dict[str, dict[str, Any]]:
-        """Return each task's figures at the block, and reset the sums.
+        """Return each task's figures behind the block, and reset the sums.
 
         Args:
-            gather: Returns the values of all processes, which are added up.
+            gather: Returns the values of all processes.
 
         Returns:
-            Task -> mean L2 drift over rows, and root mean square drift relative to the expert's
-            features, `before` and `after`.
+            Task -> mean L2 drift over rows, root mean square drift relative to the expert's
+            features, and number of rows.
         """
         numbers = iter(read_back(list(self.sums.values())))
-        read = {key: [next(numbers) for _ in range(len(s))] for key, s in self.sums.items()}
+        read = {task: [next(numbers) for _ in range(len(sums))] for task, sums in self.sums.items()}
         self.sums = {}
-        totals: dict[tuple[str, str], list[float]] = {}
-        for part in gather(read):
-            for key, values in part.items():
-                before = totals.get(key, [0.0] * len(values))
-                totals[key] = [a + b for a, b in zip(before, values, strict=True)]
-        records: dict[str, dict[str, Any]] = {task: {} for task, _ in totals}
-        ordered = sorted(totals.items(), key=lambda item: item[0][1])
-        for (task, when), (norms, squares, expert, rows) in ordered:
-            relative = (squares / expert) ** 0.5 if expert > 0 else None
-            records[task] |= {f"drift_{when}": norms / rows, f"relative_drift_{when}": relative}
-            records[task]["rows"] = int(rows)
+        records: dict[str, dict[str, Any]] = {}
+        for of_process in gather(read):
+            for task, (norms, squares, expert, rows) in of_process.items():
+                relative = (squares / expert) ** 0.5 if expert > 0 else None
+                records[task] = {"drift": norms / rows, "relative_drift": relative}
+                records[task]["rows"] = int(rows)
         return records
 
 

@@ -18,7 +18,7 @@ from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_of
 from fusion_bench_featcal.modules.sites import Site
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.streams.batch import OUTPUT, Batch, CountedRows, Rows
-from fusion_bench_featcal.streams.drift import AFTER, BEFORE, DriftLog
+from fusion_bench_featcal.streams.drift import DriftLog
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.samples import naming_task
 from fusion_bench_featcal.streams.storage import DeviceStorage
@@ -169,7 +169,7 @@ class Streams:
             batch.noted[OUTPUT] = batch.exp.hidden
 
     def inputs_of(
-        self, task: str, batch: Batch, block: str, groups: Sequence[Group], *, watched: bool = False
+        self, task: str, batch: Batch, block: str, groups: Sequence[Group]
     ) -> Mapping[str, Tensor]:
         """Run a batch through the calibrated block up to the last of some groups.
 
@@ -178,7 +178,6 @@ class Streams:
             batch: The batch.
             block: The block.
             groups: The groups.
-            watched: Whether the block's output before its update is compared with the expert.
 
         Returns:
             Each group's input, by the name of its first module.
@@ -187,9 +186,8 @@ class Streams:
             CalibrationError: If modules of a group receive different tensors.
         """
         run = partial(self.step, self.model, block, batch.cal)
-        watched = watched and self.drift is not None and not self.rule.holds_out
         names = [site.name for group in groups for site in group.sites]
-        recorded = record(self.model, names, run, to_end=watched)
+        recorded = record(self.model, names, run, to_end=False)
         for group in groups:
             if len({id(recorded.inputs.get(site.name)) for site in group.sites}) > 1:
                 names = ", ".join(site.name for site in group.sites)
@@ -197,8 +195,6 @@ class Streams:
                     f"task {task}, block {block}: modules {names} share their input in the first "
                     f"batch only. Exclude them: method.modules=['!{group.name}', ...]"
                 )
-        if watched and self.drift is not None:
-            self.drift.add(BEFORE, task, batch, recorded.result.hidden, batch.noted[OUTPUT])
         return recorded.inputs
 
     def advance(self, block: str) -> None:
@@ -211,4 +207,4 @@ class Streams:
                     continue
                 batch.cal = self.step(self.model, block, batch.cal)
                 if self.drift is not None and noted is not None:
-                    self.drift.add(AFTER, task, batch, batch.cal.hidden, noted)
+                    self.drift.add(task, batch, batch.cal.hidden, noted)

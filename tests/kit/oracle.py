@@ -39,7 +39,7 @@ class Outcome:
     """The calibrated model (float64), and drift by block and task."""
 
     model: nn.Module
-    # mean and relative drift before the block's update, mean and relative after it
+    # mean and relative
     drift: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
 
 
@@ -107,12 +107,10 @@ def calibrate_slowly(
         for name, value in new.items():
             outcome.model.get_parameter(name).data.copy_(value.to(features))
         normalise_batches(outcome.model, inputs, block)
-        before, features_now = features_now, recorded(ours)
+        features_now = recorded(ours)
         for task in doubled:
-            expected, read = expert_features[task][1][block], block_masks[task]
-            sides = (before[task][1][block], features_now[task][1][block])
-            drifts = [drift(gather(side, expected, read)) for side in sides]
-            outcome.drift[block, task] = drifts[0] + drifts[1]
+            sides = features_now[task][1][block], expert_features[task][1][block]
+            outcome.drift[block, task] = drift(gather(*sides, block_masks[task]))
     return outcome
 
 

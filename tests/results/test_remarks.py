@@ -61,7 +61,7 @@ def test_each_task_below_the_merged_model_has_a_sentence() -> None:
 def test_a_task_that_keeps_a_high_drift_after_the_last_block_has_a_sentence() -> None:
     drifts = [("0", "near", 0.9), ("0", "far", 0.5), ("1", "near", 0.3), ("1", "far", 0.93)]
     records = [
-        {"kind": "task", "block": block, "task": task, "relative_drift_after": drift}
+        {"kind": "task", "block": block, "task": task, "relative_drift": drift}
         for block, task, drift in drifts
     ]
     (note,) = tasks_with_high_drift("featcal", records)
