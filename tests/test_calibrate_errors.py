@@ -132,7 +132,7 @@ ROWS: list[Row] = [
     row(lambda: net_suite(tricky.Remembering()), family="stack", message=
         r"family=stack: the blocks of Remembering .* Write or correct a family"),
     row(lambda: masked(nn.Conv2d(3, 3, 3, padding=1), [[1, 1, 0]] * 4, 3, 7, 7),
-        r"task task: a block's output receives rows \(4, 7, 7\), but padding is known"),
+        r"task task, block layers\.0: module layers\.0 is a convolution, whose patches no mask"),
     row(clip_suite, r"method\.modules.*q_prj.*matches no module", modules=["q_prj"]),
     row(clip_suite, r"method\.modules leaves no module", modules=["!*"]),
     row(lambda: stack_suite(tricky.tied), r"layers\.0\.(first|second)\.weight.*one parameter.*"),
