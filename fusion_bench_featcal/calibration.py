@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core.float32_products import convolving_as_multiplying, exact_products
-from fusion_bench_featcal.core.kernels import using_kernel
+from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
@@ -115,13 +114,10 @@ def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:
         CalibrationError: If they are not lists of these groups, each at most once.
     """
     turns = list(rule.turns(groups)) or [[]]
-    solved = [group for turn in turns if isinstance(turn, Sequence) for group in turn]
+    are_lists = all(isinstance(turn, Sequence) for turn in turns)
+    solved = [group for turn in turns for group in turn] if are_lists else []
     twice = [group.name for group in groups if solved.count(group) > 1]
-    if (
-        twice
-        or not all(group in groups for group in solved)
-        or not all(isinstance(turn, Sequence) for turn in turns)
-    ):
+    if twice or not are_lists or not {*solved} <= {*groups}:
         raise CalibrationError(
             f"method.rule: {type(rule).__name__}.turns must give lists of the block's groups, each "
             f"group in at most one{f'; it repeats {twice[0]}' if twice else f', not {turns}'}"
@@ -325,12 +321,7 @@ def calibrated(request: Request) -> CalibrationResult:
         return_freed_memory()
     with naming_memory(device, lambda: processes.doing):
         problem = open_problem(request)
-        with (
-            torch.autocast(device.type, enabled=False),
-            convolving_as_multiplying(),
-            using_kernel(problem.kernel),
-            problem.progress.bar,
-        ):
+        with problem.computing():
             if request.merged_weights is None:
                 check_merged(problem)
             problem.output.start(problem, request.settings)

@@ -31,10 +31,11 @@ from fusion_bench_featcal.experts import (
     ExpertModel,
     InMemoryExpert,
     LoraExpert,
+    OtherAdapterError,
     check_same_function,
+    merged_by_peft,
+    notes_on_experts,
 )
-from fusion_bench_featcal.experts.likeness import notes_on_experts
-from fusion_bench_featcal.experts.lora import OtherAdapterError, merged_by_peft
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.fusionbench import PoolModel
 

@@ -52,8 +52,8 @@ MUTATIONS = [
     ),
     Mutation(
         "caller's autocast reaches the statistics",
-        "calibration.py",
-        "torch.autocast(device.type, enabled=False),",
+        "run/problem.py",
+        "torch.autocast(self.working.device.type, enabled=False),",
         "nullcontext(),",
         PROPERTIES + "a_callers_context_does_not_matter",
     ),
@@ -102,9 +102,9 @@ MUTATIONS = [
     Mutation(
         "a tensor counts as often as it is read",
         "experts/expert.py",
-        "        if key not in self.sizes:\n            has_sizes",
+        "        if key not in self.sizes:\n            try",
         "        if key not in self.sizes or self.sizes.update({f'{key} ': stored.nbytes}):\n"
-        "            has_sizes",
+        "            try",
         "reads/test_sources.py",
     ),
     Mutation(
@@ -267,5 +267,12 @@ MUTATIONS = [
         "if (solved.weight.shape, solved.bias.shape) != (shape, shape[:1]):",
         "if not solved.weight.shape:",
         "rules/test_rule.py",
+    ),
+    Mutation(
+        "a budget reads ahead what it does not read",
+        "experts/budget.py",
+        "[name for name in names if name not in self._omitted]",
+        "names",
+        "reads/test_sources.py",
     ),
 ]

@@ -32,7 +32,11 @@ __getattr__ = lazy_names(
     {
         "LoraExpert": ".lora",
         "MergedOnRead": ".merging",
+        "OtherAdapterError": ".lora",
         "SafetensorsExpert": ".safetensors_files",
         "check_same_function": ".model_config",
+        "granted": ".budget",
+        "merged_by_peft": ".lora",
+        "notes_on_experts": ".likeness",
     },
 )

@@ -66,6 +66,10 @@ class Budgeted(SourceView):
             return self._merged[self._omitted[name]]
         return super().tensor(name)
 
+    def will_need(self, names: Iterable[str]) -> None:
+        """Let the source start reading tensors ahead, except the ones that are not read."""
+        super().will_need([name for name in names if name not in self._omitted])
+
 
 def sizes_of(experts: Mapping[str, ExpertModel], order: Iterable[str]) -> Sizes:
     """Return the sizes of tensors that are read, in forward order.

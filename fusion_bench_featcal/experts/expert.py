@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ class ExpertModel:
 
     Attributes:
         source: The expert's weights.
-        module: The runnable copy.
         keys: Name in the merged model's `state_dict` -> name in the source.
         sizes: Bytes of all tensors read so far, by the source's names. Reading a tensor twice
             counts once.
@@ -66,7 +66,14 @@ class ExpertModel:
         parameters = {id(parameter) for parameter in like.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
         self._like = {name: (t.dtype, device or t.device) for name, t in stored.items()}
-        self.module = hollow_copy(like, device) if module is None else module
+        self._structure, self._device, self._shared = like, device, module
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The runnable copy. It is made on first use, as many experts are only read."""
+        if self._shared is not None:
+            return self._shared
+        return hollow_copy(self._structure, self._device)
 
     def stored(self, name: str) -> Tensor:
         """Return one tensor under the merged model's name, in its stored dtype.
@@ -81,8 +88,10 @@ class ExpertModel:
         except CalibrationError as error:
             raise CalibrationError(f"{self._label}: {error}. Check {self._setting}") from error
         if key not in self.sizes:
-            has_sizes = hasattr(self.source, "nbytes")
-            self.sizes[key] = known_bytes(self.source, key) if has_sizes else stored.nbytes
+            try:
+                self.sizes[key] = known_bytes(self.source, key)
+            except CalibrationError:  # the source, or the one that it wraps, has no sizes
+                self.sizes[key] = stored.nbytes
         if not isinstance(stored, Tensor):
             raise CalibrationError(
                 f"{self._label}: the source's tensor({key!r}) is a {type(stored).__name__}, not a "

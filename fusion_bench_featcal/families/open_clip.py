@@ -17,8 +17,7 @@ from fusion_bench_featcal.families.stack import ImageTower
 
 _IN_CLIP = re.compile(r"(.+\.)?visual\.transformer\.resblocks\.\d+")
 _IN_TOWER = re.compile(r"transformer\.resblocks\.\d+")  # in a CLIP model this is the text tower
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # in the order of the fused rows
-_FUSED = re.compile(r"(.+\.attn)\.in_proj_(weight|bias)")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # in the order of the fused rows
 
 
 def find_open_clip_blocks(model: nn.Module) -> list[str]:
@@ -68,7 +67,7 @@ class SplitAttention(nn.Module):
         """Split an attention module. It is emptied, and stored for `fused`."""
         super().__init__()
         self.heads, width = whole.num_heads, whole.embed_dim
-        for index, name in enumerate(_PROJECTIONS):
+        for index, name in enumerate(PROJECTIONS):
             linear = nn.Linear(width, width, whole.in_proj_bias is not None, device="meta")
             for leaf, _ in linear.named_parameters():
                 tensor = getattr(whole, f"in_proj_{leaf}")
@@ -103,7 +102,7 @@ class SplitAttention(nn.Module):
         """
         query, key, value = (
             getattr(self, name)(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for name, x in zip(_PROJECTIONS, (query, key, value), strict=True)
+            for name, x in zip(PROJECTIONS, (query, key, value), strict=True)
         )
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = ~attn_mask  # in torch's function True means visible
@@ -114,7 +113,7 @@ class SplitAttention(nn.Module):
         """Return the original module with the current weights."""
         whole = self.__dict__["whole"]
         for leaf, first in self.q_proj.named_parameters():
-            rows = [getattr(getattr(self, name), leaf).detach() for name in _PROJECTIONS]
+            rows = [getattr(getattr(self, name), leaf).detach() for name in PROJECTIONS]
             parameter = nn.Parameter(torch.cat(rows), first.requires_grad)
             setattr(whole, f"in_proj_{leaf}", parameter)
         whole.out_proj = self.out_proj
@@ -148,43 +147,6 @@ def fused(model: nn.Module) -> nn.Module:
         owner.attn = owner.attn.fused()
         _stack(model, block).batch_first = owner.attn.batch_first
     return model
-
-
-class SplitSource:
-    """A model's weights with each fused matrix also as three slices. Nothing is copied."""
-
-    def __init__(self, source: Any) -> None:
-        """Wrap an `ExpertSource` of a model in open_clip's form."""
-        self._source = source
-        self._slices: dict[str, tuple[str, int]] = {}
-        for name in source.names():
-            if fuses := _FUSED.fullmatch(name):
-                for index, projection in enumerate(_PROJECTIONS):
-                    self._slices[f"{fuses[1]}.{projection}.{fuses[2]}"] = name, index
-
-    def names(self) -> set[str]:
-        """Return names of all tensors and all slices."""
-        return self._source.names() | set(self._slices)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of one tensor or slice."""
-        if name not in self._slices:
-            return self._source.shape(name)
-        first, *rest = self._source.shape(self._slices[name][0])
-        return (first // 3, *rest)
-
-    def nbytes(self, name: str) -> int:
-        """Return the size of one tensor or slice."""
-        if name not in self._slices:
-            return self._source.nbytes(name)
-        return self._source.nbytes(self._slices[name][0]) // 3
-
-    def tensor(self, name: str) -> Tensor:
-        """Return one tensor or slice."""
-        if name not in self._slices:
-            return self._source.tensor(name)
-        whole, index = self._slices[name]
-        return self._source.tensor(whole).chunk(3)[index]
 
 
 def _stack(model: nn.Module, block: str) -> Any:

@@ -1,8 +1,8 @@
 """One calibration, opened and checked: models, modules and samples."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,20 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusion_bench_featcal.core.float32_products import convolving_as_multiplying
 from fusion_bench_featcal.core.kernels import (
     agreed_kernel,
     choose_kernel,
     processor,
+    using_kernel,
     with_kernel,
 )
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, hollow_copy, source_of
 from fusion_bench_featcal.experts.budget import Grant, limit_reads
 from fusion_bench_featcal.experts.model_config import check_same_function, config_of
+from fusion_bench_featcal.experts.split import SplitSource
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families import Family, resolve_family, stages_of
 from fusion_bench_featcal.families.check import compare_with_model
-from fusion_bench_featcal.families.open_clip import SplitSource, split
+from fusion_bench_featcal.families.open_clip import split
 from fusion_bench_featcal.modules.models import (
     device_of,
     gives_images,
@@ -130,6 +133,17 @@ class Problem:
     def models(self) -> dict[str, ExpertModel]:
         """Return base and experts by name."""
         return ({} if self.base is None else {BASE: self.base}) | dict(self.experts)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Context of all work on blocks: its precision, kernel and progress bar."""
+        with (
+            torch.autocast(self.working.device.type, enabled=False),
+            convolving_as_multiplying(),
+            using_kernel(self.kernel),
+            self.progress.bar,
+        ):
+            yield
 
     def read_ahead(self, block: str) -> None:
         """Start reading the weights of the block after this one."""

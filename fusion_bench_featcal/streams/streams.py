@@ -1,5 +1,6 @@
 """All tasks' batches on their way through the calibrated model and the experts."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -115,7 +116,7 @@ class Streams:
             with self.autocast():
                 return self.family.step(model, block, call)
         except (RuntimeError, NotImplementedError) as error:
-            if "meta" not in str(error):
+            if not re.search(r"\bmeta\b", str(error), re.IGNORECASE):
                 raise
             raise CalibrationError(
                 f"method.family={self.family.name}: the step of {block} needs weights that are not "

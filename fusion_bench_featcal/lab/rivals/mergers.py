@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.calibration import empty_sums, groups_of, result_of, solve
-from fusion_bench_featcal.core.float32_products import convolving_as_multiplying, exact_products
-from fusion_bench_featcal.core.kernels import using_kernel
+from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.program import counting_in
@@ -93,12 +92,7 @@ class Merger(Rule, SampleSettings):
         request = Request(start, base, experts, batches, settings, **options)
         problem = open_problem(request)
         check_merged(problem)
-        with (
-            torch.autocast(device.type, enabled=False),
-            convolving_as_multiplying(),
-            using_kernel(problem.kernel),
-            problem.progress.bar,
-        ):
+        with problem.computing():
             self.merge_blocks(problem)
         tasks = problem.streams.tasks
         self.sample_counts.update({task: problem.streams.counts(task) for task in tasks})
