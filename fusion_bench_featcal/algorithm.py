@@ -16,9 +16,9 @@ from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import (
     MERGED,
-    Choices,
     RunSettings,
     checked_choices,
+    choices_of,
     names_of,
     plain,
     read_settings,
@@ -118,7 +118,8 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def _run(self, modelpool: BaseModelPool) -> nn.Module:
         """Run in one of several processes. All but the first only take part in the calibration."""
-        choices, rows = self._chosen()
+        choices = choices_of(self._program, self.settings, self)
+        rows = choices.rows(self.settings)
         taskpool = getattr(self._program, "taskpool", None)
         inputs = MethodInputs(modelpool, taskpool, self.fabric)
         upstream = self._upstream(inputs, rows.values())
@@ -141,13 +142,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         del merged
         results.add_base_and_experts(choices.compare_with)
         return results.finish()
-
-    def _chosen(self) -> tuple[Choices, dict[str, FeatCalSettings]]:
-        """Return the choices of method and model pool, and the settings of each calibrated row."""
-        suite = plain(getattr(self._program, "_modelpool", {}).get("featcal")) or {}
-        choices = checked_choices(self.settings, self.presets, self.compare_with, suite, self.save)
-        presets = {f"{_PRESET}{name}": value for name, value in choices.presets.items()}
-        return choices, {FEATCAL: self.settings, **presets}
 
     def _upstream(self, inputs: MethodInputs, rows: Iterable[FeatCalSettings]) -> Upstream:
         """Check folders and models, and return the merger. Nothing is loaded or merged."""

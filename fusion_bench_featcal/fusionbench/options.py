@@ -82,6 +82,11 @@ class Choices:
     compare_with: tuple[str, ...]  # of `base`, `experts` and `merged`
     save: str = FEATCAL  # the row that is saved and returned
 
+    def rows(self, settings: FeatCalSettings) -> dict[str, FeatCalSettings]:
+        """Return the settings of each calibrated row by its name, the method's own first."""
+        presets = {f"{FEATCAL}_{name}": preset for name, preset in self.presets.items()}
+        return {FEATCAL: settings, **presets}
+
 
 def take_fusion_bench_keys(keys: dict[str, Any]) -> dict[str, Any]:
     """Remove FusionBench's constructor arguments from a method's keys, and return them.
@@ -119,6 +124,21 @@ def read_settings(values: Mapping[str, Any], kinds: Sequence[type[Settings]]) ->
         kind(**{key: plain_values[key] for key in kind.names() if key in plain_values})
         for kind in kinds
     ]
+
+
+def choices_of(program: Any, settings: FeatCalSettings, chosen: Any) -> Choices:
+    """Return the choices of a method and of the running program's model pool.
+
+    Args:
+        program: The program, or None.
+        settings: The method's settings, which presets change.
+        chosen: The method's `presets`, `compare_with` and `save`, as `RunSettings` has them.
+
+    Raises:
+        ValueError: As `checked_choices`.
+    """
+    suite = plain(getattr(program, "_modelpool", {}).get("featcal")) or {}
+    return checked_choices(settings, chosen.presets, chosen.compare_with, suite, chosen.save)
 
 
 def checked_choices(

@@ -22,7 +22,7 @@ from fusion_bench_featcal.fusionbench.console import at_the_end
 from fusion_bench_featcal.fusionbench.options import (
     MERGED,
     RunSettings,
-    checked_choices,
+    choices_of,
     names_of,
     plain,
     read_settings,
@@ -105,12 +105,8 @@ class DiagnosisAlgorithm(LightningFabricMixin, BaseAlgorithm):
             CalibrationError: If the run cannot go on. Most reasons are detected before merging.
         """
         program, chosen = self._program, self.run_settings
-        suite = plain(getattr(program, "_modelpool", {}).get("featcal")) or {}
-        choices = checked_choices(
-            self.settings, chosen.presets, chosen.compare_with, suite, chosen.save
-        )
-        presets = {f"{FEATCAL}_{name}": preset for name, preset in choices.presets.items()}
-        rows = {FEATCAL: self.settings, **presets}
+        choices = choices_of(program, self.settings, chosen)
+        rows = choices.rows(self.settings)
         inputs = MethodInputs(modelpool, getattr(program, "taskpool", None), self.fabric, program)
         upstream = Upstream(chosen.base_method, inputs.models)
         check_pool_models(inputs.models, self.fabric)
