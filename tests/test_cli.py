@@ -8,8 +8,7 @@ from reports import error_of, featcal, leave_run
 
 from fusion_bench_featcal import __version__
 from fusion_bench_featcal.results import Run
-from fusion_bench_featcal.run import progress
-from fusion_bench_featcal.run.progress import progress_bar
+from fusion_bench_featcal.run import progress, progress_bar
 from fusion_bench_featcal.suites.checksums import write_checksums
 
 MESSAGES = {

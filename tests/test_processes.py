@@ -20,8 +20,7 @@ from tiny_models import Suite, clip_suite, t5_suite
 from fusion_bench_featcal import CalibrationError, CalibrationResult, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.errors import LostProcessError
 from fusion_bench_featcal.experts import hollow_copy
-from fusion_bench_featcal.run.checkpoint import CheckpointFolder
-from fusion_bench_featcal.run.processes import Processes
+from fusion_bench_featcal.run import CheckpointFolder, Processes
 
 PAPER, PLUS = Paper(), Plus()
 

@@ -15,7 +15,7 @@ from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench import prepare_run, share_model
 from fusion_bench_featcal.results import read_run
-from fusion_bench_featcal.run.processes import Processes
+from fusion_bench_featcal.run import Processes
 from fusion_bench_featcal.suites import image
 
 WORDS = (

@@ -12,8 +12,7 @@ from tricky_models import few_outputs, stack_suite
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, Paper, calibrate
 from fusion_bench_featcal.rules import GroupSums, Linear, Rule, Solved, rule_of
-from fusion_bench_featcal.run import checkpoint
-from fusion_bench_featcal.run.digests import own_code, versions_of_software
+from fusion_bench_featcal.run import checkpoint, own_code, versions_of_software
 
 
 @dataclass(frozen=True)
