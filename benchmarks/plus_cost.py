@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fusion_bench_featcal.compat  # noqa: F401
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
 import torch
@@ -33,7 +33,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 from fusion_bench_featcal import FeatCalSettings, calibrate
-from fusion_bench_featcal.method_inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 
 SUITES = {
     "images": "clip-vit-mini_TA6", "t5": "flan-t5-mini_TA6", "llama": "llama-mini_TA6",

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-import fusion_bench_featcal.compat  # noqa: F401
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
 from fusion_bench import BaseAlgorithm, BaseModelPool
@@ -12,8 +12,8 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs, check_calibration
 from fusion_bench_featcal.fusionbench.options import (
     MERGED,
     RunSettings,
@@ -32,13 +32,13 @@ from fusion_bench_featcal.fusionbench.program_processes import (
 )
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.upstream import Upstream
-from fusion_bench_featcal.method_inputs import MethodInputs, check_calibration
+from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import FEATCAL, Cost, measure
 from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
+from fusion_bench_featcal.run.ending import ending_cleanly
 from fusion_bench_featcal.run.problem import CalibrationResult
 from fusion_bench_featcal.run.processes import Processes
-from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)

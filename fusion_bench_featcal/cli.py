@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fusion_bench_featcal import __version__
+from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.folders.options import add_arguments
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.nearest_names import nearest_hint
 
 _SUITES = ("clip-vit-mini", "flan-t5-mini", "llama-mini", "resnet-mini")
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     # Read when torch is loaded: with spinning threads a busy machine is many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from fusion_bench_featcal.error_block import error_block
+    from fusion_bench_featcal.errors.block import error_block
     from fusion_bench_featcal.results.tables import without_codes
 
     try:
@@ -47,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def calibrate_command(options: argparse.Namespace) -> int:
     """Calibrate a merged model: folders of models and files of data in, a model folder out."""
-    from fusion_bench_featcal.ending import ending_cleanly
     from fusion_bench_featcal.errors import CalibrationError, NotImproved
     from fusion_bench_featcal.folders.job import run
     from fusion_bench_featcal.folders.options import (
@@ -56,6 +55,7 @@ def calibrate_command(options: argparse.Namespace) -> int:
     )
     from fusion_bench_featcal.folders.saving import how_to_go_on
     from fusion_bench_featcal.results.remarks import featcal_program
+    from fusion_bench_featcal.run.ending import ending_cleanly
 
     try:
         request = Request.of(command_line_options(vars(options), Request))
@@ -83,7 +83,7 @@ def plan_command(options: argparse.Namespace) -> None:
     import json
 
     from fusion_bench_featcal.fusionbench.plan_run import plan_run
-    from fusion_bench_featcal.plan import show_plan
+    from fusion_bench_featcal.models.plan import show_plan
 
     plan = plan_run(options.words)
     if options.json:
@@ -94,7 +94,7 @@ def plan_command(options: argparse.Namespace) -> None:
 
 def settings_command(options: argparse.Namespace) -> None:
     """List the settings of a method: defaults, accepted values and meaning."""
-    from fusion_bench_featcal.setting_docs import method_names, settings_page
+    from fusion_bench_featcal.lab.settings_page import method_names, settings_page
 
     methods = method_names()
     names = {name.rpartition("/")[2]: name for name in methods} | {name: name for name in methods}

@@ -28,8 +28,9 @@ DRAWN = {
 }  # fmt: skip
 # Imports go from a level to levels before it. Rooms of a level do not import one another.
 LEVELS = (
-    "core", "families", "experts", "modules", "rules", "streams", "run", "calibration",
-    "models", "data output results", "tasks", "fusionbench folders suites", "lab", "algorithm cli",
+    "errors", "files", "settings", "core", "families", "experts", "modules", "rules", "streams",
+    "run", "calibration", "results", "models", "data", "tasks", "fusionbench folders suites", "lab",
+    "algorithm pools cli",
 )  # fmt: skip
 LEVEL = {room: number for number, level in enumerate(LEVELS) for room in level.split()}
 

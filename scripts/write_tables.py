@@ -188,7 +188,7 @@ def options_table() -> str:
     """Return a table of the options of `featcal calibrate`."""
     from fusion_bench_featcal.folders.options import flag_of
     from fusion_bench_featcal.folders.request import Request
-    from fusion_bench_featcal.setting_fields import settings_of
+    from fusion_bench_featcal.settings.fields import settings_of
 
     lines = ["| Option | |", "|---|---|"]
     for number, field in enumerate(settings_of(Request)):
@@ -200,8 +200,8 @@ def options_table() -> str:
 
 def settings_table() -> str:
     """Return a table of the settings of `method=featcal`."""
-    from fusion_bench_featcal.setting_docs import settings_of_method
-    from fusion_bench_featcal.setting_fields import accepted_values, yaml_word
+    from fusion_bench_featcal.lab.settings_page import settings_of_method
+    from fusion_bench_featcal.settings.fields import accepted_values, yaml_word
 
     lines = ["| Setting | Default | Values | Meaning |", "|---|---|---|---|"]
     for field in settings_of_method("featcal"):

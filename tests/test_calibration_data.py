@@ -15,9 +15,9 @@ from tiny_images import channels_first, picture
 from tiny_pools import AVERAGE
 from tiny_texts import TASKS, llama_model, sentences, with_data, word_tokenizer, write
 
-import fusion_bench_featcal.compat  # noqa: F401
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.calibration_data import calibration_batches, draw_samples, samples_used
+from fusion_bench_featcal.fusionbench.data import calibration_batches, draw_samples, samples_used
 from fusion_bench_featcal.tasks import corrupted
 
 # isort: split

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from process_group import in_forks
 
-from fusion_bench_featcal.ending import ending_cleanly
+from fusion_bench_featcal.run.ending import ending_cleanly
 
 PROGRAM: Any = SimpleNamespace()
 

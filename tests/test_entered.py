@@ -15,14 +15,13 @@ ROOT = str(Path(fusion_bench_featcal.__file__).parent)
 
 PAPER = """
 calibration.py core/finite.py core/float32_products.py core/kernels.py core/linear.py
-core/moments.py core/products.py core/solve.py experts/__init__.py
+core/moments.py core/products.py core/solve.py experts/__init__.py experts/copies.py
 experts/budget.py experts/expert.py experts/model_config.py experts/source.py
 experts/working_model.py
 families/__init__.py families/base.py families/check.py families/open_clip.py families/stack.py
-module_copies.py
 modules/groups.py modules/hooks.py modules/kinds.py modules/models.py
 modules/sites.py
-rules/__init__.py rules/norms.py rules/paper.py rules/rule.py rules/targets.py settings.py
+rules/__init__.py rules/norms.py rules/paper.py rules/rule.py rules/targets.py
 streams/augmentation.py streams/batch.py streams/checks.py streams/drift.py streams/inputs.py
 streams/samples.py streams/statistics.py streams/storage.py streams/streams.py
 streams/task_rows.py

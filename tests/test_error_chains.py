@@ -5,7 +5,7 @@ import errno
 import pytest
 from hydra.errors import InstantiationException
 
-from fusion_bench_featcal.error_block import causes, error_block, first_line
+from fusion_bench_featcal.errors.block import causes, error_block, first_line
 from fusion_bench_featcal.models.hub_errors import hub_cause, hub_error
 
 

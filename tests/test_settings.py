@@ -14,10 +14,10 @@ from reports import error_of, featcal
 from fusion_bench_featcal import FeatCalSettings, Paper, Plus
 from fusion_bench_featcal.families import _BY_NAME, LLAMA
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS
+from fusion_bench_featcal.lab.settings_page import algorithm_class, method_names, settings_of_method
 from fusion_bench_featcal.rules import rule_of
-from fusion_bench_featcal.setting_docs import algorithm_class, method_names, settings_of_method
-from fusion_bench_featcal.setting_fields import settings_of
 from fusion_bench_featcal.settings import PLUS
+from fusion_bench_featcal.settings.fields import settings_of
 
 BY_HAND = {"base_method", "upstream_mergers", "mergers_alone", "post_merging_methods", "leave_out",
            "notes"}  # fmt: skip

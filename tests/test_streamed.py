@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from fusion_bench_featcal import CalibrationError, InMemoryExpert, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.experts import ExpertModel, MergedOnRead, hollow_copy
 from fusion_bench_featcal.experts import merging as merging_module
+from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.experts.offloaded import fill, offloaded
-from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.streams import Streams
 
 CASES: dict[str, tuple[Callable[[], Suite], Any]] = {  # a suite and a rule

@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.calibration_data import calibration_batches, draw_samples
 from fusion_bench_featcal.fusionbench import load_input_processor, run_merger, save_model
+from fusion_bench_featcal.fusionbench.data import calibration_batches, draw_samples
 
 SETTINGS = FeatCalSettings(samples_per_task=6, batch_size=4)
 kinds = pytest.mark.parametrize("kind", ["causal", "seq2seq"])

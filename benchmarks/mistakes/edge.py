@@ -33,7 +33,7 @@ MUTATIONS = [
     ),
     Mutation(
         "experts that generate see their padding",
-        "tasks/text_generation.py",
+        "data/generation.py",
         "for prompt in prompts], 0, left=True)",
         "for prompt in prompts], 1, left=True)",
         "test_text_pools.py",
@@ -56,14 +56,14 @@ MUTATIONS = [
     ),
     Mutation(
         "temporary folder stays when saving fails",
-        "files.py",
+        "files/__init__.py",
         "    finally:\n        remove(new)\n",
         "    finally:\n        pass\n",
         "test_saving.py",
     ),
     Mutation(
         "old weights carried over to the new model",
-        "files.py",
+        "files/__init__.py",
         "is_top = Path(folder) == source",
         "is_top = False",
         "test_saving.py",

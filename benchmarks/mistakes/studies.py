@@ -54,7 +54,7 @@ MUTATIONS = (
     ),
     Mutation(
         "calibration images are not corrupted",
-        "calibration_data.py",
+        "fusionbench/data.py",
         "return ImageItems(changed, name=rows.name)",
         "return rows",
         "test_calibration_data.py",

@@ -7,7 +7,7 @@ Modules of the current folder are importable, so YAML can name `my_methods.Scale
 import torch
 
 from fusion_bench_featcal.lab.rivals import Method
-from fusion_bench_featcal.setting_fields import setting
+from fusion_bench_featcal.settings.fields import setting
 
 
 class Scaled(Method):

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from scipy.signal import fftconvolve
 
-from fusion_bench_featcal.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CORRUPTIONS, SEVERITIES
 
 PUBLISHED_SIDE = 224

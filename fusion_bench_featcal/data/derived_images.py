@@ -7,7 +7,7 @@ from PIL import Image, ImageOps
 from fusion_bench_featcal.data.computed_rows import ComputedRows
 from fusion_bench_featcal.data.corruptions import check_corruption, corrupt, random_of
 from fusion_bench_featcal.data.images import ImageItems, load_images
-from fusion_bench_featcal.setting_fields import is_integer
+from fusion_bench_featcal.settings.fields import is_integer
 
 
 def corrupted(

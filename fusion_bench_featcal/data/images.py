@@ -16,7 +16,7 @@ from fusion_bench_featcal.data.labels import (
 from fusion_bench_featcal.data.pictures import to_rgb
 from fusion_bench_featcal.data.tables import from_hub, read_table, require_numbered
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.nearest_names import nearest_hint
 
 IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 SPLIT_FOLDERS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}

@@ -6,7 +6,7 @@ from numbers import Integral
 from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.nearest_names import nearest_hint
 
 log = logging.getLogger(__name__)
 

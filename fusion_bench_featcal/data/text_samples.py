@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.data.text_formats import TARGETS, plain_row
-from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line
 
 TextKind = Literal["seq2seq", "causal", "classification"]
 IGNORED = -100  # label without a target, in transformers' losses

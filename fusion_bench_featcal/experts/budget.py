@@ -11,7 +11,7 @@ from torch import Tensor
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.expert import ExpertModel
 from fusion_bench_featcal.experts.source import ExpertSource, SourceView, Tensors
-from fusion_bench_featcal.read_budgets import budget_in_bytes
+from fusion_bench_featcal.settings.budgets import budget_in_bytes
 
 logger = logging.getLogger(__name__)
 

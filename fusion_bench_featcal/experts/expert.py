@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import is_sound
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.experts.source import ExpertSource, known_bytes, read_ahead, rows_of
-from fusion_bench_featcal.module_copies import copied_module
 
 _ALIGNMENT = 64  # bytes, the alignment of torch's CPU allocator
 MOST_PINNED = 256 * 2**20

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import ExpertSource, SourceView, rows_of
-from fusion_bench_featcal.untrusted import read_json
+from fusion_bench_featcal.files.untrusted import read_json
 
 _FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
 # Keys of adapter_config.json that define the scale, and keys about training or target modules,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.untrusted import read_json
+from fusion_bench_featcal.files.untrusted import read_json
 
 # Names, training, sizes (checked by tensor shapes) and keys that follow from others.
 _BOOKKEEPING = {

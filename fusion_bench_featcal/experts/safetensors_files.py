@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.model_config import read_config
-from fusion_bench_featcal.untrusted import read_json
+from fusion_bench_featcal.files.untrusted import read_json
 
 # Complex numbers, or codes that need a scale. Unsigned bytes are a mask in old GPT-2 checkpoints.
 _UNUSABLE_DTYPES = ("C", "F4", "F6_", "F8", "I8")

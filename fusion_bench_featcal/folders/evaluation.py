@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.folders.expert_checks import weak_experts
 from fusion_bench_featcal.folders.models import Models
@@ -13,7 +14,6 @@ from fusion_bench_featcal.folders.options import in_words_of_the_command
 from fusion_bench_featcal.folders.tasks import Score, Task
 from fusion_bench_featcal.folders.verdict import Verdict
 from fusion_bench_featcal.models.hub import commits
-from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import EXPERTS, FEATCAL, Run, describe_device, versions
 from fusion_bench_featcal.results.notes import GAIN, NOTE, VERDICT, Note
 from fusion_bench_featcal.results.remarks import notes_of_log

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusion_bench_featcal.calibration_images import TaskBatches, decode_workers
+from fusion_bench_featcal.data.image_batches import TaskBatches, decode_workers
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import split_of
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
@@ -24,7 +25,6 @@ from fusion_bench_featcal.folders.tasks import (
     open_parts,
     sentence,
 )
-from fusion_bench_featcal.nearest_names import refuse_unknown
 
 _COLUMNS = ("image", "label")
 

@@ -12,8 +12,8 @@ import torch
 
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
-from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.errors import NotImproved
+from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
@@ -30,9 +30,9 @@ from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scor
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.texts import open_classifier_task, open_language_task
 from fusion_bench_featcal.models.hub import fetch_all
+from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import FEATCAL, measure
 from fusion_bench_featcal.run.problem import CalibrationResult
-from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import FeatCalSettings
 
 

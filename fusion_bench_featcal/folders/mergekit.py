@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fusion_bench_featcal.error_block import first_line
-from fusion_bench_featcal.untrusted import read_yaml
+from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.files.untrusted import read_yaml
 
 FILE = "mergekit_config.yml"
 _BASE_IS_MERGED = ("slerp", "nearswap", "arcee_fusion")

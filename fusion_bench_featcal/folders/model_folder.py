@@ -9,15 +9,15 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from fusion_bench_featcal.error_block import first_line, loading_cause
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line, loading_cause
+from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.expert import aliases, pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, merged_by_peft
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert
 from fusion_bench_featcal.models.hub import fetch
-from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.run.memory import free_bytes
 
 Kind = Literal["causal", "seq2seq", "text classifier", "image classifier", "clip"]

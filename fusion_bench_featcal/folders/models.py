@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.data.tokenizers import differing_tokens
-from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.experts.merging import MergedOnRead

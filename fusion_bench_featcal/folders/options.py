@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 import yaml
 
-from fusion_bench_featcal.setting_fields import setting, settings_of
-from fusion_bench_featcal.untrusted import parse_yaml
+from fusion_bench_featcal.files.untrusted import parse_yaml
+from fusion_bench_featcal.settings.fields import setting, settings_of
 
 RECIPE = "recipe.yaml"
 """File next to a result with the options of its run."""

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.errors import ReportError
-from fusion_bench_featcal.files import prepare_directory
-from fusion_bench_featcal.folders import options
-from fusion_bench_featcal.folders.mergekit import with_merge_config
-from fusion_bench_featcal.folders.options import mapping
-from fusion_bench_featcal.nearest_names import (
+from fusion_bench_featcal.errors.nearest_names import (
     nearest_hint,
     refuse_unknown,
     refuse_unusable_names,
 )
-from fusion_bench_featcal.setting_fields import check_values, setting
+from fusion_bench_featcal.files import prepare_directory
+from fusion_bench_featcal.files.untrusted import read_yaml
+from fusion_bench_featcal.folders import options
+from fusion_bench_featcal.folders.mergekit import with_merge_config
+from fusion_bench_featcal.folders.options import mapping
 from fusion_bench_featcal.settings import PLUS, FeatCalSettings
-from fusion_bench_featcal.untrusted import read_yaml
+from fusion_bench_featcal.settings.fields import check_values, setting
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {"plus": PLUS, "paper": {}}
 MAX_LENGTH = 1024

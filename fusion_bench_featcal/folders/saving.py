@@ -10,17 +10,17 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fusion_bench_featcal.ending import NOTHING_SAVED
 from fusion_bench_featcal.experts.expert import aliases, pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files import link_or_copy
+from fusion_bench_featcal.files.tensors import write_index, write_tensors
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.options import RECIPE
 from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.models.saving import CardFacts, card_text, complete_folder, writing_model
 from fusion_bench_featcal.results import Run, write_run
+from fusion_bench_featcal.run.ending import NOTHING_SAVED
 from fusion_bench_featcal.run.problem import CalibrationResult
-from fusion_bench_featcal.saved_model import CardFacts, card_text, complete_folder, writing_model
-from fusion_bench_featcal.tensor_files import write_index, write_tensors
 
 REPORT = "featcal"
 """Folder of the report inside the model's folder."""

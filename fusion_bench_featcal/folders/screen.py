@@ -8,11 +8,12 @@ from logging import ERROR, INFO, NOTSET, StreamHandler, getLogger
 
 import datasets
 
+from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.models.hub import hub_models
-from fusion_bench_featcal.plan import (
+from fusion_bench_featcal.models.plan import (
     bytes_text,
     check,
     one_line,
@@ -20,7 +21,6 @@ from fusion_bench_featcal.plan import (
     show_plan,
     stored_itemsize,
 )
-from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import AVERAGE, Run
 from fusion_bench_featcal.results.notes import VERDICT, Note
 from fusion_bench_featcal.results.run import with_average

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusion_bench_featcal.data.draws import sample_order
+from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.modules.models import device_of
-from fusion_bench_featcal.plurals import counted
 
 HELD_BACK = 5
 """Without test data, one row in this number is held back for evaluation."""

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusion_bench_featcal.calibration_text import TextBatches, text_rows
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import load_texts
+from fusion_bench_featcal.data.text_batches import TextBatches, text_rows
 from fusion_bench_featcal.data.text_formats import CHATS, FORMATS, TARGETS, lacks_answer
 from fusion_bench_featcal.data.text_samples import IGNORED, TextEncoder
+from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
     LabelTests,
@@ -27,7 +28,6 @@ from fusion_bench_featcal.folders.tasks import (
     sentence,
 )
 from fusion_bench_featcal.modules.models import device_of
-from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown
 
 LONG = 16
 """Median number of target tokens above which accuracy counts tokens, not whole answers."""

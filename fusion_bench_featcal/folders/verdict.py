@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.folders.tasks import Score
-from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results.statistics import student
 from fusion_bench_featcal.settings import FeatCalSettings
 

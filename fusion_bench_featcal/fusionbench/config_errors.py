@@ -9,7 +9,7 @@ from typing import Any
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
-from fusion_bench_featcal.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.nearest_names import nearest_hint
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 _hook_before: Any = None

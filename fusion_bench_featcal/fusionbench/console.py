@@ -21,8 +21,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tqdm.std import tqdm
 
-from fusion_bench_featcal.error_block import error_block
 from fusion_bench_featcal.errors import ReportError
+from fusion_bench_featcal.errors.block import error_block
 from fusion_bench_featcal.files import prepare_directory
 from fusion_bench_featcal.fusionbench.config_errors import FULL_ERROR, stop_explaining
 
@@ -126,7 +126,7 @@ class FeatCalJob(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Redirect FusionBench's prints to the log file."""
         global _waiting
-        import fusion_bench_featcal.compat  # noqa: F401  # before FusionBench makes the pools
+        import fusion_bench_featcal.fusionbench.compat  # noqa: F401  # before FusionBench makes the pools
 
         _waiting = []
         self._full = _shows_everything((config.get("method") or {}).get("debug"))

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.models.hub import fetch
 

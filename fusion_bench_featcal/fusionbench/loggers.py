@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.error_block import first_line
-from fusion_bench_featcal.json_files import read_lines
+from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.files.json_files import read_lines
 from fusion_bench_featcal.results import AVERAGE, Row, Run
 from fusion_bench_featcal.results.run import calibration_log
 

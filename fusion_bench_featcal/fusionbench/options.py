@@ -7,14 +7,14 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from fusion_bench_featcal.nearest_names import (
+from fusion_bench_featcal.errors.nearest_names import (
     nearest_hint,
     refuse_unknown,
     refuse_unusable_names,
 )
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
-from fusion_bench_featcal.setting_fields import Settings, is_text_list, setting
 from fusion_bench_featcal.settings import PLUS, FeatCalSettings
+from fusion_bench_featcal.settings.fields import Settings, is_text_list, setting
 
 FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 """Keys in FusionBench's configs that are not settings of the method."""

@@ -8,7 +8,7 @@ from fusion_bench.modelpool import BaseModelPool
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import FeatCalSettings
 
 _TASKS = "_featcal_own_data"  # attribute of a pool: tasks with data from `method.calibration_data`

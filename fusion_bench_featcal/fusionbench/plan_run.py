@@ -18,7 +18,7 @@ from fusion_bench_featcal.fusionbench.options import method_name, read_settings
 from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
 from fusion_bench_featcal.fusionbench.upstream import budget_left
 from fusion_bench_featcal.models.hub import is_here
-from fusion_bench_featcal.plan import Plan, plan_of, stored_itemsize
+from fusion_bench_featcal.models.plan import Plan, plan_of, stored_itemsize
 from fusion_bench_featcal.settings import FeatCalSettings
 
 

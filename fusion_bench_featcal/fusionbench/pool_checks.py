@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.nearest_names import refuse_unusable_names
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
 from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.fusionbench.options import plain
@@ -18,7 +19,6 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     load_pool_model,
 )
 from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.nearest_names import refuse_unusable_names
 from fusion_bench_featcal.settings import FeatCalSettings
 
 _LOAD_SEQ2SEQ = "transformers.AutoModelForSeq2SeqLM.from_pretrained"

@@ -15,16 +15,16 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 from torch import nn
 
-from fusion_bench_featcal.error_block import first_line, loading_cause
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line, loading_cause
 from fusion_bench_featcal.experts import ExpertSource, known_bytes
+from fusion_bench_featcal.experts.copies import bind_own_functions
 from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.vocabulary import CommonRows
 from fusion_bench_featcal.models.hub import fetch, fetch_all
 from fusion_bench_featcal.models.hub_errors import hub_cause, hub_error
-from fusion_bench_featcal.module_copies import bind_own_functions
 
 log = logging.getLogger(__name__)
 

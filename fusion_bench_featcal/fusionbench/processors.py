@@ -12,8 +12,8 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 from fusion_bench_featcal.data.text_samples import TextKind
 from fusion_bench_featcal.data.tokenizers import differing_tokens
-from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.fusionbench.pool_models import NAME, PoolModels, is_elsewhere, local_pool
 from fusion_bench_featcal.models.hub import fetch

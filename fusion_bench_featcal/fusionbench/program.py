@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts.copies import bind_own_functions, copied_module
+from fusion_bench_featcal.files.json_files import masked
 from fusion_bench_featcal.fusionbench.options import method_name
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
@@ -24,8 +26,6 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     local_pool,
 )
 from fusion_bench_featcal.fusionbench.saving import check_save_target
-from fusion_bench_featcal.json_files import masked
-from fusion_bench_featcal.module_copies import bind_own_functions, copied_module
 from fusion_bench_featcal.modules.models import refuse_not_finite
 from fusion_bench_featcal.results import prepare_directory
 

@@ -9,6 +9,7 @@ from fusion_bench import BaseModelPool, BaseTaskPool
 from torch import nn
 
 from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.files.json_files import json_text
 from fusion_bench_featcal.fusionbench.console import at_the_end
 from fusion_bench_featcal.fusionbench.evaluation import (
     EvaluatedTaskPool,
@@ -21,8 +22,8 @@ from fusion_bench_featcal.fusionbench.loggers import log_results
 from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.saving import RowSaver
-from fusion_bench_featcal.json_files import json_text
 from fusion_bench_featcal.models.hub import commits
+from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import (
     BASE,
     EXPERTS,
@@ -41,7 +42,6 @@ from fusion_bench_featcal.results.remarks import (
 from fusion_bench_featcal.results.run import calibration_log, conditions_of, file_suffix
 from fusion_bench_featcal.results.show import show_run
 from fusion_bench_featcal.run.problem import CalibrationResult
-from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 
 log = logging.getLogger(__name__)

@@ -12,15 +12,15 @@ from typing import Any
 from fusion_bench import BaseModelPool
 from torch import nn
 
-from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.files import clear_leftovers, free_space, prepare_directory, write_atomic
+from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels
 from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.plurals import bytes_text
-from fusion_bench_featcal.results import Run
-from fusion_bench_featcal.saved_model import (
+from fusion_bench_featcal.models.saving import (
     CARD,
     PROVENANCE,
     CardFacts,
@@ -29,7 +29,7 @@ from fusion_bench_featcal.saved_model import (
     is_our_card,
     writing_model,
 )
-from fusion_bench_featcal.tensor_files import stored_bytes
+from fusion_bench_featcal.results import Run
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     load_pool_model,
 )
 from fusion_bench_featcal.fusionbench.program import run_merger
-from fusion_bench_featcal.read_budgets import budget_in_bytes
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.budgets import budget_in_bytes
 
 
 class Upstream:

@@ -15,9 +15,9 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.plurals import bytes_text, counted
 from fusion_bench_featcal.files import free_space
 from fusion_bench_featcal.models.hub_errors import hub_error, no_room
-from fusion_bench_featcal.plurals import bytes_text, counted
 
 log = logging.getLogger(__name__)
 

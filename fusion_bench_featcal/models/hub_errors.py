@@ -6,10 +6,10 @@ from pathlib import Path
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled
 
-from fusion_bench_featcal.error_block import causes, first_line
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import causes, first_line
+from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.files import free_space
-from fusion_bench_featcal.plurals import bytes_text
 
 _TRANSPORTS = ("requests", "urllib3", "httpx", "httpcore")  # of several releases of the client
 _LOG_IN = "log in (hf auth login)"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.finite import all_finite, is_sound, not_finite, read_back
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import names_under, put_tensor
-from fusion_bench_featcal.module_copies import copied_module
+from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.modules.sites import BlockModules
 
 

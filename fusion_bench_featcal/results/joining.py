@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.errors import ReportError
-from fusion_bench_featcal.json_files import read_json
-from fusion_bench_featcal.plurals import counted
+from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.files.json_files import read_json
 
 from .lines import REPORT_FILE, RUN_FILE, SCHEMA, VALUE, read_run
 from .notes import RECORD, Note

@@ -17,8 +17,8 @@ from fusion_bench_featcal.files import (
     prepare_directory,
     write_atomic,
 )
-from fusion_bench_featcal.json_files import json_text, plain, read_json
-from fusion_bench_featcal.untrusted import read_bytes
+from fusion_bench_featcal.files.json_files import json_text, plain, read_json
+from fusion_bench_featcal.files.untrusted import read_bytes
 
 from .notes import Note
 from .run import AVERAGE, COST, DIMENSIONS, Line, Row, Run, check_row

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_bench_featcal.errors import ReportError
-from fusion_bench_featcal.json_files import plain
+from fusion_bench_featcal.files.json_files import plain
 
 from .notes import LOSS, Note
 

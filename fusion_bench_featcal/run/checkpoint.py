@@ -17,13 +17,14 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.float32_products import products_in_force
 from fusion_bench_featcal.errors import CalibrationError, ReportError
+from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import Tensors
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.files import free_space, prepare_directory, remove_stale
-from fusion_bench_featcal.json_files import digest_json
-from fusion_bench_featcal.plurals import bytes_text
+from fusion_bench_featcal.files.json_files import digest_json
+from fusion_bench_featcal.files.tensors import INDEX, write_index, write_tensors
 from fusion_bench_featcal.run.digests import (
     InputsDigest,
     digest_tensor,
@@ -33,7 +34,6 @@ from fusion_bench_featcal.run.digests import (
     without_addresses,
 )
 from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.tensor_files import INDEX, write_index, write_tensors
 
 BLOCK, REST = "block-{:04d}.safetensors", "rest-{:04d}.safetensors"
 PIECE = 2**28

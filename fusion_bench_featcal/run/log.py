@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.files import write_atomic
-from fusion_bench_featcal.json_files import json_lines
+from fusion_bench_featcal.files.json_files import json_lines
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from tqdm.auto import tqdm
 from tqdm.std import tqdm as plain_tqdm
 
-from fusion_bench_featcal.plurals import bytes_text
+from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.run.memory import peak_bytes
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.plurals import counted as counted_as
 from fusion_bench_featcal.families.base import Masks
 from fusion_bench_featcal.modules.sites import matches
-from fusion_bench_featcal.plurals import counted as counted_as
 
 # No module has this name. A block's name is also its module's if the block is a single layer.
 OUTPUT = ""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.plurals import counted
+from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.augmentation import jittered, number_of_copies

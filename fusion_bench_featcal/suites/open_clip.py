@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor, cat, nn
 
-import fusion_bench_featcal.compat  # noqa: F401
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
 from fusion_bench import BaseModelPool

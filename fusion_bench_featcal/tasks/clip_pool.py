@@ -10,7 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from transformers import CLIPModel, CLIPProcessor
 
-import fusion_bench_featcal.compat  # noqa: F401
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
 from fusion_bench.models.hf_clip import HFCLIPClassifier

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.setting_fields import check_values, setting
+from fusion_bench_featcal.settings.fields import check_values, setting
 from fusion_bench_featcal.tasks.heads import (
     PromptTemplate,
     Templates,

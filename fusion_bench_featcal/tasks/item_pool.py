@@ -9,8 +9,8 @@ from fusion_bench.utils import count_parameters, instantiate
 from torch import Tensor, nn
 
 from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.models.hub import fetch, note_data_set
-from fusion_bench_featcal.nearest_names import refuse_unknown
 from fusion_bench_featcal.run.progress import progress_bar
 
 

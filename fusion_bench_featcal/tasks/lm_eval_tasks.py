@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.nearest_names import nearest_hint
 
 
 def is_installed() -> bool:

@@ -9,12 +9,20 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-import fusion_bench_featcal.compat  # noqa: F401
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
 from fusion_bench import BaseTaskPool
 from fusion_bench.mixins import LightningFabricMixin
 
+from fusion_bench_featcal.data.generation import (
+    METRICS,
+    Metric,
+    answer_texts,
+    exact_matches,
+    spearman,
+    target_loss,
+)
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_samples import (
@@ -25,7 +33,7 @@ from fusion_bench_featcal.data.text_samples import (
     pad_samples,
 )
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.nearest_names import refuse_unknown
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.streams.inputs import check_token_ids
 from fusion_bench_featcal.tasks.item_pool import (
     ItemPool,
@@ -33,14 +41,6 @@ from fusion_bench_featcal.tasks.item_pool import (
     build_part,
     load_part,
     refuse_unknown_pool_keys,
-)
-from fusion_bench_featcal.tasks.text_generation import (
-    METRICS,
-    Metric,
-    answer_texts,
-    exact_matches,
-    spearman,
-    target_loss,
 )
 
 

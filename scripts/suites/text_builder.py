@@ -18,10 +18,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from fusion_bench_featcal.data.generation import answer_texts, exact_matches
 from fusion_bench_featcal.data.text_samples import IGNORED, Sample, TextEncoder, pad_samples
 from fusion_bench_featcal.suites import text
 from fusion_bench_featcal.suites.text import load_text_split
-from fusion_bench_featcal.tasks.text_generation import answer_texts, exact_matches
 
 # rows of this many batches are put in order of length before they are cut into batches
 BATCHES_SORTED_TOGETHER = 16

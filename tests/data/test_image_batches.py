@@ -14,9 +14,10 @@ from PIL import Image
 from sample_pools import RESCALE, Pool, image_batches, rgb
 from tiny_images import channels_first, picture
 
-from fusion_bench_featcal import CalibrationError, calibration_data
-from fusion_bench_featcal.calibration_data import open_labelled
-from fusion_bench_featcal.calibration_images import decode_workers
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.data.image_batches import decode_workers
+from fusion_bench_featcal.fusionbench import data as calibration_data
+from fusion_bench_featcal.fusionbench.data import open_labelled
 
 INK, CLEAR = (51, 102, 153), (0, 0, 0, 0)  # ink of PIL's own palette
 

@@ -9,7 +9,7 @@ from sample_pools import text_batch, text_sample, words
 from tiny_texts import llama_model, word_tokenizer
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.calibration_data import calibration_batches
+from fusion_bench_featcal.fusionbench.data import calibration_batches
 
 A, B, C, D, END = 3, 4, 5, 6, 1
 PAIR = {"prompt": "a b", "target": "c"}

@@ -19,7 +19,7 @@ from tiny_models import model_of, scatter
 from tiny_texts import TASKS, WORDS, sentences, word_tokenizer
 
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.json_files import read_lines
+from fusion_bench_featcal.files.json_files import read_lines
 from fusion_bench_featcal.run import CheckpointFolder
 
 Fault = Callable[[Path], Any]

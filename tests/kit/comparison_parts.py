@@ -13,7 +13,7 @@ from torch import nn
 
 from fusion_bench_featcal.lab.compare import ComparisonAlgorithm
 from fusion_bench_featcal.lab.rivals import Method
-from fusion_bench_featcal.setting_fields import setting
+from fusion_bench_featcal.settings.fields import setting
 
 TASKS = ("left", "right")
 ITEMS = 20

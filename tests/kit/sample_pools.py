@@ -7,7 +7,7 @@ from tiny_texts import WORDS, word_tokenizer
 from transformers import CLIPImageProcessor
 
 from fusion_bench_featcal import FeatCalSettings
-from fusion_bench_featcal.calibration_data import calibration_batches
+from fusion_bench_featcal.fusionbench.data import calibration_batches
 
 # A processor of transformers that only rescales.
 RESCALE = CLIPImageProcessor(do_resize=False, do_center_crop=False, do_normalize=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fusion_bench_featcal.compat  # noqa: F401
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
 import lightning
@@ -18,7 +18,7 @@ from tiny_images import picture, write_clip
 from torch import Tensor, nn
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
-from fusion_bench_featcal.method_inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.suites import image
 
 TASKS = ("one", "two-b.c")

@@ -11,7 +11,7 @@ from lightning.fabric.loggers import CSVLogger
 from fusion_bench_featcal.lab.rivals.method import Method
 from fusion_bench_featcal.lab.rivals.standalone import algorithm_of
 from fusion_bench_featcal.results import read_run
-from fusion_bench_featcal.setting_fields import setting
+from fusion_bench_featcal.settings.fields import setting
 
 
 class Scaled(Method):

@@ -14,7 +14,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, InMemoryExpert
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.fusionbench.plan_run import plan_run
-from fusion_bench_featcal.plan import check, plan_of
+from fusion_bench_featcal.models.plan import check, plan_of
 
 MINI = ["modelpool=clip-vit-mini_TA6"]
 

@@ -14,7 +14,7 @@ from variations import stored
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.experts import granted
-from fusion_bench_featcal.read_budgets import budget_in_bytes
+from fusion_bench_featcal.settings.budgets import budget_in_bytes
 
 
 def small_clip() -> Suite:

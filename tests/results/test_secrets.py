@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from omegaconf import OmegaConf
 from reports import make_run
 
+from fusion_bench_featcal.files.json_files import masked
 from fusion_bench_featcal.fusionbench import prepare_run
-from fusion_bench_featcal.json_files import masked
+from fusion_bench_featcal.models.saving import CardFacts, card_text, write_provenance
 from fusion_bench_featcal.results import write_run
-from fusion_bench_featcal.saved_model import CardFacts, card_text, write_provenance
 
 SECRET = "Zq7".ljust(24, "x")
 OPTIONS = ("--token", SECRET, "--hf-token", f"-{SECRET}", "--api-key", SECRET)

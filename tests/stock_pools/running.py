@@ -9,7 +9,7 @@ from configs import as_job
 from stock_pools.stand_ins import StandIns, glue
 
 # isort: split
-import fusion_bench_featcal.compat  # noqa: F401
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
 import fusion_bench_config

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import fusion_bench_featcal.compat  # noqa: F401
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
 import pytest

@@ -15,16 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fusion_bench_featcal.compat  # noqa: F401
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
 from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 from omegaconf import DictConfig, open_dict
 
-from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.fusionbench.console import at_the_end
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.loggers import log_results
 from fusion_bench_featcal.fusionbench.options import (
     names_of,
@@ -37,15 +39,19 @@ from fusion_bench_featcal.fusionbench.program import prepare_run, sweep_job
 from fusion_bench_featcal.fusionbench.run_results import suite_name
 from fusion_bench_featcal.lab.compare.cells import RESULTS_DIR, CellRunner, reason_of
 from fusion_bench_featcal.lab.compare.grid import NONE, REFERENCES, Cell, cells_of
-from fusion_bench_featcal.method_inputs import MethodInputs
-from fusion_bench_featcal.nearest_names import nearest_hint
-from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import Note, Run, prepare_directory, write_run
 from fusion_bench_featcal.results.notes import FAILED, NOTE
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison, tasks_below_merged
 from fusion_bench_featcal.results.show import show_run
-from fusion_bench_featcal.setting_fields import Settings, is_integer, is_text_list, same_as, setting
+from fusion_bench_featcal.run.ending import ending_cleanly
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.fields import (
+    Settings,
+    is_integer,
+    is_text_list,
+    same_as,
+    setting,
+)
 
 log = logging.getLogger(__name__)
 

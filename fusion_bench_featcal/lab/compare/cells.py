@@ -19,18 +19,18 @@ import lightning
 from omegaconf import OmegaConf
 from torch import nn
 
-from fusion_bench_featcal.calibration_data import samples_used
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.files import replacing
+from fusion_bench_featcal.fusionbench.data import samples_used
 from fusion_bench_featcal.fusionbench.evaluation import Evaluation, evaluate, join, task_names
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.lab.compare.grid import Cell, Merger
 from fusion_bench_featcal.lab.rivals.method import Method
-from fusion_bench_featcal.method_inputs import MethodInputs
 from fusion_bench_featcal.models.hub import commits
-from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.results import (
     BASE,
     ReportError,

@@ -12,10 +12,10 @@ from fusion_bench.compat.method import AlgorithmFactory
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.fusionbench.options import is_merger, plain
 from fusion_bench_featcal.fusionbench.pool_models import import_target
 from fusion_bench_featcal.lab.rivals import Method
-from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import fusion_bench_featcal.compat  # noqa: F401
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
 from fusion_bench import BaseAlgorithm, BaseModelPool
@@ -14,11 +14,14 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import Tensor, nn
 
 from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.calibration_data import samples_used
-from fusion_bench_featcal.ending import ends_cleanly
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.families import check_family, resolve_family
 from fusion_bench_featcal.fusionbench.console import at_the_end
+from fusion_bench_featcal.fusionbench.data import samples_used
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs, check_calibration
 from fusion_bench_featcal.fusionbench.options import (
     MERGED,
     RunSettings,
@@ -37,17 +40,14 @@ from fusion_bench_featcal.lab.diagnosis.lines import expert_lines, row_lines
 from fusion_bench_featcal.lab.diagnosis.measure import measure
 from fusion_bench_featcal.lab.diagnosis.views import show_diagnosis
 from fusion_bench_featcal.lab.rivals.features import load_projection
-from fusion_bench_featcal.method_inputs import MethodInputs, check_calibration
-from fusion_bench_featcal.module_copies import copied_module
+from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.modules.models import head_of
-from fusion_bench_featcal.nearest_names import nearest_hint
-from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import BASE, FEATCAL
 from fusion_bench_featcal.results import measure as measure_cost
 from fusion_bench_featcal.results.notes import DIAGNOSIS, Note
-from fusion_bench_featcal.saved_model import CardFacts
-from fusion_bench_featcal.setting_fields import Settings, is_text_list, setting
+from fusion_bench_featcal.run.ending import ends_cleanly
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.fields import Settings, is_text_list, setting
 
 log = logging.getLogger(__name__)
 

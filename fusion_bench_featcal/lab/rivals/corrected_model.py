@@ -16,7 +16,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.base import hidden_output
 from fusion_bench_featcal.lab.rivals.features import project
-from fusion_bench_featcal.saved_model import keep_untied
+from fusion_bench_featcal.models.saving import keep_untied
 
 WEIGHTS = "corrections.safetensors"
 VARIANT = "uncorrected"

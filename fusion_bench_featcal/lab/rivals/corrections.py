@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.calibration_text import TextBatches
+from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.lab.rivals.corrected_model import CorrectedModel
@@ -22,9 +23,8 @@ from fusion_bench_featcal.lab.rivals.features import (
     project,
 )
 from fusion_bench_featcal.lab.rivals.method import SampleSettings
-from fusion_bench_featcal.method_inputs import MethodInputs
-from fusion_bench_featcal.setting_fields import same_as, setting
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.fields import same_as, setting
 from fusion_bench_featcal.streams.batch import rows_of
 from fusion_bench_featcal.streams.samples import naming_task
 

@@ -8,11 +8,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.experts.copies import copied_module
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.lab.rivals.mergers import load_base, load_means
 from fusion_bench_featcal.lab.rivals.method import Method
-from fusion_bench_featcal.method_inputs import MethodInputs
-from fusion_bench_featcal.module_copies import copied_module
-from fusion_bench_featcal.setting_fields import setting
+from fusion_bench_featcal.settings.fields import setting
 
 
 class DCMerge(

@@ -14,8 +14,8 @@ from fusion_bench_featcal.lab.rivals.dc_merge import nearest_orthogonal
 from fusion_bench_featcal.lab.rivals.mergers import Merger
 from fusion_bench_featcal.rules.rule import Linear, Solved
 from fusion_bench_featcal.run.problem import Problem
-from fusion_bench_featcal.setting_fields import setting
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.fields import setting
 
 SPECTRUM_POWER = 0.15
 """Power of an output direction's energy in its weight, as in the authors' code."""

@@ -5,8 +5,8 @@ from typing import Any
 from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs, check_calibration
 from fusion_bench_featcal.lab.rivals.method import Method
-from fusion_bench_featcal.method_inputs import MethodInputs, check_calibration
 from fusion_bench_featcal.settings import FeatCalSettings
 
 

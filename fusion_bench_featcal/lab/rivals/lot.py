@@ -10,7 +10,7 @@ from fusion_bench_featcal.lab.rivals.mergers import Merger
 from fusion_bench_featcal.lab.rivals.regmean import LeastSquaresSums
 from fusion_bench_featcal.rules.norms import NormRows
 from fusion_bench_featcal.rules.rule import Linear, Solved
-from fusion_bench_featcal.setting_fields import setting
+from fusion_bench_featcal.settings.fields import setting
 
 
 class Lot(

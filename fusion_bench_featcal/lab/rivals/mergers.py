@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from fusion_bench_featcal.calibration import empty_sums, groups_of, result_of, solve
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
+from fusion_bench_featcal.experts.copies import copied_module
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.program import counting_in
 from fusion_bench_featcal.lab.rivals.method import SampleSettings
-from fusion_bench_featcal.method_inputs import MethodInputs
-from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.hooks import record
 from fusion_bench_featcal.modules.models import device_of, load_updates
 from fusion_bench_featcal.rules.rule import Linear, Rule
 from fusion_bench_featcal.run.problem import Autocast, Problem, Request, check_merged, open_problem
-from fusion_bench_featcal.setting_fields import same_as
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.fields import same_as
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.samples import check_inputs, naming_module
 from fusion_bench_featcal.streams.task_rows import empty_rows

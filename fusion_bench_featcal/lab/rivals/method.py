@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
 from torch import nn
 
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.families import check_family
-from fusion_bench_featcal.nearest_names import refuse_unknown
-from fusion_bench_featcal.setting_fields import (
+from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.fields import (
     Settings,
     is_shared,
     same_as,
@@ -22,10 +23,9 @@ from fusion_bench_featcal.setting_fields import (
     settings_of,
     shared_part,
 )
-from fusion_bench_featcal.settings import FeatCalSettings
 
 if TYPE_CHECKING:
-    from fusion_bench_featcal.method_inputs import MethodInputs
+    from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 
 _METHODS: dict[str, "type[Method]"] = {}
 

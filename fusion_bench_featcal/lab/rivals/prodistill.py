@@ -17,7 +17,7 @@ from torch.func import functional_call
 from fusion_bench_featcal.lab.rivals import training
 from fusion_bench_featcal.lab.rivals.mergers import Merger
 from fusion_bench_featcal.run.problem import Problem
-from fusion_bench_featcal.setting_fields import setting
+from fusion_bench_featcal.settings.fields import setting
 from fusion_bench_featcal.streams.batch import CountedRows, rows_of
 
 log = logging.getLogger(__name__)

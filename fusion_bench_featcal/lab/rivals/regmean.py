@@ -10,7 +10,7 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import solve_dtype, solve_ridge
 from fusion_bench_featcal.lab.rivals.mergers import Merger
 from fusion_bench_featcal.rules.rule import Linear, Solved
-from fusion_bench_featcal.setting_fields import setting
+from fusion_bench_featcal.settings.fields import setting
 
 _LEAST_NORM = 1e-8  # of a Gram matrix
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.lab.rivals.corrected_model import AffineModule
 from fusion_bench_featcal.lab.rivals.corrections import FeatureCorrection, Fitted, Lessons
-from fusion_bench_featcal.setting_fields import setting
+from fusion_bench_featcal.settings.fields import setting
 
 log = logging.getLogger(__name__)
 

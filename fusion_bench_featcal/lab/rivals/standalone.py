@@ -6,15 +6,15 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any, ClassVar
 
-import fusion_bench_featcal.compat  # noqa: F401
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
 from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
-from fusion_bench_featcal.ending import ends_cleanly
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.options import (
     MergedBy,
     names_of,
@@ -27,10 +27,10 @@ from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.lab.rivals.method import Method
-from fusion_bench_featcal.method_inputs import MethodInputs
+from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.run import training_lines
-from fusion_bench_featcal.saved_model import CardFacts
+from fusion_bench_featcal.run.ending import ends_cleanly
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from fusion_bench_featcal.lab.rivals.corrections import (
     Lessons,
     final_feature,
 )
-from fusion_bench_featcal.setting_fields import setting
+from fusion_bench_featcal.settings.fields import setting
 
 
 class Surgery(

@@ -5,7 +5,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from fusion_bench_featcal.setting_fields import is_number
+from fusion_bench_featcal.settings.fields import is_number
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?(%|B|([KMGT])(i?)B)")
 

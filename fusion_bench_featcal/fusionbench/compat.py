@@ -3,7 +3,7 @@
 A module that needs FusionBench's CLIP task pools imports this one first. On the command line,
 `method=featcal` imports it before the model pool:
 
-    import fusion_bench_featcal.compat  # noqa: F401
+    import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
     # isort: split
     from fusion_bench.taskpool import CLIPVisionModelTaskPool

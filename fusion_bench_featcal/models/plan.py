@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.plurals import bytes_text, counted
 from fusion_bench_featcal.experts import known_bytes
 from fusion_bench_featcal.experts.budget import granted
 from fusion_bench_featcal.families import resolve_family, stages_of
@@ -18,7 +19,6 @@ from fusion_bench_featcal.families.open_clip import split
 from fusion_bench_featcal.files import existing, free_space
 from fusion_bench_featcal.modules.models import names_in_order
 from fusion_bench_featcal.modules.sites import find_all_modules
-from fusion_bench_featcal.plurals import bytes_text, counted
 from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.settings import FeatCalSettings
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.errors import ReportError
-from fusion_bench_featcal.untrusted import read_bytes
+from fusion_bench_featcal.files.untrusted import read_bytes
 
 _MAX_BYTES = 2**28  # largest file. A checkpoint's manifest has about 200 bytes per tensor.
 _HIDDEN = "***"

@@ -9,7 +9,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _MOST_LINES, _MOST_CHARACTERS = 7, 800
 
 

@@ -8,7 +8,7 @@ from dataclasses import Field, dataclass
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args
 
-from fusion_bench_featcal.nearest_names import refuse_unknown
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 
 T = TypeVar("T")
 _BOUNDS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.data.generation import greedy_answers, padded_left
 from fusion_bench_featcal.data.tables import require_numbered
 from fusion_bench_featcal.data.text_samples import TextEncoder, pad_samples
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.inputs import check_token_ids
-from fusion_bench_featcal.tasks.text_generation import greedy_answers, padded_left
 
 
 @dataclass(eq=False)

@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from fusion_bench_featcal.calibration_images import TaskBatches, decode_workers
-from fusion_bench_featcal.calibration_text import TextBatches, text_rows
 from fusion_bench_featcal.data.derived_images import corrupted
 from fusion_bench_featcal.data.draws import sample_order
+from fusion_bench_featcal.data.image_batches import TaskBatches, decode_workers
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import load_texts
+from fusion_bench_featcal.data.text_batches import TextBatches, text_rows
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.fusionbench.own_data import data_setting
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.models.hub import note_data_set
-from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.samples import warn_of_few_samples
 

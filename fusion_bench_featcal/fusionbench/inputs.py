@@ -7,9 +7,9 @@ from typing import Any
 from fusion_bench import BaseModelPool
 from torch import nn
 
-from fusion_bench_featcal.calibration_data import calibration_batches, check_tasks_have_data
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.fusionbench.data import calibration_batches, check_tasks_have_data
 from fusion_bench_featcal.fusionbench.own_data import with_own_data
 from fusion_bench_featcal.fusionbench.pool_checks import check_read_budget
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings

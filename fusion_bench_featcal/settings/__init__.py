@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError as CalibrationError
-from fusion_bench_featcal.read_budgets import is_read_budget
-from fusion_bench_featcal.setting_fields import (
+from fusion_bench_featcal.settings.budgets import is_read_budget
+from fusion_bench_featcal.settings.fields import (
     Settings,
     is_integer,
     is_number,

@@ -13,12 +13,12 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError
 
-from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.files import free_space, replacing, sha256_file
-from fusion_bench_featcal.json_files import json_text, masked, masked_words, without_secrets
+from fusion_bench_featcal.files.json_files import json_text, masked, masked_words, without_secrets
 from fusion_bench_featcal.models.hub import commits
-from fusion_bench_featcal.plurals import bytes_text
 from fusion_bench_featcal.results import AVERAGE, Run, versions
 from fusion_bench_featcal.results.tables import page
 

@@ -6,7 +6,7 @@ from dataclasses import Field
 from importlib import import_module
 from typing import Any
 
-from fusion_bench_featcal.setting_fields import accepted_values, settings_of, yaml_word
+from fusion_bench_featcal.settings.fields import accepted_values, settings_of, yaml_word
 
 _WIDTH = 80
 _RUNS = {
@@ -28,7 +28,7 @@ def algorithm_class(method: str) -> Any:
     """Return the FusionBench class of a method, whose `setting_kinds` declare the settings."""
     if method in _RUNS:
         module, _, name = _RUNS[method].rpartition(".")
-        return getattr(import_module(f"{__package__}.{module}"), name)
+        return getattr(import_module(f"fusion_bench_featcal.{module}"), name)
     from fusion_bench_featcal.lab.rivals.method import all_methods
     from fusion_bench_featcal.lab.rivals.standalone import algorithm_of
 
