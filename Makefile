@@ -75,13 +75,12 @@ tables: $(VENV)/.installed ## write the tables and figures of README and docs
 docs: $(DOCS)/.installed ## build the documentation site in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	$(DOCS)/bin/python scripts/check_site.py site
-	@if command -v node > /dev/null; then node scripts/check_search.mjs site; else echo "no node: search not checked"; fi
 
 docs-serve: $(DOCS)/.installed ## show the documentation at localhost:8000, up to date with its files
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
 
 notebook: $(VENV)/.installed-notebook ## run examples/walkthrough.ipynb; with KEEP=1 keep its new outputs
-	$(BIN)/python scripts/run_notebook.py $(if $(KEEP),,--check)
+	$(BIN)/jupyter execute $(if $(KEEP),--inplace) --kernel_name=python3 examples/walkthrough.ipynb
 
 # Without the checks of tensor shapes in core, which plain pytest and test-newest make.
 test: $(VENV)/.installed ## run the tests but the slowest: offline, on the CPU, in minutes
@@ -117,8 +116,8 @@ test-open-clip: $(OPEN_CLIP)/.installed ## the tests that need open_clip, in an 
 test-llm: $(LLM)/.installed ## the tests that need lm-eval, in an environment of their own
 	$(LLM)/bin/python -m pytest tests_llm
 
-test-matrix: $(VENV)/.installed ## make test with each of Python 3.11 to 3.13 that is here, and FusionBench's oldest and newest
-	$(BIN)/python scripts/run_matrix.py --environments $(MATRIX)
+test-matrix: $(VENV)/.installed-dev ## make test with each Python from 3.11 to 3.13 that is here, and FusionBench's oldest and newest
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/nox --envdir $(MATRIX)
 
 surroundings: $(VENV)/.installed ## make test with other instruction sets, threads, order, path, user and locale
 	VENV="$(VENV)" PIP_ARGS="$(PIP_ARGS)" scripts/surroundings.sh
@@ -126,10 +125,9 @@ surroundings: $(VENV)/.installed ## make test with other instruction sets, threa
 surroundings-quick: $(VENV)/.installed ## tests that compare numbers, with the instruction sets of other processors
 	VENV="$(VENV)" scripts/surroundings.sh numbers
 
-lint: $(VENV)/.installed-dev ## ruff: rules and format; words of names, docstrings and pages
+lint: $(VENV)/.installed-dev ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python scripts/check_words.py
 
 types: $(VENV)/.installed-dev ## pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
