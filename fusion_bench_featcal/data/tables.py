@@ -1,20 +1,42 @@
 """Tables of samples: JSON lines, CSV and parquet files, saved datasets, and hub datasets."""
 
-from collections.abc import Mapping
-from glob import escape, has_magic
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from glob import has_magic
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import datasets
-import pyarrow.csv
 from datasets.config import HF_HUB_OFFLINE
+from pyarrow import parquet
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.models.hub import note_data_set
 from fusion_bench_featcal.models.hub_errors import hub_error
 
-TABLE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+TABLES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+class FileRows(list[dict[str, Any]]):
+    """Rows of a text file.
+
+    Attributes:
+        places: Name of each row in messages, such as `line 3`.
+    """
+
+    def __init__(self, rows: Iterable[tuple[str, dict[str, Any]]]) -> None:
+        """Read pairs of place and row."""
+        places, values = tuple(zip(*rows, strict=True)) or ((), ())
+        super().__init__(values)
+        self.places: tuple[str, ...] = places
+
+    @property
+    def column_names(self) -> list[str]:
+        """Names of all rows' columns."""
+        return list(dict.fromkeys(name for row in self for name in row))
 
 
 def require_numbered(rows: Any, name: str) -> None:
@@ -44,7 +66,7 @@ def split_of(location: str) -> tuple[str, str | None]:
     return name, split
 
 
-def load_texts(path: str, split: str = "train") -> datasets.Dataset:
+def load_texts(path: str, split: str = "train") -> FileRows | datasets.Dataset:
     """Load a table of texts, without running code of a dataset.
 
     Args:
@@ -60,7 +82,7 @@ def load_texts(path: str, split: str = "train") -> datasets.Dataset:
     name, named = split_of(path)
     source = Path(name).expanduser()
     if source.is_file():
-        return read_table(source, named)
+        return read_rows(source, named)
     if source.is_dir():
         return _saved(source, named or split)
     return from_hub(name, source, named or split)
@@ -71,7 +93,7 @@ def _saved(folder: Path, split: str) -> datasets.Dataset:
     try:
         loaded = datasets.load_from_disk(str(folder))
     except (OSError, ValueError) as error:
-        tables = sorted(file.name for file in folder.iterdir() if file.suffix in TABLE_READERS)
+        tables = sorted(file.name for file in folder.iterdir() if file.suffix in TABLES)
         hint = f"; name one of its tables {', '.join(tables)}" if tables else ""
         raise ValueError(f"data {str(folder)!r} is no saved dataset ({error}){hint}") from error
     if isinstance(loaded, datasets.Dataset):
@@ -82,17 +104,26 @@ def _saved(folder: Path, split: str) -> datasets.Dataset:
 
 
 def read_table(file: Path, split: str | None) -> datasets.Dataset:
-    """Read a table by the ending of its name.
+    """Read a table as a dataset. Arguments and errors are the same as for `read_rows`."""
+    rows = read_rows(file, split)
+    if isinstance(rows, datasets.Dataset):
+        return rows
+    try:
+        return datasets.Dataset.from_list(rows)
+    except (ValueError, TypeError) as error:  # of pyarrow, for columns of several types
+        raise CalibrationError(f"data {str(file)!r}: {first_line(error)}") from error
+
+
+def read_rows(file: Path, split: str | None) -> FileRows | datasets.Dataset:
+    """Read a table by the ending of its name. All values of a CSV file are texts.
 
     Raises:
         ValueError: If the ending is unknown, or a split is named.
-        CalibrationError: If it cannot be parsed.
+        CalibrationError: If it cannot be parsed. The message names the line.
     """
-    reader = TABLE_READERS.get(file.suffix.lower())
-    if reader is None:
-        raise ValueError(
-            f"data {str(file)!r}: tables end in {', '.join(TABLE_READERS)}, got {file.suffix!r}."
-        )
+    ending = file.suffix.lower()
+    if ending not in TABLES:
+        raise ValueError(f"data {str(file)!r}: tables end in {', '.join(TABLES)}, got {ending!r}.")
     if split is not None:
         raise ValueError(
             f"data {str(file)!r} is one table without splits: remove split ({split!r}) and name "
@@ -101,25 +132,52 @@ def read_table(file: Path, split: str | None) -> datasets.Dataset:
     if file.stat().st_size == 0:
         raise ValueError(f"data {str(file)!r} is empty.")
     try:
-        if reader == "csv":  # the reader of `datasets` leaves the file open
-            return datasets.Dataset(pyarrow.csv.read_csv(file))
-        with TemporaryDirectory() as cache:  # the home folder may be read-only
-            # `datasets` takes paths as patterns
-            loaded = datasets.load_dataset(
-                reader,
-                data_files=escape(str(file)),
-                split="train",
-                cache_dir=cache,
-                keep_in_memory=True,
-            )
-    except Exception as error:  # the readers pass on any error of their parsers
-        cause = error.__cause__ or error
-        if isinstance(cause, PermissionError):
-            raise cause from error
+        if ending == ".parquet":
+            return datasets.Dataset(parquet.read_table(file))  # type: ignore[arg-type]
+        text = file.read_bytes().decode("utf-8-sig")
+        return FileRows(_csv_rows(text) if ending == ".csv" else _json_rows(text))
+    except PermissionError:
+        raise
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
         raise CalibrationError(
-            f"data {str(file)!r} is not readable as {reader}: {str(cause) or type(cause).__name__}"
+            f"data {str(file)!r} is not readable as {ending[1:]}: {first_line(error)}"
         ) from error
-    return cast(datasets.Dataset, loaded)
+
+
+def _csv_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    names, begin = next(reader, []), reader.line_num + 1
+    if len(set(names)) < len(names):
+        raise ValueError("line 1 names a column twice")
+    try:
+        for values in reader:
+            if values and len(values) != len(names):
+                raise ValueError(f"line {begin}: {len(values)} values for {len(names)} columns")
+            if values:
+                yield f"line {begin}", dict(zip(names, values, strict=True))
+            begin = reader.line_num + 1  # a value may have several lines
+    except csv.Error as error:
+        raise ValueError(f"line {begin}: {error}") from error
+
+
+def _json_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if text.lstrip().startswith("["):
+        numbered = ((f"item {number}", row) for number, row in enumerate(json.loads(text)))
+    else:
+        numbered = _json_lines(text)
+    for place, row in numbered:
+        if not isinstance(row, dict):
+            raise ValueError(f"{place} is no object, but {type(row).__name__}")
+        yield place, row
+
+
+def _json_lines(text: str) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            if line.strip():
+                yield f"line {number}", json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number}: {error}") from error
 
 
 def check_literal(folder: str) -> None:
@@ -142,7 +200,7 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
     repository, _, config = name.partition(":")
     is_path = name.startswith((".", "/", "~", "\\")) or name.count("/") > 1
     is_path |= "/" not in name and "." in repository  # a file name with any ending
-    if is_path or source.suffix.lower() in TABLE_READERS:
+    if is_path or source.suffix.lower() in TABLES:
         raise ValueError(
             f"data {name!r} does not exist: neither a file nor a folder at {source.absolute()}."
         )

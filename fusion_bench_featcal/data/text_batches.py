@@ -1,31 +1,30 @@
 """Calibration samples for language models: texts with targets from the data or the expert."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from fusion_bench_featcal.data.generation import greedy_answers, padded_left
-from fusion_bench_featcal.data.tables import require_numbered
-from fusion_bench_featcal.data.text_samples import TextEncoder, pad_samples
-from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.data.text_formats import Text
+from fusion_bench_featcal.data.text_rows import TextRows
+from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.inputs import check_token_ids
 
 
 @dataclass(eq=False)
 class TextBatches:
-    """One task's calibration samples. Texts are read and tokenised again in each iteration."""
+    """One task's samples. Texts are read and tokenised once, when they are first needed."""
 
-    label: str  # the task and its dataset, for messages
-    rows: Any  # the dataset that the samples were drawn from
-    indices: list[int]  # positions of the samples in it
+    rows: TextRows
+    indices: list[int]  # positions of the samples in the rows
     settings: FeatCalSettings
     encoder: TextEncoder
     load_expert: Callable[[], nn.Module]  # called if the expert writes the targets
     device: Any = None  # of the expert, by default the one on which it is loaded
-    _answers: list[list[int]] = field(default_factory=list, init=False)
 
     @property
     def batch_size(self) -> int:
@@ -42,9 +41,69 @@ class TextBatches:
         """Number of items that the samples were drawn from."""
         return len(self.rows)
 
+    @property
+    def are_generated(self) -> bool:
+        """Whether the expert writes the targets."""
+        return self.settings.calibration_targets == "generated"
+
     def at(self, number: int) -> str:
         """Return the name of a sample in messages."""
-        return f"{self.label}, item {self.indices[number]}"
+        return self.rows.at(self.indices[number])
+
+    @cached_property
+    def texts(self) -> list[Text]:
+        """The samples' rows.
+
+        Raises:
+            CalibrationError: If a row is not a usable text. The first in the dataset is named.
+        """
+        return self._in_order(self.rows.read, self.indices)
+
+    def _in_order(self, make: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
+        """Apply a function in the dataset's order, so that the first wrong row raises."""
+        order = sorted(range(self.samples), key=self.indices.__getitem__)
+        made = {number: make(values[number]) for number in order}
+        return [made[number] for number in range(self.samples)]
+
+    def columns(self, which: str) -> list[str]:
+        """List the columns of all samples that are read (`columns`) or not (`unread`)."""
+        return list(dict.fromkeys(name for text in self.texts for name in getattr(text, which)))
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        """Token ids of the prompts that the expert answers."""
+        most = self.settings.generated_tokens
+        return self._in_order(partial(self.encoder.prompt, reserved=most), self.texts)
+
+    @cached_property
+    def encoded(self) -> list[Sample]:
+        """The samples in token ids.
+
+        Raises:
+            CalibrationError: If a row is not a usable text, or has no target and needs one.
+        """
+        if not self.are_generated:
+            return self._in_order(self.encoder.sample, self.texts)
+        names = [text.name for text in self.texts]
+        return list(map(self.encoder.answered, self.prompts, self._answers(), names))
+
+    def lengths(self) -> list[int]:
+        """Return the number of tokens of each text, with the longest possible answer of the expert.
+
+        Raises:
+            CalibrationError: If a row is not a usable text.
+        """
+        if self.are_generated:
+            return [len(prompt) + self.settings.generated_tokens for prompt in self.prompts]
+        return [len(sample.ids) for sample in self.encoded]
+
+    def __len__(self) -> int:
+        return -(-len(self.indices) // self.batch_size)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Yield `input_ids`, `attention_mask`, `labels`: `[batch, length]`, padded."""
+        for start in range(0, self.samples, self.batch_size):
+            yield pad_samples(self.encoded[start : start + self.batch_size], self.encoder)
 
     def checked(self, model: nn.Module) -> list[dict[str, Tensor]]:
         """List the batches for a model.
@@ -57,73 +116,16 @@ class TextBatches:
             self._check(batch, model, number * self.batch_size)
         return batches
 
-    def lengths(self) -> list[int]:
-        """Return the number of tokens of each text, with the longest possible answer of the expert.
-
-        Raises:
-            CalibrationError: If a row is not a usable text.
-        """
-        if self._are_generated:
-            return [len(prompt) + self.settings.generated_tokens for prompt in self._prompts()]
-        return [len(self.encoder.sample(*row).ids) for row in self._read()]
-
-    def __len__(self) -> int:
-        return -(-len(self.indices) // self.batch_size)
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield `input_ids`, `attention_mask`, `labels`: `[batch, length]`, padded."""
-        if self._are_generated:
-            prompts = self._prompts()
-            self._answers = self._answers or self._generate(prompts)
-            names = map(self.at, range(len(prompts)))
-            samples = list(map(self.encoder.answered, prompts, self._answers, names))
-        else:
-            samples = [self.encoder.sample(*row) for row in self._read()]
-        for start in range(0, len(samples), self.batch_size):
-            yield pad_samples(samples[start : start + self.batch_size], self.encoder)
-
-    @property
-    def _are_generated(self) -> bool:
-        return self.settings.calibration_targets == "generated"
-
-    def _read(self) -> Iterator[tuple[Mapping[str, Any], str]]:
-        """Yield each row and its name."""
-        for number, index in enumerate(self.indices):
-            name = self.at(number)
-            try:
-                row = self.rows[index]
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise CalibrationError(f"{name} cannot be read ({error})") from error
-            if not isinstance(row, Mapping):
-                raise CalibrationError(f"{name}: a text is a mapping, got {type(row).__name__}")
-            yield row, name
-
-    def _prompts(self) -> list[list[int]]:
-        most = self.settings.generated_tokens
-        return [self.encoder.prompt(*row, most) for row in self._read()]
-
-    def _generate(self, prompts: list[list[int]]) -> list[list[int]]:
+    def _answers(self) -> list[list[int]]:
         """Return the expert's greedy answers to all prompts."""
         expert = self.load_expert()
         expert = expert if self.device is None else expert.to(self.device)
         answers: list[list[int]] = []
-        for start in range(0, len(prompts), self.batch_size):
-            chosen = prompts[start : start + self.batch_size]
-            ids = padded_left(chosen, self.encoder.pad_id)[0]
-            self._check({"input_ids": ids}, expert, start)
-            answers += greedy_answers(expert, chosen, self.encoder, self.settings.generated_tokens)
+        for start in range(0, self.samples, self.batch_size):
+            prompts = self.prompts[start : start + self.batch_size]
+            self._check({"input_ids": padded_left(prompts, self.encoder.pad_id)[0]}, expert, start)
+            answers += greedy_answers(expert, prompts, self.encoder, self.settings.generated_tokens)
         return answers
 
     def _check(self, batch: Mapping[str, Tensor], model: nn.Module, start: int) -> None:
         check_token_ids(batch, model, lambda row: self.at(start + row))
-
-
-def text_rows(rows: Any, label: str) -> Any:
-    """Check a dataset of texts and return its rows as plain values.
-
-    Raises:
-        CalibrationError: If it is streamed, or is not one split.
-    """
-    require_numbered(rows, label)
-    plain = getattr(rows, "with_format", None)
-    return rows if plain is None else plain(None)

@@ -1,95 +1,214 @@
-"""Text formats in rows of datasets: prompts with answers, chats, and plain texts."""
+"""Common formats of rows with texts: prompts with answers, chats, plain texts, token ids."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from fusion_bench_featcal.data.chats import answered_turns, parsed, read_turns
 from fusion_bench_featcal.errors import CalibrationError
 
-TARGETS = ("target", "completion", "response", "output", "answer")
-"""Names of the column with the answer to a row's prompt."""
 CHATS = ("messages", "conversations")
 PROMPTS = ("prompt", "instruction", "question")
-FORMATS = ("input_ids", *CHATS, *PROMPTS, "text")
+FORMATS = ("input_ids", *CHATS, *PROMPTS, "text", "chosen")
 """Columns for texts, one of which a row must have. The first one has priority."""
+TARGETS = ("target", "completion", "response", "output", "answer", "answerKey", "chosen")
+"""Names of the column with the answer to a row's prompt."""
+FLAGGED = ("weight", "label", *PROMPTS, *TARGETS)
+"""Columns that `is_left_out` reads."""
 _CONTEXTS = ("input", "context")
-"""Names of the column with an `instruction`'s input."""
-_ROLES = {"human": "user", "gpt": "assistant"}
+_SYSTEMS = ("system", "system_prompt")
+_NEEDED = (*_SYSTEMS, "tools", "history", "context", "choices", "text_pair")
+"""Columns that change the model's input. A row is refused if one has a value that is not used."""
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def plain_row(row: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Return a row of any common format in one of four formats.
+@dataclass(frozen=True)
+class Text:
+    """A row in one of four formats.
 
-    They are `messages`, `prompt` with or without `target`, `text`, or an unchanged tokenised row.
-    ShareGPT's `conversations` and lists of messages as prompt and completion become `messages`. An
-    `instruction` with its `input`, and a `question`, become a `prompt`.
+    Attributes:
+        name: Its name in messages.
+        form: `tokens`, `chat`, `prompt` or `text`, which has no target.
+        prompt: A text, the turns before the answer, or columns of token ids.
+        target: The answer: a text or a turn. None if there is none.
+        pair: Second text of a classifier's pair.
+        tools: Tools for the chat template.
+        columns: Names of the columns that are read.
+        unread: Names of the other columns with a value.
+    """
+
+    name: str
+    form: Literal["tokens", "chat", "prompt", "text"]
+    prompt: Any
+    target: Any = None
+    pair: str | None = None
+    tools: Sequence[Any] | None = None
+    columns: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+    @property
+    def lacks_target(self) -> bool:
+        """Return whether there is a prompt without an answer, which an expert must generate."""
+        return self.form in ("chat", "prompt") and self.target is None
+
+
+def read_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> Text:
+    """Read a row of any common format.
+
+    Chats are lists of turns, ShareGPT's `conversations`, or TRL's prompts and completions. Prompts
+    may have a context and choices. The target of a preference is its `chosen` answer.
 
     Args:
         row: The row.
-        label: Its name in messages.
+        name: Its name in messages.
+        columns: Standard name of a column -> its name in the row, to read only these.
 
     Raises:
-        CalibrationError: If it has none of these, or several answers.
+        CalibrationError: If it has none of these formats, several answers, or a column that would
+            change the input in an unknown way.
     """
-    values = {name: value for name, value in row.items() if value is not None}
-    form = next((name for name in FORMATS if name in values), None)
-    if form == "input_ids":
-        return dict(row)
-    if form in CHATS:
-        return {"messages": _turns(values[form])}
-    if form == "text":
-        return {"text": values["text"]}
-    if form is None:
-        raise CalibrationError(
-            f"{label}: a text is a row with prompt (and target), with messages, with text, or "
-            f"with input_ids; this one has {sorted(row)}"
-        )
-    prompt, target = values[form], _answer_of(values, label)
-    if isinstance(prompt, list):  # TRL's conversational form
-        answer = target if isinstance(target, list) else _answered(target)
-        return {"messages": _turns([*prompt, *answer])}
-    context = next((values[name] for name in _CONTEXTS if values.get(name)), "")
-    if form == "instruction" and context:
-        prompt = f"{prompt}\n\n{context}"
-    return {"prompt": prompt} if target is None else {"prompt": prompt, "target": target}
+    if not isinstance(row, Mapping):
+        raise CalibrationError(f"{name}: a text is a mapping, got {type(row).__name__}")
+    return _Reader(row, name, columns).text()
 
 
-def lacks_answer(row: Mapping[str, Any], label: str) -> bool:
-    """Return whether a row has a prompt without an answer, which an expert must generate."""
-    plain = plain_row(row, label)
-    if "messages" in plain:
-        last = list(plain["messages"])[-1:]
-        return not any(
-            isinstance(turn, Mapping) and turn.get("role") == "assistant" for turn in last
-        )
-    return "prompt" in plain and "target" not in plain
+def is_left_out(row: Mapping[str, Any]) -> bool:
+    """Return whether a row does not count: its weight is 0, or its answer is bad (KTO's label)."""
+    has_answer = any(row.get(p) for p in PROMPTS) and any(row.get(t) for t in TARGETS)
+    is_bad = has_answer and str(row.get("label")).lower() == "false"
+    return is_bad or str(row.get("weight")) in ("0", "0.0")
 
 
-def _answered(target: Any) -> list[Any]:
-    return [] if target is None else [{"role": "assistant", "content": target}]
+class _Reader:
+    """One row, with the columns that were read so far."""
+
+    def __init__(self, row: Mapping[str, Any], name: str, columns: Mapping[str, str] | None):
+        self.row, self.name = row, name
+        self.names = columns or {str(column): str(column) for column in row}
+        values = {name: row.get(column) for name, column in self.names.items()}
+        self.values = {name: value for name, value in values.items() if value is not None}
+        self.read: list[str] = []
+
+    def text(self) -> Text:
+        if is_left_out(self.values):
+            raise CalibrationError(f"{self.name}: weight 0 or label false. Remove the row")
+        self.take_flags()
+        if "input_ids" in self.values:
+            tokens = {n: self.take(n) for n in ("input_ids", "attention_mask", "labels")}
+            return self.finished(Text(self.name, "tokens", tokens))
+        return self.finished(self.chat() or self.plain())
+
+    def take(self, *names: str) -> Any:
+        """Return the value of the first of these columns, and note that it is read."""
+        name = next((name for name in names if name in self.values), None)
+        if name is None:
+            return None
+        self.read.append(name)
+        return self.values[name]
+
+    def take_flags(self) -> None:
+        """Note that label and weight are read, which are checked by `is_left_out`."""
+        if str(self.values.get("weight")) in ("1", "1.0"):
+            self.take("weight")
+        if str(self.values.get("label")).lower() == "true":
+            self.take("label")
+
+    def chat(self) -> Text | None:
+        """Return a chat, or None if the row is none."""
+        form = next((name for name in FORMATS if name in self.values), None)
+        lists = (list, tuple, Mapping)
+        if form in CHATS:
+            turns = read_turns(self.take(form), self.name)
+        elif isinstance(self.values.get(str(form)), lists):  # TRL, also without a prompt
+            turns = read_turns(self.take(str(form)), self.name)
+        elif form in PROMPTS and any(isinstance(self.values.get(t), lists) for t in TARGETS):
+            turns = [{"role": "user", "content": self.as_text(self.take(form), form)}]
+        else:
+            return None
+        if turns and turns[-1]["role"] != "assistant" and (answer := self.answer()) is not None:
+            more = read_turns(answer, self.name) if isinstance(answer, lists) else []
+            more = more or [{"role": "assistant", "content": self.as_text(answer, "target")}]
+            turns = more if more[0]["role"] in ("user", "system") else [*turns, *more]
+        if turns and turns[0]["role"] != "system" and (system := self.take(*_SYSTEMS)):
+            turns = [{"role": "system", "content": self.as_text(system, "system")}, *turns]
+        question, answer = answered_turns(turns, self.name)
+        tools = parsed(self.take("tools"), f"{self.name}: tools")
+        return Text(self.name, "chat", question, answer, tools=tools or None)
+
+    def plain(self) -> Text:
+        """Return a prompt with its answer, or a plain text."""
+        prompt = self.take(*PROMPTS)
+        pair = self.take("text_pair")
+        pair = self.as_text(pair, "text_pair") if pair else None
+        if prompt is None and "text" not in self.values:
+            raise CalibrationError(
+                f"{self.name}: a text is a row with prompt (and target), with messages, with text, "
+                f"or with input_ids; this one has {sorted(map(str, self.row))}"
+            )
+        if prompt is None:
+            text = self.as_text(self.take("text"), "text")
+            return Text(self.name, "text", text, pair=pair)
+        prompt, target = self.as_text(prompt, self.read[-1]), self.answer()
+        if context := self.take(*_CONTEXTS):
+            prompt = f"{prompt}\n\n{self.as_text(context, self.read[-1])}"
+        if choices := parsed(self.take("choices"), f"{self.name}: choices"):
+            prompt, target = self.with_choices(prompt, choices, target)
+        target = None if target is None else self.as_text(target, "target")
+        return Text(self.name, "prompt", prompt, target, pair)
+
+    def with_choices(self, prompt: str, choices: Any, target: Any) -> tuple[str, Any]:
+        """Return a prompt with a line for each choice, and a number as its letter."""
+        texts, letters = choices, list(_LETTERS)
+        if isinstance(choices, Mapping):  # ARC
+            texts, letters = choices.get("text", ()), choices.get("label", ())
+        lines = [
+            f"{letter}. {self.as_text(text, 'choices')}"
+            for letter, text in zip(letters, texts, strict=False)
+        ]
+        if str(target).isdecimal() and target not in (*texts, *letters):
+            if not int(target) < len(lines):
+                raise CalibrationError(
+                    f"{self.name}: answer {target}, but there are {len(lines)} choices, from 0"
+                )
+            target = letters[int(target)]
+        return "\n".join([f"{prompt}\n", *lines]), target
+
+    def answer(self) -> Any:
+        """Return the answer to a prompt: its `target`, else another column of `TARGETS`, or None.
+
+        Raises:
+            CalibrationError: If several have different answers.
+        """
+        answers = {name: self.values[name] for name in TARGETS if name in self.values}
+        first = next(iter(answers), "target")
+        if first != "target" and any(answer != answers[first] for answer in answers.values()):
+            raise CalibrationError(
+                f"{self.name}: which of {', '.join(answers)} is the answer? Name that column target"
+            )
+        return self.take(first)
+
+    def as_text(self, value: Any, column: str) -> str:
+        """Return a text. Tables contain whole numbers without quotes."""
+        if not isinstance(value, str) and type(value) is not int:
+            raise CalibrationError(
+                f"{self.name}: {self.names.get(column, column)} is {type(value).__name__}, not a "
+                f"text ({str(value)[:60]!r}). Write it in quotes"
+            )
+        return str(value)
+
+    def finished(self, text: Text) -> Text:
+        """Return a text with its columns, if nothing that is needed was left unread."""
+        filled = [name for name in self.read if _has_value(self.values[name])]
+        columns = tuple(dict.fromkeys(self.names[name] for name in filled))
+        needed = [n for n in _NEEDED if n not in self.read and _has_value(self.values.get(n))]
+        if needed and text.form != "tokens":
+            raise CalibrationError(
+                f"{self.name}: column {self.names[needed[0]]} has no place in a {text.form}. Write "
+                "it into the text, write the row as messages, or leave the column out"
+            )
+        unread = tuple(str(n) for n, v in self.row.items() if _has_value(v) and n not in columns)
+        return Text(**{**vars(text), "columns": columns, "unread": unread})
 
 
-def _turns(chat: Any) -> Any:
-    """Return a chat's turns with `role` and `content`, renamed from ShareGPT's keys if needed."""
-    if not isinstance(chat, list | tuple):
-        return chat
-    return [
-        {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
-        if isinstance(turn, Mapping) and "from" in turn
-        else turn
-        for turn in chat
-    ]
-
-
-def _answer_of(row: Mapping[str, Any], label: str) -> Any:
-    """Return the answer to a row's prompt: its `target`, else another column of `TARGETS`, or None.
-
-    Raises:
-        CalibrationError: If several have different answers.
-    """
-    answers = {name: row[name] for name in TARGETS if name in row}
-    first = next(iter(answers), "target")
-    if first != "target" and any(answer != answers[first] for answer in answers.values()):
-        raise CalibrationError(
-            f"{label}: which of {', '.join(answers)} is the answer? Name that column target"
-        )
-    return answers.get(first)
+def _has_value(value: Any) -> bool:
+    return hasattr(value, "shape") or (value is not None and value not in ("", [], {}))

@@ -1,6 +1,6 @@
 """Texts as token ids for a language model, one by one and as padded batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.data.text_formats import TARGETS, plain_row
+from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 
@@ -25,11 +25,12 @@ class Sample:
 
     ids: list[int]  # the model's input: the prompt and, for a decoder-only model, the target
     # The target, or None. For a decoder-only model it is aligned with `ids`, -100 on the prompt.
-    labels: list[int] | None
+    labels: list[int] | None = None
+    types: list[int] | None = None  # 0 and 1 for the first and second text of a pair
 
 
 @dataclass(frozen=True)
-class _Text:
+class _Ids:
     """A row in token ids before truncation. `scored` is the target, -100 for uncounted tokens."""
 
     prompt: list[int]
@@ -39,13 +40,13 @@ class _Text:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Converts rows of a dataset, in the formats of `plain_row`, to token ids.
+    """Converts texts of `read_row` to token ids.
 
-    The last turn of a chat is the target. The chat is rendered by the tokenizer's chat template.
-    Texts longer than `max_length` are truncated: a prompt at its end, so that the target keeps at
-    least half. Without `max_length` a text beyond the tokenizer's limit is an error. For a
-    classifier a row is one text, and a chat includes its last turn. Targets and labels are not
-    read.
+    For a decoder-only model prompt and target are tokenised as one text, so that tokens are those
+    of its training. Chats are rendered by the tokenizer's chat template, and the last answer is the
+    target. Texts longer than `max_length` are truncated: a prompt at its end, so that the target
+    keeps at least half. Without `max_length` a text beyond the tokenizer's limit is an error. For a
+    classifier a row is one text or pair, and a chat includes its last turn. Targets are not read.
     """
 
     tokenizer: Any
@@ -60,40 +61,41 @@ class TextEncoder:
                 f"{limit} tokens (model_max_length): lower it"
             )
 
-    def sample(self, row: Mapping[str, Any], name: str) -> Sample:
-        """Return a row with its target.
+    def sample(self, text: Text) -> Sample:
+        """Return a text with its target.
 
         Raises:
             CalibrationError: If the text is empty or too long, the target is empty, or a required
                 target is missing.
         """
-        text = self._read(row, name)
-        if self.kind == "seq2seq" and text.target is None:
+        if self.kind == "classification":
+            return self._classified(text)
+        ids, name = self._ids(text), text.name
+        if self.kind == "seq2seq" and ids.target is None:
             raise CalibrationError(
                 f"{name}: no target, which an encoder-decoder needs. Give the rows labels (or a "
                 "target), or set method.calibration_targets=generated"
             )
-        if text.target is not None and not self._has_words(text.scored or text.target):
+        if ids.target is not None and not self._has_words(ids.scored or ids.target):
             raise CalibrationError(
                 f"{name}: the target is empty. Give it a text, choose another "
                 "method.calibration_split, or set method.calibration_targets=generated"
             )
-        return self._cut(text, name)
+        return self._cut(ids, name)
 
-    def prompt(self, row: Mapping[str, Any], name: str, reserved: int) -> list[int]:
-        """Return a row's prompt. For a decoder-only model it leaves room for `reserved` tokens.
+    def prompt(self, text: Text, reserved: int) -> list[int]:
+        """Return a text's prompt. For a decoder-only model it leaves room for `reserved` tokens.
 
         Raises:
             CalibrationError: If there is no text, or it is too long.
         """
-        without_target = {key: value for key, value in row.items() if key not in TARGETS}
-        prompt, limit = self._read(without_target, name).prompt, self._limit
+        prompt, limit = self._ids(text).prompt, self._limit
         room = limit if self.kind == "seq2seq" else max(limit - reserved, limit // 2)
-        return self._within(prompt, room, name, len(prompt))
+        return self._within(prompt, room, text.name, len(prompt))
 
     def answered(self, prompt: list[int], answer: list[int], name: str) -> Sample:
         """Return a prompt with a model's answer as its target."""
-        return self._cut(_Text(prompt, answer), name)
+        return self._cut(_Ids(prompt, answer), name)
 
     @property
     def pad_id(self) -> int:
@@ -114,11 +116,146 @@ class TextEncoder:
     def _has_words(self, ids: list[int]) -> bool:
         return any(token not in self._marks for token in ids)
 
-    def _cut(self, text: _Text, name: str) -> Sample:
+    def _classified(self, text: Text) -> Sample:
+        """Return the text of a classifier, or a pair of texts."""
+        if text.form == "tokens":
+            ids, types = _tokenised(text, "causal", labels=None).prompt, None
+        elif text.form == "chat":
+            prompt, target = self._rendered(text)
+            ids, types = self._tokens(prompt + (target or ""), special=False), None
+        else:
+            cut = {"truncation": True, "max_length": self.max_length} if self.max_length else {}
+            encoded = self.tokenizer(text.prompt, text.pair, verbose=False, **cut)
+            ids = list(encoded["input_ids"])
+            types = encoded.get("token_type_ids") if text.pair is not None else None
+        self._refuse_empty(ids, text.name)
+        return Sample(self._within(ids, self._limit, text.name, len(ids)), types=types)
+
+    def _ids(self, text: Text) -> _Ids:
+        """Return prompt and target of a text in token ids, before truncation."""
+        if text.pair is not None:
+            raise CalibrationError(f"{text.name}: text_pair is for classifiers. Leave it out")
+        if text.form == "tokens":
+            ids = _tokenised(text, self.kind, text.prompt.get("labels"))
+        elif text.form == "chat":
+            prompt, target = self._rendered(text)
+            ids = _Ids(self._tokens(prompt, special=False))
+            if target is not None:
+                ids = _Ids(*self._pair(prompt, target, special=False))
+        else:
+            ids = self._plain(text.prompt, text.target)
+        self._refuse_empty(ids.prompt, text.name)
+        return ids
+
+    def _refuse_empty(self, ids: list[int], name: str) -> None:
+        if not self._has_words(ids):
+            raise CalibrationError(f"{name}: the text is empty, or padding alone. Remove the row")
+
+    def _plain(self, prompt: str, target: str | None) -> _Ids:
+        if not prompt.strip():
+            return _Ids([])
+        if self.kind == "seq2seq":
+            ids = self._tokens(prompt)
+            if target is None:
+                return _Ids(ids)
+            return _Ids(ids, list(self.tokenizer(text_target=target, verbose=False)["input_ids"]))
+        if target is None:
+            return _Ids(self._alone(prompt))
+        before, after = self._pair(prompt, target, special=True)
+        end = self.tokenizer.eos_token_id
+        return _Ids(before, [*after, *([] if end is None else [end])])
+
+    def _pair(self, prompt: str, target: str, *, special: bool) -> tuple[list[int], list[int]]:
+        """Tokenise prompt and target as one text, and split it.
+
+        If a plain text has no blank in between, or a word of both is one token, the target is
+        tokenised as a text of its own.
+        """
+        if special and not any(map(str.isspace, prompt[-1:] + target[:1])):
+            return self._alone(prompt, special), self._tokens(target, special=False)
+        encoded = self.tokenizer(
+            prompt + target,
+            add_special_tokens=special,
+            return_offsets_mapping=self.tokenizer.is_fast,
+            verbose=False,
+        )
+        ids = self._without_end(list(encoded["input_ids"]), special)
+        if self.tokenizer.is_fast:
+            start, shared = _first_after(encoded["offset_mapping"], prompt)
+        else:
+            start, shared = self._first_other(ids, self._alone(prompt, special))
+        if shared.strip():
+            return self._alone(prompt, special), self._tokens(target, special=False)
+        return ids[:start], ids[start:]
+
+    def _first_other(self, ids: list[int], alone: list[int]) -> tuple[int, str]:
+        """Return the first token that differs from the prompt's, and the rest of the prompt."""
+        pairs, shorter = zip(alone, ids, strict=False), min(len(alone), len(ids))
+        start = next((n for n, (a, b) in enumerate(pairs) if a != b), shorter)
+        return start, self.tokenizer.decode(alone[start:])
+
+    def _alone(self, prompt: str, special: bool = True) -> list[int]:
+        return self._without_end(self._tokens(prompt, special=special), special)
+
+    def _without_end(self, ids: list[int], special: bool) -> list[int]:
+        """Remove the end token that some tokenizers add to every text with special tokens."""
+        ends = special and ids and ids[-1] == self.tokenizer.eos_token_id
+        return ids[:-1] if ends else ids
+
+    def _tokens(self, text: str, *, special: bool = True) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+    def _rendered(self, text: Text) -> tuple[str, str | None]:
+        """Return a chat as texts: what comes before the answer, and the answer."""
+        if self.kind == "seq2seq" or not getattr(self.tokenizer, "chat_template", None):
+            raise CalibrationError(
+                f"{text.name}: messages need a decoder-only model or classifier and a tokenizer "
+                "with a chat template; give rows with prompt and target, or set modelpool.tokenizer"
+            )
+        prompt = self._render(text, text.prompt, add_generation_prompt=True)
+        if text.target is None:
+            return prompt, None
+        if not (text.target["content"].strip() or text.target.get("tool_calls")):
+            return prompt, ""
+        whole = self._render(text, [*text.prompt, text.target], add_generation_prompt=False)
+        if not whole.startswith(prompt):
+            raise CalibrationError(
+                f"{text.name}: the tokenizer's chat template renders the prompt differently once "
+                "there is an answer; give rows with prompt and target"
+            )
+        return prompt, whole[len(prompt) :]
+
+    def _render(self, text: Text, turns: list[Any], **options: Any) -> str:
+        """Render turns, and check that tools and calls of tools are part of the result."""
+        rendered = self._apply_template(text, turns, tools=text.tools, **options)
+        without_calls = [{k: v for k, v in t.items() if k != "tool_calls"} for t in turns]
+        others = {"tools": (turns, None), "tool_calls": (without_calls, text.tools)}
+        for name, (other_turns, tools) in others.items():
+            if (other_turns, tools) == (turns, text.tools):
+                continue
+            if self._apply_template(text, other_turns, tools=tools, **options) == rendered:
+                raise CalibrationError(
+                    f"{text.name}: the tokenizer's chat template ignores {name}. Leave them out, "
+                    "or set modelpool.tokenizer"
+                )
+        return rendered
+
+    def _apply_template(self, text: Text, turns: list[Any], **options: Any) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                turns, tokenize=False, date_string=_DATE, **options
+            )
+        except Exception as error:  # a template may raise any error
+            raise CalibrationError(
+                f"{text.name}: the tokenizer's chat template cannot be used: {first_line(error)}. "
+                "Correct the row, or set modelpool.tokenizer"
+            ) from error
+
+    def _cut(self, text: _Ids, name: str) -> Sample:
         """Return prompt and target as model inputs, within the limits."""
         limit, prompt, target = self._limit, text.prompt, text.target
         if target is None:
-            return Sample(self._within(prompt, limit, name, len(prompt)), None)
+            return Sample(self._within(prompt, limit, name, len(prompt)))
         if self.kind == "seq2seq":
             labels = self._within(target, limit, f"{name}, target", len(target))
             return Sample(self._within(prompt, limit, name, len(prompt)), labels)
@@ -134,114 +271,35 @@ class TextEncoder:
             )
         return ids[:limit]
 
-    def _read(self, row: Mapping[str, Any], name: str) -> _Text:
-        """Return prompt and target of a row in token ids, before truncation."""
-        row = plain_row(row, name)
-        if self.kind == "classification":
-            row = {key: value for key, value in row.items() if key not in ("labels", "target")}
-        if "input_ids" in row:
-            text = self._tokenised(row, name)
-        elif "messages" in row:
-            text = self._chat(row["messages"], name)
-        else:
-            for key in ("prompt", "text", "target"):
-                if type(row.get(key)) is int:  # tables contain whole numbers without quotes
-                    row = {**row, key: str(row[key])}
-                if not isinstance(row.get(key), str | None):
-                    raise CalibrationError(
-                        f"{name}: {key} is {type(row[key]).__name__}, not a text "
-                        f"({str(row[key])[:60]!r}). Write it in quotes"
-                    )
-            text = self._plain(row["prompt"] if "prompt" in row else row["text"], row.get("target"))
-        if self.kind == "classification" and text.target is not None:
-            text = _Text([*text.prompt, *text.target])
-        if not self._has_words(text.prompt):
-            raise CalibrationError(f"{name}: the text is empty, or padding alone. Remove the row")
-        return text
 
-    def _tokenised(self, row: Mapping[str, Any], name: str) -> _Text:
-        columns = {
-            key: _integers(row[key], f"{name}: {key}")
-            for key in ("input_ids", "attention_mask", "labels")
-            if row.get(key) is not None
-        }
-        ids, labels = columns["input_ids"], columns.get("labels")
-        mask = columns.get("attention_mask", [1] * len(ids))
-        aligned = labels is None or self.kind == "seq2seq" or len(labels) == len(ids)
-        if len(mask) != len(ids) or not aligned:
-            raise CalibrationError(
-                f"{name}: {len(ids)} input_ids, but {len(mask)} entries in attention_mask and "
-                f"{len(labels or [])} labels"
-            )
-        ids = [token for token, counts in zip(ids, mask, strict=True) if counts]
-        if labels is None:
-            return _Text(ids)
-        if self.kind == "seq2seq":
-            return _Text(ids, [token for token in labels if token != IGNORED])
-        counted_labels = [label for label, counts in zip(labels, mask, strict=True) if counts]
-        start = next(
-            (i for i, label in enumerate(counted_labels) if label != IGNORED), len(counted_labels)
+def _first_after(offsets: Sequence[tuple[int, int]], prompt: str) -> tuple[int, str]:
+    """Return the first token with text after the prompt, and the end of the prompt it contains."""
+    for number, (first, last) in enumerate(offsets):
+        if last > len(prompt):
+            return number, prompt[first:]
+    return len(offsets), ""
+
+
+def _tokenised(text: Text, kind: TextKind, labels: Any) -> _Ids:
+    """Return a row of token ids without padding."""
+    name, columns = text.name, dict(text.prompt, labels=labels)
+    values = {k: _integers(v, f"{name}: {k}") for k, v in columns.items() if v is not None}
+    ids, labels = values["input_ids"], values.get("labels")
+    mask = values.get("attention_mask", [1] * len(ids))
+    is_aligned = labels is None or kind == "seq2seq" or len(labels) == len(ids)
+    if len(mask) != len(ids) or not is_aligned:
+        raise CalibrationError(
+            f"{name}: {len(ids)} input_ids, but {len(mask)} entries in attention_mask and "
+            f"{len(labels or [])} labels"
         )
-        return _Text(ids[:start], ids[start:], counted_labels[start:])
-
-    def _chat(self, messages: Any, name: str) -> _Text:
-        if self.kind == "seq2seq" or not getattr(self.tokenizer, "chat_template", None):
-            raise CalibrationError(
-                f"{name}: messages need a decoder-only model or classifier and a tokenizer with a "
-                "chat template; give rows with prompt and target, or set modelpool.tokenizer"
-            )
-        turns = messages if isinstance(messages, list | tuple) else [messages]
-        if not all(isinstance(turn, Mapping) for turn in turns):
-            raise CalibrationError(
-                f"{name}: messages must be a list of turns, each with role and content, got "
-                f"{str(messages)[:60]!r}"
-            )
-        turns = [dict(turn) for turn in turns]
-        is_answered = bool(turns) and turns[-1].get("role") == "assistant"
-        question = turns[:-1] if is_answered else turns
-        if not question:
-            raise CalibrationError(f"{name}: the chat has no turn before the answer")
-        prompt = self._rendered(question, name, add_generation_prompt=True)
-        if not is_answered:
-            return _Text(self._ids(prompt))
-        if not str(turns[-1].get("content") or "").strip():
-            return _Text(self._ids(prompt), [])
-        whole = self._rendered(turns, name, add_generation_prompt=False)
-        if not whole.startswith(prompt):
-            raise CalibrationError(
-                f"{name}: the tokenizer's chat template renders the prompt differently once there "
-                "is an answer; give rows with prompt and target"
-            )
-        return _Text(self._ids(prompt), self._ids(whole[len(prompt) :]))
-
-    def _rendered(self, turns: list[Any], name: str, *, add_generation_prompt: bool) -> str:
-        options = {"add_generation_prompt": add_generation_prompt, "date_string": _DATE}
-        try:
-            return self.tokenizer.apply_chat_template(turns, tokenize=False, **options)
-        except Exception as error:  # a template may raise any error
-            raise CalibrationError(
-                f"{name}: the tokenizer's chat template cannot be used: {first_line(error)}. "
-                "Correct the row, or set modelpool.tokenizer"
-            ) from error
-
-    def _plain(self, prompt: str, target: str | None) -> _Text:
-        if not prompt.strip():
-            return _Text([])
-        ids = list(self.tokenizer(prompt, verbose=False)["input_ids"])
-        if self.kind == "seq2seq" and target is not None:
-            return _Text(ids, list(self.tokenizer(text_target=target, verbose=False)["input_ids"]))
-        if self.kind != "causal":
-            return _Text(ids)
-        end = self.tokenizer.eos_token_id
-        if ids and ids[-1] == end:  # some tokenizers end every text, but here the target follows
-            ids.pop()
-        if target is None:
-            return _Text(ids)
-        return _Text(ids, [*self._ids(target), *([] if end is None else [end])])
-
-    def _ids(self, text: str) -> list[int]:
-        """Return token ids of a text without adding special tokens."""
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    ids = [token for token, counts in zip(ids, mask, strict=True) if counts]
+    if labels is None:
+        return _Ids(ids)
+    if kind == "seq2seq":
+        return _Ids(ids, [token for token in labels if token != IGNORED])
+    labels = [label for label, counts in zip(labels, mask, strict=True) if counts]
+    start = next((n for n, label in enumerate(labels) if label != IGNORED), len(labels))
+    return _Ids(ids[:start], ids[start:], labels[start:])
 
 
 def tokens_allowed(tokenizer: Any) -> int:
@@ -263,19 +321,20 @@ def pad_samples(samples: Sequence[Sample], encoder: TextEncoder) -> dict[str, Te
     """Return samples as one batch, padded to the longest of them.
 
     Returns:
-        `input_ids`, `attention_mask` and, if samples have labels, `labels`, each `[batch, length]`,
-        int64. Labels are -100 on padding.
+        `input_ids`, `attention_mask` and, if samples have them, `labels` and `token_type_ids`, each
+        `[batch, length]`, int64. Labels are -100 on padding.
     """
-    pads_left = encoder.tokenizer.padding_side == "left"
+    left, ids = encoder.tokenizer.padding_side == "left", [sample.ids for sample in samples]
     batch = {
-        "input_ids": pad_rows([sample.ids for sample in samples], encoder.pad_id, left=pads_left),
-        "attention_mask": pad_rows(
-            [[1] * len(sample.ids) for sample in samples], 0, left=pads_left
-        ),
+        "input_ids": pad_rows(ids, encoder.pad_id, left=left),
+        "attention_mask": pad_rows([[1] * len(row) for row in ids], 0, left=left),
     }
     if any(sample.labels is not None for sample in samples):
         labels = [sample.labels or [IGNORED] * len(sample.ids) for sample in samples]
-        batch["labels"] = pad_rows(labels, IGNORED, left=pads_left and encoder.kind == "causal")
+        batch["labels"] = pad_rows(labels, IGNORED, left=left and encoder.kind == "causal")
+    if any(sample.types is not None for sample in samples):
+        types = [sample.types or [0] * len(sample.ids) for sample in samples]
+        batch["token_type_ids"] = pad_rows(types, 0, left=left)
     return batch
 
 

@@ -172,8 +172,11 @@ def open_tasks(models: Models, processor: Any, max_length: int | None) -> dict[s
             for task, expert in models.experts.items()
         }
     if kind == TEXT_CLASSIFIER:
+        encoder = TextEncoder(processor, "classification", max_length)
+        configs = [model.config for model in (models.home, *models.experts.values())]
+        pads = all(config.get("pad_token_id") is not None for config in configs if config)
         return {
-            task: open_classifier_task(task, request, processor, max_length, heads.get(task, ()))
+            task: open_classifier_task(task, request, encoder, heads.get(task, ()), pads=pads)
             for task in request.expert
         }
     return {t: open_image_task(t, request, processor, heads.get(t)) for t in request.expert}

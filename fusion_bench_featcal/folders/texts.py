@@ -1,7 +1,7 @@
 """Text tasks: for language models (prompts with targets, chats, texts) and for classifiers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import median
 from typing import Any
@@ -12,10 +12,12 @@ from torch.nn import functional as F
 
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import load_texts
-from fusion_bench_featcal.data.text_batches import TextBatches, text_rows
-from fusion_bench_featcal.data.text_formats import CHATS, FORMATS, TARGETS, lacks_answer
+from fusion_bench_featcal.data.text_batches import TextBatches
+from fusion_bench_featcal.data.text_formats import FORMATS
+from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import IGNORED, TextEncoder
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
+from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
     LabelTests,
@@ -31,7 +33,7 @@ from fusion_bench_featcal.modules.models import device_of
 
 LONG = 16
 """Median number of target tokens above which accuracy counts tokens, not whole answers."""
-_OF_MODELS = ("prompt", "target", "messages", "text")
+_OF_MODELS = ("prompt", "target", "messages", "text", "context", "choices", "system", "tools")
 _OF_CLASSIFIERS = _TEXT, _PAIR, _LABEL = "text", "text_pair", "label"
 
 
@@ -43,7 +45,7 @@ def open_texts(
     columns: Mapping[str, str],
     names: Sequence[str],
     usual: Sequence[str],
-) -> Any:
+) -> TextRows:
     """Open a table of texts, optionally with renamed columns.
 
     Args:
@@ -55,27 +57,25 @@ def open_texts(
         names: Standard names that are allowed.
         usual: Standard columns, one of which is needed if `columns` is empty.
     """
-    with naming_setting(option):
-        rows = text_rows(load_texts(location, split), option)
     refuse_unknown(columns, names, f"{option}: --columns ")
-    available = rows.column_names
+    with naming_setting(option):
+        table = load_texts(location, split)
+    available = table.column_names
     for column in columns.values():
         if column not in available:
             raise ValueError(
                 f"{option} has no column {column!r}{nearest_hint(column, available)}; it has "
                 f"{', '.join(available)}"
             )
-    if columns:
-        usual_columns = {n: n for n in names if names == usual and n in available}
-        by_column = {column: name for name, column in {**usual_columns, **columns}.items()}
-        return rows.select_columns(list(by_column)).rename_columns(by_column)
-    if not {*available} & {*usual}:
-        pairs = ",".join(f"{n}={c}" for n, c in list(zip(names, available, strict=False))[:2])
+    if columns and names == usual:
+        columns = {n: n for n in usual if n in available} | columns
+    elif not columns and not {*available} & {*usual}:
         raise ValueError(
-            f"{option} has the columns {', '.join(available)}, of which none is usual: say what "
-            f"they hold, such as --columns {pairs}"
+            f"{option} has the columns {', '.join(available)}, of which none is usual: name them "
+            f"by --columns {','.join(f'{name}=COLUMN' for name in names[:2])}"
         )
-    return rows
+    with naming_setting(option):
+        return TextRows(table, option, columns)
 
 
 def open_language_task(
@@ -89,47 +89,43 @@ def open_language_task(
         encoder: Converts texts to token ids.
         load_expert: Loads the task's expert, if it generates the targets.
     """
-    columns = request.columns_of(task)
-    open_rows = partial(open_texts, columns=columns, names=_OF_MODELS, usual=FORMATS)
-    calibration_part, test_part = open_parts(task, request, open_rows)
-
-    def batches(part: Part) -> TextBatches:
-        settings = request.settings
-        names = [(index, f"{part.option}, item {index}") for index in part.indices]
-        lacking = [name for index, name in names if lacks_answer(part.rows[index], name)]
-        if 0 < len(lacking) < len(names):
-            raise ValueError(
-                f"{lacking[0]}: no target, as in {len(lacking)} of {len(names)} rows. Leave "
-                "these rows out, or leave out all targets, so that the expert writes them"
-            )
-        if lacking:
-            settings = settings.replace(calibration_targets="generated")
-        return TextBatches(*part, settings, encoder, load_expert, request.device)
-
-    calibration = batches(calibration_part)
-    length = max(calibration.lengths())
-    tests = LanguageTests(batches(test_part)) if test_part.indices else None
-    measure = "" if tests is None else tests.measure()
-    read = dict.fromkeys(
-        name for i in calibration_part.indices for name in _columns_read(calibration_part.rows[i])
+    open_rows = partial(
+        open_texts, columns=request.columns_of(task), names=_OF_MODELS, usual=FORMATS
     )
-    columns_read = [columns.get(name, name) for name in read]
-    notes = [sentence(task, request, calibration_part, test_part, columns_read, measure)]
-    if calibration.settings.calibration_targets == "generated":
+    parts = open_parts(task, request, open_rows)
+    calibration, test = (_language_batches(part, request, encoder, load_expert) for part in parts)
+    length = max(calibration.lengths())
+    tests = LanguageTests(test) if test.indices else None
+    measure = "" if tests is None else tests.measure()
+    notes = [sentence(task, request, *parts, calibration.columns("columns"), measure)]
+    notes += _notes_of_rows(task, calibration)
+    if calibration.are_generated:
         notes.append(f"{task}: no targets in --data, so its expert writes them")
-    return Task(calibration, len(calibration_part.indices), length, tests, notes)
+    return Task(calibration, calibration.samples, length, tests, notes)
 
 
-def _columns_read(row: Mapping[str, Any]) -> list[str]:
-    """Return the columns that are read from a row, by the first format that it fits."""
-    filled = [name for name, value in row.items() if value is not None]
-    form = next((name for name in FORMATS if name in filled), "")
-    if form in (*CHATS, "text"):
-        return [form]
-    if form == "input_ids":
-        return [name for name in ("input_ids", "attention_mask", "labels") if name in filled]
-    contexts = [name for name in ("input", "context") if form == "instruction" and row.get(name)]
-    return [form, *contexts[:1], *[name for name in TARGETS if name in filled][:1]]
+def _language_batches(part: Part, request: Request, encoder: TextEncoder, load: Any) -> TextBatches:
+    """Return samples whose targets the expert writes if the rows have none."""
+    batches = TextBatches(part.rows, part.indices, request.settings, encoder, load, request.device)
+    lacking = [text.name for text in batches.texts if text.lacks_target]
+    if 0 < len(lacking) < batches.samples:
+        raise ValueError(
+            f"{lacking[0]}: no target, as in {len(lacking)} of {batches.samples} rows. Leave "
+            "these rows out, or leave out all targets, so that the expert writes them"
+        )
+    if lacking:
+        generated = request.settings.replace(calibration_targets="generated")
+        return replace(batches, settings=generated)
+    return batches
+
+
+def _notes_of_rows(task: str, batches: TextBatches, used: Sequence[str] = ()) -> list[str]:
+    """Describe columns that are not read, and rows that do not count."""
+    unread = [column for column in batches.columns("unread") if column not in used]
+    notes = [f"{task}: columns that are not read: {', '.join(unread)}"] if unread else []
+    if left_out := batches.rows.left_out:
+        notes.append(f"{task}: {counted(left_out, 'row')} with weight 0 or label false left out")
+    return notes
 
 
 @dataclass
@@ -143,19 +139,17 @@ class LanguageTests:
     batches: TextBatches
 
     def measure(self) -> str:
-        """Read all texts, and describe the unit of the accuracy."""
-        self.batches.lengths()
-        written = self.batches.settings.calibration_targets == "generated"
-        whose = " that its expert writes" if written else ""
+        """Describe the unit of the accuracy."""
+        self.batches.lengths()  # reads all texts
+        whose = " that its expert writes" if self.batches.are_generated else ""
         return f"{'tokens' if self._counts_tokens else 'whole answers'}{whose} that are right"
 
     @cached_property
     def _counts_tokens(self) -> bool:
         """Return whether targets are too long for an exact answer, or are free text."""
-        batches = self.batches
-        if batches.settings.calibration_targets == "generated":
+        if self.batches.are_generated:
             return True
-        labels = [batches.encoder.sample(batches.rows[i], "").labels for i in batches.indices]
+        labels = [sample.labels for sample in self.batches.encoded]
         lengths = [sum(token != IGNORED for token in row) if row else LONG + 1 for row in labels]
         return median(lengths) > LONG
 
@@ -199,71 +193,52 @@ def targets_of(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]
 
 
 def open_classifier_task(
-    task: str, request: Request, tokenizer: Any, max_length: int | None, classes: Sequence[str]
+    task: str, request: Request, encoder: TextEncoder, classes: Sequence[str], *, pads: bool
 ) -> Task:
     """Open a task's texts: rows with `text`, optional `text_pair`, and `label` for evaluation.
 
     Args:
         task: The task.
         request: The request.
-        tokenizer: Converts texts to token ids.
-        max_length: Tokens of a text, by default 512.
+        encoder: Converts texts to token ids.
         classes: Class names of the expert's head, by number.
+        pads: Whether the models know their padding token. Others are evaluated text by text.
     """
-    columns, names = request.columns_of(task), _OF_CLASSIFIERS
-    open_rows = partial(open_texts, columns=columns, names=names, usual=names)
-    calibration_part, test_part = open_parts(task, request, open_rows)
-    encode = partial(
-        _encoded,
-        tokenizer=tokenizer,
-        limit=min(max_length or 512, tokenizer.model_max_length),
-        batch_size=request.settings.batch_size,
-    )
-    batches, notes, tests = encode(calibration_part), [], None
+    names = _OF_CLASSIFIERS
+    open_rows = partial(open_texts, columns=request.columns_of(task), names=names, usual=names)
+    parts = calibration_part, test_part = open_parts(task, request, open_rows)
+
+    def batches(part: Part, settings: Any) -> TextBatches:
+        return TextBatches(part.rows, part.indices, settings, encoder, load_expert=nn.Identity)
+
+    settings, labels = request.settings, [calibration_part.rows.columns.get(_LABEL, _LABEL)]
+    calibration, notes, tests = batches(calibration_part, settings), [], None
     if test_part.indices:
-        labels, notes = _labels(test_part, classes)
-        tests = LabelTests(encode(test_part), labels)
-    available = calibration_part.rows.column_names
-    read = [columns.get(n, n) for n in names[: 2 + bool(test_part.indices)] if n in available]
-    notes = [sentence(task, request, calibration_part, test_part, read), *notes]
-    length = max(batch["input_ids"].shape[1] for batch in batches)
-    return Task(batches, len(calibration_part.indices), length, tests, notes)
-
-
-def _encoded(part: Part, *, tokenizer: Any, limit: int, batch_size: int) -> list[dict[str, Tensor]]:
-    """Return token ids in padded batches."""
-    rows = [part.rows[index] for index in part.indices]
-    for index, row in zip(part.indices, rows, strict=True):
-        texts = [row.get(_TEXT), row.get(_PAIR, "")]
-        if not all(isinstance(text, str) for text in texts) or not texts[0].strip():
-            types = {key: type(value).__name__ for key, value in sorted(row.items())}
-            raise ValueError(
-                f"{part.option}, item {index}: a row of a classifier has text (and text_pair, and "
-                f"label); this one has {types}"
-            )
-    batches = []
-    for start in range(0, len(rows), batch_size):
-        batch = rows[start : start + batch_size]
-        encoded = tokenizer(
-            [row[_TEXT] for row in batch],
-            [row[_PAIR] for row in batch] if _PAIR in batch[0] else None,
-            truncation=True,
-            max_length=limit,
-            padding=True,
-            return_tensors="pt",
-        )
-        batches.append(dict(encoded))
-    return batches
+        numbers, notes = _labels(test_part, classes)
+        one_by_one = settings if pads else settings.replace(batch_size=1)
+        tests = LabelTests(batches(test_part, one_by_one), numbers)
+    read = [*calibration.columns("columns"), *(labels if tests else [])]
+    notes = [
+        sentence(task, request, *parts, read),
+        *_notes_of_rows(task, calibration, labels),
+        *notes,
+    ]
+    return Task(calibration, calibration.samples, max(calibration.lengths()), tests, notes)
 
 
 def _labels(part: Part, classes: Sequence[str]) -> tuple[Tensor, list[str]]:
-    values: list[Any] = [part.rows[index].get(_LABEL) for index in part.indices]
+    """Return the head's number of each row's label, and sentences on a guess."""
+    column = part.rows.columns.get(_LABEL, _LABEL)
+    values: list[Any] = [part.rows[index].get(column) for index in part.indices]
     values = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
     if any(value is None for value in values):
         raise ValueError(f"{part.option}: rows need a label to be evaluated, or give --no-eval")
     if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         return torch.tensor(check_labels(values, classes, part.option)), []
     names = sorted({str(value) for value in values})
+    in_order = part.rows.classes(_LABEL)
+    if in_order and all(name.startswith("LABEL_") for name in classes):
+        names = in_order  # the head's numbers are the dataset's
     numbers, notes = label_numbers(names, classes, part.option)
     by_name = dict(zip(names, numbers, strict=True))
     return torch.tensor([by_name[str(value)] for value in values]), notes

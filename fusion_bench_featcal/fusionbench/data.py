@@ -12,7 +12,8 @@ from fusion_bench_featcal.data.image_batches import TaskBatches, decode_workers
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import load_texts
-from fusion_bench_featcal.data.text_batches import TextBatches, text_rows
+from fusion_bench_featcal.data.text_batches import TextBatches
+from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
@@ -38,8 +39,7 @@ def calibration_batches(
 ) -> dict[str, Any]:
     """Draw every task's calibration samples from a model pool.
 
-    Datasets are opened at once. Samples are read and processed batch by batch in each iteration. A
-    task's samples depend only on the seed, its name and its dataset. With one seed, fewer samples
+    Datasets are opened at once. Images are read in each iteration, texts in the first. A task's samples depend only on the seed, its name and its dataset. With one seed, fewer samples
     are a prefix of more samples. If a task has too few, all are used, with one warning.
 
     Args:
@@ -77,7 +77,6 @@ def calibration_batches(
         encoder = TextEncoder(processor, kind, settings.max_length)
         return {
             task: TextBatches(
-                f"task {task!r}, {data_setting(modelpool, task, split)}",
                 rows,
                 indices,
                 settings,
@@ -218,5 +217,5 @@ def _open(modelpool: Any, task: str, split: str, *, label_column: str | None = N
         rows = load_rows(modelpool, task, split)
         note_data_set(rows)
         if is_text:
-            return text_rows(rows, f"task {task!r}, {setting}")
+            return TextRows(rows, f"task {task!r}, {setting}")
         return ImageItems(rows, name=f"task {task!r}, {setting}", label_column=label_column)

@@ -25,6 +25,7 @@ from fusion_bench_featcal.data.generation import (
 )
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import load_texts
+from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import (
     IGNORED,
     Sample,
@@ -48,6 +49,7 @@ from fusion_bench_featcal.tasks.item_pool import (
 class TokenisedTask:
     """One task's test rows, tokenised for one kind of model."""
 
+    names: list[str]  # of the rows, for messages
     prompts: list[list[int]]
     samples: list[Sample]  # prompts with their targets
     targets: list[str]
@@ -56,8 +58,7 @@ class TokenisedTask:
 class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
     """Evaluates encoder-decoder and decoder-only language models on the texts they generate.
 
-    Rows are plain text (`prompt`, `target`) or tokens (`input_ids`, `labels`), as FusionBench's
-    GLUE loader returns. Answers are greedy and do not depend on the other rows of a batch.
+    Rows have the formats of calibration data. Answers are greedy and do not depend on the other rows of a batch.
     `accuracy` is the share of exact matches or Spearman's correlation, whose tasks have no
     `item_correct`. `loss` is the cross-entropy per target token, averaged over rows.
     """
@@ -129,9 +130,9 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
             if isinstance(rows, str):
                 with naming_setting(setting):
                     rows = load_texts(rows, "test")
-            if not len(rows):
+            self.test_dataloaders[name] = TextRows(rows, f"task {name!r}, {setting}")
+            if not len(self.test_dataloaders[name]):
                 raise CalibrationError(f"task {name!r} has no test rows. Check {setting}.")
-            self.test_dataloaders[name] = rows
         self._is_setup = True
 
     @contextmanager
@@ -150,9 +151,8 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         most = self.max_new_tokens or max(
             sum(token != IGNORED for token in sample.labels or ()) for sample in rows.samples
         )
-        for number, sample in enumerate(rows.samples):
-            row = f"task {task!r}, test row {number}"
-            check_token_ids(pad_samples([sample], encoder), model, lambda _, row=row: row)
+        for name, sample in zip(rows.names, rows.samples, strict=True):
+            check_token_ids(pad_samples([sample], encoder), model, lambda _, name=name: name)
         with self.fabric.autocast(), surgery_task(model, task):
             answers = answer_texts(model, encoder, rows.prompts, batch_size=size, most=most)
             loss = target_loss(model, encoder, rows.samples, batch_size=size)
@@ -163,19 +163,19 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         return Score(correct.double().mean().item(), loss, correct, targets)
 
     def _tokenise(self, encoder: TextEncoder, task: str) -> TokenisedTask:
-        tokenised = TokenisedTask([], [], [])
-        for number, row in enumerate(self.test_dataloaders[task]):
-            name = f"task {task!r}, test row {number}"
-            sample, target = encoder.sample(row, name), row.get("target")
+        rows = self.test_dataloaders[task]
+        texts = [rows.read(number) for number in range(len(rows))]
+        prompts = [encoder.prompt(text, self.max_new_tokens or 0) for text in texts]
+        samples, targets = [encoder.sample(text) for text in texts], []
+        for text, sample in zip(texts, samples, strict=True):
             if sample.labels is None:
-                raise CalibrationError(f"{name} has no target to compare answers with")
+                raise CalibrationError(f"{text.name} has no target to compare answers with")
+            target = text.target
             if not isinstance(target, str):
                 ids = [token for token in sample.labels if token != IGNORED]
                 target = encoder.tokenizer.decode(ids, skip_special_tokens=True)
-            tokenised.prompts.append(encoder.prompt(row, name, self.max_new_tokens or 0))
-            tokenised.samples.append(sample)
-            tokenised.targets.append(target)
-        return tokenised
+            targets.append(target)
+        return TokenisedTask([text.name for text in texts], prompts, samples, targets)
 
 
 def surgery_task(model: Any, task: str) -> AbstractContextManager[Any]:

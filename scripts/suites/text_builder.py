@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from fusion_bench_featcal.data.generation import answer_texts, exact_matches
+from fusion_bench_featcal.data.text_formats import read_row
 from fusion_bench_featcal.data.text_samples import IGNORED, Sample, TextEncoder, pad_samples
 from fusion_bench_featcal.suites import text
 from fusion_bench_featcal.suites.text import load_text_split
@@ -126,7 +127,9 @@ class TextBuilder:
             cycle_momentum=False,
         )  # fmt: skip
         rows: dict[str, Any] = {task: self.rows(task, "train") for task in tasks}
-        sets = {task: [self.encoder.sample(row, task) for row in rows[task]] for task in tasks}
+        sets = {
+            task: [self.encoder.sample(read_row(row, task)) for row in rows[task]] for task in tasks
+        }
         training_batches = batches(sets, phase.batch_size, self.encoder, generator)
 
         def loss_and_accuracy() -> tuple[Tensor, float]:
@@ -146,7 +149,7 @@ class TextBuilder:
     def accuracy(self, model: Any, task: str) -> float:
         """Return the share (0..1) of the task's test prompts that are answered exactly."""
         rows: list[Any] = list(self.rows(task, "test"))
-        prompts = [self.encoder.prompt(row, task, reserved=0) for row in rows]
+        prompts = [self.encoder.prompt(read_row(row, task), reserved=0) for row in rows]
         targets = [row["target"] for row in rows]
         tokens = self.encoder.tokenizer(targets, add_special_tokens=False)["input_ids"]
         most = max(map(len, tokens)) + 1

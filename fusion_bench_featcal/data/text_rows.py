@@ -1,0 +1,90 @@
+"""Rows of texts, with their places in files, without rows that do not count."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import datasets
+
+from fusion_bench_featcal.data.tables import require_numbered
+from fusion_bench_featcal.data.text_formats import FLAGGED, Text, is_left_out, read_row
+from fusion_bench_featcal.errors import CalibrationError
+
+
+class TextRows:
+    """Rows of a dataset of texts.
+
+    Rows of tables with weight 0 or KTO's label false are left out. Labels of `datasets` are read by
+    their names.
+
+    Attributes:
+        name: The dataset's name in messages.
+        left_out: Number of rows that are left out.
+    """
+
+    def __init__(self, rows: Any, name: str, columns: Mapping[str, str] | None = None) -> None:
+        """View a dataset.
+
+        Args:
+            rows: A table, or other rows with a length and numbers.
+            name: Its name in messages.
+            columns: Standard name of a column -> its name in the dataset, to read only these.
+
+        Raises:
+            CalibrationError: If it is streamed, or is not one split.
+        """
+        require_numbered(rows, name)
+        self.name, self.columns = name, dict(columns or {})
+        self._places = getattr(rows, "places", None)
+        features = getattr(rows, "features", None) or {}
+        self._names = {c: f.names for c, f in features.items() if hasattr(f, "names")}
+        self._rows = rows.with_format(None) if hasattr(rows, "with_format") else rows
+        self._positions = self._counted_positions(features)
+        self.left_out = len(rows) - len(self._positions)
+
+    def _counted_positions(self, features: Mapping[str, Any]) -> range | list[int]:
+        everything, rows = range(len(self._rows)), self._rows
+        if isinstance(rows, datasets.Dataset):
+            label = features.get("label")
+            if "weight" not in features and (label is None or label.dtype != "bool"):
+                return everything
+            rows = rows.select_columns([name for name in FLAGGED if name in features])
+        elif not isinstance(rows, list):
+            return everything
+        if self.columns:
+            return everything
+        return [n for n, row in enumerate(rows) if not is_left_out(row)]
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a row as it is in the dataset, with names of classes in place of numbers."""
+        row = self._rows[self._positions[index]]
+        return {**row, **self._class_names(row)} if self._names else row
+
+    def _class_names(self, row: Mapping[str, Any]) -> dict[str, str | None]:
+        numbers = {c: row[c] for c in self._names if row[c] is not None}
+        return {c: self._names[c][n] if n >= 0 else None for c, n in numbers.items()}
+
+    def at(self, index: int) -> str:
+        """Return the name of a row in messages: its line in a file, else its number."""
+        position = self._positions[index]
+        place = f"item {position}" if self._places is None else self._places[position]
+        return f"{self.name}, {place}"
+
+    def read(self, index: int) -> Text:
+        """Read a row.
+
+        Raises:
+            CalibrationError: If it cannot be read, or is no text.
+        """
+        name = self.at(index)
+        try:
+            row = self[index]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CalibrationError(f"{name} cannot be read ({error})") from error
+        return read_row(row, name, self.columns)
+
+    def classes(self, column: str) -> list[str] | None:
+        """Return the names of a column's classes, in the dataset's order, if it has any."""
+        return self._names.get(self.columns.get(column, column))
