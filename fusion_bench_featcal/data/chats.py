@@ -10,12 +10,19 @@ Turn = dict[str, Any]
 
 _SPEAKERS = {
     "user": "user human prompter",
-    "assistant": "assistant gpt chatgpt gpt4 gpt-4 bing bard gemini claude bot chatbot model ai llm",
+    "assistant": "assistant gpt chatgpt gpt-4 bing bard gemini claude bot chatbot model ai",
     "system": "system developer",
     "tool": "tool function observation ipython tool_response function_response",
 }
 _ROLES = {name: role for role, names in _SPEAKERS.items() for name in names.split()}
 _KEYS = ("role", "from", "content", "value")
+
+
+def is_chat(value: Any) -> bool:
+    """Return whether a value is a list of turns, or a list of values for each key of turns."""
+    turns = [value] if isinstance(value, Mapping) else value
+    is_list = isinstance(turns, list | tuple) and all(isinstance(turn, Mapping) for turn in turns)
+    return is_list and bool(turns) and bool({"role", "from"} & turns[0].keys())
 
 
 def read_turns(chat: Any, name: str) -> list[Turn]:

@@ -11,6 +11,7 @@ from fusion_bench_featcal.data.generation import greedy_answers, padded_left
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.inputs import check_token_ids
 
@@ -27,19 +28,9 @@ class TextBatches:
     device: Any = None  # of the expert, by default the one on which it is loaded
 
     @property
-    def batch_size(self) -> int:
-        """Samples per batch. The last batch may have fewer."""
-        return self.settings.batch_size
-
-    @property
     def samples(self) -> int:
         """Number of samples."""
         return len(self.indices)
-
-    @property
-    def available(self) -> int:
-        """Number of items that the samples were drawn from."""
-        return len(self.rows)
 
     @property
     def are_generated(self) -> bool:
@@ -57,7 +48,12 @@ class TextBatches:
         Raises:
             CalibrationError: If a row is not a usable text. The first in the dataset is named.
         """
-        return self._in_order(self.rows.read, self.indices)
+        try:
+            return self._in_order(self.rows.read, self.indices)
+        except CalibrationError:
+            for index in range(max(self.indices)):
+                self.rows.read(index)
+            raise
 
     def _in_order(self, make: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
         """Apply a function in the dataset's order, so that the first wrong row raises."""
@@ -98,12 +94,12 @@ class TextBatches:
         return [len(sample.ids) for sample in self.encoded]
 
     def __len__(self) -> int:
-        return -(-len(self.indices) // self.batch_size)
+        return -(-len(self.indices) // self.settings.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield `input_ids`, `attention_mask`, `labels`: `[batch, length]`, padded."""
-        for start in range(0, self.samples, self.batch_size):
-            yield pad_samples(self.encoded[start : start + self.batch_size], self.encoder)
+        for start in range(0, self.samples, self.settings.batch_size):
+            yield pad_samples(self.encoded[start : start + self.settings.batch_size], self.encoder)
 
     def checked(self, model: nn.Module) -> list[dict[str, Tensor]]:
         """List the batches for a model.
@@ -113,7 +109,7 @@ class TextBatches:
         """
         batches = list(self)
         for number, batch in enumerate(batches):
-            self._check(batch, model, number * self.batch_size)
+            self._check(batch, model, number * self.settings.batch_size)
         return batches
 
     def _answers(self) -> list[list[int]]:
@@ -121,8 +117,8 @@ class TextBatches:
         expert = self.load_expert()
         expert = expert if self.device is None else expert.to(self.device)
         answers: list[list[int]] = []
-        for start in range(0, self.samples, self.batch_size):
-            prompts = self.prompts[start : start + self.batch_size]
+        for start in range(0, self.samples, self.settings.batch_size):
+            prompts = self.prompts[start : start + self.settings.batch_size]
             self._check({"input_ids": padded_left(prompts, self.encoder.pad_id)[0]}, expert, start)
             answers += greedy_answers(expert, prompts, self.encoder, self.settings.generated_tokens)
         return answers

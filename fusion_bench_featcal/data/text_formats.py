@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fusion_bench_featcal.data.chats import answered_turns, parsed, read_turns
+from fusion_bench_featcal.data.chats import Turn, answered_turns, is_chat, parsed, read_turns
 from fusion_bench_featcal.errors import CalibrationError
 
 CHATS = ("messages", "conversations")
@@ -115,25 +115,27 @@ class _Reader:
 
     def chat(self) -> Text | None:
         """Return a chat, or None if the row is none."""
-        form = next((name for name in FORMATS if name in self.values), None)
-        lists = (list, tuple, Mapping)
-        if form in CHATS:
+        form = next((name for name in FORMATS if name in self.values), "")
+        if form in CHATS or is_chat(self.values.get(form)):  # TRL, also without a prompt
             turns = read_turns(self.take(form), self.name)
-        elif isinstance(self.values.get(str(form)), lists):  # TRL, also without a prompt
-            turns = read_turns(self.take(str(form)), self.name)
-        elif form in PROMPTS and any(isinstance(self.values.get(t), lists) for t in TARGETS):
+        elif form in PROMPTS and any(is_chat(self.values.get(name)) for name in TARGETS):
             turns = [{"role": "user", "content": self.as_text(self.take(form), form)}]
         else:
             return None
         if turns and turns[-1]["role"] != "assistant" and (answer := self.answer()) is not None:
-            more = read_turns(answer, self.name) if isinstance(answer, lists) else []
-            more = more or [{"role": "assistant", "content": self.as_text(answer, "target")}]
-            turns = more if more[0]["role"] in ("user", "system") else [*turns, *more]
+            turns = self.with_answer(turns, answer)
         if turns and turns[0]["role"] != "system" and (system := self.take(*_SYSTEMS)):
             turns = [{"role": "system", "content": self.as_text(system, "system")}, *turns]
         question, answer = answered_turns(turns, self.name)
         tools = parsed(self.take("tools"), f"{self.name}: tools")
         return Text(self.name, "chat", question, answer, tools=tools or None)
+
+    def with_answer(self, turns: list[Turn], answer: Any) -> list[Turn]:
+        """Return turns with their answer, which may repeat them."""
+        if not is_chat(answer):
+            return [*turns, {"role": "assistant", "content": self.as_text(answer, self.read[-1])}]
+        more = read_turns(answer, self.name)
+        return more if more[0]["role"] in ("user", "system") else [*turns, *more]
 
     def plain(self) -> Text:
         """Return a prompt with its answer, or a plain text."""
@@ -149,11 +151,12 @@ class _Reader:
             text = self.as_text(self.take("text"), "text")
             return Text(self.name, "text", text, pair=pair)
         prompt, target = self.as_text(prompt, self.read[-1]), self.answer()
+        column = self.read[-1]
         if context := self.take(*_CONTEXTS):
             prompt = f"{prompt}\n\n{self.as_text(context, self.read[-1])}"
         if choices := parsed(self.take("choices"), f"{self.name}: choices"):
             prompt, target = self.with_choices(prompt, choices, target)
-        target = None if target is None else self.as_text(target, "target")
+        target = None if target is None else self.as_text(target, column)
         return Text(self.name, "prompt", prompt, target, pair)
 
     def with_choices(self, prompt: str, choices: Any, target: Any) -> tuple[str, Any]:

@@ -171,36 +171,20 @@ class TextEncoder:
         If a plain text has no blank in between, or a word of both is one token, the target is
         tokenised as a text of its own.
         """
-        if special and not any(map(str.isspace, prompt[-1:] + target[:1])):
-            return self._alone(prompt, special), self._tokens(target, special=False)
-        encoded = self.tokenizer(
-            prompt + target,
-            add_special_tokens=special,
-            return_offsets_mapping=self.tokenizer.is_fast,
-            verbose=False,
-        )
-        ids = self._without_end(list(encoded["input_ids"]), special)
-        if self.tokenizer.is_fast:
-            start, shared = _first_after(encoded["offset_mapping"], prompt)
-        else:
-            start, shared = self._first_other(ids, self._alone(prompt, special))
-        if shared.strip():
-            return self._alone(prompt, special), self._tokens(target, special=False)
-        return ids[:start], ids[start:]
+        alone = self._alone(prompt, special)
+        whole = self._alone(prompt + target, special)
+        pairs = zip(alone, whole, strict=False)
+        start = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(alone), len(whole)))
+        has_blank = any(map(str.isspace, prompt[-1:] + target[:1])) or not special
+        rest = self.tokenizer.decode(alone[start:], skip_special_tokens=True)
+        if has_blank and not rest.strip():
+            return whole[:start], whole[start:]
+        return alone, self._tokens(target, special=False)
 
-    def _first_other(self, ids: list[int], alone: list[int]) -> tuple[int, str]:
-        """Return the first token that differs from the prompt's, and the rest of the prompt."""
-        pairs, shorter = zip(alone, ids, strict=False), min(len(alone), len(ids))
-        start = next((n for n, (a, b) in enumerate(pairs) if a != b), shorter)
-        return start, self.tokenizer.decode(alone[start:])
-
-    def _alone(self, prompt: str, special: bool = True) -> list[int]:
-        return self._without_end(self._tokens(prompt, special=special), special)
-
-    def _without_end(self, ids: list[int], special: bool) -> list[int]:
-        """Remove the end token that some tokenizers add to every text with special tokens."""
-        ends = special and ids and ids[-1] == self.tokenizer.eos_token_id
-        return ids[:-1] if ends else ids
+    def _alone(self, text: str, special: bool = True) -> list[int]:
+        """Return token ids without the end token that some tokenizers add to every text."""
+        ids = self._tokens(text, special=special)
+        return ids[:-1] if special and ids[-1:] == [self.tokenizer.eos_token_id] else ids
 
     def _tokens(self, text: str, *, special: bool = True) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
@@ -270,14 +254,6 @@ class TextEncoder:
                 f"{self._limit}. Set method.max_length to cut long texts"
             )
         return ids[:limit]
-
-
-def _first_after(offsets: Sequence[tuple[int, int]], prompt: str) -> tuple[int, str]:
-    """Return the first token with text after the prompt, and the end of the prompt it contains."""
-    for number, (first, last) in enumerate(offsets):
-        if last > len(prompt):
-            return number, prompt[first:]
-    return len(offsets), ""
 
 
 def _tokenised(text: Text, kind: TextKind, labels: Any) -> _Ids:

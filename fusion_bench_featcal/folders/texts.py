@@ -214,7 +214,7 @@ def open_classifier_task(
     settings, labels = request.settings, [calibration_part.rows.columns.get(_LABEL, _LABEL)]
     calibration, notes, tests = batches(calibration_part, settings), [], None
     if test_part.indices:
-        numbers, notes = _labels(test_part, classes)
+        numbers, notes = head_labels(test_part, classes)
         one_by_one = settings if pads else settings.replace(batch_size=1)
         tests = LabelTests(batches(test_part, one_by_one), numbers)
     read = [*calibration.columns("columns"), *(labels if tests else [])]
@@ -226,8 +226,12 @@ def open_classifier_task(
     return Task(calibration, calibration.samples, max(calibration.lengths()), tests, notes)
 
 
-def _labels(part: Part, classes: Sequence[str]) -> tuple[Tensor, list[str]]:
-    """Return the head's number of each row's label, and sentences on a guess."""
+def head_labels(part: Part, classes: Sequence[str]) -> tuple[Tensor, list[str]]:
+    """Return the head's number of each row's label, `[rows]`, and sentences on a guess.
+
+    Labels with names are matched to the head's names. If the head has none, the numbers of a
+    `ClassLabel` are the head's.
+    """
     column = part.rows.columns.get(_LABEL, _LABEL)
     values: list[Any] = [part.rows[index].get(column) for index in part.indices]
     values = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]

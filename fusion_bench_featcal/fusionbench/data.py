@@ -39,8 +39,9 @@ def calibration_batches(
 ) -> dict[str, Any]:
     """Draw every task's calibration samples from a model pool.
 
-    Datasets are opened at once. Images are read in each iteration, texts in the first. A task's samples depend only on the seed, its name and its dataset. With one seed, fewer samples
-    are a prefix of more samples. If a task has too few, all are used, with one warning.
+    Datasets are opened at once. Images are read in each iteration, texts in the first. A task's
+    samples depend only on the seed, its name and its dataset. With one seed, fewer samples are a
+    prefix of more samples. If a task has too few, all are used, with one warning.
 
     Args:
         modelpool: A FusionBench model pool with datasets for the tasks.

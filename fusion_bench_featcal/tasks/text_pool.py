@@ -58,9 +58,9 @@ class TokenisedTask:
 class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
     """Evaluates encoder-decoder and decoder-only language models on the texts they generate.
 
-    Rows have the formats of calibration data. Answers are greedy and do not depend on the other rows of a batch.
-    `accuracy` is the share of exact matches or Spearman's correlation, whose tasks have no
-    `item_correct`. `loss` is the cross-entropy per target token, averaged over rows.
+    Rows have the formats of calibration data. Answers are greedy and do not depend on the other
+    rows of a batch. `accuracy` is the share of exact matches or Spearman's correlation, whose tasks
+    have no `item_correct`. `loss` is the cross-entropy per target token, averaged over rows.
     """
 
     _config_mapping = BaseTaskPool._config_mapping | {

@@ -140,20 +140,20 @@ TEMPLATES = {
     "{% for i in range(9999999) %}{% endfor %}": "Range too big",
     "{{ messages.__class__.__mro__ }}": "access to attribute '__class__'",
 }
-ROW = ["--data one", "item "]
+ROW = ["--data one", "one.jsonl, line "]
 QUESTIONS = {"one.jsonl": [{"q": "a b", "a": "c"}]}
 DATA: list[Refused] = [
     ({"two.jsonl": None}, {}, ["does not exist"]),
     ({"two.jsonl": ""}, {}, ["two.jsonl' is empty"]),
     ({"one.jsonl": '{"prompt": "a"\nnonsense'}, {},
-     ["--data one=", "one.jsonl: data", "is not readable as json"]),
+     ["--data one=", "one.jsonl' is not readable as jsonl: line 1: "]),
     ({"one.jsonl": [{"prompt": None, "id": 1}]}, {},
-     [*ROW, "a text is a row with prompt (and target), with messages"]),
+     ["one.jsonl, line 1: a text is a row with prompt (and target), with messages"]),
     ({"one.jsonl": [{"messages": TURNS[:1]}]}, {}, [*ROW, "--chat-template FILE"]),
     ({"one.jsonl": [*sentences("one", 11), {"prompt": "a b"}]}, {"more": "--no-eval"},
-     ["no target, as in 1 of 12 rows", "item "]),
-    (QUESTIONS, {}, ["one.jsonl has the columns q, a, of which none is usual: say what they hold, "
-                     "such as --columns prompt=q,target=a"]),
+     [*ROW, "no target, as in 1 of 12 rows"]),
+    (QUESTIONS, {}, ["one.jsonl has the columns q, a, of which none is usual: name them by "
+                     "--columns prompt=COLUMN,target=COLUMN"]),
     (QUESTIONS, {"more": "--columns prompt=Q"}, ["has no column 'Q'"]),
     ({"saved": lambda path: datasets_on_disk(path, "fit", "more")},
      {"data": ["saved:tests", "two.jsonl"]}, ["has no split 'tests'"]),

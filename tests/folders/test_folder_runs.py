@@ -22,6 +22,7 @@ from transformers import (
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data import TextEncoder, pad_samples, sample_order
+from fusion_bench_featcal.data.text_formats import read_row
 from fusion_bench_featcal.folders import calibrate_folder, saving
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.results import Run, read_run
@@ -60,7 +61,8 @@ def test_a_language_model_as_calibrated_in_python_without_held_out_rows(finished
     batches = {}
     for task in TASKS:
         order = sample_order(ROWS, task, 42)[: ROWS - HELD_OUT]
-        samples = [encoder.sample(sentences(task, ROWS)[index], "") for index in order]
+        texts = [read_row(sentences(task, ROWS)[index], "") for index in order]
+        samples = [encoder.sample(text) for text in texts]
         batches[task] = [pad_samples(samples[n : n + 4], encoder) for n in range(0, len(order), 4)]
     experts = {task: run.models[task] for task in TASKS}
     merged, base = run.models["merged"], run.models["base"]
@@ -79,7 +81,8 @@ def test_report_and_screen(finished):
     assert run.report.row("featcal").samples["one"]["samples"] == ROWS - HELD_OUT
     assert "plan: " in run.screen
     assert f"one.jsonl (prompt=q, target=a); evaluated on {HELD_OUT} rows" in run.notes[0]
-    assert "saved:fit (prompt=ask, target=a); evaluated on" in run.notes[1]
+    assert run.notes[1] == "one: columns that are not read: prompt"
+    assert "saved:fit (prompt=ask, target=a); evaluated on" in run.notes[2]
     text = " ".join(run.screen.split())  # the last notes are wrapped
     assert [text.count(note) for note in run.notes] == [1] * len(run.notes)
     assert not (run.folder / "out.blocks").exists()

@@ -121,10 +121,10 @@ PAIR = {"prompt": "a b", "target": "c"}
     [
         ([PAIR], {"model": nn.Linear(2, 2)}, "Linear cannot generate text"),
         ([], {}, "task 'a' has no test rows"),
-        ([PAIR, {"prompt": "a"}], {}, r"task 'a', test row 1.*target"),
+        ([PAIR, {"prompt": "a"}], {}, r"task 'a', .*test_datasets\.a, item 1.*target"),
         ([PAIR], {"tokenizer": "nowhere/at-all"}, r"taskpool\.tokenizer=nowhere/at-all: "),
         ([PAIR, {"input_ids": [9, 99], "labels": [-100, 99]}], {},
-         "task 'a', test row 1: .* token id 99"),
+         r"task 'a', .*test_datasets\.a, item 1: .* token id 99"),
     ],
 )  # fmt: skip
 def test_rows_and_models_that_cannot_be_evaluated_are_refused(rows, options, message):
