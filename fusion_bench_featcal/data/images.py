@@ -164,7 +164,8 @@ def load_images(
     if source.is_dir():
         rows = _read_folder(source, split)
     elif source.is_file():
-        rows = _with_files(read_table(source, split), source.parent, name, image_column)
+        table = read_table(source, split, label_column)
+        rows = _with_files(table, source.parent, name, image_column)
     else:
         rows = from_hub(path, source, split)
     return ImageItems(

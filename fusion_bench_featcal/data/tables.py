@@ -103,15 +103,22 @@ def _saved(folder: Path, split: str) -> datasets.Dataset:
     return loaded[split]
 
 
-def read_table(file: Path, split: str | None) -> datasets.Dataset:
-    """Read a table as a dataset. Arguments and errors are the same as for `read_rows`."""
+def read_table(file: Path, split: str | None, label_column: str | None = None) -> datasets.Dataset:
+    """Read a table as a dataset. In a CSV file, labels may be whole numbers.
+
+    Other arguments and errors are the same as for `read_rows`.
+    """
     rows = read_rows(file, split)
     if isinstance(rows, datasets.Dataset):
         return rows
     try:
-        return datasets.Dataset.from_list(rows)
+        table = datasets.Dataset.from_list(rows)
     except (ValueError, TypeError) as error:  # of pyarrow, for columns of several types
         raise CalibrationError(f"data {str(file)!r}: {first_line(error)}") from error
+    is_csv = file.suffix.lower() == ".csv" and label_column in table.column_names
+    if is_csv and all(label.isdecimal() for label in table[label_column]):
+        return table.cast_column(label_column, datasets.Value("int64"))
+    return table
 
 
 def read_rows(file: Path, split: str | None) -> FileRows | datasets.Dataset:

@@ -34,7 +34,7 @@ class TextBatches:
 
     @property
     def are_generated(self) -> bool:
-        """Whether the expert writes the targets."""
+        """True if the expert writes the targets."""
         return self.settings.calibration_targets == "generated"
 
     def at(self, number: int) -> str:
@@ -58,8 +58,8 @@ class TextBatches:
     def _in_order(self, make: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
         """Apply a function in the dataset's order, so that the first wrong row raises."""
         order = sorted(range(self.samples), key=self.indices.__getitem__)
-        made = {number: make(values[number]) for number in order}
-        return [made[number] for number in range(self.samples)]
+        results = {number: make(values[number]) for number in order}
+        return [results[number] for number in range(self.samples)]
 
     def columns(self, which: str) -> list[str]:
         """List the columns of all samples that are read (`columns`) or not (`unread`)."""

@@ -1,7 +1,7 @@
 """Common formats of rows with texts: prompts with answers, chats, plain texts, token ids."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fusion_bench_featcal.data.chats import Turn, answered_turns, is_chat, parsed, read_turns
@@ -210,7 +210,7 @@ class _Reader:
                 "it into the text, write the row as messages, or leave the column out"
             )
         unread = tuple(str(n) for n, v in self.row.items() if _has_value(v) and n not in columns)
-        return Text(**{**vars(text), "columns": columns, "unread": unread})
+        return replace(text, columns=columns, unread=unread)
 
 
 def _has_value(value: Any) -> bool:

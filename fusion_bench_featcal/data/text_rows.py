@@ -44,8 +44,7 @@ class TextRows:
     def _counted_positions(self, features: Mapping[str, Any]) -> range | list[int]:
         everything, rows = range(len(self._rows)), self._rows
         if isinstance(rows, datasets.Dataset):
-            label = features.get("label")
-            if "weight" not in features and (label is None or label.dtype != "bool"):
+            if "weight" not in features and features.get("label") != datasets.Value("bool"):
                 return everything
             rows = rows.select_columns([name for name in FLAGGED if name in features])
         elif not isinstance(rows, list):

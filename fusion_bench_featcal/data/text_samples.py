@@ -42,11 +42,11 @@ class _Ids:
 class TextEncoder:
     """Converts texts of `read_row` to token ids.
 
-    For a decoder-only model prompt and target are tokenised as one text, so that tokens are those
-    of its training. Chats are rendered by the tokenizer's chat template, and the last answer is the
-    target. Texts longer than `max_length` are truncated: a prompt at its end, so that the target
-    keeps at least half. Without `max_length` a text beyond the tokenizer's limit is an error. For a
-    classifier a row is one text or pair, and a chat includes its last turn. Targets are not read.
+    For a decoder-only model prompt and target are tokenised as one text, as in its training. Chats
+    are rendered by the tokenizer's chat template, and the last answer is the target. Texts longer
+    than `max_length` are truncated: a prompt at its end, so that the target keeps at least half.
+    Without `max_length` a text beyond the tokenizer's limit is an error. For a classifier a row is
+    one text or pair, and a chat includes its last turn. Targets are not read.
     """
 
     tokenizer: Any
@@ -213,8 +213,8 @@ class TextEncoder:
         """Render turns, and check that tools and calls of tools are part of the result."""
         rendered = self._apply_template(text, turns, tools=text.tools, **options)
         without_calls = [{k: v for k, v in t.items() if k != "tool_calls"} for t in turns]
-        others = {"tools": (turns, None), "tool_calls": (without_calls, text.tools)}
-        for name, (other_turns, tools) in others.items():
+        variants = {"tools": (turns, None), "tool_calls": (without_calls, text.tools)}
+        for name, (other_turns, tools) in variants.items():
             if (other_turns, tools) == (turns, text.tools):
                 continue
             if self._apply_template(text, other_turns, tools=tools, **options) == rendered:
