@@ -76,6 +76,27 @@ MUTATIONS = [
         "data/test_text_samples.py",
     ),
     Mutation(
+        "prompt and target are tokenised one by one",
+        "data/text_samples.py",
+        "if not special or any(map(str.isspace, prompt[-1:] + target[:1])):",
+        "if not special:",
+        "data/test_text_pairs.py",
+    ),
+    Mutation(
+        "a column that changes the input is dropped",
+        "data/text_formats.py",
+        'if needed and text.form != "tokens":',
+        "if not text:",
+        "data/test_text_formats.py",
+    ),
+    Mutation(
+        "labels of a table are the head's numbers",
+        "data/text_rows.py",
+        "return {**row, **self._class_names(row)} if self._names else row",
+        "return row",
+        "folders/test_text_tasks.py",
+    ),
+    Mutation(
         "rows that are held back are calibrated on",
         "folders/tasks.py",
         "order[: min(requested, available - held_back)]",

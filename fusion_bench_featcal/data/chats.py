@@ -108,14 +108,15 @@ def _turn(turn: Mapping[str, Any], name: str) -> Turn:
 
 def _content(content: Any, name: str, keys: list[str]) -> str:
     """Return a turn's content, a text or a list of text parts, as one text."""
-    parts = content if isinstance(content, list | tuple) else [content]
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        part = next(part for part, text in zip(parts, texts, strict=True) if type(text) is not str)
-        raise CalibrationError(
-            f"{name}: the content must be a text or a list of text parts, got {str(part)[:60]!r} "
-            f"(keys of the turn: {', '.join(keys)})"
-        )
+    texts = []
+    for part in content if isinstance(content, list | tuple) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            raise CalibrationError(
+                f"{name}: the content must be a text or a list of text parts, got "
+                f"{str(part)[:60]!r} (keys of the turn: {', '.join(keys)})"
+            )
+        texts.append(text)
     return "".join(texts)
 
 

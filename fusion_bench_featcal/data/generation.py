@@ -83,19 +83,28 @@ def target_loss(
     total = 0.0
     for rows in _by_length([len(sample.ids) for sample in samples], batch_size):
         batch = pad_samples([samples[row] for row in rows], encoder)
-        losses = _row_losses(model, {name: tensor.to(device) for name, tensor in batch.items()})
-        total += losses.sum().item()
+        moved = {name: tensor.to(device) for name, tensor in batch.items()}
+        total += row_losses(*targets_of(model, moved)).sum().item()
     return total / len(samples)
 
 
-def _row_losses(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return the mean cross-entropy of each row's target tokens, `[batch]`, float32."""
-    labels = batch["labels"]
+def targets_of(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return logits `[batch, positions, vocabulary]` and their target tokens, -100 for none.
+
+    For texts without `labels`, all tokens are targets.
+    """
     if model.config.is_encoder_decoder:
-        logits = model(**batch).logits
-    else:
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        logits, labels = model(**inputs).logits[:, :-1], labels[:, 1:]
+        return model(**batch).logits, batch["labels"]
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    labels = batch.get("labels")
+    if labels is None:
+        labels = ids.masked_fill(mask == 0, IGNORED)
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    return logits[:, :-1], labels[:, 1:]
+
+
+def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy of each row's target tokens, `[batch]`, float32."""
     losses = F.cross_entropy(
         logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none"
     )

@@ -115,9 +115,9 @@ def read_table(file: Path, split: str | None, label_column: str | None = None) -
         table = datasets.Dataset.from_list(rows)
     except (ValueError, TypeError) as error:  # of pyarrow, for columns of several types
         raise CalibrationError(f"data {str(file)!r}: {first_line(error)}") from error
-    is_csv = file.suffix.lower() == ".csv" and label_column in table.column_names
-    if is_csv and all(label.isdecimal() for label in table[label_column]):
-        return table.cast_column(label_column, datasets.Value("int64"))
+    labels = list(table[str(label_column)]) if label_column in table.column_names else []
+    if file.suffix.lower() == ".csv" and labels and all(label.isdecimal() for label in labels):
+        return table.cast_column(str(label_column), datasets.Value("int64"))
     return table
 
 

@@ -42,7 +42,8 @@ class TextRows:
         self.left_out = len(rows) - len(self._positions)
 
     def _counted_positions(self, features: Mapping[str, Any]) -> range | list[int]:
-        everything, rows = range(len(self._rows)), self._rows
+        rows: Any = self._rows
+        everything = range(len(rows))
         if isinstance(rows, datasets.Dataset):
             if "weight" not in features and features.get("label") != datasets.Value("bool"):
                 return everything
@@ -51,7 +52,7 @@ class TextRows:
             return everything
         if self.columns:
             return everything
-        return [n for n, row in enumerate(rows) if not is_left_out(row)]
+        return [n for n in everything if not is_left_out(rows[n])]
 
     def __len__(self) -> int:
         return len(self._positions)

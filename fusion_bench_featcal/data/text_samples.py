@@ -172,13 +172,13 @@ class TextEncoder:
         tokenised as a text of its own.
         """
         alone = self._alone(prompt, special)
-        whole = self._alone(prompt + target, special)
-        pairs = zip(alone, whole, strict=False)
-        start = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(alone), len(whole)))
-        has_blank = any(map(str.isspace, prompt[-1:] + target[:1])) or not special
-        rest = self.tokenizer.decode(alone[start:], skip_special_tokens=True)
-        if has_blank and not rest.strip():
-            return whole[:start], whole[start:]
+        if not special or any(map(str.isspace, prompt[-1:] + target[:1])):
+            whole = self._alone(prompt + target, special)
+            pairs = enumerate(zip(alone, whole, strict=False))
+            start = next((n for n, (a, b) in pairs if a != b), min(len(alone), len(whole)))
+            # a blank at the end of the prompt may be part of the target's first token
+            if not self.tokenizer.decode(alone[start:], skip_special_tokens=True).strip():
+                return whole[:start], whole[start:]
         return alone, self._tokens(target, special=False)
 
     def _alone(self, text: str, special: bool = True) -> list[int]:

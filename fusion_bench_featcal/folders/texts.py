@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from fusion_bench_featcal.data.generation import row_losses, targets_of
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_batches import TextBatches
@@ -68,7 +68,7 @@ def open_texts(
                 f"{', '.join(available)}"
             )
     if columns and names == usual:
-        columns = {n: n for n in usual if n in available} | columns
+        columns = {n: n for n in usual if n in available} | dict(columns)
     elif not columns and not {*available} & {*usual}:
         raise ValueError(
             f"{option} has the columns {', '.join(available)}, of which none is usual: name them "
@@ -163,33 +163,15 @@ class LanguageTests:
             moved = {name: tensor.to(device) for name, tensor in batch.items()}
             logits, labels = targets_of(model, moved)
             choices, kind = logits.shape[-1], "answer" if "labels" in batch else "text"
-            counted = labels != IGNORED
-            loss = F.cross_entropy(
-                logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none"
-            )
-            losses.append(loss.sum(dim=1) / counted.sum(dim=1).clamp(min=1))
-            right = (logits.argmax(dim=-1) == labels) | ~counted
-            tokens[0] += int((right & counted).sum())
-            tokens[1] += int(counted.sum())
+            is_target = labels != IGNORED
+            losses.append(row_losses(logits, labels))
+            right = (logits.argmax(dim=-1) == labels) | ~is_target
+            tokens[0] += int((right & is_target).sum())
+            tokens[1] += int(is_target.sum())
             exact.append(right.all(dim=1))
         correct = None if self._counts_tokens else torch.cat(exact).cpu()
         share = tokens[0] / max(tokens[1], 1) if correct is None else correct.double().mean().item()
         return Score(share, torch.cat(losses).double().cpu(), correct, choices, kind)
-
-
-def targets_of(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return logits `[batch, positions, vocabulary]` and their target tokens, -100 for none.
-
-    For texts without `labels`, all tokens are targets.
-    """
-    if model.config.is_encoder_decoder:
-        return model(**batch).logits, batch["labels"]
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    labels = batch.get("labels")
-    if labels is None:
-        labels = ids.masked_fill(mask == 0, IGNORED)
-    logits = model(input_ids=ids, attention_mask=mask).logits
-    return logits[:, :-1], labels[:, 1:]
 
 
 def open_classifier_task(

@@ -21,7 +21,6 @@ CHAT = (
 )
 ASKED = [{"role": "user", "content": "b c"}]
 TURNS = [*ASKED, {"role": "assistant", "content": "d"}]
-SHARED = [{"from": "human", "value": "b c"}, {"from": "gpt", "value": "d"}]
 ANSWERED = "? b c a d > _ _ _ _ d"
 PADDED = {"input_ids": [A, B, END, 0, 0], "attention_mask": [1, 1, 1, 0, 0]}
 
@@ -39,18 +38,16 @@ SAMPLES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("seq2seq", PADDED | {"labels": [C, END, -100]}, "a b . > c .", {}),
     ("causal", PAIR, TRAINED, {}),
     ("causal", PAIR, TRAINED, {"ends": True}),  # one end, not two
-    ("causal", {"instruction": "a", "input": "b", "output": "c"}, TRAINED, {}),
-    ("causal", {"instruction": "a b", "input": "", "output": "c", "text": "d"}, TRAINED, {}),
     ("causal", {"prompt": "a b"}, "a b", {}),
     ("causal", {"input_ids": [A, B, C, D], "labels": [-100, B, -100, D]}, "a b c d > _ b _ d", {}),
     ("causal", {"input_ids": [0, A, B], "attention_mask": [0, 1, 1], "labels": [-100, -100, B]},
      "a b > _ b", {}),
     ("classification", PAIR, "a b", {}),
+    ("classification", {"text": "a b", "text_pair": "c", "label": 1}, "a b c", {}),
+    ("classification", {"messages": TURNS}, "? b c a d", IN_CHAT),
     ("classification", PADDED | {"labels": 2, "label": 1}, "a b .", {}),
     ("causal", {"messages": TURNS}, ANSWERED, IN_CHAT),  # the last turn is the target
     ("causal", {"messages": ASKED}, "? b c a", IN_CHAT),
-    ("causal", {"conversations": SHARED}, ANSWERED, IN_CHAT),
-    ("causal", {"prompt": ASKED, "completion": TURNS[1:]}, ANSWERED, IN_CHAT),
     ("causal", LONG, "a b c a b . > _ _ _ a b .", {"max_length": 6, "model_max_length": 8}),
     ("causal", {"prompt": "a b c d", "target": "d d d d d d"}, "a b c d d d > _ _ _ d d d",
      {"max_length": 6}),  # half of it at least for the target
@@ -72,9 +69,6 @@ MESSAGES: list[tuple[Any, dict[str, Any], str]] = [
     ({"input_ids": [0, 0], "attention_mask": [0, 0]}, {}, "padding alone"),
     ({"input_ids": [A, B], "labels": [A]}, {}, "2 input_ids, but .* 1 labels"),
     ({"input_ids": [A, B], "labels": [A, 2.9]}, {}, r"labels must be integers, got 2\.9"),
-    ({"prompt": 7.5}, {}, "prompt is float, not a text"),
-    ({"sentence": "a"}, {}, r"this one has \['sentence'\]"),
-    ({"prompt": "a", "output": "b", "answer": "c"}, {}, "which of output, answer is the answer"),
     ({"messages": ASKED}, {}, "chat template"),
     ({"messages": TURNS}, {"chat_template": CHAT.replace("a ", "z ")},
      "renders the prompt differently"),
@@ -110,6 +104,14 @@ def test_batches_are_padded_on_the_tokenizers_side(kind, side, ids, labels):
     assert batch["input_ids"][order].tolist() == ids
     assert batch["attention_mask"][order].tolist() == [[int(i > 0) for i in row] for row in ids]
     assert (batch["labels"][order].tolist() if "labels" in batch else None) == labels
+
+
+def test_pairs_of_a_classifier_have_types_and_are_cut_together():
+    rows = [{"text": "a b c d", "text_pair": "e"}, {"text": "a b", "text_pair": ""}]
+    batch = text_batch(rows, "classification", max_length=4)
+    order = batch["attention_mask"].sum(dim=1).argsort(descending=True)
+    assert words(batch["input_ids"][order][0]) == "a b c e"
+    assert batch["token_type_ids"][order].tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
 
 
 def test_prompt_leaves_room_for_an_answer():
