@@ -212,10 +212,9 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
             f"data {name!r} does not exist: neither a file nor a folder at {source.absolute()}."
         )
     if split is None:
-        correct = "correct the path" if "/" in name else "give a path that exists"
         raise ValueError(
-            f"data {name!r} is neither a file nor a folder at {source.absolute()}: {correct}, or, "
-            "if it is the id of a hub dataset, set split (often train or test)"
+            f"data {name!r} is neither a file nor a folder at {source.absolute()}: correct the "
+            "path, or, if it is the id of a hub dataset, set split (often train or test)"
         )
     option = f"data {name!r}, split {split!r}"
     try:

@@ -72,8 +72,10 @@ def read_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> T
     return _Reader(row, name, columns).text()
 
 
-def is_left_out(row: Mapping[str, Any]) -> bool:
+def is_left_out(row: Any) -> bool:
     """Return whether a row does not count: its weight is 0, or its answer is bad (KTO's label)."""
+    if not isinstance(row, Mapping):
+        return False
     has_answer = any(row.get(p) for p in PROMPTS) and any(row.get(t) for t in TARGETS)
     is_bad = has_answer and str(row.get("label")).lower() == "false"
     return is_bad or str(row.get("weight")) in ("0", "0.0", "False")

@@ -91,6 +91,11 @@ def test_the_names_of_classes_are_read(tmp_path: Path):
     assert rows.classes("target") == ["b", "a"] and rows.classes("prompt") is None
 
 
+def test_a_row_that_is_no_mapping_is_refused():
+    with pytest.raises(CalibrationError, match="data, item 1: a text is a mapping, got str"):
+        TextRows([{"text": "a"}, "b"], "data").read(1)
+
+
 KTO = [{"prompt": "q", "completion": "a", "label": n % 3 > 0} for n in range(6)]
 WEIGHED = [{"messages": [], "weight": n % 3} for n in range(6)]
 
