@@ -1,23 +1,19 @@
 """Base and experts from the `mergekit_config.yml` that mergekit writes next to a merged model."""
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.files.untrusted import read_yaml
 
-FILE = "mergekit_config.yml"
+FILE, MOE_FILE = "mergekit_config.yml", "mergekit_moe_config.yml"
 _BASE_IS_MERGED = ("slerp", "nearswap", "arcee_fusion")
 """Methods whose `base_model` is one of the merged models, not their common origin."""
-_TYPES = {"models": list, "sources": list, "slices": list, "modules": dict}
-_MOST_PATH = 1000  # characters
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
+_LEVELS = 3  # folders above the merged model that relative paths may start at
 _ADVICE = "Name the models by --base and --expert NAME=DIR"
-
-
-class UnreadableConfig(ValueError):
-    """A config without usable model names. The user may name models by options instead."""
 
 
 class Merge(NamedTuple):
@@ -26,26 +22,28 @@ class Merge(NamedTuple):
     Attributes:
         method: mergekit's name of the merge method.
         base: Folder or hub id of the base, or None if the config has none.
-        experts: Name -> folder or hub id. A name is the last part of the location, joined by `-`
-            with as many parent folders as it takes to be unique.
+        weights: Folder or hub id of an expert -> its weights, such as one per layer.
     """
 
     method: str
     base: str | None
-    experts: Mapping[str, str]
+    weights: Mapping[str, list[float]]
 
 
-class _Reference(NamedTuple):
-    """A model in a config, and the LoRA adapter added to it."""
+class _Entry(NamedTuple):
+    """A model in a config, the LoRA adapter added to it, and its weights in the merge."""
 
     model: str
     adapter: str | None
+    weights: list[float]
 
 
 def with_merge_config(
     merged: str, base: str | None, experts: Mapping[str, str], notes: list[str]
 ) -> tuple[str | None, Mapping[str, str], str]:
     """Complete base and experts from the merged model's mergekit config.
+
+    Models that options name have priority. The config is not read if they name all.
 
     Args:
         merged: Folder or hub id of the merged model.
@@ -55,6 +53,9 @@ def with_merge_config(
 
     Returns:
         Base, experts, and the origin of the experts' names, for messages.
+
+    Raises:
+        ValueError: If no experts are named, or the config's models are not usable.
     """
     folder = Path(merged).expanduser()
     if not folder.is_dir() and (folder.exists() or not experts):
@@ -62,180 +63,175 @@ def with_merge_config(
             f"MERGED {merged}: there is no such folder here. Correct it, or for a model on the hub "
             "name --base ID and --expert NAME=ID for each expert"
         )
-    try:
-        merge = read_merge(folder)
-    except UnreadableConfig as error:
-        if not experts:
-            raise
-        notes.append(f"not read: {first_line(error)}")
-        merge = None
+    merge = None if base and experts else read_merge(folder)
     if merge is None:
         if not experts:
             raise ValueError(
                 f"{merged} has no {FILE}: give --base and --expert NAME=DIR for each expert"
             )
         return base, experts, "--expert"
+    option, named = f"{merged}/{FILE}", experts
+    if not experts:
+        named = _experts(merge, option, notes)
+        notes.append(f"experts by {FILE} ({merge.method})")
     if base is None and merge.base is not None:
         notes.append(f"base by {FILE}")
-    elif base is not None and merge.base is not None and not _is_same(base, merge.base):
+    by_config = [] if base or not merge.base else [merge.base]
+    missing = [at for at in (*by_config, *(named.values() if not experts else ())) if _is_lost(at)]
+    if missing:
+        raise ValueError(f"{option}: these folders are not here: {', '.join(missing)}. {_ADVICE}")
+    return base or merge.base, named, "--expert" if experts else option
+
+
+def _experts(merge: Merge, option: str, notes: list[str]) -> dict[str, str]:
+    """Return name -> location of the models that a merge moves towards.
+
+    A name is the last part of a location. A merge moves away from a model with a negative weight,
+    and a calibration would move back, so the user has to choose.
+    """
+    unused = [location for location, weights in merge.weights.items() if not any(weights)]
+    locations = [location for location in merge.weights if location not in unused]
+    if negative := [location for location in locations if min(merge.weights[location]) < 0]:
         raise ValueError(
-            f"--base {base} is not the base that {merged} was merged on: its {FILE} names "
-            f"{merge.base}"
+            f"{option} gives {', '.join(negative)} a negative weight: the merge moves away from "
+            "it, and a calibration would move back. Name the experts by --expert NAME=DIR"
         )
-    if not experts:
-        notes.append(f"experts by {FILE} ({merge.method})")
-        return base or merge.base, merge.experts, f"{merged}/{FILE}"
-    listed = list(merge.experts.values())
-    for name, location in experts.items():
-        if not any(_is_same(location, other) for other in listed):
-            raise ValueError(
-                f"--expert {name}={location} is no model that {merged} was merged from: its {FILE} "
-                f"names {', '.join(listed)}"
-            )
-    if unnamed := [v for v in listed if not any(_is_same(v, e) for e in experts.values())]:
-        notes.append(f"merged from {', '.join(unnamed)} as well, for which no --expert stands")
-    return base or merge.base, experts, "--expert"
+    if unused:
+        notes.append(f"not experts, because their weight in the merge is 0: {', '.join(unused)}")
+    experts = {_name(location): location for location in locations}
+    if not experts or len(experts) < len(locations):
+        problem = f"{', '.join(locations)} end in one name" if experts else "no models"
+        raise ValueError(f"{option}: {problem}. {_ADVICE}")
+    return experts
 
 
-def _is_same(one: str, other: str) -> bool:
-    """Return whether two locations are one folder, or one hub id."""
-    first, second = Path(one).expanduser(), Path(other).expanduser()
-    if first.exists() and second.exists():
-        return first.resolve() == second.resolve()
-    # One of them may be the local copy of the other.
-    return one == other or first.exists() != second.exists()
+def _name(location: str) -> str:
+    """Return the last part of a path or hub id, without a revision."""
+    path = Path(location)
+    return path.name if path.exists() else path.name.partition("@")[0]
+
+
+def _is_lost(location: str) -> bool:
+    """Return whether a location is no folder here, and no hub id."""
+    return not (Path(location).expanduser().exists() or _HUB_ID.fullmatch(location))
 
 
 def read_merge(merged: Path) -> Merge | None:
-    """Read the models that a folder's model was merged from. None without a mergekit config."""
+    """Read the models that a folder's model was merged from. None without a mergekit config.
+
+    Raises:
+        ValueError: If the config cannot be read, or the model is a mixture or stack of experts.
+    """
     file = merged / FILE
+    if (merged / MOE_FILE).exists():
+        file = merged / MOE_FILE
     try:
         content = read_yaml(file)
-        sections = list(_sections(content))
-        models = [_reference(model, merged) for part in sections for model in _models(part)]
-        named = next((part["base_model"] for part in sections if part.get("base_model")), None)
-        base = None if named is None else _reference(named, merged)
     except FileNotFoundError:
         return None
     except ValueError as error:
-        start = "" if str(file) in str(error) else f"{file}: "
-        raise UnreadableConfig(f"{start}{error}. {_ADVICE}") from error
-    method = str(content.get("merge_method"))
-    if method == "passthrough" or any(map(_stacks, sections)):
-        slices = f"{method} from slices of different layers"
-        stacked = "passthrough, which stacks layers" if method == "passthrough" else slices
+        raise ValueError(f"{error}. {_ADVICE}") from error
+    if isinstance(content, Mapping) and {"experts", "gate_mode"} & content.keys():
         raise ValueError(
-            f"{merged} was merged by mergekit's {stacked}: it has other blocks than its experts, "
-            "so it cannot be calibrated"
+            f"{merged} was made by mergekit-moe, which routes tokens between its models and does "
+            "not merge them. Only merged models are calibrated"
         )
-    if base is not None and method in _BASE_IS_MERGED:
-        models, base = [*models, base], None
-    base_location, locations = _with_adapters(models, base, file)
-    experts = _named(locations)
-    if not experts or len(experts) < len(locations):
-        problem = f"the names of {', '.join(locations)} do not differ" if experts else "no models"
-        raise UnreadableConfig(f"{file}: {problem}. {_ADVICE}")
-    return Merge(method, base_location, experts)
+    try:
+        return _merge(content, merged)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
-def _sections(content: Any, label: str = "it") -> Iterator[Mapping[str, Any]]:
-    """Yield a config and the slices and modules in it, after a check of their types."""
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{label} is {content!r:.60}, not a mapping")
-    for key, kind in _TYPES.items():
-        if not isinstance(content.get(key), kind | None):
-            name = "list" if kind is list else "mapping"
-            raise ValueError(f"{key} is {content[key]!r:.60}, not a {name}")
-    yield content
-    for part in [*(content.get("slices") or ()), *(content.get("modules") or {}).values()]:
-        yield from _sections(part, "a slice or module")
+def _merge(content: Any, merged: Path) -> Merge:
+    """Return base and experts of a config. An adapter on the base is an expert's location."""
+    sections = [*_sections(content)]
+    method = str(content.get("merge_method"))
+    if any(map(_stacks, sections)):
+        raise ValueError(
+            f"{method} of slices that stack or move layers gives a model with other blocks than "
+            "its experts, so it cannot be calibrated"
+        )
+    models = [m for part in sections for key in ("models", "sources") for m in _list(part, key)]
+    entries = [_entry(model, merged) for model in models]
+    named = [_entry(part["base_model"], merged) for part in sections if part.get("base_model")][:1]
+    if method in _BASE_IS_MERGED:
+        entries, named = entries + named, []
+    adapted = {entry.model for entry in entries if entry.adapter}
+    base = named[0].model if named else next(iter(adapted), None)
+    if adapted - {base} or any(entry.adapter for entry in named):
+        raise ValueError(
+            "it adds LoRA adapters to other models than the base: merge each into a folder of its "
+            "own (PEFT's merge_and_unload) and name it by --expert NAME=DIR"
+        )
+    weights: dict[str, list[float]] = {}
+    for entry in entries:
+        weights.setdefault(entry.adapter or entry.model, []).extend(entry.weights)
+    weights.pop(base or "", None)
+    return Merge(method, base, weights)
 
 
-def _models(part: Mapping[str, Any]) -> Iterator[Any]:
-    for entry in [*(part.get("models") or ()), *(part.get("sources") or ())]:
-        yield entry.get("model") if isinstance(entry, Mapping) else entry
+def _sections(part: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield a config and the slices and modules in it."""
+    if not isinstance(part, Mapping):
+        raise ValueError(f"{part!r:.60} is no mapping. {_ADVICE}")
+    yield part
+    for inner in _list(part, "slices") + _list(part, "modules"):
+        yield from _sections(inner)
 
 
-def _reference(value: Any, merged: Path) -> _Reference:
-    """Read a reference: `MODEL`, `MODEL+LORA`, or one of mergekit's mappings."""
-    model, adapter = value, None
-    if isinstance(value, Mapping) and "model" in value:
-        model, adapter = value["model"], value.get("lora")
-    if adapter is None and isinstance(model, str):
-        model, _, adapter = model.partition("+")
-    location = _location(model, merged)
-    return _Reference(location, _location(adapter, merged) if adapter else None)
-
-
-def _location(value: Any, merged: Path) -> str:
-    """Return a folder or hub id. Relative folders may start at the merged model's parent."""
-    revision = None
-    if isinstance(value, Mapping):
-        value, revision = value.get("path"), value.get("revision")
-    if not isinstance(value, str) or not 0 < len(value) <= _MOST_PATH:
-        raise ValueError(f"a model is {value!r:.60}, not a folder or hub id")
-    beside = merged.parent / value
-    if not Path(value).exists() and beside.exists():
-        return str(beside)
-    return value if revision is None else f"{value}@{revision}"
+def _list(part: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the entries of a list, or of a mapping by name."""
+    entries = part.get(key) or []
+    if not isinstance(entries, list | Mapping):
+        raise ValueError(f"{key} is {entries!r:.60}, not a list. {_ADVICE}")
+    return list(entries.values() if isinstance(entries, Mapping) else entries)
 
 
 def _stacks(part: Mapping[str, Any]) -> bool:
-    """Return whether the merged model has other blocks than its experts."""
-    end = 0
-    for piece in part.get("slices") or ():
-        sources = [source for source in piece.get("sources") or () if source]
+    """Return whether a slice has another position than its layers have in its models."""
+    end: Any = 0
+    for piece in _list(part, "slices"):
+        sources = [source for source in _list(piece, "sources") if isinstance(source, Mapping)]
         ranges = [source.get("layer_range") or [end, end] for source in sources]
-        if any(span[0] != end or span != ranges[0] for span in ranges):
+        if any(not isinstance(r, list) or r[0] != end or r != ranges[0] for r in ranges):
             return True
-        end = ranges[0][1] if ranges else end
+        end = ranges[0][-1] if ranges else end
     return False
 
 
-def _with_adapters(
-    models: Collection[_Reference], base: _Reference | None, file: Path
-) -> tuple[str | None, list[str]]:
-    """Return the locations of base and experts. An adapter on the base is an expert's location."""
-    adapted = {_resolved(model.model): model.model for model in models if model.adapter}
-    base_location = None if base is None else base.model
-    if base_location is None and len(adapted) == 1:
-        (base_location,) = adapted.values()
-    other_locations = [
-        location for key, location in adapted.items() if key != _resolved(base_location or "")
-    ]
-    if other_locations or (base is not None and base.adapter):
-        raise ValueError(
-            f"{file} adds LoRA adapters to {', '.join(other_locations) or 'the base'}, of which "
-            "featcal cannot say what they were tuned from: merge each into a folder of its own "
-            "(PEFT's merge_and_unload) and name it by --expert NAME=DIR"
-        )
-    locations = {_resolved(m.adapter or m.model): m.adapter or m.model for m in models}
-    if base_location is not None:
-        locations.pop(_resolved(base_location), None)
-    return base_location, list(locations.values())
+def _entry(value: Any, merged: Path) -> _Entry:
+    """Read `MODEL`, `MODEL+LORA`, one of mergekit's mappings, or a mapping with parameters."""
+    weights, adapter = [], None
+    if isinstance(value, Mapping) and isinstance(value.get("parameters"), Mapping):
+        weights = [*_numbers(value["parameters"].get("weight"))]
+    while isinstance(value, Mapping) and "model" in value:
+        value, adapter = value["model"], value.get("lora")
+    if adapter is None and isinstance(value, str):
+        value, _, adapter = value.partition("+")
+    location = _location(value, merged)
+    return _Entry(location, _location(adapter, merged) if adapter else None, weights or [1.0])
 
 
-def _resolved(location: str) -> Path:
-    """Return a folder with all links resolved, or a hub id, in one spelling."""
-    folder = Path(location).expanduser()
-    return folder.resolve() if folder.exists() else folder
+def _numbers(weight: Any) -> Iterator[float]:
+    """Yield the numbers of a weight: one, one per layer, or the values of filters by tensor."""
+    if isinstance(weight, Mapping):
+        yield from _numbers(weight.get("value"))
+    elif isinstance(weight, list):
+        for entry in weight:
+            yield from _numbers(entry)
+    elif isinstance(weight, int | float):
+        yield weight
 
 
-def _named(locations: Collection[str]) -> dict[str, str]:
-    """Name models by the shortest unique ends of their locations, in the form of file names."""
-    split = {_split(location): location for location in locations}
-    named = {}
-    for path_parts, location in split.items():
-        tails = [path_parts[-length:] for length in range(1, len(path_parts) + 1)]
-        free = [t for t in tails if sum(other[-len(t) :] == t for other in split) == 1]
-        tail = free[0] if free else path_parts
-        named["-".join(part for part in tail if part.strip("/."))] = location
-    return named
-
-
-def _split(location: str) -> tuple[str, ...]:
-    """Split a hub id, or the full path of a folder without resolving links."""
-    folder = Path(location).expanduser()
-    if folder.exists():
-        return Path(os.path.abspath(folder)).parts
-    return Path(location.partition("@")[0]).parts
+def _location(value: Any, merged: Path) -> str:
+    """Return a folder or hub id. Relative folders start here or above the merged model."""
+    suffix = ""
+    if isinstance(value, Mapping):
+        suffix = f"@{value['revision']}" if value.get("revision") else ""
+        value = value.get("path")
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"a model is {value!r:.60}, not a folder or hub id. {_ADVICE}")
+    for folder in (Path(value), *(above / value for above in [*merged.parents][:_LEVELS])):
+        if folder.exists():
+            return os.path.normpath(folder)
+    return value + suffix
