@@ -141,21 +141,6 @@ def suite_path_command(options: argparse.Namespace) -> None:
     print(suite_path(options.name))
 
 
-def example_command(options: argparse.Namespace) -> None:
-    """List the examples, or copy one into a folder and print the commands that run it."""
-    from fusion_bench_featcal.example_files import EXAMPLES, copy_example
-
-    if options.name is None:
-        width = max(map(len, EXAMPLES))
-        for name, example in EXAMPLES.items():
-            print(f"{name:{width}}  {example.summary}")
-        print("\nfeatcal example NAME DIR copies one")
-    elif options.folder is None:
-        raise ValueError(f"featcal example {options.name} DIR: name a folder to copy it to")
-    else:
-        print("\n".join(copy_example(options.name, Path(options.folder))))
-
-
 class _Parser(argparse.ArgumentParser):
     """A parser with errors of one line, which for an unknown option name the nearest."""
 
@@ -201,10 +186,6 @@ def _parser() -> argparse.ArgumentParser:
     settings = _verb(verbs, "settings", settings_command)
     settings.add_argument("method", nargs="?", default="featcal", metavar="METHOD")
     settings.add_argument("--json", action="store_true", help="print them as JSON")
-
-    example = _verb(verbs, "example", example_command)
-    example.add_argument("name", nargs="?", metavar="NAME", help="default: list them")
-    example.add_argument("folder", nargs="?", metavar="DIR", help="a new or empty folder")
 
     suite = _verbs(verbs.add_parser("suite", help="build, check or locate the bundled suites"))
     build = _verb(suite, "build", suite_build_command)

@@ -1,7 +1,7 @@
 """An example of a post-merging method, which scales the merged model's step from the base.
 
 Modules of the current folder are importable, so YAML can name `my_methods.Scaled` by `_target_`.
-`featcal example own-method DIR` copies this file and prints such a command.
+docs/tutorials/method.md has such a command.
 """
 
 import torch

@@ -32,7 +32,7 @@ def models(*entries: str) -> str:
 
 
 def slices(method: str, *ranges: str) -> str:
-    named = zip("one two one".split(), ranges, strict=False)
+    named = zip(["one", "two", "one"], ranges, strict=False)
     lines = (f"- sources: [{{model: {m}, layer_range: {r}}}]\n" for m, r in named)
     return f"merge_method: {method}\nslices:\n{''.join(lines)}"
 

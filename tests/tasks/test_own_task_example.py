@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 import yaml
 from cli_runs import fusion_bench
 
-from fusion_bench_featcal.example_files import copy_example
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.tasks.definition import TaskDefinition, parse_tasks
 
@@ -44,7 +44,7 @@ def test_template_names_every_key_of_a_task():
 
 @pytest.mark.slow
 def test_runs_as_it_stands(tmp_path):
-    copy_example("own-task", tmp_path / "work")
+    shutil.copytree(REPOSITORY / "examples/own_task", tmp_path / "work")
     script = runpy.run_path(str(tmp_path / "work" / "make_task.py"))
     script["write_task"](tmp_path / "work" / "my_alphabet")
     fusion_bench(RUN, tmp_path / "work")
