@@ -36,7 +36,6 @@ from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import FEATCAL, Cost, measure
 from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
-from fusion_bench_featcal.run.ending import ending_cleanly
 from fusion_bench_featcal.run.problem import CalibrationResult
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -111,10 +110,9 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         if self._processes.size == 1:  # a launcher starts several processes itself
             self._processes = join_processes(self)
         self._results = None
-        with ending_cleanly(self._program, self._how_to_go_on):
-            model = self._run(modelpool)
-            self._processes.gather(None)  # no process ends without error if the first one fails
-            return model
+        model = self._run(modelpool)
+        self._processes.gather(None)  # no process ends without error if the first one fails
+        return model
 
     def _run(self, modelpool: BaseModelPool) -> nn.Module:
         """Run in one of several processes. All but the first only take part in the calibration."""
@@ -199,21 +197,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         _add_amounts(cost, result)
         log.debug("calibrated %s in %.1f s", name, cost.seconds)
         return result, cost
-
-    def _how_to_go_on(self) -> str:
-        """Return the final message of an interrupted run."""
-        saved = self._results and self._results.saver.folder
-        done = f"the model of row {self.save} is saved in {saved}. " if saved else ""
-        folder = self.settings.checkpoint_dir
-        if folder is None:
-            return (
-                f"Interrupted. {done}No blocks were saved. Set method.checkpoint_dir to be able to "
-                "continue an interrupted run"
-            )
-        return (
-            f"Interrupted. {done}Finished blocks are in {folder}. To continue, repeat the command "
-            "with method.resume=true"
-        )
 
 
 def _add_amounts(cost: Cost, result: CalibrationResult) -> None:

@@ -5,7 +5,6 @@ Exit codes: 0 success, 1 a check failed, 2 a mistake in the arguments.
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,52 +21,42 @@ _SUITES = ("clip-vit-mini", "flan-t5-mini", "llama-mini", "resnet-mini")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `featcal` with arguments (the process's by default), and return the exit code.
 
-    A user's mistake is printed as one line on stderr, any other error as a short block or, with
-    HYDRA_FULL_ERROR=1, with its traceback.
+    A user's mistake is printed as one line on stderr. Any other error is raised.
     """
     options = _parser().parse_args(arguments)
     # Read when torch is loaded: with spinning threads a busy machine is many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from fusion_bench_featcal.errors.block import error_block
+    from fusion_bench_featcal.errors.block import error_block, is_bug
     from fusion_bench_featcal.results.tables import without_codes
 
     try:
         return options.command(options) or 0
-    except OSError as error:
-        print(without_codes(f"featcal: error: {error}"), file=sys.stderr)
     except Exception as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        if is_bug(error):
             raise
-        block = error_block(error, prefix="featcal: error")
-        if block.startswith("featcal: error: unexpected"):
-            block += "\ntraceback: set HYDRA_FULL_ERROR=1"
-        print(without_codes(block), file=sys.stderr)
+        print(without_codes(error_block(error, prefix="featcal: error")), file=sys.stderr)
     return 2
 
 
 def calibrate_command(options: argparse.Namespace) -> int:
     """Calibrate a merged model: folders of models and files of data in, a model folder out."""
-    from fusion_bench_featcal.errors import CalibrationError, NotImproved
+    from fusion_bench_featcal.errors import NotImproved
     from fusion_bench_featcal.folders.job import run
-    from fusion_bench_featcal.folders.options import (
-        command_line_options,
-        in_words_of_the_command,
-    )
-    from fusion_bench_featcal.folders.saving import how_to_go_on
-    from fusion_bench_featcal.results.remarks import featcal_program
-    from fusion_bench_featcal.run.ending import ending_cleanly
+    from fusion_bench_featcal.folders.options import command_line_options
+    from fusion_bench_featcal.results.remarks import featcal_program, typed_path
 
+    request = Request.of(command_line_options(vars(options), Request))
     try:
-        request = Request.of(command_line_options(vars(options), Request))
-        with ending_cleanly(True, lambda: how_to_go_on(request)):
-            out = run(request)
+        out = run(request)
     except NotImproved as error:
         print(f"featcal: {error}", file=sys.stderr)
         return 1
-    except (ValueError, CalibrationError) as error:
-        raise ValueError(in_words_of_the_command(error)) from error
+    except KeyboardInterrupt:
+        message = f"interrupted. If {request.checkpoints} exists, --resume continues from it"
+        print(f"featcal: {message}", file=sys.stderr)
+        return 130
     if not request.plan:
-        print(f"saved: {out}\nnext: {featcal_program()} report {shlex.quote(str(out))}")
+        print(f"saved: {out}\nnext: {featcal_program()} report {typed_path(out)}")
     return 0
 
 

@@ -13,7 +13,7 @@ from tricky_models import biased, plain, stack_suite
 
 from fusion_bench_featcal import Plus
 from fusion_bench_featcal.results.remarks import largest_update
-from fusion_bench_featcal.run.trust import FAMILIAR
+from fusion_bench_featcal.run.trust import FAMILIAR, exchanged_tasks
 
 SAMPLES_ALONE: dict[str, Any] = {"rule": Plus(gamma=0.0)}
 
@@ -105,17 +105,27 @@ def test_exchanged_samples_are_named_and_count_less(caplog: pytest.LogCaptureFix
     suite = trained_suite()
     run_fast(suite, rule=Plus())
     assert "exchanged" not in caplog.text
-    tasks = list(suite.inputs)
-    shifted = dict(zip(tasks, [*tasks[1:], tasks[0]], strict=True))
-    suite.inputs = {task: suite.inputs[other] for task, other in shifted.items()}
+    one, two, right = suite.inputs
+    suite.inputs |= {one: suite.inputs[two], two: suite.inputs[one]}
     result = run_fast(suite, rule=Plus())
-    owner = {other: task for task, other in shifted.items()}  # whose expert fits these samples
-    assert {r["task"]: r["fits"] for r in result.log.of_kind("trust")} == owner
-    assert max(r["trust"] for r in result.log.of_kind("trust")) < FAMILIAR
-    for task, other in owner.items():
+    records = {record["task"]: record for record in result.log.of_kind("trust")}
+    fits = {task: record["fits"] for task, record in records.items()}
+    assert fits == {one: two, two: one, right: None}
+    assert max(records[one]["trust"], records[two]["trust"]) < FAMILIAR
+    for task, other in ((one, two), (two, one)):
         assert f"task {task}: its expert fits the samples of task {other}." in caplog.text
     for name, value in calibrated_plus(suite).items():
         torch.testing.assert_close(result.model.get_parameter(name), value)
+
+
+@pytest.mark.parametrize("tasks", [2, 3])
+def test_tasks_are_not_named_if_no_other_task_is_right(tasks: int) -> None:
+    likeness = torch.full((tasks, tasks), 0.1)
+    for task in range(tasks):
+        likeness[task, (task + 1) % tasks] = 0.9
+    assert exchanged_tasks(likeness) == {}
+    with_right = torch.block_diag(likeness, torch.ones(1, 1))
+    assert exchanged_tasks(with_right) == {task: (task + 1) % tasks for task in range(tasks)}
 
 
 def test_one_tasks_samples_for_all_are_not_accused(caplog: pytest.LogCaptureFixture) -> None:

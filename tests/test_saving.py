@@ -1,4 +1,4 @@
-"""Models are saved as a whole, in a safe place."""
+"""Models are saved as a whole, in a new place."""
 
 import os
 import signal
@@ -10,13 +10,14 @@ import pytest
 import torch
 from fusion_bench import BaseModelPool
 from process_group import in_forks
+from reports import LEVELS, make_run
 from torch import nn
 
-from fusion_bench_featcal import CalibrationError, files
+from fusion_bench_featcal import CalibrationError, FeatCalSettings, files
 from fusion_bench_featcal.errors import ReportError
-from fusion_bench_featcal.files import clear_leftovers
 from fusion_bench_featcal.fusionbench import save_model
-from fusion_bench_featcal.fusionbench.saving import check_save_target
+from fusion_bench_featcal.fusionbench.saving import RowSaver, check_save_target
+from fusion_bench_featcal.models.saving import PAPER, CardFacts, card_text
 
 
 class Tiny(nn.Module):
@@ -29,7 +30,7 @@ class Tiny(nn.Module):
     def save_pretrained(self, path: str, **_: Any) -> None:
         os.makedirs(path)
         torch.save(self.state_dict(), Path(path) / "pytorch_model.bin")
-        (Path(path) / "config.json").write_text(str(self.weight[0].item()))
+        (Path(path) / "config.json").write_text('{"auto_map": {"AutoModel": "code.Model"}}')
 
 
 class Pool(BaseModelPool):
@@ -43,48 +44,64 @@ def pool(**models: Any) -> Any:
     return Pool(models or {"_pretrained_": Tiny(0)})  # type: ignore[arg-type]
 
 
-def save(value: float, target: Path, **options: Any) -> None:
-    save_model(pool(), Tiny(value), target, **options)
-
-
-def value_at(target: Path) -> float:
-    weight = torch.load(target / "pytorch_model.bin")["weight"]
-    assert (target / "config.json").read_text() == str(weight[0].item())
-    return weight[0].item()
-
-
 def program_with(path: Any, **options: Any) -> Any:
     return SimpleNamespace(
         merged_model_save_path=str(path), merged_model_save_kwargs=options, log_dir=None
     )
 
 
-def test_folder_is_replaced_as_a_whole_and_other_files_stay(tmp_path: Path) -> None:
-    target, blocks = tmp_path / "log", tmp_path / "log" / "blocks"
-    save(1, target)
-    (target / "model-00001-of-00002.safetensors").write_text("an older model's")
-    blocks.mkdir()
-    (blocks / "block-0000.safetensors").write_text("kept")
-    with open(target / "run.log", "w") as run_log:
-        model = Tiny(2)
-        save_model(pool(), model, target, model_dtype="bfloat16")
-        run_log.write("goes on")
-    assert value_at(target) == 2 and model.weight.dtype == torch.float32
-    assert torch.load(target / "pytorch_model.bin")["weight"].dtype == torch.bfloat16
-    names = {"pytorch_model.bin", "config.json", "blocks", "run.log"}
-    assert {file.name for file in target.iterdir()} == names
-    assert (target / "run.log").read_text() == "goes on"
-    assert (blocks / "block-0000.safetensors").read_text() == "kept"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["log"]
+def test_a_row_is_saved_with_its_card(tmp_path: Path) -> None:
+    program, model = program_with(tmp_path / "saved", model_dtype="bfloat16"), Tiny(2)
+    check_save_target(program, pool())
+    saver = RowSaver(program, pool(), None, "featcal")
+    saver.offer(Tiny(1), CardFacts("merged"))
+    assert saver.folder is None
+    saver.offer(model, CardFacts("featcal", settings={"rule": "paper"}))
+    saver.finish(make_run())
+    assert saver.model is model and model.weight.dtype == torch.float32
+    files = {file.name for file in (tmp_path / "saved").iterdir()}
+    assert files == {"pytorch_model.bin", "config.json", "README.md"}
+    weight = torch.load(tmp_path / "saved" / "pytorch_model.bin")["weight"]
+    assert weight.dtype == torch.bfloat16 and weight[0] == 2
+    assert (tmp_path / "saved" / "config.json").read_text() == "{}\n"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
 
-@pytest.mark.parametrize("moment", range(6))
-def test_crash_leaves_the_old_model_or_the_new_one(
-    moment: int, tmp_path: Path, monkeypatch
+PLUS, PAPERS = FeatCalSettings.plus(seed=1).as_dict(), FeatCalSettings(mix_alpha=0.5).as_dict()
+CARDS: list[tuple[CardFacts, str, str, list[str]]] = [
+    (CardFacts("featcal_plus", settings=PLUS), "Merged model, repaired by FeatCal+",
+     f"with FeatCal+, its extension of the paper's FeatCal ({PAPER}), row `featcal_plus`",
+     ["- seed: `1`"]),
+    (CardFacts("featcal", settings=PAPERS), "Merged model, repaired by FeatCal",
+     f"with FeatCal ({PAPER}), row `featcal`", ["- mix_alpha: `0.5`"]),
+    (CardFacts("featcal", settings=FeatCalSettings().as_dict()),
+     "Merged model, repaired by FeatCal", f"with FeatCal ({PAPER})", ["- all: `defaults`"]),
+    (CardFacts("featcal", settings={"rule": "Mine(strength=2)"}),
+     "Merged model, repaired by FeatCal with another rule", "the rule `Mine(strength=2)`",
+     ["- rule: `Mine(strength=2)`"]),
+    (CardFacts("surgery", settings={"width": 4}), "Merged model (surgery)", "row `surgery`",
+     ["- width: `4`"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("facts", "title", "about", "settings"), CARDS)
+def test_a_card_names_its_method_and_changed_settings(
+    facts: CardFacts, title: str, about: str, settings: list[str]
+) -> None:
+    card = card_text(facts, "org/base", {"one": "org/one"}, make_run(LEVELS))
+    assert card.startswith("---\nbase_model: org/base\n")
+    assert f"\n# {title}\n\n" in card and about in card
+    listed = card.split("## Settings\n\n")[1].split("\n\n")[0]
+    assert listed.splitlines() == settings
+    table = card.split("## Accuracy\n\n")[1]
+    assert "| average | gain | share | worst task |" in table and "+ featcal" in table
+
+
+@pytest.mark.parametrize("moment", range(3))
+def test_a_crash_leaves_no_model_or_the_whole_model(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "saved"
-    save(1, target)
-    (target / "notes.txt").write_text("mine")
 
     def crash(_: int) -> None:
         steps = iter(range(moment))
@@ -97,56 +114,49 @@ def test_crash_leaves_the_old_model_or_the_new_one(
 
             return call
 
-        for module, name in ((files, "sync"), (os, "link"), (os, "rename"), (files, "remove")):
-            setattr(module, name, dying(getattr(module, name)))
-        save(2, target)
+        for module, name in ((files, "sync"), (os, "replace"), (files, "remove")):
+            monkeypatch.setattr(module, name, dying(getattr(module, name)))
+        save_model(pool(), Tiny(2), target)
 
     assert in_forks(1, crash) == [-signal.SIGKILL]
+    assert target.exists() == (moment == 2)
+    if target.exists():
+        assert torch.load(target / "pytorch_model.bin")["weight"][0] == 2
     monkeypatch.setattr(files, "STALE", -1)  # seconds
-    clear_leftovers(target)
-    assert value_at(target) in (1, 2)
-    assert (target / "notes.txt").read_text() == "mine"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+    files.remove_stale(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == (["saved"] if moment == 2 else [])
 
 
-def test_full_disk_is_named_and_leaves_the_old_model(tmp_path: Path, monkeypatch) -> None:
-    target = tmp_path / "saved"
-    save(1, target)
-
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(CalibrationError, match=r"saved: No space.*4 KiB, and .* free"):
-        save(2, target)
-    assert value_at(target) == 1
-    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+        save_model(pool(), Tiny(2), tmp_path / "saved")
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
-    with pytest.raises(CalibrationError, match=r"merged_model_save_path.*base's size takes 4 KiB"):
-        check_save_target(program_with(target), pool())
+    with pytest.raises(CalibrationError, match=r"merged_model_save_path.*too little room.*4 KiB"):
+        save_model(pool(), Tiny(2), tmp_path / "saved")
+    assert [*tmp_path.iterdir()] == []
 
 
-TARGETS: list[tuple[str, dict[str, Any], str]] = [  # FOLDER has a file and the folder of an expert
-    ("..", {}, "is the current folder or one above it"),
-    ("FOLDER/file", {}, "is a file"),
-    ("FOLDER", {}, r"modelpool\.models\.one"),
-    ("new", {"max_shard_sise": "1GB"}, r"kwargs.*Pool cannot save with .*max_shard_sise"),
+TARGETS: list[tuple[str, dict[str, Any], str]] = [  # `folder` has a file
+    ("..", {}, "merged_model_save_path .* exists and is not empty: name a new folder"),
+    ("folder/file", {}, "merged_model_save_path .*file exists"),
+    ("folder/file/new", {}, "merged_model_save_path"),
+    ("new", {"max_shard_sise": "1GB"}, "save_kwargs: Pool cannot save with .*max_shard_sise"),
 ]
 
 
 @pytest.mark.parametrize(("path", "options", "message"), TARGETS)
 def test_targets_and_options_are_refused_first(
-    path: str, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch
+    path: str, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    folder = tmp_path / "folder"
-    for name in ("here", "folder/expert"):
-        (tmp_path / name).mkdir(parents=True)
-    (folder / "file").touch()
-    monkeypatch.chdir(tmp_path / "here")
-    program = program_with(path.replace("FOLDER", str(folder)), **options)
-    models = pool(_pretrained_=Tiny(0), one={"_target_": "x", "path": str(folder / "expert")})
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    monkeypatch.chdir(tmp_path / "folder")
+    path = path if path == ".." else str(tmp_path / path)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises((ValueError, ReportError), match=rf"(?s){message}") as caught:
-        check_save_target(program, models)
-    assert "merged_model_save_" in str(caught.value)
+    with pytest.raises((ValueError, ReportError), match=message):
+        check_save_target(program_with(path, **options), pool())
     assert sorted(tmp_path.rglob("*")) == before

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.expert import ExpertModel
-from fusion_bench_featcal.experts.source import ExpertSource, SourceView, Tensors
+from fusion_bench_featcal.experts.source import ExpertSource, SourceView, Tensors, known_bytes
 from fusion_bench_featcal.settings.budgets import budget_in_bytes
 
 logger = logging.getLogger(__name__)
@@ -113,6 +113,34 @@ def granted(budget: float | str | None, sizes: Sizes) -> Grant:
         for task, of_expert in sizes.items()
     }
     return Grant(limit, full, total, omitted)
+
+
+def total_bytes(source: ExpertSource) -> int:
+    """Return the bytes of a full read of a source."""
+    return sum(known_bytes(source, name) for name in source.names())
+
+
+def budget_left(budget: float | str, upstream: int, merger: str) -> float | str:
+    """Return the rest of a read budget after an upstream merger, which reads every expert whole.
+
+    Args:
+        budget: The setting `expert_read_budget`.
+        upstream: Bytes of the experts' files.
+        merger: The merger's name, for the message.
+
+    Raises:
+        CalibrationError: If nothing is left, naming the settings to change.
+    """
+    if upstream == 0:
+        return budget
+    limit = budget_in_bytes(budget, upstream)
+    if limit > upstream and not str(budget).endswith("%"):
+        return limit - upstream
+    raise CalibrationError(
+        f"method.expert_read_budget={budget} cannot be kept: {merger} reads every expert whole "
+        f"({upstream} bytes), before the calibration reads any. Give more bytes than that, or a "
+        "model that is merged already"
+    )
 
 
 def limit_reads(

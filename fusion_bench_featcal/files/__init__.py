@@ -1,29 +1,24 @@
 """Files and folders that are written atomically.
 
-A temporary file is next to the final one, hidden, and its name ends in `.part` (or `.old`). A later
-process removes what a killed one has left for more than a day.
+A temporary file is next to the final one, hidden, and its name ends in `.part`. A later process
+removes what a killed one has left for more than a day.
 """
 
 import contextlib
-import glob
 import hashlib
-import logging
 import os
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 
 from fusion_bench_featcal.errors import ReportError
 
-log = logging.getLogger(__name__)
-
 LOG_DIR_SETTING = "path.log_dir"
-PART, OLD = ".part", ".old"
+PART = ".part"
 STALE = 24 * 3600
 """Seconds after which an unfinished file counts as left by a killed process."""
 
@@ -42,6 +37,22 @@ def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> 
     except OSError as error:
         raise _unwritable(directory, setting, error) from error
     return directory
+
+
+def check_target(target: Path, setting: str) -> None:
+    """Refuse a target that exists, because it is never replaced, or that cannot be written.
+
+    Args:
+        target: The folder (or file) for a model.
+        setting: The setting with its name.
+
+    Raises:
+        ValueError: If it exists and is not an empty folder.
+        ReportError: If the folder above it cannot be written.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{setting} {target} exists and is not empty: name a new folder")
+    prepare_directory(target.absolute().parent, setting)
 
 
 @contextmanager
@@ -82,50 +93,22 @@ def write_atomic(path: Path, content: str | bytes, setting: str = LOG_DIR_SETTIN
 
 
 @contextmanager
-def replacing(target: Path, dropped: Sequence[str] = ()) -> Iterator[Path]:
-    """Yield a temporary path next to `target`. The file or folder there then replaces `target`.
-
-    Other files in an existing folder are kept. If the process is killed, the old or the new content
-    is complete, and `clear_leftovers` restores it.
+def new_path(target: Path) -> Iterator[Path]:
+    """Yield a temporary path next to `target`, which becomes `target` after success.
 
     Args:
-        target: The folder or file, which may be missing.
-        dropped: Patterns of names in the old folder to remove.
+        target: A path that is missing, or an empty folder.
 
     Raises:
-        OSError: If something cannot be written or moved. The old content stays.
+        OSError: If something cannot be written, or `target` is not empty.
     """
-    clear_leftovers(target)
     new = temporary_neighbour(target)
     try:
         yield new
-        is_update = new.is_dir() and target.is_dir()
-        if is_update:
-            _link_others(target, new, dropped)
         sync(*new.rglob("*"), new)
-        if is_update:  # a folder can only be moved to an unused path
-            old = new.with_suffix(OLD)
-            os.rename(target, old)
-            try:
-                os.rename(new, target)
-            except BaseException:
-                os.rename(old, target)
-                raise
-            remove(old)
-        else:
-            os.replace(new, target)
+        os.replace(new, target)
     finally:
         remove(new)
-
-
-def clear_leftovers(target: Path) -> None:
-    """Undo a replacement of `target` by a killed process."""
-    for old in sorted(target.parent.glob(f".{glob.escape(target.name)}.*{OLD}")):
-        if not target.exists():
-            os.rename(old, target)
-            log.warning("restored %s, whose replacement was interrupted", target)
-        remove(old)
-    remove_stale(target.parent)
 
 
 def sha256_file(path: Path) -> str:
@@ -185,22 +168,6 @@ def link_or_copy(file: str | Path, copy: str | Path) -> None:
         os.link(file, copy, follow_symlinks=False)
     except OSError:
         shutil.copy2(file, copy)
-
-
-def _link_others(source: Path, destination: Path, dropped: Sequence[str]) -> None:
-    """Link the files of one folder that another one lacks, so that open log files stay valid."""
-
-    def link(file: str, copy: str) -> None:
-        if not os.path.lexists(copy):
-            link_or_copy(file, copy)
-
-    def ignored(folder: str, names: list[str]) -> list[str]:
-        is_top = Path(folder) == source
-        return [n for n in names if is_top and any(fnmatch(n, pattern) for pattern in dropped)]
-
-    shutil.copytree(
-        source, destination, symlinks=True, ignore=ignored, copy_function=link, dirs_exist_ok=True
-    )
 
 
 def _unwritable(path: Path, setting: str, error: OSError) -> ReportError:

@@ -1,25 +1,28 @@
 """Scores of the models of one `featcal calibrate`: experts, merged and calibrated model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.folders.expert_checks import weak_experts
 from fusion_bench_featcal.folders.models import Models
-from fusion_bench_featcal.folders.options import in_words_of_the_command
 from fusion_bench_featcal.folders.tasks import Score, Task
-from fusion_bench_featcal.folders.verdict import Verdict
+from fusion_bench_featcal.folders.verdict import Verdict, weak_experts
 from fusion_bench_featcal.models.hub import commits
-from fusion_bench_featcal.results import EXPERTS, FEATCAL, Run, describe_device, versions
+from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
 from fusion_bench_featcal.results.notes import GAIN, NOTE, VERDICT, Note
 from fusion_bench_featcal.results.remarks import notes_of_log
-from fusion_bench_featcal.results.run import GIVEN
+from fusion_bench_featcal.results.run import GIVEN, row_of_rule
 from fusion_bench_featcal.run.problem import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
+
+_MORE = "Try more samples (samples_per_task), {}, or leaving their experts out"
+_NOT_EXPERTS = (
+    "experts no better than guessing or the merged model on their own rows: {}. Check --tokenizer, "
+    "--chat-template, the labels, and that --data and --expert are of the same task"
+)
 
 
 class Evaluation:
@@ -27,6 +30,7 @@ class Evaluation:
 
     Attributes:
         report: Scores of all models.
+        row: Name of the calibrated model's row.
         heads: Task -> its expert's classifier, with the body of the last added model. Models
             without separate heads have none.
     """
@@ -47,17 +51,13 @@ class Evaluation:
             device=describe_device(torch.device(request.device)),
         )
         self.report.note(*(Note(NOTE, text) for text in notes))
+        self.row = row_of_rule(settings.rule)
         self.heads: dict[str, Any] = {}
         self._first_notes = len(notes)
         self._models, self._settings = models, settings
         self._tests = {name: t.tests for name, t in tasks.items() if t.tests is not None}
         self._tasks = list(tasks)
         self._scores: dict[str, Mapping[str, Score]] = {}
-
-    @property
-    def needs_models(self) -> bool:
-        """Return whether models are run, or their heads are stored."""
-        return bool(self._tests or self._models.has_heads)
 
     def add_references(self, merged: ExpertSource) -> None:
         """Add each expert on its task, and the merged model, given the weights of its body."""
@@ -71,41 +71,21 @@ class Evaluation:
                 scores[task] = self._tests[task].score(expert)
             if models.has_heads:
                 self.heads[task] = expert
-        self._check_experts(scores)
         self._add_row(EXPERTS, scores)
         self.add(self.report.merger, merged)
-
-    def _check_experts(self, scores: Mapping[str, Score]) -> None:
-        """Add a note on experts that fail on their task."""
-        models, on_base = self._models, {}
-        base = models.base
-        is_alike = scores and base and base.calibrated_class is models.home.calibrated_class
-        if base and is_alike and not models.has_heads:
-            print("evaluating the base on all tasks")
-            model = models.load_base()
-            on_base = {task: self._tests[task].score(model) for task in scores}
-        weak = weak_experts(scores, on_base)
-        if not weak:
-            return
-        text = (
-            f"experts no better than guessing or the base on their own rows: {', '.join(weak)}. "
-            "Check --tokenizer, --chat-template, the labels, and that --data and --expert are of "
-            "the same task"
-        )
-        self.report.note(Note(NOTE, text))
+        if weak := weak_experts(scores, self._scores[self.report.merger]):
+            self.report.note(Note(NOTE, _NOT_EXPERTS.format(", ".join(weak))))
 
     def add(self, name: str, body: ExpertSource) -> None:
         """Evaluate the merged model with the given weights of its body, and add its row."""
-        if not self.needs_models:
-            self._scores[name] = {}
-            return
         models, scores = self._models, {}
-        model = models.load(body)
-        for task, tests in self._tests.items():
-            whole = model
-            if models.has_heads:
-                whole = models.with_body(task, self.heads[task], models.body(model))
-            scores[task] = tests.score(whole.eval())
+        if self._tests or models.has_heads:  # heads are stored with their body
+            model = models.load(body)
+            for task, tests in self._tests.items():
+                whole = model
+                if models.has_heads:
+                    whole = models.with_body(task, self.heads[task], models.body(model))
+                scores[task] = tests.score(whole.eval())
         self._scores[name] = scores
         self._add_row(name, scores)
 
@@ -123,19 +103,18 @@ class Evaluation:
         """Compare the calibrated model with the merged one, and complete the report."""
         report, settings = self.report, self._settings
         samples = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
-        if not any(row.name == FEATCAL for row in report.rows):
-            report.add_row(FEATCAL, {})
-        row = report.row(FEATCAL)
+        if not any(row.name == self.row for row in report.rows):
+            report.add_row(self.row, {})
+        row = report.row(self.row)
         row.settings, row.cost = settings.of_the_model().as_dict(), dict(cost)
         row.samples = {task: {"samples": n, "split": "data"} for task, n in samples.items()}
-        merged, calibrated = self._scores[report.merger], self._scores[FEATCAL]
-        verdict = Verdict.of(merged, calibrated, settings)
+        advice = _MORE.format("--preset plus" if settings.rule == "paper" else "other samples")
+        verdict = Verdict.of(self._scores[report.merger], self._scores[self.row], advice)
         report.note(
-            *notes_of_log(FEATCAL, result.log.records),
+            *notes_of_log(self.row, result.log.records),
             *(Note(GAIN, text) for text in verdict.gains),
             Note(VERDICT, verdict.sentence),
         )
-        report.notes = [replace(n, text=in_words_of_the_command(n.text)) for n in report.notes]
         return verdict
 
     @property

@@ -12,8 +12,9 @@ import torch
 
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
-from fusion_bench_featcal.errors import NotImproved
+from fusion_bench_featcal.errors import CalibrationError, NotImproved
 from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.experts.budget import budget_left, total_bytes
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
@@ -24,6 +25,7 @@ from fusion_bench_featcal.folders.model_folder import (
     class_names,
 )
 from fusion_bench_featcal.folders.models import Models
+from fusion_bench_featcal.folders.options import in_words_of_the_command
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
 from fusion_bench_featcal.folders.saving import is_saved, save
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
@@ -31,7 +33,7 @@ from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.texts import open_classifier_task, open_language_task
 from fusion_bench_featcal.models.hub import fetch_all
 from fusion_bench_featcal.models.saving import CardFacts
-from fusion_bench_featcal.results import FEATCAL, measure
+from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.run.problem import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -66,41 +68,73 @@ class Job:
         settings = request.settings.replace(max_length=length)
         tasks = open_tasks(models, processor, length)
         notes = [note for task in tasks.values() for note in task.notes]
-        notes += [*request.notes, *models.notes]
+        notes += [*request.notes, *map(in_words_of_the_command, models.notes)]
         return cls(models, settings, processor, tasks, notes)
+
+    @property
+    def merge_bytes(self) -> int:
+        """Bytes of the experts that `--merge` reads, 0 without it."""
+        if self.models.request.merge is None:
+            return 0
+        return sum(map(total_bytes, self.models.sources.values()))
+
+    @property
+    def budget_left(self) -> float | str | None:
+        """The read budget without the bytes that `--merge` reads. Raises if nothing is left."""
+        budget, request = self.settings.expert_read_budget, self.models.request
+        if budget is None or request.merge is None:
+            return budget
+        return budget_left(budget, self.merge_bytes, f"--merge {request.merge}")
 
     def calibrate(self) -> CalibrationResult:
         """Calibrate the shared part of the models, block by block, into the folder of blocks."""
-        return calibrate(
-            self.models.empty_body,
-            self.models.base_source,
-            self.models.sources,
+        models, merger = self.models, self.models.request.merger[0]
+        result = calibrate(
+            models.empty_body,
+            models.base_source,
+            models.sources,
             {name: task.batches for name, task in self.tasks.items()},
-            self.settings,
-            device=self.models.request.device,
-            merged_weights=self.models.merged_source,
+            self.settings.replace(expert_read_budget=self.budget_left),
+            device=models.request.device,
+            merged_weights=models.merged_source,
         )
+        result.reads["budget"] = self.settings.expert_read_budget
+        result.reads["upstream"] = merger and {"merger": merger, "experts": self.merge_bytes}
+        return result
 
 
 def run(request: Request) -> Path:
-    """Calibrate models in folders, and return the folder of the calibrated model."""
+    """Calibrate models in folders, and return the folder of the calibrated model.
+
+    Raises:
+        ValueError: If models or data do not fit, or an option cannot be used.
+        CalibrationError: If the calibration cannot go on. Messages name the command's options.
+    """
+    try:
+        with quiet():
+            return _run(request)
+    except (ValueError, CalibrationError) as error:
+        raise type(error)(in_words_of_the_command(error)) from error
+
+
+def _run(request: Request) -> Path:
     out, blocks = request.folder, request.checkpoints
-    if (request.resume or blocks.is_dir()) and is_saved(request):
+    if (request.resume or blocks.is_dir()) and is_saved(out, request.recipe):
         shutil.rmtree(blocks, ignore_errors=True)
         print(f"{out} is complete: this command saved it before")
         return out
     request.check_folder()
     _check_device(request.device)
     try:
-        with quiet():
-            if request.plan and show_downloads(request):
-                return out
-            fetch_all(request.models)
-            models = Models.of(request)
-            _check_image_options(request, models)
-            job = Job.of(models)
-            show_start(models, job.settings, job.tasks, job.notes)
-            return out if request.plan else _run(job)
+        if request.plan and show_downloads(request):
+            return out
+        fetch_all(request.models)
+        models = Models.of(request)
+        _check_image_options(request, models)
+        job = Job.of(models)
+        _ = job.budget_left  # raises if it cannot be kept
+        show_start(models, job.settings, job.tasks, job.notes)
+        return out if request.plan else _evaluate_and_save(job)
     finally:
         with suppress(OSError):
             blocks.rmdir()  # fails, and keeps the folder, if it contains blocks
@@ -119,7 +153,7 @@ def _check_image_options(request: Request, models: Models) -> None:
             raise ValueError(f"{option} is for CLIP, these models read texts. Leave it out")
 
 
-def _run(job: Job) -> Path:
+def _evaluate_and_save(job: Job) -> Path:
     """Evaluate, calibrate, evaluate again, and save."""
     models, request = job.models, job.models.request
     evaluation = Evaluation(models, job.settings, job.tasks, job.notes)
@@ -128,7 +162,7 @@ def _run(job: Job) -> Path:
         print(f"calibrating; finished blocks are kept in {request.checkpoints}")
         result = job.calibrate()
     assert result.folder is not None
-    evaluation.add(FEATCAL, SafetensorsExpert(result.folder))
+    evaluation.add(evaluation.row, SafetensorsExpert(result.folder))
     verdict = evaluation.conclude(result, cost.as_dict())
     if verdict.is_good or not request.strict:
         _save(job, result, evaluation)
@@ -149,7 +183,7 @@ def _save(job: Job, result: CalibrationResult, evaluation: Evaluation) -> None:
         merger = dict(zip(("method", "scaling_factor"), request.merger, strict=True))
     counts = {name: task.samples for name, task in job.tasks.items()}
     settings = job.settings.of_the_model().as_dict()
-    facts = CardFacts(FEATCAL, merger, settings, counts, result.reads)
+    facts = CardFacts(evaluation.row, merger, settings, counts)
     report, heads = evaluation.report, evaluation.heads
     save(job.models, result, job.processor, facts, report, heads)
 

@@ -157,14 +157,12 @@ class ModelFolder:
             head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
 
     def _dtype(self, config: Any) -> torch.dtype:
-        """Return the dtype in which transformers loads the model with `dtype="auto"`."""
-        dtype = getattr(config, "dtype", None)
-        if isinstance(dtype, torch.dtype):
-            return dtype
+        """Return the dtype of the model's files, which is kept even if its config has another."""
         try:
             stored = self._files
         except FileNotFoundError:
-            return torch.float32
+            dtype = getattr(config, "dtype", None)
+            return dtype if isinstance(dtype, torch.dtype) else torch.float32
         dtypes = (_DTYPES.get(stored.stored_dtype(name)) for name in sorted(stored.names()))
         return next((dtype for dtype in dtypes if dtype is not None), torch.float32)
 
@@ -179,7 +177,7 @@ class ModelFolder:
         try:
             model, info = kind.from_pretrained(
                 self.folder,
-                dtype="auto",
+                dtype=self.empty.dtype,
                 weights_only=True,
                 output_loading_info=True,
                 trust_remote_code=False,

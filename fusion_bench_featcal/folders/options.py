@@ -42,9 +42,9 @@ def columns(word: str) -> dict[str, str]:
 
 
 def prompt(word: str) -> dict[str, str]:
-    """Read `[NAME=]TEXT`. Without NAME the prompt applies to all tasks, with an empty name."""
+    """Read `[NAME=]TEXT`. Without NAME the prompt applies to all other tasks, with the name *."""
     name, equals, text = word.partition("=")
-    return {name: text} if equals and "{" not in name else {"": word}
+    return {name: text} if equals and "{" not in name else {"*": word}
 
 
 def mapping(
@@ -135,15 +135,14 @@ def _absolute(value: Any) -> Any:
 
 _WORDS = (
     (r"or set modelpool\.tokenizer", "or name a template by --chat-template FILE"),
-    (r"modelpool\.models\._pretrained_", "--base"),
-    (r"modelpool\.models\.([\w.-]*\w)", r"--expert \1"),
-    (r"modelpool\.models\b", "--base and --expert"),
-    (r"modelpool\.\w+_datasets\.([\w.-]*\w)", r"--data \1"),
     (r"modelpool\.(tokenizer|processor)", "--tokenizer"),
+    (r"modelpool\.models\._pretrained_", "--base"),
+    (r"modelpool\.models", "--expert"),
+    (r"modelpool\.\w+_datasets", "--data"),
+    (r"(--expert|--data)\.(?=\w)", r"\1 "),
     (r"method\.resume=true", "--resume"),
     (r"method\.checkpoint_dir", "--out"),
-    (r"Check method\.base_method", "Check MERGED or --merge"),
-    (r"(?<!@)\bmethod\.base_method", "--merge"),
+    (r"(?<!@)\bmethod\.base_method", "MERGED or --merge"),
     (r"method=featcal/plus", "--preset plus"),
     (r"\bset method\.", "give --set "),
     (r"(?<!@)\bmethod\.(?=\w)", "--set "),

@@ -9,13 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.errors.nearest_names import (
     nearest_hint,
     refuse_unknown,
     refuse_unusable_names,
 )
-from fusion_bench_featcal.files import prepare_directory
+from fusion_bench_featcal.files import check_target
 from fusion_bench_featcal.files.untrusted import read_yaml
 from fusion_bench_featcal.folders import options
 from fusion_bench_featcal.folders.mergekit import with_merge_config
@@ -125,6 +124,10 @@ class Request:
             }
         request = cls(**chosen)._completed()
         request._check()
+        try:
+            _ = request.settings, request.merger
+        except ValueError as error:
+            raise ValueError(options.in_words_of_the_command(error)) from error
         return request
 
     @property
@@ -187,17 +190,12 @@ class Request:
 
     def prompt_of(self, task: str) -> str:
         """Return a task's prompt for a class, with {} in place of the class name."""
-        return self.prompt.get(task, self.prompt.get("", PROMPT))
+        return self.prompt.get(task, self.prompt.get("*", PROMPT))
 
     def check_folder(self) -> None:
         """Refuse a folder for the model that cannot be used."""
-        out, blocks = self.folder, self.checkpoints
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ValueError(f"--out {out} exists and is not empty: name a new folder")
-        try:
-            prepare_directory(out.absolute().parent, "--out")
-        except ReportError as error:
-            raise ValueError(str(error)) from error
+        check_target(self.folder, "--out")
+        blocks = self.checkpoints
         if not self.resume and blocks.is_dir() and any(blocks.iterdir()):
             raise ValueError(
                 f"{blocks} has blocks of an interrupted run: go on with --resume, or remove it"
@@ -229,7 +227,7 @@ class Request:
         names_of_tasks = {
             "data": self.data,
             "eval": self.eval,
-            "prompt": filter(None, self.prompt),
+            "prompt": (name for name in self.prompt if name != "*"),
             "columns": (key.rpartition(":")[0] for key in self.columns if ":" in key),
         }
         for option, names in names_of_tasks.items():
@@ -252,7 +250,6 @@ class Request:
         for text in self.prompt.values():
             if "{}" not in text:
                 raise ValueError(f"--prompt {text!r} has no {{}} for the class name")
-        _ = self.settings, self.merger  # raises here if they are wrong
 
 
 def _recipe(file: Path) -> dict[str, Any]:

@@ -3,23 +3,26 @@
 import json
 import shutil
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import nn
 
 from fusion_bench_featcal.experts.expert import aliases, pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.files import link_or_copy
-from fusion_bench_featcal.files.tensors import write_index, write_tensors
+from fusion_bench_featcal.files.json_files import json_text
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.options import RECIPE
-from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.models.saving import CardFacts, card_text, complete_folder, writing_model
+from fusion_bench_featcal.models.saving import (
+    CARD,
+    CardFacts,
+    card_text,
+    correct_configs,
+    write_shards,
+    writing_model,
+)
 from fusion_bench_featcal.results import Run, write_run
-from fusion_bench_featcal.run.ending import NOTHING_SAVED
 from fusion_bench_featcal.run.problem import CalibrationResult
 
 REPORT = "featcal"
@@ -47,7 +50,7 @@ def save(
         report: The report, for the model card and `featcal/`.
         heads: Task -> its expert's classifier, whose head is saved.
     """
-    request, whole = models.request, models.home.whole
+    request = models.request
     advice = (
         "Make room and repeat the command with --resume: the finished blocks are in "
         f"{request.checkpoints}"
@@ -60,16 +63,26 @@ def save(
     option, needed = f"--out {request.folder}", models.home.size
     with writing_model(request.folder, needed, option=option, advice=advice) as new:
         new.mkdir()
-        write_weights(models, result, new)
+        _write_weights(models, result, new)
         _write_heads(models, heads, new)
         _write_processor(models, processor, new)
-        complete_folder(new, whole, None, facts, card)
+        correct_configs(models.home.whole, new)
+        (new / CARD).write_text(card, encoding="utf-8")
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")
         write_run(new / REPORT, report, "--out")
         result.log.write(new / REPORT / "calibration_log.jsonl")
+        (new / REPORT / "reads.json").write_text(json_text(result.reads), encoding="utf-8")
 
 
-def write_weights(models: Models, result: CalibrationResult, folder: Path) -> None:
+def is_saved(folder: Path, recipe: str) -> bool:
+    """Return whether a folder already has the model of a recipe."""
+    try:
+        return (folder / RECIPE).read_text(encoding="utf-8") == recipe
+    except OSError:
+        return False
+
+
+def _write_weights(models: Models, result: CalibrationResult, folder: Path) -> None:
     """Write config and weights, in one file up to 5 GB, else one for each block."""
     assert result.folder is not None
     home, calibrated = models.home, SafetensorsExpert(result.folder)
@@ -84,60 +97,6 @@ def write_weights(models: Models, result: CalibrationResult, folder: Path) -> No
     keys = pair_names(home.name, "model", stored, whole, aliases(home.whole)).values()
     outside_blocks = {key: stored.tensor(key) for key in keys if key not in calibrated.names()}
     write_shards(folder, calibrated, outside_blocks, LARGEST_FILE)
-
-
-def write_shards(
-    folder: Path, blocks: SafetensorsExpert, outside_blocks: Mapping[str, Tensor], limit: int
-) -> None:
-    """Convert a model stored as files of its blocks to transformers' format.
-
-    Args:
-        folder: A folder without weights.
-        blocks: Files of blocks. Above the limit they become shards without changes.
-        outside_blocks: The model's other tensors.
-        limit: Largest number of bytes of a model in one file.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
-    names = blocks.names()
-    size = sum(map(blocks.nbytes, names)) + sum(tensor.nbytes for tensor in outside_blocks.values())
-    if size <= limit:
-        # Memory-mapped, because the files belong to this run and are as large as the model.
-        mapped = [load_file(file).items() for file in blocks.files]
-        write_tensors(folder / "model.safetensors", dict(chain(*mapped, outside_blocks.items())))
-        return
-    files = blocks.files + ([None] if outside_blocks else [])
-    weights = {}
-    for number, file in enumerate(files, start=1):
-        name = f"model-{number:05}-of-{len(files):05}.safetensors"
-        if file is None:
-            write_tensors(folder / name, outside_blocks)
-        else:
-            link_or_copy(file, folder / name)
-        weights |= dict.fromkeys(outside_blocks if file is None else blocks.names_in(file), name)
-    write_index(folder, dict(sorted(weights.items())), size)
-
-
-def is_saved(request: Request) -> bool:
-    """Return whether the request's folder already has its calibrated model."""
-    try:
-        return (request.folder / RECIPE).read_text(encoding="utf-8") == request.recipe
-    except OSError:
-        return False
-
-
-def how_to_go_on(request: Request) -> str:
-    """Return the final message of an interrupted run."""
-    blocks = request.checkpoints
-    if is_saved(request):
-        return f"ended after saving: the model in {request.folder} is complete"
-    if not blocks.is_dir() or not any(blocks.iterdir()):
-        return NOTHING_SAVED
-    return (
-        f"ended before it was done: finished blocks are in {blocks}. To go on, repeat the command "
-        "with --resume"
-    )
 
 
 def _write_heads(models: Models, heads: Mapping[str, Any], folder: Path) -> None:

@@ -1,13 +1,41 @@
-"""The verdict after `featcal calibrate`: gain of each task, and tasks that did not improve."""
+"""The verdict after `featcal calibrate`, and experts that are no use for their task."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
+
+from torch import Tensor
 
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.folders.tasks import Score
 from fusion_bench_featcal.results.statistics import student
-from fusion_bench_featcal.settings import FeatCalSettings
+
+_WORSE = 0.1
+"""Smallest excess loss of an expert over the merged model. An expert may use other words."""
+
+
+class Mean(NamedTuple):
+    """Mean of one value for each row, and half of its 95 % interval, infinite for a single row."""
+
+    value: float
+    half: float
+
+    @classmethod
+    def of(cls, values: Tensor) -> "Mean":
+        """Return the mean of float64 values, `[rows]`."""
+        half = student(values.numpy())[0] if len(values) > 1 else math.inf
+        return cls(float(values.mean()), half)
+
+    @property
+    def is_above(self) -> bool:
+        """Whether the interval is above 0. NaN counts as above."""
+        return not self.value <= self.half
+
+    def text(self, form: str) -> str:
+        """Return mean and interval as text."""
+        interval = f" ± {self.half:{form}}" if math.isfinite(self.half) else ""
+        return f"{self.value:+z{form}}{interval}"
 
 
 @dataclass(frozen=True)
@@ -17,7 +45,7 @@ class Verdict:
     Attributes:
         gains: A sentence for each evaluated task, with 95 % intervals over its rows.
         sentence: The conclusion.
-        is_good: Whether every task improves.
+        is_good: Whether no task is behind.
     """
 
     gains: list[str]
@@ -26,54 +54,60 @@ class Verdict:
 
     @classmethod
     def of(
-        cls,
-        merged: Mapping[str, Score],
-        calibrated: Mapping[str, Score],
-        settings: FeatCalSettings,
+        cls, merged: Mapping[str, Score], calibrated: Mapping[str, Score], advice: str
     ) -> "Verdict":
         """Compare two models.
 
-        A task is behind if its loss does not fall, or its accuracy falls by more than chance (95
-        %).
+        A task is behind if its mean loss does not fall, or its accuracy falls beyond the 95 %
+        interval. Any other task is better if its loss falls or its accuracy rises beyond it.
 
         Args:
             merged: Task -> the merged model's score.
             calibrated: Task -> the calibrated model's score, on the same rows.
-            settings: Settings of the calibration.
+            advice: Sentence on what to try if a task is behind.
         """
-        gains, behind = list[str](), dict[str, str]()
+        gains, better, unclear, behind = list[str](), 0, list[str](), list[str]()
         for task, before in merged.items():
-            after = calibrated[task]
-            loss, _, text = _mean((after.losses - before.losses).numpy(), ".3f")
-            texts, is_behind = [], loss >= 0
+            after, texts = calibrated[task], []
+            fall = Mean.of(before.losses - after.losses)
+            accuracy = Mean(0.0, 0.0)
             if before.correct is not None and after.correct is not None:
-                flags = after.correct.double() - before.correct.double()
-                gain, gain_half, points = _mean(100 * flags.numpy(), ".1f")
-                texts.append(f"accuracy {points} points")
-                is_behind |= gain < -gain_half
-            texts.append(f"loss {text}")
-            rows = counted(len(after.losses), "row")
-            gains.append(f"gain of {task} on {rows}: {', '.join(texts)}")
-            if is_behind:
-                behind[task] = ", ".join(texts)
-        tasks = len(merged)
-        if not tasks:
+                accuracy = Mean.of(100 * (after.correct.double() - before.correct.double()))
+                texts.append(f"accuracy {accuracy.text('.1f')} points")
+            texts.append(f"loss {Mean(-fall.value, fall.half).text('.3f')}")
+            rows, figures = counted(len(after.losses), "row"), ", ".join(texts)
+            gains.append(f"gain of {task} on {rows}: {figures}")
+            if not fall.value > 0 or accuracy.value < -accuracy.half:
+                behind.append(f"{task} ({figures})")
+            elif fall.is_above or accuracy.is_above:
+                better += 1
+            else:
+                unclear.append(task)
+        if not merged:
             return cls(gains, "verdict: none without rows to evaluate", True)
-        ends = "task is" if tasks == 1 else "tasks are"
-        if not behind:
-            sentence = f"{tasks} of {tasks} {ends} closer to the experts than the merged model is"
-            return cls(gains, f"verdict: {sentence}", True)
-        advice = "FeatCal+ (method=featcal/plus)" if settings.rule == "paper" else "other samples"
-        named = ", ".join(f"{task} ({figures})" for task, figures in behind.items())
-        sentence = (
-            f"no better than the merged model: {named}. Try more samples "
-            f"(method.samples_per_task), {advice}, or leaving their experts out"
-        )
-        return cls(gains, f"verdict: {sentence}", False)
+        sentences = [f"better than the merged model on {better} of {counted(len(merged), 'task')}"]
+        sentences += [f"within the 95 % interval: {', '.join(unclear)}"] if unclear else []
+        sentences += [f"not better: {', '.join(behind)}. {advice}".rstrip()] if behind else []
+        return cls(gains, f"verdict: {'; '.join(sentences)}", not behind)
 
 
-def _mean(values: Any, form: str) -> tuple[float, float, str]:
-    """Return the mean of values, one for each row, half of its 95 % interval, and both as text."""
-    mean, half = float(values.mean()), student(values)[0] if len(values) > 1 else 0.0
-    text = f"{mean:+z{form}}" + (f" ± {half:{form}}" if len(values) > 1 else "")
-    return mean, half, text
+def weak_experts(experts: Mapping[str, Score], merged: Mapping[str, Score]) -> list[str]:
+    """Describe each expert that is no better than guessing, or worse than the merged model.
+
+    A guess gives all classes or tokens equal probability. An expert whose accuracy exceeds that of
+    guessed classes, or the merged model's, is not weak.
+    """
+    weak = []
+    for task, expert in experts.items():
+        guess, other = math.log(expert.choices), merged[task]
+        hits = Mean(expert.accuracy - 1 / expert.choices, 1 / math.sqrt(len(expert.losses)))
+        rows = f"{task} (loss {expert.loss:.2f} on {len(expert.losses)} rows"
+        is_lucky = expert.kind == "class" and hits.is_above
+        if guess > 0 and not is_lucky and Mean.of(expert.losses - guess).is_above:
+            weak.append(f"{rows}, guessing {guess:.2f})")
+        elif (
+            Mean.of(expert.losses - other.losses - _WORSE).is_above
+            and expert.accuracy <= other.accuracy
+        ):
+            weak.append(f"{rows}, the merged model {other.loss:.2f})")
+    return weak

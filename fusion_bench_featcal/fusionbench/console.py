@@ -166,7 +166,7 @@ class FeatCalJob(Callback):
                 log.error(error, exc_info=error)
             file = _log_file()
             log_location = f"{file.baseFilename}, or on the screen with " if file else ""
-            block = error_block(error, f"traceback: {log_location}method.debug=true")
+            block = f"{error_block(error)}\ntraceback: {log_location}method.debug=true"
             job_return.return_value = SystemExit(1 if is_helper(os.environ) else f"\n{block}")
         sys.stdout.flush()
 

@@ -11,12 +11,12 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fusion_bench_featcal.experts.budget import budget_left
 from fusion_bench_featcal.fusionbench.config_errors import explained
 from fusion_bench_featcal.fusionbench.console import make_importable
 from fusion_bench_featcal.fusionbench.empty_models import empty_model
 from fusion_bench_featcal.fusionbench.options import method_name, read_settings
 from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
-from fusion_bench_featcal.fusionbench.upstream import budget_left
 from fusion_bench_featcal.models.hub import is_here
 from fusion_bench_featcal.models.plan import Plan, plan_of, stored_itemsize
 from fusion_bench_featcal.settings import FeatCalSettings

@@ -137,7 +137,7 @@ class RunResults:
         counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
         samples = {task: {"samples": count, "split": split} for task, count in counts.items()}
         details: dict[str, Any] = {"settings": of_model, "cost": cost, "samples": samples}
-        facts = CardFacts(name, base_method, of_model, counts, result.reads)
+        facts = CardFacts(name, base_method, of_model, counts)
         self.saver.offer(result.model, facts)
         self.add_made(name, result.model, **details, seed=settings.seed)
 

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts.budget import budget_left
 from fusion_bench_featcal.fusionbench.fusing import merged_from_files
 from fusion_bench_featcal.fusionbench.options import MERGED, method_name
 from fusion_bench_featcal.fusionbench.pool_models import (
@@ -15,7 +16,6 @@ from fusion_bench_featcal.fusionbench.pool_models import (
 )
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.settings.budgets import budget_in_bytes
 
 
 class Upstream:
@@ -90,26 +90,3 @@ class Upstream:
             "experts": None if None in sizes else sum(size or 0 for size in sizes),
             "base": 0 if base is None else base.file_bytes,
         }
-
-
-def budget_left(budget: float | str, upstream: int, merger: str) -> float | str:
-    """Return the rest of a read budget after an upstream merger, which reads every expert whole.
-
-    Args:
-        budget: The setting `expert_read_budget`.
-        upstream: Bytes of the experts' files.
-        merger: The merger's name, for the message.
-
-    Raises:
-        CalibrationError: If nothing is left, naming the settings to change.
-    """
-    if upstream == 0:
-        return budget
-    limit = budget_in_bytes(budget, upstream)
-    if limit > upstream and not str(budget).endswith("%"):
-        return limit - upstream
-    raise CalibrationError(
-        f"method.expert_read_budget={budget} cannot be kept: {merger} reads every expert whole "
-        f"({upstream} bytes), before the calibration reads any. Give more bytes than that, or let "
-        "the pool bring a merged model (modelpool.models._merged_, method.base_method=null)"
-    )

@@ -151,28 +151,26 @@ def _higher_row(run: Run, saved_row: str) -> list[str]:
 
 def next_lines(folder: Path) -> list[str]:
     """Return the folder of the reports and the command that prints them."""
-    return [
-        f"reports: {folder}",
-        f"next: {featcal_program()} report {shlex.quote(str(folder))}",
-    ]
+    return [f"reports: {folder}", f"next: {featcal_program()} report {typed_path(folder)}"]
+
+
+def typed_path(path: Path) -> str:
+    """Return a path for a shell, relative to the current folder where that is shorter."""
+    return shlex.quote(min(str(path), os.path.relpath(path), key=len))
 
 
 def featcal_program() -> str:
-    """Return the command for this environment's `featcal` in the user's shell."""
+    """Return `featcal`, or its path if the user's shell does not find it."""
     installed = shutil.which("featcal", path=sysconfig.get_path("scripts"))
-    on_path = shutil.which("featcal")
-    if installed is None or (on_path is not None and os.path.samefile(installed, on_path)):
+    if installed is None or shutil.which("featcal"):
         return "featcal"
-    here = Path.cwd()
-    return shlex.quote(
-        str(Path(installed).relative_to(here) if here in Path(installed).parents else installed)
-    )
+    return typed_path(Path(installed))
 
 
 def closing_lines_of_a_comparison(folder: Path, cells: Path) -> list[str]:
     """Return the last lines of `method=compare`, which saves no model."""
     return [
-        f"finished cells, of earlier commands too: featcal report {shlex.quote(str(cells))}",
+        f"finished cells, of earlier commands too: featcal report {typed_path(cells)}",
         "compare saves no model; run a method by itself for that:",
         "  method=featcal merged_model_save_path=DIR",
         *next_lines(folder),

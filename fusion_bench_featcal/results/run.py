@@ -16,7 +16,7 @@ from .notes import LOSS, Note
 BASE = "base"
 EXPERTS = "experts"
 REFERENCES = (BASE, EXPERTS)
-FEATCAL = "featcal"
+FEATCAL, FEATCAL_PLUS = "featcal", "featcal_plus"
 GIVEN = "merged"
 """Row of a merged model with an unknown merger."""
 AVERAGE = "average"
@@ -200,6 +200,11 @@ class Run:
         if merged is None or experts is None or experts <= merged:
             return None
         return (row.accuracy[AVERAGE] - merged) / (experts - merged)
+
+
+def row_of_rule(rule: Any) -> str:
+    """Return the row of a model that was calibrated with a rule."""
+    return FEATCAL_PLUS if rule == "plus" else FEATCAL
 
 
 def file_suffix(row: str) -> str:

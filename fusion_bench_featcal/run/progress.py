@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, or at most one line per minute in a file or pipe."""
+"""Progress of long work: a bar on a terminal or in a notebook, nothing in a file or pipe."""
 
 import logging
 import sys
@@ -14,9 +14,6 @@ from fusion_bench_featcal.run.memory import peak_bytes
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 60.0
-"""Shortest time between two lines in a file or pipe."""
-
 
 def progress_bar(
     items: Iterable[Any] | None = None,
@@ -26,7 +23,7 @@ def progress_bar(
     unit: str = "it",
     show: bool = True,
 ) -> plain_tqdm:
-    """Return a tqdm bar that disappears when its work is done.
+    """Return a tqdm bar that disappears when its work is done. In a file or pipe it shows nothing.
 
     Args:
         items: Iterated over by the bar. Without them the caller updates it.
@@ -36,8 +33,8 @@ def progress_bar(
         show: Whether to show anything.
     """
     is_live = sys.stderr.isatty() or "ipykernel" in sys.modules
-    rate = {} if is_live else {"mininterval": _SECONDS, "miniters": 1, "delay": _SECONDS}
-    return tqdm(items, desc=what, total=total, unit=unit, leave=False, disable=not show, **rate)
+    disable = not (show and is_live)
+    return tqdm(items, desc=what, total=total, unit=unit, leave=False, disable=disable)
 
 
 class Progress:
@@ -63,7 +60,7 @@ class Progress:
     def at(self, work: str) -> None:
         """Set the name of the current work."""
         self._processes.doing = work
-        self.bar.set_description(f"FeatCal {work}", refresh=sys.stderr.isatty())
+        self.bar.set_description(f"FeatCal {work}")
 
     def step(self) -> None:
         """Count a visit."""

@@ -118,7 +118,8 @@ def exchanged_tasks(likeness: Tensor) -> dict[int, int]:
     """Return tasks that another task's samples belong to, in the best assignment of all to all.
 
     None are returned unless that assignment is better by `MARGIN` over the tasks that it changes.
-    Argument as for `trust_of`.
+    If it changes all tasks, such as both of two, no right task confirms that experts and samples
+    can be compared, so none are returned either. Argument as for `trust_of`.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -126,7 +127,8 @@ def exchanged_tasks(likeness: Tensor) -> dict[int, int]:
     _, best = linear_sum_assignment(table, maximize=True)
     changed = [(k, int(other)) for k, other in enumerate(best) if k != other]
     assigned, better = sum(table[k, k] for k, _ in changed), sum(table[c] for c in changed)
-    return dict(changed) if better > MARGIN * assigned else {}
+    some = len(changed) < len(best)
+    return dict(changed) if some and better > MARGIN * assigned else {}
 
 
 def direction(matrix: Tensor) -> Tensor:

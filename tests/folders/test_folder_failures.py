@@ -1,6 +1,5 @@
 """`featcal calibrate` that fails midway or is killed has one sentence for it, and loses nothing."""
 
-import atexit
 import os
 import re
 import resource
@@ -39,10 +38,6 @@ def ctrl_c(_: Path) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def call_at_once(call: Any, *args: Any, **more: Any) -> Any:
-    return call(*args, **more)
-
-
 def ended(arguments: list[str], folder: Path, fault: Fault) -> Done:
     """Exit code and errors of a command in a fork that meets a fault after its first block."""
 
@@ -56,7 +51,6 @@ def ended(arguments: list[str], folder: Path, fault: Fault) -> Done:
             return tensors
 
         CheckpointFolder.write = written  # type: ignore[method-assign]
-        atexit.register = call_at_once  # a fork does not get there
         done = featcal(*arguments)
         largest_file(resource.RLIM_INFINITY)
         return done
@@ -89,7 +83,7 @@ FAULTS: dict[str, tuple[Fault, int, str]] = {
     "no room for the model": (lambda folder: largest_file(size_of(folder / "merged") - 1), 2,
         r"the model cannot be saved to --out .*/out: .*File too large.* It needs .*iB are free.*"
         r"--resume: .*/out\.blocks"),
-    "Ctrl-C": (ctrl_c, 1, r"ended before it was done: finished blocks .*--resume"),
+    "Ctrl-C": (ctrl_c, 1, r"interrupted. If .*/out\.blocks exists, --resume continues"),
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from tiny_models import model_of, scatter
 from tiny_texts import WORDS, llama_model, sentences, word_tokenizer, write
 from transformers import AutoModelForCausalLM
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.folders import calibrate_folder
 
 MERGE_CONFIG = "merged/mergekit_config.yml"
@@ -105,6 +106,26 @@ def test_keys_of_recipes_and_of_python(tmp_path, refusal):
     assert "mine.yaml: bases is unknown (nearest: 'base')" in line
     with pytest.raises(ValueError, match=r"calibrate_folder: bse is unknown \(nearest: 'base'"):
         calibrate_folder("merged", bse="base")
+
+
+def test_a_merge_is_counted_in_the_read_budget(models, refusal):
+    more = ("--merge", "simple_average", "--set", "expert_read_budget=50%")
+    arguments = words(models, *more, merged=None)
+    message = "--set expert_read_budget=50% cannot be kept: --merge simple_average reads every"
+    assert message in refusal(arguments)
+
+
+def test_messages_in_python_name_the_commands_options(models, tmp_path):
+    files: dict[str, Any] = {task: models / f"{task}.jsonl" for task in ("one", "two")}
+    options = {"expert": {task: models / task for task in files}, "data": files}
+    options |= {"base": models / "base", "out": tmp_path / "out"}
+    for settings, message in (
+        ({"modules": ["nothing"]}, r"^--set modules: 'nothing' matches no module"),
+        ({"samples_per_task": 0}, r"^--set samples_per_task must be"),
+    ):
+        with pytest.raises((ValueError, CalibrationError), match=message):
+            calibrate_folder(models / "merged", **options, set=settings)
+    assert not (tmp_path / "out").exists()
 
 
 # --- files of a Llama that are changed ---

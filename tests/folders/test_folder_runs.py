@@ -1,6 +1,7 @@
 """`featcal calibrate` on folders of models: its result is the calibration that Python gives."""
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import yaml
 from made_folders import CHAT, HELD_OUT, PAPER, ROWS, clip_folders, words, write_rows
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_images import picture
 from tiny_texts import TASKS, sentences, word_tokenizer
 from transformers import (
@@ -33,7 +34,7 @@ ALL = ("--set", f"samples_per_task={ROWS}")
 
 def items(run: Any, task: str) -> int:
     """Return the number of test items of a task."""
-    return len((run.report.row("featcal").correct or {})[task])
+    return len((run.report.rows[-1].correct or {})[task])
 
 
 def report_of(folder: Path) -> Run:
@@ -80,6 +81,8 @@ def test_report_and_screen(finished):
     assert items(run, "one") == HELD_OUT
     assert run.report.row("featcal").samples["one"]["samples"] == ROWS - HELD_OUT
     assert "plan: " in run.screen
+    reads = json.loads((run.out / "featcal" / "reads.json").read_text())
+    assert {*reads["experts"]} == {*TASKS} and reads["upstream"] is reads["budget"] is None
     assert f"one.jsonl (prompt=q, target=a); evaluated on {HELD_OUT} rows" in run.notes[0]
     assert run.notes[1] == "one: columns that are not read: prompt"
     assert "saved:fit (prompt=ask, target=a); evaluated on" in run.notes[2]
@@ -141,7 +144,24 @@ def test_models_that_do_not_fit_are_merged_and_evaluated_from_files(finished, fo
         losses = [of.row(n).scores["loss"] for of, n in ((report, row), (whole.report, before))]
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert report.merger == "task_arithmetic"
+    reads = json.loads((folder / "out" / "featcal" / "reads.json").read_text())
+    files = sum(tensor.nbytes for task in TASKS for tensor in weights(folder / task).values())
+    assert reads["upstream"] == {"merger": "task_arithmetic", "experts": files}
     assert AutoModelForCausalLM.from_pretrained(folder / "out").config.model_type == "llama"
+
+
+def test_files_keep_their_dtype(folder):
+    for name in ("base", "merged", *TASKS):
+        file = folder / name / "model.safetensors"
+        half = {key: tensor.bfloat16() for key, tensor in load_file(file).items()}
+        save_file(half, file, {"format": "pt"})
+        config = json.loads((folder / name / "config.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    assert main(words(folder, *PAPER)) == 0
+    before, after = weights(folder / "merged"), weights(folder / "out")
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    assert after.keys() == before.keys()
+    assert any(not torch.equal(after[name], before[name]) for name in after)
 
 
 # --- kinds of models and data ---
@@ -228,8 +248,8 @@ def test_strict_saves_nothing_where_plain_texts_or_chats_are_behind(folder, caps
     more = ("--chat-template", str(folder / "chat.jinja"), "--strict")
     assert main(words(folder, *PAPER, *more)) == 1
     screen = capsys.readouterr()
-    (line,) = (line for line in screen.out.splitlines() if line.startswith("verdict: no better"))
-    assert "Try more samples (--set samples_per_task), " in line
+    (line,) = (line for line in screen.out.splitlines() if line.startswith("verdict: "))
+    assert "; not better: " in line and "Try more samples (samples_per_task), --preset plus" in line
     assert "share of tokens that are right" in screen.out
     assert "--strict: nothing was saved" in screen.err
     assert not (folder / "out").exists() and not (folder / "out.blocks").exists()
@@ -238,6 +258,6 @@ def test_strict_saves_nothing_where_plain_texts_or_chats_are_behind(folder, caps
 def test_strict_saves_where_all_tasks_are_closer(folder, capsys):
     assert main(words(folder, *PAPER, "--set", "ridge_lambda=1e12", "--strict")) == 0
     screen, report = capsys.readouterr().out, report_of(folder)
-    verdict = "verdict: 2 of 2 tasks are closer to the experts than the merged model is"
-    assert verdict in screen and report.notes[-1].text == verdict
+    verdict = report.notes[-1].text
+    assert verdict.startswith("verdict: better than the merged model on ") and verdict in screen
     assert all(screen.count(f"gain of {task} on ") == 1 for task in TASKS)

@@ -166,7 +166,7 @@ def test_all_models_of_a_run_are_fetched_at_once_and_the_base_may_be_a_bin_file(
         assert any("/resolve/" in path for path in requests) == (number == 0)
         for name in names:
             mirror.repositories[name].failure = "silent"
-    versions = json.loads((folder / "out-1" / "provenance.json").read_text())["versions"]
+    versions = json.loads((folder / "out-1" / "featcal" / "run.json").read_text())["versions"]
     for name in ("llama/base", "llama/merged", *(f"llama/{task}@v1" for task in TASKS)):
         assert versions[name] == mirror.repositories[name.partition("@")[0]].commit
     local = ["--base", str(folder / "base"), *words[3:]]

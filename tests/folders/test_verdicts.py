@@ -8,11 +8,9 @@ import pytest
 import torch
 from made_folders import PAPER, t5_folders, words
 
-from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.folders.expert_checks import weak_experts
 from fusion_bench_featcal.folders.tasks import Score
-from fusion_bench_featcal.folders.verdict import Verdict
+from fusion_bench_featcal.folders.verdict import Verdict, weak_experts
 from fusion_bench_featcal.results import read_run
 
 
@@ -30,30 +28,30 @@ def score(losses: list[float], right: float, choices: int, kind: Any = "class") 
 
 WRONG, RIGHT = 6.0, 0.01
 BINARY, MANY = 2, 32000
-BASE = score([2, 3, 2, 2], 0.2, MANY)
+MERGED = score([2, 3, 2, 2], 0.2, MANY)
 
 
 @pytest.mark.parametrize(
-    ("expert", "base", "better"),
+    ("expert", "merged", "better"),
     [
         # loses to a guess
         (score([17, 16, 19, 15, 18], 0, MANY, "answer"), None, "guessing 10.37"),
         (score([math.nan] * 6, 0, 12), None, "guessing 2.48"),
-        # an honest expert of few rows, or one that is sure of its errors
-        (score([17, 16, 19], 0, MANY, "answer"), None, None),
+        # an honest expert of one row, or one that is sure of its errors
+        (score([17], 0, MANY, "answer"), None, None),
         (score([WRONG] * 60 + [RIGHT] * 140, 0.7, BINARY), None, None),
-        # loses to the base
-        (score([4, 5, 4, 5], 0.1, MANY, "answer"), BASE, "the base 2.25"),
-        # does not: right more often, close, whole texts
-        (score([4, 5, 4, 5], 0.3, MANY, "answer"), BASE, None),
-        (score([2.05, 3.05, 2.05, 2.05], 0, MANY), BASE, None),
-        (score([4, 5, 4, 5], 0, MANY, "text"), BASE, None),
+        # loses to the merged model
+        (score([4, 5, 4, 5], 0.1, MANY, "answer"), MERGED, "the merged model 2.25"),
+        # does not: right more often, close, within the interval
+        (score([4, 5, 4, 5], 0.3, MANY, "answer"), MERGED, None),
+        (score([2.05, 3.05, 2.05, 2.05], 0, MANY), MERGED, None),
+        (score([9, 1, 2, 2], 0, MANY), MERGED, None),
     ],
 )
-def test_a_weak_expert_and_an_honest_one(expert, base, better):
+def test_a_weak_expert_and_an_honest_one(expert, merged, better):
     rows = len(expert.losses)
     expected = [] if better is None else [f"a (loss {expert.loss:.2f} on {rows} rows, {better})"]
-    assert weak_experts({"a": expert}, {} if base is None else {"a": base}) == expected
+    assert weak_experts({"a": expert}, {"a": merged or expert}) == expected
 
 
 NOISE = torch.linspace(-0.02, 0.02, 20).double()
@@ -64,18 +62,20 @@ def noisy(loss: float, right: int | None = None) -> Score:
     return Score((right or 0) / 20, loss + NOISE, flags, 5, "class")
 
 
-def verdict_of(merged: Score, calibrated: Score) -> Verdict:
-    return Verdict.of({"one": merged}, {"one": calibrated}, FeatCalSettings.plus())
+def verdict_of(**pairs: tuple[Score, Score]) -> Verdict:
+    merged, calibrated = ({task: p[n] for task, p in pairs.items()} for n in range(2))
+    return Verdict.of(merged, calibrated, "Try this.")
 
 
 def test_a_gain_has_its_interval_and_its_rows():
     flags = torch.zeros(20).double()
     flags[10:14] = 1
     half = 2.0930240544 * float(flags.std()) / 20**0.5  # Student's t of 19 degrees of freedom
-    verdict = verdict_of(noisy(1.0, 10), noisy(0.75, 14))
+    verdict = verdict_of(one=(noisy(1.0, 10), noisy(0.75, 14)))
     accuracy = f"accuracy +20.0 ± {100 * half:.1f} points"
     assert verdict.gains == [f"gain of one on 20 rows: {accuracy}, loss -0.250 ± 0.000"]
-    assert verdict.is_good and verdict.sentence.startswith("verdict: 1 of 1 task is closer to the")
+    assert verdict.is_good
+    assert verdict.sentence == "verdict: better than the merged model on 1 of 1 task"
 
 
 @pytest.mark.parametrize(
@@ -83,18 +83,26 @@ def test_a_gain_has_its_interval_and_its_rows():
     [
         (noisy(1.0), noisy(1.0), "one (loss +0.000 ± 0.000)"),
         (noisy(1.0), noisy(1.5), "one (loss +0.500 ± 0.000)"),
-        (noisy(1.0, 15), noisy(0.9, 5), "one (accuracy -50.0 ± 24.0 points"),
+        (noisy(1.0), noisy(math.nan), "one (loss +nan)"),
+        (noisy(1.0, 15), noisy(0.9, 5), "one (accuracy -50.0 ± 24.0 points, loss -0.100 ± 0.000)"),
     ],
 )
 def test_a_task_that_is_behind(merged: Score, calibrated: Score, reason: str):
-    verdict = verdict_of(merged, calibrated)
+    verdict = verdict_of(one=(merged, calibrated), two=(noisy(1.0), noisy(0.5)))
     assert not verdict.is_good
-    assert f"no better than the merged model: {reason}" in verdict.sentence
+    start = "verdict: better than the merged model on 1 of 2 tasks"
+    assert verdict.sentence == f"{start}; not better: {reason}. Try this."
 
 
-def test_chance_is_not_behind_and_nothing_held_back_gives_no_verdict():
-    after = noisy(0.99)
-    after.losses[0] += 0.1
-    assert verdict_of(noisy(1.0, 10), after).is_good
-    verdict = Verdict.of({}, {}, FeatCalSettings())
+def test_a_gain_within_its_interval_is_no_gain():
+    unclear = noisy(0.99)
+    unclear.losses[0] += 0.1  # a mean of -0.005, and a standard error of 0.005
+    one_row = tuple(score([loss], 0, 5) for loss in (1.0, 0.5))
+    verdict = verdict_of(a=(noisy(1.0), unclear), b=one_row, c=(noisy(1.0), noisy(0.9)))
+    assert verdict.is_good
+    assert verdict.sentence == (
+        "verdict: better than the merged model on 1 of 3 tasks; within the 95 % interval: a, b"
+    )
+    assert verdict.gains[1] == "gain of b on 1 row: loss -0.500"
+    verdict = verdict_of()
     assert verdict.sentence == "verdict: none without rows to evaluate" and verdict.gains == []

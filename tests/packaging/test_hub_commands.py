@@ -87,12 +87,6 @@ def test_the_literal_command_runs_to_its_table_and_a_second_time_without_downloa
         again = run(tmp_path / "second", environment, *saving)
         assert "downloading" not in again
         later = [request.path for request in mirror.requests[count:]]
-        uploading = ("/api/repos/create", "/api/validate-yaml", "/api/models/somebody/repaired/")
-        downloads = [path for path in later if not path.startswith(uploading)]
-        downloads = [path for path in downloads if path != "/api/agent-harnesses"]  # of the client
-        assert len(downloads) < len(later)
-        assert all("/datasets/" in path for path in downloads if "/resolve/" in path)
-        pushed = mirror.repositories["somebody/repaired"].files
-        assert f"base_model: {BINARY}".encode() in pushed["README.md"]
-        commit = mirror.repositories[BINARY].commit
-        assert json.loads(pushed["provenance.json"])["versions"][BINARY] == commit
+        assert all("/datasets/" in path for path in later if "/resolve/" in path)
+        card = (tmp_path / "second" / "saved" / "README.md").read_text()
+        assert f"base_model: {BINARY}" in card and mirror.repositories[BINARY].commit in card

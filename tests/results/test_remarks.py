@@ -23,7 +23,11 @@ def test_the_last_lines_have_words_that_can_be_typed(
     monkeypatch.setenv("PATH", str(tmp_path))  # a shell without the environment
     *_, command = closing_lines(make_run(), "featcal", tmp_path, tmp_path / "my run")
     program = quote(str(Path(sys.executable).parent / "featcal"))
-    assert command == f"next: {program} report '{tmp_path / 'my run'}'"
+    assert command == f"next: {program} report 'my run'"
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    assert (
+        closing_lines(make_run(), "featcal", tmp_path, Path("/a"))[-1] == "next: featcal report /a"
+    )
     (line,) = closing_lines(Run(), "featcal", None)  # nothing was evaluated
     assert line == "not saved: merged_model_save_path=DIR saves the model of row featcal"
 

@@ -7,7 +7,7 @@ from reports import make_run
 
 from fusion_bench_featcal.files.json_files import masked
 from fusion_bench_featcal.fusionbench import prepare_run
-from fusion_bench_featcal.models.saving import CardFacts, card_text, write_provenance
+from fusion_bench_featcal.models.saving import CardFacts, card_text
 from fusion_bench_featcal.results import write_run
 
 SECRET = "Zq7".ljust(24, "x")
@@ -25,14 +25,13 @@ def test_no_secret_reaches_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["fusion_bench", *OPTIONS, *words])
     settings = {f"text_{number}": word for number, word in enumerate(words)}
     facts, report = CardFacts("featcal", settings=settings), make_run(settings=settings)
-    write_provenance(tmp_path, [], facts)
     write_run(tmp_path, report)
     card = card_text(facts, f"https://me:{SECRET}@host", settings, report)
     (tmp_path / "card").write_text(card)
     program = SimpleNamespace(config=OmegaConf.create(settings), taskpool=None)
     prepare_run(program, str(tmp_path))
     files = [file for file in tmp_path.iterdir() if file.suffix != ".npz"]
-    assert len(files) == 6
+    assert len(files) == 5
     for file in files:
         unmasked = [
             line for line in file.read_text().splitlines() if SECRET.lower() in line.lower()

@@ -43,7 +43,6 @@ from fusion_bench_featcal.results import Note, Run, prepare_directory, write_run
 from fusion_bench_featcal.results.notes import FAILED, NOTE
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison, tasks_below_merged
 from fusion_bench_featcal.results.show import show_run
-from fusion_bench_featcal.run.ending import ending_cleanly
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import (
     Settings,
@@ -170,9 +169,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         log_dir = None if self.log_dir is None else Path(self.log_dir)
         folder = (store / "table") if log_dir is None else log_dir / sweep_job()
         runner = CellRunner(inputs, suite, settings.seed, tasks, label, store, log_dir)
-        go_on = f"Interrupted. Finished cells are in {store}. To continue, repeat the command"
-        with ending_cleanly(program, lambda: go_on):
-            done = _run_cells(runner, cells)
+        done = _run_cells(runner, cells)
         self._report(folder, store, done)
         failed = [note for note in done.notes if note.kind == FAILED]
         if failed:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.copies import copied_module
-from fusion_bench_featcal.files import replacing
+from fusion_bench_featcal.files import new_path
 from fusion_bench_featcal.fusionbench.data import samples_used
 from fusion_bench_featcal.fusionbench.evaluation import Evaluation, evaluate, join, task_names
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
@@ -224,7 +225,8 @@ def reason_of(error: BaseException) -> str:
 def _write(path: Path, done: Run) -> None:
     """Write a finished cell: its folder is complete or absent."""
     try:
-        with replacing(path, ["*"]) as part:  # the old folder is a damaged one
+        shutil.rmtree(path, ignore_errors=True)  # a damaged one
+        with new_path(path) as part:
             write_run(part, done, RESULTS_DIR)
     except OSError:
         if not (path / RUN_FILE).exists():  # else another job has finished it at the same time

@@ -45,7 +45,6 @@ from fusion_bench_featcal.modules.models import head_of
 from fusion_bench_featcal.results import BASE, FEATCAL
 from fusion_bench_featcal.results import measure as measure_cost
 from fusion_bench_featcal.results.notes import DIAGNOSIS, Note
-from fusion_bench_featcal.run.ending import ends_cleanly
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import Settings, is_text_list, setting
 
@@ -94,7 +93,6 @@ class DiagnosisAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """Use the suite's task pool if none was named, and check the log directory."""
         prepare_run(self._program, self.log_dir)
 
-    @ends_cleanly
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge and calibrate, and measure and evaluate each model.
 

@@ -30,7 +30,6 @@ from fusion_bench_featcal.lab.rivals.method import Method
 from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.run import training_lines
-from fusion_bench_featcal.run.ending import ends_cleanly
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,6 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """Use the suite's task pool if none was named, and check the log directory."""
         prepare_run(self._program, self.log_dir)
 
-    @ends_cleanly
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Build the model, and report it if the program runs this method itself.
 
