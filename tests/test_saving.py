@@ -77,7 +77,7 @@ CARDS: list[tuple[CardFacts, str, str, list[str]]] = [
     (CardFacts("featcal", settings=FeatCalSettings().as_dict()),
      "Merged model, repaired by FeatCal", f"with FeatCal ({PAPER})", ["- all: `defaults`"]),
     (CardFacts("featcal", settings={"rule": "Mine(strength=2)"}),
-     "Merged model, repaired by FeatCal with another rule", "the rule `Mine(strength=2)`",
+     "Merged model, repaired by FeatCal", "the rule `Mine(strength=2)`",
      ["- rule: `Mine(strength=2)`"]),
     (CardFacts("surgery", settings={"width": 4}), "Merged model (surgery)", "row `surgery`",
      ["- width: `4`"]),

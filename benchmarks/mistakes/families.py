@@ -85,8 +85,8 @@ MUTATIONS = [
     Mutation(
         "a lower accuracy is no reason for the verdict",
         "folders/verdict.py",
-        "is_behind |= gain < -gain_half",
-        "pass",
+        " or accuracy.value < -accuracy.half",
+        "",
         "folders/test_verdicts.py",
     ),
     Mutation(

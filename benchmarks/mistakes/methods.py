@@ -6,7 +6,7 @@ MUTATIONS = [
     Mutation(
         "a model of another command counts as this one's",
         "folders/saving.py",
-        'return (request.folder / RECIPE).read_text(encoding="utf-8") == request.recipe',
+        'return (folder / RECIPE).read_text(encoding="utf-8") == recipe',
         "return True",
         "folders/test_folder_failures.py",
     ),

@@ -213,7 +213,7 @@ MUTATIONS = [
     Mutation(
         "plus: nobody is told of exchanged samples",
         "run/trust.py",
-        "if better > MARGIN * assigned else {}",
+        "if some and better > MARGIN * assigned else {}",
         "if False else {}",
         EDGES,
     ),

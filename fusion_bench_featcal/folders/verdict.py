@@ -29,7 +29,7 @@ class Mean(NamedTuple):
 
     @property
     def is_above(self) -> bool:
-        """Whether the interval is above 0. NaN counts as above."""
+        """True if the interval is above 0, or the mean is NaN."""
         return not self.value <= self.half
 
     def text(self, form: str) -> str:

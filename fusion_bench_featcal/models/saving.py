@@ -112,10 +112,7 @@ def correct_configs(model: Any, folder: Path) -> None:
 
 
 def _drop_code(folder: Path) -> None:
-    """Remove `auto_map` from saved configs: it names code of the original folder, which is not run.
-
-    The classes that were loaded are those of transformers.
-    """
+    """Remove `auto_map` from saved configs, which names code of the original folder."""
     for file in folder.glob("*config.json"):
         config = json.loads(file.read_text(encoding="utf-8"))
         if config.pop("auto_map", None) is not None:
@@ -175,17 +172,16 @@ def card_text(
 
 def _method(facts: CardFacts) -> tuple[str, str]:
     """Return title and description of the method that made a model."""
-    rule = facts.settings.get("rule")
-    made, row = "Made by fusion_bench_featcal", f"row `{facts.row}` of its report"
+    rule, row = facts.settings.get("rule"), f"row `{facts.row}` of its report"
     if rule is None:
-        return f"Merged model ({facts.row})", f"{made}, {row}."
-    if rule == "paper":
-        return "Merged model, repaired by FeatCal", f"{made} with FeatCal ({PAPER}), {row}."
-    if rule == "plus":
-        about = f"{made} with FeatCal+, its extension of the paper's FeatCal ({PAPER}), {row}."
-        return "Merged model, repaired by FeatCal+", about
-    title = "Merged model, repaired by FeatCal with another rule"
-    return title, f"{made} with FeatCal ({PAPER}) and the rule `{rule}`, {row}."
+        return f"Merged model ({facts.row})", f"Made by fusion_bench_featcal, {row}."
+    methods = {
+        "paper": f"FeatCal ({PAPER})",
+        "plus": f"FeatCal+, its extension of the paper's FeatCal ({PAPER})",
+    }
+    method = methods.get(rule, f"FeatCal ({PAPER}) and the rule `{rule}`")
+    title = f"Merged model, repaired by {'FeatCal+' if rule == 'plus' else 'FeatCal'}"
+    return title, f"Made by fusion_bench_featcal with {method}, {row}."
 
 
 def _changed(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.base import hidden_output
 from fusion_bench_featcal.lab.rivals.features import project
-from fusion_bench_featcal.models.saving import keep_untied
+from fusion_bench_featcal.models.saving import correct_configs
 
 WEIGHTS = "corrections.safetensors"
 VARIANT = "uncorrected"
@@ -171,7 +171,7 @@ class CorrectedModel(nn.Module):
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Save the merged model by its `save_pretrained`, and the corrections in that folder."""
         self.model.save_pretrained(folder, variant=VARIANT, **kwargs)
-        keep_untied(self.model, Path(folder))
+        correct_configs(self.model, Path(folder))
         tensors = {n: t for n, t in self.state_dict().items() if not n.startswith("model.")}
         record = {"tasks": json.dumps(self.tasks), "final_norm": self.final_norm or ""}
         save_file({n: t.contiguous() for n, t in tensors.items()}, Path(folder) / WEIGHTS, record)
