@@ -169,7 +169,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         upstream: Upstream,
     ) -> tuple[CalibrationResult, Cost]:
         """Calibrate one row. The first row's reads include those of the upstream merger."""
-        first, processes, fabric = name == FEATCAL, self._processes, self.fabric
+        first, processes, fabric = settings is self.settings, self._processes, self.fabric
         rule = settings.rule if isinstance(settings.rule, str) else type(rule_of(settings)).__name__
         level = logging.INFO if processes.rank == 0 else logging.DEBUG
         log.log(level, "calibrating %s (rule=%s)", name, rule)

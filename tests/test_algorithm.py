@@ -22,6 +22,7 @@ from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisio
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, results
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench import FeatCalJob, checked_choices, run_results
+from fusion_bench_featcal.settings import PLUS
 from fusion_bench_featcal.suites import image
 
 ROW = "featcal_mini"
@@ -96,7 +97,7 @@ def test_chosen_row_is_saved_once_before_it_is_evaluated_and_others_come_last(ru
     assert card.startswith("---\nlibrary_name: transformers")
     for text in (
         "- mini_korean: `8`", "TaskArithmetic", "- ridge_lambda: `0.0001`", "arxiv.org",
-        "fusion_bench method=featcal", "- torch: `", f"| **{ROW}** | ",
+        "fusion_bench method=featcal", "- torch: `", f"| + {ROW} | ",
     ):  # fmt: skip
         assert text in card, text
     assert "hf_secret" not in card
@@ -213,3 +214,13 @@ def test_presets_of_the_pool_are_taken_unless_the_run_has_its_own() -> None:
     assert checked_choices(plus, None, None, paper).presets == {"paper_flan_t5": expected}
     published = FeatCalSettings(ridge_lambda=1e-5, mix_alpha=0.6)
     assert checked_choices(published, None, None, paper).presets == {}
+
+
+def test_the_row_of_featcal_plus_has_its_name_and_no_double() -> None:
+    pool: Any = {"presets": {"plus": dict(PLUS), "weak": {"ridge_lambda": 9.0}}}
+    paper, plus = FeatCalSettings(), FeatCalSettings.plus(augment=None)
+    choices = checked_choices(paper, None, None, pool)
+    assert list(choices.rows(paper)) == ["featcal", "featcal_plus", "featcal_weak"]
+    choices = checked_choices(plus, None, None, pool)
+    assert choices.save == "featcal_plus" and choices.rows(plus)["featcal_plus"] is plus
+    assert list(choices.rows(plus)) == ["featcal_plus", "featcal_weak"]

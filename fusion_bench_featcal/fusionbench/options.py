@@ -13,6 +13,7 @@ from fusion_bench_featcal.errors.nearest_names import (
     refuse_unusable_names,
 )
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
+from fusion_bench_featcal.results.run import row_of_rule
 from fusion_bench_featcal.settings import PLUS, FeatCalSettings
 from fusion_bench_featcal.settings.fields import Settings, is_text_list, setting
 
@@ -85,7 +86,7 @@ class Choices:
     def rows(self, settings: FeatCalSettings) -> dict[str, FeatCalSettings]:
         """Return the settings of each calibrated row by its name, the method's own first."""
         presets = {f"{FEATCAL}_{name}": preset for name, preset in self.presets.items()}
-        return {FEATCAL: settings, **presets}
+        return {row_of_rule(settings.rule): settings, **presets}
 
 
 def take_fusion_bench_keys(keys: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +177,10 @@ def checked_choices(
         checked = {name: preset for name, preset in checked.items() if preset != settings}
     if (folder := settings.checkpoint_dir) is not None:
         checked = {n: p.replace(checkpoint_dir=f"{folder}/preset-{n}") for n, p in checked.items()}
-    rows = [FEATCAL, *(f"{FEATCAL}_{name}" for name in checked), MERGED]
+    row = row_of_rule(settings.rule)
+    checked = {name: preset for name, preset in checked.items() if f"{FEATCAL}_{name}" != row}
+    rows = [row, *(f"{FEATCAL}_{name}" for name in checked), MERGED]
+    save = row if save == FEATCAL else save
     if save not in rows:
         raise ValueError(
             f"method.save must be a row that this run makes, of {', '.join(rows)}, got {save!r}"

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 FAILED = "failed"  # a cell of a comparison gave no result
 SAMPLES = "samples"  # calibration samples of the test split, or unlike the expert's data
 LOSS = "loss"  # a value that is not finite
-DRIFT = "drift"  # a task far from its expert
 UPDATE = "update"  # a module with a large update
 NOTE = "note"  # anything else
 DIAGNOSIS = "diagnosis"  # items of a diagnosis
@@ -15,7 +14,7 @@ RECORD = "record"  # differences between runs
 GAIN = "gain"  # scores before and after, on held-out rows
 VERDICT = "verdict"  # the conclusion from the gains
 KINDS = (
-    FAILED, SAMPLES, LOSS, DRIFT, UPDATE, NOTE, DIAGNOSIS, BELOW, RECORD, GAIN, VERDICT,
+    FAILED, SAMPLES, LOSS, UPDATE, NOTE, DIAGNOSIS, BELOW, RECORD, GAIN, VERDICT,
 )  # fmt: skip
 """All kinds, in display order."""
 

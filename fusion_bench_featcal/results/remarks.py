@@ -4,17 +4,12 @@ import os
 import shlex
 import shutil
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .notes import BELOW, DRIFT, SAMPLES, UPDATE, Note
+from .notes import BELOW, SAMPLES, UPDATE, Note
 from .run import AVERAGE, FEATCAL, REFERENCES, Row, Run
-
-HIGH_DRIFT = 0.7
-"""Smallest relative drift of a task's features after the last block that causes a note. Features of
-zero have drift 1. On the bundled suites tasks end between 0.1 and 0.35, and a task that is
-suppressed by the others ends at 0.9."""
 
 LARGE_UPDATE = 10.0
 """Smallest norm of a module's update, relative to the largest of the experts' weights, that causes
@@ -45,59 +40,25 @@ def tasks_below_merged(rows: Sequence[Row]) -> list[Note]:
     ]
 
 
-def tasks_with_high_drift(name: str, records: Iterable[Mapping[str, Any]]) -> list[Note]:
-    """Return a note on each task whose drift is at least `HIGH_DRIFT` after the last block.
-
-    `records` come from the calibration log of row `name`. Without drift there is no note.
-    """
-    last = {
-        record["task"]: record.get("relative_drift")
-        for record in records
-        if record["kind"] == "task"
-    }
-    return [
-        Note(
-            DRIFT,
-            f"{task} keeps a relative drift of {drift:.2f} after the last block (1: as far from "
-            "its expert's features as zeros would be)",
-            name,
-            task,
-        )
-        for task, drift in last.items()
-        if drift is not None and drift >= HIGH_DRIFT
-    ]
+def notes_of_log(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
+    """Return all notes on the calibration log of a row."""
+    return [*exchanged_samples(name, records), *largest_update(name, records)]
 
 
 def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
     """Return a note on the module with the largest update, if it is `LARGE_UPDATE` or more.
 
-    `records` come from the calibration log of row `name`. A task is named if its expert's features
-    at the module's block are far larger than the other experts' features.
+    `records` come from the calibration log of row `name`.
     """
     modules = [record for record in records if "relative_update" in record]
     worst = max(modules, key=lambda record: record["relative_update"], default=None)
     if worst is None or worst["relative_update"] < LARGE_UPDATE:
         return []
-    scales = {
-        record["task"]: record["drift"] / record["relative_drift"]
-        for record in records
-        if record["kind"] == "task"
-        and record["block"] == worst["block"]
-        and record.get("relative_drift")
-    }
-    *smaller, largest = [0.0, 0.0, *sorted(scales.values())]
-    task = max(scales, key=scales.__getitem__) if largest > LARGE_UPDATE * smaller[-1] > 0 else ""
     text = (
         f"module {worst['module']}: the update is {worst['relative_update']:.3g} times as large as "
         "the merged weights. Check the scale of weights and calibration samples"
     )
-    return [Note(UPDATE, text + (f" of task {task}" if task else ""), name, task)]
-
-
-def notes_of_log(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
-    """Return all notes on the calibration log of a row."""
-    kinds = (exchanged_samples, tasks_with_high_drift, largest_update)
-    return [note for notes in kinds for note in notes(name, records)]
+    return [Note(UPDATE, text, name)]
 
 
 def exchanged_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:

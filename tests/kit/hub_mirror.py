@@ -1,11 +1,10 @@
 """A mirror of the Hugging Face hub's protocol on the loopback, whose repositories can fail.
 
-It answers the requests of `huggingface_hub` and `datasets` to list, download and upload: the
+It answers the requests of `huggingface_hub` and `datasets` to list and download: the
 programming interface under `/api`, and files under `/ID/resolve/REVISION/FILE`. A process uses it
 with `environment`: the real client runs, and no request leaves the machine.
 """
 
-import base64
 import hashlib
 import json
 import os
@@ -139,10 +138,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.request_ = Request(self.command, path)
         self.mirror.requests.append(self.request_)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if path == "/api/repos/create":
-            return self._create(json.loads(body))
-        if path == "/api/validate-yaml":
-            return self._json({"errors": [], "warnings": []})
         is_api, path = path.startswith("/api/"), path.removeprefix("/api")
         steps = path.removeprefix("/models/").strip("/").split("/")
         ids = ["/".join(steps[:length]) for length in (1, 2, 3)]
@@ -169,11 +164,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET = do_POST = _answer
 
-    def _create(self, options: Mapping[str, Any]) -> None:
-        name = "/".join(filter(None, (options.get("organization"), options["name"])))
-        self.mirror.repositories.setdefault(name, Repository({}))
-        self._json({"url": f"{self.mirror.url}/{name}", "name": name})
-
     def _refuse(self, status: int, code: str, message: str) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": message})
 
@@ -183,17 +173,6 @@ class _Handler(BaseHTTPRequestHandler):
         files = repository.at(revision)
         if files is None:
             self._refuse(404, "RevisionNotFound", "Invalid rev id")
-        elif action == "preupload":
-            mode = {"uploadMode": "regular", "shouldIgnore": False}
-            uploads = json.loads(body)["files"]
-            self._json({"files": [{"path": file["path"], **mode} for file in uploads]})
-        elif action == "commit":
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    content = base64.b64decode(line["value"]["content"])
-                    repository.files[line["value"]["path"]] = content
-            url = f"{self.mirror.url}/{name}/commit/{repository.commit}"
-            self._json({"commitUrl": url, "commitOid": repository.commit, "success": True})
         elif action in ("paths-info", "tree"):
             paths = parse_qs(body.decode()).get("paths", ["/".join(rest[2:])])
             entries = [

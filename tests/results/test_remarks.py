@@ -12,7 +12,6 @@ from fusion_bench_featcal.results import Run
 from fusion_bench_featcal.results.remarks import (
     closing_lines,
     tasks_below_merged,
-    tasks_with_high_drift,
 )
 
 
@@ -60,14 +59,3 @@ def test_each_task_below_the_merged_model_has_a_sentence() -> None:
         "b ends below the merged model: featcal_mini -1.0 points",
     ]
     assert tasks_below_merged(run.rows[:1] + run.rows[2:]) == []  # without the merged model
-
-
-def test_a_task_that_keeps_a_high_drift_after_the_last_block_has_a_sentence() -> None:
-    drifts = [("0", "near", 0.9), ("0", "far", 0.5), ("1", "near", 0.3), ("1", "far", 0.93)]
-    records = [
-        {"kind": "task", "block": block, "task": task, "relative_drift": drift}
-        for block, task, drift in drifts
-    ]
-    (note,) = tasks_with_high_drift("featcal", records)
-    text = "featcal: far keeps a relative drift of 0.93 after the last block"
-    assert note.sentence.startswith(text)

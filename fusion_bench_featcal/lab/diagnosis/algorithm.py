@@ -42,7 +42,7 @@ from fusion_bench_featcal.lab.diagnosis.views import show_diagnosis
 from fusion_bench_featcal.lab.rivals.features import load_projection
 from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.modules.models import head_of
-from fusion_bench_featcal.results import BASE, FEATCAL
+from fusion_bench_featcal.results import BASE
 from fusion_bench_featcal.results import measure as measure_cost
 from fusion_bench_featcal.results.notes import DIAGNOSIS, Note
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -120,7 +120,7 @@ class DiagnosisAlgorithm(LightningFabricMixin, BaseAlgorithm):
             sources = inputs.base(), inputs.experts(), batches[name]
             with measure_cost() as cost:
                 result = calibrate(merged, *sources, settings, **options)
-            result.reads["upstream"] = upstream.reads() if name == FEATCAL else None
+            result.reads["upstream"] = upstream.reads() if settings is self.settings else None
             add_measures(name, result.model)
             results.add_calibrated(name, result, settings, cost, chosen.base_method)
             del result  # frees a model before the next one
