@@ -79,6 +79,7 @@ CARDS: list[tuple[CardFacts, str, str, list[str]]] = [
     (CardFacts("featcal", settings={"rule": "Mine(strength=2)"}),
      "Merged model, repaired by FeatCal", "the rule `Mine(strength=2)`",
      ["- rule: `Mine(strength=2)`"]),
+    (CardFacts("merged"), "Merged model", "As merged, without calibration", ["none"]),
     (CardFacts("surgery", settings={"width": 4}), "Merged model (surgery)", "row `surgery`",
      ["- width: `4`"]),
 ]  # fmt: skip

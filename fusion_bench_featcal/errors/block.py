@@ -53,9 +53,9 @@ def is_bug(error: BaseException) -> bool:
     if isinstance(error, OSError) or type(error).__module__.startswith(f"{_PACKAGE.name}."):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1] if frames else None
-    is_ours = last is not None and _PACKAGE in Path(last.filename).parents
-    return not (is_ours and (last.line or "").startswith("raise "))
+    if not frames or _PACKAGE not in Path(frames[-1].filename).parents:
+        return True
+    return not (frames[-1].line or "").startswith("raise ")
 
 
 def _wrapped(error: BaseException) -> BaseException:

@@ -54,19 +54,14 @@ def refuse_unusable_names(
         ValueError: If a name has path separators or control characters, is too long or reserved,
             or differs from another only in case.
     """
-    earlier = dict.fromkeys([*REPORT_COLUMNS, *reserved])
+    taken = {*REPORT_COLUMNS, *reserved}
     for name in map(str, names):
         key = unicodedata.normalize("NFC", name).casefold()
         usable = name.isprintable() and not _NOT_IN_FILES & set(name) and name.strip(" .") == name
-        if not (name and usable and len(name.encode()) <= _LONGEST):
+        if key in taken or not (name and usable and len(name.encode()) <= _LONGEST):
+            problem = "is taken" if key in taken else "cannot name a file"
             raise ValueError(
-                f"{setting}: {name[:_LONGEST]!r} cannot name a file. Use at most {_LONGEST} bytes "
-                "of letters, digits and signs such as _ and -"
+                f"{setting}: {name[:_LONGEST]!r} {problem}. Choose another, of at most "
+                f"{_LONGEST} bytes of letters, digits and signs such as _ and -"
             )
-        if key in earlier:
-            other = earlier[key]
-            why = (
-                "has a meaning already" if other is None else f"differs from {other!r} only in case"
-            )
-            raise ValueError(f"{setting}: the name {name!r} {why}. Choose another")
-        earlier[key] = name
+        taken.add(key)

@@ -113,8 +113,12 @@ def run(request: Request) -> Path:
     try:
         with quiet():
             return _run(request)
-    except (ValueError, CalibrationError) as error:
-        raise type(error)(in_words_of_the_command(error)) from error
+    except NotImproved:
+        raise
+    except CalibrationError as error:
+        raise CalibrationError(in_words_of_the_command(error)) from error
+    except ValueError as error:
+        raise ValueError(in_words_of_the_command(error)) from error
 
 
 def _run(request: Request) -> Path:

@@ -26,6 +26,7 @@ from fusion_bench_featcal.files.tensors import write_index, write_tensors
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import Run, versions
 from fusion_bench_featcal.results.joining import join
+from fusion_bench_featcal.results.run import GIVEN
 from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.summaries import summary
 from fusion_bench_featcal.results.tables import page
@@ -173,6 +174,8 @@ def card_text(
 def _method(facts: CardFacts) -> tuple[str, str]:
     """Return title and description of the method that made a model."""
     rule, row = facts.settings.get("rule"), f"row `{facts.row}` of its report"
+    if facts.row == GIVEN:
+        return "Merged model", f"As merged, without calibration: {row}."
     if rule is None:
         return f"Merged model ({facts.row})", f"Made by fusion_bench_featcal, {row}."
     methods = {

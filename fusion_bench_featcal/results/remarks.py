@@ -1,6 +1,5 @@
 """Sentences about a run: notable tasks, and the last lines of its output."""
 
-import os
 import shlex
 import shutil
 import sysconfig
@@ -116,8 +115,9 @@ def next_lines(folder: Path) -> list[str]:
 
 
 def typed_path(path: Path) -> str:
-    """Return a path for a shell, relative to the current folder where that is shorter."""
-    return shlex.quote(min(str(path), os.path.relpath(path), key=len))
+    """Return a path for a shell, relative to the current folder if it is below it."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def featcal_program() -> str:

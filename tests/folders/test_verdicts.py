@@ -97,7 +97,7 @@ def test_a_task_that_is_behind(merged: Score, calibrated: Score, reason: str):
 def test_a_gain_within_its_interval_is_no_gain():
     unclear = noisy(0.99)
     unclear.losses[0] += 0.1  # a mean of -0.005, and a standard error of 0.005
-    one_row = tuple(score([loss], 0, 5) for loss in (1.0, 0.5))
+    one_row = score([1.0], 0, 5), score([0.5], 0, 5)
     verdict = verdict_of(a=(noisy(1.0), unclear), b=one_row, c=(noisy(1.0), noisy(0.9)))
     assert verdict.is_good
     assert verdict.sentence == (

@@ -225,9 +225,9 @@ def reason_of(error: BaseException) -> str:
 def _write(path: Path, done: Run) -> None:
     """Write a finished cell: its folder is complete or absent."""
     try:
-        shutil.rmtree(path, ignore_errors=True)  # a damaged one
         with new_path(path) as part:
             write_run(part, done, RESULTS_DIR)
+            shutil.rmtree(path, ignore_errors=True)  # a damaged one
     except OSError:
         if not (path / RUN_FILE).exists():  # else another job has finished it at the same time
             raise
