@@ -19,9 +19,9 @@ MUTATIONS = [
     ),
     Mutation(
         "loss is averaged over batches",
-        "tasks/scoring.py",
-        "loss_sum / len(right)",
-        "loss_sum / len(correct)",
+        "tasks/clip_pool.py",
+        "loss / len(right)",
+        "loss / len(correct)",
         "tasks/test_clip_task_pool.py::test_loss_is_a_mean_over_items_whatever_the_batch_size",
     ),
     Mutation(

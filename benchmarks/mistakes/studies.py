@@ -22,21 +22,21 @@ MUTATIONS = (
         "data/corruptions.py",
         "scale=_NOISE[severity - 1]",
         "scale=_NOISE[severity - 2]",
-        "data/test_derived_images.py",
+        "data/test_corruptions.py",
     ),
     Mutation(
         "motion blur changes the brightness",
         "data/corruptions.py",
         "return kernel / kernel.sum()",
         "return kernel / kernel.max()",
-        "data/test_derived_images.py",
+        "data/test_corruptions.py",
     ),
     Mutation(
         "all images have the same noise",
         "data/corruptions.py",
         'f"{seed}:{task}:{position}"',
         'f"{seed}:{task}"',
-        "data/test_derived_images.py",
+        "data/test_corruptions.py",
     ),
     Mutation(
         "a finished cell is run again",
@@ -55,8 +55,8 @@ MUTATIONS = (
     Mutation(
         "calibration images are not corrupted",
         "fusionbench/data.py",
-        "return ImageItems(changed, name=rows.name)",
-        "return rows",
+        'rows = corrupted(rows, change["kind"], change["severity"], settings.seed, task)',
+        "pass",
         "test_calibration_data.py",
     ),
 )

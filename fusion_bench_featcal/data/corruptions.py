@@ -8,11 +8,13 @@ Common Corruptions and Perturbations" (ICLR 2019), and from ImageNet-C's code
 import hashlib
 from collections.abc import Callable
 from math import ceil, cos, pi, sin
+from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 from scipy.signal import fftconvolve
 
+from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CORRUPTIONS, SEVERITIES
 
@@ -27,23 +29,49 @@ _FOG = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))
 _STEEPEST = pi / 4  # largest angle of motion from the horizontal
 
 
-def check_corruption(corruption: object, severity: object) -> None:
-    """Refuse a corruption or severity that does not exist.
+def corrupted(
+    data: Any,
+    corruption: str,
+    severity: int = 3,
+    seed: int = 42,
+    task: str = "",
+    size: int | None = None,
+) -> ImageItems:
+    """Corrupt the images of a dataset as ImageNet-C.
+
+    The random numbers of an image depend on `seed`, `task` and its position only, so the severities
+    of one corruption share their noise, direction or clouds.
 
     Args:
-        corruption: The corruption.
-        severity: The severity.
+        data: The dataset, in YAML a mapping with `_target_` (`load_images` for a path or hub id).
+        corruption: `gaussian_noise`, `motion_blur` or `fog`.
+        severity: 1 to 5.
+        seed: Seed.
+        task: Name of the task, part of the seed.
+        size: Length in pixels to which the shorter side is resized first, such as 224 for
+            ImageNet-C. None leaves images unchanged. A later reduction in size would weaken the
+            noise.
+
+    Returns:
+        Items `{"image": RGB picture, "label": int}`.
 
     Raises:
-        ValueError: If one of them does not exist, with its value and range.
+        ValueError: If there is no such corruption or severity.
+        CalibrationError: If the data are not one dataset of images.
     """
     if corruption not in list(CORRUPTIONS):  # may be unhashable
-        raise ValueError(
-            f"corruption must be one of {', '.join(CORRUPTIONS)}, got {corruption!r}"
-            f"{nearest_hint(corruption, CORRUPTIONS)}"
-        )
-    if not isinstance(severity, int) or isinstance(severity, bool) or severity not in SEVERITIES:
+        hint = nearest_hint(corruption, CORRUPTIONS)
+        names = ", ".join(CORRUPTIONS)
+        raise ValueError(f"corruption must be one of {names}, got {corruption!r}{hint}")
+    if isinstance(severity, bool) or severity not in SEVERITIES:
         raise ValueError(f"severity must be an integer from 1 to 5, got {severity!r}")
+
+    def change(picture: Image.Image, position: int) -> Image.Image:
+        if size is not None:
+            picture = ImageOps.scale(picture, size / min(picture.size), Image.Resampling.BICUBIC)
+        return corrupt(picture, corruption, severity, random_of(seed, task, position))
+
+    return ImageItems(data, name=f"data of corruption {corruption}").changed(change)
 
 
 def corrupt(

@@ -1,18 +1,15 @@
 """`ImageItems`: any dataset as pictures. `load_images`: folders, tables and hub datasets."""
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
+from PIL import Image
 
-from fusion_bench_featcal.data.labels import (
-    check_classnames_by,
-    encode_labels,
-    label_index,
-    sort_names,
-)
+from fusion_bench_featcal.data.labels import class_number, encode_labels, sort_names
 from fusion_bench_featcal.data.pictures import to_rgb
 from fusion_bench_featcal.data.tables import from_hub, read_table, require_numbered
 from fusion_bench_featcal.errors import CalibrationError
@@ -29,8 +26,8 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
 
     Attributes:
         name: Name of the dataset in messages.
-        classnames: Class names by label, if there are any.
-        has_labels: Whether items have labels, or None if unknown before an item is read.
+        classnames: Class names by number, if there are any.
+        has_labels: False if there are certainly no labels.
     """
 
     def __init__(
@@ -41,62 +38,68 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         image_column: str = "image",
         label_column: str | None = "label",
         classnames: Sequence[str] | None = None,
-        classnames_by: str = "name",
     ) -> None:
-        """View a `datasets` table, a map-style dataset or other items.
+        """View a `datasets` table, or a dataset of mappings or tuples (image, label).
 
         For further arguments see `load_images`.
 
         Raises:
-            ValueError: If a column does not exist, or class names do not fit.
+            ValueError: If the column of the images does not exist.
             CalibrationError: If `rows` has no length or several splits, or a label is not a class.
         """
         require_numbered(rows, name)
         self.name, self.classnames = name, None if classnames is None else list(classnames)
-        self.has_labels: bool | None = None if label_column is not None else False
+        self.has_labels, self._labels = label_column is not None, None
         self._rows, self._image_column, self._label_column = rows, image_column, label_column
-        self._labels: list[int] | None = None
+        self._values: tuple[Sequence[Any], Sequence[str] | None] | None = None
+        self._change: Callable[[Image.Image, int], Image.Image] | None = None
         if isinstance(rows, ImageItems):
-            self._view(rows, classnames_by)
+            self._view(rows)
         elif isinstance(rows, datasets.Dataset) and rows.format["type"] != "custom":
-            self._read_table(rows, classnames_by)
+            self._read_table(rows)
+        if self.has_labels and self._values is not None:
+            self._labels, self.classnames = encode_labels(*self._values, self.classnames, self.name)
 
-    def _read_table(self, table: datasets.Dataset, classnames_by: str) -> None:
-        _check_column(table, self._image_column, self.name)
-        if isinstance(table.features[self._image_column], datasets.Image):
+    def _read_table(self, table: datasets.Dataset) -> None:
+        column, label = self._image_column, self._label_column
+        _check_column(table, column, self.name)
+        if isinstance(table.features[column], datasets.Image):
             # undecoded, so that messages can name a damaged file
-            table = table.cast_column(self._image_column, datasets.Image(decode=False))
-        self._rows = table.select_columns([self._image_column]).with_format(None)
-        self.has_labels = False
-        if self._label_column is not None and self._label_column in table.column_names:
-            names = getattr(table.features[self._label_column], "names", None)
-            self._set_labels(list(table[self._label_column]), names, classnames_by)
+            table = table.cast_column(column, datasets.Image(decode=False))
+        self._rows = table.select_columns([column]).with_format(None)
+        self.has_labels = label in table.column_names
+        if self.has_labels:
+            names = getattr(table.features[label], "names", None)
+            self._values = list(table.with_format(None)[label]), names
 
-    def _view(self, items: "ImageItems", classnames_by: str) -> None:
+    def _view(self, items: "ImageItems") -> None:
         """View the rows of other items, possibly with other class names."""
         self.name = f"{self.name} ({items.name})"
-        self._rows, self._image_column = items._rows, items._image_column
-        if self._label_column is None:
-            return
-        self.has_labels, self._label_column = items.has_labels, items._label_column
+        self._rows, self._image_column, self._change = (
+            items._rows,
+            items._image_column,
+            items._change,
+        )
+        self._label_column, self._values = items._label_column, items._values
+        self.has_labels = self.has_labels and items.has_labels
         self.classnames = self.classnames or items.classnames
-        if items._labels is not None:
-            self._set_labels(items._labels, items.classnames, classnames_by)
 
-    def _set_labels(self, values: Sequence[Any], names: Sequence[str] | None, by: str) -> None:
-        self.has_labels = True
-        self._labels, self.classnames = encode_labels(values, names, self.classnames, self.name, by)
+    def changed(self, change: Callable[[Image.Image, int], Image.Image]) -> "ImageItems":
+        """Return the items with pictures changed by a function of picture and position."""
+        items = copy.copy(self)
+        items._change = change
+        return items
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        image, label = self.read(index)
-        picture = {"image": to_rgb(image, self.at(index))}
-        return picture if label is None else picture | {"label": label}
+        stored, label = self.read(index)
+        item = {"image": self.picture(stored, index)}
+        return item if label is None else item | {"label": label}
 
     def read(self, index: int) -> tuple[Any, int | None]:
-        """Return image `index` as the dataset stores it (see `to_rgb`), and its label if any.
+        """Return image `index` as the dataset stores it, for `picture`, and its label if any.
 
         Raises:
             CalibrationError: If the item has no image, or a label that is not a class.
@@ -104,21 +107,29 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         try:
             item = self._rows[index]
         except OSError as error:  # from a dataset that decodes pictures
-            raise CalibrationError(f"{self.at(index)} cannot be read ({error}).") from error
+            raise CalibrationError(f"{self.at(index)} cannot be read ({error})") from error
         if isinstance(item, Mapping):
             if self._image_column not in item:
                 raise CalibrationError(
                     f"{self.at(index)} has no {self._image_column!r}; it has: "
-                    f"{', '.join(map(str, item))}. Check image_column."
+                    f"{', '.join(map(str, item))}. Check image_column"
                 )
             item = item[self._image_column], item.get(self._label_column)
-        values = tuple(item) if isinstance(item, tuple | list) and item else (item,)
-        image, label, *_ = (*values, None)
+        image, label, *_ = (*item, None) if isinstance(item, tuple | list) else (item, None)
         if self._labels is not None:
             return image, self._labels[index]
-        if label is None or self.has_labels is False:
+        if label is None or not self.has_labels:
             return image, None
-        return image, label_index(label, self.classnames, self.at(index))
+        return image, class_number(label, self.classnames, self.at(index))
+
+    def picture(self, stored: Any, index: int) -> Image.Image:
+        """Return the RGB picture of a stored image.
+
+        Raises:
+            CalibrationError: If it cannot be read, naming its file.
+        """
+        picture = to_rgb(stored, self.at(index))
+        return picture if self._change is None else self._change(picture, index)
 
     def at(self, index: int) -> str:
         """Return the name of item `index` in messages."""
@@ -131,7 +142,6 @@ def load_images(
     image_column: str = "image",
     label_column: str | None = "label",
     classnames: Sequence[str] | None = None,
-    classnames_by: str = "name",
 ) -> ImageItems:
     """Load pictures from a folder, a table or the hub, without running code of a dataset.
 
@@ -146,19 +156,17 @@ def load_images(
         split: The split, if there are several.
         image_column: Column of the images.
         label_column: Column of the labels. If it is missing or None, the items are unlabeled.
-        classnames: Class names by label. By default the folders' names, the dataset's class names,
-            or the distinct text labels in alphabetical (numbers: numerical) order.
-        classnames_by: Rule that matches the dataset's class names to `classnames`: by `name`, or in
-            `order`.
+        classnames: Class names by number. Names of folders, texts and the dataset's own names are
+            found among them. By default these are the class names, sorted unless the dataset
+            numbers them.
 
     Returns:
         Items `{"image": RGB picture, "label": int}`. A picture is read when its item is used.
 
     Raises:
         ValueError: If the path, the split or a column does not exist.
-        CalibrationError: If the data cannot be read, or a label is out of range.
+        CalibrationError: If the data cannot be read, or a label is not a class.
     """
-    check_classnames_by(classnames_by, f"data {path!r}")
     name = f"data {path!r}" + (f", split {split!r}" if split else "")
     source = Path(path).expanduser()
     if source.is_dir():
@@ -174,7 +182,6 @@ def load_images(
         image_column=image_column,
         label_column=label_column,
         classnames=classnames,
-        classnames_by=classnames_by,
     )
 
 
@@ -182,7 +189,7 @@ def _check_column(table: datasets.Dataset, column: str, name: str) -> None:
     if column not in table.column_names:
         raise ValueError(
             f"{name}: no image_column {column!r}{nearest_hint(column, table.column_names)}. "
-            f"Columns: {', '.join(table.column_names)}."
+            f"Columns: {', '.join(table.column_names)}"
         )
 
 
@@ -197,47 +204,51 @@ def _with_files(table: datasets.Dataset, root: Path, name: str, column: str) -> 
         raise CalibrationError(
             f"{name}: {len(missing)} of {len(files)} image files do not exist; the first is item "
             f"{missing[0]}, {files[missing[0]]} (relative paths start at {root.absolute()}). "
-            f"Correct the table or set image_column (now {column!r})."
+            f"Correct the table or set image_column (now {column!r})"
         )
     paths = [None if file is None else str(file) for file in files]
     return table.remove_columns(column).add_column(column, paths)  # type: ignore[call-arg]
 
 
 def _read_folder(folder: Path, split: str | None) -> datasets.Dataset:
+    """Return a table of the images in a folder, with the names of class folders as labels."""
     if split is not None:
-        folder = folder / split
-        if not folder.is_dir():
-            splits = [e.name for e in sorted(folder.parent.iterdir()) if e.is_dir()]
-            raise ValueError(
-                f"data {str(folder.parent)!r} has no folder for split "
-                f"{split!r}{nearest_hint(split, splits)}. Folders: {', '.join(splits) or 'none'}."
-            )
+        folder = _split_folder(folder, split)
+    data = f"data {str(folder)!r}"
     folders = {e.name: e for e in folder.iterdir() if e.is_dir() and not e.name.startswith(".")}
-    classes = {name: _images(folders[name].rglob("*")) for name in sort_names(folders)}
-    classes = {name: files for name, files in classes.items() if files}
-    names, files = " or ".join(classes), _images(folder.iterdir())
+    found = {name: _images(folders[name].rglob("*")) for name in sort_names(folders)}
+    classes = {name: files for name, files in found.items() if files}
+    alone, names = _images(folder.iterdir()), " or ".join(classes)
     if split is None and classes and set(classes) <= SPLIT_FOLDERS:
-        raise ValueError(f"data {str(folder)!r} has splits: set split to {names}.")
-    if classes and files:
+        raise ValueError(f"{data} has splits: set split to {names}")
+    if classes and alone:
         raise ValueError(
-            f"data {str(folder)!r} has images ({Path(files[0]).name}, ...) beside class folders "
-            f"({names}): move them into class folders."
+            f"{data} has images ({Path(alone[0]).name}, ...) beside class folders ({names}): move "
+            "them into class folders"
         )
-    if not classes and not files:
+    if not classes and not alone:
+        suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
         raise ValueError(
-            f"data {str(folder)!r} has no images ({', '.join(sorted(IMAGE_SUFFIXES))}), neither in "
-            "itself nor in class folders."
+            f"{data} has no images ({suffixes}), neither in itself nor in class folders"
         )
-    columns: dict[str, Any] = {"image": files}
-    features: dict[str, Any] = {"image": datasets.Image()}
-    if classes:
-        columns["image"] = [file for files in classes.values() for file in files]
-        columns["label"] = [name for name, files in classes.items() for _ in files]
-        features["label"] = datasets.ClassLabel(names=list(classes))
-    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+    if alone:
+        return datasets.Dataset.from_dict({"image": alone})
+    images = [file for files in classes.values() for file in files]
+    labels = [name for name, files in classes.items() for _ in files]
+    return datasets.Dataset.from_dict({"image": images, "label": labels})
 
 
-def _images(entries: Any) -> list[str]:
+def _split_folder(folder: Path, split: str) -> Path:
+    splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    if split not in splits:
+        raise ValueError(
+            f"data {str(folder)!r} has no folder for split {split!r}{nearest_hint(split, splits)}. "
+            f"Folders: {', '.join(splits) or 'none'}"
+        )
+    return folder / split
+
+
+def _images(entries: Iterable[Path]) -> list[str]:
     """Return the image files among entries of a folder, sorted."""
     return [
         str(file)

@@ -1,28 +1,31 @@
-"""Images of datasets as 8-bit RGB pictures, and as the tensors that a vision model takes."""
+"""Images of datasets as upright RGB pictures, and as the tensors that a vision model takes."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import BaseImageProcessor, ProcessorMixin
 
 from fusion_bench_featcal.errors import CalibrationError
 
-Processor = ProcessorMixin | BaseImageProcessor | Callable[[Any], Tensor]
+Processor = ProcessorMixin | BaseImageProcessor | Callable[[Image.Image], Tensor]
+
+
+def is_of_transformers(processor: Any) -> bool:
+    """Return whether a processor is one of transformers, not a function of one picture."""
+    return isinstance(processor, ProcessorMixin | BaseImageProcessor)
 
 
 def to_rgb(value: Any, item: str) -> Image.Image:
-    """Convert an image of a dataset to an upright RGB picture, transparent parts on white.
+    """Convert an image of a dataset to an upright 8-bit RGB picture, transparent parts on white.
 
     Args:
-        value: A PIL image, a path, the bytes of an image file, a mapping with `bytes` or `path`
-            (as `datasets` stores images), or an array or tensor of uint8, `[height, width]` or
-            `[height, width, 3]` or, with alpha, `[height, width, 4]`.
+        value: A PIL image, a path, the bytes of an image file, or a mapping with `bytes` or `path`,
+            as `datasets` stores images.
         item: Name of the item in messages.
 
     Raises:
@@ -31,27 +34,23 @@ def to_rgb(value: Any, item: str) -> Image.Image:
     """
     if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
         value = value.get("bytes") or value.get("path")
-    name = f"{item}: image file {value}" if isinstance(value, str | Path) else f"{item}: the image"
+    if not isinstance(value, str | Path | bytes | Image.Image):
+        raise CalibrationError(
+            f"{item}: not an image but {type(value).__name__}. Check image_column, or store PIL "
+            "images, paths or the bytes of image files"
+        )
+    is_file = isinstance(value, str | Path)
     try:
-        if isinstance(value, str | Path):
-            with Image.open(Path(value).expanduser()) as opened:
-                return _rgb(opened)
-        if isinstance(value, bytes):
-            with Image.open(io.BytesIO(value)) as opened:
-                return _rgb(opened)
-        if isinstance(value, np.ndarray | Tensor):
-            value = Image.fromarray(np.ascontiguousarray(value))
         if isinstance(value, Image.Image):
             return _rgb(value)
-    except UnidentifiedImageError as error:
-        raise CalibrationError(f"{name} cannot be read: its format is unknown") from error
-    # PIL raises any of these for damaged files and unsupported modes
-    except (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError) as error:
-        raise CalibrationError(f"{name} cannot be read ({error}). Repair or remove it.") from error
-    raise CalibrationError(
-        f"{item}: not an image but {type(value).__name__} ({str(value)[:60]!r}). Check "
-        "image_column."
-    )
+        with Image.open(Path(value).expanduser() if is_file else io.BytesIO(value)) as opened:
+            return _rgb(opened)
+    except Exception as error:  # PIL raises many types for damaged files
+        name = f"file {value}" if is_file else "the image"
+        reason = str(error).split(" <")[0]  # without the repr of a buffer
+        raise CalibrationError(
+            f"{item}: {name} cannot be read as an image ({reason}). Repair or remove it"
+        ) from error
 
 
 def _rgb(picture: Image.Image) -> Image.Image:
@@ -66,54 +65,43 @@ def _rgb(picture: Image.Image) -> Image.Image:
     return canvas.convert("RGB")
 
 
-def to_pixels(image: Any, processor: Processor, item: str) -> Tensor:
-    """Process one image (see `to_rgb`) to pixels `[channels, height, width]`, floating point.
-
-    A plain callable gets arrays and tensors unchanged.
+def to_pixels(picture: Image.Image, processor: Processor, item: str) -> Tensor:
+    """Process one RGB picture to pixels `[channels, height, width]`, floating point.
 
     Raises:
-        CalibrationError: If the image cannot be read, or the processor fails or returns something
-            else.
+        CalibrationError: If the processor fails or returns something else.
     """
-    is_plain = not isinstance(processor, ProcessorMixin | BaseImageProcessor)
-    if not (is_plain and isinstance(image, np.ndarray | Tensor)):
-        image = to_rgb(image, item)
     transform: Any = processor
     try:
-        pixels = (
-            transform(image)
-            if is_plain
-            else transform(images=[image], return_tensors="pt")["pixel_values"][0]
-        )
-    # processors pass on any error of their image library
-    except Exception as error:
-        size = f"{image.width} x {image.height} " if isinstance(image, Image.Image) else ""
+        if is_of_transformers(processor):
+            pixels = transform(images=[picture], return_tensors="pt")["pixel_values"][0]
+        else:
+            pixels = transform(picture)
+    except Exception as error:  # processors pass on any error of their image library
         raise CalibrationError(
-            f"{item}: the processor fails on this {size}image ({type(error).__name__}: {error}). "
-            "Remove or replace it, or change the processor."
+            f"{item}: the processor fails on this {picture.width} x {picture.height} image "
+            f"({type(error).__name__}: {error}). Remove or replace it, or change the processor"
         ) from error
     if isinstance(pixels, Tensor) and pixels.ndim == 3 and pixels.is_floating_point():
         return pixels
     got = f"{pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, Tensor) else type(pixels)
     raise CalibrationError(
         f"{item}: the processor must return one floating-point tensor [channels, height, width] "
-        f"per image, got {got}."
+        f"per image, got {got}"
     )
 
 
-def stack_pixels(
-    images: Sequence[Tensor], name: str, setting: str, size: torch.Size | None = None
-) -> Tensor:
-    """Stack images of one size, `size` or that of the first one, on a new first axis.
+def stack_pixels(images: Sequence[Tensor], name: str) -> Tensor:
+    """Stack images of one size on a new first axis.
 
     Raises:
         CalibrationError: If sizes differ, with both sizes.
     """
-    size = size or images[0].shape
+    size = images[0].shape
     other = next((image.shape for image in images if image.shape != size), None)
     if other is not None:
         raise CalibrationError(
             f"{name}: images have different sizes after the processor, {list(size)} and "
-            f"{list(other)}. Resize and crop them to one size in {setting}."
+            f"{list(other)}. Use a processor that resizes and crops them to one size"
         )
     return torch.stack(list(images))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusion_bench_featcal.data.image_batches import TaskBatches, decode_workers
+from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import split_of
@@ -20,6 +20,7 @@ from fusion_bench_featcal.folders.tasks import (
     LabelTests,
     Part,
     Task,
+    check_labels,
     class_logits,
     label_numbers,
     open_parts,
@@ -68,43 +69,41 @@ def open_image_task(
     """
     columns = request.columns_of(task)
     refuse_unknown(columns, _COLUMNS, f"--columns {task}:")
-    calibration_part, test_part = open_parts(
-        task, request, partial(_items, columns=columns), spread=True
-    )
-    workers = decode_workers(processor)
+    part, test_part = open_parts(task, request, partial(_items, columns=columns), spread=True)
 
-    def batches(part: Part) -> TaskBatches:
-        size = request.settings.batch_size
-        return TaskBatches(task, part.rows, part.indices, size, processor, workers=workers)
+    def batches(part: Part) -> ImageBatches:
+        return ImageBatches(part.rows, part.indices, request.settings.batch_size, processor)
 
-    is_evaluated, notes, tests = bool(test_part.indices and heads), [], None
-    if is_evaluated:
-        labels, names = _labels(test_part)
-        if isinstance(heads, ZeroShot):
-            prompts = [request.prompt_of(task).replace("{}", name) for name in names]
-            logits = partial(heads.logits, heads.head(prompts))
-        else:
-            numbers, notes = label_numbers(names, heads or (), test_part.option)
-            labels, logits = torch.tensor(numbers)[labels], class_logits
-        tests = LabelTests(batches(test_part), labels, logits)
-    read = [columns.get(name, name) for name in _COLUMNS[: 1 + is_evaluated]]
+    tests, notes = None, []
+    if test_part.indices and heads:
+        labels, logits, notes = _head(test_part, heads, request.prompt_of(task))
+        tests = LabelTests(batches(test_part), torch.tensor(labels), logits)
+    read = [columns.get(name, name) for name in _COLUMNS[: 1 if tests is None else 2]]
     is_folder = Path(split_of(request.data[task])[0]).expanduser().is_dir()
-    notes = [
-        sentence(task, request, calibration_part, test_part, () if is_folder else read),
-        *notes,
-    ]
-    return Task(batches(calibration_part), len(calibration_part.indices), 0, tests, notes)
+    notes = [sentence(task, request, part, test_part, () if is_folder else read), *notes]
+    return Task(batches(part), len(part.indices), 0, tests, notes)
 
 
-def _labels(part: Part) -> tuple[Tensor, list[str]]:
-    """Return labels of some images, and the class names by label."""
+def _head(
+    part: Part, heads: Sequence[str] | ZeroShot, prompt: str
+) -> tuple[list[int], Any, Sequence[str]]:
+    """Return the head's labels of some images, a function for its logits, and notes on a guess."""
     items: ImageItems = part.rows
-    if items.has_labels is False or items.classnames is None:
+    names = items.classnames
+    is_zero_shot = isinstance(heads, ZeroShot)
+    if not items.has_labels or (names is None and is_zero_shot):
         raise ValueError(
             f"{part.option}: images without class names cannot be evaluated: put them into one "
             "folder per class, or give --no-eval"
         )
-    return torch.tensor([items.read(index)[1] for index in part.indices]), items.classnames
+    labels = [items.read(index)[1] for index in part.indices]
+    if is_zero_shot:
+        prompts = [prompt.replace("{}", name) for name in names or ()]
+        return labels, partial(heads.logits, heads.head(prompts)), []
+    if names is None:
+        return check_labels(labels, heads, part.option), class_logits, []
+    numbers, notes = label_numbers(names, heads, part.option)
+    return [numbers[label] for label in labels], class_logits, notes
 
 
 def _items(location: str, split: str, option: str, *, columns: Mapping[str, str]) -> ImageItems:

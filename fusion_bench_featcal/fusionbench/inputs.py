@@ -9,8 +9,11 @@ from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.fusionbench.data import calibration_batches, check_tasks_have_data
-from fusion_bench_featcal.fusionbench.own_data import with_own_data
+from fusion_bench_featcal.fusionbench.data import (
+    calibration_batches,
+    check_tasks_have_data,
+    with_own_data,
+)
 from fusion_bench_featcal.fusionbench.pool_checks import check_read_budget
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, ExpertSources, PoolModels

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fusion_bench_featcal.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from fusion_bench_featcal.data.derived_images import corrupted
+    from fusion_bench_featcal.data.corruptions import corrupted
     from fusion_bench_featcal.data.images import load_images
     from fusion_bench_featcal.tasks.clip_pool import ClipTaskPool
     from fusion_bench_featcal.tasks.harness import LMEvalTaskPool
@@ -34,7 +34,7 @@ __getattr__ = lazy_names(
         "LMEvalTaskPool": ".harness",
         "OpenClipTaskPool": ".open_clip",
         "TextTaskPool": ".text_pool",
-        "corrupted": "..data.derived_images",
+        "corrupted": "..data.corruptions",
         "load_chats": ".text_rows",
         "load_glue": ".text_rows",
         "load_images": "..data.images",

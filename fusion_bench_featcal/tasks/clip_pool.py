@@ -1,13 +1,15 @@
 """`ClipTaskPool`: FusionBench's CLIP task pool with tasks that YAML alone can define."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
 from transformers import CLIPModel, CLIPProcessor
 
 import fusion_bench_featcal.fusionbench.compat  # noqa: F401
@@ -16,12 +18,10 @@ import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
 
-from fusion_bench_featcal.tasks.definition import (
-    TaskDefinition,
-    open_task,
-    parse_tasks,
-)
-from fusion_bench_featcal.tasks.heads import forget_stored_heads
+from fusion_bench_featcal.data.images import ImageItems
+from fusion_bench_featcal.data.pictures import Processor, stack_pixels, to_pixels
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.tasks.definition import TaskDefinition, open_task, parse_tasks
 from fusion_bench_featcal.tasks.item_pool import (
     ItemPool,
     Score,
@@ -29,21 +29,19 @@ from fusion_bench_featcal.tasks.item_pool import (
     load_part,
     refuse_unknown_pool_keys,
 )
-from fusion_bench_featcal.tasks.scoring import (
-    EvaluationItems,
-    PixelCache,
-    evaluation_loader,
-    loader_settings,
-    score,
-)
+
+Batch = tuple[Tensor, Tensor]
+
+KEPT_BYTES = 64 * 2**20
+"""Largest size of a task whose pixels stay in memory for the next model."""
 
 
 class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
     """Evaluates CLIP vision models zero-shot on FusionBench's tasks or on tasks defined in YAML.
 
     It takes the keys of FusionBench's `CLIPVisionModelTaskPool`, gives the same accuracies and
-    writes no report files. Images are processed once for several models, and each task's head is
-    computed once. With several processes each one evaluates everything.
+    writes no report files. Each task's head is computed once for several models. With several
+    processes each one evaluates everything.
     """
 
     # set by FusionBench's constructor, which declares neither
@@ -53,7 +51,6 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
     _config_mapping = CLIPVisionModelTaskPool._config_mapping | {
         "_tasks": "tasks",
         "base_model": "base_model",
-        "pixel_cache_mb": "pixel_cache_mb",
     }
 
     def __init__(
@@ -66,7 +63,6 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         clip_model: Any = None,
         data_processor: Any = None,
         dataloader_kwargs: Mapping[str, Any] | None = None,
-        pixel_cache_mb: float = 512,
         **fusion_bench: Any,
     ) -> None:
         """Check the settings, and open the data of `tasks` before any model is loaded.
@@ -80,8 +76,6 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
             data_processor: Processor for images instead of `processor`: a transformers processor,
                 or a callable from an RGB picture to a tensor `[channels, height, width]`.
             dataloader_kwargs: Arguments of `torch.utils.data.DataLoader` (default: batches of 128).
-            pixel_cache_mb: Memory for processed images kept between `evaluate` calls, in MiB. A
-                task that does not fit is processed again each time.
             **fusion_bench: Further keys of FusionBench's pool, such as `fast_dev_run` (one batch
                 per task). Others are refused.
 
@@ -91,27 +85,26 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
             CalibrationError: If a task's data cannot be read.
         """
         refuse_unknown_pool_keys(ClipTaskPool, fusion_bench)
-        if isinstance(pixel_cache_mb, bool) or not pixel_cache_mb >= 0:
-            raise ValueError(
-                f"taskpool.pixel_cache_mb must be a number >= 0, got {pixel_cache_mb!r}"
-            )
+        loader = {"batch_size": 128, **(dataloader_kwargs or {})}
+        for key in ("shuffle", "drop_last"):
+            if loader.get(key):
+                raise ValueError(
+                    f"taskpool.dataloader_kwargs.{key} must be false: all test items are used, in "
+                    "order"
+                )
         super().__init__(
             dict(test_datasets or {}),
             processor=base_model if processor is None else processor,
             clip_model=base_model if clip_model is None else clip_model,
             data_processor=data_processor,
-            dataloader_kwargs=loader_settings(dataloader_kwargs),
+            dataloader_kwargs=loader,
             **{key: value for key, value in fusion_bench.items() if not key.startswith("_")},
         )
-        self._tasks = tasks
-        self.base_model = base_model
-        self.pixel_cache_mb = pixel_cache_mb
-        self._pixel_cache = PixelCache(pixel_cache_mb)
+        self._tasks, self.base_model = tasks, base_model
+        self._kept: dict[str, list[Batch]] = {}
         self._heads: dict[str, Tensor] = {}
         self._definitions = parse_tasks(tasks)
         self._check_data()
-        if getattr(rank_zero_only, "rank", 0) == 0:
-            forget_stored_heads(self._definitions)
         self._open_tasks = {
             name: open_task(name, definition)
             for name, definition in self._definitions.items()
@@ -123,10 +116,10 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
             if (definition.data is None) == (name not in self._test_datasets):
                 raise ValueError(
                     f"task {name!r} needs its data once: set either taskpool.tasks.{name}.data or "
-                    f"taskpool.test_datasets.{name}."
+                    f"taskpool.test_datasets.{name}"
                 )
         if not self.task_names:
-            raise ValueError("taskpool has no tasks: define them under taskpool.tasks.")
+            raise ValueError("taskpool has no tasks: define them under taskpool.tasks")
 
     @property
     def task_names(self) -> list[str]:
@@ -137,7 +130,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         """Load processor, CLIP model and datasets. The first `evaluate` call does it.
 
         Raises:
-            ValueError: If a task has no class names, or other ones than FusionBench.
+            ValueError: If a task has no class names, or FusionBench has its own.
             CalibrationError: If something cannot be loaded.
         """
         self.processor = load_part("taskpool.processor", self._processor, CLIPProcessor)
@@ -155,14 +148,12 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
             definition = self._definitions.get(name, TaskDefinition())
             rows = build_part(f"taskpool.test_datasets.{name}", configured)
             self._open_tasks[name] = open_task(name, definition, rows)
-        self.test_datasets = {
-            name: EvaluationItems(self._open_tasks[name].items, self.data_processor)
-            for name in self.task_names
-        }
-        self.test_dataloaders = {
-            name: evaluation_loader(items, self._dataloader_kwargs)
-            for name, items in self.test_datasets.items()
-        }
+        for name in self.task_names:
+            items = PixelItems(self._open_tasks[name].items, self.data_processor)
+            collate = partial(_collate, items.items.name)
+            self.test_dataloaders[name] = DataLoader(
+                items, collate_fn=collate, **self._dataloader_kwargs
+            )
         self._is_setup = True
 
     @contextmanager
@@ -176,23 +167,86 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         finally:
             self.clip_model.vision_model = nn.Identity()  # releases the evaluated model
 
+    @torch.no_grad()
     def _score(self, model: HFCLIPClassifier, task: str) -> Score:
-        opened = self._open_tasks[task]
+        """Classify a task's items. The loss is a mean over items (FusionBench's: over batches)."""
+        opened, loss, correct, classes = self._open_tasks[task], 0.0, [], []
         if task not in self._heads:  # the text tower never changes
             model.set_classification_task(opened.classnames, list(opened.templates))
             self._heads[task] = model.zeroshot_weights
         model.zeroshot_weights = self._heads[task]
-        batches = self._pixel_cache.batches(task, self.test_dataloaders[task])
-        if self.fast_dev_run:
-            batches = itertools.islice(batches, 1)
         self.on_task_evaluation_begin(model, task)
         with self.fabric.autocast():
-            result = score(model, batches, task, opened.classnames, self._to_device)
+            for pixels, labels in self._batches(task):
+                logits = self._logits(model, task, pixels)
+                loss += functional.cross_entropy(logits, labels, reduction="sum").item()
+                correct.append(logits.argmax(dim=-1) == labels)
+                classes += [opened.classnames[label] for label in labels.tolist()]
         self.on_task_evaluation_end()
-        return result
+        right = torch.cat(correct)
+        return Score(right.double().mean().item(), loss / len(right), right, classes)
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return self.fabric.to_device(tensor) if self.move_to_device else tensor
+    def _logits(self, model: HFCLIPClassifier, task: str, pixels: Tensor) -> Tensor:
+        """Return logits `[batch, classes]` on the CPU, float32.
+
+        Raises:
+            CalibrationError: If one is not finite.
+        """
+        pixels = self.fabric.to_device(pixels) if self.move_to_device else pixels
+        output: Any = model(pixels, return_image_embeds=True, return_dict=True, task_name=task)
+        logits = output["logits"].float().cpu()
+        if not torch.isfinite(logits).all():
+            raise CalibrationError(
+                f"task {task!r}: the evaluated model gives logits that are not finite. Look for "
+                "NaN or infinite values in its weights, or raise fabric.precision"
+            )
+        return logits
+
+    def _batches(self, task: str) -> Iterable[Batch]:
+        """Return a task's batches, all of them unless `fast_dev_run` is set.
+
+        The pixels of a small task stay in memory for the next model.
+
+        Raises:
+            CalibrationError: If the task has no items.
+        """
+        loader: Any = self.test_dataloaders[task]
+        if not len(loader.dataset):
+            raise CalibrationError(
+                f"task {task!r} has no test items. Check taskpool.tasks.{task}.data"
+            )
+        if (
+            task not in self._kept
+            and loader.dataset[0][0].nbytes * len(loader.dataset) < KEPT_BYTES
+        ):
+            self._kept[task] = list(loader)
+        batches = self._kept.get(task, loader)
+        return itertools.islice(batches, 1) if self.fast_dev_run else batches
+
+
+class PixelItems(Dataset[tuple[Tensor, int]]):
+    """A task's items as pixel values `[channels, height, width]` and label."""
+
+    def __init__(self, items: ImageItems, processor: Processor) -> None:
+        self.items, self.processor = items, processor
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        stored, label = self.items.read(index)
+        if label is None:
+            raise CalibrationError(
+                f"{self.items.at(index)} has no label, so accuracy cannot be measured. Check "
+                "label_column"
+            )
+        picture = self.items.picture(stored, index)
+        return to_pixels(picture, self.processor, self.items.at(index)), label
+
+
+def _collate(name: str, batch: Sequence[tuple[Tensor, int]]) -> Batch:
+    pixels, labels = zip(*batch, strict=True)
+    return stack_pixels(pixels, name), torch.tensor(labels)
 
 
 def _cast_inputs(projection: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

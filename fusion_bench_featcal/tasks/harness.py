@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,10 @@ from fusion_bench.mixins import LightningFabricMixin
 from transformers import AutoTokenizer
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.models.hub import fetch
-from fusion_bench_featcal.tasks.item_pool import refuse_unknown_pool_keys
-from fusion_bench_featcal.tasks.lm_eval_tasks import (
-    check_tasks,
-    is_installed,
-    run_tasks,
-    task_index,
-)
+from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.tasks.item_pool import load_part, refuse_unknown_pool_keys
+
+_CHOICES = ("limit", "apply_chat_template", "confirm_run_unsafe_code")
 
 
 class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
@@ -71,7 +68,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
             raise ValueError("taskpool has no tasks: name them under taskpool.tasks")
         if include_path is not None and not Path(include_path).is_dir():
             raise ValueError(f"taskpool.include_path {include_path!r} is no folder")
-        if not is_installed():
+        if find_spec("lm_eval") is None:
             raise CalibrationError(
                 "this task pool needs lm-eval: pip install 'fusion_bench_featcal[llm]', or skip "
                 "evaluation: modelpool.default_taskpool=null"
@@ -91,25 +88,33 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
         Raises:
             CalibrationError: If lm-eval has no such task or result.
         """
-        hint = ". Set taskpool.include_path to a folder with your own tasks"
-        check_tasks(self.tasks, self._index, "taskpool.tasks.", hint)
-        folder = fetch(self.tokenizer, f"taskpool.tokenizer={self.tokenizer}", weights=False)
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        results = run_tasks(
-            model.to(self.fabric.device),
-            tokenizer,
-            self.tasks,
-            self._index,
-            self.batch_size,
-            limit=self.limit,
-            apply_chat_template=self.apply_chat_template,
-            confirm_run_unsafe_code=self.confirm_run_unsafe_code,
+        import lm_eval  # type: ignore[import-not-found]
+        from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
+
+        for task in self.tasks:
+            if task not in self._index.all_tasks:
+                raise CalibrationError(
+                    f"taskpool.tasks.{task}: lm-eval has no such task"
+                    f"{nearest_hint(task, self._index.all_tasks)}. Set taskpool.include_path to a "
+                    "folder with your own tasks"
+                )
+        tokenizer = load_part("taskpool.tokenizer", self.tokenizer, AutoTokenizer)
+        model = model.to(self.fabric.device).eval()
+        done: Any = lm_eval.simple_evaluate(
+            model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.batch_size),
+            tasks=list(self.tasks),
+            task_manager=self._index,
+            log_samples=False,
+            **{name: getattr(self, name) for name in _CHOICES},
         )
-        return {task: self._result(task, results.get(task, {})) for task in self.tasks}
+        return {task: self._result(task, done["results"].get(task, {})) for task in self.tasks}
 
     @cached_property
     def _index(self) -> Any:
-        return task_index(self.include_path)
+        """lm-eval's index of tasks, with tasks of a folder. It takes seconds to build."""
+        from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
+
+        return TaskManager(include_path=self.include_path)
 
     def _result(self, task: str, values: Mapping[str, Any]) -> dict[str, Any]:
         metric = self.tasks[task]

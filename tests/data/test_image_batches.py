@@ -1,61 +1,78 @@
-"""Images of datasets as tensors: every form and mode, by any processor, in threads or not."""
+"""Images of datasets as tensors: every form and mode, by any processor."""
 
 import io
-import os
-import re
 import threading
-import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sample_pools import RESCALE, Pool, image_batches, rgb
+from sample_pools import RESCALE, image_batches, rgb
 from tiny_images import channels_first, picture
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.data.image_batches import decode_workers
-from fusion_bench_featcal.fusionbench import data as calibration_data
-from fusion_bench_featcal.fusionbench.data import open_labelled
+from fusion_bench_featcal.data.images import ImageItems
 
-INK, CLEAR = (51, 102, 153), (0, 0, 0, 0)  # ink of PIL's own palette
+INK, PAPER, CLEAR = (51, 102, 153), (255, 255, 255), (0, 0, 0, 0)  # ink of PIL's own palette
+P = picture(3)
 
 
-def file_of(image: Image.Image) -> bytes:
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, "PNG")
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
-def icon() -> Image.Image:
+def icon(mode: str = "RGBA") -> Image.Image:
     """Ink above transparency, whose hidden colour is black."""
     result = Image.new("RGBA", (4, 4), CLEAR)
     result.paste((*INK, 255), (0, 0, 4, 2))
-    return result
+    return result.convert(mode)
 
 
-P = picture(3)
-PIXELS = np.asarray(P)
-ON_WHITE = 2 * [4 * [INK]] + 2 * [4 * [(255, 255, 255)]]
+def turned(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return file_of(P, exif=exif)
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (P, PIXELS),
-        ({"bytes": file_of(P), "path": "inside.png"}, PIXELS),
-        (PIXELS, PIXELS),
-        (torch.from_numpy(np.array(P)), PIXELS),
-        *((P.convert(mode), np.asarray(P.convert(mode).convert("RGB"))) for mode in ("L", "CMYK")),
-        (file_of(icon()), ON_WHITE),
-        (np.asarray(icon()), ON_WHITE),
-        (file_of(icon().quantize(4)), ON_WHITE),
-        (Image.new("RGBA", (4, 4), (0, 0, 0, 51)), np.full((4, 4, 3), 204)),  # mixed with white
-    ],
-)
-def test_every_form_of_a_picture_becomes_rgb(value, expected):
-    np.testing.assert_array_equal(rgb(value), expected)
+def plain(mode: str, colour: Any) -> Image.Image:
+    return Image.new(mode, (4, 4), colour)
+
+
+def on_white(ink: Any = INK) -> list:
+    return 2 * [4 * [ink]] + 2 * [4 * [PAPER]]
+
+
+GREY = icon("LA").getpixel((0, 0))[0]  # type: ignore[index]
+COLOURS = Image.new("RGB", (4, 4), "red")
+COLOURS.paste("blue", (2, 0, 4, 4))
+MODES: dict[str, tuple[Any, Any]] = {
+    "RGB": (P, P),
+    "bytes in a mapping": ({"bytes": file_of(P), "path": "inside.png"}, P),
+    "bytes": (file_of(P, "BMP"), P),
+    "grey": (P.convert("L"), P.convert("L").convert("RGB")),
+    "black and white": (plain("1", 1), plain("RGB", PAPER)),
+    "CMYK": (plain("CMYK", (0, 255, 255, 0)), plain("RGB", "red")),
+    "YCbCr": (plain("YCbCr", (255, 128, 128)), plain("RGB", PAPER)),
+    "palette": (COLOURS.quantize(2), COLOURS),
+    "palette of a GIF": (file_of(COLOURS, "GIF"), COLOURS),
+    "palette with alpha": (file_of(icon().quantize(4)), on_white()),
+    "alpha": (file_of(icon()), on_white()),
+    "grey with alpha": (file_of(icon("LA")), on_white(3 * (GREY,))),
+    "half transparent": (plain("RGBA", (0, 0, 0, 51)), plain("RGB", (204, 204, 204))),
+    "transparent colour": (file_of(plain("RGB", 0), transparency=(0, 0, 0)), plain("RGB", PAPER)),
+    "turned": (turned(6), P.transpose(Image.Transpose.ROTATE_270)),
+    "mirrored": (turned(2), P.transpose(Image.Transpose.FLIP_LEFT_RIGHT)),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_form_of_a_picture_becomes_upright_rgb(mode):
+    value, expected = MODES[mode]
+    np.testing.assert_array_equal(rgb(value), np.asarray(expected))
 
 
 def fail(image):
@@ -65,10 +82,16 @@ def fail(image):
 @pytest.mark.parametrize(
     ("image", "processor", "message"),
     [
-        (np.array([[0, 65535]], np.uint16), RESCALE, "the image cannot be read"),
-        (np.zeros((2, 2), np.float32), RESCALE, "the image cannot be read"),
-        (b"GIF89a", RESCALE, "the image cannot be read: its format is unknown"),
-        ("no.png", RESCALE, r"image file no\.png cannot be read .*No such"),
+        (np.zeros((2, 2, 3), np.uint8), RESCALE, "not an image but ndarray.*PIL images, paths"),
+        (plain("I;16", 0), RESCALE, "the image cannot be read.*mode I;16: store 8 bits"),
+        (plain("F", 0), RESCALE, "the image cannot be read.*mode F: store 8 bits"),
+        (
+            b"GIF89a",
+            RESCALE,
+            r"the image cannot be read as an image \(cannot identify image file\)",
+        ),
+        (file_of(P)[:999], RESCALE, "the image cannot be read as an image .*truncated"),
+        ("no.png", RESCALE, r"file no\.png cannot be read .*No such"),
         (P, fail, r"the processor fails on this 28 x 28 image \(ZeroDivisionE.*: no size"),
         (P, lambda _: torch.zeros(2, 3, 4, 4), r"must return .*got torch.float32 \[2, 3, 4, 4\]"),
     ],
@@ -78,19 +101,23 @@ def test_images_and_processors_that_do_not_fit_are_named(image, processor, messa
         list(image_batches([{"image": image}], processor))
 
 
-@pytest.mark.parametrize("row", [{"image": P, "label": True}, (P, 1.0), (P, torch.tensor(1))])
+@pytest.mark.parametrize(
+    "row", [{"image": P, "label": True}, (P, 1.0), [P, torch.tensor(1)], (P, np.int64(1))]
+)
 def test_any_map_style_data_set(row):
-    (item,) = open_labelled(Pool(a=[row]), "a", "train")
+    (item,) = ImageItems([row], name="a")
     assert (item["image"].tobytes(), item["label"]) == (P.tobytes(), 1)
     (batch,) = image_batches([row], channels_first)
     assert torch.equal(batch["pixel_values"][0], channels_first(P))
 
 
 class Rows:
-    """Fifty arrays with their number in every pixel. Records reads and the threads that read."""
+    """Pictures with their number in every pixel. Records reads and the threads that read."""
 
-    def __init__(self) -> None:
-        self.read, self.threads = [], set()
+    def __init__(self, folder: Path) -> None:
+        self.read, self.threads, self.folder = [], set(), folder
+        for number in range(50):
+            Image.new("RGB", (1, 1), 3 * (number,)).save(folder / f"{number}.png")
 
     def __len__(self) -> int:
         return 50
@@ -98,46 +125,26 @@ class Rows:
     def __getitem__(self, index: int) -> Any:
         self.read.append(index)
         self.threads.add(threading.get_ident())
-        return np.full((1, 1, 3), index, np.uint8)
+        return {"image": str(self.folder / f"{index}.png")}
 
 
-def pixels(array: np.ndarray) -> torch.Tensor:
-    time.sleep(int(array[0, 0, 0]) % 3 / 1000)  # later items are often ready first
-    return torch.from_numpy(array).permute(2, 0, 1).float()
+@pytest.mark.parametrize("processor", [RESCALE, channels_first])
+def test_samples_come_in_order_and_a_batch_is_read_when_it_is_due(processor, tmp_path):
+    rows, numbers = Rows(tmp_path), []
+    for taken, batch in enumerate(image_batches(rows, processor, batch_size=4), start=1):
+        numbers += (batch["pixel_values"][:, 0, 0, 0] * 255).round().int().tolist()
+        assert len(rows.read) == min(4 * taken, 50)
+    assert numbers == rows.read and len(set(numbers)) == 50
+    assert rows.threads == {threading.get_ident()}  # datasets may not be safe in threads
 
 
-@pytest.mark.parametrize("workers", [0, 3])
-def test_threads_keep_the_order_and_read_at_most_a_batch_ahead(workers, monkeypatch):
-    monkeypatch.setattr(calibration_data, "decode_workers", lambda _: workers)
-    rows, numbers = Rows(), []
-    batches = image_batches(rows, pixels, batch_size=4)
-    for taken, batch in enumerate(batches, start=1):
-        numbers += batch["pixel_values"][:, 0, 0, 0].tolist()
-        assert len(rows.read) <= 4 * taken + max(4, 2 * workers) + 1
-    assert numbers == rows.read and len(numbers) == 50
-    assert rows.threads == {threading.get_ident()}
-
-
-def test_error_comes_when_its_image_is_due_and_ends_the_threads(monkeypatch):
-    monkeypatch.setattr(calibration_data, "decode_workers", lambda _: 2)
-
-    def fails(array: np.ndarray) -> torch.Tensor:
-        if array[0, 0, 0] in rows.read[9:12:2]:
-            raise OSError(f"number {array[0, 0, 0]}")
-        return pixels(array)
-
-    rows = Rows()
-    batches = iter(image_batches(rows, fails, batch_size=4))
+def test_a_damaged_file_is_named_when_it_is_due(tmp_path):
+    rows = Rows(tmp_path)
+    batches = iter(image_batches(rows, batch_size=4))
     assert len([next(batches), next(batches)]) == 2
-    with pytest.raises(RuntimeError) as error:
+    for number in set(range(50)) - set(rows.read):
+        (tmp_path / f"{number}.png").write_bytes(b"")
+    with pytest.raises(CalibrationError) as error:
         next(batches)
-    number = rows.read[9]
-    assert re.search(f"item {number}: .*number {number}", str(error.value))
-    assert not [t for t in threading.enumerate() if t.name.startswith("featcal-images")]
-
-
-@pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 2), (64, 8)])
-def test_automatic_number_is_one_per_core_up_to_eight(monkeypatch, cores, workers):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    assert decode_workers(RESCALE) == workers
-    assert decode_workers(pixels) == 0  # it may not be safe in threads
+    number = rows.read[8]
+    assert f"item {number}: file {tmp_path / f'{number}.png'} cannot be read" in str(error.value)

@@ -10,6 +10,7 @@ from PIL import Image
 from tiny_images import SHAPES, picture, write_class_folders
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.tasks import load_images
 
 REFUSALS = (ValueError, CalibrationError)
@@ -33,24 +34,39 @@ def contents(items: Any) -> list[tuple[bytes, int]]:
     return [(item["image"].tobytes(), item["label"]) for item in map(items.__getitem__, range(12))]
 
 
-def write_table(folder: Path, suffix: str) -> Path:
-    """A table of a folder's classes, with paths relative to the folder."""
+def write_table(folder: Path, kind: str) -> Path:
+    """A table of a folder's classes: paths relative to the folder, or whole images."""
     files = sorted(folder.rglob("*.png"))
-    rows = [{"file": str(f.relative_to(folder)), "kind": f.parent.name} for f in files]
-    table, path = datasets.Dataset.from_list(rows), folder / f"table{suffix}"
-    {".csv": table.to_csv, ".parquet": table.to_parquet}[suffix](path)
+    pictures = [str(file.relative_to(folder)) for file in files]
+    whole = [file.read_bytes() for file in files]
+    if kind == "bytes.parquet":
+        pictures: Any = whole
+    elif kind in ("mapping.parquet", "decoded.parquet"):
+        pictures = [{"bytes": content, "path": "a.png"} for content in whole]
+    table = datasets.Dataset.from_dict({"file": pictures, "kind": [f.parent.name for f in files]})
+    if kind == "decoded.parquet":
+        table = table.cast_column("file", datasets.Image())
+    write = {".csv": table.to_csv, ".jsonl": table.to_json, ".parquet": table.to_parquet}
+    path = folder / f"table-{kind}"
+    write[path.suffix](path)
     return path
 
 
-@pytest.mark.parametrize("suffix", ["", ".csv", ".parquet"])
-def test_folders_and_tables_give_pictures_and_labels(shapes, suffix, monkeypatch, tmp_path):
-    path = str(write_table(shapes, suffix) if suffix else shapes)
+TABLES = ("csv", "jsonl", "parquet", "bytes.parquet", "mapping.parquet", "decoded.parquet")
+
+
+@pytest.mark.parametrize("kind", ["folder", *(f"paths.{k}" if "." not in k else k for k in TABLES)])
+def test_folders_and_tables_give_pictures_and_labels(shapes, kind, monkeypatch, tmp_path):
+    path = str(shapes if kind == "folder" else write_table(shapes, kind))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")  # paths are relative to the table, not to us
-    columns: Any = {"image_column": "file", "label_column": "kind"} if suffix else {}
+    columns: Any = {"image_column": "file", "label_column": "kind"} if kind != "folder" else {}
     items = load_images(path, **columns)
     assert contents(items) == PICTURES
     assert items.classnames == list(SHAPES)
+    assert contents(load_images(path, **columns, classnames=["star", *SHAPES[:2]])) == [
+        (pixels, (label + 1) % 3) for pixels, label in PICTURES
+    ]
     unlabelled = load_images(path, **columns | {"label_column": None})
     assert (unlabelled.has_labels, list(unlabelled[0])) == (False, ["image"])
 
@@ -73,59 +89,100 @@ def test_split_folders(tmp_path):
         load_images(str(tmp_path), split="tset")
 
 
-@pytest.mark.parametrize(
-    ("folders", "classnames", "by", "expected"),
-    [
-        (TWELVE, None, "name", list(range(12))),  # numbers are sorted as numbers
-        (["00", "02"], ["a", "b", "c"], "name", [0, 2]),  # numbers from zero are positions
-        (["a", "b"], ["b", "c", "a"], "name", [2, 0]),  # all known
-        (["a", "b"], ["b", "a"], "order", [0, 1]),  # order goes before names
-        (["cat", "dog", "x"], ["cat", "dog", "y"], "name", [0, 1, 2]),  # common ones in place
-    ],
-)
-def test_class_folders_are_matched_to_class_names(tmp_path, folders, classnames, by, expected):
-    write_class_folders(tmp_path, folders, per_class=1)
-    items = load_images(str(tmp_path), classnames=classnames, classnames_by=by)
-    assert [item["label"] for item in items] == expected
-    assert items.classnames == (classnames or folders)
-    expected_pictures = [picture(100 * n).tobytes() for n in range(len(folders))]
-    assert [item["image"].tobytes() for item in items] == expected_pictures
+PETS, TEXTS = ["cat", "dog"], "neither one of 2 class names"
+# What the data call the classes, the configured class names, and the numbers of the classes.
+NAMES: list[tuple[list[str], list[str] | None, Any]] = [
+    (["b", "a"], None, [1, 0]),  # sorted as texts
+    (TWELVE, None, list(range(12))),  # numbers are sorted as numbers
+    (["010", "009"], None, [1, 0]),  # and may begin with zeros
+    (["a", "b"], ["b", "c", "a"], [2, 0]),
+    (["0", "1"], ["1", "0"], [1, 0]),  # known names go before numbers
+    (["00", "02"], ["a", "b", "c"], [0, 2]),  # numbers from zero are positions
+    (["0", "1"], PETS, [0, 1]),
+    (["1", "2"], ["a", "b", "c"], "label '1' is neither one of 3 class names"),
+    (["0", "2"], PETS, "label 2 is neither .* nor a number from 0 to 1"),
+    (["cat", "dogg"], PETS, f"label 'dogg' is {TEXTS} .nearest: 'dog'. nor a number from 0 to 1"),
+    (["n01", "n02"], PETS, f"label 'n01' is {TEXTS}"),
+]
 
 
-def test_class_folders_that_could_be_swapped_are_refused(tmp_path):
-    write_class_folders(tmp_path, ["n01", "n02"], per_class=1)
-    with pytest.raises(ValueError, match=r"do not match\. No class name: 'n01'.*_by: order"):
-        load_images(str(tmp_path), classnames=["cat", "dog"])
+@pytest.mark.parametrize("kind", ["folders", "texts"])
+@pytest.mark.parametrize(("names", "classnames", "expected"), NAMES)
+def test_names_of_classes_in_folders_and_tables(tmp_path, kind, names, classnames, expected):
+    path = tmp_path
+    if kind == "folders":
+        write_class_folders(tmp_path, names, per_class=1)
+    else:
+        path = write_labels(tmp_path, names)
+    if isinstance(expected, str):
+        with pytest.raises(CalibrationError, match=f"item [01]: {expected}"):
+            load_images(str(path), classnames=classnames)
+        return
+    items = load_images(str(path), classnames=classnames)
+    order = sorted(expected) if kind == "folders" and classnames is None else expected
+    assert [item["label"] for item in items] == order
+    found = [names[expected.index(number)] for number in range(len(names))] if not classnames else 0
+    assert items.classnames == (classnames or found)
+
+
+def write_labels(folder: Path, labels: list[Any]) -> Path:
+    """A table of one picture with several labels."""
+    picture(0).save(folder / "p.png")
+    rows = [json.dumps({"image": "p.png", "label": label}) for label in labels]
+    (folder / "labels.jsonl").write_text("\n".join(rows))
+    return folder / "labels.jsonl"
 
 
 @pytest.mark.parametrize(
     ("labels", "classnames", "expected"),
     [
-        (["b", "a", "b"], None, ([1, 0, 1], ["a", "b"])),
-        (["10", "9"], None, ([1, 0], ["9", "10"])),
-        (["1", "0"], ["cat", "dog"], ([1, 0], ["cat", "dog"])),
-        ([0, 4], None, ([0, 4], None)),
-        ([0, 2], ["cat", "dog"], r"item 1: label 2 is out of range \(0\.\.1"),
-        (["cat", "dogg"], ["cat", "dog"], "1: label 'dogg' is none of the 2 class names.*'dog'"),
+        ([0, 4], None, [0, 4]),
+        ([1.0, 0.0], PETS, [1, 0]),
+        ([True, False], PETS, [1, 0]),
+        ([0, 2], PETS, "item 1: label 2 is neither .* nor a number from 0 to 1"),
+        ([0, -1], None, "item 1: label -1 is neither a class name nor a number from 0"),
+        ([0, None], PETS, "item 1: label .* is neither"),
+        (["cat", None], PETS, "item 1: label None is neither"),
+        ([0.5], PETS, "item 0: label 0.5 is neither"),
+        ([[1, 0]], PETS, r"item 0: label \[1, 0\] is neither"),
     ],
 )
-def test_a_column_of_labels(tmp_path, labels, classnames, expected):
-    picture(0).save(tmp_path / "p.png")
-    rows = [json.dumps({"image": "p.png", "label": label}) for label in labels]
-    (tmp_path / "labels.jsonl").write_text("\n".join(rows))
+def test_numbers_of_classes(tmp_path, labels, classnames, expected):
+    path = str(write_labels(tmp_path, labels))
     if isinstance(expected, str):
         with pytest.raises(CalibrationError, match=expected):
-            load_images(str(tmp_path / "labels.jsonl"), classnames=classnames)
+            load_images(path, classnames=classnames)
         return
-    items = load_images(str(tmp_path / "labels.jsonl"), classnames=classnames)
-    assert ([item["label"] for item in items], items.classnames) == expected
+    items = load_images(path, classnames=classnames)
+    assert ([item["label"] for item in items], items.classnames) == (expected, classnames)
+
+
+@pytest.mark.parametrize(
+    ("names", "classnames", "expected", "is_warned"),
+    [
+        (PETS, None, [0, 1], False),
+        (PETS, ["dog", "cow", "cat"], [2, 0], False),  # by name
+        (["n01", "n02"], PETS, [0, 1], False),  # by number, as in FusionBench
+        (["cat", "n02"], PETS, [0, 1], False),
+        (["n01", "cat"], PETS, [0, 1], True),  # the class names may be in a wrong order
+    ],
+)
+def test_the_datas_own_class_names(names, classnames, expected, is_warned, caplog):
+    features = datasets.Features({"label": datasets.ClassLabel(names=names)})
+    table = datasets.Dataset.from_dict({"label": [0, 1]}, features=features)
+    table = table.add_column("image", [{"bytes": None, "path": "p.png"}] * 2)  # type: ignore[call-arg]
+    items = ImageItems(table, name="pets", classnames=classnames)
+    assert [items.read(number)[1] for number in range(2)] == expected
+    assert items.classnames == (classnames or names)
+    warned = ["pets: class 'cat' has number 1 there and 0 in the class names, which is used"]
+    assert [record.getMessage() for record in caplog.records] == warned * is_warned
 
 
 def test_damaged_and_missing_files_are_named(shapes):
-    table = str(write_table(shapes, ".csv"))
+    table = str(write_table(shapes, "paths.csv"))
     whole = (shapes / "square" / "01.png").read_bytes()
     (shapes / "square" / "01.png").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CalibrationError, match=r"item 5: image file .*square/01\.png cannot be re"):
+    with pytest.raises(CalibrationError, match=r"item 5: file .*square/01\.png cannot be read"):
         load_images(str(shapes))[5]
     (shapes / "circle" / "00.png").unlink()
     message = r"1 of 12 image files do not exist; .*item 0, .*circle/00\.png \(relative paths"
@@ -138,6 +195,8 @@ def test_damaged_and_missing_files_are_named(shapes):
     [
         ("table.csv", {"split": "test"}, r"one table without splits: remove split \('test'\)"),
         ("table.csv", {"image_column": "fil"}, r"no image_column 'fil' \(nearest: 'file'\)"),
+        ("empty", {}, r"data 'empty' has no images \(\.bmp, .*neither in itself nor in class"),
+        ("mixed", {}, r"has images \(a\.png, \.\.\.\) beside class folders \(b\): move them"),
         ("broken.jsonl", {}, r"broken\.jsonl' is not readable as json"),
         ("./no/such", {}, r"data '\./no/such' does not exist"),
         ("shapes/trian", {}, r"neither.*: correct the path, or, if .* split .*train or test\)$"),
@@ -146,7 +205,11 @@ def test_damaged_and_missing_files_are_named(shapes):
 )
 def test_refused_paths(shapes, path, options, message, monkeypatch):
     monkeypatch.chdir(shapes)
-    write_table(shapes, ".csv")
+    write_table(shapes, "paths.csv").rename(shapes / "table.csv")
+    for folder in ("empty/class", "mixed/b"):
+        (shapes / folder).mkdir(parents=True)
+    for file in ("mixed/a.png", "mixed/b/c.png", "empty/class/.hidden.png"):
+        picture(0).save(shapes / file)
     (shapes / "broken.jsonl").write_text('{"image": ')
     with pytest.raises(REFUSALS, match=message):
         load_images(path, **options)[0]

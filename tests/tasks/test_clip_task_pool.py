@@ -22,7 +22,7 @@ from torch.nn.functional import normalize
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.tasks import ClipTaskPool, load_images
+from fusion_bench_featcal.tasks import ClipTaskPool, clip_pool, load_images
 
 LOAD = "fusion_bench_featcal.tasks.load_images"
 DIGITS = [str(digit) for digit in range(10)]
@@ -136,11 +136,13 @@ def test_loss_is_a_mean_over_items_whatever_the_batch_size(make_pool, two_tasks,
         assert uneven[task]["loss"] == pytest.approx(single[task]["loss"], abs=ROUNDING)
 
 
-def test_pictures_of_tasks_that_fit_are_processed_once(make_pool, two_tasks, model):
-    for limit, processed in ((0.2, 68), (512, 40)):  # of 12 + 28 pictures
+def test_pictures_of_small_tasks_are_processed_once(make_pool, two_tasks, model, monkeypatch):
+    size = 4 * 3 * 28 * 28  # of the pixels of a picture
+    for limit, processed in ((20 * size, 71), (50 * size, 42)):  # of 12 + 28 pictures, and looks
+        monkeypatch.setattr(clip_pool, "KEPT_BYTES", limit)
         pictures = []
         processor = lambda image, p=pictures: p.append(image) or channels_first(image)  # noqa: E731
-        pool = make_pool(tasks=two_tasks, data_processor=processor, pixel_cache_mb=limit)
+        pool = make_pool(tasks=two_tasks, data_processor=processor)
         assert pool.evaluate(model) == pool.evaluate(model)
         assert len(pictures) == processed
 
@@ -165,8 +167,8 @@ IN_COLUMNS = {"_target_": f"{__name__}.table", "names": list(SHAPES), "columns":
 TASKS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "plain": ({"data": "SHAPES"}, per_shape(*SHAPES)),
     "classnames": ({"data": "SHAPES", "classnames": RENAMED}, per_shape(*SHAPES)),
-    "order": ({"data": "SHAPES", "classnames": [1, 2.5, "x"], "classnames_by": "order"},
-              per_shape("1", "2.5", "x")),
+    "numbers": ({"data": IN_COLUMNS, "image_column": "img", "label_column": "kind",
+                 "classnames": [1, 2.5, "x"]}, ["1", "2.5", "x"]),
     "columns": ({"data": {"_target_": "builtins.dict", "test": IN_COLUMNS}, "split": "test",
                  "image_column": "img", "label_column": "kind", "classnames": RENAMED},
                 list(SHAPES)),
@@ -195,7 +197,7 @@ def test_class_names_of_fusion_bench_are_used_in_the_order_of_tables_alone(
     pool.evaluate(model)
     assert pool.item_classes["mnist"] == DIGITS
     assert get_classnames_and_templates("mnist")[1][0]("7") == 'a photo of the number: "7".'
-    with pytest.raises(ValueError, match="No class name: 'a'"):
+    with pytest.raises(CalibrationError, match="'a' is neither one of 10 class names"):
         make_pool(tasks={"mnist": {"data": str(letters)}})
 
 
@@ -204,7 +206,7 @@ def test_class_names_of_fusion_bench_are_used_in_the_order_of_tables_alone(
     [
         ({"task": {}}, r"taskpool\.task is unknown \(nearest: 'tasks'\)"),
         ({"x": {}}, "task 'x' needs its data once: set either taskpool.tasks.x.data or"),
-        ({"x": {"data": "./nowhere"}}, r"taskpool\.tasks\.x: data './nowhere' does not exist"),
+        ({"x": {"data": "./nowhere"}}, r"tasks\.x cannot be loaded: data './nowhere' does not exist"),
         ({"dataloader_kwargs": {"shuffle": True}}, r"dataloader_kwargs\.shuffle must be false"),
         ({"x": {"clasnames": []}}, r"x\.clasnames is unknown \(nearest: 'classnames'"),
         ({"x": {"classnames": [True, "maybe"]}}, "yes, no, on and off in quotes.*True"),
@@ -230,11 +232,11 @@ TWO = {"classnames": ["cat", "dog"]}
 @pytest.mark.parametrize(
     ("task", "data", "definition", "message"),
     [
-        ("x", [CAT, CAT | {"label": 2}], TWO, r"test_datasets\.x, item 1: label 2 is out of ra"),
+        ("x", [CAT, CAT | {"label": 2}], TWO, r"test_datasets\.x, item 1: label 2 is neither"),
         ("x", [{"image": picture(0)}], TWO, r"task 'x'.*item 0 has no label"),
         ("x", [], TWO, r"task 'x' has no test items"),
-        ("x", [CAT, SMALL], TWO, r"task 'x'.*\[3, 28, 28\] and \[3, 20, 30\].*taskpool\.processor"),
-        ("mnist", [CAT], {"templates": "x {}"}, "FusionBench has other templates for 'mnist'"),
+        ("x", [CAT, SMALL], TWO, r"task 'x'.*\[3, 28, 28\] and \[3, 20, 30\].*a processor that"),
+        ("mnist", [CAT], {"templates": "x {}"}, "FusionBench has class names and templates for 'mnist'"),
     ],
 )
 def test_items_that_cannot_be_evaluated_are_named(

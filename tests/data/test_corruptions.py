@@ -25,7 +25,8 @@ def bytes_of(rows: Any, index: int) -> bytes:
 def corrupt(pixels: Any, corruption: str, severity: int) -> np.ndarray:
     """Pixels in 0..1 of one corrupted image, which are stored in 8 bits."""
     stored = np.rint(np.asarray(pixels) * 255).astype(np.uint8)
-    return np.asarray(corrupted([stored], corruption, severity)[0]["image"]) / 255
+    rows = [{"image": Image.fromarray(stored)}]
+    return np.asarray(corrupted(rows, corruption, severity)[0]["image"]) / 255
 
 
 @pytest.mark.parametrize(("severity", "deviation"), [(1, 0.08), (3, 0.18), (5, 0.38)])
@@ -80,9 +81,10 @@ def test_an_image_depends_on_seed_task_and_position_alone(corruption):
     variants += [(corrupted(PICTURES, corruption, 2, seed=6, task="a"), 0)]
     variants += [(corrupted(PICTURES, corruption, 2, seed=5, task="b"), 0), (PICTURES, 0)]
     assert len({bytes_of(*other) for other in variants}) == 9
-    resized = corrupted([picture(0, (40, 20))], corruption, size=10)  # before it is corrupted
-    small = picture(0, (40, 20)).resize((20, 10), Image.Resampling.BICUBIC)
-    assert bytes_of(resized, 0) == bytes_of(corrupted([small], corruption), 0)
+    large = picture(0, (40, 20))
+    small = large.resize((20, 10), Image.Resampling.BICUBIC)
+    resized = corrupted([{"image": large}], corruption, size=10)  # before it is corrupted
+    assert bytes_of(resized, 0) == bytes_of(corrupted([{"image": small}], corruption), 0)
 
 
 @pytest.mark.parametrize(
