@@ -102,7 +102,7 @@ def test_fewer_samples_than_requested_are_all_taken_with_one_warning(caplog):
 def test_images_of_different_sizes_are_named_when_they_are_read():
     rows = [{"image": picture(n, (4 + (n == 7), 4))} for n in range(10)]
     batches = calibration_batches(Pool(a=rows), ["a"], settings(batch_size=10), channels_first)
-    message = r"task 'a'.*sizes.*\[3, 4, [45]\] and \[3, 4, [45]\].*a processor that resizes"
+    message = r"task 'a'.*processor must return .* one size.*\[3, 4, [45]\].* and \[3, 4, [45]\]"
     with pytest.raises(CalibrationError, match=message):
         list(batches["a"])
 

@@ -28,6 +28,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         name: Name of the dataset in messages.
         classnames: Class names by number, if there are any.
         has_labels: False if there are certainly no labels.
+        is_numbered: Whether the data number their classes, as a `ClassLabel` does.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             self._read_table(rows)
         if self.has_labels and self._values is not None:
             self._labels, self.classnames = encode_labels(*self._values, self.classnames, self.name)
+        values = (self._values or [()])[0]
+        self.is_numbered = not any(isinstance(value, str) for value in values)
 
     def _read_table(self, table: datasets.Dataset) -> None:
         column, label = self._image_column, self._label_column
@@ -199,13 +202,12 @@ def _with_files(table: datasets.Dataset, root: Path, name: str, column: str) -> 
     if table.features[column] != datasets.Value("string"):
         return table
     files = [None if path is None else root / Path(path).expanduser() for path in table[column]]
-    missing = [i for i, file in enumerate(files) if file is not None and not file.exists()]
-    if missing:
-        raise CalibrationError(
-            f"{name}: {len(missing)} of {len(files)} image files do not exist; the first is item "
-            f"{missing[0]}, {files[missing[0]]} (relative paths start at {root.absolute()}). "
-            f"Correct the table or set image_column (now {column!r})"
-        )
+    for number, file in enumerate(files):
+        if file is not None and not file.exists():
+            raise CalibrationError(
+                f"{name}, item {number}: there is no file {file} (relative paths start at "
+                f"{root.absolute()}). Correct the table or set image_column (now {column!r})"
+            )
     paths = [None if file is None else str(file) for file in files]
     return table.remove_columns(column).add_column(column, paths)  # type: ignore[call-arg]
 

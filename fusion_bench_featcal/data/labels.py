@@ -28,7 +28,7 @@ def encode_labels(
 
     Args:
         values: The labels.
-        names: The data's names of its integers, such as those of a `ClassLabel`.
+        names: The data's names of its integers, as a `ClassLabel` has.
         classnames: The configured names. By default `names`, or the distinct texts, sorted.
         data: Name of the dataset in messages.
 
@@ -41,14 +41,14 @@ def encode_labels(
             classnames = sort_names(texts)
         elif _are_numbers(texts) and not texts & set(classnames):
             values = [None if value is None else int(value) for value in values]
-    known = list(classnames if classnames is not None else names or ())
-    if names is None or not _contains(known, names):
-        _warn_of_other_numbers(names or (), known, data)
-        names = known
+    chosen = list(classnames if classnames is not None else names or ())
+    if names is None or not _contains(chosen, names):
+        _warn_of_other_numbers(names or (), chosen, data)
+        names = chosen
     labels = [class_number(v, names, f"{data}, item {n}") for n, v in enumerate(values)]
-    if names is not known:
-        labels = [known.index(names[label]) for label in labels]
-    return labels, known or None
+    if names is not chosen:
+        labels = [chosen.index(names[label]) for label in labels]
+    return labels, chosen or None
 
 
 def class_number(value: Any, classnames: Sequence[str] | None, item: str) -> int:

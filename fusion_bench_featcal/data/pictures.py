@@ -66,42 +66,36 @@ def _rgb(picture: Image.Image) -> Image.Image:
 
 
 def to_pixels(picture: Image.Image, processor: Processor, item: str) -> Tensor:
-    """Process one RGB picture to pixels `[channels, height, width]`, floating point.
+    """Process one RGB picture to pixels `[channels, height, width]`.
 
     Raises:
-        CalibrationError: If the processor fails or returns something else.
+        CalibrationError: If the processor fails.
     """
     transform: Any = processor
     try:
-        if is_of_transformers(processor):
-            pixels = transform(images=[picture], return_tensors="pt")["pixel_values"][0]
-        else:
-            pixels = transform(picture)
+        if not is_of_transformers(processor):
+            return transform(picture)
+        return transform(images=[picture], return_tensors="pt")["pixel_values"][0]
     except Exception as error:  # processors pass on any error of their image library
         raise CalibrationError(
             f"{item}: the processor fails on this {picture.width} x {picture.height} image "
             f"({type(error).__name__}: {error}). Remove or replace it, or change the processor"
         ) from error
-    if isinstance(pixels, Tensor) and pixels.ndim == 3 and pixels.is_floating_point():
-        return pixels
-    got = f"{pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, Tensor) else type(pixels)
-    raise CalibrationError(
-        f"{item}: the processor must return one floating-point tensor [channels, height, width] "
-        f"per image, got {got}"
-    )
 
 
 def stack_pixels(images: Sequence[Tensor], name: str) -> Tensor:
-    """Stack images of one size on a new first axis.
+    """Stack pixels of one size on a new first axis.
 
     Raises:
-        CalibrationError: If sizes differ, with both sizes.
+        CalibrationError: If they are no tensors of floating-point numbers, or sizes differ.
     """
-    size = images[0].shape
-    other = next((image.shape for image in images if image.shape != size), None)
-    if other is not None:
+    try:
+        pixels = torch.stack(list(images))
+        if not pixels.is_floating_point() or pixels.ndim != 4:
+            raise TypeError(f"got {pixels.dtype} {list(pixels.shape[1:])}")
+        return pixels
+    except (TypeError, RuntimeError) as error:
         raise CalibrationError(
-            f"{name}: images have different sizes after the processor, {list(size)} and "
-            f"{list(other)}. Use a processor that resizes and crops them to one size"
-        )
-    return torch.stack(list(images))
+            f"{name}: the processor must return floating-point tensors [channels, height, width] "
+            f"of one size: {error}"
+        ) from error

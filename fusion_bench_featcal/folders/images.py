@@ -87,7 +87,10 @@ def open_image_task(
 def _head(
     part: Part, heads: Sequence[str] | ZeroShot, prompt: str
 ) -> tuple[list[int], Any, Sequence[str]]:
-    """Return the head's labels of some images, a function for its logits, and notes on a guess."""
+    """Return the head's labels of some images, a function for its logits, and notes on a guess.
+
+    Numbers of the data are the head's if one of the two has no names.
+    """
     items: ImageItems = part.rows
     names = items.classnames
     is_zero_shot = isinstance(heads, ZeroShot)
@@ -100,7 +103,8 @@ def _head(
     if is_zero_shot:
         prompts = [prompt.replace("{}", name) for name in names or ()]
         return labels, partial(heads.logits, heads.head(prompts)), []
-    if names is None:
+    has_no_names = all(name.startswith("LABEL_") for name in heads)
+    if names is None or (items.is_numbered and has_no_names):
         return check_labels(labels, heads, part.option), class_logits, []
     numbers, notes = label_numbers(names, heads, part.option)
     return [numbers[label] for label in labels], class_logits, notes

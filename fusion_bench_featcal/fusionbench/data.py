@@ -114,11 +114,11 @@ def with_own_data(modelpool: Any, settings: FeatCalSettings) -> Any:
                 f"{', '.join(modelpool.model_names)}"
             )
     pool, name = copy.copy(modelpool), f"_{settings.calibration_split}_datasets"
-    own = {
+    configured = {
         task: OmegaConf.create(dict(entry)) if isinstance(entry, Mapping) else entry
         for task, entry in entries.items()
     }
-    setattr(pool, name, {**(getattr(modelpool, name, None) or {}), **own})
+    setattr(pool, name, {**(getattr(modelpool, name, None) or {}), **configured})
     return pool
 
 

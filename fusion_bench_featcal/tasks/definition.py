@@ -104,13 +104,13 @@ def open_task(name: str, task: TaskDefinition, rows: Any = None) -> OpenTask:
         CalibrationError: If the data do not exist, cannot be read or are unlabeled, or a label is
             not a class.
     """
-    known, key = _known_names(name), f"taskpool.tasks.{name}"
-    if known is not None and (task.classnames or task.templates):
+    entry, key = _entry(name), f"taskpool.tasks.{name}"
+    if entry is not None and (task.classnames or task.templates):
         raise ValueError(
             f"{key}: FusionBench has class names and templates for {name!r}. Leave yours out to "
             f"use them, or rename the task, its expert and its data, say to 'my_{name}'"
         )
-    classnames = known[0] if known else task.classnames and [*map(str, task.classnames)]
+    classnames = entry[0] if entry else task.classnames and [*map(str, task.classnames)]
     with naming_setting(key):
         items = _items(task, classnames, rows, f"test_datasets.{name}")
     if not items.has_labels:
@@ -121,8 +121,8 @@ def open_task(name: str, task: TaskDefinition, rows: Any = None) -> OpenTask:
     if items.classnames is None:
         raise ValueError(f"{key}: the data has no class names: set classnames, one per label")
     items.name = f"task {name!r}, {items.name}"
-    if known is not None:
-        return OpenTask(items, *known)
+    if entry is not None:
+        return OpenTask(items, *entry)
     return OpenTask(items, items.classnames, _register(name, items.classnames, task.templates))
 
 
@@ -134,16 +134,13 @@ def _items(
     columns["classnames"] = classnames
     if isinstance(task.data, str):
         return load_images(task.data, task.split, **columns)
+    if task.split is not None:
+        raise ValueError(
+            f"split {task.split!r} has no effect on what _target_ builds: set it among its keys"
+        )
     if task.data is not None:
         name = f"data from {task.data.get('_target_')}"
         rows = build_part("data", OmegaConf.create(dict(task.data)))
-    if isinstance(rows, Mapping) and task.split in rows:
-        rows = rows[task.split]
-    elif task.split is not None:
-        raise ValueError(
-            f"split {task.split!r} has no effect on one dataset that _target_ builds: set it among "
-            "the keys of that"
-        )
     return ImageItems(rows, name=name, **columns)
 
 
@@ -151,7 +148,7 @@ class _OwnTask(dict):
     """An entry of FusionBench's table of tasks that was made from a definition in YAML."""
 
 
-def _known_names(task: str) -> tuple[list[str], Templates] | None:
+def _entry(task: str) -> tuple[list[str], Templates] | None:
     """Return class names and prompts that FusionBench or another plugin has for a task, if any."""
     table: Mapping[str, Any] = CLIPTemplateFactory._dataset_mapping
     if task not in table or isinstance(table[task], _OwnTask):

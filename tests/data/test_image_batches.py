@@ -94,10 +94,12 @@ def fail(image):
         ("no.png", RESCALE, r"file no\.png cannot be read .*No such"),
         (P, fail, r"the processor fails on this 28 x 28 image \(ZeroDivisionE.*: no size"),
         (P, lambda _: torch.zeros(2, 3, 4, 4), r"must return .*got torch.float32 \[2, 3, 4, 4\]"),
+        (P, np.asarray, "must return .*expected Tensor as element 0.*got numpy"),
+        (P, lambda _: torch.zeros(3, 4, 4).int(), r"must return .*got torch.int32 \[3, 4, 4\]"),
     ],
 )
 def test_images_and_processors_that_do_not_fit_are_named(image, processor, message):
-    with pytest.raises(CalibrationError, match=f"task 'a', .*train.*, item 0: .*{message}"):
+    with pytest.raises(CalibrationError, match=f"task 'a', .*train.*: .*{message}"):
         list(image_batches([{"image": image}], processor))
 
 
