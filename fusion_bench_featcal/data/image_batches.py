@@ -47,13 +47,13 @@ class ImageBatches:
         """Yield `{"pixel_values": [batch, channels, height, width]}`, floating point."""
         with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS)) as threads:
             # a function of the user's may not be safe in threads
-            each: Any = threads.map if is_of_transformers(self.processor) else map
+            apply: Any = threads.map if is_of_transformers(self.processor) else map
             for start in range(0, len(self.indices), self.batch_size):
                 numbers = self.indices[start : start + self.batch_size]
                 stored = [self.items.read(index)[0] for index in numbers]
                 yield {
                     "pixel_values": stack_pixels(
-                        list(each(self._pixels, stored, numbers)), self.items.name
+                        list(apply(self._pixels, stored, numbers)), self.items.name
                     )
                 }
 

@@ -15,7 +15,10 @@ from fusion_bench_featcal.data.tables import from_hub, read_table, require_numbe
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 
-IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+IMAGE_SUFFIXES = {
+    ".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png",
+    ".ppm", ".tga", ".tif", ".tiff", ".webp",
+}  # fmt: skip
 SPLIT_FOLDERS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
 
 
@@ -191,8 +194,9 @@ def load_images(
 def _check_column(table: datasets.Dataset, column: str, name: str) -> None:
     if column not in table.column_names:
         raise ValueError(
-            f"{name}: no image_column {column!r}{nearest_hint(column, table.column_names)}. "
-            f"Columns: {', '.join(table.column_names)}"
+            f"{name}: no column {column!r} of images{nearest_hint(column, table.column_names)}; "
+            f"there are: {', '.join(table.column_names)}. Name it (image_column of load_images or "
+            "of a task, --columns image=NAME)"
         )
 
 
@@ -218,8 +222,8 @@ def _read_folder(folder: Path, split: str | None) -> datasets.Dataset:
         folder = _split_folder(folder, split)
     data = f"data {str(folder)!r}"
     folders = {e.name: e for e in folder.iterdir() if e.is_dir() and not e.name.startswith(".")}
-    found = {name: _images(folders[name].rglob("*")) for name in sort_names(folders)}
-    classes = {name: files for name, files in found.items() if files}
+    classes = {name: _images(folders[name].rglob("*")) for name in sort_names(folders)}
+    classes = {name: files for name, files in classes.items() if files}
     alone, names = _images(folder.iterdir()), " or ".join(classes)
     if split is None and classes and set(classes) <= SPLIT_FOLDERS:
         raise ValueError(f"{data} has splits: set split to {names}")

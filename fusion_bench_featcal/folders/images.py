@@ -76,6 +76,12 @@ def open_image_task(
 
     tests, notes = None, []
     if test_part.indices and heads:
+        if not test_part.rows.has_labels:
+            raise ValueError(
+                f"{test_part.option}: images without labels cannot be evaluated: put them into one "
+                f"folder per class, name the column (--columns label=NAME, now "
+                f"{columns.get('label', 'label')}), or give --no-eval"
+            )
         labels, logits, notes = _head(test_part, heads, request.prompt_of(task))
         tests = LabelTests(batches(test_part), torch.tensor(labels), logits)
     read = [columns.get(name, name) for name in _COLUMNS[: 1 if tests is None else 2]]
@@ -94,10 +100,10 @@ def _head(
     items: ImageItems = part.rows
     names = items.classnames
     is_zero_shot = isinstance(heads, ZeroShot)
-    if not items.has_labels or (names is None and is_zero_shot):
+    if names is None and is_zero_shot:
         raise ValueError(
-            f"{part.option}: images without class names cannot be evaluated: put them into one "
-            "folder per class, or give --no-eval"
+            f"{part.option}: zero-shot heads need class names, and the labels are numbers: put the "
+            "images into one folder per class, or give --no-eval"
         )
     labels = [items.read(index)[1] for index in part.indices]
     if is_zero_shot:

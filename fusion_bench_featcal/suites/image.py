@@ -6,7 +6,6 @@ differ in domain like tasks of real suites. Loading only needs numpy and pillow.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -148,16 +147,14 @@ def load_processor() -> Any:
 def register_class_names() -> None:
     """Register class names and prompts of all tasks with FusionBench, if it is installed."""
     try:
-        clip_classification = importlib.import_module("fusion_bench.tasks.clip_classification")
+        from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
     except ModuleNotFoundError as error:
         if error.name != "fusion_bench":
             raise
         return
-    mapping = clip_classification.CLIPTemplateFactory._dataset_mapping
+    table: dict[str, Any] = CLIPTemplateFactory._dataset_mapping
     for name in TASKS:
-        if name not in mapping:
+        if name not in table:
             arrays = load_arrays(name)
-            mapping[name] = {
-                "classnames": list(arrays.classnames),
-                "templates": [arrays.template.format],
-            }
+            names = list(arrays.classnames)
+            table[name] = {"classnames": names, "templates": [arrays.template.format]}

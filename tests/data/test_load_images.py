@@ -193,8 +193,8 @@ def test_damaged_and_missing_files_are_named(shapes):
     ("path", "options", "message"),
     [
         ("table.csv", {"split": "test"}, r"one table without splits: remove split \('test'\)"),
-        ("table.csv", {"image_column": "fil"}, r"no image_column 'fil' \(nearest: 'file'\)"),
-        ("empty", {}, r"data 'empty' has no images \(\.bmp, .*neither in itself nor in class"),
+        ("table.csv", {"image_column": "fil"}, r"no column 'fil' of images \(nearest: 'file'\)"),
+        ("empty", {}, r"data 'empty' has no images \(\.avif, .*neither in itself nor in class"),
         ("mixed", {}, r"has images \(a\.png, \.\.\.\) beside class folders \(b\): move them"),
         ("broken.jsonl", {}, r"broken\.jsonl' is not readable as json"),
         ("./no/such", {}, r"data '\./no/such' does not exist"),

@@ -8,7 +8,7 @@ import pytest
 from tiny_images import channels_first, picture, write_class_folders
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.folders.images import open_image_task
+from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
 from fusion_bench_featcal.folders.request import Request
 
 PETS, UNNAMED = ["cat", "dog", "owl"], ["LABEL_0", "LABEL_1", "LABEL_2"]
@@ -64,7 +64,10 @@ def test_labels_are_the_heads_numbers(tmp_path, kind, labels, names, heads, expe
 
 
 def test_images_without_labels_and_damaged_ones_are_named(tmp_path):
-    picture(0).save(tmp_path / "0.png")
+    path = write(tmp_path, "numbers", [1], [])
+    with pytest.raises(ValueError, match=r"--eval a=.*zero-shot heads need class names"):
+        opened(path, ZeroShot.__new__(ZeroShot))
+    Path(path).unlink()
     with pytest.raises(ValueError, match=r"--eval a=.* cannot be evaluated: put them into"):
         opened(str(tmp_path), PETS)
     (tmp_path / "0.png").write_bytes(b"")
