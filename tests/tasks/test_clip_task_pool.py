@@ -22,7 +22,7 @@ from torch.nn.functional import normalize
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.tasks import ClipTaskPool, clip_pool, load_images
+from fusion_bench_featcal.tasks import ClipTaskPool, OpenClipTaskPool, clip_pool, load_images
 
 LOAD = "fusion_bench_featcal.tasks.load_images"
 DIGITS = [str(digit) for digit in range(10)]
@@ -67,9 +67,9 @@ def no_traces(tmp_path, monkeypatch):
 def make_pool(clip_folder):
     """Makes a task pool on the CPU from its keys."""
 
-    def make(**keys) -> Any:
+    def make(kind: Any = ClipTaskPool, **keys: Any) -> Any:
         keys = {"base_model": str(clip_folder), "dataloader_kwargs": {"batch_size": 5}} | keys
-        pool = ClipTaskPool(**keys)
+        pool = kind(**keys)
         pool.fabric = lightning.Fabric(accelerator="cpu", devices=1)
         return pool
 
@@ -252,6 +252,30 @@ def test_items_that_cannot_be_evaluated_are_named(
             test_datasets={task: data}, tasks={task: definition}, data_processor=unsized
         )
         pool.evaluate(model)
+
+
+class Projected(torch.nn.Module):
+    """An image encoder that projects its features, as open_clip's do."""
+
+    def __init__(self, tower: Any, projection: torch.nn.Module) -> None:
+        super().__init__()
+        self.tower, self.projection = tower, projection
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.projection(self.tower(pixels).pooler_output)
+
+
+def test_encoders_that_project_are_evaluated_as_the_tower_alone(
+    make_pool, two_tasks, model, clip_folder
+):
+    projection = CLIPModel.from_pretrained(clip_folder).visual_projection
+    pools = make_pool(tasks=two_tasks), make_pool(kind=OpenClipTaskPool, tasks=two_tasks)
+    reports = [pools[0].evaluate(model), pools[1].evaluate(Projected(model, projection))]
+    for task in two_tasks:
+        assert torch.equal(pools[0].item_correct[task], pools[1].item_correct[task])
+        assert reports[1][task] == pytest.approx(reports[0][task], abs=ROUNDING)
+    with pytest.raises(CalibrationError, match=r"features have 5 channels, .* 12: they belong"):
+        pools[1].evaluate(Projected(model, torch.nn.Linear(16, 5)))
 
 
 def test_model_with_nan_is_refused(make_pool, two_tasks, model):
