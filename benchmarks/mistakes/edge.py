@@ -11,6 +11,20 @@ MUTATIONS = [
         "data/test_load_images.py",
     ),
     Mutation(
+        "a dataset's classes are numbered as it does, in spite of their names",
+        "data/labels.py",
+        "labels = [chosen.index(names[label]) for label in labels]",
+        "pass",
+        "data/test_load_images.py",
+    ),
+    Mutation(
+        "numbers of classes are not compared with the head",
+        "folders/images.py",
+        "return check_labels(labels, heads, part.option), class_logits, []",
+        "return labels, class_logits, []",
+        "folders/test_image_labels.py",
+    ),
+    Mutation(
         "transparency dropped",
         "data/pictures.py",
         'canvas.alpha_composite(picture.convert("RGBA"))\n    return canvas.convert("RGB")',

@@ -31,7 +31,6 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         name: Name of the dataset in messages.
         classnames: Class names by number, if there are any.
         has_labels: False if there are certainly no labels.
-        is_numbered: Whether the data number their classes, as a `ClassLabel` does.
     """
 
     def __init__(
@@ -63,8 +62,6 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             self._read_table(rows)
         if self.has_labels and self._values is not None:
             self._labels, self.classnames = encode_labels(*self._values, self.classnames, self.name)
-        values = (self._values or [()])[0]
-        self.is_numbered = not any(isinstance(value, str) for value in values)
 
     def _read_table(self, table: datasets.Dataset) -> None:
         column, label = self._image_column, self._label_column

@@ -69,7 +69,8 @@ def open_image_task(
     """
     columns = request.columns_of(task)
     refuse_unknown(columns, _COLUMNS, f"--columns {task}:")
-    part, test_part = open_parts(task, request, partial(_items, columns=columns), spread=True)
+    read_columns = columns if heads else {**columns, "label": None}  # calibration reads no labels
+    part, test_part = open_parts(task, request, partial(_items, columns=read_columns), spread=True)
 
     def batches(part: Part) -> ImageBatches:
         return ImageBatches(part.rows, part.indices, request.settings.batch_size, processor)
@@ -93,10 +94,7 @@ def open_image_task(
 def _head(
     part: Part, heads: Sequence[str] | ZeroShot, prompt: str
 ) -> tuple[list[int], Any, Sequence[str]]:
-    """Return the head's labels of some images, a function for its logits, and notes on a guess.
-
-    Numbers of the data are the head's if one of the two has no names.
-    """
+    """Return the head's labels of some images, a function for its logits, and notes on a guess."""
     items: ImageItems = part.rows
     names = items.classnames
     is_zero_shot = isinstance(heads, ZeroShot)
@@ -109,17 +107,18 @@ def _head(
     if is_zero_shot:
         prompts = [prompt.replace("{}", name) for name in names or ()]
         return labels, partial(heads.logits, heads.head(prompts)), []
-    has_no_names = all(name.startswith("LABEL_") for name in heads)
-    if names is None or (items.is_numbered and has_no_names):
+    if names is None:
         return check_labels(labels, heads, part.option), class_logits, []
     numbers, notes = label_numbers(names, heads, part.option)
     return [numbers[label] for label in labels], class_logits, notes
 
 
-def _items(location: str, split: str, option: str, *, columns: Mapping[str, str]) -> ImageItems:
+def _items(
+    location: str, split: str, option: str, *, columns: Mapping[str, str | None]
+) -> ImageItems:
     """Open images at a path, or the hub dataset `ID:SPLIT`."""
     name, named = split_of(location)
     is_here = Path(name).expanduser().exists()
     with naming_setting(option):
-        keys = {f"{name}_column": column for name, column in columns.items()}
+        keys: Any = {f"{name}_column": column for name, column in columns.items()}
         return load_images(name, named or (None if is_here else split), **keys)

@@ -64,6 +64,8 @@ def test_labels_are_the_heads_numbers(tmp_path, kind, labels, names, heads, expe
 
 
 def test_images_without_labels_and_damaged_ones_are_named(tmp_path):
+    path = write(tmp_path, "numbers", [-1], [])
+    assert opened(path, None).samples == 1  # labels are not read
     path = write(tmp_path, "numbers", [1], [])
     with pytest.raises(ValueError, match=r"--eval a=.*zero-shot heads need class names"):
         opened(path, ZeroShot.__new__(ZeroShot))
