@@ -19,6 +19,8 @@ IMAGE_SUFFIXES = {
     ".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png",
     ".ppm", ".tga", ".tif", ".tiff", ".webp",
 }  # fmt: skip
+Change = Callable[[Image.Image, int], Image.Image]
+
 SPLIT_FOLDERS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
 
 
@@ -55,7 +57,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         self.has_labels, self._labels = label_column is not None, None
         self._rows, self._image_column, self._label_column = rows, image_column, label_column
         self._values: tuple[Sequence[Any], Sequence[str] | None] | None = None
-        self._change: Callable[[Image.Image, int], Image.Image] | None = None
+        self._changes: tuple[Change, ...] = ()
         if isinstance(rows, ImageItems):
             self._view(rows)
         elif isinstance(rows, datasets.Dataset) and rows.format["type"] != "custom":
@@ -78,19 +80,15 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
     def _view(self, items: "ImageItems") -> None:
         """View the rows of other items, possibly with other class names."""
         self.name = f"{self.name} ({items.name})"
-        self._rows, self._image_column, self._change = (
-            items._rows,
-            items._image_column,
-            items._change,
-        )
-        self._label_column, self._values = items._label_column, items._values
+        self._rows, self._changes, self._values = items._rows, items._changes, items._values
+        self._image_column, self._label_column = items._image_column, items._label_column
         self.has_labels = self.has_labels and items.has_labels
         self.classnames = self.classnames or items.classnames
 
-    def changed(self, change: Callable[[Image.Image, int], Image.Image]) -> "ImageItems":
+    def changed(self, change: Change) -> "ImageItems":
         """Return the items with pictures changed by a function of picture and position."""
         items = copy.copy(self)
-        items._change = change
+        items._changes = (*self._changes, change)
         return items
 
     def __len__(self) -> int:
@@ -132,7 +130,9 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             CalibrationError: If it cannot be read, naming its file.
         """
         picture = to_rgb(stored, self.at(index))
-        return picture if self._change is None else self._change(picture, index)
+        for change in self._changes:
+            picture = change(picture, index)
+        return picture
 
     def at(self, index: int) -> str:
         """Return the name of item `index` in messages."""
