@@ -35,6 +35,8 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         has_labels: False if there are certainly no labels.
     """
 
+    _values: tuple[Sequence[Any], Sequence[str] | None] | None = None  # labels, and their names
+
     def __init__(
         self,
         rows: Any,
@@ -56,14 +58,14 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         self.name, self.classnames = name, None if classnames is None else list(classnames)
         self.has_labels, self._labels = label_column is not None, None
         self._rows, self._image_column, self._label_column = rows, image_column, label_column
-        self._values: tuple[Sequence[Any], Sequence[str] | None] | None = None
         self._changes: tuple[Change, ...] = ()
         if isinstance(rows, ImageItems):
             self._view(rows)
         elif isinstance(rows, datasets.Dataset) and rows.format["type"] != "custom":
             self._read_table(rows)
         if self.has_labels and self._values is not None:
-            self._labels, self.classnames = encode_labels(*self._values, self.classnames, self.name)
+            values, names = self._values
+            self._labels, self.classnames = encode_labels(values, names, self.classnames, self.name)
 
     def _read_table(self, table: datasets.Dataset) -> None:
         column, label = self._image_column, self._label_column
@@ -72,8 +74,8 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             # undecoded, so that messages can name a damaged file
             table = table.cast_column(column, datasets.Image(decode=False))
         self._rows = table.select_columns([column]).with_format(None)
-        self.has_labels = label in table.column_names
-        if self.has_labels:
+        self.has_labels = label is not None and label in table.column_names
+        if label is not None and self.has_labels:
             names = getattr(table.features[label], "names", None)
             self._values = list(table.with_format(None)[label]), names
 

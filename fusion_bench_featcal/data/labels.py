@@ -59,7 +59,9 @@ def class_number(value: Any, classnames: Sequence[str] | None, item: str) -> int
     """
     if isinstance(value, str) and value in (classnames or ()):
         return list(classnames or ()).index(value)
-    number = value.item() if getattr(value, "ndim", None) == 0 else value  # of a tensor or array
+    number: Any = value
+    if getattr(value, "ndim", None) == 0:  # a tensor or array
+        number = number.item()
     limit = len(classnames) if classnames else math.inf
     if isinstance(number, int | float) and number % 1 == 0 and 0 <= number < limit:
         return int(number)

@@ -103,7 +103,7 @@ def _head(
             f"{part.option}: zero-shot heads need class names, and the labels are numbers: put the "
             "images into one folder per class, or give --no-eval"
         )
-    labels = [items.read(index)[1] for index in part.indices]
+    labels: list[Any] = [items.read(index)[1] for index in part.indices]
     if is_zero_shot:
         prompts = [prompt.replace("{}", name) for name in names or ()]
         return labels, partial(heads.logits, heads.head(prompts)), []

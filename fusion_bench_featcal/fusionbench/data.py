@@ -189,8 +189,8 @@ def _open(modelpool: Any, task: str, split: str, settings: FeatCalSettings | Non
         note_data_set(rows)
         if is_text:
             return TextRows(rows, name)
-        change = settings.calibration_corruption if settings else None
-        if change is not None:
+        if settings is not None and settings.calibration_corruption is not None:
+            change = settings.calibration_corruption
             rows = corrupted(rows, change["kind"], change["severity"], settings.seed, task)
         return ImageItems(rows, name=name, label_column=None)
 

@@ -151,9 +151,8 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         for name in self.task_names:
             items = PixelItems(self._open_tasks[name].items, self.data_processor)
             collate = partial(_collate, items.items.name)
-            self.test_dataloaders[name] = DataLoader(
-                items, collate_fn=collate, **self._dataloader_kwargs
-            )
+            options: Any = self._dataloader_kwargs
+            self.test_dataloaders[name] = DataLoader(items, collate_fn=collate, **options)
         self._is_setup = True
 
     @contextmanager
@@ -220,7 +219,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
             and loader.dataset[0][0].nbytes * len(loader.dataset) < KEPT_BYTES
         ):
             self._kept[task] = list(loader)
-        batches = self._kept.get(task, loader)
+        batches: Any = self._kept.get(task, loader)
         return itertools.islice(batches, 1) if self.fast_dev_run else batches
 
 
