@@ -9,7 +9,7 @@ from calibrations import gamma, run_fast
 from fusion_bench.modelpool import Seq2SeqLMPool
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
-from tiny_models import clip_model, clip_suite, scatter
+from tiny_models import clip_model, clip_suite, model_of, scatter
 from tiny_texts import (
     ADAPTED,
     TASKS,
@@ -140,6 +140,8 @@ FORMS: dict[str, tuple[list[str], dict[str, Any]]] = {
          "rank_pattern": {"lin": 3}, "alpha_pattern": {"conv": 5}}),
     "biases": (["lin"], {"bias": "all"}),
     "inputs first": (["wide", "square"], {}),
+    "a start that changes the base": (["lin"], {"init_lora_weights": "pissa"}),
+    "saved modules": (["lin"], {"modules_to_save": ["norm"]}),
 }  # fmt: skip
 
 
@@ -174,7 +176,28 @@ def test_tensors_are_those_that_peft_merges(form: str, tmp_path: Path):
     assert sum(not torch.equal(base[name], merged[name].float()) for name in merged) == 2
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize("targets", [["lm_head", "q_proj"], ["embed_tokens"]])
+def test_adapters_of_tied_matrices_are_merged_as_peft_does(targets: list[str], tmp_path: Path):
+    from peft import LoraConfig, get_peft_model
+
+    base: Any = model_of(tie_word_embeddings=True)
+    write(base, tmp_path / "base")
+    wrapped: Any = get_peft_model(base, LoraConfig(r=2, target_modules=targets))
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    wrapped.save_pretrained(str(tmp_path / "one"))
+    merged = wrapped.merge_and_unload().state_dict()
+    files = ModelFolder("base", str(tmp_path / "base"), "--base")
+    source = ModelFolder("one", str(tmp_path / "one"), "--expert").source(files)
+    for name in source.names():
+        torch.testing.assert_close(source.tensor(name), merged[name], rtol=1e-5, atol=1e-6)
+    assert "model.embed_tokens.weight" in source.names()
+
+
 START = "base_model.model."
+QUERY = "encoder.block.0.layer.0.SelfAttention.q"
 
 
 def pair(name: str) -> dict[str, torch.Tensor]:
@@ -182,9 +205,9 @@ def pair(name: str) -> dict[str, torch.Tensor]:
 
 
 REFUSED: list[tuple[dict[str, torch.Tensor], str]] = [
-    (pair("lm_head"), r"lm_head.weight is \[23, 8\] in the base, .* A and B are \[2, 2\]"),
+    (pair(QUERY), r"SelfAttention.q.weight is \[8, 8\] in the base, .* A and B are \[2, 2\]"),
     (pair("elsewhere"), r"elsewhere\.weight is not in the base"),
-    ({f"{START}lm_head.lora_A.weight": torch.zeros(2, 8)}, "only one of its two matrices"),
+    ({f"{START}{QUERY}.lora_A.weight": torch.zeros(2, 8)}, "only one of its two matrices"),
 ]
 
 

@@ -13,6 +13,7 @@ from fusion_bench_featcal.core.finite import is_sound
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.experts.source import ExpertSource, known_bytes, read_ahead, rows_of
+from fusion_bench_featcal.experts.vocabulary import tied_head
 
 _ALIGNMENT = 64  # bytes, the alignment of torch's CPU allocator
 MOST_PINNED = 256 * 2**20
@@ -62,7 +63,8 @@ class ExpertModel:
         self.sizes: dict[str, int] = {}
         self._label = f"{role} {name!r}"
         self._setting = f"modelpool.models.{name}"
-        self.keys = pair_names(name, role, source, stored, aliases(like), spared)
+        tied = aliases(like) | tied_head(self._label, source, like)
+        self.keys = pair_names(name, role, source, stored, tied, spared)
         parameters = {id(parameter) for parameter in like.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
         self._like = {name: (t.dtype, device or t.device) for name, t in stored.items()}

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import ExpertSource, SourceView, rows_of
+from fusion_bench_featcal.experts.vocabulary import VOCABULARY
 from fusion_bench_featcal.files.untrusted import read_json
 
 _FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
@@ -64,7 +66,10 @@ class LoraExpert(SourceView):
             match = _FACTOR.fullmatch(name)
             if match is None:
                 raise OtherAdapterError(f"{self._folder} has {name!r}, which is no factor of LoRA")
-            factors[f"{part}{match['module']}.weight"][match["kind"]] = name
+            weight = f"{part}{match['module']}.weight"
+            if weight.endswith(VOCABULARY):  # may be tied, which PEFT handles
+                raise OtherAdapterError(f"{self._folder} changes the vocabulary matrix {weight}")
+            factors[weight][match["kind"]] = name
         self._changes = {name: self._checked(name, pair) for name, pair in factors.items()}
 
     def _checked(self, name: str, factors: dict[str, str]) -> _Change:
@@ -126,7 +131,9 @@ def merged_by_peft(model: nn.Module, adapter: Path) -> nn.Module:
         wrapped: Any = PeftModel.from_pretrained(model, str(adapter))  # type: ignore[arg-type]
         return wrapped.merge_and_unload()
     except Exception as error:  # a kind of adapter may raise anything
-        raise CalibrationError(f"adapter {adapter} cannot be merged by PEFT: {error}") from error
+        raise CalibrationError(
+            f"adapter {adapter} cannot be merged by PEFT: {first_line(error)}"
+        ) from error
 
 
 def _read_config(file: Path) -> tuple[float, bool]:

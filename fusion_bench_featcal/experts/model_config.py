@@ -103,7 +103,7 @@ def differences(config: Any, reference: Any) -> dict[str, tuple[Any, Any]]:
         return {}
     full_config = matching_part(full_config, full_reference.get("model_type"))
     full_reference = matching_part(full_reference, full_config.get("model_type"))
-    values, expected = dict(_flat(full_config)), dict(_flat(full_reference))
+    values, expected = flat_values(full_config), flat_values(full_reference)
     keys = sorted(key for key in values.keys() & expected.keys() if _counts(key))
     return {k: (values[k], expected[k]) for k in keys if values[k] != expected[k]}
 
@@ -139,8 +139,15 @@ def matching_part(config: Mapping[str, Any], model_type: Any) -> dict[str, Any]:
     return dict(config if part is None or config.get("model_type") == model_type else part)
 
 
+def flat_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's plain values by keys joined with dots.
+
+    Tuples become lists, and all keys of the rotary embedding are in `rope_parameters`.
+    """
+    return dict(_flat(config))
+
+
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield keys joined by dots with plain values. Tuples become lists, rope keys are merged."""
     inside_rope = prefix.endswith(f"{_ROPE}.")
     for key, value in (config if inside_rope else _with_rope_together(config)).items():
         if isinstance(value, Mapping) and value:

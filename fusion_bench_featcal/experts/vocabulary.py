@@ -1,40 +1,65 @@
-"""Models with more rows in their vocabulary matrices than the other models."""
+"""Models whose vocabulary matrices differ from the merged model's in rows, or in being tied."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts.source import ExpertSource, SourceView
+from fusion_bench_featcal.experts.model_config import complete_config
+from fusion_bench_featcal.experts.source import ExpertSource, SourceView, rows_of
 
-VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "shared.weight", "wte.weight")
-"""Matrices with one row per token."""
+VOCABULARY = (
+    "embed_tokens.weight", "shared.weight", "wte.weight", "word_embeddings.weight",
+    "embed_in.weight", "embed_out.weight", "lm_head.weight", "lm_head.bias",
+)  # fmt: skip
+"""Ends of the names of tensors with one row per token."""
+_SAMPLE = 64
 
 
-class CommonRows(SourceView):
-    """A model's weights with vocabulary matrices cut to their first rows.
+class VocabularyRows(SourceView):
+    """A model's weights with another number of rows in vocabulary matrices.
 
     Each row belongs to a token. The tokenizers number the common tokens equally, and no other token
     reaches the model.
     """
 
-    def __init__(self, source: ExpertSource, rows: int) -> None:
+    def __init__(self, source: ExpertSource, rows: int, more: ExpertSource | None = None) -> None:
         """Wrap a source.
 
         Args:
             source: The weights.
-            rows: Number of tokens common to all models.
+            rows: Number of rows.
+            more: Source of the rows that the weights lack. Without it they are only cut.
         """
         super().__init__(source)
-        self._rows = rows
+        self._rows, self._more = rows, more
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of one tensor after the cut."""
+        """Return the shape of one tensor with the new number of rows."""
         shape = super().shape(name)
-        return (min(shape[0], self._rows), *shape[1:]) if name.endswith(VOCABULARY) else shape
+        if not name.endswith(VOCABULARY):
+            return shape
+        rows = self._rows if self._more is not None else min(shape[0], self._rows)
+        return (rows, *shape[1:])
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor after the cut."""
+        """Return one tensor with the new number of rows."""
         tensor = super().tensor(name)
-        return tensor[: self._rows] if name.endswith(VOCABULARY) else tensor
+        if not name.endswith(VOCABULARY):
+            return tensor
+        if self._more is None or len(tensor) >= self._rows:
+            return tensor[: self._rows]
+        other = name if name in self._more.names() else _same_end(name, self._more)
+        more = rows_of(self._more, other, len(tensor), self._rows)
+        return torch.cat([tensor, more.to(tensor)])
+
+
+def _same_end(name: str, source: ExpertSource) -> str:
+    """Return a source's name of a vocabulary matrix, which may have another prefix or be tied."""
+    end = next(end for end in VOCABULARY if name.endswith(end))
+    names = sorted(name for name in source.names() if name.endswith(VOCABULARY))
+    return next((other for other in names if other.endswith(end)), names[0])
 
 
 def keep_common_rows(model: nn.Module, rows: int, label: str) -> nn.Module:
@@ -58,3 +83,43 @@ def keep_common_rows(model: nn.Module, rows: int, label: str) -> nn.Module:
     if have > rows:
         model.resize_token_embeddings(rows, mean_resizing=False)  # type: ignore[operator]
     return model
+
+
+def tied_head(label: str, source: Any, model: Any) -> dict[str, list[str]]:
+    """Return {head: [embedding]} if only a source's head is its embedding, not the model's.
+
+    Args:
+        label: Name of the source in messages.
+        source: An expert's weights.
+        model: The model whose structure runs them.
+
+    Raises:
+        CalibrationError: If only the model's head is its embedding, or the source scales features
+            by its tie, as T5 does.
+    """
+    config = complete_config(getattr(source, "config", None))
+    if config is None or not hasattr(model, "get_output_embeddings"):
+        return {}
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or embedding is None:
+        return {}
+    names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
+    pair, stored = [names[id(embedding)], names[id(head)]], source.names()
+    is_tied, has_head = config.get("tie_word_embeddings"), pair[1] in stored
+    if head.weight is embedding.weight:
+        if is_tied is False and stored.issuperset(pair):
+            first, second = (rows_of(source, name, 0, _SAMPLE) for name in pair)
+            if not torch.equal(first, second):
+                raise CalibrationError(
+                    f"{label} has a head of its own ({pair[1]}), and the merged model's is its "
+                    "embedding (tie_word_embeddings=true): merge models whose heads are alike"
+                )
+        return {}
+    if has_head or not is_tied:
+        return {}
+    if config.get("is_encoder_decoder"):
+        raise CalibrationError(
+            f"{label} has its embedding as head (tie_word_embeddings=true) and scales features for "
+            f"it, and the merged model has a separate {pair[1]}: merge models whose heads are alike"
+        )
+    return {pair[1]: [pair[0]]}

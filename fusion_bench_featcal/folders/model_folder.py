@@ -15,8 +15,8 @@ from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.expert import aliases, pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, merged_by_peft
-from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert
+from fusion_bench_featcal.models.configs import is_adapter, open_config
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.run.memory import free_bytes
 
@@ -56,8 +56,11 @@ class ModelFolder:
         self.folder = fetch(location, self.option)
         if not self.folder.is_dir():
             raise ValueError(f"{self.option} is a file: name the folder that the model is in")
-        self.is_adapter = (self.folder / "adapter_config.json").is_file()
-        self.config: dict[str, Any] | None = read_config(self.folder)
+        try:
+            self.is_adapter = is_adapter(self.folder)
+            self.config: dict[str, Any] | None = open_config(self.folder)
+        except CalibrationError as error:
+            raise ValueError(f"{self.option}: {error}") from error
         if not self.is_adapter and self.config is None:
             raise ValueError(f"{self.option}: {self.folder} has no config.json, so it is no model")
 
@@ -66,7 +69,12 @@ class ModelFolder:
         """The transformers class that its config names."""
         import transformers
 
-        name = next(iter((self.config or {}).get("architectures") or [None]))
+        name = next(iter((self.config or {}).get("architectures") or ()), None)
+        if name is None:
+            raise ValueError(
+                f"{self.option}: {self.folder / 'config.json'} has no architectures. Write the "
+                'name of its class there, such as "architectures": ["LlamaForCausalLM"]'
+            )
         try:
             return getattr(transformers, str(name))
         except AttributeError as error:

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.data.tokenizers import differing_tokens
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.experts.merging import MergedOnRead
-from fusion_bench_featcal.experts.model_config import check_same_function, read_config
+from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.offloaded import fill, offloaded
-from fusion_bench_featcal.experts.vocabulary import CommonRows
+from fusion_bench_featcal.experts.vocabulary import VocabularyRows
 from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.folders.model_folder import (
     CLASSIFIERS,
@@ -27,13 +25,14 @@ from fusion_bench_featcal.folders.model_folder import (
 )
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.models.hub import fetch
+from fusion_bench_featcal.models.processors import (
+    check_tokenizers,
+    has_processor,
+    load_processor,
+)
 from fusion_bench_featcal.modules.models import tail_of
 from fusion_bench_featcal.modules.sites import find_all_modules
 from fusion_bench_featcal.rules import rule_of
-
-_PROCESSORS = (
-    "tokenizer_config.json", "tokenizer.json", "preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,13 +152,13 @@ class Models:
         return source
 
     def _source(self, model: ModelFolder) -> ExpertSource:
+        """Return a model's weights, with as many rows per token as the calibrated model has."""
         source, rows = model.source(self.base), (self.home.config or {}).get("vocab_size")
-        vocabulary_size = (model.config or {}).get("vocab_size")
-        return (
-            CommonRows(source, rows)
-            if vocabulary_size and rows and vocabulary_size > rows
-            else source
-        )
+        whole = self.base if model.is_adapter else model
+        own = (whole.config or {}).get("vocab_size") if whole is not None else None
+        if model is self.home or not rows or own in (None, rows):
+            return source
+        return VocabularyRows(source, rows, self.home.source(self.base))
 
     @cached_property
     def _runnable(self) -> dict[str, ExpertModel]:
@@ -253,36 +252,22 @@ class Models:
 
         kind: Any = AutoTokenizer
         if self.home.kind in ("clip", "image classifier"):
-            kind = AutoImageProcessor
-            if self.home.architecture.__name__ == "CLIPModel":
-                kind = AutoProcessor
-        folder = self.processor_folder
-        try:
-            read_config(Path(folder))
-            loaded = kind.from_pretrained(folder, trust_remote_code=False)
-        except Exception as error:  # any error of the processor's library
-            name = "tokenizer" if kind is AutoTokenizer else "image processor"
-            raise ValueError(
-                f"no {name} in {folder}: name its folder by --tokenizer ({first_line(error)})"
-            ) from error
-        return self._checked_tokenizer(loaded) if kind is AutoTokenizer else loaded
+            is_whole_clip = self.home.architecture.__name__ == "CLIPModel"
+            kind = AutoProcessor if is_whole_clip else AutoImageProcessor
+        loaded = load_processor(Path(self.processor_folder), kind, "--tokenizer")
+        if kind is AutoTokenizer:
+            folders = {expert.option: expert.folder for expert in self.experts.values()}
+            check_tokenizers(loaded, f"--tokenizer {self.processor_folder}", folders)
+            loaded.padding_side = "right"
+            if self.request.chat_template is not None:
+                loaded.chat_template = self._chat_template(self.request.chat_template)
+        return loaded
 
-    def _checked_tokenizer(self, tokenizer: Any) -> Any:
-        """Return the tokenizer with padding at the end, and the requested chat template."""
-        for expert in self.experts.values():
-            if differing := differing_tokens(tokenizer, expert.folder):
-                raise ValueError(
-                    f"{expert.option} has another tokenizer than {self.processor_folder}: "
-                    f"{differing}. Experts must share one; check --tokenizer"
-                )
-        tokenizer.padding_side = "right"
-        if self.request.chat_template is not None:
-            template = Path(self.request.chat_template).expanduser()
-            try:
-                tokenizer.chat_template = template.read_text("utf-8")
-            except (OSError, UnicodeError) as error:
-                raise ValueError(f"--chat-template cannot be read: {error}") from error
-        return tokenizer
+    def _chat_template(self, file: str) -> str:
+        try:
+            return Path(file).expanduser().read_text("utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"--chat-template cannot be read: {error}") from error
 
     @cached_property
     def processor_folder(self) -> str:
@@ -291,6 +276,6 @@ class Models:
         if named is not None:
             return str(fetch(named, f"--tokenizer {named}", weights=False))
         for model in (self.home, self.base, *self.experts.values()):
-            if model is not None and any((model.folder / name).is_file() for name in _PROCESSORS):
+            if model is not None and has_processor(model.folder):
                 return str(model.folder)
         return str(self.home.folder)

@@ -20,9 +20,9 @@ from fusion_bench_featcal.errors.block import first_line, loading_cause
 from fusion_bench_featcal.experts import ExpertSource, known_bytes
 from fusion_bench_featcal.experts.copies import bind_own_functions
 from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError
-from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.experts.vocabulary import CommonRows
+from fusion_bench_featcal.experts.vocabulary import VocabularyRows
+from fusion_bench_featcal.models.configs import is_adapter, open_config
 from fusion_bench_featcal.models.hub import fetch, fetch_all
 from fusion_bench_featcal.models.hub_errors import hub_cause, hub_error
 
@@ -111,7 +111,7 @@ class PoolModel:
             CalibrationError: If the file cannot be read or is damaged.
         """
         path = next(iter(self.paths.values()), None)
-        return None if path is None or path.is_file() else read_config(path)
+        return None if path is None or path.is_file() else open_config(path)
 
     @cached_property
     def files(self) -> ExpertSource | None:
@@ -120,8 +120,10 @@ class PoolModel:
         Raises:
             CalibrationError: If the files cannot be found, or are damaged.
         """
+        _ = self.config  # refuses a model that transformers would read as another one
         try:
             if self.folder is not None:
+                is_adapter(self.folder)  # refuses an adapter beside whole weights
                 source: ExpertSource = SafetensorsExpert(self.folder)
             elif self.folders:
                 base, adapter = self.folders
@@ -134,7 +136,7 @@ class PoolModel:
             self._why_no_files = f": {error}"
             return None
         rows = getattr(self.pool, "vocabulary_rows", None)
-        return source if rows is None else CommonRows(source, rows)
+        return source if rows is None else VocabularyRows(source, rows)
 
     @property
     def file_bytes(self) -> int | None:

@@ -1,22 +1,20 @@
-"""Tokenizers and processors of a pool, compared with the experts' tokenizers."""
+"""The tokenizer or processor of a pool's inputs."""
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fusion_bench import instantiate
 from fusion_bench.modelpool import BaseModelPool
 from omegaconf import OmegaConf
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoTokenizer, CLIPProcessor
 
 from fusion_bench_featcal.data.text_samples import TextKind
-from fusion_bench_featcal.data.tokenizers import differing_tokens
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.experts.model_config import read_config
-from fusion_bench_featcal.fusionbench.pool_models import NAME, PoolModels, is_elsewhere, local_pool
+from fusion_bench_featcal.fusionbench.pool_models import NAME, PoolModels, is_elsewhere
 from fusion_bench_featcal.models.hub import fetch
+from fusion_bench_featcal.models.processors import check_tokenizers, load_processor
 
 # By name, because importing FusionBench's pools of language models takes seconds.
 _KINDS: Mapping[str, TextKind] = {
@@ -37,106 +35,76 @@ def load_input_processor(modelpool: BaseModelPool) -> Any:
     """Load the tokenizer or processor that converts the pool's data to model inputs.
 
     Returns:
-        The tokenizer, compared with the experts' tokenizers, for FusionBench's pools of text
-        models. For other pools the processor that the config names, or the models' processor.
+        What the pool's config names. Without a processor, pools of image classifiers have their
+        base's.
 
     Raises:
-        CalibrationError: If there is none, it cannot be found, or an expert has another tokenizer.
+        CalibrationError: If there is none, it cannot be loaded, or an expert has another tokenizer.
     """
     is_text = text_kind(modelpool) is not None
-    name, data = ("tokenizer", "texts") if is_text else ("processor", "images")
-    entry, load = _tokenizer(modelpool) if is_text else _processor(modelpool)
+    name, kind = ("tokenizer", AutoTokenizer) if is_text else ("processor", AutoImageProcessor)
+    entry = _named(modelpool, name)
+    if hasattr(modelpool, "load_clip_model"):
+        kind = CLIPProcessor
+    elif entry is None and hasattr(modelpool, "load_processor"):
+        models = PoolModels(modelpool)
+        entry = (models.base or next(iter(models.values()))).location
     if entry is None:
+        data = "texts" if is_text else "images"
         raise CalibrationError(
             f"the model pool names no {name}, which turns calibration {data} into model inputs; "
             f"set modelpool.{name}"
         )
+    processor = _loaded(modelpool, f"modelpool.{name}", entry, kind)
+    if is_text:
+        _check_tokenizers(modelpool, processor)
+    return processor
+
+
+def _named(modelpool: Any, name: str) -> Any:
+    """Return the entry of a pool's config, which some pools do not keep."""
+    config = getattr(getattr(modelpool, "_program", None), "_modelpool", None)
+    in_config = config.get(name) if isinstance(config, Mapping) else None
+    entries = (getattr(modelpool, f"_{name}", None), getattr(modelpool, name, None), in_config)
+    return next((entry for entry in entries if entry is not None), None)
+
+
+def _loaded(modelpool: Any, setting: str, entry: Any, kind: Any) -> Any:
+    """Load an entry: a folder, a hub id, a mapping with _target_, or the object itself."""
+    is_local = not is_elsewhere(modelpool)
+    if isinstance(entry, str) and is_local:
+        folder = fetch(entry, f"{setting}={entry}", weights=False)
+        return load_processor(folder, kind, setting)
+    if not isinstance(entry, str | Mapping):
+        return entry
     try:
-        loaded = load()
+        if isinstance(entry, str):
+            return modelpool.load_processor()
+        location = entry.get(NAME)
+        if isinstance(location, str) and not {"revision", "subfolder"} & set(entry) and is_local:
+            folder = fetch(location, f"{setting}={location}", weights=False)
+            entry = OmegaConf.merge(entry, {NAME: str(folder)})
+        return instantiate(entry)
     except CalibrationError:
         raise
     except Exception as error:  # a loader may raise anything
         raise CalibrationError(
-            f"the {name} ({entry}) cannot be loaded: {first_line(error)}. Check modelpool.{name}: "
-            "it must be an existing folder or, online or in the local hub cache (HF_HUB_OFFLINE), "
-            "a hub id"
+            f"{setting} ({entry}) cannot be loaded: {first_line(error)}"
         ) from error
-    if is_text:
-        _check_expert_tokenizers(modelpool, loaded)
-    return loaded
 
 
-def _tokenizer(modelpool: Any) -> tuple[Any, Callable[[], Any]]:
-    """Return the entry and the loader of a pool's tokenizer.
-
-    FusionBench's `Seq2SeqLMPool` cannot load its tokenizer.
-    """
-    entry = getattr(modelpool, "_tokenizer", None)
-    entry = getattr(modelpool, "tokenizer", None) if entry is None else entry
-    return entry, lambda: _load(modelpool, "tokenizer", entry, AutoTokenizer)
-
-
-def _processor(modelpool: Any) -> tuple[Any, Callable[[], Any]]:
-    """Return the entry and the loader of a pool's image processor.
-
-    FusionBench's pools of image classifiers ignore `modelpool.processor` and load the base's
-    processor, unless the base is only named by its folder or hub id. Here `modelpool.processor` has
-    priority.
-    """
-    if hasattr(modelpool, "_processor"):
-        entry, pool = modelpool._processor, copy.copy(modelpool)
-        pool._processor = _local_entry(modelpool, "processor", entry)
-        return entry, pool.load_processor
-    config = getattr(getattr(modelpool, "_program", None), "_modelpool", None)
-    entry = config.get("processor") if isinstance(config, Mapping) else None
-    if entry is None and hasattr(modelpool, "load_processor"):
-        models = PoolModels(modelpool)
-        model = models.base or next(iter(models.values()))
-        if isinstance(model.entry, Mapping):
-            pool = local_pool(modelpool, model.name)
-            return model.entry, pool.load_processor  # type: ignore[attr-defined]
-        entry = model.location
-    return entry, lambda: _load(modelpool, "processor", entry, AutoImageProcessor)
-
-
-def _load(modelpool: Any, name: str, entry: Any, kind: Any) -> Any:
-    entry = _local_entry(modelpool, name, entry)
-    if isinstance(entry, str):
-        read_config(Path(entry))
-        return kind.from_pretrained(entry, trust_remote_code=False)
-    return instantiate(entry) if isinstance(entry, Mapping) else entry
-
-
-def _local_entry(modelpool: Any, name: str, entry: Any) -> Any:
-    """Replace the hub id in the entry of a tokenizer or processor by a local folder."""
-    if isinstance(entry, str) and not is_elsewhere(modelpool):
-        return str(fetch(entry, f"modelpool.{name}={entry}", weights=False))
-    if (
-        isinstance(entry, Mapping)
-        and isinstance(entry.get(NAME), str)
-        and str(entry.get("_target_")).endswith(".from_pretrained")
-        and not {"revision", "subfolder"} & set(entry)
-    ):
-        return OmegaConf.merge(entry, {NAME: _local_entry(modelpool, name, entry[NAME])})
-    return entry
-
-
-def _check_expert_tokenizers(modelpool: BaseModelPool, tokenizer: Any) -> None:
-    """Compare the pool's tokenizer with the experts' tokenizers, token by token.
-
-    An expert's tokenizer may have additional tokens, which never reach the expert.
-    """
-    vocabulary = tokenizer.get_vocab()
-    rows = getattr(modelpool, "vocabulary_rows", None)
-    if rows is not None and max(vocabulary.values()) >= rows:
+def _check_tokenizers(modelpool: BaseModelPool, tokenizer: Any) -> None:
+    """Compare the tokenizer with the embeddings' rows and with the experts' tokenizers."""
+    last, rows = max(tokenizer.get_vocab().values()), getattr(modelpool, "vocabulary_rows", None)
+    if rows is not None and last >= rows:
         raise CalibrationError(
-            f"the tokenizer has tokens up to {max(vocabulary.values())}, but the models have only "
-            f"{rows} embedding rows in common. Check modelpool.tokenizer and modelpool.models"
+            f"the tokenizer has tokens up to {last}, but the models have only {rows} embedding "
+            "rows in common. Check modelpool.tokenizer and modelpool.models"
         )
-    for name, expert in PoolModels(modelpool).experts.items():
-        differing = differing_tokens(tokenizer, expert.folders[-1]) if expert.folders else ""
-        if differing:
-            raise CalibrationError(
-                f"expert {name!r} has another tokenizer than the pool: {differing}. Check "
-                f"modelpool.tokenizer and modelpool.models.{name}"
-            )
+    experts = PoolModels(modelpool).experts.items()
+    folders: dict[str, Path] = {
+        f"expert {name!r} (modelpool.models.{name})": expert.folders[-1]
+        for name, expert in experts
+        if expert.folders
+    }
+    check_tokenizers(tokenizer, "modelpool.tokenizer", folders)

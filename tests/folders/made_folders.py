@@ -60,6 +60,11 @@ def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     return file
 
 
+def change_json(file: Path, changes: Mapping[str, Any]) -> None:
+    """Change keys of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(changes)))
+
+
 def datasets_on_disk(folder: Path, *splits: str, rows: Iterable[Mapping[str, Any]] = ()) -> None:
     """Save a dataset of which each split has the rows, by default the first task's."""
     table = datasets.Dataset.from_list([dict(row) for row in rows] or sentences(TASKS[0], ROWS))
