@@ -155,7 +155,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         merged = None
         self._processes.doing = "the upstream merger (method.base_method)"
         if self._processes.rank == 0:
-            results.add_notes(check_experts(inputs.models))
+            results.add_notes(check_experts(inputs.models, self.settings))
             merged = upstream.merged_model(self._program)
         return share_model(merged, self._processes, self.fabric.device, "method.base_method")
 

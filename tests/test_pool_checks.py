@@ -22,8 +22,8 @@ from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench import (
     PoolModels,
+    check_experts,
     check_pool_models,
-    check_pool_settings,
     load_pool_model,
 )
 
@@ -55,11 +55,14 @@ def fabric(precision: Any = "32-true") -> lightning.Fabric:
 
 
 def checked(pool: Any, **settings: Any) -> None:
-    """Run the checks, which must not load a model."""
+    """Run the checks. Only those of settings load a model, the base."""
     if not any(isinstance(model, nn.Module) for model in pool._models.values()):
         pool.load_model = lambda *_, **__: pytest.fail("a model was loaded")
-    check_pool_models(PoolModels(pool), fabric())
-    check_pool_settings(PoolModels(pool), FeatCalSettings(**settings))
+    models = PoolModels(pool)
+    check_pool_models(models, fabric())
+    if settings:
+        vars(pool).pop("load_model", None)
+        check_experts(models, FeatCalSettings(**settings))
 
 
 def refusal(pool: Any, **settings: Any) -> str:
@@ -96,7 +99,7 @@ ROWS: list[tuple[Callable[[Models], object], dict[str, Any], tuple[str, ...]]] =
      ("modelpool.models.two._target_=no_such_package.load cannot be imported",)),
     (lambda m: m.update(two="who/what"), {},
      ("modelpool.models.two=who/what: there is no such file or folder here", "Correct it")),
-    (lambda m: Path(m["two"], "config.json").unlink(), {}, ("no config.json in ",)),
+    (lambda m: Path(m["two"], "config.json").unlink(), {}, ("two has no config.json, so it is no model",)),
     (rewritten("config.json", lambda _: b"{"), {}, ("two/config.json is damaged",)),
     (without_a_shard, {}, ("lacks the shards ['b.safetensors']",)),
     *((rewritten(WEIGHTS, lambda data, size=size: data[:size]), {},
@@ -129,7 +132,7 @@ def test_models_that_fit_pass_without_a_word(models: Models, caplog: pytest.LogC
 def test_unknown_model_in_memory_is_refused():
     model = nn.ModuleDict({n: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for n in "ab"})
     with pytest.raises(ValueError, match=r"auto does not know ModuleDict .*a family of your own"):
-        checked(BaseModelPool({"_pretrained_": model, "one": model}))  # type: ignore[dict-item]
+        checked(BaseModelPool({"_pretrained_": model, "one": model}), family="auto")  # type: ignore[dict-item]
 
 
 def test_precision_without_effect_is_refused(models: Models):

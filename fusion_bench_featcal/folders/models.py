@@ -33,6 +33,7 @@ from fusion_bench_featcal.models.processors import (
 from fusion_bench_featcal.modules.models import tail_of
 from fusion_bench_featcal.modules.sites import find_all_modules
 from fusion_bench_featcal.rules import rule_of
+from fusion_bench_featcal.run.memory import free_bytes
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Models:
         if request.base is not None:
             base = ModelFolder("base", request.base, "--base")
             if base.is_adapter:
-                raise ValueError(f"{base.option} is a LoRA adapter: name the model that it changes")
+                raise ValueError(f"{base.label} is an adapter: name the model that it changes")
         elif merged is None or needs_base:
             instead = "" if merged is None else ", or give --set anchor_rho=1"
             raise ValueError(
@@ -202,7 +203,9 @@ class Models:
     def _on_device(self, body: ExpertSource, load: Callable[[], nn.Module]) -> nn.Module:
         """Return a model in memory, or offloaded if it is a language model too large for that."""
         device = torch.device(self.request.device)
-        if self.home.kind in LANGUAGE_MODELS and not self.home.fits(device):
+        free = free_bytes(device)
+        is_large = free is not None and 2 * self.home.size >= free
+        if is_large and self.home.kind in LANGUAGE_MODELS:
             return offloaded(ExpertModel("offloaded", body, self.empty_body, device=device), device)
         return load().to(device)
 
@@ -243,7 +246,7 @@ class Models:
                 other=f"the {home.name} model",
             )
             if is_expert and model.kind != home.kind:
-                raise ValueError(f"{model.option} is a {model.kind}, {home.option} a {home.kind}")
+                raise ValueError(f"{model.label} is a {model.kind}, {home.label} a {home.kind}")
         _ = self._runnable, self.base_source
 
     def processor(self) -> Any:
@@ -256,7 +259,7 @@ class Models:
             kind = AutoProcessor if is_whole_clip else AutoImageProcessor
         loaded = load_processor(Path(self.processor_folder), kind, "--tokenizer")
         if kind is AutoTokenizer:
-            folders = {expert.option: expert.folder for expert in self.experts.values()}
+            folders = {expert.label: expert.folder for expert in self.experts.values()}
             check_tokenizers(loaded, f"--tokenizer {self.processor_folder}", folders)
             loaded.padding_side = "right"
             if self.request.chat_template is not None:

@@ -3,7 +3,7 @@
 `console`, `config_errors`: the screen, the log directory, errors and the end of a job.
 `options`, `program`: settings of a method, FusionBench's program, task pools and mergers.
 `pool_models`, `processors`: models of a pool by their files or whole, tokenizers, processors.
-`pool_checks`, `pool_configs`, `empty_models`: checks before anything is loaded.
+`pool_checks`: checks before experts are loaded.
 `upstream`, `fusing`: the upstream merger, and mergers that read files tensor by tensor.
 `plan_run`, `program_processes`: the plan of a run, and several processes.
 `saving`, `evaluation`, `run_results`, `loggers`: saving, evaluating and reporting the models.
@@ -18,8 +18,8 @@ __getattr__ = lazy_names(
         "PoolModel": ".pool_models",
         "PoolModels": ".pool_models",
         "Upstream": ".upstream",
+        "check_experts": ".pool_checks",
         "check_pool_models": ".pool_checks",
-        "check_pool_settings": ".pool_configs",
         "checked_choices": ".options",
         "load_input_processor": ".processors",
         "load_pool_model": ".pool_models",

@@ -15,7 +15,6 @@ from fusion_bench_featcal.fusionbench.data import (
     with_own_data,
 )
 from fusion_bench_featcal.fusionbench.pool_checks import check_read_budget
-from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, ExpertSources, PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.rules import rule_of
@@ -104,6 +103,5 @@ def check_calibration(settings: FeatCalSettings, inputs: MethodInputs) -> dict[s
     """
     if rule_of(settings).needs_base:
         inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
-    check_pool_settings(inputs.models, settings)
     check_read_budget(inputs.models, settings)
     return inputs.batches(settings)

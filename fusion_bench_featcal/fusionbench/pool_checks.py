@@ -1,63 +1,51 @@
-"""Checks of a pool's models before any is loaded: entries, headers of files, precision."""
+"""Checks of a pool's models: names before anything is fetched, then configs and headers."""
 
-import os
 from collections.abc import Mapping
-from fnmatch import fnmatch
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unusable_names
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
 from fusion_bench_featcal.experts.likeness import notes_on_experts
+from fusion_bench_featcal.experts.model_config import check_same_function
+from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import (
+    BASE_MODEL,
+    MERGED_MODEL,
     PoolModel,
     PoolModels,
     import_target,
     load_pool_model,
 )
-from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.settings import FeatCalSettings
-
-_LOAD_SEQ2SEQ = "transformers.AutoModelForSeq2SeqLM.from_pretrained"
-_WEIGHTS = ("*.safetensors*", "*.bin*", "*.pt", "*.pth")
 
 
 def check_pool_models(models: PoolModels, fabric: Any) -> None:
-    """Check that every model of a pool can be found before any work is done.
+    """Check that a pool's models can be found and are of one kind. Loads no model.
 
     Args:
-        models: The pool's models. FusionBench's pool of sequence-to-sequence models cannot load
-            plain folders and hub ids. Their entries are changed here so that it can.
+        models: The pool's models, which are downloaded.
         fabric: Lightning Fabric.
 
     Raises:
-        CalibrationError: If the precision has no effect, there is no expert, or a model's entry or
-            files are missing, unreadable or damaged, naming the model.
+        CalibrationError: If the precision has no effect, there is no expert, a model's entry or
+            files are missing or damaged, or the models differ, naming the model.
         ValueError: If an expert's name cannot be a task's name.
     """
     _check_precision(fabric)
     refuse_unusable_names(models.experts, "modelpool.models")
-    if not models.pool._models:
-        raise CalibrationError("modelpool.models is empty: name a base model and experts")
+    if not models.experts:
+        raise CalibrationError(
+            f"modelpool.models has no expert (it has {', '.join(models) or 'no model'}): name the "
+            "task's model as +modelpool.models.TASK"
+        )
     for model in models.values():
         _check_entry(model)
     models.fetch()
-    for name, model in models.items():
-        try:
-            _check_files(model)
-        except CalibrationError as error:
-            setting = f"modelpool.models.{name}"
-            if setting in str(error):
-                raise
-            raise CalibrationError(f"model {name!r}: {error}. Check {setting}") from error
-    if not models.experts:
-        raise CalibrationError(
-            f"modelpool.models has no expert (it has {', '.join(models)}): name the task's model "
-            "as +modelpool.models.TASK"
-        )
+    for model in models.values():
+        _ = model.files  # reads config and headers
+    _check_configs(models)
 
 
 def _check_precision(fabric: Any) -> None:
@@ -73,7 +61,7 @@ def _check_precision(fabric: Any) -> None:
 
 
 def _check_entry(model: PoolModel) -> None:
-    """Refuse an entry that is not a model, and convert a folder's name to FusionBench's form."""
+    """Refuse an entry that is not a model."""
     entry, setting = plain(model.entry), f"modelpool.models.{model.name}"
     if entry is None or entry == "" or isinstance(entry, bool | int | float | list):
         raise CalibrationError(
@@ -82,69 +70,53 @@ def _check_entry(model: PoolModel) -> None:
         )
     if isinstance(entry, Mapping) and isinstance(entry.get("_target_"), str):
         import_target(setting, entry["_target_"])
-    if isinstance(entry, str) and text_kind(model.pool) == "seq2seq":
-        loader = {"_target_": _LOAD_SEQ2SEQ, "pretrained_model_name_or_path": entry}
-        entries: Any = model.pool._models
-        entries[model.name] = OmegaConf.create(loader)
 
 
-def _check_files(model: PoolModel) -> None:
-    """Check that a model's files exist and are readable, by names and headers."""
-    for path in model.folders:
-        try:
-            files = os.listdir(path)
-        except NotADirectoryError:  # a single safetensors file
-            continue
-        except OSError as error:
-            raise CalibrationError(f"{path} cannot be read: {error.strerror}") from error
-        if not any(fnmatch(file, pattern) for file in files for pattern in _WEIGHTS):
-            raise model.not_loadable(FileNotFoundError(f"no weights in {path}"))
-        if model.config is None and "adapter_config.json" not in files:
-            raise model.not_loadable(FileNotFoundError(f"no config.json in {path}"))
-    _ = model.files  # reads the headers
+def _check_configs(models: PoolModels) -> None:
+    """Compare all configs with the base's, else with the merged model's or the first expert's."""
+    configs = {name: getattr(m.module, "config", m.config) for name, m in models.items()}
+    known = [n for n in (BASE_MODEL, MERGED_MODEL, *models.experts) if configs.get(n) is not None]
+    other = "the base" if BASE_MODEL in known else f"model {known[0]!r}" if known else ""
+    for name in known:
+        role = "expert" if name in models.experts else "model"
+        check_same_function(name, configs[name], configs[known[0]], role=role, other=other)
+    rows = {name: configs[name].get("vocab_size") for name in known if models[name].config}
+    differing = [name for name in rows if rows[name] != rows.get(known[0])]
+    if differing and getattr(models.pool, "vocabulary_rows", None) is None:
+        name = differing[0]
+        raise CalibrationError(
+            f"model {name!r} has {rows[name]} embedding rows, {other} {rows[known[0]]}. Check "
+            f"modelpool.models.{name}. Decoders can be cut to their common rows: modelpool._target_="
+            "fusion_bench_featcal.pools.CausalLMPool +modelpool.vocabulary=common_rows"
+        )
 
 
-def check_experts(models: PoolModels) -> list[str]:
+def check_experts(models: PoolModels, settings: FeatCalSettings | None = None) -> list[str]:
     """Load the base, if there is one, and compare experts with it by the headers of their files.
+
+    Args:
+        models: The pool's models.
+        settings: Settings whose family must fit the base, or None without a calibration.
 
     Returns:
         Sentences on experts that are unrelated to the base, equal to it, or very similar.
 
     Raises:
-        CalibrationError: If the base cannot be loaded, or an expert has another architecture or
-            vocabulary, lacks a tensor or has another shape, naming both.
+        CalibrationError: If the base cannot be loaded, the family does not find its blocks, or an
+            expert lacks a tensor or has another shape, naming both.
+        ValueError: If no family fits the base, with advice.
     """
     if models.base is None:
         return []
     base = load_pool_model(models.pool, models.base.name)
-    experts = {}
-    for name, expert in models.experts.items():
-        if expert.folder is not None and text_kind(models.pool) is not None:
-            _check_same_kind(expert, base)
-        if expert.files is not None:  # other experts are compared when they are loaded
-            experts[name] = ExpertModel(name, expert.files, base)
+    if settings is not None:
+        resolve_family(settings.family, base).stages(base)
+    experts = {
+        name: ExpertModel(name, expert.files, base)
+        for name, expert in models.experts.items()
+        if expert.files is not None  # other experts are compared when they are loaded
+    }
     return notes_on_experts(experts, ExpertModel("base", InMemoryExpert(base), base))
-
-
-def _check_same_kind(expert: PoolModel, base: Any) -> None:
-    """Compare the configs of a language model's expert and base."""
-    config, expected = expert.config, getattr(base, "config", None)
-    if config is None or expected is None:
-        return
-    check = f"Check modelpool.models.{expert.name}"
-    if config.get("model_type") != expected.model_type:
-        raise CalibrationError(
-            f"expert {expert.name!r} is a {config.get('model_type')!r} model, the base a "
-            f"{expected.model_type!r} one: experts must share the base's architecture. {check}"
-        )
-    rows = config.get("vocab_size", expected.vocab_size)
-    if rows != expected.vocab_size and getattr(expert.pool, "vocabulary_rows", None) is None:
-        raise CalibrationError(
-            f"expert {expert.name!r} has {rows} embedding rows, the base {expected.vocab_size}. "
-            f"{check}, or cut all models to their common rows: "
-            "modelpool._target_=fusion_bench_featcal.pools.CausalLMPool "
-            "+modelpool.vocabulary=common_rows"
-        )
 
 
 def check_read_budget(models: PoolModels, settings: FeatCalSettings) -> None:
@@ -155,10 +127,11 @@ def check_read_budget(models: PoolModels, settings: FeatCalSettings) -> None:
     """
     if settings.expert_read_budget is None:
         return
-    for name, expert in models.experts.items():
-        if expert.module is None and expert.files is None:
-            raise CalibrationError(
-                f"method.expert_read_budget cannot be kept: expert {name!r} ({expert.entry!r}) has "
-                "no safetensors files to read block by block, so it is loaded whole. Save it as "
-                f"safetensors (modelpool.models.{name}), or set method.expert_read_budget=null"
-            )
+    experts = models.experts.items()
+    whole = [name for name, expert in experts if expert.module is None and expert.files is None]
+    if whole:
+        raise CalibrationError(
+            f"method.expert_read_budget cannot be kept: expert {whole[0]!r} has no safetensors "
+            f"files, so it is loaded whole. Save it as safetensors (modelpool.models.{whole[0]}), "
+            "or set method.expert_read_budget=null"
+        )

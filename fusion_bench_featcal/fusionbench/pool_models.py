@@ -1,10 +1,9 @@
 """Models of a FusionBench pool: their locations, files and loading."""
 
 import copy
-import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,10 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line, loading_cause
 from fusion_bench_featcal.experts import ExpertSource, known_bytes
 from fusion_bench_featcal.experts.copies import bind_own_functions
-from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError
-from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.vocabulary import VocabularyRows
-from fusion_bench_featcal.models.configs import is_adapter, open_config
 from fusion_bench_featcal.models.hub import fetch, fetch_all
 from fusion_bench_featcal.models.hub_errors import hub_cause, hub_error
-
-log = logging.getLogger(__name__)
+from fusion_bench_featcal.models.model_files import ModelFiles
 
 BASE_MODEL = "_pretrained_"
 MERGED_MODEL = "_merged_"
@@ -42,7 +37,6 @@ class PoolModel:
 
     pool: BaseModelPool
     name: str
-    _why_no_files: str = field(default="", init=False)
 
     @property
     def entry(self) -> Any:
@@ -93,25 +87,21 @@ class PoolModel:
         setting = f"modelpool.models.{self.name}"
         return {key: fetch(name, f"{setting}={name}") for key, name in self.locations.items()}
 
-    @property
-    def folders(self) -> list[Path]:
-        """Folders or single files of its weights: one, or base and adapter of a LoRA expert."""
-        return [path for key, path in self.paths.items() if key != _CONFIG]
-
-    @property
-    def folder(self) -> Path | None:
-        """Folder or single file of a complete checkpoint, or None if there is none."""
-        return self.folders[0] if len(self.folders) == 1 else None
+    @cached_property
+    def folders(self) -> list[ModelFiles]:
+        """Files of its weights: one model, or base and adapter of a LoRA expert."""
+        label = f"modelpool.models.{self.name}"
+        return [ModelFiles(path, label) for key, path in self.paths.items() if key != _CONFIG]
 
     @cached_property
     def config(self) -> dict[str, Any] | None:
         """Content of its config.json (for a LoRA expert the base's), or None if there is none.
 
         Raises:
-            CalibrationError: If the file cannot be read or is damaged.
+            CalibrationError: If the file is damaged, or transformers reads another model from it.
         """
         path = next(iter(self.paths.values()), None)
-        return None if path is None or path.is_file() else open_config(path)
+        return None if path is None else ModelFiles(path, f"modelpool.models.{self.name}").config
 
     @cached_property
     def files(self) -> ExpertSource | None:
@@ -120,23 +110,15 @@ class PoolModel:
         Raises:
             CalibrationError: If the files cannot be found, or are damaged.
         """
-        _ = self.config  # refuses a model that transformers would read as another one
-        try:
-            if self.folder is not None:
-                is_adapter(self.folder)  # refuses an adapter beside whole weights
-                source: ExpertSource = SafetensorsExpert(self.folder)
-            elif self.folders:
-                base, adapter = self.folders
-                is_tower = str(self.entry.get("_target_")).endswith(".load_lora_vision_model_hf")
-                prefix = "vision_model." if is_tower else ""  # of the adapted part
-                source = LoraExpert(SafetensorsExpert(base), adapter, prefix)
-            else:
-                return None
-        except (FileNotFoundError, OtherAdapterError) as error:  # loaded whole by the pool
-            self._why_no_files = f": {error}"
+        for files in self.folders:
+            files.check()
+        if not self.folders:
             return None
+        *bases, model = self.folders
+        is_tower = bases and str(self.entry.get("_target_")).endswith(".load_lora_vision_model_hf")
+        source = model.streamed(*bases, part="vision_model." if is_tower else "")
         rows = getattr(self.pool, "vocabulary_rows", None)
-        return source if rows is None else VocabularyRows(source, rows)
+        return source if rows is None or source is None else VocabularyRows(source, rows)
 
     @property
     def file_bytes(self) -> int | None:
@@ -152,11 +134,7 @@ class PoolModel:
         Raises:
             CalibrationError: If the model cannot be found or loaded.
         """
-        if self.files is not None:
-            return self.files
-        if self._why_no_files:
-            log.debug("%s is loaded whole%s", self.name, self._why_no_files)
-        return load_pool_model(self.pool, self.name)
+        return load_pool_model(self.pool, self.name) if self.files is None else self.files
 
     def not_loadable(self, error: Exception) -> CalibrationError:
         """Return the error for a model that cannot be loaded, with cause and setting."""
@@ -210,10 +188,6 @@ class ExpertSources(Mapping[str, Any]):
     def __init__(self, models: PoolModels) -> None:
         """Refer to a pool's experts."""
         self._experts = models.experts
-
-    def whole(self) -> int:
-        """Return the number of experts that must be loaded whole."""
-        return sum(e.files is None for e in self._experts.values())
 
     def __getitem__(self, task: str) -> nn.Module | ExpertSource:
         return self._experts[task].source()

@@ -103,7 +103,7 @@ def _check_tokenizers(modelpool: BaseModelPool, tokenizer: Any) -> None:
         )
     experts = PoolModels(modelpool).experts.items()
     folders: dict[str, Path] = {
-        f"expert {name!r} (modelpool.models.{name})": expert.folders[-1]
+        f"expert {name!r} (modelpool.models.{name})": expert.folders[-1].folder
         for name, expert in experts
         if expert.folders
     }

@@ -41,7 +41,8 @@ THETA = {"rope_type": "default", "rope_theta": 5e5}
 USUAL = {"rope_type": "default", "rope_theta": 1e4}
 GEMMA = {"full_attention": THETA, "sliding_attention": USUAL}
 ANY_RELEASE: list[dict[str, Any]] = [
-    {}, {"rope_parameters": USUAL}, {"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+    {}, {"rope_parameters": USUAL}, {"rope_theta": 5e5},
+    {"rope_theta": 5e5, "rope_scaling": LLAMA3},
     {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"layer_types": ["full_attention"] * 2},
     {"model_type": "phi", "partial_rotary_factor": 0.3}, {"model_type": "of a later release"},
     {"model_type": "gpt_neox", "rotary_emb_base": 77, "rotary_pct": 0.5},
@@ -56,10 +57,10 @@ RELEASE_5: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gemma3_text", "rope_parameters": GEMMA}, "rope_theta=500000.0"),
 ]  # fmt: skip
 NO_RELEASE: list[tuple[dict[str, Any], str]] = [
-    ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "rope_type=spiral, which transformers "),
+    ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "rope_type=spiral, which transfo"),
     (
         {"layer_types": ["sliding_attention"] * 2},
-        "layer_types (sliding_attention) that LlamaConfig",
+        "layer_types (sliding_attention) that Llama",
     ),
     ({"model_type": "qwen2", "layer_types": ["odd"] * 2}, "layer_types (odd) that Qwen2Config"),
     ({"quantization_config": {"quant_method": "awq"}}, "has a quantization_config (awq), and"),

@@ -111,7 +111,7 @@ class DiagnosisAlgorithm(LightningFabricMixin, BaseAlgorithm):
         batches = {name: check_calibration(settings, inputs) for name, settings in rows.items()}
         names = {"upstream": upstream.name, "row": choices.save}
         results = RunResults(self, modelpool, inputs.processor, **names)
-        results.add_notes(check_experts(inputs.models))
+        results.add_notes(check_experts(inputs.models, self.settings))
         add_measures = self._comparison(inputs, results)
         merged = upstream.merged_model(program)
         results.saver.offer(merged, CardFacts(MERGED, chosen.base_method))

@@ -1,0 +1,233 @@
+"""One model in a folder: its config, its class, its structure without weights, its weights."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line, loading_cause
+from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
+from fusion_bench_featcal.experts.expert import aliases, pair_names
+from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, merged_by_peft
+from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert
+from fusion_bench_featcal.models.configs import IS_RELEASE_4, is_adapter, open_config
+
+CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
+_DTYPES = {name: DTYPES[name] for name in ("F32", "F16", "BF16")}
+_PICKLES = (".bin", ".pt", ".pth")
+
+
+class ModelFiles:
+    """A model or an adapter in a folder, or the weights in a single file. Reads on first use.
+
+    All members raise a CalibrationError that starts with the label if a file is damaged or the
+    model cannot be calibrated.
+
+    Attributes:
+        folder: The folder, or a single safetensors file.
+        label: The option with its value that names the model, for messages.
+    """
+
+    def __init__(self, folder: Path, label: str) -> None:
+        """Refer to a model's files."""
+        self.folder, self.label = folder, label
+
+    @cached_property
+    def is_adapter(self) -> bool:
+        """Whether it is an adapter of another model."""
+        return self._labelled(is_adapter)
+
+    @cached_property
+    def config(self) -> dict[str, Any] | None:
+        """Content of its config.json. None without one, as for an adapter or a single file."""
+        return None if self.folder.is_file() else self._labelled(open_config)
+
+    @cached_property
+    def weights(self) -> SafetensorsExpert | None:
+        """Its safetensors files, with headers read, or None if it has none of a whole model."""
+        try:
+            return None if self.is_adapter else self._labelled(SafetensorsExpert)
+        except FileNotFoundError:
+            return None
+
+    def check(self) -> None:
+        """Read config and headers. Refuses a folder without them."""
+        if self.folder.is_file() or self.is_adapter:
+            return
+        if self.config is None:
+            raise self._error(f"{self.folder} has no config.json, so it is no model")
+        if self.weights is None and not any(f.suffix in _PICKLES for f in self.folder.iterdir()):
+            raise self._error(f"{self.folder} has no weights")
+
+    def _labelled(self, read: Any) -> Any:
+        try:
+            return read(self.folder)
+        except (CalibrationError, NotADirectoryError, PermissionError) as error:
+            raise self._error(first_line(error)) from error
+
+    def _error(self, text: str) -> CalibrationError:
+        return CalibrationError(f"{self.label}: {text}")
+
+    # --- class and structure ---
+
+    @property
+    def architecture(self) -> type[nn.Module]:
+        """The transformers class that its config names."""
+        import transformers
+
+        name = next(iter((self.config or {}).get("architectures") or ()), None)
+        if name is None:
+            raise self._error(
+                f"{self.folder / 'config.json'} has no architectures. Write the name of its class "
+                'there, such as "architectures": ["LlamaForCausalLM"]'
+            )
+        try:
+            return getattr(transformers, str(name))
+        except AttributeError as error:
+            raise self._error(
+                f"its config.json names the class {name}, which transformers "
+                f"{transformers.__version__} does not have; code beside a model is not run"
+            ) from error
+
+    @property
+    def calibrated_class(self) -> type[nn.Module]:
+        """The class to calibrate: for CLIP the vision tower, else the config's class."""
+        from transformers import CLIPVisionModel
+
+        return CLIPVisionModel if self.architecture.__name__ in CLIP else self.architecture
+
+    @cached_property
+    def empty(self) -> nn.Module:
+        """The model without weights, on the meta device. Buffers that no file has are in memory."""
+        model = self._empty(self.calibrated_class)
+        self._untie(model)
+        return model
+
+    @cached_property
+    def whole(self) -> nn.Module:
+        """The model of its config's class without weights, for CLIP with both towers."""
+        is_whole = self.calibrated_class is self.architecture
+        return self.empty if is_whole else self._empty(self.architecture)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the model."""
+        return sum({id(t): t.nbytes for t in self.whole.parameters()}.values())
+
+    def _empty(self, kind: Any) -> nn.Module:
+        from transformers import AutoConfig
+
+        try:
+            config: Any = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+            dtype = self._dtype(config)
+            if kind is not self.architecture:
+                config = getattr(config, "vision_config", config)
+            return _without_weights(kind, config, dtype)
+        except CalibrationError:
+            raise
+        except Exception as error:  # any error of the class about its config's values
+            raise self._error(f"config.json: {first_line(error)}") from error
+
+    def _dtype(self, config: Any) -> torch.dtype:
+        """Return the dtype in which transformers loads the model with `dtype="auto"`."""
+        dtype = getattr(config, "dtype", None)
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        stored = self.weights  # None for other files, and if only the config was fetched
+        names = () if stored is None else map(stored.stored_dtype, sorted(stored.names()))
+        return next((_DTYPES[name] for name in names if name in _DTYPES), torch.float32)
+
+    def _untie(self, model: Any) -> None:
+        """Give a language model an untied head if its files have one, as transformers 5 does."""
+        head, stored = getattr(model, "get_output_embeddings", lambda: None)(), self.weights
+        if head is None or stored is None or IS_RELEASE_4:
+            return
+        name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+        tied = [alias for alias in (name, *aliases(model)[name]) if alias in stored.names()]
+        if name in tied and not torch.equal(stored.tensor(name), stored.tensor(tied[-1])):
+            head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+
+    # --- weights ---
+
+    def load(self, kind: Any = None, spare: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """Load the model on the CPU, in the dtype of its files.
+
+        Args:
+            kind: Its class, by default `calibrated_class`.
+            spare: Replacements for tensors that its files lack. None requires complete files.
+        """
+        kind = kind or self.calibrated_class
+        try:
+            model, info = kind.from_pretrained(
+                self.folder,
+                dtype="auto",
+                weights_only=True,
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
+        except (OSError, ValueError, RuntimeError, UnpicklingError) as error:
+            raise self._error(f"cannot be loaded: {loading_cause(error)}") from error
+        model.eval().requires_grad_(False)
+        for name in (missing := sorted(info["missing_keys"])):
+            if spare is None:
+                raise self._error(f"lacks {counted(len(missing), 'tensor')}, such as {name}")
+            if name in spare:
+                model.state_dict()[name].copy_(spare[name])
+        return model
+
+    def streamed(self, base: "ModelFiles | None" = None, part: str = "") -> ExpertSource | None:
+        """Return its weights, read tensor by tensor, or None if it must be loaded whole.
+
+        Args:
+            base: The model that an adapter changes.
+            part: Prefix of the base's tensors that the adapter was trained for.
+        """
+        if not self.is_adapter:
+            return self.weights
+        if base is None or base.weights is None:
+            return None
+        try:
+            return LoraExpert(base.weights, self.folder, part)
+        except (FileNotFoundError, OtherAdapterError):
+            return None
+
+    def source(self, base: "ModelFiles | None" = None) -> ExpertSource:
+        """Return its weights for the class to calibrate, read tensor by tensor if possible.
+
+        Args:
+            base: The model that an adapter changes. PEFT merges other adapters than plain LoRA.
+        """
+        stored = self.streamed(base)
+        if self.is_adapter:
+            if base is None:
+                raise self._error("it is an adapter, whose base is not named")
+            whole = stored is None and merged_by_peft(base.load(base.architecture), self.folder)
+            return InMemoryExpert(whole) if whole else stored  # type: ignore[return-value]
+        try:
+            if stored is not None:
+                tensors, tied = self.empty.state_dict(), aliases(self.empty)
+                pair_names(self.label, "model", stored, tensors, tied)
+                return stored
+        except CalibrationError:  # transformers uses other tensor names than the files
+            pass
+        return InMemoryExpert(self.load())
+
+
+def _without_weights(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return a model of transformers with its parameters on the meta device."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # as `from_pretrained`: position tables stay float32
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = kind(config)
+    finally:
+        torch.set_default_dtype(default)
+    model.tie_weights()  # moving parameters to the meta device has untied them
+    return model.eval().requires_grad_(False)
