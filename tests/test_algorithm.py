@@ -195,7 +195,7 @@ def test_models_that_the_pool_lacks_are_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"models": {"_pretrained_": "."}}, r"no weights in .*modelpool\.models\._pretrained_"),
+        ({"models": {"one": "."}}, r"modelpool\.models\.one: \. has no config\.json"),
         ({"processor": "nobody/no-such-one"}, r"modelpool\.processor=nobody/no-such-one: "),
     ],
 )

@@ -17,7 +17,7 @@ PAPER = """
 calibration.py core/finite.py core/float32_products.py core/kernels.py core/linear.py
 core/moments.py core/products.py core/solve.py experts/__init__.py experts/copies.py
 experts/budget.py experts/expert.py experts/model_config.py experts/source.py
-experts/working_model.py
+experts/vocabulary.py experts/working_model.py
 families/__init__.py families/base.py families/check.py families/open_clip.py families/stack.py
 modules/groups.py modules/hooks.py modules/kinds.py modules/models.py
 modules/sites.py

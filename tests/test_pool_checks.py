@@ -99,7 +99,7 @@ ROWS: list[tuple[Callable[[Models], object], dict[str, Any], tuple[str, ...]]] =
      ("modelpool.models.two._target_=no_such_package.load cannot be imported",)),
     (lambda m: m.update(two="who/what"), {},
      ("modelpool.models.two=who/what: there is no such file or folder here", "Correct it")),
-    (lambda m: Path(m["two"], "config.json").unlink(), {}, ("two has no config.json, so it is no model",)),
+    (lambda m: Path(m["two"], "config.json").unlink(), {}, ("two has no config.json, so",)),
     (rewritten("config.json", lambda _: b"{"), {}, ("two/config.json is damaged",)),
     (without_a_shard, {}, ("lacks the shards ['b.safetensors']",)),
     *((rewritten(WEIGHTS, lambda data, size=size: data[:size]), {},

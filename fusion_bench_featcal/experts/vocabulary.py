@@ -95,31 +95,32 @@ def tied_head(label: str, source: Any, model: Any) -> dict[str, list[str]]:
 
     Raises:
         CalibrationError: If only the model's head is its embedding, or the source scales features
-            by its tie, as T5 does.
+            because of its tie, as T5 does.
     """
-    config = complete_config(getattr(source, "config", None))
-    if config is None or not hasattr(model, "get_output_embeddings"):
-        return {}
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or embedding is None:
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    config = None if head is None else complete_config(getattr(source, "config", None))
+    if config is None:
         return {}
     names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
-    pair, stored = [names[id(embedding)], names[id(head)]], source.names()
-    is_tied, has_head = config.get("tie_word_embeddings"), pair[1] in stored
-    if head.weight is embedding.weight:
-        if is_tied is False and stored.issuperset(pair):
-            first, second = (rows_of(source, name, 0, _SAMPLE) for name in pair)
-            if not torch.equal(first, second):
-                raise CalibrationError(
-                    f"{label} has a head of its own ({pair[1]}), and the merged model's is its "
-                    "embedding (tie_word_embeddings=true): merge models whose heads are alike"
-                )
+    embedding, name = names[id(model.get_input_embeddings())], names[id(head)]
+    is_tied, stored = config.get("tie_word_embeddings"), source.names()
+    if head.weight is model.get_input_embeddings().weight:
+        if is_tied is False and stored.issuperset((embedding, name)):
+            _refuse_separate_head(label, source, embedding, name)
         return {}
-    if has_head or not is_tied:
+    if name in stored or not is_tied:
         return {}
     if config.get("is_encoder_decoder"):
         raise CalibrationError(
             f"{label} has its embedding as head (tie_word_embeddings=true) and scales features for "
-            f"it, and the merged model has a separate {pair[1]}: merge models whose heads are alike"
+            f"it, and the merged model has a separate {name}: merge models with heads of one kind"
         )
-    return {pair[1]: [pair[0]]}
+    return {name: [embedding]}
+
+
+def _refuse_separate_head(label: str, source: Any, embedding: str, head: str) -> None:
+    if not torch.equal(*(rows_of(source, name, 0, _SAMPLE) for name in (embedding, head))):
+        raise CalibrationError(
+            f"{label} has a separate head ({head}), and the merged model's is its embedding "
+            "(tie_word_embeddings=true): merge models with heads of one kind"
+        )

@@ -86,8 +86,9 @@ def _check_configs(models: PoolModels) -> None:
         name = differing[0]
         raise CalibrationError(
             f"model {name!r} has {rows[name]} embedding rows, {other} {rows[known[0]]}. Check "
-            f"modelpool.models.{name}. Decoders can be cut to their common rows: modelpool._target_="
-            "fusion_bench_featcal.pools.CausalLMPool +modelpool.vocabulary=common_rows"
+            f"modelpool.models.{name}. Decoders can be cut to their common rows: "
+            "modelpool._target_=fusion_bench_featcal.pools.CausalLMPool "
+            "+modelpool.vocabulary=common_rows"
         )
 
 

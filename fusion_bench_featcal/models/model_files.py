@@ -41,7 +41,7 @@ class ModelFiles:
 
     @cached_property
     def is_adapter(self) -> bool:
-        """Whether it is an adapter of another model."""
+        """True for an adapter of another model."""
         return self._labelled(is_adapter)
 
     @cached_property

@@ -116,7 +116,7 @@ def _drop_code(folder: Path) -> None:
     """Remove `auto_map` from saved configs, which names code of the original folder."""
     for file in folder.glob("*config.json"):
         config = json.loads(file.read_text(encoding="utf-8"))
-        if config.pop("auto_map", None) is not None:
+        if isinstance(config, dict) and config.pop("auto_map", None) is not None:
             _write_config(file, config)
 
 

@@ -24,7 +24,7 @@ from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data import TextEncoder, pad_samples, sample_order
 from fusion_bench_featcal.data.text_formats import read_row
-from fusion_bench_featcal.folders import calibrate_folder, saving
+from fusion_bench_featcal.folders import calibrate_folder, models, saving
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.results import Run, read_run
 from fusion_bench_featcal.suites.image import load_processor
@@ -130,7 +130,7 @@ def test_options_of_the_command_line_win_over_a_recipe(folder, monkeypatch):
 def test_models_that_do_not_fit_are_merged_and_evaluated_from_files(finished, folder, monkeypatch):
     whole = finished("llama")  # merged before, not during the run
     with monkeypatch.context() as patch:
-        patch.setattr(ModelFolder, "fits", lambda self, device: False)
+        patch.setattr(models, "free_bytes", lambda device: 0)
         patch.setattr(ModelFolder, "load", None)  # no model is in memory
         patch.setattr(saving, "LARGEST_FILE", 2000)
         more = ("--merge", "task_arithmetic:0.4")

@@ -171,9 +171,9 @@ def test_experts_get_the_rows_of_the_merged_model(kind: str, rows: int):
     make = MAKERS[kind]
     merged, expert = make(25), make(rows)
     source = VocabularyRows(InMemoryExpert(expert), 25, InMemoryExpert(merged))
-    model, own = ExpertModel("one", source, merged), expert.state_dict()
+    model, before = ExpertModel("one", source, merged), expert.state_dict()
     for name, tensor in merged.state_dict().items():
-        expected = own[name]
+        expected = before[name]
         if expected.shape != tensor.shape:
             expected = torch.cat([expected[:25], tensor[rows:]])
         assert torch.equal(model.stored(name), expected), name
@@ -201,7 +201,7 @@ def test_heads_that_differ_in_their_function_are_refused():
         ExpertModel("two", tied(t5_model(1)), t5_model(0))
     merged: Any = llama_model(0)
     merged.lm_head.weight = merged.model.embed_tokens.weight
-    with pytest.raises(CalibrationError, match=r"'two' has a head of its own \(lm_head.weight\)"):
+    with pytest.raises(CalibrationError, match=r"'two' has a separate head \(lm_head.weight\)"):
         ExpertModel("two", InMemoryExpert(llama_model(1)), merged)
 
 

@@ -68,7 +68,7 @@ def test_a_model_without_room_on_its_disk_is_refused(tmp_path: Path):
     ("words", "message"),
     [
         ("method.mix_alpha=2", "method.mix_alpha must be"),
-        ("modelpool.models._pretrained_=nowhere", "modelpool.models._pretrained_=nowhere: there is no such file"),
+        ("modelpool.models._pretrained_=nowhere", "_pretrained_=nowhere: there is no such file"),
         ("method.expert_read_budget=50%",
          "expert_read_budget=50% cannot be kept: task_arithmetic reads every expert whole"),
     ],
