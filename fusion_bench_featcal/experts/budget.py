@@ -71,19 +71,6 @@ class Budgeted(SourceView):
         super().will_need([name for name in names if name not in self._omitted])
 
 
-def sizes_of(experts: Mapping[str, ExpertModel], order: Iterable[str]) -> Sizes:
-    """Return the sizes of tensors that are read, in forward order.
-
-    Raises:
-        CalibrationError: If a source has no sizes.
-    """
-    names = list(order)
-    return {
-        task: {name: (expert.keys[name], expert.nbytes(name)) for name in names}
-        for task, expert in experts.items()
-    }
-
-
 def granted(budget: float | str | None, sizes: Sizes) -> Grant:
     """Grant modules in forward order, each for all experts, until one exceeds the budget.
 
@@ -96,7 +83,6 @@ def granted(budget: float | str | None, sizes: Sizes) -> Grant:
     full = sum(sum(dict(of_expert.values()).values()) for of_expert in sizes.values())
     limit = None if budget is None else budget_in_bytes(budget, full)
     order = list(dict.fromkeys(name for of_expert in sizes.values() for name in of_expert))
-    remaining = full if limit is None else limit
     keys: dict[str, set[str]] = {task: set() for task in sizes}
     is_open, total = True, 0
     for _, names in groupby(order, key=_module):
@@ -104,7 +90,7 @@ def granted(budget: float | str | None, sizes: Sizes) -> Grant:
         for task, of_expert in sizes.items():
             new = dict(of_expert[n] for n in inside if of_expert[n][0] not in keys[task])
             cost = sum(new.values())
-            is_open = is_open and total + cost <= remaining
+            is_open = is_open and (limit is None or total + cost <= limit)
             if is_open:
                 keys[task] |= new.keys()
                 total += cost
@@ -164,8 +150,10 @@ def limit_reads(
     Raises:
         CalibrationError: If there is a budget and a source has no sizes.
     """
+    names, sizes = list(order), dict[str, Any]()
     try:
-        sizes: Sizes = sizes_of(experts, order)
+        for task, expert in experts.items():
+            sizes[task] = {name: (expert.keys[name], expert.nbytes(name)) for name in names}
     except CalibrationError:
         if budget is not None:
             raise
@@ -182,8 +170,8 @@ def limit_reads(
             budget,
         )
     for task, expert in experts.items():
-        if names := grant.omitted[task]:
-            omitted = {expert.keys[name]: name for name in names}
+        if grant.omitted[task]:
+            omitted = {expert.keys[name]: name for name in grant.omitted[task]}
             expert.source = Budgeted(expert.source, merged, omitted)
     return grant
 

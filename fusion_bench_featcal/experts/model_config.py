@@ -1,6 +1,6 @@
 """Comparison of the configs of experts and merged model, as far as they change the function."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,6 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         raise CalibrationError(str(error)) from error
 
 
-def config_of(model: Any) -> Any:
-    """Return the config of a module or of a source of weights, or None if it has none."""
-    return getattr(model, "config", None)
-
-
 def check_same_function(
     name: str,
     config: Any,
@@ -63,9 +58,8 @@ def check_same_function(
 ) -> None:
     """Refuse a model whose config defines another function than the model that runs its weights.
 
-    Every model's weights run in the merged model's modules. A key missing in one config has its
-    class's default. Names, dtypes, token ids, vocabulary sizes and everything about training or
-    generation may differ.
+    Names, dtypes, token ids, vocabulary sizes and everything about training or generation may
+    differ. A key missing in one config has its class's default.
 
     Args:
         name: Name of the model in the pool, or of its task.
@@ -78,44 +72,45 @@ def check_same_function(
     Raises:
         CalibrationError: If they differ, naming keys and values.
     """
-    differing = differences(config, reference)
-    if not differing:
-        return
+    differing = _differences(complete_config(config), complete_config(reference))
     if "model_type" in differing:
         kind, expected = differing["model_type"]
         raise CalibrationError(
             f"{role} {name!r} is a {kind!r} model, {other} a {expected!r} one: experts must share "
             f"its architecture. Check modelpool.models.{name}"
         )
-    first = [f"{k}={value!r} (there {ref!r})" for k, (value, ref) in differing.items()][:_SHOWN]
-    more = f" and {len(differing) - _SHOWN} keys more" if len(differing) > _SHOWN else ""
-    raise CalibrationError(
-        f"{role} {name!r} is another function than {other}, in whose modules its weights run: its "
-        f"config has {', '.join(first)}{more}. Check modelpool.models.{name}. To calibrate all the "
-        "same, write the other values into its config.json"
-    )
+    if differing:
+        first = [f"{k}={value!r} (there {ref!r})" for k, (value, ref) in differing.items()][:_SHOWN]
+        more = f" and {len(differing) - _SHOWN} keys more" if len(differing) > _SHOWN else ""
+        raise CalibrationError(
+            f"{role} {name!r} is another function than {other}, in whose modules its weights run: "
+            f"its config has {', '.join(first)}{more}. Check modelpool.models.{name}. To calibrate "
+            "all the same, write the other values into its config.json"
+        )
 
 
-def differences(config: Any, reference: Any) -> dict[str, tuple[Any, Any]]:
-    """Return keys that make two configs different functions, sorted, with both values."""
-    full_config, full_reference = complete_config(config), complete_config(reference)
-    if full_config is None or full_reference is None:
-        return {}
-    full_config = matching_part(full_config, full_reference.get("model_type"))
-    full_reference = matching_part(full_reference, full_config.get("model_type"))
-    values, expected = flat_values(full_config), flat_values(full_reference)
-    keys = sorted(key for key in values.keys() & expected.keys() if _counts(key))
-    return {k: (values[k], expected[k]) for k in keys if values[k] != expected[k]}
+def compare_configs(configs: Mapping[str, Any], experts: Container[str]) -> None:
+    """Compare the configs of several models with the first one that is not None.
+
+    Args:
+        configs: Model -> its config, the reference first.
+        experts: The models that are experts.
+
+    Raises:
+        CalibrationError: As `check_same_function`.
+    """
+    first = next((name for name, config in configs.items() if config is not None), "")
+    title = f"the {first.strip('_')} model".replace("the pretrained model", "the base")
+    for name, config in configs.items():
+        role = "expert" if name in experts else "model"
+        check_same_function(name, config, configs.get(first), role=role, other=title)
 
 
 def complete_config(config: Any) -> dict[str, Any] | None:
     """Return a config as a dictionary, with its class's defaults for missing keys.
 
     Args:
-        config: A transformers config, the content of config.json, or anything else.
-
-    Returns:
-        The dictionary, or None for anything else.
+        config: A transformers config, the content of config.json, or None.
     """
     if callable(getattr(config, "to_dict", None)):
         return config.to_dict()
@@ -124,19 +119,30 @@ def complete_config(config: Any) -> dict[str, Any] | None:
     from transformers import CONFIG_MAPPING
 
     values = dict(config)
-    if values.get("model_type") not in CONFIG_MAPPING:
-        return values
     try:
         return CONFIG_MAPPING[values["model_type"]].from_dict(values).to_dict()
-    except Exception:  # values that its class refuses: the model's loader has the better message
+    except Exception:  # an unknown class, or values that it refuses: see the model's loader
         return values
 
 
-def matching_part(config: Mapping[str, Any], model_type: Any) -> dict[str, Any]:
+def _differences(
+    config: Mapping[str, Any] | None, reference: Mapping[str, Any] | None
+) -> dict[str, tuple[Any, Any]]:
+    """Return keys that make two configs different functions, sorted, with both values."""
+    if config is None or reference is None:
+        return {}
+    values = flat_values(_part(config, reference.get("model_type")))
+    expected = flat_values(_part(reference, config.get("model_type")))
+    keys = sorted(key for key in values.keys() & expected.keys() if _counts(key))
+    return {k: (values[k], expected[k]) for k in keys if values[k] != expected[k]}
+
+
+def _part(config: Mapping[str, Any], model_type: Any) -> Mapping[str, Any]:
     """Return the part of a config with a model type (CLIP's vision tower), else all of it."""
+    if config.get("model_type") == model_type:
+        return config
     nested = (part for part in config.values() if isinstance(part, Mapping))
-    part = next((part for part in nested if part.get("model_type") == model_type), None)
-    return dict(config if part is None or config.get("model_type") == model_type else part)
+    return next((part for part in nested if part.get("model_type") == model_type), config)
 
 
 def flat_values(config: Mapping[str, Any]) -> dict[str, Any]:

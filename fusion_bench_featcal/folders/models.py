@@ -13,7 +13,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.experts.merging import MergedOnRead
-from fusion_bench_featcal.experts.model_config import check_same_function
+from fusion_bench_featcal.experts.model_config import compare_configs
 from fusion_bench_featcal.experts.offloaded import fill, offloaded
 from fusion_bench_featcal.experts.vocabulary import VocabularyRows
 from fusion_bench_featcal.families import resolve_family, stages_of
@@ -152,14 +152,20 @@ class Models:
             return InMemoryExpert(self.base.load(type(body), spare))
         return source
 
+    @cached_property
+    def _home_source(self) -> ExpertSource:
+        return self.home.source(self.base)
+
     def _source(self, model: ModelFolder) -> ExpertSource:
         """Return a model's weights, with as many rows per token as the calibrated model has."""
-        source, rows = model.source(self.base), (self.home.config or {}).get("vocab_size")
-        whole = self.base if model.is_adapter else model
-        own = (whole.config or {}).get("vocab_size") if whole is not None else None
-        if model is self.home or not rows or own in (None, rows):
+        if model is self.home:
+            return self._home_source
+        whole = self.base if model.is_adapter and self.base is not None else model
+        before, after = ((m.config or {}).get("vocab_size") for m in (whole, self.home))
+        source = model.source(self.base)
+        if before is None or after is None or before == after:
             return source
-        return VocabularyRows(source, rows, self.home.source(self.base))
+        return VocabularyRows(source, after, self._home_source)
 
     @cached_property
     def _runnable(self) -> dict[str, ExpertModel]:
@@ -234,19 +240,12 @@ class Models:
         home, settings = self.home, self.request.settings
         norm = rule_of(settings).calibrate_norm
         find_all_modules(self.empty_body, self._stages, settings, calibrate_norm=norm)
-        for model in (self.base, *self.experts.values()):
-            if model is None or model.is_adapter:
-                continue
-            is_expert = model is not self.base
-            check_same_function(
-                model.name,
-                model.config,
-                home.config,
-                role="expert" if is_expert else "model",
-                other=f"the {home.name} model",
-            )
-            if is_expert and model.kind != home.kind:
-                raise ValueError(f"{model.label} is a {model.kind}, {home.label} a {home.kind}")
+        whole = {task: expert for task, expert in self.experts.items() if not expert.is_adapter}
+        models = [home, *filter(None, [self.base]), *whole.values()]
+        compare_configs({model.name: model.config for model in models}, whole)
+        for expert in whole.values():
+            if expert.kind != home.kind:
+                raise ValueError(f"{expert.label} is a {expert.kind}, {home.label} a {home.kind}")
         _ = self._runnable, self.base_source
 
     def processor(self) -> Any:

@@ -7,7 +7,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unusable_names
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
 from fusion_bench_featcal.experts.likeness import notes_on_experts
-from fusion_bench_featcal.experts.model_config import check_same_function
+from fusion_bench_featcal.experts.model_config import compare_configs
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import (
@@ -74,18 +74,17 @@ def _check_entry(model: PoolModel) -> None:
 
 def _check_configs(models: PoolModels) -> None:
     """Compare all configs with the base's, else with the merged model's or the first expert's."""
-    configs = {name: getattr(m.module, "config", m.config) for name, m in models.items()}
-    known = [n for n in (BASE_MODEL, MERGED_MODEL, *models.experts) if configs.get(n) is not None]
-    other = "the base" if BASE_MODEL in known else f"model {known[0]!r}" if known else ""
-    for name in known:
-        role = "expert" if name in models.experts else "model"
-        check_same_function(name, configs[name], configs[known[0]], role=role, other=other)
-    rows = {name: configs[name].get("vocab_size") for name in known if models[name].config}
-    differing = [name for name in rows if rows[name] != rows.get(known[0])]
-    if differing and getattr(models.pool, "vocabulary_rows", None) is None:
-        name = differing[0]
+    order = [name for name in (BASE_MODEL, MERGED_MODEL, *models.experts) if name in models]
+    configs = {name: getattr(models[name].module, "config", models[name].config) for name in order}
+    compare_configs(configs, models.experts)
+    if getattr(models.pool, "vocabulary_rows", None) is not None:
+        return
+    sizes = {name: (models[name].config or {}).get("vocab_size") for name in order}
+    sizes = {name: rows for name, rows in sizes.items() if rows is not None}
+    first = next(iter(sizes), "")
+    for name in (name for name, rows in sizes.items() if rows != sizes[first]):
         raise CalibrationError(
-            f"model {name!r} has {rows[name]} embedding rows, {other} {rows[known[0]]}. Check "
+            f"model {name!r} has {sizes[name]} embedding rows, {first!r} {sizes[first]}. Check "
             f"modelpool.models.{name}. Decoders can be cut to their common rows: "
             "modelpool._target_=fusion_bench_featcal.pools.CausalLMPool "
             "+modelpool.vocabulary=common_rows"

@@ -57,7 +57,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Refuse a config, or a part of one, whose values are not those of the model built from it."""
+    """Refuse a config from which transformers builds a model with other values."""
     if quantized := config.get(_QUANTIZED):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         raise ValueError(

@@ -59,13 +59,13 @@ def check_tokenizers(tokenizer: Any, option: str, experts: Mapping[str, Path]) -
     for label, folder in experts.items():
         if not any((folder / file).is_file() for file in _TOKENIZERS):
             continue
-        others = load_processor(folder, AutoTokenizer, label).get_vocab()
-        differing = sorted(token for token, n in numbers.items() if others.get(token) != n)
-        if others and differing:
+        expert_numbers = load_processor(folder, AutoTokenizer, label).get_vocab()
+        differing = sorted(token for token, n in numbers.items() if expert_numbers.get(token) != n)
+        if expert_numbers and differing:
             token = differing[0]
             raise CalibrationError(
                 f"{label} has another tokenizer than {option}: {len(differing)} of {len(numbers)} "
-                f"tokens differ, such as {token!r} ({numbers[token]} here, {others.get(token)} "
+                f"tokens differ, such as {token!r} ({numbers[token]} here, {expert_numbers.get(token)} "
                 f"there). Experts must share one; check {option}"
             )
 

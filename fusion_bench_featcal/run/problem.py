@@ -21,7 +21,7 @@ from fusion_bench_featcal.core.kernels import (
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, hollow_copy, source_of
 from fusion_bench_featcal.experts.budget import Grant, limit_reads
-from fusion_bench_featcal.experts.model_config import check_same_function, config_of
+from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.split import SplitSource
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families import Family, resolve_family, stages_of
@@ -283,7 +283,8 @@ def _opened(
             raise CalibrationError(f"{role} {name!r}: {error}") from error
         options: Any = {"device": working.device, "spared": spared, "module": shared}
         expert = ExpertModel(name, source, like, role=role, **options)
-        check_same_function(name, config_of(model), config_of(request.merged), role=role)
+        configs = (getattr(model, "config", None) for model in (source, request.merged))
+        check_same_function(name, *configs, role=role)
         return expert
 
     has_base = request.base is not None and rule.reads_base
