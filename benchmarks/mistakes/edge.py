@@ -173,4 +173,25 @@ MUTATIONS = [
         "for name in []\n            if not all",
         "folders/test_folder_runs.py",
     ),
+    Mutation(
+        "a rotary embedding that transformers does not read is accepted",
+        "models/configs.py",
+        "if value not in same_key and not is_renamed:",
+        "if False:",
+        "folders/test_odd_models.py",
+    ),
+    Mutation(
+        "rows that only the merged model has are those of the first tokens",
+        "experts/vocabulary.py",
+        "rows_of(self._more, other, len(tensor), self._rows)",
+        "rows_of(self._more, other, 0, self._rows - len(tensor))",
+        "folders/test_odd_models.py",
+    ),
+    Mutation(
+        "a saved config names code that is not in the folder",
+        "models/saving.py",
+        "    drop_code(folder)\n",
+        "",
+        "folders/test_odd_models.py",
+    ),
 ]

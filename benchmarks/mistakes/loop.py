@@ -110,8 +110,8 @@ MUTATIONS = [
     Mutation(
         "what does not fit a budget is read where something smaller follows",
         "experts/budget.py",
-        "is_open = is_open and total + cost <= remaining",
-        "is_open = total + cost <= remaining",
+        "is_open = is_open and (limit is None or total + cost <= limit)",
+        "is_open = limit is None or total + cost <= limit",
         "reads/test_sources.py",
     ),
     Mutation(
