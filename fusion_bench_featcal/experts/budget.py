@@ -143,8 +143,8 @@ def limit_reads(
         experts: Expert of each task of this process. Their sources are replaced.
         budget: The setting `expert_read_budget`. With None everything is read.
         order: The merged model's names of the tensors to read, in forward order.
-        merged: The merged model's tensors, which replace tensors that are not read.
-        tasks: All tasks, including those of other processes.
+        merged: The merged model's tensors, which replace those that are not read.
+        tasks: All tasks, of all processes.
         gather: Returns the values of all processes, whose experts share the budget.
 
     Raises:

@@ -33,7 +33,7 @@ class WorkingModel(ExpertModel):
 
         Args:
             structure: The merged model. With `source` it may be on the meta device.
-            source: The merged model's weights, by default those in `structure`.
+            source: The merged model's weights, by default the tensors of `structure`.
             device: Device of loaded tensors.
 
         Raises:

@@ -62,11 +62,11 @@ def check_tokenizers(tokenizer: Any, option: str, experts: Mapping[str, Path]) -
         expert_numbers = load_processor(folder, AutoTokenizer, label).get_vocab()
         differing = sorted(t for t, number in numbers.items() if expert_numbers.get(t) != number)
         if expert_numbers and differing:
-            here, there = numbers[differing[0]], expert_numbers.get(differing[0])
+            token = differing[0]
             raise CalibrationError(
                 f"{label} has another tokenizer than {option}: {len(differing)} of {len(numbers)} "
-                f"tokens differ, such as {differing[0]!r} ({here} here, {there} there). Experts "
-                f"must share one; check {option}"
+                f"tokens differ, such as {token!r} ({numbers[token]} here, "
+                f"{expert_numbers.get(token)} there). Experts must share one; check {option}"
             )
 
 
