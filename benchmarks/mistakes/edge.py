@@ -190,7 +190,7 @@ MUTATIONS = [
     Mutation(
         "a saved config names code that is not in the folder",
         "models/saving.py",
-        "    drop_code(folder)\n",
+        "    _drop_code(folder)\n",
         "",
         "folders/test_odd_models.py",
     ),

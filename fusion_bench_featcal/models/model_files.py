@@ -136,12 +136,12 @@ class ModelFiles:
             raise self._error(f"config.json: {first_line(error)}") from error
 
     def _dtype(self, config: Any) -> torch.dtype:
-        """Return the dtype in which transformers loads the model with `dtype="auto"`."""
-        dtype = getattr(config, "dtype", None)
-        if isinstance(dtype, torch.dtype):
-            return dtype
+        """Return the dtype of the model's files, which is kept even if its config has another."""
         stored = self.weights  # None for other files, and if only the config was fetched
-        names = () if stored is None else map(stored.stored_dtype, sorted(stored.names()))
+        if stored is None:
+            dtype = getattr(config, "dtype", None)
+            return dtype if isinstance(dtype, torch.dtype) else torch.float32
+        names = map(stored.stored_dtype, sorted(stored.names()))
         return next((_DTYPES[name] for name in names if name in _DTYPES), torch.float32)
 
     def _untie(self, model: Any) -> None:
@@ -167,7 +167,7 @@ class ModelFiles:
         try:
             model, info = kind.from_pretrained(
                 self.folder,
-                dtype="auto",
+                dtype=self.empty.dtype,
                 weights_only=True,
                 output_loading_info=True,
                 trust_remote_code=False,
