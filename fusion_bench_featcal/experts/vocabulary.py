@@ -97,7 +97,8 @@ def tied_head(label: str, source: Any, model: Any) -> dict[str, list[str]]:
         CalibrationError: If only the model's head is its embedding, or the source scales features
             because of its tie, as T5 does.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = find()
     config = None if head is None else complete_config(getattr(source, "config", None))
     if config is None:
         return {}
