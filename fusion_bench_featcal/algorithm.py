@@ -2,30 +2,23 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-import fusion_bench_featcal.fusionbench.compat  # noqa: F401
-
-# isort: split
-from fusion_bench import BaseAlgorithm, BaseModelPool
-from fusion_bench.mixins import LightningFabricMixin
+from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs, check_calibration
+from fusion_bench_featcal.fusionbench.method import DeclaredMethod
 from fusion_bench_featcal.fusionbench.options import (
     MERGED,
     RunSettings,
     checked_choices,
     choices_of,
-    names_of,
     plain,
-    read_settings,
-    take_fusion_bench_keys,
 )
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
-from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.program_processes import (
     join_processes,
     share_model,
@@ -45,15 +38,14 @@ log = logging.getLogger(__name__)
 _PRESET = f"{FEATCAL}_"
 
 
-class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
+class FeatCalAlgorithm(DeclaredMethod):
     """Merges with any FusionBench method, calibrates, and evaluates the requested models.
 
     Run by `fusion_bench method=featcal modelpool=...`. In Python, `run(modelpool)` returns the
     calibrated model.
     """
 
-    setting_kinds: ClassVar[tuple[type, ...]] = (FeatCalSettings, RunSettings)
-    _config_mapping = BaseAlgorithm._config_mapping | {n: n for n in names_of(setting_kinds)}
+    setting_kinds = (FeatCalSettings, RunSettings)
 
     base_method: Any
     presets: Any
@@ -69,30 +61,22 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         Raises:
             ValueError: If a key is unknown or a value is not accepted.
         """
-        meta = take_fusion_bench_keys(keys)
-        settings_objects = read_settings(keys, self.setting_kinds)
-        self.settings: FeatCalSettings = settings_objects[0]
+        super().__init__(**keys)
+        self.settings: FeatCalSettings = self.declared[0]
         check_family(self.settings.family)
         rule_of(self.settings)
-        values = {
-            name: getattr(kind, name)
-            for kind in settings_objects
-            for name in names_of([type(kind)])
-        }
-        vars(self).update(values | self.settings.as_dict())
         # The model pool may define a preset with this name.
         is_preset = self.save.startswith(_PRESET) and self.presets is None
         row = FEATCAL if is_preset else self.save
         checked_choices(self.settings, self.presets, self.compare_with, {}, row)
         self._processes: Processes = Processes()
         self._results: RunResults | None = None
-        super().__init__(**meta)
 
     def on_run_start(self) -> None:
-        """Use the suite's task pool if none was named, and check the log directory."""
+        """Join other processes. The first one prepares the run."""
         self._processes = join_processes(self)
         if self._processes.rank == 0:
-            prepare_run(self._program, self.log_dir)
+            super().on_run_start()
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge, calibrate, evaluate and report.
@@ -128,10 +112,12 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         )
         merged = self._merge(inputs, upstream, results)
         results.saver.offer(merged, CardFacts(MERGED, self.base_method))
+        alone = len(rows) == 1 or self._processes.size > 1
         for name, settings in rows.items():
-            result, cost = self._calibrate(name, settings, merged, batches[name], inputs, upstream)
-            results.add_calibrated(name, result, settings, cost, self.base_method)
-            del result  # frees a model before evaluations
+            with results.surviving(name, alone=alone):
+                made = self._calibrate(name, settings, merged, batches[name], inputs, upstream)
+                results.add_calibrated(name, settings, self.base_method, *made)
+                del made  # frees a model before the next one
         self._processes.doing = "evaluations of references and the report"
         if self._processes.rank > 0:
             return results.saver.model

@@ -52,14 +52,21 @@ class FeatCalSearchPath(SearchPathPlugin):
         ours = _config_folder("fusion_bench_featcal", OUR_MARKER, "../config", "config")
         # FusionBench's command uses ./config as its only folder if it exists.
         places = ("../config", "../fusion_bench_config")
-        for folder in (ours, _config_folder("fusion_bench", FUSION_BENCH_MARKER, *places)):
+        theirs = _config_folder("fusion_bench", FUSION_BENCH_MARKER, *places)
+        for folder in (ours, theirs):
             if folder is not None:
                 # Not Path.as_uri(), because Hydra does not unquote the text after file://.
                 search_path.append(provider="fusion_bench_featcal", path=f"file://{folder}")
-        if ours is not None and PROGRAMS[0] in programs:
-            from fusion_bench_featcal.fusionbench.config_errors import explain_config_errors
+        if PROGRAMS[0] in programs and theirs is not None and _is_not_in(theirs, sys.argv[1:]):
+            from fusion_bench_featcal.fusionbench.console import explain_config_errors
 
-            explain_config_errors(sys.argv[1:], ours / "method")
+            explain_config_errors()
+
+
+def _is_not_in(folder: Path, words: list[str]) -> bool:
+    """Return whether a command names a method of this package, or a misspelt one."""
+    names = [word.removeprefix("method=") for word in words if word.startswith("method=")]
+    return bool(names) and not (folder / "method" / f"{names[-1]}.yaml").is_file()
 
 
 def _is_fusion_bench(search_path: ConfigSearchPath) -> bool:

@@ -1,7 +1,7 @@
 """FusionBench's side of a run, in the order of its steps.
 
-`console`, `config_errors`: the screen, the log directory, errors and the end of a job.
-`options`, `program`: settings of a method, FusionBench's program, task pools and mergers.
+`console`, `config_checks`: the screen, errors, and early checks of a config.
+`options`, `method`, `program`: settings, base of our methods, FusionBench's program, mergers.
 `pool_models`, `processors`: models of a pool by their files or whole, tokenizers, processors.
 `pool_checks`: checks before experts are loaded.
 `upstream`, `fusing`: the upstream merger, and mergers that read files tensor by tensor.

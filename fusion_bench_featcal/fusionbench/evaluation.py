@@ -106,25 +106,3 @@ def join(evaluations: Iterable[Evaluation]) -> Evaluation:
     if all(row.correct is not None for row in rows):
         correct = {task: flags for row in rows for task, flags in (row.correct or {}).items()}
     return Evaluation(by_task, by_task, correct)
-
-
-class EvaluatedTaskPool:
-    """Task pool that returns one model's stored evaluation without running its test sets again.
-
-    FusionBench evaluates the returned model, which the table already includes.
-    """
-
-    def __init__(self, taskpool: BaseTaskPool, model: nn.Module, evaluation: Evaluation) -> None:
-        """Store a model and its evaluation."""
-        self._taskpool = taskpool
-        self._model = model
-        self._evaluation = evaluation
-
-    def evaluate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the stored report of the stored model, and evaluate any other model."""
-        if model is self._model:
-            return self._evaluation.raw
-        return self._taskpool.evaluate(model, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._taskpool, name)

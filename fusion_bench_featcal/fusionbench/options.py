@@ -1,7 +1,7 @@
 """Settings of a method from YAML: checked, and refused by name if unknown."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,25 +89,6 @@ class Choices:
         return {row_of_rule(settings.rule): settings, **presets}
 
 
-def take_fusion_bench_keys(keys: dict[str, Any]) -> dict[str, Any]:
-    """Remove FusionBench's constructor arguments from a method's keys, and return them.
-
-    `debug`, which the console reads from the config, is removed too.
-
-    Raises:
-        ValueError: If `debug` is not a boolean.
-    """
-    debug = keys.pop("debug", False)
-    if not isinstance(debug, bool):
-        raise ValueError(f"method.debug must be true or false, got {debug!r}")
-    return {key: keys.pop(key) for key in FUSION_BENCH_KEYS if key in keys}
-
-
-def names_of(kinds: Iterable[type[Settings]]) -> list[str]:
-    """Return the names of the settings that several dataclasses declare."""
-    return [name for kind in kinds for name in kind.names()]
-
-
 def read_settings(values: Mapping[str, Any], kinds: Sequence[type[Settings]]) -> list[Any]:
     """Build the dataclasses of a method's settings from its keys.
 
@@ -118,7 +99,7 @@ def read_settings(values: Mapping[str, Any], kinds: Sequence[type[Settings]]) ->
     Raises:
         ValueError: If a key is unknown, with the nearest one, or a value is not accepted.
     """
-    refuse_unknown(values, names_of(kinds), "method.")
+    refuse_unknown(values, [name for kind in kinds for name in kind.names()], "method.")
     # FusionBench instantiates a merger from OmegaConf's config.
     plain_values = {key: v if key == "base_method" else plain(v) for key, v in values.items()}
     return [

@@ -10,15 +10,13 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch import nn
 
-from fusion_bench_featcal.experts.budget import budget_left
-from fusion_bench_featcal.fusionbench.config_errors import explained
-from fusion_bench_featcal.fusionbench.console import make_importable
+from fusion_bench_featcal.fusionbench.console import explained, make_importable
+from fusion_bench_featcal.fusionbench.empty_models import empty_model
 from fusion_bench_featcal.fusionbench.options import method_name, read_settings
 from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
-from fusion_bench_featcal.models.hub import fetch, is_here
-from fusion_bench_featcal.models.model_files import ModelFiles
+from fusion_bench_featcal.fusionbench.upstream import budget_left
+from fusion_bench_featcal.models.hub import is_here
 from fusion_bench_featcal.models.plan import Plan, plan_of, stored_itemsize
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -26,14 +24,14 @@ from fusion_bench_featcal.settings import FeatCalSettings
 def plan_run(overrides: Sequence[str]) -> Plan:
     """Return the plan of a run with these command-line overrides.
 
-    Only configs and headers of files are read. Of the hub only the base's config is fetched.
+    Only configs and headers of files are read. Nothing is downloaded.
 
     Args:
         overrides: Overrides such as `modelpool=clip-vit-base-patch32_TA8`. Without `method=` the
             method is featcal.
 
     Raises:
-        ValueError: If the overrides do not compose, or the base has no config.
+        ValueError: If the overrides do not compose, or the base model's config is unknown.
         CalibrationError: If the upstream merger exceeds a read budget, or a file is damaged.
     """
     method, models = _composed(overrides)
@@ -46,7 +44,10 @@ def plan_run(overrides: Sequence[str]) -> Plan:
     if not experts:
         raise ValueError("modelpool.models names no expert")
     (settings,) = read_settings({n: method[n] for n in names if n in method}, [FeatCalSettings])
-    model = _structure(base or models.get(MERGED_MODEL) or experts[0])
+    location = (base or models.get(MERGED_MODEL) or experts[0]).location
+    if location is None:
+        raise ValueError("modelpool.models._pretrained_ names no folder or hub id with a config")
+    model = empty_model(location)
     merger = method.get("base_method")
     if merger is not None and settings.expert_read_budget is not None:
         size = sum(value.nbytes for value in model.state_dict().values())
@@ -61,15 +62,6 @@ def plan_run(overrides: Sequence[str]) -> Plan:
         itemsize=stored_itemsize(experts[0].files) if _is_local(experts[0]) else None,
         fetches=sum(not all(map(is_here, entry.locations.values())) for entry in used),
     )
-
-
-def _structure(model: PoolModel) -> nn.Module:
-    """Return a model without weights. Only its config is fetched."""
-    setting = f"modelpool.models.{model.name}"
-    if model.location is None:
-        raise ValueError(f"{setting} names no folder or hub id with a config")
-    folder = fetch(model.location, f"{setting}={model.location}", weights=False)
-    return ModelFiles(folder, setting).empty
 
 
 def _composed(overrides: Sequence[str]) -> tuple[dict[str, Any], PoolModels]:

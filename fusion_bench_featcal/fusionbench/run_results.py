@@ -1,18 +1,20 @@
 """Results of one run: evaluates models when they are added, and reports them at the end."""
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fusion_bench import BaseModelPool, BaseTaskPool
 from torch import nn
 
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.files.json_files import json_text
-from fusion_bench_featcal.fusionbench.console import at_the_end
 from fusion_bench_featcal.fusionbench.evaluation import (
-    EvaluatedTaskPool,
     Evaluation,
     evaluate,
     join,
@@ -33,7 +35,7 @@ from fusion_bench_featcal.results import (
     versions,
     write_run,
 )
-from fusion_bench_featcal.results.notes import NOTE, SAMPLES, Note
+from fusion_bench_featcal.results.notes import FAILED, NOTE, SAMPLES, Note
 from fusion_bench_featcal.results.remarks import (
     closing_lines,
     notes_of_log,
@@ -89,6 +91,7 @@ class RunResults:
         # The row of the model that is returned, and its evaluation.
         self._returned_row = upstream if row == MERGED else row
         self._returned: Evaluation | None = None
+        self._failed: dict[str, Exception] = {}
 
     def add_notes(self, notes: Sequence[str]) -> None:
         """Warn of something at once, and note it in the report."""
@@ -118,13 +121,31 @@ class RunResults:
             row = join(self._evaluated(t, load_pool_model(pool, t), [t]) for t in tasks)
             self.report.add_row(EXPERTS, row.scores, correct=row.correct)
 
+    @contextmanager
+    def surviving(self, name: str, *, alone: bool) -> Iterator[None]:
+        """Context of one row, whose failure becomes a note, so that the other rows are reported.
+
+        Args:
+            name: The row.
+            alone: Whether a failure ends the run, because there is no other row, or because
+                several processes would wait for each other.
+        """
+        try:
+            yield
+        except Exception as error:  # of the calibration, the task pool, the disk or a user's rule
+            if alone:
+                raise
+            log.error("%s failed: %s", name, first_line(error), exc_info=error)
+            self.report.note(Note(FAILED, first_line(error), name))
+            self._failed[name] = error
+
     def add_calibrated(
         self,
         name: str,
-        result: CalibrationResult,
         settings: FeatCalSettings,
-        cost: Cost,
         base_method: Any,
+        result: CalibrationResult,
+        cost: Cost,
     ) -> None:
         """Save and evaluate the model of row `featcal` or `featcal_<preset>`, and keep its log."""
         if self._log_dir is not None:
@@ -168,23 +189,37 @@ class RunResults:
         self._add_row(name, model, settings=settings, cost=cost.as_dict(), **more)
 
     def finish(self) -> nn.Module:
-        """Write, log and show the report. Return the model with its evaluation for FusionBench."""
+        """Write, log and show the report, and return the model of the row to save.
+
+        Raises:
+            CalibrationError: If a row failed, after everything else is written and shown.
+        """
+        if self._failed and not any(row.is_repair for row in self.report.rows):
+            raise next(iter(self._failed.values()))
         self.report.note(*tasks_below_merged(self.report.rows))
         self._order_rows()
         self.report.versions |= commits()
         if self._log_dir is not None:
             write_run(self._log_dir, self.report)
-        if self._returned is None:
+        if self._taskpool is None:
             log.info("no task pool: the model is not evaluated")
-        if self._program is not None:
-            if self._taskpool is not None and self._returned is not None:
-                self._program.taskpool = EvaluatedTaskPool(
-                    self._taskpool, self.saver.model, self._returned
-                )
-            at_the_end(self._show)
         self.saver.finish(self.report)
         log_results(self._fabric, self.report, self._log_dir)
+        if self._program is not None:
+            self._end_evaluations()
+            self._show()
+        if self._failed:
+            rows = "; ".join(f"{row} ({first_line(error)})" for row, error in self._failed.items())
+            raise CalibrationError(f"failed: {rows}. The other rows are finished")
         return self.saver.model
+
+    def _end_evaluations(self) -> None:
+        """Write FusionBench's report, for which it would evaluate the returned model again."""
+        path = getattr(self._program, "report_save_path", None)
+        if path is not None and self._returned is not None:
+            file = Path(str(path).replace("{log_dir}", str(self._log_dir)))
+            write_atomic(file, json.dumps(self._returned.raw), "report_save_path")
+        self._program.taskpool = None
 
     def _order_rows(self) -> None:
         """Put references first, which are evaluated last, and pair rows with their merged model."""

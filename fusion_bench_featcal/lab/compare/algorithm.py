@@ -11,31 +11,21 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fusion_bench_featcal.fusionbench.compat  # noqa: F401
-
-# isort: split
-from fusion_bench import BaseAlgorithm, BaseModelPool
-from fusion_bench.mixins import LightningFabricMixin
+from fusion_bench import BaseModelPool
 from omegaconf import DictConfig, open_dict
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.plurals import counted
-from fusion_bench_featcal.fusionbench.console import at_the_end
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.loggers import log_results
-from fusion_bench_featcal.fusionbench.options import (
-    names_of,
-    plain,
-    read_settings,
-    take_fusion_bench_keys,
-)
+from fusion_bench_featcal.fusionbench.method import DeclaredMethod
+from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
-from fusion_bench_featcal.fusionbench.program import prepare_run, sweep_job
+from fusion_bench_featcal.fusionbench.program import sweep_job
 from fusion_bench_featcal.fusionbench.run_results import suite_name
 from fusion_bench_featcal.lab.compare.cells import RESULTS_DIR, CellRunner, reason_of
 from fusion_bench_featcal.lab.compare.grid import NONE, REFERENCES, Cell, cells_of
@@ -128,15 +118,14 @@ class ComparisonSettings(Settings):
     )
 
 
-class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
+class ComparisonAlgorithm(DeclaredMethod):
     """Compares post-merging methods over upstream mergers.
 
     Run by `fusion_bench method=compare modelpool=...`.
     """
 
     name = "compare"
-    setting_kinds: tuple[type, ...] = (ComparisonSettings,)
-    _config_mapping = BaseAlgorithm._config_mapping | {n: n for n in names_of(setting_kinds)}
+    setting_kinds = (ComparisonSettings,)
 
     def __init__(self, **keys: Any) -> None:
         """Store the settings. `run` checks the names, together with those of the model pool.
@@ -144,13 +133,8 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         Raises:
             ValueError: If a key is unknown or a value is not accepted.
         """
-        meta = take_fusion_bench_keys(keys)
-        (self.settings,) = read_settings(keys, self.setting_kinds)
-        super().__init__(**meta)
-
-    def on_run_start(self) -> None:
-        """Use the suite's task pool if none was named, and check the log directory."""
-        prepare_run(self._program, self.log_dir)
+        super().__init__(**keys)
+        (self.settings,) = self.declared
 
     def run(self, modelpool: BaseModelPool) -> None:  # type: ignore[override]
         """Run all cells that are not finished, report them, and return no model.
@@ -209,12 +193,8 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             write_run(folder, done)
             log_results(self.fabric, done, None)
             lines = closing_lines_of_a_comparison(folder, store)
-            at_the_end(partial(_show, done, lines))
-
-
-def _show(done: Run, lines: Sequence[str]) -> None:
-    show_run(done)
-    print("\n".join(lines))
+            show_run(done)
+            print("\n".join(lines))
 
 
 def _run_cells(runner: CellRunner, cells: Sequence[Cell]) -> Run:

@@ -3,14 +3,9 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import fusion_bench_featcal.fusionbench.compat  # noqa: F401
-
-# isort: split
-from fusion_bench import BaseAlgorithm, BaseModelPool
-from fusion_bench.mixins import LightningFabricMixin
+from fusion_bench import BaseModelPool
 from torch import Tensor, nn
 
 from fusion_bench_featcal.calibration import calibrate
@@ -19,21 +14,12 @@ from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.families import check_family, resolve_family
-from fusion_bench_featcal.fusionbench.console import at_the_end
 from fusion_bench_featcal.fusionbench.data import samples_used
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs, check_calibration
-from fusion_bench_featcal.fusionbench.options import (
-    MERGED,
-    RunSettings,
-    choices_of,
-    names_of,
-    plain,
-    read_settings,
-    take_fusion_bench_keys,
-)
+from fusion_bench_featcal.fusionbench.method import DeclaredMethod
+from fusion_bench_featcal.fusionbench.options import MERGED, RunSettings, choices_of, plain
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
-from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.lab.diagnosis.lines import expert_lines, row_lines
@@ -68,14 +54,13 @@ class DiagnosisSettings(Settings):
     split: str = setting("test", "Split of the items.", choices=("train", "val", "test"))
 
 
-class DiagnosisAlgorithm(LightningFabricMixin, BaseAlgorithm):
+class DiagnosisAlgorithm(DeclaredMethod):
     """Measures at which blocks, and for which tasks, calibration helps.
 
     Run by `fusion_bench method=diagnose modelpool=...`, with all settings of `method=featcal`.
     """
 
-    setting_kinds: tuple[type, ...] = (FeatCalSettings, RunSettings, DiagnosisSettings)
-    _config_mapping = BaseAlgorithm._config_mapping | {n: n for n in names_of(setting_kinds)}
+    setting_kinds = (FeatCalSettings, RunSettings, DiagnosisSettings)
 
     def __init__(self, **keys: Any) -> None:
         """Check all settings before a model is loaded.
@@ -83,15 +68,9 @@ class DiagnosisAlgorithm(LightningFabricMixin, BaseAlgorithm):
         Raises:
             ValueError: If a key is unknown or a value is not accepted.
         """
-        meta = take_fusion_bench_keys(keys)
-        settings = read_settings(keys, self.setting_kinds)
-        self.settings, self.run_settings, self.diagnosis = settings
+        super().__init__(**keys)
+        self.settings, self.run_settings, self.diagnosis = self.declared
         check_family(self.settings.family)
-        super().__init__(**meta)
-
-    def on_run_start(self) -> None:
-        """Use the suite's task pool if none was named, and check the log directory."""
-        prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge and calibrate, and measure and evaluate each model.
@@ -122,7 +101,7 @@ class DiagnosisAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 result = calibrate(merged, *sources, settings, **options)
             result.reads["upstream"] = upstream.reads() if settings is self.settings else None
             add_measures(name, result.model)
-            results.add_calibrated(name, result, settings, cost, chosen.base_method)
+            results.add_calibrated(name, settings, chosen.base_method, result, cost)
             del result  # frees a model before the next one
         if MERGED in (*choices.compare_with, choices.save):
             add_measures(upstream.name, merged)
@@ -132,7 +111,7 @@ class DiagnosisAlgorithm(LightningFabricMixin, BaseAlgorithm):
             add_measures(BASE, load_pool_model(modelpool, BASE_MODEL))
         results.add_base_and_experts(choices.compare_with)
         model = results.finish()
-        at_the_end(partial(show_diagnosis, results.report))
+        show_diagnosis(results.report)
         return model
 
     def _comparison(

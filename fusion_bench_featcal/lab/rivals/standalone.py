@@ -1,29 +1,19 @@
 """Methods as separate runs, by FusionBench's `method=surgery` and others."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
-import fusion_bench_featcal.fusionbench.compat  # noqa: F401
-
-# isort: split
-from fusion_bench import BaseAlgorithm, BaseModelPool
-from fusion_bench.mixins import LightningFabricMixin
+from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.options import (
-    MergedBy,
-    names_of,
-    plain,
-    read_settings,
-    take_fusion_bench_keys,
-)
+from fusion_bench_featcal.fusionbench.method import DeclaredMethod
+from fusion_bench_featcal.fusionbench.options import MergedBy, plain
 from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
-from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.lab.rivals.method import Method
@@ -34,14 +24,13 @@ from fusion_bench_featcal.results.run import training_lines
 log = logging.getLogger(__name__)
 
 
-class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
+class MethodAlgorithm(DeclaredMethod):
     """A method of this package as a FusionBench method, which checks, runs and evaluates it.
 
     Its keys are the method's settings and, for post-merging methods, `base_method` (config of the
     upstream merger, by default the pool's `_merged_` model).
     """
 
-    setting_kinds: ClassVar[Sequence[Any]]  # the method's class is the first one
     base_method: Any = None
 
     def __init__(self, **keys: Any) -> None:
@@ -50,15 +39,8 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
         Raises:
             ValueError: If a key is unknown or a value is not accepted.
         """
-        meta = take_fusion_bench_keys(keys)
-        settings_objects = read_settings(keys, self.setting_kinds)
-        self.method: Any = settings_objects[0]
-        vars(self).update({**vars(settings_objects[-1]), **self.method.settings})
-        super().__init__(**meta)
-
-    def on_run_start(self) -> None:
-        """Use the suite's task pool if none was named, and check the log directory."""
-        prepare_run(self._program, self.log_dir)
+        super().__init__(**keys)
+        self.method: Any = self.declared[0]
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Build the model, and report it if the program runs this method itself.
@@ -126,10 +108,5 @@ class MethodAlgorithm(LightningFabricMixin, BaseAlgorithm):
 def algorithm_of(kind: type[Method]) -> type[Any]:
     """Return the FusionBench class of a method."""
     kinds = [kind] if hasattr(kind, "merge") else [kind, MergedBy]
-    members = {
-        "__doc__": kind.__doc__,
-        "__module__": __package__,
-        "setting_kinds": kinds,
-        "_config_mapping": BaseAlgorithm._config_mapping | {n: n for n in names_of(kinds)},
-    }
+    members = {"__doc__": kind.__doc__, "__module__": __package__, "setting_kinds": kinds}
     return type(f"{kind.__name__}Algorithm", (MethodAlgorithm,), members)

@@ -1,0 +1,79 @@
+"""Checks of a composed config before torch is imported: names, values and paths."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.fusionbench.options import (
+    FUSION_BENCH_KEYS,
+    RunSettings,
+    checked_choices,
+    read_settings,
+)
+from fusion_bench_featcal.settings import FeatCalSettings
+
+_TABLES = (".jsonl", ".json", ".csv", ".parquet")
+_BY_TASK = ("calibration_data", "task_weights")
+
+
+def check_config(config: DictConfig) -> None:
+    """Refuse wrong settings of `method=featcal`, unknown tasks, and paths that do not exist.
+
+    Args:
+        config: FusionBench's composed config.
+
+    Raises:
+        ValueError: Naming the setting, and the nearest name if there is one.
+    """
+    try:
+        method: Any = OmegaConf.to_container(config.method, resolve=True) or {}
+        models: Any = OmegaConf.to_container(config.modelpool.get("models") or {}, resolve=True)
+    except (OmegaConfBaseException, AttributeError) as error:
+        raise ValueError(f"the config cannot be resolved: {error}") from error
+    suite: Any = OmegaConf.to_container(config.modelpool, resolve=False)
+    if str(method.get("_target_")).endswith(".FeatCalAlgorithm"):
+        _check_settings(method, suite.get("featcal") or {})
+    tasks = [name for name in models if not str(name).startswith("_")]
+    for key in _BY_TASK:
+        for task in method.get(key) or ():
+            if task not in tasks:
+                raise ValueError(
+                    f"method.{key}.{task}: modelpool.models has no expert {task!r}"
+                    f"{nearest_hint(task, tasks)}; it has {', '.join(tasks)}"
+                )
+    for setting, path in _paths(models, method):
+        if not Path(path).expanduser().exists():
+            raise ValueError(f"{setting}={path}: there is no such file or folder{_nearest(path)}")
+
+
+def _check_settings(method: Mapping[str, Any], suite: Mapping[str, Any]) -> None:
+    keys = {k: v for k, v in method.items() if k not in ("_target_", *FUSION_BENCH_KEYS)}
+    settings, chosen = read_settings(keys, (FeatCalSettings, RunSettings))
+    checked_choices(settings, chosen.presets, chosen.compare_with, suite, chosen.save)
+
+
+def _paths(models: Mapping[str, Any], method: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield settings with their paths. A text may also be a hub id, which is not checked here."""
+    for name, entry in models.items():
+        values = entry if isinstance(entry, Mapping) else {"": entry}
+        for key, value in values.items():
+            if isinstance(value, str) and value.startswith(("/", "./", "../", "~")):
+                yield ".".join(filter(None, ("modelpool.models", name, key))), value
+    for task, entry in (method.get("calibration_data") or {}).items():
+        if isinstance(entry, str) and (
+            entry.startswith(("/", "./", "../", "~")) or entry.endswith(_TABLES)
+        ):
+            yield f"method.calibration_data.{task}", entry
+
+
+def _nearest(path: str) -> str:
+    """Return a hint with the nearest name in the folder above a path."""
+    folder = Path(path).expanduser().parent
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    near = difflib.get_close_matches(Path(path).name, names, n=1)
+    return f" (nearest: '{folder / near[0]}')" if near else ""

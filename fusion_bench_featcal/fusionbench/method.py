@@ -1,0 +1,46 @@
+"""The base of this package's FusionBench methods, whose keys are declared settings."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
+
+# isort: split
+from fusion_bench import BaseAlgorithm
+from fusion_bench.mixins import LightningFabricMixin
+
+from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, read_settings
+from fusion_bench_featcal.fusionbench.program import prepare_run
+
+
+class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
+    """A FusionBench method whose keys are the fields of dataclasses of settings.
+
+    Attributes:
+        setting_kinds: The dataclasses.
+        declared: An object of each, made from the method's keys.
+    """
+
+    setting_kinds: ClassVar[Sequence[Any]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Name the keys for FusionBench."""
+        super().__init_subclass__(**options)
+        names = [name for kind in cls.setting_kinds for name in kind.names()]
+        cls._config_mapping = BaseAlgorithm._config_mapping | {name: name for name in names}
+
+    def __init__(self, **keys: Any) -> None:
+        """Check all settings before a model is loaded.
+
+        Raises:
+            ValueError: If a key is unknown or a value is not accepted.
+        """
+        meta = {key: keys.pop(key) for key in FUSION_BENCH_KEYS if key in keys}
+        self.declared = read_settings(keys, self.setting_kinds)
+        for settings in self.declared:
+            vars(self).update({name: getattr(settings, name) for name in settings.names()})
+        super().__init__(**meta)
+
+    def on_run_start(self) -> None:
+        """Use the suite's task pool if none was named, and check the log directory."""
+        prepare_run(self._program, self.log_dir)
