@@ -3,28 +3,22 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from logging import ERROR, INFO, NOTSET, StreamHandler, getLogger
 
 import datasets
 
-from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.plurals import bytes_text, counted
+from fusion_bench_featcal.experts import known_bytes
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.models.hub import hub_models
-from fusion_bench_featcal.models.plan import (
-    bytes_text,
-    check,
-    one_line,
-    plan_of,
-    show_plan,
-    stored_itemsize,
-)
+from fusion_bench_featcal.models.plan import Plan, check, show_plan
 from fusion_bench_featcal.results import AVERAGE, Run
 from fusion_bench_featcal.results.notes import VERDICT, Note
 from fusion_bench_featcal.results.run import with_average
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.budgets import budget_in_bytes
 
 
 def show_start(
@@ -39,14 +33,16 @@ def show_start(
     print(f"{home.kind}: {home.calibrated_class.__name__}, {counted(len(tasks), 'task')}")
     for note in notes:
         print(f"  {note}")
-    stored = stored_itemsize(next(iter(models.sources.values())))
-    plan = plan_of(models.empty_body, settings, list(tasks), itemsize=stored, out=request.folder)
-    plan = replace(plan, output=home.size)
+    experts = [models.sources[task] for task in tasks]
+    read = sum(known_bytes(expert, name) for expert in experts for name in expert.names())
+    if settings.expert_read_budget is not None:
+        read = min(read, budget_in_bytes(settings.expert_read_budget, read))
+    plan = Plan(read=read, output=home.size, folder=str(request.folder))
     if request.plan:
         show_plan(plan)
         print("nothing was run")
         return
-    print(one_line(plan))
+    print(f"plan: {bytes_text(read)} read from experts, at most")
     check(plan)
 
 

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.fusionbench.options import (
     FUSION_BENCH_KEYS,
+    Choices,
     RunSettings,
     checked_choices,
     read_settings,
@@ -37,7 +38,7 @@ def check_config(config: DictConfig) -> None:
         raise ValueError(f"the config cannot be resolved: {error}") from error
     suite: Any = OmegaConf.to_container(config.modelpool, resolve=False)
     if str(method.get("_target_")).endswith(".FeatCalAlgorithm"):
-        _check_settings(method, suite.get("featcal") or {})
+        choices_of_config(method, suite.get("featcal") or {})
     tasks = [name for name in models if not str(name).startswith("_")]
     for key in _BY_TASK:
         for task in method.get(key) or ():
@@ -51,10 +52,22 @@ def check_config(config: DictConfig) -> None:
             raise ValueError(f"{setting}={path}: there is no such file or folder{_nearest(path)}")
 
 
-def _check_settings(method: Mapping[str, Any], suite: Mapping[str, Any]) -> None:
+def choices_of_config(
+    method: Mapping[str, Any], suite: Mapping[str, Any]
+) -> tuple[FeatCalSettings, Choices]:
+    """Return the settings of `method=featcal`, and the further models that it makes.
+
+    Args:
+        method: The method's config.
+        suite: The model pool's key `featcal`.
+
+    Raises:
+        ValueError: If a key is unknown or a value is not accepted.
+    """
     keys = {k: v for k, v in method.items() if k not in ("_target_", *FUSION_BENCH_KEYS)}
     settings, chosen = read_settings(keys, (FeatCalSettings, RunSettings))
-    checked_choices(settings, chosen.presets, chosen.compare_with, suite, chosen.save)
+    choices = checked_choices(settings, chosen.presets, chosen.compare_with, suite, chosen.save)
+    return settings, choices
 
 
 def _paths(models: Mapping[str, Any], method: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -1,89 +1,120 @@
-"""Plans of FusionBench runs, from command-line overrides."""
+"""Plans of FusionBench runs, from command-line overrides. For `method=featcal` without torch."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fusion_bench import BaseModelPool
 from fusion_bench.utils.hydra_utils import get_default_config_path
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fusion_bench_featcal.fusionbench.config_checks import check_config, choices_of_config
 from fusion_bench_featcal.fusionbench.console import explained, make_importable
-from fusion_bench_featcal.fusionbench.empty_models import empty_model
-from fusion_bench_featcal.fusionbench.options import method_name, read_settings
-from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
-from fusion_bench_featcal.fusionbench.upstream import budget_left
-from fusion_bench_featcal.models.hub import is_here
-from fusion_bench_featcal.models.plan import Plan, plan_of, stored_itemsize
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.models.plan import Plan, data_sets_to_fetch, models_of
+from fusion_bench_featcal.settings.budgets import budget_in_bytes
+
+_LOCATIONS = ("pretrained_model_name_or_path", "base_model_path", "base_model_name",
+              "peft_model_path", "peft_name")  # fmt: skip
+_GLUE = "nyu-mll/glue"
 
 
 def plan_run(overrides: Sequence[str]) -> Plan:
-    """Return the plan of a run with these command-line overrides.
+    """Return the plan of a run, or of a sweep, with these command-line overrides.
 
-    Only configs and headers of files are read. Nothing is downloaded.
+    Only configs and the hub's metadata are read. Nothing is downloaded.
 
     Args:
         overrides: Overrides such as `modelpool=clip-vit-base-patch32_TA8`. Without `method=` the
             method is featcal.
 
     Raises:
-        ValueError: If the overrides do not compose, or the base model's config is unknown.
-        CalibrationError: If the upstream merger exceeds a read budget, or a file is damaged.
-    """
-    method, models = _composed(overrides)
-    target = str(method.get("_target_", ""))
-    if not target.endswith(".FeatCalAlgorithm"):
-        raise ValueError(
-            f"there are plans of method=featcal only, not of {target or method.get('name')}"
-        )
-    names, experts, base = FeatCalSettings.names(), [*models.experts.values()], models.base
-    if not experts:
-        raise ValueError("modelpool.models names no expert")
-    (settings,) = read_settings({n: method[n] for n in names if n in method}, [FeatCalSettings])
-    location = (base or models.get(MERGED_MODEL) or experts[0]).location
-    if location is None:
-        raise ValueError("modelpool.models._pretrained_ names no folder or hub id with a config")
-    model = empty_model(location)
-    merger = method.get("base_method")
-    if merger is not None and settings.expert_read_budget is not None:
-        size = sum(value.nbytes for value in model.state_dict().values())
-        read = sum((_is_local(expert) and expert.file_bytes) or size for expert in experts)
-        rest = budget_left(settings.expert_read_budget, read, method_name(merger))
-        settings = settings.replace(expert_read_budget=rest)
-    used = [*experts, *([base] if base else [])]
-    return plan_of(
-        model,
-        settings,
-        list(models.experts),
-        itemsize=stored_itemsize(experts[0].files) if _is_local(experts[0]) else None,
-        fetches=sum(not all(map(is_here, entry.locations.values())) for entry in used),
-    )
-
-
-def _composed(overrides: Sequence[str]) -> tuple[dict[str, Any], PoolModels]:
-    """Return a run's method and its models.
-
-    Raises:
-        ValueError: If the overrides do not compose a run with a model pool.
+        ValueError: If the overrides do not compose, or a name, value or path is wrong.
+        CalibrationError: If the hub has no such model.
     """
     make_importable(os.getcwd())  # as in the run: `_target_` may name a class in this folder
-    words = list(overrides)
+    words, jobs = _first_job(overrides)
+    config = _composed(words)
+    check_config(config)
+    method, pool = _plain(config.method), _plain(config.modelpool)
+    models = dict(_locations(pool.get("models") or {}))
+    downloads, sizes = models_of(models)
+    downloads += data_sets_to_fetch(_data_sets(method, pool, _plain(config.taskpool)))
+    of_experts = [size for key, size in sizes.items() if ".models._" not in key]
+    read = None if None in of_experts else sum(size or 0 for size in of_experts)
+    if read is not None and method.get("expert_read_budget") is not None:
+        read = min(read, budget_in_bytes(method["expert_read_budget"], read))
+    rows = {row: jobs * times for row, times in _rows(method, pool.get("featcal") or {}).items()}
+    first = next(iter(sizes.values()), None)
+    folder = str(method.get("checkpoint_dir") or config.merged_model_save_path or "")
+    return Plan(tuple(downloads), read, first, folder, rows)
+
+
+def _first_job(overrides: Sequence[str]) -> tuple[list[str], int]:
+    """Return the words of a sweep's first job, and the number of its jobs."""
+    words, jobs = [], 1
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        word = str(override.input_line)
+        if override.is_sweep_override():
+            values = list(override.sweep_string_iterator())
+            word, jobs = f"{word.partition('=')[0]}={values[0]}", jobs * len(values)
+        words.append(word)
     if not any(word.startswith("method=") for word in words):
         words.append("method=featcal")
+    return words, jobs
+
+
+def _composed(words: list[str]) -> Any:
     try:
         with initialize_config_dir(str(get_default_config_path()), version_base=None):
-            config = compose("fabric_model_fusion", overrides=words)
-        method: Any = OmegaConf.to_container(config.method, resolve=True)
-        OmegaConf.resolve(config.modelpool.models)
+            return compose("fabric_model_fusion", overrides=words)
     except (HydraException, OmegaConfBaseException) as error:
         raise explained(error) from error
-    return method, PoolModels(BaseModelPool(config.modelpool.models))
 
 
-def _is_local(model: PoolModel) -> bool:
-    """Return whether a model's files are in folders, not in the hub's cache."""
-    return bool(model.locations) and all(map(os.path.isdir, model.locations.values()))
+def _plain(config: Any) -> dict[str, Any]:
+    return OmegaConf.to_container(config, resolve=True) or {}  # type: ignore[return-value]
+
+
+def _locations(models: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the setting of each model of a pool, and its folder or hub id."""
+    for name, entry in models.items():
+        entries = entry if isinstance(entry, Mapping) else {"": entry}
+        for key, value in entries.items():
+            if isinstance(value, str) and key in ("", *_LOCATIONS):
+                yield ".".join(filter(None, ("modelpool.models", name, key))), value
+
+
+def _data_sets(
+    method: Mapping[str, Any], pool: Mapping[str, Any], taskpool: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the hub ids of data that a run draws samples from, and is evaluated on."""
+    drawn = dict(pool.get(f"{method.get('calibration_split', 'train')}_datasets") or {})
+    drawn |= method.get("calibration_data") or {}
+    if str(taskpool.get("_target_")).endswith(".DummyTaskPool"):
+        taskpool = pool.get("default_taskpool") or {}
+    own = {task: entry.get("data") for task, entry in (taskpool.get("tasks") or {}).items()
+           if isinstance(entry, Mapping)}  # fmt: skip
+    evaluated = {**(taskpool.get("test_datasets") or {}), **own}
+    for entry in [*drawn.values(), *evaluated.values()]:
+        name = entry
+        if isinstance(entry, Mapping):
+            is_glue = str(entry.get("_target_")).endswith(".load_glue")
+            name = next(iter(entry.get("_args_") or ()), entry.get("path", _GLUE * is_glue))
+        if isinstance(name, str) and name:
+            yield name
+
+
+def _rows(method: Mapping[str, Any], suite: Mapping[str, Any]) -> dict[str, int]:
+    """Return the rows that a method makes -> how many times."""
+    target = str(method.get("_target_", ""))
+    if target.endswith(".FeatCalAlgorithm"):
+        settings, choices = choices_of_config(method, suite)
+        return dict.fromkeys(choices.rows(settings), 1)
+    kind = get_class(target) if target.startswith("fusion_bench_featcal.") else None
+    if hasattr(kind, "planned_rows"):
+        return kind.planned_rows(method, suite)  # type: ignore[union-attr]
+    return {str(method.get("name") or target.rpartition(".")[2]): 1}

@@ -43,6 +43,7 @@ from fusion_bench_featcal.results.remarks import (
 )
 from fusion_bench_featcal.results.run import calibration_log, conditions_of, file_suffix
 from fusion_bench_featcal.results.show import show_run
+from fusion_bench_featcal.rules import BY_NAME, rule_of
 from fusion_bench_featcal.run.problem import CalibrationResult
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 
@@ -135,7 +136,8 @@ class RunResults:
         except Exception as error:  # of the calibration, the task pool, the disk or a user's rule
             if alone:
                 raise
-            log.error("%s failed: %s", name, first_line(error), exc_info=error)
+            is_expected = isinstance(error, CalibrationError | ValueError)
+            log.error("%s failed: %s", name, first_line(error), exc_info=not is_expected)
             self.report.note(Note(FAILED, first_line(error), name))
             self._failed[name] = error
 
@@ -151,6 +153,8 @@ class RunResults:
         if self._log_dir is not None:
             result.log.write(self._log_dir / calibration_log(name))
             write_atomic(self._log_dir / f"reads{file_suffix(name)}.json", json_text(result.reads))
+        if not (isinstance(settings.rule, str) and settings.rule in BY_NAME):
+            self.report.note(Note(NOTE, f"solved by the rule {rule_of(settings)!r}", name))
         # These notes also close the run's output, so no warning is printed here.
         self.report.note(*notes_of_log(name, result.log.records))
         values, split = settings.of_the_model().as_dict(), settings.calibration_split

@@ -1,117 +1,120 @@
-"""Plan of a calibration: bytes to fetch, to read and to write, from names and shapes alone."""
+"""Plan of a run: files and bytes to download, to read and to write, before anything is loaded."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import RepositoryNotFoundError
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.plurals import bytes_text, counted
-from fusion_bench_featcal.experts import known_bytes
-from fusion_bench_featcal.experts.budget import granted
-from fusion_bench_featcal.families import resolve_family, stages_of
-from fusion_bench_featcal.families.open_clip import split
-from fusion_bench_featcal.files import existing, free_space
-from fusion_bench_featcal.modules.models import names_in_order
-from fusion_bench_featcal.modules.sites import find_all_modules
-from fusion_bench_featcal.rules import rule_of
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.files import free_space
+from fusion_bench_featcal.models.hub import hub_models
+
+_NO_DATA = (".md", ".py", ".gitattributes")
+
+
+@dataclass(frozen=True)
+class Download:
+    """A model or data set to fetch. Files and bytes are None if the hub cannot be asked."""
+
+    name: str
+    files: int | None = None
+    bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes in bytes.
+    """Amounts of a run, in bytes. None stands for an unknown one.
 
     Attributes:
-        model: Class of the model.
-        family: Its family.
-        tasks: Number of tasks.
-        fetched: To fetch from the hub.
-        read: To read from experts, all of them together.
-        base_read: To read from the base.
+        downloads: Models and data sets that the hub's cache lacks.
+        read: To read from experts, at most.
         output: The calibrated model.
-        free: Free space of the disk with the output folder, or None without one.
-        folder: That folder.
+        folder: The folder that it is written to, or "" if there is none.
+        rows: Row of the results -> number of times that it is made.
     """
 
-    model: str
-    family: str
-    tasks: int
-    fetched: int
-    read: int
-    base_read: int
-    output: int
-    free: int | None = None
+    downloads: tuple[Download, ...] = ()
+    read: int | None = None
+    output: int | None = None
     folder: str = ""
+    rows: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def free(self) -> dict[str, int]:
+        """Folder -> free space of its disk, for the hub's cache and the output."""
+        folders = [constants.HF_HUB_CACHE] * bool(self.downloads) + [self.folder] * bool(
+            self.folder
+        )
+        return {folder: free_space(Path(folder)) for folder in folders}
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return asdict(self)
+        return {**asdict(self), "free": self.free}
 
 
-def plan_of(
-    model: nn.Module,
-    settings: FeatCalSettings,
-    tasks: Sequence[str],
-    *,
-    itemsize: int | None = None,
-    fetches: int = 0,
-    out: Path | None = None,
-) -> Plan:
-    """Plan a calibration.
+def models_of(locations: Mapping[str, str]) -> tuple[list[Download], dict[str, int | None]]:
+    """Return the models to fetch, and the bytes of every model's weights by option.
 
     Args:
-        model: The merged model's structure, on any device.
-        settings: Settings.
-        tasks: The tasks.
-        itemsize: Bytes of a number in the models' files, by default as in the structure.
-        fetches: Number of whole models to fetch from the hub.
-        out: Folder of the calibrated model, by default `settings.checkpoint_dir`.
+        locations: The option that names a model -> path or hub id.
 
     Raises:
-        CalibrationError: If the model cannot be calibrated, or a read budget is too small.
-        ValueError: If no family fits the model.
+        CalibrationError: If the hub has no such model.
     """
-    family, rule = resolve_family(settings.family, model), rule_of(settings)
-    arranged = split(model)
-    stages = stages_of(family, arranged)
-    modules = find_all_modules(arranged, stages, settings, calibrate_norm=rule.calibrate_norm)
-    runs_experts = rule.runs_experts
-    names = names_in_order(arranged, stages, modules, runs_experts=runs_experts)
-    solved = {name for of_block in modules.values() for s in of_block.sites for name in s.names}
-    tensors, stored = arranged.state_dict(keep_vars=True), model.state_dict(keep_vars=True)
-
-    def size(name: str, tensors: Any = tensors) -> int:
-        return tensors[name].numel() * (itemsize or tensors[name].element_size())
-
-    sizes = {task: {name: (str(id(tensors[name])), size(name)) for name in names} for task in tasks}
-    whole = sum({id(t): size(name, stored) for name, t in stored.items()}.values())
-    folder = out or (Path(settings.checkpoint_dir) if settings.checkpoint_dir else None)
-    return Plan(
-        model=type(model).__name__,
-        family=family.name,
-        tasks=len(tasks),
-        fetched=fetches * whole,
-        read=granted(settings.expert_read_budget, sizes).bytes or 0,
-        base_read=sum(map(size, solved)) if rule.reads_base else 0,
-        output=whole,
-        free=None if folder is None else free_space(existing(folder)),
-        folder="" if folder is None else str(folder),
-    )
+    downloads, sizes = [], dict[str, int | None]()
+    for option, location in locations.items():
+        folder, files = Path(location).expanduser(), dict[str, int]()
+        try:
+            model = hub_models({f"{option}={location}": location}).get(location)
+        except CalibrationError as error:
+            if isinstance(error.__cause__, RepositoryNotFoundError):
+                raise
+            downloads.append(Download(location))
+            sizes[option] = None
+            continue
+        if model is not None:
+            folder, files = model.folder, dict(model.files)
+            if model.missing:
+                missing = model.missing.values()
+                downloads.append(Download(location, len(missing), sum(missing)))
+        sizes[option] = _weight_bytes(files or _files_in(folder))
+    return list(dict.fromkeys(downloads)), sizes
 
 
-def stored_itemsize(source: Any) -> int | None:
-    """Return the bytes per number in a source's files, or None if unknown."""
-    try:
-        name = min(source.names())
-        return known_bytes(source, name) // math.prod(source.shape(name))
-    except (AttributeError, ValueError, ZeroDivisionError, CalibrationError):
-        return None
+def _files_in(path: Path) -> dict[str, int]:
+    files = [path] if path.is_file() else path.glob("*")
+    return {file.name: file.stat().st_size for file in files}
+
+
+def _weight_bytes(files: Mapping[str, int]) -> int | None:
+    """Return the bytes of safetensors files or, without any, of `.bin` files."""
+    sizes = [[s for n, s in files.items() if n.endswith(end)] for end in (".safetensors", ".bin")]
+    return next((sum(found) for found in sizes if found), None)
+
+
+def data_sets_to_fetch(ids: Iterable[str]) -> list[Download]:
+    """Return the data sets of the hub that its cache lacks, each with all of its files."""
+    downloads = []
+    cache = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")
+    for name in dict.fromkeys(ids):
+        if os.path.exists(name) or Path(cache, name.replace("/", "___")).exists():
+            continue
+        try:
+            timeout = constants.HF_HUB_ETAG_TIMEOUT
+            info = HfApi().dataset_info(name, files_metadata=True, timeout=timeout)
+        except Exception:  # the client and the network raise many types
+            downloads.append(Download(name))
+            continue
+        files = [f for f in info.siblings or () if not f.rfilename.endswith(_NO_DATA)]
+        downloads.append(Download(name, len(files), sum(file.size or 0 for file in files)))
+    return downloads
 
 
 def check(plan: Plan) -> None:
@@ -120,33 +123,36 @@ def check(plan: Plan) -> None:
     Raises:
         CalibrationError: Naming the folder.
     """
-    if plan.free is not None and plan.free < plan.output:
+    free = plan.free.get(plan.folder)
+    if free is not None and free < (plan.output or 0):
         raise CalibrationError(
-            f"nothing was calibrated: the run needs {bytes_text(plan.output)} of disk space in "
-            f"{plan.folder}, {bytes_text(plan.free)} are free. Name a folder on another disk"
+            f"nothing was calibrated: the run needs {bytes_text(plan.output or 0)} of disk space "
+            f"in {plan.folder}, {bytes_text(free)} are free. Name a folder on another disk"
         )
-
-
-def one_line(plan: Plan) -> str:
-    """Return the log line of a plan."""
-    fetched = f"{bytes_text(plan.fetched)} to fetch, " if plan.fetched else ""
-    return f"plan: {fetched}{bytes_text(plan.read)} read from experts"
 
 
 def show_plan(plan: Plan, console: Console | None = None) -> None:
     """Print a plan's table to a console, by default on standard output."""
-    console = console or Console()
-    console.print(f"{plan.model}, family {plan.family}: {counted(plan.tasks, 'task')}")
-    rows = {
-        "to fetch from the hub": plan.fetched,
-        "read from experts": plan.read,
-        "read from the base": plan.base_read,
-        "the calibrated model": plan.output,
-        f"free in {plan.folder}": plan.free,
-    }
-    table = Table("files", "size")
+    table = Table("what", "amount")
     table.columns[1].justify = "right"
-    for label, size in rows.items():
-        if size or (size is not None and label != "to fetch from the hub"):
-            table.add_row(label, bytes_text(size))
-    console.print(table)
+    for download in plan.downloads:
+        files = "files" if download.files is None else counted(download.files, "file")
+        table.add_row(f"to fetch: {download.name}, {files}", _text(download.bytes))
+    known = [download.bytes for download in plan.downloads if download.bytes is not None]
+    if known:
+        unknown = len(plan.downloads) - len(known)
+        more = f", without {unknown} unknown" if unknown else ""
+        table.add_row(f"to fetch, all{more}", bytes_text(sum(known)))
+    table.add_row("read from experts, at most", _text(plan.read))
+    table.add_row("the calibrated model", _text(plan.output))
+    for folder, free in plan.free.items():
+        table.add_row(f"free in {folder}", bytes_text(free))
+    for row, times in plan.rows.items():
+        table.add_row(f"row {row}", counted(times, "time"))
+    if sum(plan.rows.values()) > 1:
+        table.add_row("all rows", counted(sum(plan.rows.values()), "time"))
+    (console or Console()).print(table)
+
+
+def _text(size: int | None) -> str:
+    return "unknown" if size is None else bytes_text(size)

@@ -3,8 +3,10 @@
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from pkgutil import resolve_name
-from typing import Any, cast
+from types import NoneType, UnionType
+from typing import Any, cast, get_args, get_type_hints
 
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved
 from fusion_bench_featcal.settings import OF_RULES, FeatCalSettings
 
@@ -47,11 +49,25 @@ def rule_of(settings: FeatCalSettings) -> Rule:
     values = {name: getattr(settings, name) for name in shared}
     if "task_weights" in shared:
         values["task_weights"] = settings.task_weights or {}
+    names = [field.name for field in fields(kind) if field.init]
+    refuse_unknown(options, names, f"method.rule: {target}: option ")
+    _check_types(options, kind, target)
     try:
         return cast(Any, kind)(**values | options)
-    except TypeError as error:
-        names = [field.name for field in fields(kind) if field.init]
-        raise ValueError(f"method.rule: {target}: {error}. It has {', '.join(names)}") from error
+    except (TypeError, ValueError) as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise ValueError(f"method.rule: {target}({given}): {error}") from error
+
+
+def _check_types(options: Mapping[str, Any], kind: Any, target: str) -> None:
+    """Refuse options of another type than annotated. Only bool, int, float, str and None count."""
+    hints = get_type_hints(kind)
+    for name, value in options.items():
+        kinds = get_args(hints[name]) if isinstance(hints[name], UnionType) else (hints[name],)
+        accepted = {*kinds, int} if float in kinds else {*kinds}
+        if accepted <= {bool, int, float, str, NoneType} and type(value) not in accepted:
+            words = " or ".join(part.__name__ for part in kinds)
+            raise ValueError(f"method.rule: {target}: option {name} must be {words}, got {value!r}")
 
 
 def _refuse_changes(

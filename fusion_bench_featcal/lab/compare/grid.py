@@ -10,7 +10,6 @@ from typing import Any
 
 from fusion_bench.compat.method import AlgorithmFactory
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.fusionbench.options import is_merger, plain
@@ -55,18 +54,17 @@ def cells_of(settings: Any, suite: Mapping[str, Any]) -> list[Cell]:
     Args:
         settings: The comparison's settings.
         suite: Key `featcal` of the pool's YAML. Its `presets` of FeatCal become rows
-            `featcal_<name>`. Its `compare` has `leave_out` and, under the keys of the settings,
-            further settings of entries.
+            `featcal_<name>`. Its `compare` has `leave_out`.
 
     Raises:
         ValueError: If a name is unknown or taken twice, an entry's setting does not fit, or there
             is nothing to run.
         CalibrationError: If a `_target_` cannot be imported.
     """
-    changes = dict(suite.get("compare") or {})
-    refuse_unknown(changes, ("leave_out", *_KEYS), "modelpool.featcal.compare.")
+    changes = suite.get("compare") or {}
+    refuse_unknown(changes, ("leave_out",), "modelpool.featcal.compare.")
     left_out = {**(plain(settings.leave_out) or {}), **(changes.get("leave_out") or {})}
-    upstreams, alone, methods = (_configs(settings, changes, key) for key in _KEYS)
+    upstreams, alone, methods = (_configs(settings, key) for key in _KEYS)
     presets = suite.get("presets") or {} if isinstance(methods.get(FEATCAL), Mapping) else {}
     methods |= {f"{FEATCAL}_{name}": {**methods[FEATCAL], **of} for name, of in presets.items()}
 
@@ -92,16 +90,12 @@ def cells_of(settings: Any, suite: Mapping[str, Any]) -> list[Cell]:
     return cells
 
 
-def _configs(settings: Any, changes: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return configs by name, with the pool's changes. Entries set to null are removed."""
+def _configs(settings: Any, key: str) -> dict[str, Any]:
+    """Return configs by name. Entries set to null are removed."""
     value = plain(getattr(settings, key)) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"method.{key} must map names to configs, got {value!r}")
-    configs = {str(name): config for name, config in value.items() if config is not None}
-    for name, further in (changes.get(key) or {}).items():
-        if isinstance(configs.get(name), Mapping):
-            configs[name] = plain(OmegaConf.merge(configs[name], further))
-    return configs
+    return {str(name): config for name, config in value.items() if config is not None}
 
 
 def _chosen(
