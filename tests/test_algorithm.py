@@ -13,15 +13,13 @@ import torch
 from fusion_bench import BaseModelPool
 from golden import golden_methods
 from golden.make import load
-from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import OmegaConf
 from tiny_models import clip_suite
 from tiny_pools import AVERAGE, suite_pool
 from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, results
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench import FeatCalJob, checked_choices, run_results
+from fusion_bench_featcal.fusionbench import checked_choices, run_results
 from fusion_bench_featcal.settings import PLUS
 from fusion_bench_featcal.suites import image
 
@@ -31,7 +29,6 @@ ROW = "featcal_mini"
 
 class Run(NamedTuple):
     folder: Path
-    early: str  # what was printed before the end of the job
     output: str
     report: results.Run
     events: list[str]  # "save", and the names of models when they are evaluated
@@ -48,7 +45,6 @@ def models_in_memory() -> int:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The run that evaluates all its models."""
     folder = tmp_path_factory.mktemp("run")
-    job, config = FeatCalJob(), OmegaConf.create({"hydra": {"overrides": {"task": []}}})
     evaluate, save_pretrained = run_results.evaluate, CLIPVisionModel.save_pretrained
     before, events, in_memory = models_in_memory(), list[str](), list[int]()
 
@@ -69,12 +65,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         patch.setattr("sys.argv", ["fusion_bench", "method=featcal", "x={token: hf_secret}"])
         patch.setattr(run_results, "evaluate", noted_evaluation)
         patch.setattr(CLIPVisionModel, "save_pretrained", noted_save)
-        job.on_job_start(config=config)
         golden_methods.run_method(golden_methods.EVALUATED, folder)
-        early = output.getvalue()
-        job.on_job_end(config=config, job_return=JobReturn(status=JobStatus.COMPLETED))
     report = results.read_run(folder / "log")
-    return Run(folder, early, output.getvalue(), report, events, in_memory)
+    return Run(folder, output.getvalue(), report, events, in_memory)
 
 
 def test_saved_model_and_structure_of_files_are_the_golden_ones(run: Run) -> None:
@@ -117,6 +110,19 @@ def test_model_is_saved_though_its_evaluation_fails(
     assert CLIPImageProcessor.from_pretrained(tmp_path / "saved").size  # and its processor
 
 
+def test_a_preset_that_fails_leaves_the_other_rows(tmp_path: Path) -> None:
+    words = ["method.save=featcal", "method.samples_per_task=2"]
+    presets = ["++method.presets.broken.modules=[nothing]", "++method.presets.weak.mix_alpha=0.5"]
+    with pytest.raises(CalibrationError, match=r"failed: featcal_broken \(method\.modules: 'noth"):
+        golden_methods.run_method("featcal", tmp_path, *words, *presets)
+    report = results.read_run(tmp_path / "log")
+    assert [row.name for row in report.rows] == ["featcal", "featcal_weak"]
+    assert [note.row for note in report.notes if note.kind == "failed"] == ["featcal_broken"]
+    assert CLIPVisionModel.from_pretrained(tmp_path / "saved")
+    with pytest.raises(CalibrationError, match="matches no module"):  # without another row
+        golden_methods.run_method("featcal", tmp_path / "alone", "method.modules=[nothing]")
+
+
 def test_report_has_every_row_and_featcal_recovers_most_of_the_gap(run: Run) -> None:
     report = run.report
     assert list(report.accuracy) == ["base", "experts", "task_arithmetic", "featcal", ROW]
@@ -131,7 +137,6 @@ def test_report_has_every_row_and_featcal_recovers_most_of_the_gap(run: Run) -> 
 
 
 def test_table_and_next_steps_come_last(run: Run) -> None:
-    assert run.early == ""
     lines = run.output[run.output.index("alphabets2: accuracy") :].splitlines()
     end = next(n for n, line in enumerate(lines) if line.startswith("next: "))
     program, *words = shlex.split(lines[end].removeprefix("next: "))

@@ -13,32 +13,39 @@ pytestmark = pytest.mark.slow
 MISTAKES = {
     "method.ridge_lambda=-1": "method.ridge_lambda must be",
     "method.ridge_lamda=1": "method.ridge_lamda is unknown (nearest: 'ridge_l",
-    "modelpool._target_=nowhere.Pool": "making modelpool nowhere.Pool",
-    "method.base_method={_target_:builtins.dict}": "program.py:",
-    "path.log_dir=taken": "Change path.log_dir to a writable directory",
+    "modelpool.models.mini_korean=/no/folder": "mini_korean=/no/folder: there is no such file",
+    "method.modules=[nothing]": "method.modules: 'nothing' matches no module",
     "method=surgery method.seed=-1": "method.seed must be",
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_ends_in_one_short_block(tmp_path: Path, mistake: str) -> None:
-    (tmp_path / "taken").write_text("")
     method, _, word = mistake.rpartition(" ")
     output = screen([method or FEATCAL[0], *FEATCAL[1:], word], tmp_path)
     assert output.code == 1 and len(output.block) <= 10
     assert MISTAKES[mistake] in " ".join(line.strip() for line in output.block)
     assert "Traceback" not in output.text and "│" not in output.text
-    if mistake.startswith("method.base_method"):  # of the run itself: the log file has all
+    if mistake.startswith("method.modules"):  # of the run itself: the log file has all
         log = (tmp_path / "log" / "cli.log").read_text()
         assert log.count("Traceback (most recent call last)") == 1
         assert "Running the model fusion program" in log
 
 
-def test_everything_is_printed_on_request(tmp_path: Path) -> None:
-    words = [*FEATCAL, "method.ridge_lambda=-1"]
-    output = screen(words, tmp_path, environment={"HYDRA_FULL_ERROR": "1"})
+@pytest.mark.parametrize(
+    ("word", "texts"),
+    [
+        ("modelpool._target_=nowhere.Pool", ["ModuleNotFoundError: No module named 'nowhere'"]),
+        ("method.base_method={_target_:builtins.dict}", ["program.py", "AttributeError: 'dict'"]),
+        ("hydra/job_logging=rich_logging", ["Instantiate by calling class"]),
+    ],
+)
+def test_a_bug_has_its_traceback_and_fusion_bench_its_own_screen(
+    tmp_path: Path, word: str, texts: list[str]
+) -> None:
+    output = screen([*FEATCAL, word, "method.modules=[nothing]"], tmp_path)
     assert output.code == 1
-    assert "Instantiate by calling class" in output.text and "Traceback" in output.text
+    assert all(text in output.text for text in ["Traceback", *texts])
 
 
 def test_several_processes_print_one_block(tmp_path: Path) -> None:

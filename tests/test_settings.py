@@ -71,7 +71,9 @@ CLASHES: list[tuple[dict[str, Any], str]] = [
      r"method\.ridge_lambda.*; method\.mix_alpha.*; method\.seed"),
     ({"rule": {"_target_": "no.such.Rule"}}, r"method\.rule: .*'no\.such\.Rule' cannot be impor"),
     ({"rule": {"_target_": "pathlib.Path"}}, r"method\.rule: pathlib\.Path is no rule: a data"),
-    ({"rule": {"_target_": "plus", "gama": 1.0}}, r"method\.rule: plus: .*'gama'"),
+    ({"rule": {"_target_": "plus", "gama": 1.0}}, r"plus: option gama is unknown .*'gamma'"),
+    ({"rule": {"_target_": "plus", "gamma": "1"}}, r"plus: option gamma must be float, got '1'"),
+    ({"rule": {"_target_": "plus", "gamma": True}}, r"plus: option gamma must be float, got True"),
 ]  # fmt: skip
 
 
@@ -118,8 +120,7 @@ def test_presets_are_the_published_settings(name: str):
 
 @pytest.mark.parametrize(("pool", "preset"), POOLS.items())
 def test_pools_bring_the_papers_settings(pool: str, preset: str):
-    assert {"/featcal_suite@featcal": preset} in read_yaml(f"modelpool/{pool}.yaml")["defaults"]
-    brought = read_yaml(f"featcal_suite/{preset}.yaml")["presets"][preset]
+    brought = read_yaml(f"modelpool/{pool}.yaml")["featcal"]["presets"][preset]
     assert brought.items() <= read_yaml(f"method/featcal/{preset}.yaml").items()
 
 
@@ -169,8 +170,14 @@ def test_yaml_has_every_setting_with_its_default(method: str):
 
 
 def test_presets_and_families_are_named_where_they_are_described():
-    plus = OmegaConf.to_container(OmegaConf.load(CONFIG / "featcal_settings" / "plus.yaml"))
-    assert plus == PLUS
+    bundled = [read_yaml(f"modelpool/{path.name}") for path in CONFIG.glob("modelpool/*mini_TA*")]
+    brought = [pool["featcal"]["presets"]["plus"] for pool in bundled if "models" in pool
+               and "presets" in pool["featcal"]]  # fmt: skip
+    compared = read_yaml("method/compare.yaml")["post_merging_methods"]["featcal_plus"]
+    preset = read_yaml("method/featcal/plus.yaml")
+    assert len(brought) == 4
+    for settings in (preset, compared, *brought):
+        assert {name: settings[name] for name in PLUS} == PLUS
     (family,) = (f for f in settings_of(FeatCalSettings) if f.name == "family")
     names = family.metadata["help"].partition("blocks: ")[2].partition(", or a")[0].split(", ")
     assert names == ["auto", *sorted(_BY_NAME)]

@@ -51,6 +51,8 @@ class FeatCalJob(Callback):
         from fusion_bench_featcal.fusionbench.config_checks import check_config
 
         make_importable(os.getcwd())
+        # FusionBench sets it to 1, which processes started by the job would take for the user's.
+        config.hydra.job.env_set[FULL_ERROR] = os.environ.get(FULL_ERROR, "0")
         if is_helper(os.environ):  # the time in the folder's name would differ
             with open_dict(config.hydra):
                 config.hydra.run.dir, config.hydra.output_subdir = ".", None
@@ -105,7 +107,10 @@ class ScreenFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record is shown."""
-        if record.name.startswith("fusion_bench.") or _NEEDLESS.match(str(record.msg)):
+        is_error_of_the_run = record.exc_info and record.exc_info[1] is record.msg
+        if record.name.startswith("fusion_bench.") or is_error_of_the_run:
+            return False
+        if _NEEDLESS.match(str(record.msg)):
             return False
         return record.levelno > logging.INFO or not is_helper(os.environ)
 

@@ -62,6 +62,7 @@ def as_job(folder: Path, *words: str) -> Iterator[Any]:
         config.path.log_dir = str(folder)
         HydraConfig.instance().set_config(OmegaConf.create({"hydra": config.pop("hydra")}))
     try:
-        yield config
+        with mock.patch("fusion_bench.utils.instantiate_utils.PRINT_FUNCTION_CALL", False):
+            yield config
     finally:
         HydraConfig.instance().cfg = None
