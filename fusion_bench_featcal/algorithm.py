@@ -15,8 +15,8 @@ from fusion_bench_featcal.fusionbench.options import (
     MERGED,
     RunSettings,
     checked_choices,
-    choices_of,
     plain,
+    suite_of,
 )
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
 from fusion_bench_featcal.fusionbench.program_processes import (
@@ -34,8 +34,6 @@ from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
-
-_PRESET = f"{FEATCAL}_"
 
 
 class FeatCalAlgorithm(DeclaredMethod):
@@ -65,12 +63,7 @@ class FeatCalAlgorithm(DeclaredMethod):
         self.settings: FeatCalSettings = self.declared[0]
         check_family(self.settings.family)
         rule_of(self.settings)
-        # The model pool may define a preset with this name.
-        is_preset = self.save.startswith(_PRESET) and self.presets is None
-        row = FEATCAL if is_preset else self.save
-        checked_choices(self.settings, self.presets, self.compare_with, {}, row)
         self._processes: Processes = Processes()
-        self._results: RunResults | None = None
 
     def on_run_start(self) -> None:
         """Join other processes. The first one prepares the run."""
@@ -100,14 +93,15 @@ class FeatCalAlgorithm(DeclaredMethod):
 
     def _run(self, modelpool: BaseModelPool) -> nn.Module:
         """Run in one of several processes. All but the first only take part in the calibration."""
-        choices = choices_of(self._program, self.settings, self)
+        suite = suite_of(self._program)
+        choices = checked_choices(self.settings, self.presets, self.compare_with, suite, self.save)
         rows = choices.rows(self.settings)
         taskpool = getattr(self._program, "taskpool", None)
         inputs = MethodInputs(modelpool, taskpool, self.fabric)
         upstream = self._upstream(inputs, rows.values())
         # Datasets are opened before a merger that may take hours.
         batches = {name: check_calibration(settings, inputs) for name, settings in rows.items()}
-        self._results = results = RunResults(
+        results = RunResults(
             self, modelpool, inputs.processor, upstream=upstream.name, row=choices.save
         )
         merged = self._merge(inputs, upstream, results)
@@ -115,9 +109,11 @@ class FeatCalAlgorithm(DeclaredMethod):
         alone = len(rows) == 1 or self._processes.size > 1
         for name, settings in rows.items():
             with results.surviving(name, alone=alone):
-                made = self._calibrate(name, settings, merged, batches[name], inputs, upstream)
-                results.add_calibrated(name, settings, self.base_method, *made)
-                del made  # frees a model before the next one
+                calibrated = self._calibrate(
+                    name, settings, merged, batches[name], inputs, upstream
+                )
+                results.add_calibrated(name, settings, self.base_method, *calibrated)
+                del calibrated  # frees a model before the next one
         self._processes.doing = "evaluations of references and the report"
         if self._processes.rank > 0:
             return results.saver.model

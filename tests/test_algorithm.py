@@ -185,7 +185,7 @@ KEYS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("keys", "message"), KEYS, ids=str)
 def test_keys_are_checked_before_anything_is_loaded(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        FeatCalAlgorithm(**keys)
+        FeatCalAlgorithm(**keys).run(BaseModelPool({}))
 
 
 def test_models_that_the_pool_lacks_are_named() -> None:

@@ -52,12 +52,16 @@ class FeatCalSearchPath(SearchPathPlugin):
         ours = _config_folder("fusion_bench_featcal", OUR_MARKER, "../config", "config")
         # FusionBench's command uses ./config as its only folder if it exists.
         places = ("../config", "../fusion_bench_config")
-        theirs = _config_folder("fusion_bench", FUSION_BENCH_MARKER, *places)
-        for folder in (ours, theirs):
+        fusion_bench_folder = _config_folder("fusion_bench", FUSION_BENCH_MARKER, *places)
+        for folder in (ours, fusion_bench_folder):
             if folder is not None:
                 # Not Path.as_uri(), because Hydra does not unquote the text after file://.
                 search_path.append(provider="fusion_bench_featcal", path=f"file://{folder}")
-        if PROGRAMS[0] in programs and theirs is not None and _is_not_in(theirs, sys.argv[1:]):
+        if (
+            PROGRAMS[0] in programs
+            and fusion_bench_folder is not None
+            and _is_not_in(fusion_bench_folder, sys.argv[1:])
+        ):
             from fusion_bench_featcal.fusionbench.console import explain_config_errors
 
             explain_config_errors()

@@ -22,7 +22,7 @@ FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 
 MERGED = "merged"
 REFERENCES = (BASE, EXPERTS, MERGED)
-_OF_SUITES = ("presets", "compare_with", "compare", "sources")
+_OF_SUITES = ("presets", "compare_with", "compare")
 _OF_ALL_PRESETS = {"calibration_data", "checkpoint_dir", "resume"}
 
 
@@ -108,19 +108,9 @@ def read_settings(values: Mapping[str, Any], kinds: Sequence[type[Settings]]) ->
     ]
 
 
-def choices_of(program: Any, settings: FeatCalSettings, chosen: Any) -> Choices:
-    """Return the choices of a method and of the running program's model pool.
-
-    Args:
-        program: The program, or None.
-        settings: The method's settings, which presets change.
-        chosen: The method's `presets`, `compare_with` and `save`, as `RunSettings` has them.
-
-    Raises:
-        ValueError: As `checked_choices`.
-    """
-    suite = plain(getattr(program, "_modelpool", {}).get("featcal")) or {}
-    return checked_choices(settings, chosen.presets, chosen.compare_with, suite, chosen.save)
+def suite_of(program: Any) -> dict[str, Any]:
+    """Return the key `featcal` of the running program's model pool, or nothing."""
+    return plain(getattr(program, "_modelpool", {}).get("featcal")) or {}
 
 
 def checked_choices(

@@ -92,14 +92,14 @@ def _data_sets(
     method: Mapping[str, Any], pool: Mapping[str, Any], taskpool: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield the hub ids of data that a run draws samples from, and is evaluated on."""
-    drawn = dict(pool.get(f"{method.get('calibration_split', 'train')}_datasets") or {})
-    drawn |= method.get("calibration_data") or {}
+    samples = dict(pool.get(f"{method.get('calibration_split', 'train')}_datasets") or {})
+    samples |= method.get("calibration_data") or {}
     if str(taskpool.get("_target_")).endswith(".DummyTaskPool"):
         taskpool = pool.get("default_taskpool") or {}
-    own = {task: entry.get("data") for task, entry in (taskpool.get("tasks") or {}).items()
-           if isinstance(entry, Mapping)}  # fmt: skip
-    evaluated = {**(taskpool.get("test_datasets") or {}), **own}
-    for entry in [*drawn.values(), *evaluated.values()]:
+    entries = [*samples.values(), *(taskpool.get("test_datasets") or {}).values()]
+    for task in (taskpool.get("tasks") or {}).values():
+        entries.append(task.get("data") if isinstance(task, Mapping) else None)
+    for entry in entries:
         name = entry
         if isinstance(entry, Mapping):
             is_glue = str(entry.get("_target_")).endswith(".load_glue")

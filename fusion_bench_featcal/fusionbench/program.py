@@ -3,7 +3,6 @@
 import copy
 import logging
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,8 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.copies import bind_own_functions, copied_module
 from fusion_bench_featcal.files.json_files import masked
 from fusion_bench_featcal.fusionbench.options import method_name
-from fusion_bench_featcal.fusionbench.pool_models import (
-    BASE_MODEL,
-    load_pool_model,
-    local_pool,
-)
+from fusion_bench_featcal.fusionbench.pool_models import local_pool
 from fusion_bench_featcal.fusionbench.saving import check_save_target
-from fusion_bench_featcal.modules.models import refuse_not_finite
 from fusion_bench_featcal.results import prepare_directory
 
 log = logging.getLogger(__name__)
@@ -119,7 +113,6 @@ def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str
             "what follows needs one merged model"
         )
     bind_own_functions(merged)
-    _refuse_not_finite(merged, modelpool, setting)
     return counting_in(torch.int64, merged).requires_grad_(False)
 
 
@@ -149,19 +142,3 @@ def _pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:
     }
     pool._models = models
     return pool
-
-
-def _refuse_not_finite(merged: nn.Module, modelpool: BaseModelPool, setting: str) -> None:
-    """Refuse a merged model with NaN or infinity, naming the pool's model that has them."""
-
-    def check(name: str) -> Callable[[str], None]:
-        def read(tensor: str) -> None:
-            model = load_pool_model(modelpool, name)
-            if tensor in model.state_dict():
-                refuse_not_finite(model, f"model {name!r}", f"Check modelpool.models.{name}")
-
-        return read
-
-    names = [*([BASE_MODEL] if modelpool.has_pretrained else []), *modelpool.model_names]
-    advice = f"The pool's models are finite there: check {setting}"
-    refuse_not_finite(merged, "the merged model", advice, map(check, names))

@@ -49,10 +49,8 @@ class Plan:
     @property
     def free(self) -> dict[str, int]:
         """Folder -> free space of its disk, for the hub's cache and the output."""
-        folders = [constants.HF_HUB_CACHE] * bool(self.downloads) + [self.folder] * bool(
-            self.folder
-        )
-        return {folder: free_space(Path(folder)) for folder in folders}
+        folders = ([constants.HF_HUB_CACHE] if self.downloads else []) + [self.folder]
+        return {folder: free_space(Path(folder)) for folder in folders if folder}
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -68,35 +66,27 @@ def models_of(locations: Mapping[str, str]) -> tuple[list[Download], dict[str, i
     Raises:
         CalibrationError: If the hub has no such model.
     """
-    downloads, sizes = [], dict[str, int | None]()
+    downloads, sizes = dict[str, Download](), dict[str, int | None]()
     for option, location in locations.items():
-        folder, files = Path(location).expanduser(), dict[str, int]()
         try:
             model = hub_models({f"{option}={location}": location}).get(location)
         except CalibrationError as error:
             if isinstance(error.__cause__, RepositoryNotFoundError):
                 raise
-            downloads.append(Download(location))
-            sizes[option] = None
+            downloads[location], sizes[option] = Download(location), None
             continue
-        if model is not None:
-            folder, files = model.folder, dict(model.files)
-            if model.missing:
-                missing = model.missing.values()
-                downloads.append(Download(location, len(missing), sum(missing)))
-        sizes[option] = _weight_bytes(files or _files_in(folder))
-    return list(dict.fromkeys(downloads)), sizes
+        if model is not None and (missing := model.missing):
+            downloads[location] = Download(location, len(missing), sum(missing.values()))
+        folder = Path(location).expanduser() if model is None else model.folder
+        files = model.files if model is not None and model.files else _files_in(folder)
+        weights = [size for name, size in files.items() if name.endswith((".safetensors", ".bin"))]
+        sizes[option] = sum(weights) or None
+    return list(downloads.values()), sizes
 
 
 def _files_in(path: Path) -> dict[str, int]:
     files = [path] if path.is_file() else path.glob("*")
     return {file.name: file.stat().st_size for file in files}
-
-
-def _weight_bytes(files: Mapping[str, int]) -> int | None:
-    """Return the bytes of safetensors files or, without any, of `.bin` files."""
-    sizes = [[s for n, s in files.items() if n.endswith(end)] for end in (".safetensors", ".bin")]
-    return next((sum(found) for found in sizes if found), None)
 
 
 def data_sets_to_fetch(ids: Iterable[str]) -> list[Download]:
@@ -133,26 +123,17 @@ def check(plan: Plan) -> None:
 
 def show_plan(plan: Plan, console: Console | None = None) -> None:
     """Print a plan's table to a console, by default on standard output."""
+    sizes: list[tuple[str, int | None]] = [
+        (f"to fetch: {download.name}", download.bytes) for download in plan.downloads
+    ]
+    if plan.downloads:
+        sizes.append(("to fetch, without unknown ones", sum(size or 0 for _, size in sizes)))
+    sizes += [("read from experts, at most", plan.read), ("the calibrated model", plan.output)]
+    sizes += [(f"free in {folder}", size) for folder, size in plan.free.items()]
     table = Table("what", "amount")
     table.columns[1].justify = "right"
-    for download in plan.downloads:
-        files = "files" if download.files is None else counted(download.files, "file")
-        table.add_row(f"to fetch: {download.name}, {files}", _text(download.bytes))
-    known = [download.bytes for download in plan.downloads if download.bytes is not None]
-    if known:
-        unknown = len(plan.downloads) - len(known)
-        more = f", without {unknown} unknown" if unknown else ""
-        table.add_row(f"to fetch, all{more}", bytes_text(sum(known)))
-    table.add_row("read from experts, at most", _text(plan.read))
-    table.add_row("the calibrated model", _text(plan.output))
-    for folder, free in plan.free.items():
-        table.add_row(f"free in {folder}", bytes_text(free))
-    for row, times in plan.rows.items():
-        table.add_row(f"row {row}", counted(times, "time"))
-    if sum(plan.rows.values()) > 1:
-        table.add_row("all rows", counted(sum(plan.rows.values()), "time"))
+    for label, size in sizes:
+        table.add_row(label, "unknown" if size is None else bytes_text(size))
+    for row, times in {**plan.rows, "all": sum(plan.rows.values())}.items():
+        table.add_row(f"rows {row}", counted(times, "time"))
     (console or Console()).print(table)
-
-
-def _text(size: int | None) -> str:
-    return "unknown" if size is None else bytes_text(size)

@@ -55,8 +55,8 @@ def rule_of(settings: FeatCalSettings) -> Rule:
     try:
         return cast(Any, kind)(**values | options)
     except (TypeError, ValueError) as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise ValueError(f"method.rule: {target}({given}): {error}") from error
+        typed = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise ValueError(f"method.rule: {target}({typed}): {error}") from error
 
 
 def _check_types(options: Mapping[str, Any], kind: Any, target: str) -> None:

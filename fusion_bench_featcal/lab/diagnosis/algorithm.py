@@ -17,7 +17,13 @@ from fusion_bench_featcal.families import check_family, resolve_family
 from fusion_bench_featcal.fusionbench.data import samples_used
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs, check_calibration
 from fusion_bench_featcal.fusionbench.method import DeclaredMethod
-from fusion_bench_featcal.fusionbench.options import MERGED, RunSettings, choices_of, plain
+from fusion_bench_featcal.fusionbench.options import (
+    MERGED,
+    RunSettings,
+    checked_choices,
+    plain,
+    suite_of,
+)
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.run_results import RunResults
@@ -82,7 +88,9 @@ class DiagnosisAlgorithm(DeclaredMethod):
             CalibrationError: If the run cannot go on. Most reasons are detected before merging.
         """
         program, chosen = self._program, self.run_settings
-        choices = choices_of(program, self.settings, chosen)
+        choices = checked_choices(
+            self.settings, chosen.presets, chosen.compare_with, suite_of(program), chosen.save
+        )
         rows = choices.rows(self.settings)
         inputs = MethodInputs(modelpool, getattr(program, "taskpool", None), self.fabric, program)
         upstream = Upstream(chosen.base_method, inputs.models)
