@@ -50,8 +50,9 @@ def rule_of(settings: FeatCalSettings) -> Rule:
     if "task_weights" in shared:
         values["task_weights"] = settings.task_weights or {}
     names = [field.name for field in fields(kind) if field.init]
-    refuse_unknown(options, names, f"method.rule: {target}: option ")
-    _check_types(options, kind, target)
+    if options:
+        refuse_unknown(options, names, f"method.rule: {target}: option ")
+        _check_types(options, kind, target)
     try:
         return cast(Any, kind)(**values | options)
     except (TypeError, ValueError) as error:

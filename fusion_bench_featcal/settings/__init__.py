@@ -24,7 +24,7 @@ PLUS: Mapping[str, Any] = {
     "decoder_rows": "auto",
     "calibrate_norm": False,
 }
-"""FeatCal+, as in `config/featcal_settings/plus.yaml`."""
+"""FeatCal+, as in `config/method/featcal/plus.yaml`."""
 
 OF_RULES = (
     "ridge_lambda", "mix_alpha", "anchor_rho", "task_weights", "calibrate_bias", "calibrate_norm",

@@ -65,11 +65,7 @@ def screen(
     environment: Mapping[str, str] | None = None,
 ) -> Screen:  # fmt: skip
     """Run `fusion_bench` as a person would, stdout and stderr together."""
-    # An editable install holds a copy of the Hydra plugin, of the day it was made.
-    plugin = cwd / "plugin" / "hydra_plugins" / "fusion_bench_featcal"
-    if (SOURCE / "_hydra_plugin").is_dir() and not plugin.exists():
-        shutil.copytree(SOURCE / "_hydra_plugin", plugin)
-    out = cwd / "plugin" / "screen"
+    out = cwd / ".screen"
     more = {"COLUMNS": "80"} | dict(environment or {})
     code = _run(arguments, cwd, out, out, more, fresh=fresh)
     lines = out.read_text().splitlines()
@@ -98,6 +94,10 @@ def _run(
     *, fresh: bool = False,
 ) -> int:  # fmt: skip
     """Run the command in `cwd`, write its output to files and return the exit code."""
+    # An editable install holds a copy of the Hydra plugin, of the day it was made.
+    plugin = cwd / "plugin" / "hydra_plugins" / "fusion_bench_featcal"
+    if (SOURCE / "_hydra_plugin").is_dir() and not plugin.exists():
+        shutil.copytree(SOURCE / "_hydra_plugin", plugin)
     for file in (out, err):
         file.write_text("")
     paths = [str(cwd / "plugin"), str(SOURCE.parent)]

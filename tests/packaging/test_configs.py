@@ -54,6 +54,11 @@ def accepted_keys(target: Any) -> set[str] | None:
     return names if inspect.isclass(target) else None
 
 
+def test_groups_are_those_of_fusion_bench_and_hydra():
+    groups = {option.partition("/")[0] for option in own_configs()}
+    assert groups == {"method", "modelpool", "taskpool", "dataset", "hydra"}
+
+
 def test_keys_and_values_are_the_golden_ones():
     result, golden = golden_surface.configs(), load("configs")
     assert sorted(result) == sorted(golden)
