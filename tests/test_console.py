@@ -66,7 +66,7 @@ def test_a_mistake_ends_in_its_line_and_a_bug_in_its_traceback(error: Exception,
 
 
 @pytest.mark.parametrize(
-    ("name", "level", "message", "rank", "shown"),
+    ("name", "level", "message", "rank", "visible"),
     [
         ("fusion_bench_featcal.algorithm", logging.INFO, "calibrating", "0", True),
         ("fusion_bench_featcal.algorithm", logging.INFO, "calibrating", "1", False),
@@ -82,7 +82,7 @@ def test_a_mistake_ends_in_its_line_and_a_bug_in_its_traceback(error: Exception,
         ("transformers", logging.WARNING, "CLIPVisionModel LOAD REPORT\nx | MISSING", "0", True),
     ],
 )
-def test_lines_of_the_screen(name, level, message, rank, shown, monkeypatch):
+def test_lines_of_the_screen(name, level, message, rank, visible, monkeypatch):
     monkeypatch.setenv("RANK", rank)
     record = logging.LogRecord(name, level, "", 0, message, (), None)
-    assert ScreenFilter().filter(record) is shown
+    assert ScreenFilter().filter(record) is visible
