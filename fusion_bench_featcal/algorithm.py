@@ -26,7 +26,7 @@ from fusion_bench_featcal.fusionbench.program_processes import (
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.models.saving import CardFacts
-from fusion_bench_featcal.results import FEATCAL, Cost, measure
+from fusion_bench_featcal.results import Cost, measure
 from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
 from fusion_bench_featcal.run.problem import CalibrationResult
@@ -86,7 +86,6 @@ class FeatCalAlgorithm(DeclaredMethod):
         """
         if self._processes.size == 1:  # a launcher starts several processes itself
             self._processes = join_processes(self)
-        self._results = None
         model = self._run(modelpool)
         self._processes.gather(None)  # no process ends without error if the first one fails
         return model

@@ -98,7 +98,7 @@ def tied_head(label: str, source: Any, model: Any) -> dict[str, list[str]]:
             because of its tie, as T5 does.
     """
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
-    head = find()
+    head: Any = find()
     config = None if head is None else complete_config(getattr(source, "config", None))
     if config is None:
         return {}

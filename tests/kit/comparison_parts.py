@@ -82,6 +82,7 @@ class FakeProgram:
     merged_model_save_path = None
     config: Any = None
     method: Any = None
+    report_save_path: str | None = None
 
     def __init__(self, taskpool: Any) -> None:
         self.taskpool = taskpool
