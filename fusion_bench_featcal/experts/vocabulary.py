@@ -98,9 +98,8 @@ def tied_head(label: str, source: Any, model: Any) -> dict[str, list[str]]:
             because of its tie, as T5 does.
     """
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
-    head: Any = find()
-    config = None if head is None else complete_config(getattr(source, "config", None))
-    if config is None:
+    config = complete_config(getattr(source, "config", None))
+    if (head := find()) is None or config is None:
         return {}
     names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
     embedding, name = names[id(model.get_input_embeddings())], names[id(head)]
