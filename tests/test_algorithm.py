@@ -46,15 +46,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The run that evaluates all its models."""
     folder = tmp_path_factory.mktemp("run")
     evaluate, save_pretrained = run_results.evaluate, CLIPVisionModel.save_pretrained
+    add_row = run_results.RunResults._add_row
     before, events, in_memory = models_in_memory(), list[str](), list[int]()
 
     def note(event: str) -> None:
         events.append(event)
         in_memory.append(models_in_memory() - before)
 
-    def noted_evaluation(*args: Any, name: str, **options: Any) -> Any:
+    def noted_row(results: Any, name: str, *args: Any, **details: Any) -> None:
         note(name)
-        return evaluate(*args, name=name, **options)
+        add_row(results, name, *args, **details)
+
+    def noted_evaluation(pool: Any, model: Any, tasks: Any = ()) -> Any:
+        for task in tasks:
+            note(task)
+        return evaluate(pool, model, tasks or None)
 
     def noted_save(*args: Any, **options: Any) -> None:
         note("save")
@@ -64,6 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         patch.setenv("COLUMNS", "80")
         patch.setattr("sys.argv", ["fusion_bench", "method=featcal", "x={token: hf_secret}"])
         patch.setattr(run_results, "evaluate", noted_evaluation)
+        patch.setattr(run_results.RunResults, "_add_row", noted_row)
         patch.setattr(CLIPVisionModel, "save_pretrained", noted_save)
         golden_methods.run_method(golden_methods.EVALUATED, folder)
     report = results.read_run(folder / "log")

@@ -6,7 +6,7 @@
 `pool_checks`: checks before experts are loaded.
 `upstream`, `fusing`: the upstream merger, and mergers that read files tensor by tensor.
 `plan_run`, `program_processes`: the plan of a run, and several processes.
-`saving`, `evaluation`, `run_results`, `loggers`: saving, evaluating and reporting the models.
+`saving`, `evaluation`, `run_results`: saving, evaluating and reporting the models.
 """
 
 from fusion_bench_featcal.lazy import lazy_names
@@ -23,7 +23,6 @@ __getattr__ = lazy_names(
         "checked_choices": ".options",
         "load_input_processor": ".processors",
         "load_pool_model": ".pool_models",
-        "log_results": ".loggers",
         "plain": ".options",
         "prepare_run": ".program",
         "run_merger": ".program",

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,32 +42,14 @@ def task_names(taskpool: BaseTaskPool) -> list[str] | None:
 
 
 def evaluate(
-    taskpool: BaseTaskPool,
-    model: nn.Module,
-    *,
-    name: str,
-    tasks: Iterable[str] | None = None,
-    log_dir: Path | None = None,
+    taskpool: BaseTaskPool, model: nn.Module, tasks: Iterable[str] | None = None
 ) -> Evaluation:
-    """Evaluate one model.
-
-    Args:
-        taskpool: The pool.
-        model: The model.
-        name: The model's row.
-        tasks: The tasks to evaluate on, by default all. Some pools can only evaluate all.
-        log_dir: The run's log directory. FusionBench's pools write a `report.json` there, which is
-            moved to `evaluations/<name>.json`.
-
-    Returns:
-        The evaluation, for the requested tasks only.
-    """
+    """Evaluate one model on some tasks, by default on all. Some pools can only evaluate all."""
     loaders = getattr(taskpool, "test_dataloaders", None) if task_names(taskpool) else None
     requested = None if tasks is None else set(tasks)
     pool: Any = taskpool
     device = getattr(getattr(taskpool, "fabric", None), "device", torch.device("cpu"))
     kernel = with_kernel(choose_kernel(device), nullcontext)
-    earlier = _reports(log_dir)
     try:
         if loaders is not None and requested is not None:
             pool.test_dataloaders = {t: loader for t, loader in loaders.items() if t in requested}
@@ -77,10 +58,6 @@ def evaluate(
     finally:
         if loaders is not None:
             pool.test_dataloaders = loaders
-    for report in _reports(log_dir) - earlier:
-        target = report.parent / "evaluations" / f"{name.replace('/', '_')}.json"
-        target.parent.mkdir(exist_ok=True)
-        report.replace(target)
     by_task = {
         task: values
         for task, values in raw.items()
@@ -92,10 +69,6 @@ def evaluate(
     if correct is not None:
         correct = {t: correct[t] for t in by_task} if set(by_task) <= set(correct) else None
     return Evaluation(raw, by_task, correct)
-
-
-def _reports(log_dir: Path | None) -> set[Path]:
-    return set() if log_dir is None else set(log_dir.glob("report*.json"))
 
 
 def join(evaluations: Iterable[Evaluation]) -> Evaluation:

@@ -3,7 +3,6 @@
 import copy
 import logging
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from fusion_bench_featcal.experts.copies import bind_own_functions, copied_modul
 from fusion_bench_featcal.files.json_files import masked
 from fusion_bench_featcal.fusionbench.options import method_name
 from fusion_bench_featcal.fusionbench.pool_models import local_pool
+from fusion_bench_featcal.fusionbench.program_processes import fabric_alone
 from fusion_bench_featcal.fusionbench.saving import check_save_target
 from fusion_bench_featcal.results import prepare_directory
 
@@ -74,16 +74,14 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
             "(method=featcal runs in several)"
         )
     take_default_taskpool(program)
+    if hasattr(program.taskpool, "_fabric_instance"):
+        # With a log directory FusionBench's task pools write a report of each evaluation there.
+        program.taskpool._fabric_instance = fabric_alone(fabric, first=False)
     if log_dir is not None:
         folder = prepare_directory(log_dir)
         config = masked(OmegaConf.to_container(program.config, resolve=True))
         OmegaConf.save(OmegaConf.create(config), folder / "config_resolved.yaml")
-    report = getattr(program, "report_save_path", None)
-    if report is not None:
-        path = Path(str(report).replace("{log_dir}", str(log_dir)))
-        prepare_directory(path.parent, "report_save_path")
-    if getattr(program, "modelpool", None) is not None:
-        check_save_target(program, program.modelpool)
+    check_save_target(program)
 
 
 def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str) -> nn.Module:

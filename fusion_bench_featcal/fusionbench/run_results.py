@@ -15,15 +15,13 @@ from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.files.json_files import json_text
 from fusion_bench_featcal.fusionbench.evaluation import (
-    Evaluation,
     evaluate,
     join,
     task_names,
 )
-from fusion_bench_featcal.fusionbench.loggers import log_results
 from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
-from fusion_bench_featcal.fusionbench.saving import RowSaver
+from fusion_bench_featcal.fusionbench.saving import RowSaver, path_option
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import (
@@ -78,20 +76,18 @@ class RunResults:
             upstream: Name of the row of the upstream merger.
             row: The row whose model is saved and returned.
         """
-        self._program, self._fabric = algorithm._program, algorithm.fabric
+        self._program = algorithm._program
         self._log_dir = None if algorithm.log_dir is None else Path(algorithm.log_dir)
         self.saver = RowSaver(self._program, modelpool, processor, row)
         self.report = Run(
             suite=suite_name(modelpool),
             merger=upstream,
             versions=versions(),
-            device=describe_device(self._fabric.device),
+            device=describe_device(algorithm.fabric.device),
         )
         self._modelpool = modelpool
         self._taskpool: BaseTaskPool | None = getattr(self._program, "taskpool", None)
-        # The row of the model that is returned, and its evaluation.
         self._returned_row = upstream if row == MERGED else row
-        self._returned: Evaluation | None = None
         self._failed: dict[str, Exception] = {}
 
     def add_notes(self, notes: Sequence[str]) -> None:
@@ -118,8 +114,8 @@ class RunResults:
             self.report.note(Note(NOTE, note))
         elif experts:
             log.info("evaluating experts, each on its own task")
-            pool = self._modelpool
-            row = join(self._evaluated(t, load_pool_model(pool, t), [t]) for t in tasks)
+            pool, taskpool = self._modelpool, self._taskpool
+            row = join(evaluate(taskpool, load_pool_model(pool, t), [t]) for t in tasks)
             self.report.add_row(EXPERTS, row.scores, correct=row.correct)
 
     @contextmanager
@@ -208,22 +204,16 @@ class RunResults:
         if self._taskpool is None:
             log.info("no task pool: the model is not evaluated")
         self.saver.finish(self.report)
-        log_results(self._fabric, self.report, self._log_dir)
         if self._program is not None:
-            self._end_evaluations()
-            self._show()
+            self._program.taskpool = None  # FusionBench would evaluate the returned model again
+            show_run(self.report)
+            saver = self.saver
+            for line in closing_lines(self.report, saver.row, saver.folder, self._log_dir):
+                print(line)
         if self._failed:
             rows = "; ".join(f"{row} ({first_line(error)})" for row, error in self._failed.items())
             raise CalibrationError(f"failed: {rows}. The other rows are finished")
         return self.saver.model
-
-    def _end_evaluations(self) -> None:
-        """Write FusionBench's report, for which it would evaluate the returned model again."""
-        path = getattr(self._program, "report_save_path", None)
-        if path is not None and self._returned is not None:
-            file = Path(str(path).replace("{log_dir}", str(self._log_dir)))
-            write_atomic(file, json.dumps(self._returned.raw), "report_save_path")
-        self._program.taskpool = None
 
     def _order_rows(self) -> None:
         """Put references first, which are evaluated last, and pair rows with their merged model."""
@@ -243,24 +233,11 @@ class RunResults:
             self.report.add_row(name, {}, **details)
             return
         log.info("evaluating %s", name)
-        row = self._evaluated(name, model)
-        if name == self._returned_row:
-            self._returned = row
+        row = evaluate(self._taskpool, model)
+        file = path_option(self._program, "report_save_path")
+        if name == self._returned_row and file is not None:  # FusionBench's report
+            write_atomic(file, json.dumps(row.raw), "report_save_path")
         self.report.add_row(name, row.scores, correct=row.correct, **details)
-
-    def _evaluated(
-        self, name: str, model: nn.Module, tasks: Sequence[str] | None = None
-    ) -> Evaluation:
-        assert self._taskpool is not None
-        options: Any = {"log_dir": self._log_dir}
-        return evaluate(self._taskpool, model, name=name, tasks=tasks, **options)
-
-    def _show(self) -> None:
-        """Print the table and the closing lines."""
-        show_run(self.report)
-        saver = self.saver
-        for line in closing_lines(self.report, saver.row, saver.folder, self._log_dir):
-            print(line)
 
 
 def suite_name(modelpool: BaseModelPool) -> str:

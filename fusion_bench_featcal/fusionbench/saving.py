@@ -1,7 +1,5 @@
 """Saving one row's model to `merged_model_save_path`."""
 
-import copy
-import inspect
 import logging
 import os
 from collections.abc import Mapping
@@ -16,7 +14,6 @@ from fusion_bench_featcal.files import check_target, write_atomic
 from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels
-from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.models.saving import (
     CARD,
     CardFacts,
@@ -35,69 +32,57 @@ _ADVICE = (
 )
 
 
-def target_of(program: Any) -> Path | None:
-    """Return a program's path for the model, or None to save nothing."""
-    path = getattr(program, SAVE_PATH, None)
+def path_option(program: Any, name: str) -> Path | None:
+    """Return a path of FusionBench's program, such as `merged_model_save_path`, or None."""
+    path = getattr(program, name, None)
     if path is None:
         return None
     log_dir = str(getattr(program, "log_dir", None))
     return Path(str(path).replace("{log_dir}", log_dir)).expanduser().absolute()
 
 
-def _options_of(program: Any) -> dict[str, Any]:
-    return dict(plain(getattr(program, OPTIONS, None)) or {})
-
-
-def check_save_target(program: Any, modelpool: BaseModelPool) -> None:
-    """Check target and options of the save, before anything is loaded.
+def check_save_target(program: Any) -> None:
+    """Check the target of the save, before anything is loaded.
 
     Raises:
-        ValueError: If the target exists, or the pool does not take an option.
+        ValueError: If the target exists, or there are options for FusionBench's save.
         ReportError: If the folder cannot be written.
     """
-    target, options = target_of(program), _options_of(program)
+    target = path_option(program, SAVE_PATH)
     if target is None:
         return
-    try:
-        if text_kind(modelpool) != "seq2seq":  # its `save_pretrained` accepts any option
-            inspect.signature(modelpool.save_model).bind(None, "", **options)
-    except TypeError as error:
-        kind = type(modelpool).__name__
-        raise ValueError(f"{OPTIONS}: {kind} cannot save with {options} ({error})") from error
+    if getattr(program, OPTIONS, None):
+        raise ValueError(
+            f"{OPTIONS} has no effect: a model is saved in its dtype, with its tokenizer or "
+            "processor, and not uploaded. Leave it out"
+        )
     check_target(target, SAVE_PATH)
 
 
 def save_model(
-    modelpool: BaseModelPool,
-    model: Any,
-    path: str | os.PathLike[str],
-    processor: Any = None,
-    **options: Any,
+    modelpool: BaseModelPool, model: Any, path: str | os.PathLike[str], processor: Any = None
 ) -> None:
-    """Save a model with its processor atomically. The model is not changed.
+    """Save a model with its processor atomically.
 
     FusionBench would save a CLIP vision model without its processor, and an encoder-decoder as a
     pickled state dict.
 
     Args:
-        modelpool: Its `save_model` writes the weights.
+        modelpool: Its `save_model` writes models without `save_pretrained`.
         model: The model.
         path: A new folder (a file if the pool saves a state dict).
         processor: Tokenizer or image processor, which is saved if it has `save_pretrained`.
-        **options: Further options of the pool's `save_model`.
 
     Raises:
         CalibrationError: If it cannot be written.
     """
     target = Path(path).expanduser().absolute()
-    if options.get("model_dtype") is not None:  # FusionBench's pools convert the model in place
-        model = copy.deepcopy(model)
     needed = stored_bytes(model.state_dict().values())
     with writing_model(target, needed, option=f"{SAVE_PATH}={target}", advice=_ADVICE) as new:
-        if text_kind(modelpool) == "seq2seq":
-            model.save_pretrained(str(new), **options)
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(str(new))
         else:
-            modelpool.save_model(model, str(new), **options)
+            modelpool.save_model(model, str(new))
         if new.is_dir() and hasattr(processor, "save_pretrained"):
             processor.save_pretrained(new)
         if new.is_dir():
@@ -131,11 +116,10 @@ class RowSaver:
         """
         if facts.row != self.row:
             return
-        self.model, target = model, target_of(self._program)
+        self.model, target = model, path_option(self._program, SAVE_PATH)
         self._facts = replace(facts, **{name: plain(value) for name, value in vars(facts).items()})
         if target is not None:
-            options = _options_of(self._program)
-            save_model(self._modelpool, model, target, self._processor, **options)
+            save_model(self._modelpool, model, target, self._processor)
             self.folder = target
         if self._program is not None:  # FusionBench would save the model again
             self._program.save_merged_model = lambda merged_model: None

@@ -1,6 +1,5 @@
 """Comparisons from end to end: reports, failures, interruptions and the command."""
 
-import csv
 import io
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -77,10 +76,6 @@ def test_all_rows_are_one_run(compared: Any) -> None:
     values = {(line["merger"], line["task"], line["block"]): line["value"] for line in curves}
     assert values["task_arithmetic", "left", "step 20"] == 1.0 and len(values) == 4
     assert "+ double" in compared.screen
-    with (compared.folder / "logs" / "metrics.csv").open() as file:  # of the logger
-        (line,) = csv.DictReader(file)
-    average = compared.rows["task_arithmetic", "a+b"].accuracy["average"]
-    assert float(line["task_arithmetic/a_b/average"]) == pytest.approx(average)
 
 
 def test_rows_are_those_of_the_methods_models(compared: Any) -> None:

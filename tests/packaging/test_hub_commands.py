@@ -82,8 +82,7 @@ def test_the_literal_command_runs_to_its_table_and_a_second_time_without_downloa
             assert report["versions"][name] == mirror.repositories[name].commit
 
         count = len(mirror.requests)
-        saving = ["merged_model_save_path=saved", "+merged_model_save_kwargs.push_to_hub=true"]
-        saving += ["+merged_model_save_kwargs.repo_id=somebody/repaired", "taskpool=dummy"]
+        saving = ["merged_model_save_path=saved", "taskpool=dummy"]
         again = run(tmp_path / "second", environment, *saving)
         assert "downloading" not in again
         later = [request.path for request in mirror.requests[count:]]

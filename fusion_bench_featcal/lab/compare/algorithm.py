@@ -22,7 +22,6 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.loggers import log_results
 from fusion_bench_featcal.fusionbench.method import DeclaredMethod
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
@@ -167,7 +166,7 @@ class ComparisonAlgorithm(DeclaredMethod):
         store = prepare_directory(results_dir, RESULTS_DIR)
         log_dir = None if self.log_dir is None else Path(self.log_dir)
         folder = (store / "table") if log_dir is None else log_dir / sweep_job()
-        runner = CellRunner(inputs, suite, settings.seed, tasks, label, store, log_dir)
+        runner = CellRunner(inputs, suite, settings.seed, tasks, label, store)
         done = _run_cells(runner, cells)
         self._report(folder, store, done)
         failed = [note for note in done.notes if note.kind == FAILED]
@@ -206,7 +205,6 @@ class ComparisonAlgorithm(DeclaredMethod):
         done.note(*tasks_below_merged(done.rows))
         if done.rows:
             write_run(folder, done)
-            log_results(self.fabric, done, None)
             lines = closing_lines_of_a_comparison(folder, store)
             show_run(done)
             print("\n".join(lines))

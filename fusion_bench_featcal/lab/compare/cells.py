@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -68,7 +68,6 @@ class CellRunner:
         tasks: Tasks of the comparison, or None for all.
         tasks_label: Their number or names, which distinguishes rows in reports.
         folder: Folder of finished cells, which are not run again.
-        log_dir: Folder for the reports of FusionBench's task pools.
     """
 
     inputs: MethodInputs
@@ -77,7 +76,6 @@ class CellRunner:
     tasks: list[str] | None
     tasks_label: int | str
     folder: Path
-    log_dir: Path | None = None
     _merged: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -134,7 +132,7 @@ class CellRunner:
         if cell.merger is None:
             if cell.row == BASE:
                 base = load_pool_model(self.inputs.modelpool, BASE_MODEL)
-                return self._evaluated(BASE, base), {}
+                return self._evaluated(base), {}
             return self._experts(), {}
         merged, merging = self._merged_model(cell.merger)
         if cell.method is not None:
@@ -148,7 +146,7 @@ class CellRunner:
         if number is not None:
             pool = self.inputs.modelpool
             details["samples"] = samples_used(pool, pool.model_names, number, str(split))
-        return self._evaluated(cell.row, merged), details
+        return self._evaluated(merged), details
 
     def _improved(
         self, cell: Cell, merger: Merger, merged: nn.Module, merging: Mapping[str, float]
@@ -161,7 +159,7 @@ class CellRunner:
         del copy
         if model is None:
             raise CalibrationError(f"{type(method).__name__}.post_merge returned no model")
-        evaluation = self._evaluated(cell.title, model)
+        evaluation = self._evaluated(model)
         details = {
             "seed": self.seed,
             "settings": dict(method.settings),
@@ -207,14 +205,10 @@ class CellRunner:
                     f"the model pool has no expert for the task {task}: set "
                     f"modelpool.models.{task}, or leave experts out of method.references"
                 )
-        return join(self._evaluated(t, load_pool_model(pool, t), [t]) for t in tasks)
+        return join(evaluate(self.inputs.taskpool, load_pool_model(pool, t), [t]) for t in tasks)
 
-    def _evaluated(
-        self, name: str, model: nn.Module, tasks: Sequence[str] | None = None
-    ) -> Evaluation:
-        tasks = self.tasks if tasks is None else tasks
-        taskpool = self.inputs.taskpool
-        return evaluate(taskpool, model, name=name, tasks=tasks, log_dir=self.log_dir)
+    def _evaluated(self, model: nn.Module) -> Evaluation:
+        return evaluate(self.inputs.taskpool, model, self.tasks)
 
 
 def reason_of(error: BaseException) -> str:
