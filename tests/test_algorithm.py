@@ -182,8 +182,6 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"compare_with": ["expert"]}, "method.compare_with must be null or a list of base, experts,"),
     ({"presets": {"a/b": {}}}, r"method\.presets: 'a/b' cannot name a file"),
     ({"presets": {"weak": {"lambda": 1}}}, r"method\.presets\.weak\.lambda.*ridge_lambda"),
-    ({"presets": {"weak": {"checkpoint_dir": "elsewhere"}}},
-     r"presets\.weak\.checkpoint_dir.*method\.checkpoint_dir"),
     ({"presets": {"weak": {}}, "save": "featcal_wek"},
      r"method\.save must be .*featcal_weak.*'featcal_weak'\)"),
 ]  # fmt: skip
@@ -216,23 +214,17 @@ def test_pools_that_cannot_be_calibrated_are_refused(changes: dict[str, Any], me
         FeatCalAlgorithm(base_method=AVERAGE).run(suite_pool(**changes))
 
 
-def test_presets_of_the_pool_are_taken_unless_the_run_has_its_own() -> None:
-    paper: Any = {"presets": {"paper_flan_t5": {"ridge_lambda": 1e-5, "mix_alpha": 0.6}}}
-    plus = FeatCalSettings.plus(seed=3, checkpoint_dir="somewhere")
-    assert checked_choices(plus, {}, None, paper).presets == {}
-    expected = FeatCalSettings(  # it begins with the paper's settings
-        seed=3, checkpoint_dir="somewhere/preset-paper_flan_t5", **paper["presets"]["paper_flan_t5"]
-    )
-    assert checked_choices(plus, None, None, paper).presets == {"paper_flan_t5": expected}
-    published = FeatCalSettings(ridge_lambda=1e-5, mix_alpha=0.6)
-    assert checked_choices(published, None, None, paper).presets == {}
-
-
-def test_the_row_of_featcal_plus_has_its_name_and_no_double() -> None:
-    pool: Any = {"presets": {"plus": dict(PLUS), "weak": {"ridge_lambda": 9.0}}}
-    paper, plus = FeatCalSettings(), FeatCalSettings.plus(augment=None)
+def test_presets_of_the_pool_are_taken_for_the_papers_rule() -> None:
+    changes: Any = {"ridge_lambda": 1e-5, "mix_alpha": 0.6}
+    pool: Any = {"presets": {"plus": dict(PLUS), "paper_flan_t5": changes}}
+    paper = FeatCalSettings(seed=3, checkpoint_dir="somewhere")
     choices = checked_choices(paper, None, None, pool)
-    assert list(choices.rows(paper)) == ["featcal", "featcal_plus", "featcal_weak"]
-    choices = checked_choices(plus, None, None, pool)
-    assert choices.save == "featcal_plus" and choices.rows(plus)["featcal_plus"] is plus
-    assert list(choices.rows(plus)) == ["featcal_plus", "featcal_weak"]
+    assert list(choices.rows(paper)) == ["featcal", "featcal_plus", "featcal_paper_flan_t5"]
+    folder = "somewhere/preset-paper_flan_t5"
+    assert choices.presets["paper_flan_t5"] == paper.replace(checkpoint_dir=folder, **changes)
+    assert checked_choices(paper, {}, None, pool).presets == {}
+    assert list(checked_choices(FeatCalSettings(**changes), None, None, pool).presets) == ["plus"]
+    plus = FeatCalSettings.plus(augment=None)
+    for presets in (None, {"plus": {}}):  # no second row of its name
+        choices = checked_choices(plus, presets, None, pool)
+        assert choices.save == "featcal_plus" and choices.rows(plus) == {"featcal_plus": plus}

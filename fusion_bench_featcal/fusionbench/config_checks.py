@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.fusionbench.options import (
     FUSION_BENCH_KEYS,
     Choices,
@@ -41,12 +41,7 @@ def check_config(config: DictConfig) -> None:
         choices_of_config(method, suite.get("featcal") or {})
     tasks = [name for name in models if not str(name).startswith("_")]
     for key in _BY_TASK:
-        for task in method.get(key) or ():
-            if task not in tasks:
-                raise ValueError(
-                    f"method.{key}.{task}: modelpool.models has no expert {task!r}"
-                    f"{nearest_hint(task, tasks)}; it has {', '.join(tasks)}"
-                )
+        refuse_unknown(method.get(key) or (), tasks, f"method.{key}.")
     for setting, path in _paths(models, method):
         if not Path(path).expanduser().exists():
             raise ValueError(f"{setting}={path}: there is no such file or folder{_nearest(path)}")

@@ -18,7 +18,7 @@ from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.models.hub import note_data_set
@@ -101,18 +101,12 @@ def with_own_data(modelpool: Any, settings: FeatCalSettings) -> Any:
     """Return a copy of the pool with `calibration_data` in its datasets of `calibration_split`.
 
     Raises:
-        CalibrationError: If a task has no expert in the pool, with the nearest task that has one.
+        ValueError: If a task has no expert in the pool, with the nearest task that has one.
     """
     entries = settings.calibration_data or {}
     if not entries:
         return modelpool
-    for task in entries:
-        if task not in modelpool.model_names:
-            raise CalibrationError(
-                f"method.calibration_data.{task}: modelpool.models has no expert {task!r}"
-                f"{nearest_hint(task, modelpool.model_names)}; it has "
-                f"{', '.join(modelpool.model_names)}"
-            )
+    refuse_unknown(entries, modelpool.model_names, "method.calibration_data.")
     pool, name = copy.copy(modelpool), f"_{settings.calibration_split}_datasets"
     configured = {
         task: OmegaConf.create(dict(entry)) if isinstance(entry, Mapping) else entry

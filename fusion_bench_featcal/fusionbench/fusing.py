@@ -8,17 +8,9 @@ from typing import Any
 
 import torch
 from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
-from fusion_bench.utils.state_dict_arithmetic import (
-    state_dict_add,
-    state_dict_div,
-    state_dict_mul,
-    state_dict_sub,
-)
 from hydra.utils import get_object
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core.finite import all_finite
-from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, method_name, plain
@@ -46,7 +38,7 @@ def merged_from_files(base_method: Any, models: PoolModels) -> nn.Module | None:
         or incomplete safetensors files.
 
     Raises:
-        CalibrationError: If a model cannot be loaded, or a tensor is not finite.
+        CalibrationError: If a model cannot be loaded.
     """
     merge = _plain_merge(plain(base_method))
     # The merged model takes its class and dtypes from the first model.
@@ -77,27 +69,8 @@ def fill(
     """Write merged tensors into a model, in place."""
     tensors = model.state_dict(keep_vars=True)
     for tensor, name in {id(tensor): (tensor, name) for name, tensor in tensors.items()}.values():
-        tensor.copy_(_merged_tensor(name, first, experts, merge))
-
-
-def _merged_tensor(
-    name: str, first: ExpertModel, experts: Sequence[ExpertModel], merge: Merge
-) -> Tensor:
-    first_tensor = first.tensor(name)
-    try:
-        merged = merge(
-            first_tensor, [expert.stored(name).to(first_tensor.dtype) for expert in experts]
-        )
-    except (TypeError, ValueError, RuntimeError):
-        if first_tensor.is_floating_point():
-            raise
-        return first_tensor  # a count, such as BatchNorm's number of batches
-    if merged.is_floating_point() and not all_finite(merged):
-        raise CalibrationError(
-            f"the merged tensor {name!r} is NaN or infinite, while base and experts are "
-            "finite: it overflows. Check method.base_method"
-        )
-    return merged
+        start = first.tensor(name)
+        tensor.copy_(merge(start, [expert.stored(name).to(start.dtype) for expert in experts]))
 
 
 def _plain_merge(config: Mapping[str, Any]) -> Merge | None:
@@ -132,24 +105,21 @@ def _loading(model: PoolModel) -> tuple[str, frozenset[str], frozenset[str]]:
     )
 
 
-# FusionBench's functions on one tensor at a time, in the same order of operations, so that the
-# merged model is equal bit by bit.
+# FusionBench's operations in the same order, so that the merged model is equal bit by bit.
 
 
 def _average(first: Tensor, experts: Sequence[Tensor]) -> Tensor:
-    total = {"": experts[0]}
+    total = experts[0]
     for expert in experts[1:]:
-        total = state_dict_add(total, {"": expert})
-    return state_dict_div(total, len(experts))[""]
+        total = total + expert
+    return total / len(experts)
 
 
 def _arithmetic(scale: Any) -> Merge:
     def merge(first: Tensor, experts: Sequence[Tensor]) -> Tensor:
-        base = {"": first}
-        total = state_dict_sub({"": experts[0]}, base)
+        total = experts[0] - first
         for expert in experts[1:]:
-            total = state_dict_add(total, state_dict_sub({"": expert}, base))
-        total = state_dict_mul(total, scale, keep_dtype_when_zero=True)
-        return state_dict_add(base, total)[""]
+            total = total + (expert - first)
+        return first + scale * total
 
     return merge

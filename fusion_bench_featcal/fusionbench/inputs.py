@@ -11,10 +11,8 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.fusionbench.data import (
     calibration_batches,
-    check_tasks_have_data,
     with_own_data,
 )
-from fusion_bench_featcal.fusionbench.pool_checks import check_read_budget
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, ExpertSources, PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.rules import rule_of
@@ -67,8 +65,6 @@ class MethodInputs:
             CalibrationError: If a task lacks data.
         """
         pool = with_own_data(self.modelpool, settings)
-        # Checked first, because looking for a tokenizer or processor may start a download.
-        check_tasks_have_data(pool, pool.model_names, settings.calibration_split)
         return calibration_batches(
             pool, pool.model_names, settings, self.processor, device=self.fabric.device
         )
@@ -103,5 +99,10 @@ def check_calibration(settings: FeatCalSettings, inputs: MethodInputs) -> dict[s
     """
     if rule_of(settings).needs_base:
         inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
-    check_read_budget(inputs.models, settings)
+    for name, expert in inputs.models.experts.items():
+        if settings.expert_read_budget and expert.module is None and expert.files is None:
+            raise CalibrationError(
+                f"method.expert_read_budget needs experts in safetensors files, unlike {name!r} "
+                f"(modelpool.models.{name}): save it as safetensors, or set the budget to null"
+            )
     return inputs.batches(settings)

@@ -14,7 +14,7 @@ from fusion_bench_featcal.errors.nearest_names import (
 )
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
 from fusion_bench_featcal.results.run import row_of_rule
-from fusion_bench_featcal.settings import PLUS, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import Settings, is_text_list, setting
 
 FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
@@ -23,7 +23,6 @@ FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 MERGED = "merged"
 REFERENCES = (BASE, EXPERTS, MERGED)
 _OF_SUITES = ("presets", "compare_with", "compare")
-_OF_ALL_PRESETS = {"calibration_data", "checkpoint_dir", "resume"}
 
 
 def is_merger(value: Any) -> bool:
@@ -140,16 +139,16 @@ def checked_choices(
             f"modelpool.featcal.compare_with must be a list of {', '.join(REFERENCES)}, got "
             f"{references!r}"
         )
+    row = row_of_rule(settings.rule)
     if presets is not None:
         checked = _checked_presets(settings, presets, "method.presets")
-    else:
-        start, key = _with_paper_rule(settings), "modelpool.featcal.presets"
-        checked = _checked_presets(start, suite.get("presets") or {}, key)
+    else:  # the pool's, which are for the paper's rule and other settings than the run's
+        presets = suite.get("presets") or {} if settings.rule == "paper" else {}
+        checked = _checked_presets(settings, presets, "modelpool.featcal.presets")
         checked = {name: preset for name, preset in checked.items() if preset != settings}
+    checked = {name: preset for name, preset in checked.items() if f"{FEATCAL}_{name}" != row}
     if (folder := settings.checkpoint_dir) is not None:
         checked = {n: p.replace(checkpoint_dir=f"{folder}/preset-{n}") for n, p in checked.items()}
-    row = row_of_rule(settings.rule)
-    checked = {name: preset for name, preset in checked.items() if f"{FEATCAL}_{name}" != row}
     rows = [row, *(f"{FEATCAL}_{name}" for name in checked), MERGED]
     save = row if save == FEATCAL else save
     if save not in rows:
@@ -158,15 +157,6 @@ def checked_choices(
             f"{nearest_hint(str(save), rows)}"
         )
     return Choices(checked, tuple(references), save)
-
-
-def _with_paper_rule(settings: FeatCalSettings) -> FeatCalSettings:
-    """Undo the changes of FeatCal+, because a pool's presets are for the paper's rule."""
-    if settings.rule == "paper":
-        return settings
-    changed = {name for name, value in PLUS.items() if getattr(settings, name) == value}
-    defaults = {name: getattr(FeatCalSettings, name) for name in changed | {"rule"}}
-    return settings.replace(**defaults)
 
 
 def _checked_presets(
@@ -180,10 +170,6 @@ def _checked_presets(
     checked = {}
     for name, changes in presets.items():
         refuse_unknown(changes, FeatCalSettings.names(), f"{key}.{name}.")
-        for shared in _OF_ALL_PRESETS & changes.keys():
-            raise ValueError(
-                f"{key}.{name}.{shared}: set method.{shared}, which is for all presets"
-            )
         try:
             checked[str(name)] = settings.replace(**changes)
         except ValueError as error:

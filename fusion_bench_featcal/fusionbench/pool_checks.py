@@ -77,18 +77,6 @@ def _check_configs(models: PoolModels) -> None:
     order = [name for name in (BASE_MODEL, MERGED_MODEL, *models.experts) if name in models]
     configs = {name: getattr(models[name].module, "config", models[name].config) for name in order}
     compare_configs(configs, models.experts)
-    if getattr(models.pool, "vocabulary_rows", None) is not None:
-        return
-    sizes = {name: (models[name].config or {}).get("vocab_size") for name in order}
-    sizes = {name: rows for name, rows in sizes.items() if rows is not None}
-    first = next(iter(sizes), "")
-    for name in (name for name, rows in sizes.items() if rows != sizes[first]):
-        raise CalibrationError(
-            f"model {name!r} has {sizes[name]} embedding rows, {first!r} {sizes[first]}. Check "
-            f"modelpool.models.{name}. Decoders can be cut to their common rows: "
-            "modelpool._target_=fusion_bench_featcal.pools.CausalLMPool "
-            "+modelpool.vocabulary=common_rows"
-        )
 
 
 def check_experts(models: PoolModels, settings: FeatCalSettings | None = None) -> list[str]:
@@ -117,21 +105,3 @@ def check_experts(models: PoolModels, settings: FeatCalSettings | None = None) -
         if expert.files is not None  # other experts are compared when they are loaded
     }
     return notes_on_experts(experts, ExpertModel("base", InMemoryExpert(base), base))
-
-
-def check_read_budget(models: PoolModels, settings: FeatCalSettings) -> None:
-    """Refuse a read budget if an expert would be loaded whole.
-
-    Raises:
-        CalibrationError: Naming the expert and the setting.
-    """
-    if settings.expert_read_budget is None:
-        return
-    experts = models.experts.items()
-    whole = [name for name, expert in experts if expert.module is None and expert.files is None]
-    if whole:
-        raise CalibrationError(
-            f"method.expert_read_budget cannot be kept: expert {whole[0]!r} has no safetensors "
-            f"files, so it is loaded whole. Save it as safetensors (modelpool.models.{whole[0]}), "
-            "or set method.expert_read_budget=null"
-        )

@@ -1,7 +1,6 @@
 """Models of a FusionBench pool: their locations, files and loading."""
 
 import copy
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,6 @@ from fusion_bench_featcal.experts import ExpertSource, known_bytes
 from fusion_bench_featcal.experts.copies import bind_own_functions
 from fusion_bench_featcal.experts.vocabulary import VocabularyRows
 from fusion_bench_featcal.models.hub import fetch, fetch_all
-from fusion_bench_featcal.models.hub_errors import hub_cause, hub_error
 from fusion_bench_featcal.models.model_files import ModelFiles
 
 BASE_MODEL = "_pretrained_"
@@ -138,10 +136,7 @@ class PoolModel:
 
     def not_loadable(self, error: Exception) -> CalibrationError:
         """Return the error for a model that cannot be loaded, with cause and setting."""
-        location, setting = self.location, f"modelpool.models.{self.name}"
-        cause, form = loading_cause(error), ""
-        if location is not None and not os.path.exists(location) and hub_cause(error):
-            return hub_error(error, f"{setting}={location}")
+        setting, cause, form = f"modelpool.models.{self.name}", loading_cause(error), ""
         if cause.startswith("Unsupported model configuration type"):
             cause = "its model pool takes no plain names"
             target = "transformers.<class>.from_pretrained"

@@ -34,63 +34,55 @@ def text_kind(modelpool: Any) -> TextKind | None:
 def load_input_processor(modelpool: BaseModelPool) -> Any:
     """Load the tokenizer or processor that converts the pool's data to model inputs.
 
-    Returns:
-        What the pool's config names. Without a processor, pools of image classifiers have their
-        base's.
+    Without one in its config, a pool of image classifiers has its base's.
 
     Raises:
         CalibrationError: If there is none, it cannot be loaded, or an expert has another tokenizer.
     """
-    is_text = text_kind(modelpool) is not None
-    name, kind = ("tokenizer", AutoTokenizer) if is_text else ("processor", AutoImageProcessor)
-    entry = _named(modelpool, name)
-    if hasattr(modelpool, "load_clip_model"):
-        kind = CLIPProcessor
-    elif entry is None and hasattr(modelpool, "load_processor"):
-        models = PoolModels(modelpool)
-        entry = (models.base or next(iter(models.values()))).location
+    if text_kind(modelpool) is not None:
+        tokenizer = _loaded(modelpool, "tokenizer", AutoTokenizer)
+        _check_tokenizers(modelpool, tokenizer)
+        return tokenizer
+    is_clip = hasattr(modelpool, "load_clip_model")
+    return _loaded(modelpool, "processor", CLIPProcessor if is_clip else AutoImageProcessor)
+
+
+def _loaded(modelpool: Any, name: str, kind: Any) -> Any:
+    """Load a pool's entry: a folder, a hub id, a mapping with _target_, or the object itself."""
+    entry, setting = _entry(modelpool, name), f"modelpool.{name}"
     if entry is None:
-        data = "texts" if is_text else "images"
         raise CalibrationError(
-            f"the model pool names no {name}, which turns calibration {data} into model inputs; "
-            f"set modelpool.{name}"
+            f"the model pool names no {name}, which converts samples to model inputs: set {setting}"
         )
-    processor = _loaded(modelpool, f"modelpool.{name}", entry, kind)
-    if is_text:
-        _check_tokenizers(modelpool, processor)
-    return processor
-
-
-def _named(modelpool: Any, name: str) -> Any:
-    """Return the entry of a pool's config, which some pools do not keep."""
-    config = getattr(getattr(modelpool, "_program", None), "_modelpool", None)
-    in_config = config.get(name) if isinstance(config, Mapping) else None
-    entries = (getattr(modelpool, f"_{name}", None), getattr(modelpool, name, None), in_config)
-    return next((entry for entry in entries if entry is not None), None)
-
-
-def _loaded(modelpool: Any, setting: str, entry: Any, kind: Any) -> Any:
-    """Load an entry: a folder, a hub id, a mapping with _target_, or the object itself."""
-    is_local = not is_elsewhere(modelpool)
-    if isinstance(entry, str) and is_local:
-        folder = fetch(entry, f"{setting}={entry}", weights=False)
-        return load_processor(folder, kind, setting)
     if not isinstance(entry, str | Mapping):
         return entry
+    options = {NAME: entry} if isinstance(entry, str) else entry
+    location, is_local = options.get(NAME), not is_elsewhere(modelpool)
     try:
-        if isinstance(entry, str):
-            return modelpool.load_processor()
-        location = entry.get(NAME)
-        if isinstance(location, str) and not {"revision", "subfolder"} & set(entry) and is_local:
+        if isinstance(location, str) and is_local and not {"revision", "subfolder"} & set(options):
             folder = fetch(location, f"{setting}={location}", weights=False)
-            entry = OmegaConf.merge(entry, {NAME: str(folder)})
-        return instantiate(entry)
+            if isinstance(entry, str):
+                return load_processor(folder, kind, setting)
+            options = OmegaConf.merge(options, {NAME: str(folder)})
+        return modelpool.load_processor() if isinstance(entry, str) else instantiate(options)
     except CalibrationError:
         raise
     except Exception as error:  # a loader may raise anything
-        raise CalibrationError(
-            f"{setting} ({entry}) cannot be loaded: {first_line(error)}"
-        ) from error
+        cause = first_line(error)
+        raise CalibrationError(f"{setting} ({entry}) cannot be loaded: {cause}") from error
+
+
+def _entry(modelpool: Any, name: str) -> Any:
+    """Return the entry of a pool's config, which some pools do not keep, or the base's folder."""
+    config = getattr(getattr(modelpool, "_program", None), "_modelpool", None) or {}
+    entries = (getattr(modelpool, f"_{name}", None), getattr(modelpool, name, None))
+    for entry in (*entries, config.get(name)):
+        if entry is not None:
+            return entry
+    if not hasattr(modelpool, "load_processor") or hasattr(modelpool, "load_clip_model"):
+        return None
+    models = PoolModels(modelpool)
+    return (models.base or next(iter(models.values()))).location
 
 
 def _check_tokenizers(modelpool: BaseModelPool, tokenizer: Any) -> None:
@@ -101,10 +93,9 @@ def _check_tokenizers(modelpool: BaseModelPool, tokenizer: Any) -> None:
             f"the tokenizer has tokens up to {last}, but the models have only {rows} embedding "
             "rows in common. Check modelpool.tokenizer and modelpool.models"
         )
-    experts = PoolModels(modelpool).experts.items()
     folders: dict[str, Path] = {
         f"expert {name!r} (modelpool.models.{name})": expert.folders[-1].folder
-        for name, expert in experts
+        for name, expert in PoolModels(modelpool).experts.items()
         if expert.folders
     }
     check_tokenizers(tokenizer, "modelpool.tokenizer", folders)
