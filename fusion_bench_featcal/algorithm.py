@@ -46,9 +46,6 @@ class FeatCalAlgorithm(DeclaredMethod):
     setting_kinds = (FeatCalSettings, RunSettings)
 
     base_method: Any
-    presets: Any
-    compare_with: Any
-    save: str
 
     def __init__(self, **keys: Any) -> None:
         """Check all settings before any model is loaded.
@@ -60,7 +57,7 @@ class FeatCalAlgorithm(DeclaredMethod):
             ValueError: If a key is unknown or a value is not accepted.
         """
         super().__init__(**keys)
-        self.settings: FeatCalSettings = self.declared[0]
+        self.settings, self.run_settings = self.declared
         check_family(self.settings.family)
         rule_of(self.settings)
         self._processes: Processes = Processes()
@@ -92,8 +89,7 @@ class FeatCalAlgorithm(DeclaredMethod):
 
     def _run(self, modelpool: BaseModelPool) -> nn.Module:
         """Run in one of several processes. All but the first only take part in the calibration."""
-        suite = suite_of(self._program)
-        choices = checked_choices(self.settings, self.presets, self.compare_with, suite, self.save)
+        choices = checked_choices(self.settings, self.run_settings, suite_of(self._program))
         rows = choices.rows(self.settings)
         taskpool = getattr(self._program, "taskpool", None)
         inputs = MethodInputs(modelpool, taskpool, self.fabric)
@@ -117,7 +113,7 @@ class FeatCalAlgorithm(DeclaredMethod):
         if self._processes.rank > 0:
             return results.saver.model
         if MERGED in (*choices.compare_with, choices.save):
-            results.add_reference(upstream.name, merged, plain(self.base_method))
+            results.add_row(upstream.name, merged, settings=plain(self.base_method))
         del merged
         results.add_base_and_experts(choices.compare_with)
         return results.finish()
@@ -138,7 +134,7 @@ class FeatCalAlgorithm(DeclaredMethod):
         if self._processes.rank == 0:
             results.add_notes(check_experts(inputs.models, self.settings))
             merged = upstream.merged_model(self._program)
-        return share_model(merged, self._processes, self.fabric.device, "method.base_method")
+        return share_model(merged, self._processes, self.fabric.device)
 
     def _calibrate(
         self,
@@ -152,8 +148,7 @@ class FeatCalAlgorithm(DeclaredMethod):
         """Calibrate one row. The first row's reads include those of the upstream merger."""
         first, processes, fabric = settings is self.settings, self._processes, self.fabric
         rule = settings.rule if isinstance(settings.rule, str) else type(rule_of(settings)).__name__
-        level = logging.INFO if processes.rank == 0 else logging.DEBUG
-        log.log(level, "calibrating %s (rule=%s)", name, rule)
+        log.info("calibrating %s (rule=%s)", name, rule)
         log.debug("settings of %s: %s", name, settings.as_dict())
         budget = upstream.budget_left(settings) if first else settings.expert_read_budget
         limited = settings.replace(expert_read_budget=budget)
@@ -175,15 +170,9 @@ class FeatCalAlgorithm(DeclaredMethod):
             cost.more["exchanged_bytes"] = processes.exchanged_bytes - exchanged
         result.reads["budget"] = settings.expert_read_budget
         result.reads["upstream"] = upstream.reads() if first else None
-        _add_amounts(cost, result)
-        log.debug("calibrated %s in %.1f s", name, cost.seconds)
+        for record in result.log.of_kind("resumed"):
+            cost.more["restored_blocks"] = record["blocks"]
+        of_merger = (result.reads["upstream"] or {}).get("experts", 0)
+        if of_merger is not None:
+            cost.more["expert_bytes"] = of_merger + sum(result.reads["experts"].values())
         return result, cost
-
-
-def _add_amounts(cost: Cost, result: CalibrationResult) -> None:
-    """Add restored and read amounts to a calibration's cost."""
-    for record in result.log.of_kind("resumed"):
-        cost.more["restored_blocks"] = record["blocks"]
-    upstream = (result.reads["upstream"] or {}).get("experts", 0)
-    if upstream is not None:
-        cost.more["expert_bytes"] = upstream + sum(result.reads["experts"].values())

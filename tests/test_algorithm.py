@@ -20,6 +20,7 @@ from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisio
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, results
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench import checked_choices, run_results
+from fusion_bench_featcal.fusionbench.options import RunSettings
 from fusion_bench_featcal.settings import PLUS
 from fusion_bench_featcal.suites import image
 
@@ -46,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The run that evaluates all its models."""
     folder = tmp_path_factory.mktemp("run")
     evaluate, save_pretrained = run_results.evaluate, CLIPVisionModel.save_pretrained
-    add_row = run_results.RunResults._add_row
+    add_row = run_results.RunResults.add_row
     before, events, in_memory = models_in_memory(), list[str](), list[int]()
 
     def note(event: str) -> None:
@@ -70,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         patch.setenv("COLUMNS", "80")
         patch.setattr("sys.argv", ["fusion_bench", "method=featcal", "x={token: hf_secret}"])
         patch.setattr(run_results, "evaluate", noted_evaluation)
-        patch.setattr(run_results.RunResults, "_add_row", noted_row)
+        patch.setattr(run_results.RunResults, "add_row", noted_row)
         patch.setattr(CLIPVisionModel, "save_pretrained", noted_save)
         golden_methods.run_method(golden_methods.EVALUATED, folder)
     report = results.read_run(folder / "log")
@@ -218,13 +219,14 @@ def test_presets_of_the_pool_are_taken_for_the_papers_rule() -> None:
     changes: Any = {"ridge_lambda": 1e-5, "mix_alpha": 0.6}
     pool: Any = {"presets": {"plus": dict(PLUS), "paper_flan_t5": changes}}
     paper = FeatCalSettings(seed=3, checkpoint_dir="somewhere")
-    choices = checked_choices(paper, None, None, pool)
+    choices = checked_choices(paper, RunSettings(), pool)
     assert list(choices.rows(paper)) == ["featcal", "featcal_plus", "featcal_paper_flan_t5"]
     folder = "somewhere/preset-paper_flan_t5"
     assert choices.presets["paper_flan_t5"] == paper.replace(checkpoint_dir=folder, **changes)
-    assert checked_choices(paper, {}, None, pool).presets == {}
-    assert list(checked_choices(FeatCalSettings(**changes), None, None, pool).presets) == ["plus"]
+    assert checked_choices(paper, RunSettings(presets={}), pool).presets == {}
+    tuned = FeatCalSettings(**changes)
+    assert list(checked_choices(tuned, RunSettings(), pool).presets) == ["plus"]
     plus = FeatCalSettings.plus(augment=None)
     for presets in (None, {"plus": {}}):  # no second row of its name
-        choices = checked_choices(plus, presets, None, pool)
+        choices = checked_choices(plus, RunSettings(presets=presets), pool)
         assert choices.save == "featcal_plus" and choices.rows(plus) == {"featcal_plus": plus}

@@ -62,7 +62,7 @@ def test_model_of_the_merger_is_sent_to_all_processes() -> None:
 
     def work(processes: Processes) -> dict[str, Any]:
         model = merged if processes.rank == 0 else None
-        shared: Any = share_model(model, processes, torch.device("cpu"), "method.base_method")
+        shared: Any = share_model(model, processes, torch.device("cpu"))
         assert shared.tied[0] is next(shared.parameters())
         tensors = dict(shared.named_buffers()) | shared.state_dict()
         return {name: tensor.numpy() for name, tensor in tensors.items()}

@@ -63,8 +63,8 @@ MUTATIONS = [
         "evaluated before it is saved",
         "fusionbench/run_results.py",
         "        self.saver.offer(result.model, facts)\n"
-        "        self.add_made(name, result.model, **details, seed=settings.seed)\n",
-        "        self.add_made(name, result.model, **details, seed=settings.seed)\n"
+        "        self.add_row(name, result.model, settings=of_model, **details)\n",
+        "        self.add_row(name, result.model, settings=of_model, **details)\n"
         "        self.saver.offer(result.model, facts)\n",
         "test_algorithm.py",
     ),

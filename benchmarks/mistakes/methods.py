@@ -159,9 +159,9 @@ MUTATIONS = [
     ),
     Mutation(
         "average on the way divides by one model too many",
-        "fusionbench/fusing.py",
-        "return state_dict_div(total, len(experts))",
-        "return state_dict_div(total, len(experts) + 1)",
+        "fusionbench/upstream.py",
+        "return total / len(experts)",
+        "return total / (len(experts) + 1)",
         "reads/test_merging_from_files.py",
     ),
 ]

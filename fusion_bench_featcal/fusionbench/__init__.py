@@ -4,7 +4,7 @@
 `options`, `method`, `program`: settings, base of our methods, FusionBench's program, mergers.
 `pool_models`, `processors`: models of a pool by their files or whole, tokenizers, processors.
 `pool_checks`: checks before experts are loaded.
-`upstream`, `fusing`: the upstream merger, and mergers that read files tensor by tensor.
+`upstream`: the upstream merger, which reads files tensor by tensor if it is a plain one.
 `plan_run`, `program_processes`: the plan of a run, and several processes.
 `saving`, `evaluation`, `run_results`: saving, evaluating and reporting the models.
 """

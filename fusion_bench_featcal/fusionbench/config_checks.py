@@ -61,8 +61,7 @@ def choices_of_config(
     """
     keys = {k: v for k, v in method.items() if k not in ("_target_", *FUSION_BENCH_KEYS)}
     settings, chosen = read_settings(keys, (FeatCalSettings, RunSettings))
-    choices = checked_choices(settings, chosen.presets, chosen.compare_with, suite, chosen.save)
-    return settings, choices
+    return settings, checked_choices(settings, chosen, suite)
 
 
 def _paths(models: Mapping[str, Any], method: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -68,33 +68,19 @@ def calibration_batches(
         if isinstance(rows, ImageItems):
             batches[task] = ImageBatches(rows, indices, settings.batch_size, processor)
         else:
-            batches[task] = _text_batches(
-                modelpool, task, rows, indices, settings, processor, device
-            )
+            encoder = TextEncoder(processor, text_kind(modelpool), settings.max_length)  # type: ignore[arg-type]
+            load_expert = partial(load_pool_model, modelpool, task)
+            batches[task] = TextBatches(rows, indices, settings, encoder, load_expert, device)
     return batches
-
-
-def _text_batches(
-    modelpool: Any, task: str, rows: Any, indices: list[int], settings: FeatCalSettings,
-    tokenizer: Any, device: Any,
-) -> TextBatches:  # fmt: skip
-    encoder = TextEncoder(tokenizer, text_kind(modelpool), settings.max_length)  # type: ignore[arg-type]
-    load_expert = partial(load_pool_model, modelpool, task)
-    return TextBatches(rows, indices, settings, encoder, load_expert, device)
 
 
 def _check_text_settings(modelpool: Any, settings: FeatCalSettings) -> None:
     """Refuse settings that a pool of text models cannot follow."""
     name = type(modelpool).__name__
     if text_kind(modelpool) == "classification" and settings.calibration_targets == "generated":
-        raise CalibrationError(
-            f"method.calibration_targets=generated: {name} has classifiers, which generate "
-            "nothing. Set method.calibration_targets=labels: a classifier's labels are not read"
-        )
+        raise CalibrationError(f"{name} generates no text: set method.calibration_targets=labels")
     if settings.calibration_corruption is not None:
-        raise CalibrationError(
-            f"method.calibration_corruption changes images, and {name} reads texts. Set it to null"
-        )
+        raise CalibrationError(f"{name} has texts: set method.calibration_corruption=null")
 
 
 def with_own_data(modelpool: Any, settings: FeatCalSettings) -> Any:

@@ -13,7 +13,7 @@ from fusion_bench_featcal.fusionbench.data import (
     calibration_batches,
     with_own_data,
 )
-from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, ExpertSources, PoolModels
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -54,9 +54,9 @@ class MethodInputs:
         base = self.models.base
         return None if base is None else base.source()
 
-    def experts(self) -> ExpertSources:
-        """Return task -> expert in the form for calibration."""
-        return ExpertSources(self.models)
+    def experts(self) -> dict[str, nn.Module | ExpertSource]:
+        """Return task -> expert in the form for calibration. Without safetensors it is loaded."""
+        return {task: expert.source() for task, expert in self.models.experts.items()}
 
     def batches(self, settings: FeatCalSettings) -> dict[str, Any]:
         """Return task -> calibration batches. Nothing is read yet.

@@ -113,35 +113,25 @@ def suite_of(program: Any) -> dict[str, Any]:
 
 
 def checked_choices(
-    settings: FeatCalSettings,
-    presets: Mapping[str, Mapping[str, Any]] | None,
-    compare_with: Any,
-    suite: Mapping[str, Any],
-    save: Any = FEATCAL,
+    settings: FeatCalSettings, chosen: RunSettings, suite: Mapping[str, Any]
 ) -> Choices:
     """Return presets and references of the method, or else of the model pool.
 
     Args:
         settings: The method's settings, which presets change.
-        presets: `method.presets`.
-        compare_with: `method.compare_with`.
+        chosen: The settings of the run.
         suite: Defaults for this method in the model pool's YAML (its key `featcal`).
-        save: `method.save`.
 
     Raises:
-        ValueError: If a reference or the row to save is unknown, or a preset's setting is unknown
-            or not accepted.
+        ValueError: If the row to save is unknown, or a preset's setting is unknown or not accepted.
     """
     refuse_unknown(suite, _OF_SUITES, "modelpool.featcal.")
-    references = compare_with if compare_with is not None else suite.get("compare_with", [MERGED])
-    if not is_text_list(references, REFERENCES):
-        raise ValueError(
-            f"modelpool.featcal.compare_with must be a list of {', '.join(REFERENCES)}, got "
-            f"{references!r}"
-        )
+    references = chosen.compare_with
+    if references is None:
+        references = suite.get("compare_with", [MERGED])
     row = row_of_rule(settings.rule)
-    if presets is not None:
-        checked = _checked_presets(settings, presets, "method.presets")
+    if chosen.presets is not None:
+        checked = _checked_presets(settings, chosen.presets, "method.presets")
     else:  # the pool's, which are for the paper's rule and other settings than the run's
         presets = suite.get("presets") or {} if settings.rule == "paper" else {}
         checked = _checked_presets(settings, presets, "modelpool.featcal.presets")
@@ -150,7 +140,7 @@ def checked_choices(
     if (folder := settings.checkpoint_dir) is not None:
         checked = {n: p.replace(checkpoint_dir=f"{folder}/preset-{n}") for n, p in checked.items()}
     rows = [row, *(f"{FEATCAL}_{name}" for name in checked), MERGED]
-    save = row if save == FEATCAL else save
+    save = row if chosen.save == FEATCAL else chosen.save
     if save not in rows:
         raise ValueError(
             f"method.save must be a row that this run makes, of {', '.join(rows)}, got {save!r}"

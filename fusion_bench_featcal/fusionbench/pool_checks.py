@@ -34,6 +34,9 @@ def check_pool_models(models: PoolModels, fabric: Any) -> None:
         ValueError: If an expert's name cannot be a task's name.
     """
     _check_precision(fabric)
+    platform = getattr(models.pool, "_platform", "hf")
+    if platform not in ("hf", "huggingface"):
+        raise CalibrationError(f"modelpool.platform={platform}: download the models, name folders")
     refuse_unusable_names(models.experts, "modelpool.models")
     if not models.experts:
         raise CalibrationError(

@@ -1,7 +1,7 @@
 """Models of a FusionBench pool: their locations, files and loading."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -48,23 +48,17 @@ class PoolModel:
 
     @property
     def location(self) -> str | None:
-        """The folder or hub id in its entry, with or without further options."""
-        location = self.entry
-        if isinstance(location, Mapping):
-            keys = (NAME, _CONFIG, *_LORA_KEYS[::-1])
-            location = next((location[k] for k in keys if location.get(k) is not None), None)
-        return location if isinstance(location, str) else None
+        """The folder or hub id of its weights, for a LoRA expert the adapter's."""
+        return next(reversed(self.locations.values()), None)
 
     @property
     def locations(self) -> dict[str, str]:
         """Keys of its entry -> folders or hub ids to download.
 
         A plain name has an empty key. FusionBench loads models itself if their entry has further
-        options or they are on another platform than the Hugging Face hub.
+        options.
         """
         entry, keys = self.entry, (_CONFIG,)
-        if is_elsewhere(self.pool):
-            return {}
         if not isinstance(entry, Mapping):
             return {"": entry} if isinstance(entry, str) and "://" not in entry else {}
         target = str(entry.get("_target_", ""))
@@ -134,22 +128,6 @@ class PoolModel:
         """
         return load_pool_model(self.pool, self.name) if self.files is None else self.files
 
-    def not_loadable(self, error: Exception) -> CalibrationError:
-        """Return the error for a model that cannot be loaded, with cause and setting."""
-        setting, cause, form = f"modelpool.models.{self.name}", loading_cause(error), ""
-        if cause.startswith("Unsupported model configuration type"):
-            cause = "its model pool takes no plain names"
-            target = "transformers.<class>.from_pretrained"
-            form = f": write {{_target_: {target}, {NAME}: {self.entry}}}"
-        return CalibrationError(
-            f"model {self.name!r} ({self.entry}) cannot be loaded: {cause}. Check {setting}{form}"
-        )
-
-
-def is_elsewhere(pool: Any) -> bool:
-    """Return whether a pool's models are on another platform than the Hugging Face hub."""
-    return getattr(pool, "_platform", "hf") not in ("hf", "huggingface")
-
 
 class PoolModels(dict[str, PoolModel]):
     """All models of a pool by name, for a whole run."""
@@ -175,23 +153,6 @@ class PoolModels(dict[str, PoolModel]):
             (n, location) for n, model in self.items() for location in model.locations.values()
         ]
         fetch_all({f"modelpool.models.{name}={location}": location for name, location in locations})
-
-
-class ExpertSources(Mapping[str, Any]):
-    """Experts for calibration, each opened or loaded on access."""
-
-    def __init__(self, models: PoolModels) -> None:
-        """Refer to a pool's experts."""
-        self._experts = models.experts
-
-    def __getitem__(self, task: str) -> nn.Module | ExpertSource:
-        return self._experts[task].source()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._experts)
-
-    def __len__(self) -> int:
-        return len(self._experts)
 
 
 def import_target(setting: str, target: str) -> Any:
@@ -241,4 +202,10 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
     except (CalibrationError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a loader may raise anything
-        raise PoolModel(modelpool, name).not_loadable(error) from error
+        entry, cause = modelpool._models.get(name), loading_cause(error)
+        if cause.startswith("Unsupported model configuration type"):
+            target = f"{{_target_: transformers.<class>.from_pretrained, {NAME}: {entry}}}"
+            cause = f"its model pool takes no plain names. Write {target}"
+        raise CalibrationError(
+            f"model {name!r} ({entry}) cannot be loaded: {cause}. Check modelpool.models.{name}"
+        ) from error

@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, CLIPProcessor
 from fusion_bench_featcal.data.text_samples import TextKind
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.fusionbench.pool_models import NAME, PoolModels, is_elsewhere
+from fusion_bench_featcal.fusionbench.pool_models import NAME, PoolModels
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.processors import check_tokenizers, load_processor
 
@@ -54,19 +54,16 @@ def _loaded(modelpool: Any, name: str, kind: Any) -> Any:
         raise CalibrationError(
             f"the model pool names no {name}, which converts samples to model inputs: set {setting}"
         )
-    if not isinstance(entry, str | Mapping):
+    if isinstance(entry, str):
+        return load_processor(fetch(entry, f"{setting}={entry}", weights=False), kind, setting)
+    if not isinstance(entry, Mapping):
         return entry
-    options = {NAME: entry} if isinstance(entry, str) else entry
-    location, is_local = options.get(NAME), not is_elsewhere(modelpool)
+    location = entry.get(NAME)
+    if isinstance(location, str) and not {"revision", "subfolder"} & set(entry):
+        folder = fetch(location, f"{setting}={location}", weights=False)
+        entry = OmegaConf.merge(entry, {NAME: str(folder)})
     try:
-        if isinstance(location, str) and is_local and not {"revision", "subfolder"} & set(options):
-            folder = fetch(location, f"{setting}={location}", weights=False)
-            if isinstance(entry, str):
-                return load_processor(folder, kind, setting)
-            options = OmegaConf.merge(options, {NAME: str(folder)})
-        return modelpool.load_processor() if isinstance(entry, str) else instantiate(options)
-    except CalibrationError:
-        raise
+        return instantiate(entry)
     except Exception as error:  # a loader may raise anything
         cause = first_line(error)
         raise CalibrationError(f"{setting} ({entry}) cannot be loaded: {cause}") from error

@@ -60,24 +60,18 @@ def fabric_alone(fabric: Any, *, first: bool) -> Any:
     return lightning.Fabric(strategy=strategy, loggers=fabric.loggers if first else None)
 
 
-def share_model(
-    model: nn.Module | None, processes: Processes, device: torch.device, setting: str
-) -> nn.Module:
+def share_model(model: nn.Module | None, processes: Processes, device: torch.device) -> nn.Module:
     """Send the first process's model to all others, which receive it on the CPU.
 
     Args:
         model: The model, or None in all processes but the first.
         processes: The processes.
         device: This process's device, for the transfer of tensors.
-        setting: The setting that the model came from, for the message.
-
-    Raises:
-        CalibrationError: If its structure cannot be sent, naming the setting.
     """
     if processes.size == 1:
         assert model is not None
         return model
-    gathered = processes.gather(None if model is None else _packed(model, setting))
+    gathered = processes.gather(None if model is None else _packed(model))
     shared = pickle.loads(gathered[0] or b"") if model is None else model
     for tensor in _stored(shared):
         if model is None:
@@ -94,18 +88,11 @@ def _stored(model: nn.Module) -> list[Tensor]:
     return list({id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
 
 
-def _packed(model: nn.Module, setting: str) -> bytes:
+def _packed(model: nn.Module) -> bytes:
     """Return a model without the values of its parameters, each replaced by an expanded zero."""
     stand_ins: dict[int, Any] = {}
     for tensor in _stored(model):
         empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
         is_parameter = isinstance(tensor, nn.Parameter)
         stand_ins[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
-    try:
-        return pickle.dumps(copy.deepcopy(model, dict(stand_ins)))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise CalibrationError(
-            f"{setting} returned a {type(model).__name__} that cannot be sent to other processes: "
-            f"{error}. Set fabric.devices=1, or save it first and calibrate it as "
-            "modelpool.models._merged_ with method.base_method=null"
-        ) from error
+    return pickle.dumps(copy.deepcopy(model, dict(stand_ins)))

@@ -96,17 +96,12 @@ class RunResults:
             log.warning(text)
             self.report.note(Note(NOTE, text))
 
-    def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> None:
-        """Evaluate an uncalibrated model. Runs in one comparison must have equal `settings`."""
-        if self._taskpool is not None:
-            self._add_row(name, model, settings=settings)
-
     def add_base_and_experts(self, references: Sequence[str]) -> None:
         """Load and evaluate the base and experts named in `references`, one at a time."""
         if self._taskpool is None:
             return
         if BASE in references and self._modelpool.has_pretrained:
-            self.add_reference(BASE, load_pool_model(self._modelpool, BASE_MODEL))
+            self.add_row(BASE, load_pool_model(self._modelpool, BASE_MODEL))
         experts = self._modelpool.model_names if EXPERTS in references else []
         tasks = task_names(self._taskpool) or self.report.tasks or list(experts)
         if missing := [task for task in tasks if experts and task not in experts]:
@@ -157,36 +152,46 @@ class RunResults:
         of_model = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
         counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
         samples = {task: {"samples": count, "split": split} for task, count in counts.items()}
-        details: dict[str, Any] = {"settings": of_model, "cost": cost, "samples": samples}
         facts = CardFacts(name, base_method, of_model, counts)
+        details: Any = {"cost": cost, "samples": samples, "seed": settings.seed}
         self.saver.offer(result.model, facts)
-        self.add_made(name, result.model, **details, seed=settings.seed)
+        self.add_row(name, result.model, settings=of_model, **details)
 
-    def add_made(
+    def add_row(
         self,
         name: str,
         model: nn.Module,
         *,
-        settings: Mapping[str, Any],
-        cost: Cost,
-        samples: Mapping[str, Mapping[str, Any]],
-        seed: int | None,
+        settings: Any = None,
+        cost: Cost | None = None,
+        samples: Mapping[str, Mapping[str, Any]] | None = None,
+        seed: int | None = None,
     ) -> None:
-        """Evaluate a method's model.
+        """Evaluate a model and report it. Without a task pool, report only a method's cost.
 
         Args:
             name: Its row.
             model: The model.
-            settings: Settings of the method.
-            cost: Time and memory of the method.
+            settings: Settings of the method or merger. Runs in one comparison have equal ones.
+            cost: Time and memory of the method, None for references.
             samples: Task -> {"samples", "split"}, empty for methods without data.
             seed: Seed of samples and training, or None for methods without randomness.
         """
-        if any(entry["split"] == "test" for entry in samples.values()):
-            text = f"{name} was made with samples of the test split"
-            self.report.note(Note(SAMPLES, text))
-        more: dict[str, Any] = {"samples": dict(samples), "seed": seed}
-        self._add_row(name, model, settings=settings, cost=cost.as_dict(), **more)
+        details: dict[str, Any] = {"settings": dict(settings or {}), "seed": seed}
+        if any(entry["split"] == "test" for entry in (samples or {}).values()):
+            self.report.note(Note(SAMPLES, f"{name} was made with samples of the test split"))
+        if cost is not None:
+            details |= {"cost": cost.as_dict(), "samples": dict(samples or {})}
+        if self._taskpool is None:
+            if cost is not None:
+                self.report.add_row(name, {}, **details)
+            return
+        log.info("evaluating %s", name)
+        row = evaluate(self._taskpool, model)
+        file = path_option(self._program, "report_save_path")
+        if name == self._returned_row and file is not None:  # FusionBench's report
+            write_atomic(file, json.dumps(row.raw), "report_save_path")
+        self.report.add_row(name, row.scores, correct=row.correct, **details)
 
     def finish(self) -> nn.Module:
         """Write, log and show the report, and return the model of the row to save.
@@ -225,19 +230,6 @@ class RunResults:
             merged.seed = seeds[0] if merged.seed is None and seeds else merged.seed
             for row in (row for row in rows if row.is_repair):
                 row.conditions |= conditions_of(merger, merged.settings, row.settings)
-
-    def _add_row(self, name: str, model: nn.Module, **details: Any) -> None:
-        """Evaluate a model and report it. Without a task pool, report only settings and cost."""
-        details["settings"] = dict(details.get("settings") or {})
-        if self._taskpool is None:
-            self.report.add_row(name, {}, **details)
-            return
-        log.info("evaluating %s", name)
-        row = evaluate(self._taskpool, model)
-        file = path_option(self._program, "report_save_path")
-        if name == self._returned_row and file is not None:  # FusionBench's report
-            write_atomic(file, json.dumps(row.raw), "report_save_path")
-        self.report.add_row(name, row.scores, correct=row.correct, **details)
 
 
 def suite_name(modelpool: BaseModelPool) -> str:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,7 +134,6 @@ class RowSaver:
 
 
 def _location(model: PoolModel) -> str:
-    """Return the folder, hub id or class of a pool's model."""
-    kind = type(model.entry).__name__ if model.module is not None else plain(model.entry)
-    is_config = isinstance(kind, Mapping)
-    return model.location or (str(kind.get("_target_")) if is_config else str(kind))
+    """Return the folder, hub id, config or class of a pool's model."""
+    is_module = model.module is not None
+    return model.location or str(type(model.entry).__name__ if is_module else plain(model.entry))

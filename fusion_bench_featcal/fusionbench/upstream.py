@@ -1,21 +1,36 @@
-"""Upstream merger of a run, with its count of reads."""
+"""Upstream merger of a run. Plain mergers are computed tensor by tensor from files."""
 
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
-from torch import nn
+import torch
+from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
+from hydra.utils import get_object
+from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.experts.budget import budget_left
-from fusion_bench_featcal.fusionbench.fusing import merged_from_files
-from fusion_bench_featcal.fusionbench.options import MERGED, method_name
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, MERGED, method_name, plain
 from fusion_bench_featcal.fusionbench.pool_models import (
     MERGED_MODEL,
+    PoolModel,
     PoolModels,
     import_target,
     load_pool_model,
 )
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.settings import FeatCalSettings
+
+log = logging.getLogger(__name__)
+
+Merge = Callable[[Tensor, Sequence[Tensor]], Tensor]
+"""Takes the first model's tensor and the experts' tensors, returns the merged tensor."""
+_OPTIONS = {"_target_", "inplace", "show_pbar", "scaling_factor", *FUSION_BENCH_KEYS}
 
 
 class Upstream:
@@ -90,3 +105,105 @@ class Upstream:
             "experts": None if None in sizes else sum(size or 0 for size in sizes),
             "base": 0 if base is None else base.file_bytes,
         }
+
+
+def merged_from_files(base_method: Any, models: PoolModels) -> nn.Module | None:
+    """Merge models with one tensor of each in memory. The result equals the merger's bit by bit.
+
+    Models are read in the dtype that the pool would use. It is only known if the pool loads all
+    models in the same way, and their files and configs have the same dtypes.
+
+    Args:
+        base_method: Config of the merger.
+        models: The pool's models.
+
+    Returns:
+        The merged model, or None if FusionBench must load whole models, because of another merger
+        or incomplete safetensors files.
+
+    Raises:
+        CalibrationError: If a model cannot be loaded.
+    """
+    merge = _plain_merge(plain(base_method))
+    # The merged model takes its class and dtypes from the first model.
+    first = next(iter(models.experts.values()), None) if merge is _average else models.base
+    if merge is None or first is None:
+        return None
+    used = {model.name: model for model in (first, *models.experts.values())}
+    if any(type(model.files) is not SafetensorsExpert for model in used.values()):
+        return None
+    if len(set(map(_loading, used.values()))) > 1:
+        return None
+    model = load_pool_model(models.pool, first.name)
+    if getattr(model, "_fusion_bench_target_modules", None) is not None:
+        return None  # FusionBench merges these modules only
+    log.info("merging with %s, tensor by tensor from files", method_name(base_method))
+    opened = {
+        name: ExpertModel(name, source.files, model, role="model")  # type: ignore[arg-type]
+        for name, source in used.items()
+    }
+    fill(model, opened[first.name], [opened[task] for task in models.experts], merge)
+    return model.requires_grad_(False)
+
+
+@torch.no_grad()
+def fill(
+    model: nn.Module, first: ExpertModel, experts: Sequence[ExpertModel], merge: Merge
+) -> None:
+    """Write merged tensors into a model, in place."""
+    tensors = model.state_dict(keep_vars=True)
+    for tensor, name in {id(tensor): (tensor, name) for name, tensor in tensors.items()}.values():
+        start = first.tensor(name)
+        tensor.copy_(merge(start, [expert.stored(name).to(start.dtype) for expert in experts]))
+
+
+def _plain_merge(config: Mapping[str, Any]) -> Merge | None:
+    """Return the function of a plain average or task arithmetic, or None for other mergers."""
+    if set(config) - _OPTIONS or "_target_" not in config:
+        return None
+    try:
+        merger = get_object(config["_target_"])
+    except Exception:  # running the merger reports the error
+        return None
+    scale = config.get("scaling_factor")
+    if merger is SimpleAverageAlgorithm and "scaling_factor" not in config:
+        return _average
+    if merger is TaskArithmeticAlgorithm and isinstance(scale, Real) and type(scale) is not bool:
+        return _arithmetic(scale)
+    return None
+
+
+def _loading(model: PoolModel) -> tuple[str, frozenset[str], frozenset[str]]:
+    """Return options, configured and stored dtypes, which determine how a pool loads files."""
+    entry, source, config = plain(model.entry), model.files, model.config or {}
+    assert isinstance(source, SafetensorsExpert)
+    options = dict(entry) if isinstance(entry, Mapping) else {}
+    options.pop("pretrained_model_name_or_path", None)
+    sections = [config, *(section for section in config.values() if isinstance(section, Mapping))]
+    dtypes = {section.get(key) for section in sections for key in ("dtype", "torch_dtype")}
+    stored = {source.stored_dtype(name) for name in source.names()}
+    return (
+        json.dumps(options, sort_keys=True, default=str),
+        frozenset(map(str, dtypes - {None})),
+        frozenset(dtype for dtype in stored if "F" in dtype),  # F32, BF16, not I64
+    )
+
+
+# FusionBench's operations in the same order, so that the merged model is equal bit by bit.
+
+
+def _average(first: Tensor, experts: Sequence[Tensor]) -> Tensor:
+    total = experts[0]
+    for expert in experts[1:]:
+        total = total + expert
+    return total / len(experts)
+
+
+def _arithmetic(scale: Any) -> Merge:
+    def merge(first: Tensor, experts: Sequence[Tensor]) -> Tensor:
+        total = experts[0] - first
+        for expert in experts[1:]:
+            total = total + (expert - first)
+        return first + scale * total
+
+    return merge

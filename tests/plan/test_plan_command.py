@@ -111,7 +111,7 @@ def test_a_model_without_room_on_its_disk_is_refused(tmp_path: Path):
         ("method.mix_alpha=2", "method.mix_alpha must be a finite number"),
         ("method.save=featcal_plsu", "method.save must be a row that this run makes"),
         ("method.presets={a: {mix_alfa: 1}}", "method.presets.a.mix_alfa is unknown"),
-        ("method.calibration_data={mini_nmist: a}", "no expert 'mini_nmist' (nearest: 'mini_"),
+        ("method.calibration_data={mini_nmist: a}", "mini_nmist is unknown (nearest: 'mini_"),
         ("method.calibration_data={mini_mnist: a.csv}", "mini_mnist=a.csv: there is no such file"),
         ("modelpool.models.mini_mnist=/no/folder", "modelpool.models.mini_mnist=/no/folder: there"),
     ],

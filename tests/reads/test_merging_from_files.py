@@ -20,7 +20,7 @@ from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert, known_bytes
 from fusion_bench_featcal.fusionbench import PoolModel, PoolModels, Upstream, upstream
-from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average, fill
+from fusion_bench_featcal.fusionbench.upstream import _arithmetic, _average, fill
 
 TIES: dict[str, Any] = {"_target_": "fusion_bench.method.TiesMergingAlgorithm", "threshold": 20}
 TIES |= {"scaling_factor": 0.3, "remove_keys": [], "merge_func": "sum"}

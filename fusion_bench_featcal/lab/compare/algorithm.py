@@ -23,7 +23,7 @@ from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.method import DeclaredMethod
-from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.fusionbench.options import plain, suite_of
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
 from fusion_bench_featcal.fusionbench.program import sweep_job
 from fusion_bench_featcal.fusionbench.run_results import suite_name
@@ -158,7 +158,7 @@ class ComparisonAlgorithm(DeclaredMethod):
             CalibrationError: If the pools do not fit or, after all reports, if cells failed.
         """
         settings, program, suite = self.settings, self._program, suite_name(modelpool)
-        cells = cells_of(settings, plain(getattr(program, "_modelpool", {}).get("featcal")) or {})
+        cells = cells_of(settings, suite_of(program))
         part, tasks, label = _part(modelpool, settings.tasks)
         inputs = self._inputs(part)
         _check_cells(cells, inputs)

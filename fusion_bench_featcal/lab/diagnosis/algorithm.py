@@ -88,9 +88,7 @@ class DiagnosisAlgorithm(DeclaredMethod):
             CalibrationError: If the run cannot go on. Most reasons are detected before merging.
         """
         program, chosen = self._program, self.run_settings
-        choices = checked_choices(
-            self.settings, chosen.presets, chosen.compare_with, suite_of(program), chosen.save
-        )
+        choices = checked_choices(self.settings, chosen, suite_of(program))
         rows = choices.rows(self.settings)
         inputs = MethodInputs(modelpool, getattr(program, "taskpool", None), self.fabric, program)
         upstream = Upstream(chosen.base_method, inputs.models)
@@ -113,7 +111,7 @@ class DiagnosisAlgorithm(DeclaredMethod):
             del result  # frees a model before the next one
         if MERGED in (*choices.compare_with, choices.save):
             add_measures(upstream.name, merged)
-            results.add_reference(upstream.name, merged, plain(chosen.base_method))
+            results.add_row(upstream.name, merged, settings=plain(chosen.base_method))
         del merged
         if BASE in choices.compare_with and modelpool.has_pretrained:
             add_measures(BASE, load_pool_model(modelpool, BASE_MODEL))

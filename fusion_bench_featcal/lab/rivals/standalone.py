@@ -89,7 +89,7 @@ class MethodAlgorithm(DeclaredMethod):
         results = RunResults(self, pool, processor, upstream=upstream, row=method.name)
         settings = method.settings
         if merged is not None:
-            results.add_reference(upstream, merged, plain(self.base_method))
+            results.add_row(upstream, merged, settings=plain(self.base_method))
         else:  # a merger, recorded as by `method=compare`
             settings = plain(getattr(self._program, "_method", None)) or settings
         log.info("making %s", method.name)
@@ -99,7 +99,7 @@ class MethodAlgorithm(DeclaredMethod):
         samples, seed = method.samples(pool.model_names), method.settings.get("seed")
         results.saver.offer(model, CardFacts(method.name, self.base_method, settings, samples))
         details = {"settings": settings, "cost": cost, "samples": samples, "seed": seed}
-        results.add_made(method.name, model, **details)
+        results.add_row(method.name, model, **details)
         results.report.lines += training_lines(method.name, getattr(model, "curves", {}))
         return results.finish()
 
