@@ -1,6 +1,5 @@
 """Checks of a composed config before torch is imported: names, values and paths."""
 
-import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ def check_config(config: DictConfig) -> None:
         refuse_unknown(method.get(key) or (), tasks, f"method.{key}.")
     for setting, path in _paths(models, method):
         if not Path(path).expanduser().exists():
-            raise ValueError(f"{setting}={path}: there is no such file or folder{_nearest(path)}")
+            raise ValueError(f"{setting}={path}: there is no such file or folder")
 
 
 def choices_of_config(
@@ -66,21 +65,10 @@ def choices_of_config(
 
 def _paths(models: Mapping[str, Any], method: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield settings with their paths. A text may also be a hub id, which is not checked here."""
-    for name, entry in models.items():
-        values = entry if isinstance(entry, Mapping) else {"": entry}
-        for key, value in values.items():
-            if isinstance(value, str) and value.startswith(("/", "./", "../", "~")):
-                yield ".".join(filter(None, ("modelpool.models", name, key))), value
-    for task, entry in (method.get("calibration_data") or {}).items():
-        if isinstance(entry, str) and (
-            entry.startswith(("/", "./", "../", "~")) or entry.endswith(_TABLES)
-        ):
-            yield f"method.calibration_data.{task}", entry
-
-
-def _nearest(path: str) -> str:
-    """Return a hint with the nearest name in the folder above a path."""
-    folder = Path(path).expanduser().parent
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    near = difflib.get_close_matches(Path(path).name, names, n=1)
-    return f" (nearest: '{folder / near[0]}')" if near else ""
+    groups = {"modelpool.models": models, "method.calibration_data": method.get("calibration_data")}
+    for group, entries in groups.items():
+        for name, entry in (entries or {}).items():
+            for key, value in (entry if isinstance(entry, Mapping) else {"": entry}).items():
+                is_table = key == "" and str(value).endswith(_TABLES)
+                if is_table or str(value).startswith(("/", "./", "../", "~")):
+                    yield ".".join(filter(None, (group, name, key))), value

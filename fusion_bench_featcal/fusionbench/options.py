@@ -61,7 +61,7 @@ class RunSettings(MergedBy):
     presets: Mapping[str, Any] | None = setting(
         None,
         "Further settings to calibrate on the same merged model, {name: {setting: value}}. Null: "
-        "the model pool's presets, if it has any.",
+        "with the paper's rule the model pool's presets.",
         accepts="a mapping of names to settings",
         check=lambda value: isinstance(value, Mapping),
     )

@@ -121,9 +121,3 @@ def test_wrong_words_are_refused_by_name(
 ):
     assert main(["plan", *MINI, word]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_missing_folder_has_the_nearest_one_in_its_message(tmp_path: Path):
-    (tmp_path / "expert").mkdir()
-    with pytest.raises(ValueError, match=rf"\(nearest: '{tmp_path}/expert'\)"):
-        plan_run([*MINI, f"modelpool.models.mini_mnist={tmp_path}/exprt"])
