@@ -173,8 +173,6 @@ def task_rows(
     model, rule, streams = problem.model, problem.rule, problem.streams
     follows = entering is not None and streams.runs_experts
     needed = [name for group in turn for name in group.parameters]
-    if entering is not None:
-        problem.read_ahead(block)
     for task in streams.tasks:
         problem.progress.at(f"{block} · {task}")
         names = streams.tensors_of(block) if follows else needed

@@ -9,7 +9,6 @@ import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 from fusion_bench.modelpool import CausalLMPool as FusionBenchPool
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts.vocabulary import keep_common_rows
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel
 
 VOCABULARIES = ("refuse", "common_rows")
@@ -68,6 +67,6 @@ class CausalLMPool(FusionBenchPool):
         """Load a model, cut to the common rows of its vocabulary if so configured."""
         model: Any = super().load_model(model_name_or_config, *args, **kwargs)
         rows = self.vocabulary_rows
-        if rows is None:
-            return model
-        return keep_common_rows(model, rows, f"model {model_name_or_config!r}")
+        if rows is not None and rows < len(model.get_input_embeddings().weight):
+            model.resize_token_embeddings(rows, mean_resizing=False)
+        return model

@@ -175,16 +175,16 @@ MUTATIONS = [
     ),
     Mutation(
         "a rotary embedding that transformers does not read is accepted",
-        "models/configs.py",
-        "if value not in same_key and not is_renamed:",
+        "experts/model_config.py",
+        'if IS_RELEASE_4 and config.get("rope_parameters"):',
         "if False:",
         "folders/test_odd_models.py",
     ),
     Mutation(
         "rows that only the merged model has are those of the first tokens",
         "experts/vocabulary.py",
-        "rows_of(self._more, other, len(tensor), self._rows)",
-        "rows_of(self._more, other, 0, self._rows - len(tensor))",
+        "self._more.rows(other, len(tensor), self._rows)",
+        "self._more.rows(other, 0, self._rows - len(tensor))",
         "folders/test_odd_models.py",
     ),
     Mutation(

@@ -10,7 +10,6 @@ from fusion_bench_featcal.experts.source import (
     ExpertSource,
     InMemoryExpert,
     SourceView,
-    known_bytes,
     source_of,
 )
 from fusion_bench_featcal.lazy import lazy_names
@@ -21,7 +20,6 @@ __all__ = [
     "InMemoryExpert",
     "SourceView",
     "hollow_copy",
-    "known_bytes",
     "names_under",
     "put_tensor",
     "source_of",

@@ -1,8 +1,7 @@
 """Limits on the bytes that are read of experts: the setting `expert_read_budget`."""
 
-import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -10,10 +9,8 @@ from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.expert import ExpertModel
-from fusion_bench_featcal.experts.source import ExpertSource, SourceView, Tensors, known_bytes
+from fusion_bench_featcal.experts.source import ExpertSource, SourceView, Tensors
 from fusion_bench_featcal.settings.budgets import budget_in_bytes
-
-logger = logging.getLogger(__name__)
 
 Sizes = Mapping[str, Mapping[str, tuple[str, int]]]
 """Expert -> the merged model's name of each tensor that is read, in forward order -> its name in
@@ -26,19 +23,19 @@ class Grant:
 
     Attributes:
         limit: Largest number of bytes to read of all experts, or None for no limit.
-        full: Bytes of a full read, or None if a source has no sizes.
-        bytes: Bytes of the granted tensors, or None as `full`.
+        full: Bytes of a full read.
+        bytes: Bytes of the granted tensors.
         omitted: Expert -> tensors that are not read, by the merged model's names.
     """
 
-    limit: int | None = None
-    full: int | None = None
-    bytes: int | None = None
-    omitted: Mapping[str, Collection[str]] = field(default_factory=dict)
+    limit: int | None
+    full: int
+    bytes: int
+    omitted: Mapping[str, list[str]]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with the modules that are not read."""
-        not_read = {task: _modules(names) for task, names in self.omitted.items() if names}
+        not_read = {t: list(dict.fromkeys(map(_module, n))) for t, n in self.omitted.items() if n}
         return {"limit": self.limit, "full": self.full, "bytes": self.bytes, "not_read": not_read}
 
 
@@ -65,10 +62,6 @@ class Budgeted(SourceView):
         if name in self._omitted:
             return self._merged[self._omitted[name]]
         return super().tensor(name)
-
-    def will_need(self, names: Iterable[str]) -> None:
-        """Let the source start reading tensors ahead, except the ones that are not read."""
-        super().will_need([name for name in names if name not in self._omitted])
 
 
 def granted(budget: float | str | None, sizes: Sizes) -> Grant:
@@ -99,11 +92,6 @@ def granted(budget: float | str | None, sizes: Sizes) -> Grant:
         for task, of_expert in sizes.items()
     }
     return Grant(limit, full, total, omitted)
-
-
-def total_bytes(source: ExpertSource) -> int:
-    """Return the bytes of a full read of a source."""
-    return sum(known_bytes(source, name) for name in source.names())
 
 
 def budget_left(budget: float | str, upstream: int, merger: str) -> float | str:
@@ -148,26 +136,18 @@ def limit_reads(
         gather: Returns the values of all processes, whose experts share the budget.
 
     Raises:
-        CalibrationError: If there is a budget and a source has no sizes.
+        CalibrationError: If the budget allows no read.
     """
-    names, sizes = list(order), dict[str, Any]()
-    try:
-        for task, expert in experts.items():
-            sizes[task] = {name: (expert.keys[name], expert.nbytes(name)) for name in names}
-    except CalibrationError:
-        if budget is not None:
-            raise
-        sizes = {}
-    gathered = gather(sizes)
-    if not all(gathered):
-        return Grant()
-    of_all = {task: of_task for of_process in gathered for task, of_task in of_process.items()}
+    names = list(order)
+    sizes = {
+        task: {name: (expert.keys[name], expert.nbytes(name)) for name in names}
+        for task, expert in experts.items()
+    }
+    of_all = {task: of_task for of_process in gather(sizes) for task, of_task in of_process.items()}
     grant = granted(budget, {task: of_all[task] for task in tasks})
     if budget is not None and not grant.bytes:
-        logger.warning(
-            "method.expert_read_budget=%s is less than one module of one expert: nothing is read, "
-            "and the merged model is calibrated towards itself",
-            budget,
+        raise CalibrationError(
+            f"method.expert_read_budget={budget} is less than one module of one expert: give more"
         )
     for task, expert in experts.items():
         if grant.omitted[task]:
@@ -178,8 +158,3 @@ def limit_reads(
 
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _modules(names: Iterable[str]) -> list[str]:
-    """Return the modules that have some tensors, in order."""
-    return list(dict.fromkeys(map(_module, names)))

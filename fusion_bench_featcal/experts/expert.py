@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.finite import is_sound
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.copies import copied_module
-from fusion_bench_featcal.experts.source import ExpertSource, known_bytes, read_ahead, rows_of
+from fusion_bench_featcal.experts.source import ExpertSource
 from fusion_bench_featcal.experts.vocabulary import tied_head
 
 _ALIGNMENT = 64  # bytes, the alignment of torch's CPU allocator
@@ -63,8 +63,8 @@ class ExpertModel:
         self.sizes: dict[str, int] = {}
         self._label = f"{role} {name!r}"
         self._setting = f"modelpool.models.{name}"
-        tied = aliases(like) | tied_head(self._label, source, like)
-        self.keys = pair_names(name, role, source, stored, tied, spared)
+        tied = aliases(like) | tied_head(source, like)
+        self.keys = pair_names(self._label, self._setting, source, stored, tied, spared)
         parameters = {id(parameter) for parameter in like.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
         self._like = {name: (t.dtype, device or t.device) for name, t in stored.items()}
@@ -90,20 +90,7 @@ class ExpertModel:
         except CalibrationError as error:
             raise CalibrationError(f"{self._label}: {error}. Check {self._setting}") from error
         if key not in self.sizes:
-            try:
-                self.sizes[key] = known_bytes(self.source, key)
-            except CalibrationError:  # the source, or the one that it wraps, has no sizes
-                self.sizes[key] = stored.nbytes
-        if not isinstance(stored, Tensor):
-            raise CalibrationError(
-                f"{self._label}: the source's tensor({key!r}) is a {type(stored).__name__}, not a "
-                "torch tensor"
-            )
-        if stored.shape != (shape := tuple(self.source.shape(key))):
-            raise CalibrationError(
-                f"{self._label}: the source's tensor({key!r}) has shape {tuple(stored.shape)}, but "
-                f"its shape({key!r}) is {shape}"
-            )
+            self.sizes[key] = self.source.nbytes(key)
         if self._like[name][0].is_floating_point and not stored.is_floating_point():
             raise CalibrationError(
                 f"{self._label}: tensor {name!r} is stored as {stored.dtype}, not as real numbers: "
@@ -121,7 +108,7 @@ class ExpertModel:
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return some rows of one tensor on the CPU. Reads only these if the source supports it."""
-        return rows_of(self.source, self.keys[name], start, stop)
+        return self.source.rows(self.keys[name], start, stop).to("cpu")
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor under the merged model's name, in its dtype and on its device.
@@ -137,16 +124,8 @@ class ExpertModel:
         return tensor if aligned else tensor.clone()
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes to read for one tensor, by the merged model's name.
-
-        Raises:
-            CalibrationError: If the source has no sizes.
-        """
-        return known_bytes(self.source, self.keys[name])
-
-    def will_need(self, names: Iterable[str]) -> None:
-        """Start reading the named tensors ahead."""
-        read_ahead(self.source, [self.keys[name] for name in names if name in self.keys])
+        """Return the bytes to read for one tensor, by the merged model's name."""
+        return self.source.nbytes(self.keys[name])
 
     @contextmanager
     def loaded(self, names: Iterable[str]) -> Iterator[nn.Module]:
@@ -236,9 +215,9 @@ def aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def pair_names(
-    model_name: str,
-    role: str,
-    source: Any,
+    label: str,
+    setting: str,
+    source: ExpertSource,
     tensors: Mapping[str, Tensor],
     tied: Mapping[str, list[str]],
     spared: Container[str] = (),
@@ -251,29 +230,25 @@ def pair_names(
     Raises:
         CalibrationError: If a tensor is missing or has another shape, naming it.
     """
-    available, position = set(source.names()), {name: i for i, name in enumerate(tensors)}
+    available, position = source.names(), {name: i for i, name in enumerate(tensors)}
     rename = _renaming(available, set(tensors))
     keys: dict[str, str] = {}
     for name, tensor in tensors.items():
         names = sorted([name, *tied[name]], key=position.__getitem__)
-        stored = [n for n in map(rename, names) if n in available]
-        if name in spared and (not stored or tuple(source.shape(stored[0])) != tensor.shape):
-            continue
-        if not stored:
+        key = next((n for n in map(rename, names) if n in available), None)
+        shape = None if key is None else tuple(source.shape(key))
+        if key is not None and shape == tensor.shape:
+            keys[name] = key
+        elif name not in spared and key is None:
             nearest = difflib.get_close_matches(name, available, n=1, cutoff=0.0)
             raise CalibrationError(
-                f"{role} {model_name!r} has no tensor {name!r}"
-                + (f"; its nearest is {nearest[0]!r}" if nearest else "")
-                + f". Check modelpool.models.{model_name}. If transformers renames this "
-                "architecture's tensors when it loads them, name a function of your own that does: "
-                f"modelpool.models.{model_name}={{_target_: my_module.load}}"
+                f"{label} has no tensor {name!r}; its nearest is {nearest}. Check {setting}"
             )
-        if (shape := tuple(source.shape(stored[0]))) != tensor.shape:
+        elif name not in spared:
             raise CalibrationError(
-                f"{role} {model_name!r}: tensor {name!r} has shape {shape}, the "
-                f"merged model's has {tuple(tensor.shape)}. Check modelpool.models.{model_name}"
+                f"{label}: tensor {name!r} has shape {shape}, the merged model's has "
+                f"{tuple(tensor.shape)}. Check {setting}"
             )
-        keys[name] = stored[0]
     return keys
 
 
@@ -282,14 +257,12 @@ def _renaming(available: set[str], names: set[str]) -> Callable[[str], str]:
 
     The same weights are `vision_model.x` in files and, from transformers 5.6 on, `x` in memory.
     """
-    prefixes = {name.split(".")[0] + "." for name in available | names}
-    choices = [("", "")] + [(p, "") for p in sorted(prefixes)] + [("", p) for p in sorted(prefixes)]
-
-    def rename(name: str, added: str, removed: str) -> str:
-        return added + name.removeprefix(removed)
+    prefixes = sorted({name.split(".")[0] + "." for name in available | names})
+    choices = [("", "")] + [(p, "") for p in prefixes] + [("", p) for p in prefixes]
 
     def covered(choice: tuple[str, str]) -> int:
-        return sum(rename(name, *choice) in available for name in names)
+        added, removed = choice
+        return sum(added + name.removeprefix(removed) in available for name in names)
 
-    best = max(choices, key=covered)  # on a tie the first one: unchanged names
-    return lambda name: rename(name, *best)
+    added, removed = max(choices, key=covered)  # on a tie the first one: unchanged names
+    return lambda name: added + name.removeprefix(removed)

@@ -4,14 +4,14 @@ import math
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.experts.source import ExpertSource, SourceView, rows_of
+from fusion_bench_featcal.experts.source import ExpertSource, SourceView
 from fusion_bench_featcal.experts.vocabulary import VOCABULARY
 from fusion_bench_featcal.files.untrusted import read_json
 
@@ -31,13 +31,6 @@ _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 
 class OtherAdapterError(CalibrationError):
     """An adapter that is not plain LoRA: PEFT merges it, with the whole model in memory."""
-
-
-class _Change(NamedTuple):
-    """Names of a weight's factors, A `[rank, inputs]` and B `[outputs, rank]`."""
-
-    down: str
-    up: str
 
 
 class LoraExpert(SourceView):
@@ -72,24 +65,23 @@ class LoraExpert(SourceView):
             factors[weight][match["kind"]] = name
         self._changes = {name: self._checked(name, pair) for name, pair in factors.items()}
 
-    def _checked(self, name: str, factors: dict[str, str]) -> _Change:
-        """Return the factors of a weight after comparing their shapes with the base's."""
-        label = f"LoRA adapter {self._folder}: {name}"
-        if len(factors) < 2:
-            raise CalibrationError(f"{label} has only one of its two matrices")
-        if name not in self.names():
-            raise CalibrationError(f"{label} is not in the base. Check modelpool.models and --base")
-        change = _Change(factors["A"], factors["B"])
-        stored, *shapes = map(list, (self.shape(name), *map(self._weights.shape, change)))
-        (rank, inputs, *kernel), (outputs, other, *_) = shapes
-        if kernel or stored == [inputs, outputs] != [outputs, inputs]:
-            raise OtherAdapterError(f"{label} is a convolution, or stored as [inputs, outputs]")
-        if rank != other or stored != [outputs, inputs]:
-            raise CalibrationError(
-                f"{label} is {stored} in the base, and the adapter's matrices A and B are "
-                f"{shapes[0]} and {shapes[1]}. Check modelpool.models and --base"
-            )
-        return change
+    def _checked(self, name: str, factors: dict[str, str]) -> list[str]:
+        """Return the names of a weight's factors A `[rank, inputs]` and B `[outputs, rank]`."""
+        names = [factors[kind] for kind in sorted(factors)]
+        stored = list(self.shape(name)) if name in self.names() else None
+        shapes = [list(self._weights.shape(factor)) for factor in names]
+        if any(len(shape) > 2 for shape in shapes):
+            raise OtherAdapterError(f"{self._folder}: {name} is a convolution")
+        if len(shapes) == 2:
+            (rank, inputs), (outputs, other) = shapes
+            if rank == other and stored == [outputs, inputs]:
+                return names
+            if stored == [inputs, outputs]:
+                raise OtherAdapterError(f"{self._folder}: {name} is stored as [inputs, outputs]")
+        raise CalibrationError(
+            f"LoRA adapter {self._folder} does not fit the base: {name} is {stored} there, and its "
+            f"matrices A and B are {shapes}. Check modelpool.models and --base"
+        )
 
     def nbytes(self, name: str) -> int:
         """Return the bytes to read for one tensor: the base's and its two factors."""
@@ -101,7 +93,7 @@ class LoraExpert(SourceView):
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return some rows of one tensor."""
-        return self._changed(rows_of(self._source, name, start, stop), name, start)
+        return self._changed(self._source.rows(name, start, stop), name, start)
 
     def _changed(self, rows: Tensor, name: str, start: int) -> Tensor:
         """Add the adapter's change to rows of a tensor, from row `start` on."""

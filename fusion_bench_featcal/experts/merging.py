@@ -1,7 +1,7 @@
 """A merged model that is computed while it is read: task arithmetic, or an average of experts."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -55,12 +55,6 @@ class MergedOnRead(SourceView):
             for model in (self._base, *self._experts):
                 model.stored(of_model)  # raises if this model has the NaN or infinity
         return merged
-
-    def will_need(self, names: Iterable[str]) -> None:
-        """Let all models start reading some tensors ahead."""
-        of_model = [self._names[name] for name in names if name in self._names]
-        for model in (*([] if self._scale is None else [self._base]), *self._experts):
-            model.will_need(of_model)
 
     def _merge(self, name: str, start: int, out: Tensor) -> None:
         """Merge some rows of a tensor into `out`."""

@@ -1,13 +1,16 @@
-"""Comparison of the configs of experts and merged model, as far as they change the function."""
+"""Configs of models: files that transformers would misread, and functions that differ."""
 
 from collections.abc import Container, Iterator, Mapping
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files.untrusted import read_json
 
+RELEASE = version("transformers")
+IS_RELEASE_4 = RELEASE.startswith("4.")
 # Names, training, sizes (checked by tensor shapes) and keys that follow from others.
 _BOOKKEEPING = {
     "attn_implementation", "auto_map", "d_ff", "d_model", "dtype", "gradient_checkpointing",
@@ -18,9 +21,6 @@ _BOOKKEEPING = {
 _BOOKKEEPING_STARTS = ("_", "output_", "summary_")
 _BOOKKEEPING_ENDS = ("_token_id", "_token_ids", "_token_index")
 _BOOKKEEPING_WITHIN = ("drop", "init")  # dropout rates, initialisation
-# Depending on the release, transformers writes these at the top or inside `rope_parameters`.
-_ROPE = "rope_parameters"
-_OF_ROPE = ("rope_theta", "partial_rotary_factor")
 _SHOWN = 4
 _GENERATE = "custom_generate/generate.py"
 
@@ -32,20 +32,45 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         folder: The checkpoint's folder.
 
     Raises:
-        CalibrationError: If the file cannot be read or is damaged, or the checkpoint has code that
-            transformers 4 runs without asking.
+        CalibrationError: If the file is damaged, or the checkpoint has code that transformers 4
+            runs without asking.
     """
     if (folder / _GENERATE).is_file():
         raise CalibrationError(
             f"{folder} has {_GENERATE}: code beside a model is not run. Remove the file"
         )
-    file = folder / "config.json"
     try:
-        return read_json(file)
+        return read_json(folder / "config.json")
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise CalibrationError(str(error)) from error
+
+
+def open_config(folder: Path) -> dict[str, Any] | None:
+    """Return the config.json of a model to calibrate, or None if it has none.
+
+    Raises:
+        CalibrationError: As `read_config`, and if the model is quantized, or transformers 5 wrote
+            its rotary embedding and transformers 4 does not read it.
+    """
+    config, file = read_config(folder), folder / "config.json"
+    if config is None:
+        return None
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise CalibrationError(
+            f"{file} has a quantization_config ({method}), and quantized weights cannot be "
+            "calibrated: save the model in bfloat16 (model.dequantize() of transformers), or "
+            "remove the key if the tensors of its files are plain"
+        )
+    if IS_RELEASE_4 and config.get("rope_parameters"):
+        raise CalibrationError(
+            f"{file} has rope_parameters, which were written by transformers 5 and which "
+            f"{RELEASE} does not read. Install transformers 5, or write rope_theta and "
+            "rope_scaling in their place"
+        )
+    return config
 
 
 def check_same_function(
@@ -72,7 +97,11 @@ def check_same_function(
     Raises:
         CalibrationError: If they differ, naming keys and values.
     """
-    differing = _differences(complete_config(config), complete_config(reference))
+    ours, theirs = complete_config(config), complete_config(reference)
+    if ours is None or theirs is None:
+        return
+    parts = _part(ours, theirs.get("model_type")), _part(theirs, ours.get("model_type"))
+    differing = dict(_differences(*parts))
     if "model_type" in differing:
         kind, expected = differing["model_type"]
         raise CalibrationError(
@@ -81,11 +110,10 @@ def check_same_function(
         )
     if differing:
         first = [f"{k}={value!r} (there {ref!r})" for k, (value, ref) in differing.items()][:_SHOWN]
-        more = f" and {len(differing) - _SHOWN} keys more" if len(differing) > _SHOWN else ""
         raise CalibrationError(
             f"{role} {name!r} is another function than {other}, in whose modules its weights run: "
-            f"its config has {', '.join(first)}{more}. Check modelpool.models.{name}. To calibrate "
-            "all the same, write the other values into its config.json"
+            f"its config has {', '.join(first)}. Check modelpool.models.{name}. To calibrate all "
+            "the same, write the other values into its config.json"
         )
 
 
@@ -126,15 +154,19 @@ def complete_config(config: Any) -> dict[str, Any] | None:
 
 
 def _differences(
-    config: Mapping[str, Any] | None, reference: Mapping[str, Any] | None
-) -> dict[str, tuple[Any, Any]]:
-    """Return keys that make two configs different functions, sorted, with both values."""
-    if config is None or reference is None:
-        return {}
-    values = flat_values(_part(config, reference.get("model_type")))
-    expected = flat_values(_part(reference, config.get("model_type")))
-    keys = sorted(key for key in values.keys() & expected.keys() if _counts(key))
-    return {k: (values[k], expected[k]) for k in keys if values[k] != expected[k]}
+    config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield keys that make two configs different functions, joined with dots, and both values."""
+    for key in filter(_counts, sorted(config.keys() & reference.keys())):
+        value, other = config[key], reference[key]
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            yield from _differences(value, other, f"{prefix}{key}.")
+        elif _listed(value) != _listed(other):
+            yield f"{prefix}{key}", (value, other)
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _part(config: Mapping[str, Any], model_type: Any) -> Mapping[str, Any]:
@@ -145,46 +177,14 @@ def _part(config: Mapping[str, Any], model_type: Any) -> Mapping[str, Any]:
     return next((part for part in nested if part.get("model_type") == model_type), config)
 
 
-def flat_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config's plain values by keys joined with dots.
-
-    Tuples become lists, and all keys of the rotary embedding are in `rope_parameters`.
-    """
-    return dict(_flat(config))
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    inside_rope = prefix.endswith(f"{_ROPE}.")
-    for key, value in (config if inside_rope else _with_rope_together(config)).items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
-
-
-def _with_rope_together(config: Mapping[str, Any]) -> dict[str, Any]:
-    values = dict(config)
-    rope: dict[str, Any] = {}
-    for key in ("rope_scaling", _ROPE):
-        value = values.pop(key, None)
-        rope |= value if isinstance(value, Mapping) else {}
-    rope |= {key: values.pop(key) for key in _OF_ROPE if key in values and key not in rope}
-    if rope:
-        kind = rope.pop("type", "default")
-        values[_ROPE] = {"rope_type": kind, **rope}
-    return values
-
-
 def _counts(key: str) -> bool:
     """Return whether a key changes the model's function."""
-    words = {key, *key.split(".")}
-    if words & _BOOKKEEPING or (words - {"model_type"}) & _common():
+    if key in _BOOKKEEPING or (key != "model_type" and key in _common()):
         return False
-    leaf = key.rsplit(".", 1)[-1]
     return not (
-        leaf.startswith(_BOOKKEEPING_STARTS)
-        or leaf.endswith(_BOOKKEEPING_ENDS)
-        or any(part in leaf for part in _BOOKKEEPING_WITHIN)
+        key.startswith(_BOOKKEEPING_STARTS)
+        or key.endswith(_BOOKKEEPING_ENDS)
+        or any(part in key for part in _BOOKKEEPING_WITHIN)
     )
 
 

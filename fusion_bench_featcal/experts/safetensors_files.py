@@ -2,32 +2,24 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts.model_config import read_config
+from fusion_bench_featcal.experts.model_config import open_config
+from fusion_bench_featcal.experts.source import ExpertSource
 from fusion_bench_featcal.files.untrusted import read_json
 
-# Complex numbers, or codes that need a scale. Unsigned bytes are a mask in old GPT-2 checkpoints.
-_UNUSABLE_DTYPES = ("C", "F4", "F6_", "F8", "I8")
-_UNUSABLE_WEIGHTS = ("U8",)
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "BOOL": torch.bool,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
-
-REQUEST = 2**17
-"""Largest request for reading ahead, in bytes. Linux cuts longer ones to about this size."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +33,7 @@ class _Stored:
     dtype: str
 
 
-class SafetensorsExpert:
+class SafetensorsExpert(ExpertSource):
     """Weights read from safetensors files, tensor by tensor (sharded or not).
 
     Tensors are read rather than memory-mapped. The process would be killed if another program
@@ -60,7 +52,6 @@ class SafetensorsExpert:
             CalibrationError: If a file is damaged or cannot be read, or a tensor has a dtype
                 without real numbers.
         """
-        self._folder = Path(path) if Path(path).is_dir() else Path(path).parent
         self._stored: dict[str, _Stored] = {}
         self._states: dict[Path, tuple[int, int]] = {}
         for file in safetensors_files(Path(path)):
@@ -76,25 +67,17 @@ class SafetensorsExpert:
                     f"{file} is no readable safetensors file: {error}"
                 ) from error
         self._refuse_unusable_dtypes()
+        self.config = open_config(Path(path) if Path(path).is_dir() else Path(path).parent)
 
     def _refuse_unusable_dtypes(self) -> None:
         for name, stored in self._stored.items():
-            unusable = stored.dtype.startswith(_UNUSABLE_DTYPES)
-            if unusable or (name.endswith(".weight") and stored.dtype in _UNUSABLE_WEIGHTS):
+            is_code = stored.dtype == "U8" and name.endswith(".weight")  # else a mask, as in GPT-2
+            if is_code or stored.dtype not in DTYPES:
                 raise CalibrationError(
                     f"tensor {name!r} of {stored.file} is stored as {stored.dtype}, which cannot "
                     "be calibrated: load the model in the library that made it, and save it in "
                     "bfloat16, float16 or float32"
                 )
-
-    @property
-    def config(self) -> dict[str, Any] | None:
-        """Return the content of the config.json next to the weights, or None.
-
-        Raises:
-            CalibrationError: If it is damaged.
-        """
-        return read_config(self._folder)
 
     @property
     def files(self) -> list[Path]:
@@ -132,15 +115,6 @@ class SafetensorsExpert:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read some rows of one tensor. A scalar is read whole. Raises as `tensor`."""
         return self._read(name, start, stop)
-
-    def will_need(self, names: Iterable[str]) -> None:
-        """Ask the system, if it supports it, to read tensors into its page cache.
-
-        A thread makes the requests, because they block while a slow disk is busy.
-        """
-        tensors = [self._stored[name] for name in names if name in self._stored]
-        if tensors and hasattr(os, "posix_fadvise"):
-            Thread(target=_request, args=(tensors,), name="read ahead", daemon=True).start()
 
     def _read(self, name: str, start: int, stop: int | None) -> Tensor:
         stored = self._stored[name]
@@ -182,17 +156,6 @@ def _header(file: Path, stream: BinaryIO) -> dict[str, _Stored]:
     return tensors
 
 
-def _request(tensors: Sequence[_Stored]) -> None:
-    """Ask the system to read tensors ahead."""
-    with suppress(OSError):  # if the file is gone, reading its tensor raises and names it
-        for tensor in tensors:
-            end = tensor.start + tensor.nbytes
-            with tensor.file.open("rb") as stream:
-                for start in range(tensor.start, end, REQUEST):
-                    count = min(REQUEST, end - start)
-                    os.posix_fadvise(stream.fileno(), start, count, os.POSIX_FADV_WILLNEED)
-
-
 def safetensors_files(path: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint.
 
@@ -200,26 +163,15 @@ def safetensors_files(path: Path) -> list[Path]:
         FileNotFoundError: If there is none, naming the files that were expected.
         CalibrationError: If the index is damaged, or lists files that do not exist.
     """
-    if path.is_file():
-        return [path]
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        shards = _shards(index)
-        missing = [shard for shard in shards if not (path / shard).is_file()]
-        if missing:
-            raise CalibrationError(f"{path} lacks the shards {missing} that {index.name} names")
-        return [path / shard for shard in shards]
-    raise FileNotFoundError(f"{path} holds neither model.safetensors nor an index of shards")
-
-
-def _shards(index: Path) -> list[str]:
-    """Return the names of the files that an index of shards lists."""
+    if path.is_file() or single.is_file():
+        return [path if path.is_file() else single]
+    if not index.is_file():
+        raise FileNotFoundError(f"{path} holds neither model.safetensors nor an index of shards")
     try:
-        files = read_json(index).get("weight_map")
-    except ValueError as error:
-        raise CalibrationError(str(error)) from error
-    if not isinstance(files, Mapping) or not files:
-        raise CalibrationError(f"{index} is damaged: its weight_map is {files!r}")
-    return sorted(set(map(str, files.values())))
+        shards = sorted(set(map(str, read_json(index)["weight_map"].values())))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CalibrationError(f"{index} is damaged: {error!r}") from error
+    if missing := [shard for shard in shards if not (path / shard).is_file()]:
+        raise CalibrationError(f"{path} lacks the shards {missing} that {index.name} names")
+    return [path / shard for shard in shards]

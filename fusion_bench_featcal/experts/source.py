@@ -1,36 +1,48 @@
 """Sources of weights: the interface, a model in memory, and the base of views of other sources."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 
 
-class ExpertSource(Protocol):
-    """A readable set of named tensors: one model's weights.
+class ExpertSource:
+    """A readable set of named tensors: one model's weights. Base of all sources.
 
-    Optional members: `nbytes(name)`, the bytes to read for a tensor, which a read budget needs,
-    `rows(name, start, stop)`, which reads only these rows, `will_need(names)`, which starts reading
-    tensors ahead and returns at once, and `config`, the model's transformers config or the content
-    of its config.json, which is compared with the merged model.
+    A source defines `names`, `shape` and `tensor`. The other members have defaults.
+
+    Attributes:
+        config: The model's transformers config or the content of its config.json, which is
+            compared with the merged model, or None.
     """
+
+    config: Any = None
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
-        ...
+        raise NotImplementedError
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one tensor, without reading it if possible."""
-        ...
+        raise NotImplementedError
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor in its stored dtype. The caller must not write to it."""
-        ...
+        raise NotImplementedError
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes to read for one tensor. The default reads it."""
+        return self.tensor(name).nbytes
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return some rows of one tensor, by default of the whole tensor. A scalar has no rows."""
+        tensor = self.tensor(name)
+        return tensor[start:stop] if tensor.ndim else tensor
 
 
-class InMemoryExpert:
+class InMemoryExpert(ExpertSource):
     """Weights of a module in memory. Nothing is copied."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -59,17 +71,12 @@ class InMemoryExpert:
         return self._tensors[name]
 
 
-class SourceView:
+class SourceView(ExpertSource):
     """Base of sources that wrap another one and change some of its weights."""
 
     def __init__(self, source: ExpertSource) -> None:
-        """Wrap a source."""
-        self._source = source
-
-    @property
-    def config(self) -> Any:
-        """The source's config, if it has one."""
-        return getattr(self._source, "config", None)
+        """Wrap a source, and take its config."""
+        self._source, self.config = source, source.config
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
@@ -81,15 +88,11 @@ class SourceView:
 
     def nbytes(self, name: str) -> int:
         """Return the number of bytes to read for one tensor."""
-        return known_bytes(self._source, name)
+        return self._source.nbytes(name)
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor of the view."""
         return self._source.tensor(name)
-
-    def will_need(self, names: Iterable[str]) -> None:
-        """Let the source start reading tensors ahead."""
-        read_ahead(self._source, names)
 
 
 class Tensors(Mapping[str, Tensor]):
@@ -125,36 +128,14 @@ def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
     """
     if isinstance(model, nn.Module):
         return InMemoryExpert(model)
-    if not all(hasattr(model, name) for name in ("names", "shape", "tensor")):
+    if not isinstance(model, ExpertSource):
         raise CalibrationError(
-            f"a {type(model).__name__} is no model: give a module, or a source of weights with "
-            "names, shape and tensor"
+            f"a {type(model).__name__} is no model: give a module, or a class of your own derived "
+            "from ExpertSource"
         )
     return model
 
 
-def known_bytes(source: Any, name: str) -> int:
-    """Return the bytes to read for a tensor.
-
-    Raises:
-        CalibrationError: If the source has no sizes, as one written by a user may.
-    """
-    if not hasattr(source, "nbytes"):
-        raise CalibrationError(
-            f"{type(source).__name__} has no nbytes(name). method.expert_read_budget needs the "
-            "size of each tensor: add this method to the source, or set "
-            "method.expert_read_budget to null"
-        )
-    return int(source.nbytes(name))
-
-
-def read_ahead(source: Any, names: Iterable[str]) -> None:
-    """Let a source start reading tensors that are needed soon, if it supports that."""
-    if hasattr(source, "will_need"):
-        source.will_need(names)
-
-
-def rows_of(source: Any, name: str, start: int, stop: int) -> Tensor:
-    """Return some rows of a source's tensor on the CPU. Reads only these if possible."""
-    read = getattr(source, "rows", None)
-    return (source.tensor(name)[start:stop] if read is None else read(name, start, stop)).to("cpu")
+def total_bytes(source: ExpertSource) -> int:
+    """Return the bytes of a full read of a source."""
+    return sum(map(source.nbytes, source.names()))

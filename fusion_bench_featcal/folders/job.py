@@ -14,8 +14,9 @@ from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
 from fusion_bench_featcal.errors import CalibrationError, NotImproved
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.experts.budget import budget_left, total_bytes
+from fusion_bench_featcal.experts.budget import budget_left
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
 from fusion_bench_featcal.folders.model_folder import (

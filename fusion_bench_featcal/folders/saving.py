@@ -94,7 +94,7 @@ def _write_weights(models: Models, result: CalibrationResult, folder: Path) -> N
         if (home.folder / name).is_file():
             shutil.copyfile(home.folder / name, folder / name)
     whole = home.whole.state_dict()
-    keys = pair_names(home.name, "model", stored, whole, aliases(home.whole)).values()
+    keys = pair_names(home.label, home.label, stored, whole, aliases(home.whole)).values()
     outside_blocks = {key: stored.tensor(key) for key in keys if key not in calibrated.names()}
     write_shards(folder, calibrated, outside_blocks, LARGEST_FILE)
 

@@ -8,7 +8,7 @@ from logging import ERROR, INFO, NOTSET, StreamHandler, getLogger
 import datasets
 
 from fusion_bench_featcal.errors.plurals import bytes_text, counted
-from fusion_bench_featcal.experts import known_bytes
+from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
@@ -33,8 +33,7 @@ def show_start(
     print(f"{home.kind}: {home.calibrated_class.__name__}, {counted(len(tasks), 'task')}")
     for note in notes:
         print(f"  {note}")
-    experts = [models.sources[task] for task in tasks]
-    read = sum(known_bytes(expert, name) for expert in experts for name in expert.names())
+    read = sum(total_bytes(models.sources[task]) for task in tasks)
     if settings.expert_read_budget is not None:
         read = min(read, budget_in_bytes(settings.expert_read_budget, read))
     plan = Plan(read=read, output=home.size, folder=str(request.folder))

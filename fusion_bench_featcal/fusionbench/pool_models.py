@@ -15,8 +15,9 @@ from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line, loading_cause
-from fusion_bench_featcal.experts import ExpertSource, known_bytes
+from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.copies import bind_own_functions
+from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.experts.vocabulary import VocabularyRows
 from fusion_bench_featcal.models.hub import fetch, fetch_all
 from fusion_bench_featcal.models.model_files import ModelFiles
@@ -118,7 +119,7 @@ class PoolModel:
         if self.module is not None:
             return 0
         source = self.files
-        return None if source is None else sum(known_bytes(source, n) for n in source.names())
+        return None if source is None else total_bytes(source)
 
     def source(self) -> nn.Module | ExpertSource:
         """Return the model as safetensors files if it has them, else as a module.

@@ -130,11 +130,6 @@ def hub_models(locations: Mapping[str, str], *, weights: bool = True) -> dict[st
     return models
 
 
-def is_here(location: str) -> bool:
-    """Return whether a path exists or the hub's cache has weights of a model of that name."""
-    return _is_path(location) or _cached(location, weights=True) is not None
-
-
 def commits() -> dict[str, str]:
     """Return the commits of hub models and datasets that this process has used, by id."""
     models = {location: model.folder.name for (location, _), model in _MODELS.items()}

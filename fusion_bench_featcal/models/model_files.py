@@ -16,8 +16,8 @@ from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.expert import aliases, pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, merged_by_peft
+from fusion_bench_featcal.experts.model_config import IS_RELEASE_4, open_config
 from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert
-from fusion_bench_featcal.models.configs import IS_RELEASE_4, is_adapter, open_config
 
 CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
 _DTYPES = {name: DTYPES[name] for name in ("F32", "F16", "BF16")}
@@ -41,8 +41,16 @@ class ModelFiles:
 
     @cached_property
     def is_adapter(self) -> bool:
-        """True for an adapter of another model."""
-        return self._labelled(is_adapter)
+        """True for an adapter of another model. Refuses one beside whole weights."""
+        if not (self.folder / "adapter_config.json").is_file():
+            return False
+        patterns = ("model*.safetensors", "pytorch_model*.bin")
+        if whole := sorted(file.name for name in patterns for file in self.folder.glob(name)):
+            raise self._error(
+                f"{self.folder} has two models: an adapter (adapter_config.json) and whole weights "
+                f"({whole[0]}). Move one of them to another folder"
+            )
+        return True
 
     @cached_property
     def config(self) -> dict[str, Any] | None:
@@ -213,7 +221,7 @@ class ModelFiles:
         try:
             if stored is not None:
                 tensors, tied = self.empty.state_dict(), aliases(self.empty)
-                pair_names(self.label, "model", stored, tensors, tied)
+                pair_names(self.label, self.label, stored, tensors, tied)
                 return stored
         except CalibrationError:  # transformers uses other tensor names than the files
             pass

@@ -8,9 +8,8 @@ from transformers import AutoTokenizer
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.experts.model_config import read_config
+from fusion_bench_featcal.experts.model_config import IS_RELEASE_4, RELEASE, read_config
 from fusion_bench_featcal.files.untrusted import read_json
-from fusion_bench_featcal.models.configs import IS_RELEASE_4, RELEASE
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _CONFIGS = ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json")

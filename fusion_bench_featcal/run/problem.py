@@ -22,7 +22,6 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, hollow_copy, source_of
 from fusion_bench_featcal.experts.budget import Grant, limit_reads
 from fusion_bench_featcal.experts.model_config import check_same_function
-from fusion_bench_featcal.experts.split import SplitSource
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families import Family, resolve_family, stages_of
 from fusion_bench_featcal.families.check import compare_with_model
@@ -145,17 +144,6 @@ class Problem:
         ):
             yield
 
-    def read_ahead(self, block: str) -> None:
-        """Start reading the weights of the block after this one."""
-        blocks = list(self.modules)
-        for following in blocks[blocks.index(block) + 1 :][:1]:
-            solved = [name for site in self.modules[following].sites for name in site.names]
-            run = self.streams.tensors_of(following)
-            self.working.will_need(run)
-            for name, model in self.models.items():
-                runs = name != BASE and self.streams.runs_experts
-                model.will_need(run if runs else solved)
-
 
 @dataclass(frozen=True)
 class CalibrationResult:
@@ -236,18 +224,20 @@ def without_fused_attention(request: Request) -> Request:
     """Return a request in which the attention of open_clip's models is split.
 
     Raises:
-        CalibrationError: If the attention cannot be split, or the merged model is in files.
+        CalibrationError: If the attention cannot be split, or a model is in files.
     """
     merged = split(request.merged)
     if merged is request.merged:
         return request
-    if request.merged_weights is not None:
-        raise CalibrationError(
-            "an open_clip model is calibrated in memory: load it instead of merged_weights"
-        )
-    experts = {task: SplitSource(source_of(expert)) for task, expert in request.experts.items()}
-    base = request.base and SplitSource(source_of(request.base))
-    return replace(request, merged=merged, base=base, experts=experts)
+
+    def parted(model: Any) -> Any:
+        if model is None or isinstance(model, nn.Module):
+            return None if model is None else split(model)
+        raise CalibrationError("an open_clip model is calibrated in memory: load it from its file")
+
+    parted(request.merged_weights)
+    experts = {task: parted(expert) for task, expert in request.experts.items()}
+    return replace(request, merged=merged, base=parted(request.base), experts=experts)
 
 
 def compared(
@@ -283,8 +273,8 @@ def _opened(
             raise CalibrationError(f"{role} {name!r}: {error}") from error
         options: Any = {"device": working.device, "spared": spared, "module": shared}
         expert = ExpertModel(name, source, like, role=role, **options)
-        configs = (getattr(model, "config", None) for model in (source, request.merged))
-        check_same_function(name, *configs, role=role)
+        config = getattr(request.merged, "config", None)
+        check_same_function(name, source.config, config, role=role)
         return expert
 
     has_base = request.base is not None and rule.reads_base

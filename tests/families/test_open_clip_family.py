@@ -8,12 +8,11 @@ import pytest
 import torch
 from calibrations import PAPER, PLUS, assert_identical, assert_same, distance, run_fast
 from oracle import Knobs
-from safetensors.torch import save_file
 from tiny_models import Suite, clip_suite, normal
 from tiny_open_clip import Tower, TwoTowers, converted, tower_suite
 from torch import nn
 
-from fusion_bench_featcal import CalibrationError, InMemoryExpert, SafetensorsExpert
+from fusion_bench_featcal import CalibrationError, InMemoryExpert
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.open_clip import fused, split
 
@@ -30,19 +29,6 @@ def test_a_split_model_is_the_same_function(quick, batch_first):
     assert torch.equal(restored(pixels), model(pixels))
     assert str(restored) == str(model)
     assert list(restored.state_dict()) == list(model.state_dict())
-
-
-def test_experts_stream_from_files_as_open_clip_writes_them(tmp_path):
-    suite = tower_suite(seed=12)
-    sources = {}
-    for prefix, (task, expert) in zip(("", "visual.", ""), suite.experts.items(), strict=False):
-        tensors = {f"{prefix}{name}": tensor for name, tensor in expert.state_dict().items()}
-        save_file(tensors, tmp_path / f"{task}.safetensors")
-        sources[task] = SafetensorsExpert(tmp_path / f"{task}.safetensors")
-    result = run_fast(replace(suite, experts=sources))
-    assert_identical(result.model, run_fast(suite).model)
-    sizes = {s: sum(t.nbytes for t in e.state_dict().values()) for s, e in suite.experts.items()}
-    assert all(0 < read <= sizes[task] for task, read in result.reads["experts"].items())
 
 
 @pytest.mark.parametrize(
@@ -85,6 +71,8 @@ def without_switch() -> nn.Module:
         (lambda: run_fast(
             tower_suite(), merged_weights=InMemoryExpert(Tower()), checkpoint_dir="x"),
          r"open_clip model is calibrated in memory"),
+        (lambda: run_fast(replace(tower_suite(), base=InMemoryExpert(Tower()))),
+         r"open_clip model is calibrated in memory: load"),
         (lambda: resolve_family("auto", TwoTowers(nn.Identity())),
          r"auto does not know TwoTowers.*a family"),
     ],

@@ -18,7 +18,8 @@ from torch import nn
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert, known_bytes
+from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
+from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.fusionbench import PoolModel, PoolModels, Upstream, upstream
 from fusion_bench_featcal.fusionbench.upstream import _arithmetic, _average, fill
 
@@ -83,7 +84,7 @@ def test_files_are_merged_as_they_load(make: Any, config: Any, tmp_path: Path, c
 
 def file_bytes(pool: Any, *names: str) -> int:
     sources = [PoolModel(pool, name).files for name in names]
-    return sum(known_bytes(source, key) for source in sources if source for key in source.names())
+    return sum(map(total_bytes, filter(None, sources)))
 
 
 def reads_of(pool: Any, base_method: Any, **options: Any) -> dict[str, Any]:
