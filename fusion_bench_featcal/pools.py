@@ -52,16 +52,13 @@ class CausalLMPool(FusionBenchPool):
         """
         if self.vocabulary == "refuse":
             return None
-        return min(self._rows(name) for name in self.all_model_names)
-
-    def _rows(self, name: str) -> int:
-        rows = (PoolModel(self, name).config or {}).get("vocab_size")
-        if not isinstance(rows, int):
+        configs = {name: PoolModel(self, name).config or {} for name in self.all_model_names}
+        for name in (name for name, config in configs.items() if "vocab_size" not in config):
             raise CalibrationError(
                 f"model {name!r} has no config with a vocab_size, which modelpool.vocabulary="
                 f"common_rows needs. Check modelpool.models.{name}"
             )
-        return rows
+        return min(config["vocab_size"] for config in configs.values())
 
     def load_model(self, model_name_or_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a model, cut to the common rows of its vocabulary if so configured."""

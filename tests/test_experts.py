@@ -27,15 +27,10 @@ from transformers.pytorch_utils import Conv1D
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.experts import (
-    ExpertModel,
-    InMemoryExpert,
-    LoraExpert,
-    OtherAdapterError,
-    check_same_function,
-    merged_by_peft,
-    notes_on_experts,
-)
+from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
+from fusion_bench_featcal.experts.likeness import notes_on_experts
+from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, merged_by_peft
+from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.fusionbench import PoolModel
 

@@ -16,9 +16,10 @@ from tiny_models import Suite, clip_suite, decoder_suite, t5_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, InMemoryExpert, Paper, Plus, SafetensorsExpert
-from fusion_bench_featcal.experts import ExpertModel, MergedOnRead, hollow_copy
+from fusion_bench_featcal.experts import ExpertModel, hollow_copy
 from fusion_bench_featcal.experts import merging as merging_module
 from fusion_bench_featcal.experts.copies import copied_module
+from fusion_bench_featcal.experts.merging import MergedOnRead
 from fusion_bench_featcal.experts.offloaded import fill, offloaded
 from fusion_bench_featcal.streams import Streams
 

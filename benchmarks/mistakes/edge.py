@@ -112,9 +112,9 @@ MUTATIONS = [
     ),
     Mutation(
         "files are converted to the config's dtype",
-        "folders/model_folder.py",
-        "return next((dtype for dtype in dtypes if dtype is not None), torch.float32)",
-        "return getattr(config, 'dtype', None) or next(dtypes)",
+        "models/model_files.py",
+        "return next((_DTYPES[name] for name in names if name in _DTYPES), torch.float32)",
+        "return getattr(config, 'dtype', None) or torch.float32",
         "folders/test_folder_runs.py",
     ),
     Mutation(

@@ -12,7 +12,6 @@ from fusion_bench_featcal.experts.source import (
     SourceView,
     source_of,
 )
-from fusion_bench_featcal.lazy import lazy_names
 
 __all__ = [
     "ExpertModel",
@@ -24,17 +23,3 @@ __all__ = [
     "put_tensor",
     "source_of",
 ]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "LoraExpert": ".lora",
-        "MergedOnRead": ".merging",
-        "OtherAdapterError": ".lora",
-        "SafetensorsExpert": ".safetensors_files",
-        "check_same_function": ".model_config",
-        "granted": ".budget",
-        "merged_by_peft": ".lora",
-        "notes_on_experts": ".likeness",
-    },
-)

@@ -1,7 +1,7 @@
 """Experts with one block's weights in memory, addressed by the merged model's names."""
 
 import difflib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -63,8 +63,7 @@ class ExpertModel:
         self.sizes: dict[str, int] = {}
         self._label = f"{role} {name!r}"
         self._setting = f"modelpool.models.{name}"
-        tied = aliases(like) | tied_head(source, like)
-        self.keys = pair_names(self._label, self._setting, source, stored, tied, spared)
+        self.keys = pair_names(self._label, self._setting, source, like, spared)
         parameters = {id(parameter) for parameter in like.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
         self._like = {name: (t.dtype, device or t.device) for name, t in stored.items()}
@@ -206,23 +205,14 @@ def hollow_copy(model: nn.Module, device: torch.device | None = None) -> nn.Modu
     return hollow
 
 
-def aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Return the other names of the same (tied) parameter for each tensor name."""
-    groups: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        groups.setdefault(id(tensor), []).append(name)
-    return {name: [n for n in group if n != name] for group in groups.values() for name in group}
-
-
 def pair_names(
     label: str,
     setting: str,
     source: ExpertSource,
-    tensors: Mapping[str, Tensor],
-    tied: Mapping[str, list[str]],
+    model: nn.Module,
     spared: Container[str] = (),
 ) -> dict[str, str]:
-    """Return the source's name of each of the model's tensors, and check all shapes.
+    """Return the source's name of each of a model's tensors, and check all shapes.
 
     All names of a tied tensor have one name in the source, so it is read once. Tensors in `spared`
     that do not fit are left out.
@@ -230,12 +220,15 @@ def pair_names(
     Raises:
         CalibrationError: If a tensor is missing or has another shape, naming it.
     """
-    available, position = source.names(), {name: i for i, name in enumerate(tensors)}
-    rename = _renaming(available, set(tensors))
+    available, tensors = source.names(), model.state_dict(keep_vars=True)
+    rename, heads = _renaming(available, set(tensors)), tied_head(source, model)
+    tied: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        tied.setdefault(id(tensor), []).append(name)
     keys: dict[str, str] = {}
     for name, tensor in tensors.items():
-        names = sorted([name, *tied[name]], key=position.__getitem__)
-        key = next((n for n in map(rename, names) if n in available), None)
+        names = map(rename, tied[id(tensor)] + heads.get(name, []))
+        key = next((n for n in names if n in available), None)
         shape = None if key is None else tuple(source.shape(key))
         if key is not None and shape == tensor.shape:
             keys[name] = key

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import nn
 
-from fusion_bench_featcal.experts.expert import aliases, pair_names
+from fusion_bench_featcal.experts.expert import pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files.json_files import json_text
 from fusion_bench_featcal.folders.models import Models
@@ -93,8 +93,7 @@ def _write_weights(models: Models, result: CalibrationResult, folder: Path) -> N
     for name in ("config.json", "generation_config.json"):
         if (home.folder / name).is_file():
             shutil.copyfile(home.folder / name, folder / name)
-    whole = home.whole.state_dict()
-    keys = pair_names(home.label, home.label, stored, whole, aliases(home.whole)).values()
+    keys = pair_names(home.label, home.label, stored, home.whole).values()
     outside_blocks = {key: stored.tensor(key) for key in keys if key not in calibrated.names()}
     write_shards(folder, calibrated, outside_blocks, LARGEST_FILE)
 

@@ -100,16 +100,13 @@ def fetch_all(locations: Mapping[str, str], *, weights: bool = True) -> dict[str
             all. The message names the option, the cause and the remedy.
     """
     models = hub_models(locations, weights=weights)
-    lacking = [model for model in models.values() if model.missing]
-    if lacking:
+    if lacking := [model for model in models.values() if model.missing]:
         _announce(lacking)
     for model in lacking:
         model.download()
-    folders = {location: model.folder for location, model in models.items()}
-    return {
-        option: folders.get(location) or Path(location).expanduser()
-        for option, location in locations.items()
-    }
+    paths = {location: Path(location).expanduser() for location in locations.values()}
+    paths |= {location: model.folder for location, model in models.items()}
+    return {option: paths[location] for option, location in locations.items()}
 
 
 def hub_models(locations: Mapping[str, str], *, weights: bool = True) -> dict[str, HubModel]:
@@ -122,7 +119,7 @@ def hub_models(locations: Mapping[str, str], *, weights: bool = True) -> dict[st
     """
     models: dict[str, HubModel] = {}
     for option, location in locations.items():
-        if not _is_path(location):
+        if not os.path.exists(os.path.expanduser(location)):
             key = (location, weights or (location, True) in _MODELS)
             if key not in _MODELS:
                 _MODELS[key] = _query(location, option, weights=weights)
@@ -195,10 +192,6 @@ def _parts(location: str) -> tuple[str, str | None]:
     """Return the id of a repository, and the revision if there is one."""
     repo_id, _, revision = location.partition("@")
     return repo_id, revision or None
-
-
-def _is_path(location: str) -> bool:
-    return os.path.exists(os.path.expanduser(location))
 
 
 def _announce(models: Sequence[HubModel]) -> None:

@@ -14,9 +14,9 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line, loading_cause
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
-from fusion_bench_featcal.experts.expert import aliases, pair_names
+from fusion_bench_featcal.experts.expert import pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, merged_by_peft
-from fusion_bench_featcal.experts.model_config import IS_RELEASE_4, open_config
+from fusion_bench_featcal.experts.model_config import open_config
 from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert
 
 CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
@@ -114,9 +114,7 @@ class ModelFiles:
     @cached_property
     def empty(self) -> nn.Module:
         """The model without weights, on the meta device. Buffers that no file has are in memory."""
-        model = self._empty(self.calibrated_class)
-        self._untie(model)
-        return model
+        return self._empty(self.calibrated_class)
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -151,16 +149,6 @@ class ModelFiles:
             return dtype if isinstance(dtype, torch.dtype) else torch.float32
         names = map(stored.stored_dtype, sorted(stored.names()))
         return next((_DTYPES[name] for name in names if name in _DTYPES), torch.float32)
-
-    def _untie(self, model: Any) -> None:
-        """Give a language model an untied head if its files have one, as transformers 5 does."""
-        head, stored = getattr(model, "get_output_embeddings", lambda: None)(), self.weights
-        if head is None or stored is None or IS_RELEASE_4:
-            return
-        name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
-        tied = [alias for alias in (name, *aliases(model)[name]) if alias in stored.names()]
-        if name in tied and not torch.equal(stored.tensor(name), stored.tensor(tied[-1])):
-            head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
 
     # --- weights ---
 
@@ -220,8 +208,7 @@ class ModelFiles:
             return InMemoryExpert(whole) if whole else stored  # type: ignore[return-value]
         try:
             if stored is not None:
-                tensors, tied = self.empty.state_dict(), aliases(self.empty)
-                pair_names(self.label, self.label, stored, tensors, tied)
+                pair_names(self.label, self.label, stored, self.empty)
                 return stored
         except CalibrationError:  # transformers uses other tensor names than the files
             pass

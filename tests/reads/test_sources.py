@@ -12,7 +12,8 @@ from tiny_models import Suite, clip_suite, t5_model, t5_suite
 from variations import stored
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, Paper, Plus, SafetensorsExpert
-from fusion_bench_featcal.experts import ExpertSource, granted
+from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.experts.budget import granted
 from fusion_bench_featcal.settings.budgets import budget_in_bytes
 
 
