@@ -6,7 +6,7 @@ import pytest
 from hydra.errors import InstantiationException
 
 from fusion_bench_featcal.errors.block import causes, error_block, first_line
-from fusion_bench_featcal.models.hub_errors import hub_cause, hub_error
+from fusion_bench_featcal.models.hub import hub_cause, hub_error
 
 
 def cycle(first: Exception, second: Exception) -> Exception:

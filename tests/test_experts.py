@@ -39,7 +39,7 @@ def notes(*experts: tuple[float, int]) -> list[str]:
     """Notes on experts at distances from the base, in directions by a seed."""
     base = clip_model()
     moved = [InMemoryExpert(scatter(base, seed, distance)) for distance, seed in experts]
-    opened = {str(n): ExpertModel(str(n), expert, base) for n, expert in enumerate(moved)}
+    opened = {f"expert {n}": ExpertModel(str(n), e, base) for n, e in enumerate(moved)}
     return notes_on_experts(opened, ExpertModel("base", InMemoryExpert(base), base))
 
 

@@ -20,7 +20,7 @@ from fusion_bench_featcal.experts import ExpertModel, hollow_copy
 from fusion_bench_featcal.experts import merging as merging_module
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.experts.merging import MergedOnRead
-from fusion_bench_featcal.experts.offloaded import fill, offloaded
+from fusion_bench_featcal.experts.working_model import fill, offloaded
 from fusion_bench_featcal.streams import Streams
 
 CASES: dict[str, tuple[Callable[[], Suite], Any]] = {  # a suite and a rule

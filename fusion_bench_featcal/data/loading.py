@@ -6,7 +6,7 @@ from typing import Any
 
 from fusion_bench_featcal.data.tables import offline_hint
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.models.hub_errors import hub_cause, hub_error
+from fusion_bench_featcal.models.hub import hub_cause, hub_error
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from pyarrow import parquet
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.models.hub import note_data_set
-from fusion_bench_featcal.models.hub_errors import hub_error
+from fusion_bench_featcal.models.hub import hub_error, note_data_set
 
 TABLES = (".jsonl", ".json", ".csv", ".parquet")
 

@@ -16,23 +16,17 @@ _MATRICES = 8
 _ROWS = 64
 
 
-def notes_on_experts(
-    experts: Mapping[str, ExpertModel], base: ExpertModel, merged: ExpertModel | None = None
-) -> list[str]:
+def notes_on_experts(models: Mapping[str, ExpertModel], base: ExpertModel) -> list[str]:
     """Return a sentence for each model that is unrelated or equal to the base.
 
     The first rows of a few matrices of each model are read, spread evenly over the model.
 
     Args:
-        experts: Task -> expert.
+        models: Label of a model in sentences -> the model, an expert or the merged one.
         base: The base model.
-        merged: The merged model, which is compared with the base.
     """
-    models = {f"expert {task}": expert for task, expert in experts.items()}
-    if merged is not None:
-        models["the merged model"] = merged
-    sample = _sampled(base)
-    rows, notes = _rows(base, sample), list[str]()
+    sample, notes = _sampled(base), list[str]()
+    rows = _rows(base, sample)
     for label, model in models.items() if sample else ():
         distance = float((_rows(model, sample) - rows).norm() / rows.norm().clamp_min(1e-30))
         if distance == 0:
@@ -58,8 +52,6 @@ def _sampled(model: ExpertModel) -> list[str]:
     """Return names of matrices spread over a model, without the largest half (embeddings)."""
     tensors = model.module.state_dict()
     sizes = {n: t.numel() for n, t in tensors.items() if t.ndim == 2 and t.is_floating_point()}
-    if not sizes:
-        return []
-    median = statistics.median_high(sizes.values())
+    median = statistics.median_high(sizes.values() or [0])
     names = [name for name, size in sizes.items() if size <= median and name in model.keys]
     return names[:: max(1, len(names) // _MATRICES)][:_MATRICES]

@@ -158,15 +158,12 @@ def _differences(
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Yield keys that make two configs different functions, joined with dots, and both values."""
     for key in filter(_counts, sorted(config.keys() & reference.keys())):
-        value, other = config[key], reference[key]
+        values = config[key], reference[key]
+        value, other = (list(v) if isinstance(v, tuple) else v for v in values)
         if isinstance(value, Mapping) and isinstance(other, Mapping):
             yield from _differences(value, other, f"{prefix}{key}.")
-        elif _listed(value) != _listed(other):
+        elif value != other:
             yield f"{prefix}{key}", (value, other)
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _part(config: Mapping[str, Any], model_type: Any) -> Mapping[str, Any]:

@@ -14,8 +14,8 @@ from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpe
 from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.experts.merging import MergedOnRead
 from fusion_bench_featcal.experts.model_config import compare_configs
-from fusion_bench_featcal.experts.offloaded import fill, offloaded
 from fusion_bench_featcal.experts.vocabulary import VocabularyRows
+from fusion_bench_featcal.experts.working_model import fill, offloaded
 from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.folders.model_folder import (
     CLASSIFIERS,
@@ -219,19 +219,19 @@ class Models:
     def notes(self) -> list[str]:
         """Sentences on the models, and on experts that may not belong together."""
         request = self.request
-        named = {"merge": request.merge, "base": request.base}
+        options = {"merge": request.merge, "base": request.base}
         listed = (
             f"{task}={request.expert[task]}{' (LoRA adapter)' if expert.is_adapter else ''}"
             for task, expert in self.experts.items()
         )
-        notes = [f"{name}: {value}" for name, value in named.items() if value]
+        notes = [f"{name}: {value}" for name, value in options.items() if value]
         notes.append(f"experts: {', '.join(listed)}")
         if self.base_source is None:
             return notes
-        base, merged = self._opened("base", self.base_source), None
+        named = {f"expert {task}": expert for task, expert in self._runnable.items()}
         if self.merged is not None:
-            merged = self._opened("merged", self._source(self.merged))
-        return notes + notes_on_experts(self._runnable, base, merged)
+            named["the merged model"] = self._opened("merged", self._source(self.merged))
+        return notes + notes_on_experts(named, self._opened("base", self.base_source))
 
     def _opened(self, name: str, source: ExpertSource) -> ExpertModel:
         return ExpertModel(name, source, self.empty_body, role="model")

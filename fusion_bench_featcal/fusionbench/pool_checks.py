@@ -103,7 +103,7 @@ def check_experts(models: PoolModels, settings: FeatCalSettings | None = None) -
     if settings is not None:
         resolve_family(settings.family, base).stages(base)
     experts = {
-        name: ExpertModel(name, expert.files, base)
+        f"expert {name}": ExpertModel(name, expert.files, base)
         for name, expert in models.experts.items()
         if expert.files is not None  # other experts are compared when they are loaded
     }

@@ -1,5 +1,6 @@
-"""Models of the Hugging Face hub, downloaded into the cache of the hub's client."""
+"""Models of the Hugging Face hub, downloaded into its client's cache, and causes of failures."""
 
+import errno
 import logging
 import os
 import re
@@ -10,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import causes, first_line
 from fusion_bench_featcal.errors.plurals import bytes_text, counted
 from fusion_bench_featcal.files import free_space
-from fusion_bench_featcal.models.hub_errors import hub_error, no_room
 
 log = logging.getLogger(__name__)
 
@@ -55,19 +56,10 @@ class HubModel:
         files, folder = self.files, self.folder
         return {name: size for name, size in files.items() if not (folder / name).exists()}
 
-    def download(self) -> None:
-        """Download the missing files.
 
-        Raises:
-            CalibrationError: If the hub or the disk fails.
-        """
-        repo_id, revision = _parts(self.location)
-        try:
-            folder = snapshot_download(repo_id, revision=revision, allow_patterns=[*self.files])
-        except Exception as error:  # the client, the network and the disk raise many types
-            raise hub_error(error, self.option) from error
-        self.folder = Path(folder)
-
+_TRANSPORTS = ("requests", "urllib3", "httpx", "httpcore")  # of several releases of the client
+_LOG_IN = "log in (hf auth login)"
+_AGAIN = "run the command again. The download resumes"
 
 _MODELS: dict[tuple[str, bool], HubModel] = {}
 """Location and whether weights are needed -> model, for all models of this process."""
@@ -103,7 +95,11 @@ def fetch_all(locations: Mapping[str, str], *, weights: bool = True) -> dict[str
     if lacking := [model for model in models.values() if model.missing]:
         _announce(lacking)
     for model in lacking:
-        model.download()
+        repo_id, revision = _parts(model.location)
+        try:
+            snapshot_download(repo_id, revision=revision, allow_patterns=[*model.files])
+        except Exception as error:  # the client, the network and the disk raise many types
+            raise hub_error(error, model.option) from error
     paths = {location: Path(location).expanduser() for location in locations.values()}
     paths |= {location: model.folder for location, model in models.items()}
     return {option: paths[location] for option, location in locations.items()}
@@ -200,7 +196,64 @@ def _announce(models: Sequence[HubModel]) -> None:
     names = models[0].location if len(models) == 1 else counted(len(models), "model")
     text = f"{names}: {counted(len(sizes), 'file')}, {bytes_text(sum(sizes))}"
     if sum(sizes) > free_space(Path(constants.HF_HUB_CACHE)):
-        raise CalibrationError(f"{text}: {no_room()}")
+        raise CalibrationError(f"{text}: {_no_room()}")
     print(f"downloading {text}, to {constants.HF_HUB_CACHE}", file=sys.stderr)
     if not sys.stderr.isatty():
         disable_progress_bars()
+
+
+def hub_error(error: BaseException, option: str) -> CalibrationError:
+    """Return an error with the cause of a failed download, and the remedy.
+
+    Args:
+        error: The error of the hub's client, or an error caused by it.
+        option: The option with its value that names the file or model.
+    """
+    return CalibrationError(f"{option}: {hub_cause(error) or first_line(error)}")
+
+
+def hub_cause(error: BaseException) -> str | None:
+    """Return why the hub, the network or the cache's disk failed, and the remedy.
+
+    Returns None if they did not cause the error.
+    """
+    chain = list(causes(error))
+    texts, kinds = " ".join(map(str, chain)), {type(link).__name__ for link in chain}
+    answers = (getattr(link, "response", None) for link in chain)
+    status = next((answer.status_code for answer in answers if answer is not None), 0)
+
+    def is_any(*types: type[BaseException]) -> bool:
+        return any(isinstance(link, types) for link in chain)
+
+    # hf_xet is written in Rust and has no class for a full disk.
+    full = any(getattr(link, "errno", 0) in (errno.ENOSPC, errno.EDQUOT) for link in chain)
+    if full or "(os error 28)" in texts:
+        return _no_room()
+    if is_any(GatedRepoError) or "is a gated dataset" in texts:
+        return f"access is restricted. Ask for it on the hub's page and {_LOG_IN}"
+    # `datasets` hides the cause of its error.
+    if is_any(HFValidationError) or status in (401, 403, 404) or "DatasetNotFoundError" in kinds:
+        return (
+            "there is no such file or folder here, and nothing of that name on the hub. Correct "
+            f"it, or {_LOG_IN} if it is private"
+        )
+    if is_any(OfflineModeIsEnabled) or (constants.HF_HUB_OFFLINE and is_any(ConnectionError)):
+        return (
+            "there is no such file or folder here. HF_HUB_OFFLINE is set, and the cache "
+            f"{constants.HF_HUB_CACHE} lacks it. Correct it, or unset HF_HUB_OFFLINE"
+        )
+    if status == 429 or status >= 500:
+        return f"the hub is busy ({status}). Wait, or {_LOG_IN}, and {_AGAIN}"
+    is_network = any(type(link).__module__.startswith(_TRANSPORTS) for link in chain)
+    if is_network or is_any(ConnectionError, TimeoutError):
+        return f"the hub at {constants.ENDPOINT} does not answer. Check the network and {_AGAIN}"
+    return None
+
+
+def _no_room() -> str:
+    """Return a sentence on the cache's full disk."""
+    cache = Path(constants.HF_HUB_CACHE)
+    return (
+        f"no room on the disk of {cache}, which has {bytes_text(free_space(cache))} free. Make "
+        "room, or set HF_HOME to a folder on another disk"
+    )

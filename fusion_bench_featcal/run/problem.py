@@ -22,7 +22,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, hollow_copy, source_of
 from fusion_bench_featcal.experts.budget import Grant, limit_reads
 from fusion_bench_featcal.experts.model_config import check_same_function
-from fusion_bench_featcal.experts.working_model import WorkingModel
+from fusion_bench_featcal.experts.working_model import WorkingModel, offloaded
 from fusion_bench_featcal.families import Family, resolve_family, stages_of
 from fusion_bench_featcal.families.check import compare_with_model
 from fusion_bench_featcal.families.open_clip import split
@@ -79,8 +79,6 @@ class Request:
         """Return the merged model. If it is only a structure, tensors are loaded when needed."""
         if self.merged_weights is None:
             return self.merged
-        from fusion_bench_featcal.experts.offloaded import offloaded
-
         weights = WorkingModel(self.merged, self.merged_weights, device=self.device)
         return offloaded(weights, self.device)
 
