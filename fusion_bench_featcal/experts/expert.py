@@ -90,6 +90,11 @@ class ExpertModel:
             raise CalibrationError(f"{self._label}: {error}. Check {self._setting}") from error
         if key not in self.sizes:
             self.sizes[key] = self.source.nbytes(key)
+        if stored.shape != (shape := tuple(self.source.shape(key))):
+            raise CalibrationError(
+                f"{self._label}: the source's tensor({key!r}) has shape {tuple(stored.shape)}, but "
+                f"its shape({key!r}) is {shape}"
+            )
         if self._like[name][0].is_floating_point and not stored.is_floating_point():
             raise CalibrationError(
                 f"{self._label}: tensor {name!r} is stored as {stored.dtype}, not as real numbers: "

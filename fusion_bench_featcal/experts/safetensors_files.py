@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
@@ -52,6 +52,7 @@ class SafetensorsExpert(ExpertSource):
             CalibrationError: If a file is damaged or cannot be read, or a tensor has a dtype
                 without real numbers.
         """
+        self._folder = Path(path) if Path(path).is_dir() else Path(path).parent
         self._stored: dict[str, _Stored] = {}
         self._states: dict[Path, tuple[int, int]] = {}
         for file in safetensors_files(Path(path)):
@@ -67,7 +68,6 @@ class SafetensorsExpert(ExpertSource):
                     f"{file} is no readable safetensors file: {error}"
                 ) from error
         self._refuse_unusable_dtypes()
-        self.config = open_config(Path(path) if Path(path).is_dir() else Path(path).parent)
 
     def _refuse_unusable_dtypes(self) -> None:
         for name, stored in self._stored.items():
@@ -78,6 +78,15 @@ class SafetensorsExpert(ExpertSource):
                     "be calibrated: load the model in the library that made it, and save it in "
                     "bfloat16, float16 or float32"
                 )
+
+    @property
+    def config(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """Return the content of the config.json next to the weights, or None.
+
+        Raises:
+            CalibrationError: As `open_config`.
+        """
+        return open_config(self._folder)
 
     @property
     def files(self) -> list[Path]:

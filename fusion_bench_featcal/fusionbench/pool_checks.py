@@ -90,7 +90,7 @@ def check_experts(models: PoolModels, settings: FeatCalSettings | None = None) -
         settings: Settings whose family must fit the base, or None without a calibration.
 
     Returns:
-        Sentences on experts that are unrelated to the base, equal to it, or very similar.
+        Sentences on experts that are unrelated or equal to the base.
 
     Raises:
         CalibrationError: If the base cannot be loaded, the family does not find its blocks, or an

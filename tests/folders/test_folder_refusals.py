@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from made_folders import classifier_folders, datasets_on_disk, words, write_adapters, write_rows
 from reports import featcal
-from tiny_models import model_of, scatter
+from tiny_models import model_of
 from tiny_texts import WORDS, llama_model, sentences, word_tokenizer, write
-from transformers import AutoModelForCausalLM
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.folders import calibrate_folder
@@ -244,12 +243,3 @@ def test_files_that_pass_all_checks(folder, monkeypatch, files, options, message
     screen = planned(arguments(folder, options))
     assert "read from experts" in screen and not (folder / "out").exists()
     assert all(message in screen for message in messages), screen
-
-
-def test_a_note_on_a_sibling_in_place_of_the_base(folder):
-    base = AutoModelForCausalLM.from_pretrained(folder / "base")
-    assert "cosine" not in planned(words(folder))
-    write(scatter(base, 99, 0.03), folder / "sibling", word_tokenizer())
-    note = planned(words(folder, base="sibling")).split("the changes from ")[1]
-    start = "the base to expert one and expert two have a cosine of "
-    assert note.startswith(start) and 0.4 < float(note.removeprefix(start).split()[0]) < 0.6
