@@ -51,8 +51,8 @@ def open_config(folder: Path) -> dict[str, Any] | None:
     """Return the config.json of a model to calibrate, or None if it has none.
 
     Raises:
-        CalibrationError: As `read_config`, and if the model is quantized, or transformers 5 wrote
-            its rotary embedding and transformers 4 does not read it.
+        CalibrationError: As `read_config`, and if the model is quantized, or another release of
+            transformers wrote its rotary embedding or its types of layers.
     """
     config, file = read_config(folder), folder / "config.json"
     if config is None:
@@ -70,7 +70,22 @@ def open_config(folder: Path) -> dict[str, Any] | None:
             f"{RELEASE} does not read. Install transformers 5, or write rope_theta and "
             "rope_scaling in their place"
         )
+    _check_layers(config, file)
     return config
+
+
+def _check_layers(config: Mapping[str, Any], file: Path) -> None:
+    """Refuse types of layers that the installed class of a config does not have."""
+    from transformers import CONFIG_MAPPING
+
+    types, kind = config.get("layer_types"), config.get("model_type")
+    if set(types or ()) <= {"full_attention"} or kind not in CONFIG_MAPPING:
+        return
+    if "layer_types" not in CONFIG_MAPPING[kind]().to_dict():
+        raise CalibrationError(
+            f"{file} has layer_types ({', '.join(sorted(set(types or ())))}), which transformers "
+            f"{RELEASE} does not read for {kind}: install the release that wrote it"
+        )
 
 
 def check_same_function(

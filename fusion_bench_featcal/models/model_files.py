@@ -16,7 +16,7 @@ from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.expert import pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, merged_by_peft
-from fusion_bench_featcal.experts.model_config import open_config
+from fusion_bench_featcal.experts.model_config import IS_RELEASE_4, open_config
 from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert
 
 CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
@@ -114,7 +114,9 @@ class ModelFiles:
     @cached_property
     def empty(self) -> nn.Module:
         """The model without weights, on the meta device. Buffers that no file has are in memory."""
-        return self._empty(self.calibrated_class)
+        model = self._empty(self.calibrated_class)
+        self._untie(model)
+        return model
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -149,6 +151,21 @@ class ModelFiles:
             return dtype if isinstance(dtype, torch.dtype) else torch.float32
         names = map(stored.stored_dtype, sorted(stored.names()))
         return next((_DTYPES[name] for name in names if name in _DTYPES), torch.float32)
+
+    def _untie(self, model: Any) -> None:
+        """Give a model a head of its own if its files have one, as transformers 5 does."""
+        find: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head, stored = find(), self.weights
+        if IS_RELEASE_4 or head is None or stored is None:
+            return
+        own = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+        tensors = model.state_dict(keep_vars=True).items()
+        tied = [name for name, tensor in tensors if tensor is head.weight and name != own]
+        others = [name for name in tied if name in stored.names()]
+        if own not in stored.names() or not others:
+            return
+        if not torch.equal(stored.tensor(own), stored.tensor(others[-1])):
+            head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
 
     # --- weights ---
 

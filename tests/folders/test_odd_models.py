@@ -40,6 +40,7 @@ READ: list[dict[str, Any]] = [
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "awq"}}, "has a quantization_config (awq), and"),
     ({"model_type": "odd", "quantization_config": {"bits": 4}}, "has a quantization_config"),
+    ({"layer_types": ["sliding_attention", "full_attention"]}, "has layer_types (full_attention, "),
 ]
 OF_5 = ({"rope_parameters": THETA}, "has rope_parameters, which were written by transformers 5")
 
