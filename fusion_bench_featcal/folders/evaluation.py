@@ -20,7 +20,7 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 _MORE = "Try more samples (samples_per_task), {}, or leaving their experts out"
 _NOT_EXPERTS = (
-    "experts no better than guessing or the merged model on their own rows: {}. Check --tokenizer, "
+    "experts no better than the merged model on their own rows: {}. Check --tokenizer, "
     "--chat-template, the labels, and that --data and --expert are of the same task"
 )
 

@@ -17,11 +17,10 @@ from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
-    LabelTests,
     Part,
     Task,
-    check_labels,
     class_logits,
+    class_tests,
     label_numbers,
     open_parts,
     sentence,
@@ -70,47 +69,39 @@ def open_image_task(
     columns = request.columns_of(task)
     refuse_unknown(columns, _COLUMNS, f"--columns {task}:")
     read_columns = columns if heads else {**columns, "label": None}  # calibration reads no labels
-    part, test_part = open_parts(task, request, partial(_items, columns=read_columns), spread=True)
-
-    def batches(part: Part) -> ImageBatches:
-        return ImageBatches(part.rows, part.indices, request.settings.batch_size, processor)
-
-    tests, notes = None, []
+    part, test_part = open_parts(task, request, partial(_items, columns=read_columns))
+    size, tests = request.settings.batch_size, None
     if test_part.indices and heads:
-        if not test_part.rows.has_labels:
-            raise ValueError(
-                f"{test_part.option}: images without labels cannot be evaluated: put them into one "
-                f"folder per class, name the column (--columns label=NAME, now "
-                f"{columns.get('label', 'label')}), or give --no-eval"
-            )
-        labels, logits, notes = _head(test_part, heads, request.prompt_of(task))
-        tests = LabelTests(batches(test_part), torch.tensor(labels), logits)
+        labels, logits = _labels(test_part, heads, request.prompt_of(task))
+        images = ImageBatches(test_part.rows, test_part.indices, size, processor)
+        tests = class_tests(lambda _: images, size, labels, logits)
     read = [columns.get(name, name) for name in _COLUMNS[: 1 if tests is None else 2]]
     is_folder = Path(split_of(request.data[task])[0]).expanduser().is_dir()
-    notes = [sentence(task, request, part, test_part, () if is_folder else read), *notes]
-    return Task(batches(part), len(part.indices), 0, tests, notes)
+    notes = [sentence(task, request, part, test_part, () if is_folder else read)]
+    batches = ImageBatches(part.rows, part.indices, size, processor)
+    return Task(batches, batches.samples, tests, notes)
 
 
-def _head(
-    part: Part, heads: Sequence[str] | ZeroShot, prompt: str
-) -> tuple[list[int], Any, Sequence[str]]:
-    """Return the head's labels of some images, a function for its logits, and notes on a guess."""
+def _labels(part: Part, heads: Sequence[str] | ZeroShot, prompt: str) -> tuple[list[int], Any]:
+    """Return the head's labels of some images, and a function for its logits."""
     items: ImageItems = part.rows
+    labels: list[Any] = [items.read(index)[1] for index in part.indices]
+    if None in labels:
+        raise ValueError(
+            f"{part.option}: images without labels cannot be evaluated: put them into one folder "
+            "per class, name the column (--columns label=NAME), or give --no-eval"
+        )
     names = items.classnames
-    is_zero_shot = isinstance(heads, ZeroShot)
-    if names is None and is_zero_shot:
+    if not isinstance(heads, ZeroShot):
+        values = labels if names is None else [names[label] for label in labels]
+        return label_numbers(values, names, heads, part.option), class_logits
+    if names is None:
         raise ValueError(
             f"{part.option}: zero-shot heads need class names, and the labels are numbers: put the "
             "images into one folder per class, or give --no-eval"
         )
-    labels: list[Any] = [items.read(index)[1] for index in part.indices]
-    if is_zero_shot:
-        prompts = [prompt.replace("{}", name) for name in names or ()]
-        return labels, partial(heads.logits, heads.head(prompts)), []
-    if names is None:
-        return check_labels(labels, heads, part.option), class_logits, []
-    numbers, notes = label_numbers(names, heads, part.option)
-    return [numbers[label] for label in labels], class_logits, notes
+    prompts = [prompt.replace("{}", name) for name in names]
+    return labels, partial(heads.logits, heads.head(prompts))
 
 
 def _items(

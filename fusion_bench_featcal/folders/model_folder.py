@@ -75,18 +75,7 @@ def body_of(model: nn.Module, kind: Kind) -> nn.Module:
 def class_names(model: ModelFolder) -> list[str]:
     """Return the class names of a model's head by number, from `id2label` in its config."""
     config: Any = model.empty.config
-    names = {int(number): str(name) for number, name in config.id2label.items()}
-    label2id = (model.config or {}).get("label2id") or {}
-    numbers = {str(name): str(number) for name, number in label2id.items()}
-    unnamed = {f"LABEL_{number}": str(number) for number in names}
-    pairs = {(name, str(number)) for number, name in names.items()}
-    fits = {*numbers.items()} <= pairs and {*numbers} == {*names.values()}
-    if {*names} != {*range(len(names))} or not (fits or numbers in ({}, unnamed)):
-        raise ValueError(
-            f"{model.label}: id2label and label2id of its config.json do not fit together. Each "
-            "class needs a name and a number from 0, the same in both"
-        )
-    return [names[number] for number in range(len(names))]
+    return [str(name) for _, name in sorted(config.id2label.items())]
 
 
 def _classes() -> dict[Kind, Any]:

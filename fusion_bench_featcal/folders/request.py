@@ -213,12 +213,12 @@ class Request:
             raise ValueError("give --out DIR, a new folder for the model")
         notes: list[str] = []
         merge = "task_arithmetic:0.3" if self.merge == "task_arithmetic" else self.merge
-        base, experts, option = self.base, self.expert, "--expert"
+        base, experts = self.base, self.expert
         if self.merged is not None:
-            base, experts, option = with_merge_config(self.merged, base, experts, notes)
+            base, experts = with_merge_config(self.merged, base, experts, notes)
         if not experts:
             raise ValueError("name the experts: --expert NAME=DIR for each")
-        refuse_unusable_names(experts, option, _RESERVED)
+        refuse_unusable_names(experts, "--expert", _RESERVED)
         return dataclasses.replace(
             self, merge=merge, base=base, expert=dict(experts), notes=tuple(notes)
         )

@@ -1,26 +1,23 @@
 """One task of `featcal calibrate`: calibration samples, test samples, and scores of a model."""
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fusion_bench_featcal.data.draws import sample_order
+from fusion_bench_featcal.data.generation import row_losses
+from fusion_bench_featcal.data.text_samples import IGNORED
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.modules.models import device_of
 
 HELD_BACK = 5
 """Without test data, one row in this number is held back for evaluation."""
-SHOWN_NAMES = 12
-"""Largest number of class names in a note."""
 
-TargetKind = Literal["class", "answer", "text"]
-"""Kind of targets: classes, texts that answer a prompt, or whole texts."""
+Batch = Mapping[str, Tensor]
 
 
 class Score(NamedTuple):
@@ -28,17 +25,13 @@ class Score(NamedTuple):
 
     Attributes:
         accuracy: Share of correct samples or, for long or free texts, of correct tokens, 0 to 1.
-        losses: Cross-entropy of each sample's target, float64 `[samples]`.
+        losses: Mean cross-entropy of each sample's targets, float64 `[samples]`.
         correct: Whether each sample is correct, bool `[samples]`. None if accuracy counts tokens.
-        choices: Number of classes or tokens that the target is chosen from.
-        kind: Kind of the targets.
     """
 
     accuracy: float
     losses: Tensor
     correct: Tensor | None
-    choices: int
-    kind: TargetKind
 
     @property
     def loss(self) -> float:
@@ -46,12 +39,42 @@ class Score(NamedTuple):
         return self.losses.mean().item()
 
 
-class Tests(Protocol):
-    """A task's test samples."""
+@dataclass(frozen=True)
+class Tests:
+    """A task's test samples.
 
+    A text counts as right if each target token is the model's first choice given the tokens before
+    it, because greedy search would then generate it.
+
+    Attributes:
+        batches: Returns the batches for a model.
+        targets: Returns logits `[batch, n, choices]` of a model and target numbers `[batch, n]`,
+            -100 for none.
+        by_token: Whether accuracy counts tokens, not samples.
+    """
+
+    batches: Callable[[nn.Module], Iterable[Batch]]
+    targets: Callable[[Any, Batch], tuple[Tensor, Tensor]]
+    by_token: bool = False
+
+    @torch.no_grad()
     def score(self, model: nn.Module) -> Score:
         """Score a model."""
-        ...
+        device, dtype, rows = device_of(model), next(model.parameters()).dtype, []
+        for batch in self.batches(model):
+            moved = {
+                name: tensor.to(device, dtype if tensor.is_floating_point() else None)
+                for name, tensor in batch.items()
+            }
+            logits, targets = self.targets(model, moved)
+            is_target = targets != IGNORED
+            right = (logits.argmax(dim=-1) == targets) & is_target
+            rows.append((row_losses(logits, targets), right.sum(dim=1), is_target.sum(dim=1)))
+        losses, right, count = (torch.cat(columns).cpu() for columns in zip(*rows, strict=True))
+        if self.by_token:
+            return Score(right.sum().item() / max(count.sum().item(), 1), losses.double(), None)
+        correct = right == count
+        return Score(correct.double().mean().item(), losses.double(), correct)
 
 
 class Part(NamedTuple):
@@ -75,31 +98,29 @@ class Task:
     Attributes:
         batches: Calibration samples: an iterable of the model's inputs.
         samples: Number of calibration samples.
-        length: Tokens of the longest text, or 0 for images.
         tests: Test samples, or None.
-        notes: Sentences on the samples, then on automatic decisions.
+        notes: Sentences on the samples.
     """
 
     batches: Any
     samples: int
-    length: int
     tests: Tests | None
     notes: Sequence[str] = ()
 
 
 def open_parts(
-    task: str, request: Request, open_rows: Callable[[str, str, str], Any], *, spread: bool = False
+    task: str, request: Request, open_rows: Callable[[str, str, str], Any]
 ) -> tuple[Part, Part]:
     """Open a task's rows: for calibration, and for evaluation.
 
     Calibration rows are those that `method=featcal` draws. Held-back rows come from the end of the
-    same random order, so the two never overlap.
+    same random order, so the two never overlap. Rows of --eval are spread over their dataset,
+    because image folders are sorted by class.
 
     Args:
         task: The task.
         request: The request.
         open_rows: Returns the rows of a location, a split and a name for messages.
-        spread: Whether test rows are spread over their dataset. Image folders are sorted by class.
     """
     option, settings = f"--data {task}={request.data[task]}", request.settings
     rows = open_rows(request.data[task], "train", option)
@@ -117,8 +138,7 @@ def open_parts(
     option = f"--eval {task}={request.eval[task]}"
     rows = open_rows(request.eval[task], "test", option)
     most = min(request.eval_rows, len(rows))
-    step = len(rows) if spread else most
-    return calibration, Part(option, rows, [number * step // most for number in range(most)])
+    return calibration, Part(option, rows, [n * len(rows) // most for n in range(most)])
 
 
 def sentence(
@@ -143,85 +163,67 @@ def sentence(
     return f"{begin}; evaluated on {rows} {which}: share of {measure}"
 
 
-def class_logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+def class_logits(model: Any, batch: Batch) -> Tensor:
     """Return the class logits of a model with a head."""
     return model(**batch).logits
 
 
-@dataclass(frozen=True)
-class LabelTests:
-    """Test samples with labels, which are numbers of a head's classes.
+def class_tests(
+    batches: Callable[[nn.Module], Iterable[Batch]],
+    batch_size: int,
+    labels: Sequence[int],
+    logits: Callable[[Any, Batch], Tensor] = class_logits,
+) -> Tests:
+    """Return test samples with labels, which are numbers of a head's classes.
 
-    Attributes:
-        batches: The model's inputs.
-        labels: The labels, `[samples]`.
+    Args:
+        batches: Returns the model's inputs.
+        batch_size: Samples per batch.
+        labels: The labels of all samples.
         logits: Returns class logits of a model for a batch.
     """
+    numbers = torch.tensor(labels).split(batch_size)
 
-    batches: Iterable[Mapping[str, Tensor]]
-    labels: Tensor
-    logits: Callable[[nn.Module, Mapping[str, Tensor]], Tensor] = class_logits
+    def labelled(model: nn.Module) -> Iterable[Batch]:
+        pairs = zip(batches(model), numbers, strict=True)
+        return ({**batch, "labels": labels} for batch, labels in pairs)
 
-    @torch.no_grad()
-    def score(self, model: nn.Module) -> Score:
-        """Score a model."""
-        device, rows = device_of(model), []
-        for batch in self.batches:
-            moved = {name: tensor.to(device) for name, tensor in batch.items()}
-            if "pixel_values" in moved:
-                dtype = next(model.parameters()).dtype
-                moved["pixel_values"] = moved["pixel_values"].to(dtype)
-            rows.append(self.logits(model, moved).cpu())
-        logits = torch.cat(rows)
-        losses = F.cross_entropy(logits.float(), self.labels, reduction="none").double()
-        correct = logits.argmax(dim=-1) == self.labels
-        return Score(correct.double().mean().item(), losses, correct, logits.shape[-1], "class")
+    def targets(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        inputs = dict(batch)
+        labels = inputs.pop("labels")
+        return logits(model, inputs).to(labels.device)[:, None], labels[:, None]
+
+    return Tests(labelled, targets)
 
 
 def label_numbers(
-    names: Sequence[Any], classes: Sequence[str], option: str
-) -> tuple[list[int], list[str]]:
-    """Return the head's number of each class name of a dataset, and sentences on a guess.
+    values: Sequence[Any], names: Sequence[str] | None, classes: Sequence[str], option: str
+) -> list[int]:
+    """Return the head's number of each label.
 
-    Names are the head's names, ignoring case, or numbers. If the head has no names (LABEL_0, ...)
-    but as many classes, the data's names are used in alphabetical order, or by number if they only
-    differ in a number (class_2, class_10).
+    Texts are names of the head's classes, ignoring case, or numbers. If the head has no names
+    (LABEL_0, ...), the data's own names are used in their order.
+
+    Args:
+        values: The labels: numbers or texts.
+        names: The data's class names in order, by default alphabetical.
+        classes: The class names of the head.
+        option: The option with the data, for messages.
     """
-    texts = [str(name) for name in names]
-    exact, folded = _numbered(classes), _numbered([name.casefold() for name in classes])
-    numbers = [exact.get(text, folded.get(text.casefold())) for text in texts]
-    missing = [text for text, number in zip(texts, numbers, strict=True) if number is None]
-    if not missing:
-        return [number for number in numbers if number is not None], []
-    if all(text.isdecimal() for text in texts):
-        return check_labels([int(text) for text in texts], classes, option), []
-    if all(name.startswith("LABEL_") for name in classes) and len(texts) == len(classes):
-        ordered = list(texts)
-        if len({re.sub(r"\d+", "", text) for text in texts}) == 1:
-            ordered.sort(key=lambda text: [int(number) for number in re.findall(r"\d+", text)])
-        pairs = _listed([f"{text}={number}" for number, text in enumerate(ordered)])
-        note = f"{option}: the expert's head has no class names, the data's are taken as {pairs}"
-        return [ordered.index(text) for text in texts], [note]
-    count = "several classes" if missing[0] in classes else "no class"
-    raise ValueError(
-        f"{option}: the expert's head has {count} {missing[0]!r}; it has {_listed(classes)}"
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
-
-
-def _numbered(names: Sequence[str]) -> dict[str, int]:
-    """Return the number of each name that only one class has."""
-    return {name: number for number, name in enumerate(names) if names.count(name) == 1}
-
-
-def check_labels(labels: list[int], classes: Sized, option: str) -> list[int]:
-    """Return labels that are numbers of a head's classes."""
-    for label in labels:
-        if not 0 <= label < len(classes):
+    texts = {value for value in values if isinstance(value, str)}
+    names = names or sorted(texts)
+    if not (len(names) == len(classes) and all(name.startswith("LABEL_") for name in classes)):
+        names = classes
+    by_name = {name.casefold(): number for number, name in enumerate(names)}
+    by_name = {text: int(text) for text in texts if text.isdecimal()} | by_name
+    numbers = [
+        by_name.get(value.casefold(), -1) if isinstance(value, str) else int(value)
+        for value in values
+    ]
+    for value, number in zip(values, numbers, strict=True):
+        if not 0 <= number < len(classes):
             raise ValueError(
-                f"{option}: label {label}, but the expert's head has {len(classes)} classes, from 0"
+                f"{option}: label {value!r} is none of the {len(classes)} classes of the expert's "
+                f"head: {', '.join(classes):.200}"
             )
-    return labels
+    return numbers

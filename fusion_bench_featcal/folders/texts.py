@@ -1,35 +1,32 @@
 """Text tasks: for language models (prompts with targets, chats, texts) and for classifiers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fusion_bench_featcal.data.generation import row_losses, targets_of
+from fusion_bench_featcal.data.generation import targets_of
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_formats import FORMATS
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import IGNORED, TextEncoder
-from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
-    LabelTests,
     Part,
-    Score,
     Task,
-    check_labels,
+    Tests,
+    class_tests,
     label_numbers,
     open_parts,
     sentence,
 )
-from fusion_bench_featcal.modules.models import device_of
 
 LONG = 16
 """Median number of target tokens above which accuracy counts tokens, not whole answers."""
@@ -60,20 +57,14 @@ def open_texts(
     refuse_unknown(columns, names, f"{option}: --columns ")
     with naming_setting(option):
         table = load_texts(location, split)
-    available = table.column_names
-    for column in columns.values():
-        if column not in available:
-            raise ValueError(
-                f"{option} has no column {column!r}{nearest_hint(column, available)}; it has "
-                f"{', '.join(available)}"
-            )
+    available = {*table.column_names}
+    if not available >= {*columns.values()} or not (columns or available & {*usual}):
+        raise ValueError(
+            f"{option} has the columns {', '.join(table.column_names)}: name them by --columns "
+            f"{','.join(f'{name}=COLUMN' for name in names[:2])}"
+        )
     if columns and names == usual:
         columns = {n: n for n in usual if n in available} | dict(columns)
-    elif not columns and not {*available} & {*usual}:
-        raise ValueError(
-            f"{option} has the columns {', '.join(available)}, of which none is usual: name them "
-            f"by --columns {','.join(f'{name}=COLUMN' for name in names[:2])}"
-        )
     with naming_setting(option):
         return TextRows(table, option, columns)
 
@@ -94,14 +85,16 @@ def open_language_task(
     )
     parts = open_parts(task, request, open_rows)
     calibration, test = (_language_batches(part, request, encoder, load_expert) for part in parts)
-    length = max(calibration.lengths())
-    tests = LanguageTests(test) if test.indices else None
-    measure = "" if tests is None else tests.measure()
+    calibration.lengths()  # reads all texts
+    tests, measure = None, ""
+    if test.indices:
+        tests = Tests(test.checked, targets_of, _counts_tokens(test))
+        measure = f"{'tokens' if tests.by_token else 'whole answers'} that are right"
     notes = [sentence(task, request, *parts, calibration.columns("columns"), measure)]
     notes += _notes_of_rows(task, calibration)
     if calibration.are_generated:
         notes.append(f"{task}: no targets in --data, so its expert writes them")
-    return Task(calibration, calibration.samples, length, tests, notes)
+    return Task(calibration, calibration.samples, tests, notes)
 
 
 def _language_batches(part: Part, request: Request, encoder: TextEncoder, load: Any) -> TextBatches:
@@ -119,6 +112,16 @@ def _language_batches(part: Part, request: Request, encoder: TextEncoder, load: 
     return batches
 
 
+def _counts_tokens(batches: TextBatches) -> bool:
+    """Return whether targets are too long for an exact answer, or are free text."""
+    batches.lengths()  # reads all texts
+    if batches.are_generated:
+        return True
+    labels = [sample.labels for sample in batches.encoded]
+    lengths = [sum(token != IGNORED for token in row) if row else LONG + 1 for row in labels]
+    return median(lengths) > LONG
+
+
 def _notes_of_rows(task: str, batches: TextBatches, used: Sequence[str] = ()) -> list[str]:
     """Describe columns that are not read, and rows that do not count."""
     unread = [column for column in batches.columns("unread") if column not in used]
@@ -126,52 +129,6 @@ def _notes_of_rows(task: str, batches: TextBatches, used: Sequence[str] = ()) ->
     if left_out := batches.rows.left_out:
         notes.append(f"{task}: {counted(left_out, 'row')} with weight 0 or label false left out")
     return notes
-
-
-@dataclass
-class LanguageTests:
-    """Test texts, scored by the probability of their targets.
-
-    A target counts as answered if each of its tokens is the model's first choice given the tokens
-    before it, because greedy search would then generate it.
-    """
-
-    batches: TextBatches
-
-    def measure(self) -> str:
-        """Describe the unit of the accuracy."""
-        self.batches.lengths()  # reads all texts
-        whose = " that its expert writes" if self.batches.are_generated else ""
-        return f"{'tokens' if self._counts_tokens else 'whole answers'}{whose} that are right"
-
-    @cached_property
-    def _counts_tokens(self) -> bool:
-        """Return whether targets are too long for an exact answer, or are free text."""
-        if self.batches.are_generated:
-            return True
-        labels = [sample.labels for sample in self.batches.encoded]
-        lengths = [sum(token != IGNORED for token in row) if row else LONG + 1 for row in labels]
-        return median(lengths) > LONG
-
-    @torch.no_grad()
-    def score(self, model: nn.Module) -> Score:
-        """Score a model by its mean loss per token, averaged over texts, and by accuracy."""
-        device = device_of(model)
-        losses, tokens, exact = [], [0, 0], []
-        choices, kind = 0, "text"
-        for batch in self.batches.checked(model):
-            moved = {name: tensor.to(device) for name, tensor in batch.items()}
-            logits, labels = targets_of(model, moved)
-            choices, kind = logits.shape[-1], "answer" if "labels" in batch else "text"
-            is_target = labels != IGNORED
-            losses.append(row_losses(logits, labels))
-            right = (logits.argmax(dim=-1) == labels) | ~is_target
-            tokens[0] += int((right & is_target).sum())
-            tokens[1] += int(is_target.sum())
-            exact.append(right.all(dim=1))
-        correct = None if self._counts_tokens else torch.cat(exact).cpu()
-        share = tokens[0] / max(tokens[1], 1) if correct is None else correct.double().mean().item()
-        return Score(share, torch.cat(losses).double().cpu(), correct, choices, kind)
 
 
 def open_classifier_task(
@@ -194,37 +151,21 @@ def open_classifier_task(
         return TextBatches(part.rows, part.indices, settings, encoder, load_expert=nn.Identity)
 
     settings, labels = request.settings, [calibration_part.rows.columns.get(_LABEL, _LABEL)]
-    calibration, notes, tests = batches(calibration_part, settings), [], None
+    calibration, tests = batches(calibration_part, settings), None
+    calibration.lengths()  # reads all texts
     if test_part.indices:
-        numbers, notes = head_labels(test_part, classes)
         one_by_one = settings if pads else settings.replace(batch_size=1)
-        tests = LabelTests(batches(test_part, one_by_one), numbers)
+        inputs, numbers = batches(test_part, one_by_one), head_labels(test_part, classes)
+        tests = class_tests(inputs.checked, one_by_one.batch_size, numbers)
     read = [*calibration.columns("columns"), *(labels if tests else [])]
-    notes = [
-        sentence(task, request, *parts, read),
-        *_notes_of_rows(task, calibration, labels),
-        *notes,
-    ]
-    return Task(calibration, calibration.samples, max(calibration.lengths()), tests, notes)
+    notes = [sentence(task, request, *parts, read), *_notes_of_rows(task, calibration, labels)]
+    return Task(calibration, calibration.samples, tests, notes)
 
 
-def head_labels(part: Part, classes: Sequence[str]) -> tuple[Tensor, list[str]]:
-    """Return the head's number of each row's label, `[rows]`, and sentences on a guess.
-
-    Labels with names are matched to the head's names. If the head has none, the numbers of a
-    `ClassLabel` are the head's.
-    """
+def head_labels(part: Part, classes: Sequence[str]) -> list[int]:
+    """Return the head's number of each row's label."""
     column = part.rows.columns.get(_LABEL, _LABEL)
     values: list[Any] = [part.rows[index].get(column) for index in part.indices]
-    values = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
     if any(value is None for value in values):
         raise ValueError(f"{part.option}: rows need a label to be evaluated, or give --no-eval")
-    if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
-        return torch.tensor(check_labels(values, classes, part.option)), []
-    names = sorted({str(value) for value in values})
-    in_order = part.rows.classes(_LABEL)
-    if in_order and all(name.startswith("LABEL_") for name in classes):
-        names = in_order  # the head's numbers are the dataset's
-    numbers, notes = label_numbers(names, classes, part.option)
-    by_name = dict(zip(names, numbers, strict=True))
-    return torch.tensor([by_name[str(value)] for value in values]), notes
+    return label_numbers(values, part.rows.classes(_LABEL), classes, part.option)

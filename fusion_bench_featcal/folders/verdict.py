@@ -1,4 +1,4 @@
-"""The verdict after `featcal calibrate`, and experts that are no use for their task."""
+"""The verdict after `featcal calibrate`, and experts that are worse than the merged model."""
 
 import math
 from collections.abc import Mapping
@@ -92,22 +92,11 @@ class Verdict:
 
 
 def weak_experts(experts: Mapping[str, Score], merged: Mapping[str, Score]) -> list[str]:
-    """Describe each expert that is no better than guessing, or worse than the merged model.
-
-    A guess gives all classes or tokens equal probability. An expert whose accuracy exceeds that of
-    guessed classes, or the merged model's, is not weak.
-    """
-    weak = []
-    for task, expert in experts.items():
-        guess, other = math.log(expert.choices), merged[task]
-        hits = Mean(expert.accuracy - 1 / expert.choices, 1 / math.sqrt(len(expert.losses)))
-        rows = f"{task} (loss {expert.loss:.2f} on {len(expert.losses)} rows"
-        is_lucky = expert.kind == "class" and hits.is_above
-        if guess > 0 and not is_lucky and Mean.of(expert.losses - guess).is_above:
-            weak.append(f"{rows}, guessing {guess:.2f})")
-        elif (
-            Mean.of(expert.losses - other.losses - _WORSE).is_above
-            and expert.accuracy <= other.accuracy
-        ):
-            weak.append(f"{rows}, the merged model {other.loss:.2f})")
-    return weak
+    """Describe each expert that is worse than the merged model, by loss and by accuracy."""
+    return [
+        f"{task} (loss {expert.loss:.2f} on {len(expert.losses)} rows, the merged model "
+        f"{merged[task].loss:.2f})"
+        for task, expert in experts.items()
+        if Mean.of(expert.losses - merged[task].losses - _WORSE).is_above
+        and expert.accuracy <= merged[task].accuracy
+    ]

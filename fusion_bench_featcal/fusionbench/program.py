@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.copies import bind_own_functions, copied_module
-from fusion_bench_featcal.files.json_files import masked
 from fusion_bench_featcal.fusionbench.options import method_name
 from fusion_bench_featcal.fusionbench.pool_models import local_pool
 from fusion_bench_featcal.fusionbench.program_processes import fabric_alone
@@ -79,8 +78,7 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
         program.taskpool._fabric_instance = fabric_alone(fabric, first=False)
     if log_dir is not None:
         folder = prepare_directory(log_dir)
-        config = masked(OmegaConf.to_container(program.config, resolve=True))
-        OmegaConf.save(OmegaConf.create(config), folder / "config_resolved.yaml")
+        OmegaConf.save(program.config, folder / "config_resolved.yaml", resolve=True)
     check_save_target(program)
 
 

@@ -21,7 +21,6 @@ from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files import free_space, link_or_copy, new_path
-from fusion_bench_featcal.files.json_files import masked, masked_words, without_secrets
 from fusion_bench_featcal.files.tensors import write_index, write_tensors
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import Run, versions
@@ -107,43 +106,29 @@ def write_shards(
 
 
 def correct_configs(model: Any, folder: Path) -> None:
-    """Correct the saved configs of a model, so that any release of transformers loads it."""
-    _drop_code(folder)
-    _keep_untied(model, folder)
+    """Correct the saved configs of a model, so that any release of transformers loads it.
 
-
-def _drop_code(folder: Path) -> None:
-    """Remove `auto_map` from saved configs, which names code of the original folder."""
+    `auto_map` goes, because it names code of the original folder. `tie_word_embeddings` becomes
+    false if the head is not tied: transformers 5 gives every T5 `true`, and older releases would
+    then replace the head by the embeddings and rescale its input.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    is_untied = head is not None and head.weight is not model.get_input_embeddings().weight
     for file in folder.glob("*config.json"):
         config = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(config, dict) and config.pop("auto_map", None) is not None:
-            _write_config(file, config)
-
-
-def _keep_untied(model: Any, folder: Path) -> None:
-    """Set `tie_word_embeddings: false` in a saved config if the head is not tied.
-
-    transformers 5 gives every T5 a config with `true`. Older releases would then replace the head
-    by the embeddings and rescale its input.
-    """
-    file = folder / "config.json"
-    if not file.is_file() or not hasattr(model, "get_output_embeddings"):
-        return
-    head = model.get_output_embeddings()
-    if head is None or head.weight is model.get_input_embeddings().weight:  # CLIP has no head
-        return
-    config = json.loads(file.read_text(encoding="utf-8"))
-    _write_config(file, config | {"tie_word_embeddings": False})
-
-
-def _write_config(file: Path, config: Any) -> None:
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        corrected = {name: value for name, value in config.items() if name != "auto_map"}
+        if is_untied and file.name == "config.json":
+            corrected["tie_word_embeddings"] = False
+        if corrected != config:
+            file.write_text(
+                json.dumps(corrected, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+            )
 
 
 def card_text(
     facts: CardFacts, base: str | None, experts: Mapping[str, str], report: Run | None = None
 ) -> str:
-    """Return the text of a model card, without secrets.
+    """Return the text of a model card.
 
     Args:
         facts: The model's origin.
@@ -155,42 +140,36 @@ def card_text(
     hub_id = (base or "").partition("@")[0]
     if _HUB_ID.fullmatch(hub_id) and not Path(hub_id).is_dir():
         head = {"base_model": hub_id, **head}
-    models = [f"- {name}: `{location}`" for name, location in experts.items()]
-    title, about = _method(facts)
-    sections = [
-        f"# {title}\n\n{about}",
-        f"## Models\n\n- base: `{base}`\n" + "\n".join(models),
-        "## Merger\n\n" + _listed(facts.upstream or {"merged model": "the pool's own"}),
-        "## Settings\n\n" + _listed(_changed(facts.settings)),
-        "## Samples\n\n" + _listed(facts.samples) if facts.samples else "",
-        _accuracies(report),
-        f"## How it was made\n\n```bash\n{command_line()}\n```\n\n"
-        + _listed(versions() | commits()),
-    ]
-    text = page(*(section.rstrip() for section in sections))
-    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{without_secrets(text)}"
+    sections = {
+        "Models": _listed({"base": base, **experts}),
+        "Merger": _listed(facts.upstream or {"merged model": "the pool's own"}),
+        "Settings": _listed(_changed(facts.settings)),
+        "Samples": _listed(facts.samples) if facts.samples else "",
+        "Accuracy": _accuracies(report),
+        "How it was made": f"```bash\n{command_line()}\n```\n\n{_listed(versions() | commits())}",
+    }
+    texts = [f"## {title}\n\n{text}" for title, text in sections.items() if text]
+    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{page(_about(facts), *texts)}"
 
 
-def _method(facts: CardFacts) -> tuple[str, str]:
-    """Return title and description of the method that made a model."""
+def _about(facts: CardFacts) -> str:
+    """Return the title and a sentence on the method that made a model."""
     rule, row = facts.settings.get("rule"), f"row `{facts.row}` of its report"
     if facts.row == GIVEN:
-        return "Merged model", f"As merged, without calibration: {row}."
+        return f"# Merged model\n\nAs merged, without calibration: {row}."
     if rule is None:
-        return f"Merged model ({facts.row})", f"Made by fusion_bench_featcal, {row}."
-    methods = {
-        "paper": f"FeatCal ({PAPER})",
-        "plus": f"FeatCal+, its extension of the paper's FeatCal ({PAPER})",
-    }
-    method = methods.get(rule, f"FeatCal ({PAPER}) and the rule `{rule}`")
-    title = f"Merged model, repaired by {'FeatCal+' if rule == 'plus' else 'FeatCal'}"
-    return title, f"Made by fusion_bench_featcal with {method}, {row}."
+        return f"# Merged model ({facts.row})\n\nMade by fusion_bench_featcal, {row}."
+    names = {"paper": "FeatCal", "plus": "FeatCal+, its extension of the paper's FeatCal"}
+    method = f"{names.get(rule, 'FeatCal')} ({PAPER})"
+    method += "" if rule in names else f" and the rule `{rule}`"
+    title = f"# Merged model, repaired by {'FeatCal+' if rule == 'plus' else 'FeatCal'}"
+    return f"{title}\n\nMade by fusion_bench_featcal with {method}, {row}."
 
 
-def _changed(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _changed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings that differ from the defaults of their rule."""
     if "rule" not in settings:
-        return dict(settings)
+        return settings
     plus = settings["rule"] == "plus"
     defaults = (FeatCalSettings.plus() if plus else FeatCalSettings()).as_dict()
     changed = {n: v for n, v in settings.items() if n not in defaults or v != defaults[n]}
@@ -199,7 +178,7 @@ def _changed(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _listed(values: Mapping[str, Any]) -> str:
     lines = []
-    for name, value in masked(values).items():
+    for name, value in values.items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         lines.append(f"- {name}: `{' '.join(text.split())}`")
     return "\n".join(lines) or "none"
@@ -210,12 +189,12 @@ def _accuracies(report: Run | None) -> str:
     if report is None or not report.tasks:
         return ""
     tables = tables_of(summary(join({Path(): report})))
-    return page("## Accuracy", *(text for t in tables for text in (t.title, t.markdown())))
+    return page(*(text for t in tables for text in (t.title, t.markdown()))).rstrip()
 
 
 def command_line() -> str:
-    """Return the command line, without secrets."""
+    """Return the command line."""
     program = Path(sys.argv[0]).name
     if program in ("cli.py", "__main__.py", "-m"):
         program = "featcal" if sys.argv[1:2] == ["calibrate"] else "fusion_bench"
-    return shlex.join([program, *masked_words(sys.argv[1:])])
+    return shlex.join([program, *sys.argv[1:]])

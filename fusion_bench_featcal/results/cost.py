@@ -7,7 +7,6 @@ import contextlib
 import os
 import platform
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-MEMORY_EVERY_SECONDS = 0.02
 _JOULES_PER_WATT_HOUR = 3_600
 PACKAGES = (
     "fusion-bench-featcal", "fusion-bench", "torch", "transformers", "lightning", "hydra-core",
@@ -65,18 +61,19 @@ def measure() -> Iterator[Cost]:
         cuda.synchronize(device)
         cuda.reset_peak_memory_stats(device)
     before = _joules()
-    with _host_memory(cost):
-        start = time.perf_counter()
-        try:
-            yield cost
-        finally:
-            cuda, devices = _cuda_devices()
-            for device in devices:  # wait for running kernels before the clock is read
-                cuda.synchronize(device)
-            cost.seconds = time.perf_counter() - start
-            peak = sum(cuda.max_memory_allocated(device) for device in devices)
-            cost.peak_accelerator_bytes = peak or None
-            cost.gpu_energy_wh = _energy(before, _joules(), cuda, devices)
+    _reset_peak_memory()
+    start = time.perf_counter()
+    try:
+        yield cost
+    finally:
+        cuda, devices = _cuda_devices()
+        for device in devices:  # wait for running kernels before the clock is read
+            cuda.synchronize(device)
+        cost.seconds = time.perf_counter() - start
+        cost.peak_rss_bytes = _peak_memory()
+        peak = sum(cuda.max_memory_allocated(device) for device in devices)
+        cost.peak_accelerator_bytes = peak or None
+        cost.gpu_energy_wh = _energy(before, _joules(), cuda, devices)
 
 
 def _cuda_devices() -> tuple[Any, list[int]]:
@@ -91,41 +88,23 @@ def _cuda_devices() -> tuple[Any, list[int]]:
     return cuda, [index for index in range(cuda.device_count()) if cuda.memory_reserved(index) > 0]
 
 
-@contextmanager
-def _host_memory(cost: Cost) -> Iterator[None]:
-    """Context that measures peak resident memory.
-
-    The kernel's record is exact if it rose inside the block. Otherwise samples are used.
-    """
-    process, done, samples = psutil.Process(), threading.Event(), [0]
-
-    def sample() -> None:
-        while not done.is_set():
-            with contextlib.suppress(psutil.Error, MemoryError):
-                samples[0] = max(samples[0], process.memory_info().rss)
-            done.wait(MEMORY_EVERY_SECONDS)
-
-    before = _record()
-    sampler = threading.Thread(target=sample, name="memory", daemon=True)
-    sampler.start()
-    try:
-        yield
-    finally:
-        done.set()
-        sampler.join()
-        after = _record()
-        cost.peak_rss_bytes = after if after > before > 0 else max(
-            samples[0], process.memory_info().rss)  # fmt: skip
+def _reset_peak_memory() -> None:
+    """Restart the kernel's record of this process's peak resident memory, on Linux."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
-def _record() -> int:
-    """Return this process's peak resident set in bytes, or 0 on a system without a record."""
-    try:
+def _peak_memory() -> int | None:
+    """Return the peak resident memory in bytes: since the reset, on macOS since the start."""
+    if sys.platform == "darwin":
         import resource
-    except ImportError:
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def _joules() -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.errors.plurals import counted
-from fusion_bench_featcal.files.json_files import read_json
+from fusion_bench_featcal.files.untrusted import read_json
 
 from .lines import REPORT_FILE, RUN_FILE, SCHEMA, VALUE, read_run
 from .notes import RECORD, Note
@@ -106,7 +106,7 @@ def _is_run(file: Path, start: Path) -> bool:
 def _refuse_earlier(folder: Path) -> None:
     for file in sorted(folder.rglob(REPORT_FILE)):
         content = read_json(file)
-        if isinstance(content, dict) and "schema" in content:
+        if "schema" in content:
             raise ReportError(
                 f"{file} has schema {content['schema']} and no {RUN_FILE}, and this version reads "
                 f"{SCHEMA}: run again"

@@ -17,8 +17,8 @@ from fusion_bench_featcal.files import (
     prepare_directory,
     write_atomic,
 )
-from fusion_bench_featcal.files.json_files import json_text, plain, read_json
-from fusion_bench_featcal.files.untrusted import read_bytes
+from fusion_bench_featcal.files.json_files import json_text, plain
+from fusion_bench_featcal.files.untrusted import read_bytes, read_json
 
 from .notes import Note
 from .run import AVERAGE, COST, DIMENSIONS, Line, Row, Run, check_row
@@ -72,9 +72,11 @@ def read_run(folder: str | Path) -> Run:
         ReportError: If a file is missing, damaged or of another layout.
     """
     folder = Path(folder)
-    content = read_json(folder / RUN_FILE)
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        schema = content.get("schema") if isinstance(content, dict) else None
+    try:
+        content = read_json(folder / RUN_FILE)
+    except (OSError, ValueError) as error:
+        raise ReportError(str(error)) from error
+    if (schema := content.get("schema")) != SCHEMA:
         raise ReportError(
             f"{folder / RUN_FILE} has schema {schema!r}, and this version reads {SCHEMA}: run again"
         )

@@ -140,9 +140,8 @@ MODELS: list[Refused] = [
     ({"merged/config.json": f'{{"a": {NESTED}}}'}, {}, ["/merged"]),
 ]  # fmt: skip
 
-ALIASES = "\n".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 10))
 CONFIGS = {
-    f"l0: &l0 [x]\n{ALIASES}\nmodels: *l9\n": "more than 100,000 values with its aliases",
+    "l0: &l0 [x]\nmodels: *l0\n": "write out the alias *l0",
     f"#{'x' * 2**20}\nmodels: [x]": "is larger than 1,024 KiB",
     "models: !!python/name:os.system ''": "line 1: could not determine a constructor",
     "models: 5": "models is 5, not a list",
@@ -171,9 +170,9 @@ DATA: list[Refused] = [
     ({"one.jsonl": [{"messages": TURNS[:1]}]}, {}, [*ROW, "--chat-template FILE"]),
     ({"one.jsonl": [*sentences("one", 11), {"prompt": "a b"}]}, {"more": "--no-eval"},
      [*ROW, "no target, as in 1 of 12 rows"]),
-    (QUESTIONS, {}, ["one.jsonl has the columns q, a, of which none is usual: name them by "
-                     "--columns prompt=COLUMN,target=COLUMN"]),
-    (QUESTIONS, {"more": "--columns prompt=Q"}, ["has no column 'Q'"]),
+    *[(QUESTIONS, {"more": more}, ["one.jsonl has the columns q, a: name them by "
+                                   "--columns prompt=COLUMN,target=COLUMN"])
+      for more in ("", "--columns prompt=Q")],
     ({"saved": lambda path: datasets_on_disk(path, "fit", "more")},
      {"data": ["saved:tests", "two.jsonl"]}, ["has no split 'tests'"]),
     *[({"*.jsonl": [{"messages": TURNS}], TOKENIZER: {"chat_template": template}}, {},
@@ -193,23 +192,13 @@ def test_files_of_language_models(folder, refusal, monkeypatch, files, options, 
 
 # --- files of classifiers that are changed ---
 
-DISAGREE = ["--expert one", "id2label and label2id of its config.json do not fit together"]
 
-
-@pytest.mark.parametrize(
-    ("labels", "config", "messages"),
-    [
-        (["perhaps"], {}, ["--data one", "head has no class 'perhaps'; it has no, yes"]),
-        (["1", "2"], {}, ["label 2, but the expert's head has 2 classes"]),
-        (["no"], {"label2id": {"no": 1, "yes": 0}}, DISAGREE),
-    ],
-)
-def test_labels_that_do_not_fit_the_head(tmp_path, refusal, labels, config, messages):
+def test_labels_that_do_not_fit_the_head(tmp_path, refusal):
     classifier_folders(tmp_path)
-    rows = [{"text": "a b", "label": label} for label in labels]
-    change(tmp_path, {"one.jsonl": rows, "one/config.json": config})
+    change(tmp_path, {"one.jsonl": [{"text": "a b", "label": "perhaps"}]})
     line = refusal(words(tmp_path))
-    assert all(message in line for message in messages), line
+    assert "--data one=" in line
+    assert "label 'perhaps' is none of the 2 classes of the expert's head: no, yes" in line
 
 
 # --- files that pass all checks ---
@@ -218,11 +207,11 @@ LONG_FORM = {"model": {"path": "base"}, "lora": {"path": "two-lora"}}
 ACCEPTED: list[Refused] = [
     ({"two": other_llama}, {}, ["expert two may not be tuned from this base"]),
     (merge_config("linear", "base", "one", "two", base_model="base"), NO_MODELS,
-     ["base by mergekit_config.yml"]),
+     ["by mergekit_config.yml (linear)"]),
     ({"one-lora": lambda path: write_adapters(path.parent, llama_model())}
      | merge_config("linear", "base+one-lora", LONG_FORM),
      {**NO_MODELS, "names": ["one-lora", "two-lora"]},
-     ["base by mergekit_config.yml", "  base: base\n",
+     ["by mergekit_config.yml (linear)", "  base: base\n",
       "one-lora (LoRA adapter), two-lora=two-lora (LoRA adapter)"]),
     ({"merged/*token*": None, "base/*token*": None} | merge_config("linear", "one", "two"),
      NO_MODELS, []),

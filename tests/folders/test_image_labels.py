@@ -5,6 +5,7 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 from tiny_images import channels_first, picture, write_class_folders
 
 from fusion_bench_featcal.errors import CalibrationError
@@ -49,9 +50,9 @@ def opened(path: str, heads: Any) -> Any:
         ("numbers", [1, 0], [], UNNAMED, [1, 0]),
         ("numbered", [0, 1, 2], ["owl", "dog", "cat"], PETS, [2, 1, 0]),
         ("numbered", [1, 0], ["b", "a", "c"], UNNAMED, [1, 0]),
-        ("numbers", [3, 0], [], PETS, "--eval a=.*: label 3, but the expert's head has 3 classes"),
-        ("numbered", [0, 1], ["cat", "cow"], PETS, "--eval a=.*head has no class 'cow'"),
-        ("folders", ["cat", "cow"], [], PETS, "--eval a=.*head has no class 'cow'"),
+        ("numbers", [3, 0], [], PETS, "--eval a=.*: label 3 is none of the 3 classes"),
+        ("numbered", [0, 1], ["cat", "cow"], PETS, "--eval a=.*: label 'cow' is none of the 3 classes"),
+        ("folders", ["cat", "cow"], [], PETS, "--eval a=.*: label 'cow' is none of the 3 classes"),
     ],
 )  # fmt: skip
 def test_labels_are_the_heads_numbers(tmp_path, kind, labels, names, heads, expected):
@@ -60,7 +61,8 @@ def test_labels_are_the_heads_numbers(tmp_path, kind, labels, names, heads, expe
         with pytest.raises(ValueError, match=expected):
             opened(path, heads)
         return
-    assert opened(path, heads).tests.labels.tolist() == expected
+    batches = opened(path, heads).tests.batches(None)
+    assert torch.cat([batch["labels"] for batch in batches]).tolist() == expected
 
 
 def test_images_without_labels_and_damaged_ones_are_named(tmp_path):

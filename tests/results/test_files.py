@@ -98,7 +98,7 @@ HEAD = "suite,merger,row,task,block,class,seed,metric,value\n"
 DAMAGED: list[tuple[str, str, str]] = [
     ("run.json", '{"schema": 99}', "has schema 99, and this version reads 3"),
     ("run.json", '{"schema": 3}', "is damaged: KeyError"),
-    ("run.json", '{"schema": ', "is not valid JSON"),
+    ("run.json", '{"schema": ', "is damaged: Expecting"),
     ("run.json", "[" * 100_000, ""),
     ("lines.csv", f"{HEAD}toy,ties,featcal,a,b,,42,relative,nan\n", ", line 2: 'nan' is no number"),
     ("lines.csv", "suite,merger\n", "its first line has no row, task"),
