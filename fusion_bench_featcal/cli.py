@@ -7,15 +7,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from fusion_bench_featcal import __version__
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.folders.options import add_arguments
 from fusion_bench_featcal.folders.request import Request
-
-_SUITES = ("clip-vit-mini", "flan-t5-mini", "llama-mini", "resnet-mini")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +40,7 @@ def calibrate_command(options: argparse.Namespace) -> int:
     from fusion_bench_featcal.errors import NotImproved
     from fusion_bench_featcal.folders.job import run
     from fusion_bench_featcal.folders.options import command_line_options
-    from fusion_bench_featcal.results.remarks import featcal_program, typed_path
+    from fusion_bench_featcal.results.remarks import typed_path
 
     request = Request.of(command_line_options(vars(options), Request))
     try:
@@ -56,7 +53,7 @@ def calibrate_command(options: argparse.Namespace) -> int:
         print(f"featcal: {message}", file=sys.stderr)
         return 130
     if not request.plan:
-        print(f"saved: {out}\nnext: {featcal_program()} report {typed_path(out)}")
+        print(f"saved: {out}\nnext: featcal report {typed_path(out)}")
     return 0
 
 
@@ -91,36 +88,6 @@ def settings_command(options: argparse.Namespace) -> None:
         hint = nearest_hint(options.method, names)
         raise ValueError(f"no method {options.method!r}{hint}; there are {', '.join(methods)}")
     print(settings_page(names[options.method], as_json=options.json))
-
-
-def suite_build_command(options: argparse.Namespace) -> None:
-    """Train a bundled suite again, from the data in the package (in a source checkout)."""
-    builder = Path(__file__).resolve().parents[1] / "scripts" / "suites"
-    if not (builder / "build_suite.py").is_file():
-        raise ValueError(
-            "the builder of the suites is scripts/suites of the project's source: clone it, pip "
-            "install --editable . there, and run this again"
-        )
-    sys.path.insert(0, str(builder))
-    from build_suite import build  # type: ignore[import-not-found]
-
-    print(f"built: {build(options.out, options.suite, options.seed, tasks=options.task)}")
-
-
-def suite_check_command(options: argparse.Namespace) -> int:
-    """Compare the suites' files with their recorded checksums."""
-    from fusion_bench_featcal.suites.checksums import check
-    from fusion_bench_featcal.suites.paths import SUITE_ROOT
-
-    root = Path(options.folder) if options.folder else SUITE_ROOT
-    if not root.is_dir():
-        raise ValueError(f"no such folder: {root}")
-    problems = check(root)
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    if not problems:
-        print(f"all files as recorded: {root}")
-    return 1 if problems else 0
 
 
 def suite_path_command(options: argparse.Namespace) -> None:
@@ -176,14 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("method", nargs="?", default="featcal", metavar="METHOD")
     settings.add_argument("--json", action="store_true", help="print them as JSON")
 
-    suite = _verbs(verbs.add_parser("suite", help="build, check or locate the bundled suites"))
-    build = _verb(suite, "build", suite_build_command)
-    build.add_argument("--out", metavar="DIR", required=True, help="a new folder for the build")
-    build.add_argument("--suite", choices=_SUITES, default=_SUITES[0], help="the suite to build")
-    build.add_argument("--seed", type=int, default=0, help="seed of the training")
-    build.add_argument("--task", action="append", metavar="NAME", help="this task only, repeatable")
-    check = _verb(suite, "check", suite_check_command)
-    check.add_argument("folder", nargs="?", metavar="DIR", help="default: the bundled suites")
+    suite = _verbs(verbs.add_parser("suite", help="locate the bundled suites"))
     path = _verb(suite, "path", suite_path_command)
     path.add_argument("name", nargs="?", default="", metavar="NAME", help="default: all suites")
     return parser

@@ -80,7 +80,7 @@ def check_commands(bin_folder: Path, scratch: Path) -> None:
         if "FeatCalAlgorithm" not in printed or "default_taskpool" not in printed:
             sys.exit(f"the dry run in {folder} composed something else:\n{printed}")
     run(bin_folder / "featcal", "--help", cwd=empty)
-    run(bin_folder / "featcal", "suite", "check", cwd=empty)
+    run(bin_folder / "featcal", "suite", "path", cwd=empty)
     check_example(bin_folder, scratch / "example")
     check_foreign_program(bin_folder, scratch / "foreign")
 

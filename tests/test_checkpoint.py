@@ -196,17 +196,6 @@ def test_a_folder_that_cannot_be_written_is_named_before_any_work(tmp_path: Path
 # --- files ---
 
 
-def test_unfinished_files_of_yesterday_are_removed_and_others_stay(tmp_path: Path):
-    old, new = tmp_path / ".block-0000.safetensors.1.part", tmp_path / ".block-0001.2.part"
-    unrelated = {new, tmp_path / ".mine", tmp_path / "notes.txt"}
-    for path in (old, *unrelated):
-        path.write_text("half")
-    for path in (old, tmp_path / "notes.txt"):
-        os.utime(path, (0, 0))
-    run(small_clip(), tmp_path)
-    assert unrelated <= set(tmp_path.iterdir()) and not old.exists()
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_damage_is_refused_or_harmless(finished, seed: int, tmp_path: Path):
     suite, folder, other, expected = finished

@@ -9,11 +9,9 @@ from reports import error_of, featcal, leave_run
 from fusion_bench_featcal import __version__
 from fusion_bench_featcal.results import Run
 from fusion_bench_featcal.run import progress_bar
-from fusion_bench_featcal.suites.checksums import write_checksums
 
 MESSAGES = {
     "report {tmp}/nowhere": "no such run: ",
-    "suite check {tmp}/nowhere": "no such folder",
     "plan modelpool=clip-vit-mini_TA66":
         "there is no config modelpool/clip-vit-mini_TA66 (nearest: 'clip-vit-mini_TA6')",
     "plan modelpool=clip-vit-mini_TA6 method.ridge_lamda=1":
@@ -35,7 +33,7 @@ def test_wrong_words_get_one_line_and_exit_with_two():
         (line,) = featcal(*words.split()).err.splitlines()
         assert line.startswith(f"featcal {message}")
         assert f"see featcal {words.split()[0]} --help" in line
-    for words in ("", "repot", "report", "suite build"):
+    for words in ("", "repot", "report", "suite"):
         done = featcal(*words.split())
         assert done.code == 2 and "featcal" in done.err
 
@@ -44,17 +42,6 @@ def test_version_and_folders_of_suites():
     assert featcal("--version").out.strip() == f"featcal {__version__}"
     images = Path(featcal("suite", "path", "images").out.strip())
     assert images.is_dir() and images.parent == Path(featcal("suite", "path").out.strip())
-
-
-def test_suite_check_names_damaged_and_missing_files(tmp_path: Path):
-    for name in ("weights", "notes"):
-        (tmp_path / name).write_bytes(b"abc")
-    write_checksums(tmp_path)
-    assert "all files as recorded" in featcal("suite", "check", tmp_path).out
-    (tmp_path / "weights").write_bytes(b"abd")
-    (tmp_path / "notes").unlink()
-    done = featcal("suite", "check", tmp_path)
-    assert done.code == 1 and "weights: damaged" in done.err and "notes: missing" in done.err
 
 
 def test_a_bug_has_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -19,9 +19,9 @@ MUTATIONS = [
     ),
     Mutation(
         "numbers of classes are not compared with the head",
-        "folders/images.py",
-        "return check_labels(labels, heads, part.option), class_logits, []",
-        "return labels, class_logits, []",
+        "folders/tasks.py",
+        "if not 0 <= number < len(classes):",
+        "if number < 0:",
         "folders/test_image_labels.py",
     ),
     Mutation(
@@ -85,30 +85,9 @@ MUTATIONS = [
     Mutation(
         "a negative weight is taken for an expert's",
         "folders/mergekit.py",
-        "if min(merge.weights[location]) < 0",
-        "if False",
+        "if min(weights) < 0 or not any(weights):",
+        "if False:",
         "folders/test_mergekit.py",
-    ),
-    Mutation(
-        "a layer swap is taken for a stack",
-        "folders/mergekit.py",
-        "end = ranges[0][-1] if ranges else end",
-        "end = 0",
-        "folders/test_mergekit.py",
-    ),
-    Mutation(
-        "aliases multiply without a bound",
-        "files/untrusted.py",
-        "if _values(node, {}) > MAX_VALUES",
-        "if False",
-        "folders/test_folder_refusals.py",
-    ),
-    Mutation(
-        "the reads of --merge are not counted",
-        "folders/job.py",
-        "if budget is None or request.merge is None",
-        "if True",
-        "folders/test_folder_refusals.py",
     ),
     Mutation(
         "files are converted to the config's dtype",
@@ -190,8 +169,8 @@ MUTATIONS = [
     Mutation(
         "a saved config names code that is not in the folder",
         "models/saving.py",
-        "    _drop_code(folder)\n",
-        "",
+        'if name != "auto_map"',
+        "if True",
         "folders/test_odd_models.py",
     ),
 ]

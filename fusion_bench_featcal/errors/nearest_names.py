@@ -1,7 +1,7 @@
 """Checks of names that users type, with the nearest valid name in the message."""
 
 import difflib
-import unicodedata
+import re
 from collections.abc import Iterable
 
 REPORT_COLUMNS = frozenset({
@@ -9,8 +9,7 @@ REPORT_COLUMNS = frozenset({
     "recovered gap", "unseen (gain, tasks)", "worst task",
 })  # fmt: skip
 """Columns of tables and keys of FusionBench's results that are not tasks."""
-_NOT_IN_FILES = frozenset('/\\<>"|?*')
-_LONGEST = 100  # bytes
+_USABLE = re.compile(r"\w([\w .,:;+=@&%()#~'-]{0,98}[\w+)=-])?")
 
 
 def nearest_hint(name: object, valid: Iterable[object]) -> str:
@@ -51,17 +50,14 @@ def refuse_unusable_names(
         reserved: Names with another meaning.
 
     Raises:
-        ValueError: If a name has path separators or control characters, is too long or reserved,
-            or differs from another only in case.
+        ValueError: If a name has other signs, is too long or reserved, or differs from another only
+            in case.
     """
     taken = {*REPORT_COLUMNS, *reserved}
     for name in map(str, names):
-        key = unicodedata.normalize("NFC", name).casefold()
-        usable = name.isprintable() and not _NOT_IN_FILES & set(name) and name.strip(" .") == name
-        if key in taken or not (name and usable and len(name.encode()) <= _LONGEST):
-            problem = "is taken" if key in taken else "cannot name a file"
+        if not _USABLE.fullmatch(name) or name.casefold() in taken:
             raise ValueError(
-                f"{setting}: {name[:_LONGEST]!r} {problem}. Choose another, of at most "
-                f"{_LONGEST} bytes of letters, digits and signs such as _ and -"
+                f"{setting}: {name[:100]!r} cannot name a file, or is taken. Choose a name of at "
+                "most 100 letters, digits and signs such as _ and -"
             )
-        taken.add(key)
+        taken.add(name.casefold())

@@ -1,16 +1,14 @@
 """Files and folders that are written atomically.
 
-A temporary file is next to the final one, hidden, and its name ends in `.part`. A later process
-removes what a killed one has left for more than a day.
+A temporary file is next to the final one, hidden, and its name ends in `.part`. A process that is
+killed leaves it there.
 """
 
 import contextlib
-import hashlib
 import os
 import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +17,6 @@ from fusion_bench_featcal.errors import ReportError
 
 LOG_DIR_SETTING = "path.log_dir"
 PART = ".part"
-STALE = 24 * 3600
-"""Seconds after which an unfinished file counts as left by a killed process."""
 
 
 def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
@@ -111,12 +107,6 @@ def new_path(target: Path) -> Iterator[Path]:
         remove(new)
 
 
-def sha256_file(path: Path) -> str:
-    """Return the SHA-256 of a file, as `sha256sum` prints it."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def existing(folder: Path) -> Path:
     """Return a folder, or the nearest one above it that exists."""
     folder = folder.absolute()
@@ -143,14 +133,6 @@ def temporary_neighbour(path: Path) -> Path:
     """Return a hidden path next to `path` that no other process uses. Nothing is created."""
     # A container's first process always has the same id, so the id alone is not enough.
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
-
-
-def remove_stale(folder: Path) -> None:
-    """Remove unfinished files that nothing has written to for a day."""
-    for path in folder.glob(f".*{PART}"):
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > STALE:
-                remove(path)
 
 
 def remove(path: Path) -> None:

@@ -9,7 +9,7 @@ from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.tasks import Score, Task
-from fusion_bench_featcal.folders.verdict import Verdict, weak_experts
+from fusion_bench_featcal.folders.verdict import Verdict, compare, weak_experts
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
 from fusion_bench_featcal.results.notes import GAIN, NOTE, VERDICT, Note
@@ -30,18 +30,11 @@ class Evaluation:
 
     Attributes:
         report: Scores of all models.
-        row: Name of the calibrated model's row.
         heads: Task -> its expert's classifier, with the body of the last added model. Models
             without separate heads have none.
     """
 
-    def __init__(
-        self,
-        models: Models,
-        settings: FeatCalSettings,
-        tasks: Mapping[str, Task],
-        notes: Sequence[str],
-    ) -> None:
+    def __init__(self, models: Models, tasks: Mapping[str, Task], notes: Sequence[str]) -> None:
         """Create a report with its first notes and no scores."""
         request = models.request
         self.report = Run(
@@ -51,12 +44,9 @@ class Evaluation:
             device=describe_device(torch.device(request.device)),
         )
         self.report.note(*(Note(NOTE, text) for text in notes))
-        self.row = row_of_rule(settings.rule)
         self.heads: dict[str, Any] = {}
-        self._first_notes = len(notes)
-        self._models, self._settings = models, settings
-        self._tests = {name: t.tests for name, t in tasks.items() if t.tests is not None}
-        self._tasks = list(tasks)
+        self._models = models
+        self._tests = {name: task.tests for name, task in tasks.items() if task.tests}
         self._scores: dict[str, Mapping[str, Score]] = {}
 
     def add_references(self, merged: ExpertSource) -> None:
@@ -65,7 +55,7 @@ class Evaluation:
         if self._tests:
             tasks = counted(len(self._tests), "task")
             print(f"evaluating the experts and the merged model on {tasks}")
-        for task in self._tasks if models.has_heads else self._tests:
+        for task in models.experts if models.has_heads else self._tests:
             expert = models.load_expert(task)
             if task in self._tests:
                 scores[task] = self._tests[task].score(expert)
@@ -86,38 +76,33 @@ class Evaluation:
                 if models.has_heads:
                     whole = models.with_body(task, self.heads[task], models.body(model))
                 scores[task] = tests.score(whole.eval())
-        self._scores[name] = scores
         self._add_row(name, scores)
 
     def _add_row(self, name: str, scores: Mapping[str, Score]) -> None:
-        if scores:
-            flags = {task: score.correct for task, score in scores.items()}
-            values = {
-                "accuracy": {task: score.accuracy for task, score in scores.items()},
-                "loss": {task: score.loss for task, score in scores.items()},
-            }
-            has_flags = all(flag is not None for flag in flags.values())
+        self._scores[name] = scores
+        values = {
+            metric: {task: getattr(score, metric) for task, score in scores.items()}
+            for metric in ("accuracy", "loss")
+        }
+        flags = {task: score.correct for task, score in scores.items()}
+        has_flags = bool(flags) and all(flag is not None for flag in flags.values())
+        if scores or name not in (EXPERTS, self.report.merger):
             self.report.add_row(name, values, correct=flags if has_flags else None)
 
-    def conclude(self, result: CalibrationResult, cost: Mapping[str, Any]) -> Verdict:
+    def conclude(
+        self, settings: FeatCalSettings, result: CalibrationResult, cost: Mapping[str, Any]
+    ) -> Verdict:
         """Compare the calibrated model with the merged one, and complete the report."""
-        report, settings = self.report, self._settings
+        report, name = self.report, row_of_rule(settings.rule)
         samples = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
-        if not any(row.name == self.row for row in report.rows):
-            report.add_row(self.row, {})
-        row = report.row(self.row)
+        row = report.row(name)
         row.settings, row.cost = settings.of_the_model().as_dict(), dict(cost)
         row.samples = {task: {"samples": n, "split": "data"} for task, n in samples.items()}
         advice = _MORE.format("--preset plus" if settings.rule == "paper" else "other samples")
-        verdict = Verdict.of(self._scores[report.merger], self._scores[self.row], advice)
+        verdict = compare(self._scores[report.merger], self._scores[name], advice)
         report.note(
-            *notes_of_log(self.row, result.log.records),
+            *notes_of_log(name, result.log.records),
             *(Note(GAIN, text) for text in verdict.gains),
             Note(VERDICT, verdict.sentence),
         )
         return verdict
-
-    @property
-    def new_notes(self) -> list[Note]:
-        """The report's notes without its first ones."""
-        return self.report.notes[self._first_notes :]

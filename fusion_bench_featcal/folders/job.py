@@ -1,9 +1,8 @@
 """One `featcal calibrate` after its checks: evaluation, calibration, and the saved folder."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
 from fusion_bench_featcal.folders.model_folder import (
     LANGUAGE_MODELS,
     TEXT_CLASSIFIER,
+    TEXT_MODELS,
     ModelFolder,
     class_names,
 )
@@ -35,73 +35,8 @@ from fusion_bench_featcal.folders.texts import open_classifier_task, open_langua
 from fusion_bench_featcal.models.hub import fetch_all
 from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import measure
-from fusion_bench_featcal.run.problem import CalibrationResult
+from fusion_bench_featcal.results.run import row_of_rule
 from fusion_bench_featcal.settings import FeatCalSettings
-
-
-@dataclass(frozen=True)
-class Job:
-    """Models, settings and data of one calibration, after all checks have passed.
-
-    Attributes:
-        models: The models.
-        settings: The request's settings, adapted to the kind of models.
-        processor: Tokenizer or image processor.
-        tasks: Task -> its data.
-        notes: Sentences on models and data.
-    """
-
-    models: Models
-    settings: FeatCalSettings
-    processor: Any
-    tasks: Mapping[str, Task]
-    notes: Sequence[str]
-
-    @classmethod
-    def of(cls, models: Models) -> "Job":
-        """Open and read the data of every task."""
-        request, processor = models.request, models.processor()
-        length = None
-        if models.home.kind in (*LANGUAGE_MODELS, TEXT_CLASSIFIER):
-            length = request.settings.max_length
-            if length == MAX_LENGTH:
-                length = min(MAX_LENGTH, tokens_allowed(processor))
-        settings = request.settings.replace(max_length=length)
-        tasks = open_tasks(models, processor, length)
-        notes = [note for task in tasks.values() for note in task.notes]
-        notes += [*request.notes, *map(in_words_of_the_command, models.notes)]
-        return cls(models, settings, processor, tasks, notes)
-
-    @property
-    def merge_bytes(self) -> int:
-        """Bytes of the experts that `--merge` reads, 0 without it."""
-        if self.models.request.merge is None:
-            return 0
-        return sum(map(total_bytes, self.models.sources.values()))
-
-    @property
-    def budget_left(self) -> float | str | None:
-        """The read budget without the bytes that `--merge` reads. Raises if nothing is left."""
-        budget, request = self.settings.expert_read_budget, self.models.request
-        if budget is None or request.merge is None:
-            return budget
-        return budget_left(budget, self.merge_bytes, f"--merge {request.merge}")
-
-    def calibrate(self) -> CalibrationResult:
-        """Calibrate the shared part of the models, block by block, into the folder of blocks."""
-        models, merger = self.models, self.models.request.merger[0]
-        result = calibrate(
-            models.empty_body,
-            models.base_source,
-            models.sources,
-            {name: task.batches for name, task in self.tasks.items()},
-            self.settings.replace(expert_read_budget=self.budget_left),
-            device=models.request.device,
-            merged_weights=models.merged_source,
-        )
-        result.reads["budget"] = self.settings.expert_read_budget
-        result.reads["upstream"] = merger and {"merger": merger, "experts": self.merge_bytes}
-        return result
 
 
 def run(request: Request) -> Path:
@@ -135,11 +70,22 @@ def _run(request: Request) -> Path:
             return out
         fetch_all(request.models)
         models = Models.of(request)
-        _check_image_options(request, models)
-        job = Job.of(models)
-        _ = job.budget_left  # raises if it cannot be kept
-        show_start(models, job.settings, job.tasks, job.notes)
-        return out if request.plan else _evaluate_and_save(job)
+        processor = models.processor()
+        settings = _settings(models, processor)
+        tasks = open_tasks(models, processor, settings.max_length)
+        notes = [note for task in tasks.values() for note in task.notes]
+        notes += [*request.notes, *map(in_words_of_the_command, models.notes)]
+        show_start(models, settings, tasks, notes)
+        if not request.plan:
+            evaluation = Evaluation(models, tasks, notes)
+            has_saved = _evaluate_and_save(models, settings, processor, tasks, evaluation)
+            show_scores(evaluation.report, evaluation.report.notes[len(notes) :])
+            if not has_saved:
+                raise NotImproved(
+                    "--strict: nothing was saved, and the merged model is as it was. Without "
+                    f"--strict the calibrated model goes to {out}"
+                )
+        return out
     finally:
         with suppress(OSError):
             blocks.rmdir()  # fails, and keeps the folder, if it contains blocks
@@ -152,45 +98,53 @@ def _check_device(device: str) -> None:
         raise ValueError(f"--device {device} cannot be used: {first_line(error)}") from error
 
 
-def _check_image_options(request: Request, models: Models) -> None:
-    for option, value in {"--text-tower": request.text_tower, "--prompt": request.prompt}.items():
-        if value and models.home.kind in (*LANGUAGE_MODELS, TEXT_CLASSIFIER):
-            raise ValueError(f"{option} is for CLIP, these models read texts. Leave it out")
+def _settings(models: Models, processor: Any) -> FeatCalSettings:
+    """Return the request's settings with the longest text of the models, None for images."""
+    request, length = models.request, models.request.settings.max_length
+    if models.home.kind not in TEXT_MODELS:
+        length = None
+    elif request.text_tower or request.prompt:
+        raise ValueError("--text-tower and --prompt are for CLIP, and these models read texts")
+    elif length == MAX_LENGTH:
+        length = min(MAX_LENGTH, tokens_allowed(processor))
+    return request.settings.replace(max_length=length)
 
 
-def _evaluate_and_save(job: Job) -> Path:
-    """Evaluate, calibrate, evaluate again, and save."""
-    models, request = job.models, job.models.request
-    evaluation = Evaluation(models, job.settings, job.tasks, job.notes)
+def _evaluate_and_save(
+    models: Models,
+    settings: FeatCalSettings,
+    processor: Any,
+    tasks: Mapping[str, Task],
+    evaluation: Evaluation,
+) -> bool:
+    """Evaluate, calibrate, evaluate again, and save. Returns False if --strict forbids it."""
+    request = models.request
     evaluation.add_references(models.merged_source)
     with measure() as cost:
         print(f"calibrating; finished blocks are kept in {request.checkpoints}")
-        result = job.calibrate()
-    assert result.folder is not None
-    evaluation.add(evaluation.row, SafetensorsExpert(result.folder))
-    verdict = evaluation.conclude(result, cost.as_dict())
-    if verdict.is_good or not request.strict:
-        _save(job, result, evaluation)
-    shutil.rmtree(request.checkpoints, ignore_errors=True)
-    show_scores(evaluation.report, evaluation.new_notes)
-    if request.strict and not verdict.is_good:
-        raise NotImproved(
-            "--strict: nothing was saved, and the merged model is as it was. Without --strict "
-            f"the calibrated model goes to {request.folder}"
+        result = calibrate(
+            models.empty_body,
+            models.base_source,
+            models.sources,
+            {name: task.batches for name, task in tasks.items()},
+            settings,
+            device=request.device,
+            merged_weights=models.merged_source,
         )
-    return request.folder
-
-
-def _save(job: Job, result: CalibrationResult, evaluation: Evaluation) -> None:
-    request = job.models.request
-    merger: dict[str, Any] = {"merged model": request.merged}
-    if request.merge is not None:
-        merger = dict(zip(("method", "scaling_factor"), request.merger, strict=True))
-    counts = {name: task.samples for name, task in job.tasks.items()}
-    settings = job.settings.of_the_model().as_dict()
-    facts = CardFacts(evaluation.row, merger, settings, counts)
-    report, heads = evaluation.report, evaluation.heads
-    save(job.models, result, job.processor, facts, report, heads)
+    assert result.folder is not None
+    row, merger = row_of_rule(settings.rule), request.merger[0]
+    read = sum(map(total_bytes, models.sources.values()))
+    result.reads["budget"] = settings.expert_read_budget
+    result.reads["upstream"] = merger and {"merger": merger, "experts": read}
+    evaluation.add(row, SafetensorsExpert(result.folder))
+    verdict = evaluation.conclude(settings, result, cost.as_dict())
+    if has_saved := verdict.is_good or not request.strict:
+        origin = {"merged model": request.merged or request.merge}
+        counts = {name: task.samples for name, task in tasks.items()}
+        facts = CardFacts(row, origin, settings.of_the_model().as_dict(), counts)
+        save(models, result, processor, facts, evaluation.report, evaluation.heads)
+    shutil.rmtree(request.checkpoints, ignore_errors=True)
+    return has_saved
 
 
 def open_tasks(models: Models, processor: Any, max_length: int | None) -> dict[str, Task]:

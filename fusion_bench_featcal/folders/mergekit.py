@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fusion_bench_featcal.files.untrusted import read_yaml
 
@@ -14,14 +14,6 @@ _BASE_IS_MERGED = ("slerp", "nearswap", "arcee_fusion")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 _LEVELS = 3  # folders above the merged model that relative paths may start at
 _ADVICE = "Name the models by --base and --expert NAME=DIR"
-
-
-class _Entry(NamedTuple):
-    """A model in a config, the LoRA adapter added to it, and its weights in the merge."""
-
-    model: str
-    adapter: str | None
-    weights: list[float]
 
 
 def with_merge_config(
@@ -86,60 +78,36 @@ def _name(location: str) -> str:
 
 
 def _merge(content: Any, merged: Path) -> tuple[str, str | None, dict[str, list[float]]]:
-    """Return a config's method, its base, and its experts' weights by location.
-
-    The location of an adapter on the base is the adapter's.
-    """
+    """Return a config's method, its base, and its experts' weights by location."""
     sections = [*_sections(content)]
     if (method := str(content.get("merge_method"))) == "passthrough":
         raise ValueError("passthrough copies layers and merges none")
-    models = [m for part in sections for key in ("models", "sources") for m in _list(part, key)]
-    entries = [_entry(model, merged) for model in models]
-    named = [_entry(part["base_model"], merged) for part in sections if part.get("base_model")][:1]
-    if method in _BASE_IS_MERGED:
-        entries, named = entries + named, []
-    adapted = {entry.model for entry in entries if entry.adapter}
-    base = named[0].model if named else next(iter(adapted), None)
-    if adapted - {base} or any(entry.adapter for entry in named):
-        raise ValueError(
-            "it adds LoRA adapters to other models than the base: merge each into a folder of its "
-            "own (PEFT's merge_and_unload)"
-        )
+    bases = [_location(part["base_model"], merged) for part in sections if part.get("base_model")]
     weights: dict[str, list[float]] = {}
-    for entry in entries:
-        weights.setdefault(entry.adapter or entry.model, []).extend(entry.weights)
-    weights.pop(base or "", None)
-    return method, base, weights
+    for model in (m for part in sections for m in _list(part, "models") + _list(part, "sources")):
+        value = model if isinstance(model, Mapping) else {"model": model}
+        numbers = _numbers((value.get("parameters") or {}).get("weight"))
+        weights.setdefault(_location(value.get("model"), merged), []).extend(numbers or [1.0])
+    if method in _BASE_IS_MERGED:
+        return method, None, {name: [1.0] for name in bases[:1]} | weights
+    base = bases[0] if bases else None
+    return method, base, {name: of for name, of in weights.items() if name != base}
 
 
 def _sections(part: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield a config and the slices and modules in it."""
+    """Yield a config and the slices in it."""
     if not isinstance(part, Mapping):
         raise ValueError(f"{part!r:.60} is no mapping")
     yield part
-    for inner in _list(part, "slices") + _list(part, "modules"):
+    for inner in _list(part, "slices"):
         yield from _sections(inner)
 
 
 def _list(part: Mapping[str, Any], key: str) -> list[Any]:
-    """Return the entries of a list, or of a mapping by name."""
     entries = part.get(key) or []
-    if not isinstance(entries, list | Mapping):
+    if not isinstance(entries, list):
         raise ValueError(f"{key} is {entries!r:.60}, not a list")
-    return list(entries.values() if isinstance(entries, Mapping) else entries)
-
-
-def _entry(value: Any, merged: Path) -> _Entry:
-    """Read `MODEL`, `MODEL+LORA`, one of mergekit's mappings, or a mapping with parameters."""
-    weights, adapter = [], None
-    if isinstance(value, Mapping) and isinstance(value.get("parameters"), Mapping):
-        weights = _numbers(value["parameters"].get("weight"))
-    while isinstance(value, Mapping) and "model" in value:
-        value, adapter = value["model"], value.get("lora")
-    if adapter is None and isinstance(value, str):
-        value, _, adapter = value.partition("+")
-    location = _location(value, merged)
-    return _Entry(location, _location(adapter, merged) if adapter else None, weights or [1.0])
+    return entries
 
 
 def _numbers(weight: Any) -> list[float]:
@@ -153,15 +121,11 @@ def _numbers(weight: Any) -> list[float]:
 
 def _location(value: Any, merged: Path) -> str:
     """Return a folder or hub id. Relative folders start here or above the merged model."""
-    suffix = ""
-    if isinstance(value, Mapping):
-        suffix = f"@{value['revision']}" if value.get("revision") else ""
-        value = value.get("path")
     if not isinstance(value, str) or not value:
         raise ValueError(f"a model is {value!r:.60}, not a folder or hub id")
     for folder in (Path(value), *(above / value for above in [*merged.parents][:_LEVELS])):
         if folder.exists():
             return os.path.normpath(folder)
-    if not _HUB_ID.fullmatch(value + suffix):
-        raise ValueError(f"the folder {value} is not here")
-    return value + suffix
+    if not _HUB_ID.fullmatch(value):
+        raise ValueError(f"{value} is no folder here and no hub id (adapters need --expert)")
+    return value

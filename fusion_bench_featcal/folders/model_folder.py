@@ -12,6 +12,7 @@ Kind = Literal["causal", "seq2seq", "text classifier", "image classifier", "clip
 TEXT_CLASSIFIER: Kind = "text classifier"
 IMAGE_CLASSIFIER: Kind = "image classifier"
 LANGUAGE_MODELS = ("causal", "seq2seq")
+TEXT_MODELS = (*LANGUAGE_MODELS, TEXT_CLASSIFIER)
 CLASSIFIERS = (TEXT_CLASSIFIER, IMAGE_CLASSIFIER)
 
 

@@ -196,11 +196,6 @@ class Models:
 
         return self._on_device(body, load)
 
-    def load_base(self) -> nn.Module:
-        """Return the base on the device, as `load` does."""
-        assert self.base is not None and self.base_source is not None
-        return self._on_device(self.base_source, self.base.load)
-
     def load_expert(self, task: str) -> nn.Module:
         """Return an expert on the device, as `load` does."""
         expert = self.experts[task]
@@ -219,13 +214,12 @@ class Models:
     def notes(self) -> list[str]:
         """Sentences on the models, and on experts that may not belong together."""
         request = self.request
-        options = {"merge": request.merge, "base": request.base}
-        listed = (
-            f"{task}={request.expert[task]}{' (LoRA adapter)' if expert.is_adapter else ''}"
+        notes = [f"merge: {request.merge}"] if request.merge else []
+        notes += [f"base: {request.base}"] if request.base else []
+        notes += [
+            f"expert {task}: {request.expert[task]}{' (LoRA adapter)' * expert.is_adapter}"
             for task, expert in self.experts.items()
-        )
-        notes = [f"{name}: {value}" for name, value in options.items() if value]
-        notes.append(f"experts: {', '.join(listed)}")
+        ]
         if self.base_source is None:
             return notes
         named = {f"expert {task}": expert for task, expert in self._runnable.items()}
@@ -262,14 +256,9 @@ class Models:
             check_tokenizers(loaded, f"--tokenizer {self.processor_folder}", folders)
             loaded.padding_side = "right"
             if self.request.chat_template is not None:
-                loaded.chat_template = self._chat_template(self.request.chat_template)
+                file = Path(self.request.chat_template).expanduser()
+                loaded.chat_template = file.read_text("utf-8")
         return loaded
-
-    def _chat_template(self, file: str) -> str:
-        try:
-            return Path(file).expanduser().read_text("utf-8")
-        except (OSError, UnicodeError) as error:
-            raise ValueError(f"--chat-template cannot be read: {error}") from error
 
     @cached_property
     def processor_folder(self) -> str:

@@ -2,10 +2,8 @@
 
 import argparse
 import re
-from collections import ChainMap, Counter
+from collections import ChainMap
 from collections.abc import Callable, Mapping
-from itertools import chain
-from pathlib import Path
 from typing import Any, get_args
 
 import yaml
@@ -48,7 +46,7 @@ def prompt(word: str) -> dict[str, str]:
 
 
 def mapping(
-    help: str, metavar: str, word: Callable[[str], Any] = pair, *, texts: bool = True, **more: Any
+    help: str, metavar: str, word: Callable[[str], Any] = pair, *, texts: bool = True
 ) -> Any:
     """Declare a repeatable option that maps names to values.
 
@@ -57,7 +55,6 @@ def mapping(
         metavar: Form of its words.
         word: Parses one word into a mapping.
         texts: Whether all values are texts.
-        **more: Further metadata. With `is_location=True` values are paths or hub ids.
     """
     return setting(
         {},
@@ -69,7 +66,6 @@ def mapping(
         ),
         metavar=metavar,
         word=word,
-        **more,
     )
 
 
@@ -102,35 +98,19 @@ def command_line_options(parsed: Mapping[str, Any], owner: type) -> dict[str, An
     values = {}
     for field in settings_of(owner):
         if isinstance(value := parsed.get(field.name), list):
-            for name, count in Counter(chain(*value)).items():
-                if count > 1 and field.metadata.get("is_location"):
-                    raise ValueError(f"{flag_of(field.name)}: {name} is named twice")
             value = dict(ChainMap(*reversed(value)))  # the last word counts
         values[field.name] = value
     return {name: value for name, value in values.items() if value is not None}
 
 
 def recipe_text(owner: Any) -> str:
-    """Return the recipe of a dataclass's options that differ from their defaults.
-
-    Files are named by their full paths, so that the recipe works in any folder.
-    """
-    recorded, defaults = {}, type(owner)()
+    """Return the recipe of a dataclass's options that differ from their defaults."""
+    defaults, recorded = type(owner)(), {}
     for field in settings_of(type(owner)):
-        value, keys = getattr(owner, field.name), field.metadata
-        if keys.get("is_recorded", True) and value != getattr(defaults, field.name):
-            recorded[field.name] = _absolute(value) if keys.get("is_location") else value
+        value = getattr(owner, field.name)
+        if field.metadata.get("is_recorded", True) and value != getattr(defaults, field.name):
+            recorded[field.name] = value
     return yaml.safe_dump(recorded, sort_keys=False, allow_unicode=True)
-
-
-def _absolute(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _absolute(entry) for name, entry in value.items()}
-    path, colon, split = value, "", ""
-    if not Path(value).expanduser().exists():  # FOLDER:SPLIT, or a hub id
-        path, colon, split = value.rpartition(":")
-    file = Path(path).expanduser()
-    return f"{file.absolute()}{colon}{split}" if path and file.exists() else value
 
 
 _WORDS = (

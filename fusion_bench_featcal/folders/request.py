@@ -9,11 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.errors.nearest_names import (
-    nearest_hint,
-    refuse_unknown,
-    refuse_unusable_names,
-)
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown, refuse_unusable_names
 from fusion_bench_featcal.files import check_target
 from fusion_bench_featcal.files.untrusted import read_yaml
 from fusion_bench_featcal.folders import options
@@ -27,13 +23,8 @@ MAX_LENGTH = 1024
 """Tokens of a text if `max_length` is not set, because memory grows with the longest text."""
 PROMPT = "a photo of a {}."
 _RESERVED = ("base", "merged", "_pretrained_")
-# Settings that the command sets by separate options, and settings of model pools.
-_ELSEWHERE = {
-    "calibration_data": "--data",
-    "calibration_split": "--data NAME=ID:SPLIT",
-    "checkpoint_dir": "--out",
-    "resume": "--resume",
-}
+# Settings that the command sets by --data, --out and --resume
+_ELSEWHERE = ("calibration_data", "calibration_split", "checkpoint_dir", "resume")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +36,10 @@ class Request:
     """
 
     merged: str | None = setting(
-        None, "the merged model, a folder or hub id whose mergekit_config.yml may name base and "
-        "experts", metavar="MERGED", is_location=True,
-    )  # fmt: skip
+        None,
+        "the merged model, a folder or hub id whose mergekit_config.yml may name base and experts",
+        metavar="MERGED",
+    )
     config: str | None = setting(
         None, "a YAML file of options, such as the recipe.yaml beside a result", metavar="FILE",
         is_recorded=False,
@@ -55,17 +47,14 @@ class Request:
     merge: str | None = setting(
         None, "without MERGED: task_arithmetic:0.3, simple_average", metavar="HOW"
     )
-    base: str | None = setting(
-        None, "the model that the experts were tuned from", metavar="DIR", is_location=True
-    )
+    base: str | None = setting(None, "the model that the experts were tuned from", metavar="DIR")
     expert: Mapping[str, str] = mapping(
-        "an expert: a folder or hub id, whole or a LoRA adapter (repeatable)",
-        "NAME=DIR", is_location=True,
-    )  # fmt: skip
+        "an expert: a folder or hub id, whole or a LoRA adapter (repeatable)", "NAME=DIR"
+    )
     data: Mapping[str, str] = mapping(
         "an expert's samples: a .jsonl, .csv or .parquet file, a folder of images, a saved "
         "dataset FOLDER[:SPLIT] or a hub dataset ID:SPLIT (repeatable)",
-        "NAME=PATH", is_location=True,
+        "NAME=PATH"
     )  # fmt: skip
     columns: Mapping[str, str] = mapping(
         "other names of columns of --data and --eval, such as prompt=instruction,target=output. "
@@ -73,9 +62,8 @@ class Request:
         "[NAME:]PART=COLUMN,...", options.columns,
     )  # fmt: skip
     eval: Mapping[str, str] = mapping(
-        "data to evaluate on (default: a fifth of --data, held back)",
-        "NAME=PATH", is_location=True,
-    )  # fmt: skip
+        "data to evaluate on (default: a fifth of --data, held back)", "NAME=PATH"
+    )
     eval_rows: int = setting(
         200, "maximum rows per task to evaluate (default: 200)", ge=1, metavar="N"
     )
@@ -90,14 +78,12 @@ class Request:
         "SETTING=VALUE", options.setting_word, texts=False,
     )  # fmt: skip
     tokenizer: str | None = setting(
-        None, "tokenizer or image processor (default: MERGED's)", metavar="DIR", is_location=True
+        None, "tokenizer or image processor (default: MERGED's)", metavar="DIR"
     )
     chat_template: str | None = setting(
-        None, "chat template to use instead of the tokenizer's", metavar="FILE", is_location=True
+        None, "chat template to use instead of the tokenizer's", metavar="FILE"
     )
-    text_tower: str | None = setting(
-        None, "a whole CLIP, for zero-shot heads", metavar="DIR", is_location=True
-    )
+    text_tower: str | None = setting(None, "a whole CLIP, for zero-shot heads", metavar="DIR")
     prompt: Mapping[str, str] = mapping(
         f"prompt of a class for zero-shot heads ({PROMPT}), with NAME for one task (repeatable)",
         "[NAME=]TEXT", options.prompt,
@@ -156,9 +142,8 @@ class Request:
     @cached_property
     def settings(self) -> FeatCalSettings:
         """Settings of the calibration, which are the preset with changes by `set`."""
-        for name in _ELSEWHERE.keys() & self.set.keys():
-            raise ValueError(f"--set {name}: use {_ELSEWHERE[name]}")
-        refuse_unknown(self.set, FeatCalSettings.names(), "--set ")
+        names = [name for name in FeatCalSettings.names() if name not in _ELSEWHERE]
+        refuse_unknown(self.set, names, "--set ")
         run = {"checkpoint_dir": str(self.checkpoints), "resume": self.resume}
         return FeatCalSettings(
             **{"max_length": MAX_LENGTH, **PRESETS[self.preset], **self.set, **run}
@@ -212,16 +197,13 @@ class Request:
         if self.out is None:
             raise ValueError("give --out DIR, a new folder for the model")
         notes: list[str] = []
-        merge = "task_arithmetic:0.3" if self.merge == "task_arithmetic" else self.merge
         base, experts = self.base, self.expert
         if self.merged is not None:
             base, experts = with_merge_config(self.merged, base, experts, notes)
         if not experts:
             raise ValueError("name the experts: --expert NAME=DIR for each")
         refuse_unusable_names(experts, "--expert", _RESERVED)
-        return dataclasses.replace(
-            self, merge=merge, base=base, expert=dict(experts), notes=tuple(notes)
-        )
+        return dataclasses.replace(self, base=base, expert=dict(experts), notes=tuple(notes))
 
     def _check(self) -> None:
         names_of_tasks = {
@@ -231,12 +213,7 @@ class Request:
             "columns": (key.rpartition(":")[0] for key in self.columns if ":" in key),
         }
         for option, names in names_of_tasks.items():
-            for name in names:
-                if name not in self.expert:
-                    raise ValueError(
-                        f"--{option}: no expert is called {name!r}"
-                        f"{nearest_hint(name, self.expert)}. Experts: {', '.join(self.expert)}"
-                    )
+            refuse_unknown(names, self.expert, f"--{option}: expert ")
         missing = [task for task in self.expert if task not in self.data]
         if missing:
             raise ValueError(
@@ -244,17 +221,15 @@ class Request:
                 f"--data {missing[0]}=FILE"
             )
         if self.strict and self.no_eval:
-            raise ValueError(
-                "--strict compares scores, which --no-eval skips: leave one of them out"
-            )
+            raise ValueError("--strict compares scores, which --no-eval skips: leave one out")
+        if self.merge and "expert_read_budget" in self.set:
+            raise ValueError("--merge reads all of each expert: leave expert_read_budget out")
         for text in self.prompt.values():
             if "{}" not in text:
                 raise ValueError(f"--prompt {text!r} has no {{}} for the class name")
 
 
 def _recipe(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise ValueError(f"--config {file}: there is no such file")
     content = read_yaml(file)
     if not isinstance(content, Mapping) or "config" in content:
         raise ValueError(f"--config {file} is no recipe: it needs lines of `option: value`")

@@ -47,18 +47,16 @@ def show_start(
 
 def show_downloads(request: Request) -> bool:
     """Print the files to fetch from the hub, and return whether there are any."""
-    models, tokenizer = hub_models(request.models), request.tokenizer
-    if tokenizer is not None:
-        models |= hub_models({f"--tokenizer {tokenizer}": tokenizer}, weights=False)
-    lacking = [model for model in models.values() if model.missing]
-    for model in lacking:
-        size = bytes_text(sum(model.missing.values()))
-        print(f"to fetch: {model.location}, {counted(len(model.missing), 'file')}, {size}")
-    if lacking:
-        for task, location in request.data.items():
-            print(f"  {task}: samples of {location}")
+    models = hub_models(request.models)
+    if request.tokenizer is not None:
+        models |= hub_models({f"--tokenizer {request.tokenizer}": request.tokenizer}, weights=False)
+    sizes = {model.location: model.missing for model in models.values() if model.missing}
+    for location, missing in sizes.items():
+        files, size = counted(len(missing), "file"), bytes_text(sum(missing.values()))
+        print(f"to fetch: {location}, {files}, {size}")
+    if sizes:
         print("nothing was run")
-    return bool(lacking)
+    return bool(sizes)
 
 
 def show_scores(report: Run, notes: Sequence[Note]) -> None:
@@ -83,15 +81,12 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    printed, package = StreamHandler(sys.stdout), "fusion_bench_featcal."
     # The plan lists every task's samples, and a note the samples that are not trusted.
-    repeated = [
-        getLogger(f"fusion_bench_featcal.{name}") for name in ("streams.samples", "run.trust")
-    ]
-    for logger in repeated:
-        logger.setLevel(ERROR)
-    progress, printed = getLogger("fusion_bench_featcal.run.progress"), StreamHandler(sys.stdout)
-    progress.setLevel(INFO)
-    progress.addHandler(printed)
+    levels = {"run.progress": INFO, "streams.samples": ERROR, "run.trust": ERROR}
+    for name, of_run in levels.items():
+        getLogger(package + name).setLevel(of_run)
+    getLogger(f"{package}run.progress").addHandler(printed)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
@@ -104,6 +99,6 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
         datasets.enable_progress_bars()
         datasets.logging.set_verbosity_warning()
-        for logger in (*repeated, progress):
-            logger.setLevel(NOTSET)
-        progress.removeHandler(printed)
+        for name in levels:
+            getLogger(package + name).setLevel(NOTSET)
+        getLogger(f"{package}run.progress").removeHandler(printed)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -38,8 +37,7 @@ class Mean(NamedTuple):
         return f"{self.value:+z{form}}{interval}"
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Comparison of the calibrated model with the merged one on held-back rows.
 
     Attributes:
@@ -52,43 +50,41 @@ class Verdict:
     sentence: str
     is_good: bool
 
-    @classmethod
-    def of(
-        cls, merged: Mapping[str, Score], calibrated: Mapping[str, Score], advice: str
-    ) -> "Verdict":
-        """Compare two models.
 
-        A task is behind if its mean loss does not fall, or its accuracy falls beyond the 95 %
-        interval. Any other task is better if its loss falls or its accuracy rises beyond it.
+def compare(merged: Mapping[str, Score], calibrated: Mapping[str, Score], advice: str) -> Verdict:
+    """Compare two models.
 
-        Args:
-            merged: Task -> the merged model's score.
-            calibrated: Task -> the calibrated model's score, on the same rows.
-            advice: Sentence on what to try if a task is behind.
-        """
-        gains, better, unclear, behind = list[str](), 0, list[str](), list[str]()
-        for task, before in merged.items():
-            after, texts = calibrated[task], []
-            fall = Mean.of(before.losses - after.losses)
-            accuracy = Mean(0.0, 0.0)
-            if before.correct is not None and after.correct is not None:
-                accuracy = Mean.of(100 * (after.correct.double() - before.correct.double()))
-                texts.append(f"accuracy {accuracy.text('.1f')} points")
-            texts.append(f"loss {Mean(-fall.value, fall.half).text('.3f')}")
-            rows, figures = counted(len(after.losses), "row"), ", ".join(texts)
-            gains.append(f"gain of {task} on {rows}: {figures}")
-            if not fall.value > 0 or accuracy.value < -accuracy.half:
-                behind.append(f"{task} ({figures})")
-            elif fall.is_above or accuracy.is_above:
-                better += 1
-            else:
-                unclear.append(task)
-        if not merged:
-            return cls(gains, "verdict: none without rows to evaluate", True)
-        sentences = [f"better than the merged model on {better} of {counted(len(merged), 'task')}"]
-        sentences += [f"within the 95 % interval: {', '.join(unclear)}"] if unclear else []
-        sentences += [f"not better: {', '.join(behind)}. {advice}".rstrip()] if behind else []
-        return cls(gains, f"verdict: {'; '.join(sentences)}", not behind)
+    A task is behind if its mean loss does not fall, or its accuracy falls beyond the 95 % interval.
+    Any other task is better if its loss falls or its accuracy rises beyond it.
+
+    Args:
+        merged: Task -> the merged model's score.
+        calibrated: Task -> the calibrated model's score, on the same rows.
+        advice: Sentence on what to try if a task is behind.
+    """
+    gains, better, unclear, behind = list[str](), 0, list[str](), list[str]()
+    for task, before in merged.items():
+        after, texts = calibrated[task], []
+        fall = Mean.of(before.losses - after.losses)
+        accuracy = Mean(0.0, 0.0)
+        if before.correct is not None and after.correct is not None:
+            accuracy = Mean.of(100 * (after.correct.double() - before.correct.double()))
+            texts.append(f"accuracy {accuracy.text('.1f')} points")
+        texts.append(f"loss {Mean(-fall.value, fall.half).text('.3f')}")
+        rows, figures = counted(len(after.losses), "row"), ", ".join(texts)
+        gains.append(f"gain of {task} on {rows}: {figures}")
+        if not fall.value > 0 or accuracy.value < -accuracy.half:
+            behind.append(f"{task} ({figures})")
+        elif fall.is_above or accuracy.is_above:
+            better += 1
+        else:
+            unclear.append(task)
+    if not merged:
+        return Verdict(gains, "verdict: none without rows to evaluate", True)
+    sentences = [f"better than the merged model on {better} of {counted(len(merged), 'task')}"]
+    sentences += [f"within the 95 % interval: {', '.join(unclear)}"] if unclear else []
+    sentences += [f"not better: {', '.join(behind)}. {advice}".rstrip()] if behind else []
+    return Verdict(gains, f"verdict: {'; '.join(sentences)}", not behind)
 
 
 def weak_experts(experts: Mapping[str, Score], merged: Mapping[str, Score]) -> list[str]:

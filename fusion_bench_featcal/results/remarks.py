@@ -1,14 +1,12 @@
 """Sentences about a run: notable tasks, and the last lines of its output."""
 
 import shlex
-import shutil
-import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .notes import BELOW, SAMPLES, UPDATE, Note
-from .run import AVERAGE, FEATCAL, REFERENCES, Row, Run
+from .run import Row
 
 LARGE_UPDATE = 10.0
 """Smallest norm of a module's update, relative to the largest of the experts' weights, that causes
@@ -78,54 +76,26 @@ def exchanged_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[N
     ]
 
 
-def closing_lines(
-    run: Run, saved_row: str, saved_path: Path | None, folder: Path | None = None
-) -> list[str]:
-    """Return the last lines of a run: the saved model, a better row, the files, next commands.
+def closing_lines(saved_row: str, saved_path: Path | None, folder: Path | None = None) -> list[str]:
+    """Return the last lines of a run: the saved model, the files, the next command.
 
     `saved_row` is the row of the returned model, which is saved at `saved_path` unless it is None.
     """
     saved = f"saved the model of row {saved_row}: {saved_path}"
     if saved_path is None:
         saved = f"not saved: merged_model_save_path=DIR saves the model of row {saved_row}"
-    return [saved, *_higher_row(run, saved_row), *(next_lines(folder) if folder else [])]
-
-
-def _higher_row(run: Run, saved_row: str) -> list[str]:
-    averages = {row.name: row.accuracy[AVERAGE] for row in run.rows if row.tasks}
-    if saved_row not in averages:
-        return []
-    candidates = {name for name in averages if name not in REFERENCES}
-    best = max(candidates, key=averages.__getitem__)
-    gain = averages[best] - averages[saved_row]
-    if gain < _SHOWN:
-        return []
-    higher = f"scored {100 * gain:.1f} points higher than {saved_row}"
-    if best == run.merger:
-        return [f"the merged model ({best}) {higher}"]
-    line = f"{best} {higher}"
-    if not best.startswith(FEATCAL):
-        return [line]
-    return [line, f"  method.save={best} saves it (this selects on test data)"]
+    return [saved, *(next_lines(folder) if folder else [])]
 
 
 def next_lines(folder: Path) -> list[str]:
     """Return the folder of the reports and the command that prints them."""
-    return [f"reports: {folder}", f"next: {featcal_program()} report {typed_path(folder)}"]
+    return [f"reports: {folder}", f"next: featcal report {typed_path(folder)}"]
 
 
 def typed_path(path: Path) -> str:
     """Return a path for a shell, relative to the current folder if it is below it."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
-
-
-def featcal_program() -> str:
-    """Return `featcal`, or its path if the user's shell does not find it."""
-    installed = shutil.which("featcal", path=sysconfig.get_path("scripts"))
-    if installed is None or shutil.which("featcal"):
-        return "featcal"
-    return typed_path(Path(installed))
 
 
 def closing_lines_of_a_comparison(folder: Path, cells: Path) -> list[str]:

@@ -22,7 +22,7 @@ from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import Tensors
 from fusion_bench_featcal.experts.working_model import WorkingModel
-from fusion_bench_featcal.files import free_space, prepare_directory, remove_stale
+from fusion_bench_featcal.files import free_space, prepare_directory
 from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.files.tensors import INDEX, write_index, write_tensors
 from fusion_bench_featcal.run.digests import (
@@ -128,8 +128,6 @@ class CheckpointFolder(Checkpoint):
                 "folder that all machines share"
             )
         self.is_complete = len(self._finished) == len(self._files)
-        if self._processes.rank == 0:
-            remove_stale(self.folder)
 
     def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
         """Return the tensors of a block that an earlier run has finished, none for other blocks.

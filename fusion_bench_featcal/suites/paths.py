@@ -22,8 +22,7 @@ def suite_path(relative: str) -> str:
     if not resolved.exists():
         existing = ", ".join(sorted(entry.name for entry in SUITE_ROOT.glob("*/*")))
         raise FileNotFoundError(
-            f"the bundled suites have no {relative!r} below {SUITE_ROOT}; there are: {existing}. "
-            "`featcal suite check` lists missing and damaged files."
+            f"the bundled suites have no {relative!r} below {SUITE_ROOT}; there are: {existing}"
         )
     return str(resolved)
 

@@ -1,9 +1,11 @@
 """Train a bundled suite again: seeded, from the data in the package alone.
 
-`featcal suite build` runs this from a source checkout. An installed wheel does not have it.
+`python scripts/suites/build_suite.py --out FOLDER` runs this.
 """
 
+import argparse
 import copy
+import hashlib
 import json
 import platform
 import shutil
@@ -21,8 +23,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from suite_training import Weights, tensors_of
-
-from fusion_bench_featcal.suites.checksums import write_checksums
 
 BUILDERS: dict[str, Any] = {
     "clip-vit-mini": clip_builder.ClipBuilder,
@@ -131,6 +131,16 @@ def build(
     return out
 
 
+def write_checksums(root: Path) -> None:
+    """Write the checksum of every other file below `root`, in the format of `sha256sum`."""
+    target = root / "SHA256SUMS"
+    files = sorted(path for path in root.rglob("*") if path.is_file() and path != target)
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    names = [file.relative_to(root).as_posix() for file in files]
+    lines = [f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True)]
+    target.write_text("".join(lines), encoding="utf-8")
+
+
 def _open_folder(out: Path, plan: dict[str, Any]) -> Path:
     """Create the build's folder, or resume a stopped build of the same plan."""
     plan_file = out / STAGES / "plan.json"
@@ -138,7 +148,7 @@ def _open_folder(out: Path, plan: dict[str, Any]) -> Path:
     if plan_file.is_file() and plan_file.read_text(encoding="utf-8") == text:
         return out
     if out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"{out} is not empty; give `featcal suite build` a new folder")
+        raise FileExistsError(f"{out} is not empty: give --out a new folder")
     plan_file.parent.mkdir(parents=True)
     plan_file.write_text(text, encoding="utf-8")
     return out
@@ -248,3 +258,18 @@ def merge(base: Weights, experts: Sequence[Weights], scale: float) -> Weights:
 
 def _read(folder: Path) -> Weights:
     return {name: t.float() for name, t in load_file(folder / "model.safetensors").items()}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Build a suite by the arguments of a command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", metavar="DIR", required=True, help="a new folder")
+    parser.add_argument("--suite", choices=tuple(BUILDERS), default="clip-vit-mini")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the training")
+    parser.add_argument("--task", action="append", metavar="NAME", help="only this, repeatable")
+    options = parser.parse_args(words)
+    print(f"built: {build(options.out, options.suite, options.seed, tasks=options.task)}")
+
+
+if __name__ == "__main__":
+    main()

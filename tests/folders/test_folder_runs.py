@@ -105,7 +105,7 @@ def test_the_recipe_beside_a_result_repeats_it_in_python(finished, tmp_path, mon
 
 
 RECIPE = """
-merge: task_arithmetic
+merge: task_arithmetic:0.3
 base: base
 expert: {one: one, two: two}
 data: {one: one.jsonl, two: two.jsonl}
@@ -123,7 +123,7 @@ def test_options_of_the_command_line_win_over_a_recipe(folder, monkeypatch):
     assert main(["calibrate", "--config", "mine.yaml", *more]) == 0
     recipe = yaml.safe_load(Path("other/recipe.yaml").read_text())
     assert recipe["set"] == {"seed": 1, "samples_per_task": 2} and recipe["preset"] == "paper"
-    assert recipe["data"] == dict.fromkeys(TASKS, str(folder / "two.jsonl"))
+    assert recipe["data"] == dict.fromkeys(TASKS, "two.jsonl")
     assert recipe["merge"] == "task_arithmetic:0.3"
 
 
@@ -169,7 +169,7 @@ def test_files_keep_their_dtype(folder):
 
 def test_lora_adapters_are_experts(finished):
     run = finished("lora")
-    assert f"  merge: simple_average\n  base: {run.folder / 'base'}\n  experts: " in run.screen
+    assert f"  merge: simple_average\n  base: {run.folder / 'base'}\n  expert one: " in run.screen
     assert run.screen.count("-lora (LoRA adapter)") == len(TASKS)
     names = changed(AutoModelForCausalLM.from_pretrained(run.out), run.models["base"])
     assert any(name.endswith("q_proj.weight") for name in names)

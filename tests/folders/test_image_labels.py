@@ -51,7 +51,7 @@ def opened(path: str, heads: Any) -> Any:
         ("numbered", [0, 1, 2], ["owl", "dog", "cat"], PETS, [2, 1, 0]),
         ("numbered", [1, 0], ["b", "a", "c"], UNNAMED, [1, 0]),
         ("numbers", [3, 0], [], PETS, "--eval a=.*: label 3 is none of the 3 classes"),
-        ("numbered", [0, 1], ["cat", "cow"], PETS, "--eval a=.*: label 'cow' is none of the 3 classes"),
+        ("numbered", [0, 1], ["cat", "cow"], PETS, "--eval a=.*: label 'cow' is none of the 3"),
         ("folders", ["cat", "cow"], [], PETS, "--eval a=.*: label 'cow' is none of the 3 classes"),
     ],
 )  # fmt: skip

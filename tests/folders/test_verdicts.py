@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion_bench_featcal.folders.tasks import Score
-from fusion_bench_featcal.folders.verdict import Verdict, weak_experts
+from fusion_bench_featcal.folders.verdict import Verdict, compare, weak_experts
 
 
 def score(losses: list[float], right: float) -> Score:
@@ -40,7 +40,7 @@ def noisy(loss: float, right: int | None = None) -> Score:
 
 def verdict_of(**pairs: tuple[Score, Score]) -> Verdict:
     merged, calibrated = ({task: p[n] for task, p in pairs.items()} for n in range(2))
-    return Verdict.of(merged, calibrated, "Try this.")
+    return compare(merged, calibrated, "Try this.")
 
 
 def test_a_gain_has_its_interval_and_its_rows():

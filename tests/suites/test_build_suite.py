@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 
 import build_suite
 import pytest
 import resnet_builder
 import text_builder
 import torch
-from build_suite import build
+from build_suite import build, main
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -20,7 +21,6 @@ from transformers import (
     ResNetForImageClassification,
 )
 
-from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.suites import image
 
 CLIP, RESNET, LLAMA = "clip-vit-mini", "resnet-mini", "llama-mini"
@@ -98,7 +98,9 @@ def test_a_built_suite_is_whole_and_experts_keep_what_is_shared(suite, tmp_path)
     rows = record["accuracies"]["alphabets2"] if suite == CLIP else record["accuracies"]
     assert list(rows) == ["base", "experts", "simple_average", "task_arithmetic"]
     assert {tuple(row) for row in rows.values()} == {(*tasks, "average")}
-    assert main(["suite", "check", str(tmp_path)]) == 0
+    for line in (tmp_path / "SHA256SUMS").read_text().splitlines():
+        digest, _, name = line.partition("  ")
+        assert sha256((tmp_path / name).read_bytes()).hexdigest() == digest
 
 
 def test_a_stopped_build_resumes_and_gives_the_same_files(tmp_path):
@@ -117,11 +119,11 @@ def test_a_stopped_build_resumes_and_gives_the_same_files(tmp_path):
     assert not (tmp_path / "new" / build_suite.STAGES).exists()
 
 
-def test_unknown_tasks_and_folders_in_use_are_refused_before_training(tmp_path, capsys):
+def test_unknown_tasks_and_folders_in_use_are_refused_before_training(tmp_path):
     (tmp_path / "mine.txt").write_text("keep")
-    words = ["suite", "build", "--suite", CLIP, "--out"]
-    assert main([*words, str(tmp_path / "new"), "--task", "mini_nothing"]) == 2
-    assert "no image task 'mini_nothing'" in capsys.readouterr().err
-    assert main([*words, str(tmp_path)]) == 2
-    assert "is not empty" in capsys.readouterr().err
+    words = ["--suite", CLIP, "--out"]
+    with pytest.raises(ValueError, match="no image task 'mini_nothing'"):
+        main([*words, str(tmp_path / "new"), "--task", "mini_nothing"])
+    with pytest.raises(FileExistsError, match="is not empty"):
+        main([*words, str(tmp_path)])
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine.txt"]
