@@ -66,10 +66,10 @@ def read_yaml(path: Path) -> Any:
 class _Loader(yaml.SafeLoader):
     """A safe loader of numbers such as 1e-5, without aliases, which multiply values."""
 
-    def compose_node(self, *args: Any) -> Any:
+    def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             raise ValueError(f"write out the alias *{self.peek_event().anchor}")
-        return super().compose_node(*args)
+        return super().compose_node(parent, index)
 
 
 _Loader.add_implicit_resolver(  # 1e-5, which YAML 1.1 reads as a text
