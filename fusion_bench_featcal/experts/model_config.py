@@ -78,7 +78,7 @@ def _check_layers(config: Mapping[str, Any], file: Path) -> None:
     """Refuse types of layers that the installed class of a config does not have."""
     from transformers import CONFIG_MAPPING
 
-    types, kind = config.get("layer_types"), config.get("model_type")
+    types, kind = config.get("layer_types"), str(config.get("model_type"))
     if set(types or ()) <= {"full_attention"} or kind not in CONFIG_MAPPING:
         return
     if "layer_types" not in CONFIG_MAPPING[kind]().to_dict():

@@ -1,6 +1,7 @@
 """Readers of configs from other people: JSON and YAML of bounded size."""
 
 import json
+import math
 import re
 import stat
 from pathlib import Path
@@ -10,6 +11,7 @@ import yaml
 
 MAX_JSON = 2**28  # bytes, for a run's results and a shard index (2**23 for the largest model)
 MAX_YAML = 2**20  # bytes, for a merge config (2**10 to 2**17)
+MAX_VALUES = 10**5  # in a YAML file, because aliases multiply a few lines into billions
 
 
 def read_bytes(path: Path, limit: int = MAX_JSON) -> bytes:
@@ -64,12 +66,7 @@ def read_yaml(path: Path) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader of numbers such as 1e-5, without aliases, which multiply values."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError(f"write out the alias *{self.peek_event().anchor}")
-        return super().compose_node(parent, index)
+    """A safe loader of numbers such as 1e-5."""
 
 
 _Loader.add_implicit_resolver(  # 1e-5, which YAML 1.1 reads as a text
@@ -78,19 +75,42 @@ _Loader.add_implicit_resolver(  # 1e-5, which YAML 1.1 reads as a text
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse plain YAML: values, lists and mappings.
+    """Parse plain YAML: values, lists and mappings. Aliases may repeat a few thousand values.
 
     Raises:
-        ValueError: If it is not YAML, or has tags or aliases.
+        ValueError: If it is not YAML, or its aliases repeat too many values.
     """
+    loader = _Loader(text)
     try:
-        return yaml.load(text, _Loader)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _values(node, {}) > MAX_VALUES:
+            raise ValueError(f"it has more than {MAX_VALUES:,} values with its aliases written out")
+        return loader.construct_document(node)
     except Exception as error:  # PyYAML raises KeyError and others for tags such as `!!bool x`
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f"line {mark.line + 1}: "
         problem = getattr(error, "problem", None)
         text = str(error) if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"{line}{problem or text}") from error
+    finally:
+        loader.dispose()
+
+
+def _values(node: yaml.Node, counts: dict[int, float]) -> float:
+    """Return the number of values below a node, with aliases written out.
+
+    Args:
+        node: The node.
+        counts: Nodes by id -> number of values, which this function fills.
+    """
+    if id(node) not in counts:
+        counts[id(node)] = math.inf  # a node that contains itself has no end
+        children = node.value if isinstance(node, yaml.CollectionNode) else ()
+        nodes = (n for child in children for n in (child if isinstance(child, tuple) else (child,)))
+        counts[id(node)] = 1 + sum(_values(child, counts) for child in nodes)
+    return counts[id(node)]
 
 
 def _refuse(text: str) -> Any:

@@ -13,7 +13,6 @@ from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
 from fusion_bench_featcal.errors import CalibrationError, NotImproved
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.experts.budget import budget_left
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.folders.evaluation import Evaluation

@@ -4,6 +4,7 @@ import argparse
 import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 import yaml
@@ -104,13 +105,29 @@ def command_line_options(parsed: Mapping[str, Any], owner: type) -> dict[str, An
 
 
 def recipe_text(owner: Any) -> str:
-    """Return the recipe of a dataclass's options that differ from their defaults."""
+    """Return the recipe of a dataclass's options that differ from their defaults.
+
+    Files that exist are named by their full paths, so that the recipe works in any folder.
+    """
     defaults, recorded = type(owner)(), {}
     for field in settings_of(type(owner)):
         value = getattr(owner, field.name)
         if field.metadata.get("is_recorded", True) and value != getattr(defaults, field.name):
-            recorded[field.name] = value
+            recorded[field.name] = _absolute(value)
     return yaml.safe_dump(recorded, sort_keys=False, allow_unicode=True)
+
+
+def _absolute(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _absolute(entry) for name, entry in value.items()}
+    if not isinstance(value, str) or Path(value).is_absolute():
+        return value
+    path, colon, split = (value, "", "") if _is_here(value) else value.rpartition(":")
+    return f"{Path(path).absolute()}{colon}{split}" if path and _is_here(path) else value
+
+
+def _is_here(path: str) -> bool:
+    return Path(path).exists()
 
 
 _WORDS = (

@@ -197,12 +197,12 @@ class Request:
         if self.out is None:
             raise ValueError("give --out DIR, a new folder for the model")
         notes: list[str] = []
-        base, experts = self.base, self.expert
+        base, experts, origin = self.base, self.expert, "--expert"
         if self.merged is not None:
-            base, experts = with_merge_config(self.merged, base, experts, notes)
+            base, experts, origin = with_merge_config(self.merged, base, experts, notes)
         if not experts:
             raise ValueError("name the experts: --expert NAME=DIR for each")
-        refuse_unusable_names(experts, "--expert", _RESERVED)
+        refuse_unusable_names(experts, origin, _RESERVED)
         return dataclasses.replace(self, base=base, expert=dict(experts), notes=tuple(notes))
 
     def _check(self) -> None:

@@ -213,7 +213,7 @@ class RunResults:
             self._program.taskpool = None  # FusionBench would evaluate the returned model again
             show_run(self.report)
             saver = self.saver
-            for line in closing_lines(self.report, saver.row, saver.folder, self._log_dir):
+            for line in closing_lines(saver.row, saver.folder, self._log_dir):
                 print(line)
         if self._failed:
             rows = "; ".join(f"{row} ({first_line(error)})" for row, error in self._failed.items())
