@@ -9,6 +9,7 @@ REPORT_COLUMNS = frozenset({
     "recovered gap", "unseen (gain, tasks)", "worst task",
 })  # fmt: skip
 """Columns of tables and keys of FusionBench's results that are not tasks."""
+_MOST_BYTES = 100
 _USABLE = re.compile(r"\w([\w .,:;+=@&%()#~'-]{0,98}[\w+)=-])?")
 
 
@@ -55,9 +56,10 @@ def refuse_unusable_names(
     """
     taken = {*REPORT_COLUMNS, *reserved}
     for name in map(str, names):
-        if not _USABLE.fullmatch(name) or name.casefold() in taken:
+        is_usable = _USABLE.fullmatch(name) and len(name.encode()) <= _MOST_BYTES
+        if not is_usable or name.casefold() in taken:
             raise ValueError(
                 f"{setting}: {name[:100]!r} cannot name a file, or is taken. Choose a name of at "
-                "most 100 letters, digits and signs such as _ and -"
+                f"most {_MOST_BYTES} bytes of letters, digits and signs such as _ and -"
             )
         taken.add(name.casefold())

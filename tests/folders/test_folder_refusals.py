@@ -139,7 +139,6 @@ MODELS: list[Refused] = [
 ]  # fmt: skip
 
 CONFIGS = {
-    "l0: &l0 [x]\nmodels: *l0\n": "write out the alias *l0",
     f"#{'x' * 2**20}\nmodels: [x]": "is larger than 1,024 KiB",
     "models: !!python/name:os.system ''": "line 1: could not determine a constructor",
     "models: 5": "models is 5, not a list",

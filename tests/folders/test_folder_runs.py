@@ -123,7 +123,7 @@ def test_options_of_the_command_line_win_over_a_recipe(folder, monkeypatch):
     assert main(["calibrate", "--config", "mine.yaml", *more]) == 0
     recipe = yaml.safe_load(Path("other/recipe.yaml").read_text())
     assert recipe["set"] == {"seed": 1, "samples_per_task": 2} and recipe["preset"] == "paper"
-    assert recipe["data"] == dict.fromkeys(TASKS, "two.jsonl")
+    assert recipe["data"] == dict.fromkeys(TASKS, str(folder / "two.jsonl"))
     assert recipe["merge"] == "task_arithmetic:0.3"
 
 
