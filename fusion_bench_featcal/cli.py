@@ -28,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         return options.command(options) or 0
+    except BrokenPipeError:  # the reader, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
         if is_bug(error):
             raise
@@ -53,7 +56,9 @@ def calibrate_command(options: argparse.Namespace) -> int:
         print(f"featcal: {message}", file=sys.stderr)
         return 130
     if not request.plan:
-        print(f"saved: {out}\nnext: featcal report {typed_path(out)}")
+        print(f"saved: {out}")
+    if not (request.plan or request.no_eval):
+        print(f"next: featcal report {typed_path(out)}")
     return 0
 
 

@@ -62,10 +62,10 @@ POOLS = {
     "mergebench_llama-3.1-8b-instruct": "paper_llama_8b",
 }
 CLASHES: list[tuple[dict[str, Any], str]] = [
-    ({**PLUS, "mix_alpha": 0.5}, r"mix_alpha=0\.5 has no part in method\.rule=plus: leave"),
+    ({**PLUS, "mix_alpha": 0.5}, r"mix_alpha=0\.5 has no part in the rule plus: leave"),
     ({"rule": "plus"}, r"rule=plus needs method\.calibrate_norm=false"),
     ({"rule": Paper(), "mix_alpha": 0.5},
-     r"mix_alpha=0\.5 has no part in method\.rule=Paper: set it there, Paper\(\.\.\.\)"),
+     r"mix_alpha=0\.5 has no part in the rule Paper: set it there, Paper\(\.\.\.\)"),
     ({"resume": True}, r"method\.resume needs method\.checkpoint_dir"),
     ({"seed": -1, "mix_alpha": 2.0, "ridge_lambda": -1.0},
      r"method\.ridge_lambda.*; method\.mix_alpha.*; method\.seed"),

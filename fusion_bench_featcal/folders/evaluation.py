@@ -23,6 +23,11 @@ _NOT_EXPERTS = (
     "experts no better than the merged model on their own rows: {}. Check --tokenizer, "
     "--chat-template, the labels, and that --data and --expert are of the same task"
 )
+_FEW = 0.1
+_HARDLY = (
+    "fewer than a tenth of their own rows are right for the experts of {}: check --tokenizer, "
+    "--chat-template, the targets and how prompts end"
+)
 
 
 class Evaluation:
@@ -65,6 +70,8 @@ class Evaluation:
         self.add(self.report.merger, merged)
         if weak := weak_experts(scores, self._scores[self.report.merger]):
             self.report.note(Note(NOTE, _NOT_EXPERTS.format(", ".join(weak))))
+        if failing := [task for task, score in scores.items() if score.accuracy < _FEW]:
+            self.report.note(Note(NOTE, _HARDLY.format(", ".join(failing))))
 
     def add(self, name: str, body: ExpertSource) -> None:
         """Evaluate the merged model with the given weights of its body, and add its row."""

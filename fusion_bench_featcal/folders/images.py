@@ -94,7 +94,9 @@ def _labels(part: Part, heads: Sequence[str] | ZeroShot, prompt: str) -> tuple[l
     names = items.classnames
     if not isinstance(heads, ZeroShot):
         values = labels if names is None else [names[label] for label in labels]
-        return label_numbers(values, names, heads, part.option), class_logits
+        return label_numbers(
+            values, names, heads, lambda n: f"{part.option}, item {part.indices[n]}"
+        ), class_logits
     if names is None:
         raise ValueError(
             f"{part.option}: zero-shot heads need class names, and the labels are numbers: put the "

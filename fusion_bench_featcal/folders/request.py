@@ -22,6 +22,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {"plus": PLUS, "paper": {}}
 MAX_LENGTH = 1024
 """Tokens of a text if `max_length` is not set, because memory grows with the longest text."""
 PROMPT = "a photo of a {}."
+_TABLES = (".jsonl", ".json", ".csv", ".parquet")
 _RESERVED = ("base", "merged", "_pretrained_")
 # Settings that the command sets by --data, --out and --resume
 _ELSEWHERE = ("calibration_data", "calibration_split", "checkpoint_dir", "resume")
@@ -69,7 +70,7 @@ class Request:
     )
     no_eval: bool = setting(False, "calibrate and save only")
     out: str | None = setting(None, "a new folder for the model", metavar="DIR", is_recorded=False)
-    strict: bool = setting(False, "save nothing, and exit with 1, if the verdict names a task")
+    strict: bool = setting(False, "save nothing, and exit with 1, if a task is not better")
     preset: str = setting(
         "plus", "settings: FeatCal+ (default) or the paper's", choices=tuple(PRESETS)
     )
@@ -220,6 +221,11 @@ class Request:
                 f"no data of {', '.join(missing)}: every expert needs samples of its task, "
                 f"--data {missing[0]}=FILE"
             )
+        places = {**self.models, **{f"--data {t}={path}": path for t, path in self.data.items()}}
+        for option, path in places.items():  # before torch is imported: that takes seconds
+            is_path = path.startswith(("/", "./", "../", "~")) or path.endswith(_TABLES)
+            if is_path and not Path(path).expanduser().exists() and ":" not in path:
+                raise ValueError(f"{option}: there is no such file or folder here")
         if self.strict and self.no_eval:
             raise ValueError("--strict compares scores, which --no-eval skips: leave one out")
         if self.merge and "expert_read_budget" in self.set:

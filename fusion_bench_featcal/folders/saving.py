@@ -95,6 +95,9 @@ def _write_weights(models: Models, result: CalibrationResult, folder: Path) -> N
             shutil.copyfile(home.folder / name, folder / name)
     keys = pair_names(home.label, home.label, stored, home.whole).values()
     outside_blocks = {key: stored.tensor(key) for key in keys if key not in calibrated.names()}
+    if home.name in models.experts:  # its head comes with its own tail, such as a pooler
+        of_body = pair_names(home.label, home.label, stored, models.empty_body)
+        outside_blocks |= {of_body[name]: t for name, t in models.tail(home.name).items()}
     write_shards(folder, calibrated, outside_blocks, LARGEST_FILE)
 
 

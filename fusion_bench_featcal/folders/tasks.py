@@ -197,7 +197,10 @@ def class_tests(
 
 
 def label_numbers(
-    values: Sequence[Any], names: Sequence[str] | None, classes: Sequence[str], option: str
+    values: Sequence[Any],
+    names: Sequence[str] | None,
+    classes: Sequence[str],
+    at: Callable[[int], str],
 ) -> list[int]:
     """Return the head's number of each label.
 
@@ -208,22 +211,23 @@ def label_numbers(
         values: The labels: numbers or texts.
         names: The data's class names in order, by default alphabetical.
         classes: The class names of the head.
-        option: The option with the data, for messages.
+        at: Returns the name of a label's row, for messages.
     """
     texts = {value for value in values if isinstance(value, str)}
     names = names or sorted(texts)
     if not (len(names) == len(classes) and all(name.startswith("LABEL_") for name in classes)):
         names = classes
     by_name = {name.casefold(): number for number, name in enumerate(names)}
-    by_name = {text: int(text) for text in texts if text.isdecimal()} | by_name
+    decimals = {text: text.removesuffix(".0") for text in texts}  # 1.0, as pandas writes
+    by_name = {text: int(n) for text, n in decimals.items() if n.isdecimal()} | by_name
     numbers = [
         by_name.get(value.casefold(), -1) if isinstance(value, str) else int(value)
         for value in values
     ]
-    for value, number in zip(values, numbers, strict=True):
+    for row, (value, number) in enumerate(zip(values, numbers, strict=True)):
         if not 0 <= number < len(classes):
             raise ValueError(
-                f"{option}: label {value!r} is none of the {len(classes)} classes of the expert's "
+                f"{at(row)}: label {value!r} is none of the {len(classes)} classes of the expert's "
                 f"head: {', '.join(classes):.200}"
             )
     return numbers

@@ -58,10 +58,13 @@ def open_texts(
     with naming_setting(option):
         table = load_texts(location, split)
     available = {*table.column_names}
+    if not len(table):
+        raise ValueError(f"{option} has no rows")
     if not available >= {*columns.values()} or not (columns or available & {*usual}):
+        shown = names[:2] if names != usual else (_TEXT, _LABEL)
         raise ValueError(
             f"{option} has the columns {', '.join(table.column_names)}: name them by --columns "
-            f"{','.join(f'{name}=COLUMN' for name in names[:2])}"
+            f"[NAME:]{','.join(f'{name}=COLUMN' for name in shown)}"
         )
     if columns and names == usual:
         columns = {n: n for n in usual if n in available} | dict(columns)
@@ -167,5 +170,10 @@ def head_labels(part: Part, classes: Sequence[str]) -> list[int]:
     column = part.rows.columns.get(_LABEL, _LABEL)
     values: list[Any] = [part.rows[index].get(column) for index in part.indices]
     if any(value is None for value in values):
-        raise ValueError(f"{part.option}: rows need a label to be evaluated, or give --no-eval")
-    return label_numbers(values, part.rows.classes(_LABEL), classes, part.option)
+        raise ValueError(
+            f"{part.option}: rows need a label to be evaluated ({column!r} is empty or no column): "
+            "name its column by --columns label=COLUMN, or give --no-eval"
+        )
+    return label_numbers(
+        values, part.rows.classes(_LABEL), classes, lambda n: part.rows.at(part.indices[n])
+    )

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.fusionbench.options import (
     FUSION_BENCH_KEYS,
     Choices,
@@ -41,9 +41,20 @@ def check_config(config: DictConfig) -> None:
     tasks = [name for name in models if not str(name).startswith("_")]
     for key in _BY_TASK:
         refuse_unknown(method.get(key) or (), tasks, f"method.{key}.")
+    pool: Any = suite.get("default_taskpool") or {}
+    _check_tasks(pool if isinstance(pool, Mapping) else {}, tasks)
     for setting, path in _paths(models, method):
         if not Path(path).expanduser().exists():
             raise ValueError(f"{setting}={path}: there is no such file or folder")
+
+
+def _check_tasks(pool: Mapping[str, Any], experts: list[str]) -> None:
+    """Refuse a task whose name is nearly that of an expert without a task."""
+    names = pool.get("tasks") or ()
+    free = [expert for expert in experts if expert not in names]
+    for name in names:
+        if name not in experts and (hint := nearest_hint(name, free)):
+            raise ValueError(f"default_taskpool.tasks.{name}: no expert has this name{hint}")
 
 
 def choices_of_config(

@@ -93,8 +93,8 @@ class ModelFiles:
         name = next(iter((self.config or {}).get("architectures") or ()), None)
         if name is None:
             raise self._error(
-                f"{self.folder / 'config.json'} has no architectures. Write the name of its class "
-                'there, such as "architectures": ["LlamaForCausalLM"]'
+                f"{self.folder / 'config.json'} has no architectures. Write its class there, as in "
+                'the config.json of the base, such as "architectures": ["LlamaForCausalLM"]'
             )
         try:
             return getattr(transformers, str(name))

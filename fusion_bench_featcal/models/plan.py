@@ -126,7 +126,7 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
     sizes: list[tuple[str, int | None]] = [
         (f"to fetch: {download.name}", download.bytes) for download in plan.downloads
     ]
-    if plan.downloads:
+    if any(size is not None for _, size in sizes):
         sizes.append(("to fetch, without unknown ones", sum(size or 0 for _, size in sizes)))
     sizes += [("read from experts, at most", plan.read), ("the calibrated model", plan.output)]
     sizes += [(f"free in {folder}", size) for folder, size in plan.free.items()]
@@ -134,6 +134,8 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
     table.columns[1].justify = "right"
     for label, size in sizes:
         table.add_row(label, "unknown" if size is None else bytes_text(size))
-    for row, times in {**plan.rows, "all": sum(plan.rows.values())}.items():
-        table.add_row(f"rows {row}", counted(times, "time"))
+    for row, times in plan.rows.items():
+        table.add_row(f"row {row}", counted(times, "time"))
+    if not plan.downloads:
+        table.add_row("to fetch", "nothing")
     (console or Console()).print(table)

@@ -25,6 +25,7 @@ from fusion_bench_featcal.files.tensors import write_index, write_tensors
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import Run, versions
 from fusion_bench_featcal.results.joining import join
+from fusion_bench_featcal.results.notes import GAIN, VERDICT
 from fusion_bench_featcal.results.run import GIVEN
 from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.summaries import summary
@@ -146,7 +147,8 @@ def card_text(
         "Settings": _listed(_changed(facts.settings)),
         "Samples": _listed(facts.samples) if facts.samples else "",
         "Accuracy": _accuracies(report),
-        "How it was made": f"```bash\n{command_line()}\n```\n\n{_listed(versions() | commits())}",
+        "Verdict": _verdict(report),
+        "How it was made": f"{_command()}\n\n{_listed(versions() | commits())}",
     }
     texts = [f"## {title}\n\n{text}" for title, text in sections.items() if text]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{page(_about(facts), *texts)}"
@@ -192,9 +194,17 @@ def _accuracies(report: Run | None) -> str:
     return page(*(text for t in tables for text in (t.title, t.markdown()))).rstrip()
 
 
-def command_line() -> str:
-    """Return the command line."""
+def _verdict(report: Run | None) -> str:
+    """Return the gains by task, with their losses, and the verdict of `featcal calibrate`."""
+    notes = [] if report is None else report.notes
+    return page([note.text for note in notes if note.kind in (GAIN, VERDICT)]).strip()
+
+
+def _command() -> str:
+    """Return the command line in Markdown, or a sentence for a run from Python."""
     program = Path(sys.argv[0]).name
     if program in ("cli.py", "__main__.py", "-m"):
         program = "featcal" if sys.argv[1:2] == ["calibrate"] else "fusion_bench"
-    return shlex.join([program, *sys.argv[1:]])
+    if program not in ("featcal", "fusion_bench"):
+        return "By calls from Python."
+    return f"```bash\n{shlex.join([program, *sys.argv[1:]])}\n```"

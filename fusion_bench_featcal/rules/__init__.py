@@ -78,6 +78,4 @@ def _refuse_changes(
     for setting in (name for name in OF_RULES if name not in shared):
         value = getattr(settings, setting)
         if value not in (getattr(FeatCalSettings, setting), getattr(rule, setting, None)):
-            raise ValueError(
-                f"method.{setting}={value} has no part in method.rule={name}: {remedy}"
-            )
+            raise ValueError(f"method.{setting}={value} has no part in the rule {name}: {remedy}")

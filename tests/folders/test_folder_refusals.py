@@ -158,7 +158,7 @@ TEMPLATES = {
 ROW = ["--data one", "one.jsonl, line "]
 QUESTIONS = {"one.jsonl": [{"q": "a b", "a": "c"}]}
 DATA: list[Refused] = [
-    ({"two.jsonl": None}, {}, ["does not exist"]),
+    ({"two.jsonl": None}, {}, ["--data two=", "there is no such file or folder here"]),
     ({"two.jsonl": ""}, {}, ["two.jsonl' is empty"]),
     ({"one.jsonl": '{"prompt": "a"\nnonsense'}, {},
      ["--data one=", "one.jsonl' is not readable as jsonl: line 1: "]),
@@ -168,7 +168,7 @@ DATA: list[Refused] = [
     ({"one.jsonl": [*sentences("one", 11), {"prompt": "a b"}]}, {"more": "--no-eval"},
      [*ROW, "no target, as in 1 of 12 rows"]),
     *[(QUESTIONS, {"more": more}, ["one.jsonl has the columns q, a: name them by "
-                                   "--columns prompt=COLUMN,target=COLUMN"])
+                                   "--columns [NAME:]prompt=COLUMN,target=COLUMN"])
       for more in ("", "--columns prompt=Q")],
     ({"saved": lambda path: datasets_on_disk(path, "fit", "more")},
      {"data": ["saved:tests", "two.jsonl"]}, ["has no split 'tests'"]),

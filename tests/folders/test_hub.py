@@ -70,7 +70,7 @@ class Hub(NamedTuple):
     def refused(self, expert: str) -> str:
         """The error of a run for one expert, which ends behind its models for lack of data."""
         base = str(self.folder / "base")
-        words = [base, "--base", base, "--expert", f"one={expert}", "--data", "one=no.jsonl"]
+        words = [base, "--base", base, "--expert", f"one={expert}", "--data", "one=no"]
         screen = self.calibrate(*words, "--out", str(self.folder / "never"), expect=2)
         (line,) = (line for line in screen.splitlines() if "featcal: error" in line)
         return line
@@ -92,7 +92,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 # --- failures ---
 
-NO_DATA = "data 'no.jsonl' does not exist"
+NO_DATA = "data 'no', split 'train': there is no such file"
 AWAY = ["the hub at http://127.0.0.1", "does not answer. Check the network and", AGAIN]
 FAILURES: dict[Failure, list[str]] = {
     "missing": ["nothing of that name on the hub. Correct it, or log in (hf auth login) if it is"],
