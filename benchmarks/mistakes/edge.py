@@ -85,8 +85,8 @@ MUTATIONS = [
     Mutation(
         "a negative weight is taken for an expert's",
         "folders/mergekit.py",
-        "if min(weights) < 0 or not any(weights):",
-        "if False:",
+        "if min(merge.weights[location]) < 0]",
+        "if False]",
         "folders/test_mergekit.py",
     ),
     Mutation(

@@ -51,7 +51,9 @@ def test_labels_are_the_heads_numbers(rows: Any, classes: tuple[str, ...], numbe
 
 def test_class_names_that_a_head_does_not_have_are_refused():
     part = Part("--data a=x", TextRows(class_labels([0, 1, 2]), "--data a=x"), [0, 1, 2])
-    with pytest.raises(ValueError, match="--data a=x, item 0: label 'yes' is none of the 3 classes"):
+    with pytest.raises(
+        ValueError, match="--data a=x, item 0: label 'yes' is none of the 3 classes"
+    ):
         head_labels(part, ("negative", "neutral", "positive"))
 
 
