@@ -67,7 +67,7 @@ def test_experts_of_mixtures_stay_as_merged_and_are_read_from_files(
         assert any(".experts.3." in stored for stored in files[task].names())
     from_files = replace(suite, base=files.pop("base"), experts=files)
     if "model.layers.1.mlp.experts.down_proj" in suite.merged.state_dict():  # transformers 5
-        with pytest.raises(CalibrationError, match=r"no tensor .*\.experts\..*_target_: my_module"):
+        with pytest.raises(CalibrationError, match=r"no tensor .*\.experts\."):
             run_fast(from_files, **PLUS)
         return
     assert_identical(run_fast(from_files, **PLUS).model, model)

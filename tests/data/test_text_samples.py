@@ -108,7 +108,9 @@ def test_batches_are_padded_on_the_tokenizers_side(kind, side, ids, labels):
 
 def test_pairs_of_a_classifier_have_types_and_are_cut_together():
     rows = [{"text": "a b c d", "text_pair": "e"}, {"text": "a b", "text_pair": ""}]
-    batch = text_batch(rows, "classification", max_length=4)
+    names = ["input_ids", "token_type_ids", "attention_mask"]  # BERT's
+    tokenizer = word_tokenizer(model_input_names=names)
+    batch = text_batch(rows, "classification", tokenizer, max_length=4)
     order = batch["attention_mask"].sum(dim=1).argsort(descending=True)
     assert words(batch["input_ids"][order][0]) == "a b c e"
     assert batch["token_type_ids"][order].tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
