@@ -16,6 +16,10 @@ MESSAGES = {
         "there is no config modelpool/clip-vit-mini_TA66 (nearest: 'clip-vit-mini_TA6')",
     "plan modelpool=clip-vit-mini_TA6 method.ridge_lamda=1":
         "method.ridge_lamda is unknown (nearest: 'ridge_lambda')",
+    "plan modelpool=clip-vit-mini_TA6 +modelpool.default_taskpool.tasks.mini_mnis=1":
+        "default_taskpool.tasks.mini_mnis: no expert has this name (nearest: 'mini_mnist')",
+    "calibrate m --out {tmp}/o --expert a=b --base b --data a={tmp}/none.jsonl":
+        "none.jsonl: there is no such file or folder here",
 }  # fmt: skip
 WRONG_WORDS = {
     "calibrate m --uot x": "calibrate: error: no option --uot (nearest: '--out')",

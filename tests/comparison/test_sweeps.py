@@ -46,16 +46,16 @@ def test_a_killed_sweep_goes_on_and_parallel_jobs_give_equal_bits(tmp_path: Path
     files: dict[Path, int] = {}
     for _ in range(2):  # killed twice
         process = start(serial)
-        while len(list(serial.glob("cells/*/run.json"))) <= finished:
+        while len(list(serial.glob("cells/[!.]*/run.json"))) <= finished:
             assert process.poll() is None, (serial / "screen").read_text()[-3000:]
             time.sleep(0.05)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        files = {file: file.stat().st_ino for file in serial.glob("cells/*/run.json")}
+        files = {file: file.stat().st_ino for file in serial.glob("cells/[!.]*/run.json")}
         finished = len(files)
     assert 0 < finished < CELLS
     assert start(serial).wait() == 0, (serial / "screen").read_text()[-3000:]
-    after = {file: file.stat().st_ino for file in serial.glob("cells/*/run.json")}
+    after = {file: file.stat().st_ino for file in serial.glob("cells/[!.]*/run.json")}
     assert files.items() <= after.items() and len(after) == CELLS  # references were made once
     launcher = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     assert start(parallel, *launcher).wait() == 0, (parallel / "screen").read_text()[-3000:]
