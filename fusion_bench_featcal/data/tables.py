@@ -14,9 +14,8 @@ from pyarrow import parquet
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.files import TABLES
 from fusion_bench_featcal.models.hub import hub_error, note_data_set
-
-TABLES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 class FileRows(list[dict[str, Any]]):

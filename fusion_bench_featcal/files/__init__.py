@@ -17,6 +17,10 @@ from fusion_bench_featcal.errors import ReportError
 
 LOG_DIR_SETTING = "path.log_dir"
 PART = ".part"
+TABLES = (".jsonl", ".json", ".csv", ".parquet")
+"""Endings of tables of samples."""
+PATH_STARTS = ("/", "./", "../", "~")
+"""Texts that begin like this are paths, no hub ids."""
 
 
 def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
@@ -105,6 +109,12 @@ def new_path(target: Path) -> Iterator[Path]:
         os.replace(new, target)
     finally:
         remove(new)
+
+
+def is_missing(location: str) -> bool:
+    """Return whether a text is certainly a path, and no hub id, and nothing is there."""
+    is_path = location.startswith(PATH_STARTS) or location.endswith(TABLES)
+    return is_path and not Path(location).expanduser().exists()
 
 
 def existing(folder: Path) -> Path:

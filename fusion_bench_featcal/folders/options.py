@@ -47,7 +47,12 @@ def prompt(word: str) -> dict[str, str]:
 
 
 def mapping(
-    help: str, metavar: str, word: Callable[[str], Any] = pair, *, texts: bool = True
+    help: str,
+    metavar: str,
+    word: Callable[[str], Any] = pair,
+    *,
+    texts: bool = True,
+    **more: Any,
 ) -> Any:
     """Declare a repeatable option that maps names to values.
 
@@ -56,6 +61,7 @@ def mapping(
         metavar: Form of its words.
         word: Parses one word into a mapping.
         texts: Whether all values are texts.
+        **more: Further metadata. With `is_location=True` values are paths or hub ids.
     """
     return setting(
         {},
@@ -67,6 +73,7 @@ def mapping(
         ),
         metavar=metavar,
         word=word,
+        **more,
     )
 
 
@@ -111,23 +118,17 @@ def recipe_text(owner: Any) -> str:
     """
     defaults, recorded = type(owner)(), {}
     for field in settings_of(type(owner)):
-        value = getattr(owner, field.name)
-        if field.metadata.get("is_recorded", True) and value != getattr(defaults, field.name):
-            recorded[field.name] = _absolute(value)
+        value, keys = getattr(owner, field.name), field.metadata
+        if keys.get("is_recorded", True) and value != getattr(defaults, field.name):
+            recorded[field.name] = _absolute(value) if keys.get("is_location") else value
     return yaml.safe_dump(recorded, sort_keys=False, allow_unicode=True)
 
 
 def _absolute(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _absolute(entry) for name, entry in value.items()}
-    if not isinstance(value, str) or Path(value).is_absolute():
-        return value
-    path, colon, split = (value, "", "") if _is_here(value) else value.rpartition(":")
-    return f"{Path(path).absolute()}{colon}{split}" if path and _is_here(path) else value
-
-
-def _is_here(path: str) -> bool:
-    return Path(path).exists()
+    path, colon, split = (value, "", "") if Path(value).exists() else value.rpartition(":")
+    return f"{Path(path).absolute()}{colon}{split}" if path and Path(path).exists() else value
 
 
 _WORDS = (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown, refuse_unusable_names
-from fusion_bench_featcal.files import check_target
+from fusion_bench_featcal.files import check_target, is_missing
 from fusion_bench_featcal.files.untrusted import read_yaml
 from fusion_bench_featcal.folders import options
 from fusion_bench_featcal.folders.mergekit import with_merge_config
@@ -22,7 +22,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {"plus": PLUS, "paper": {}}
 MAX_LENGTH = 1024
 """Tokens of a text if `max_length` is not set, because memory grows with the longest text."""
 PROMPT = "a photo of a {}."
-_TABLES = (".jsonl", ".json", ".csv", ".parquet")
 _RESERVED = ("base", "merged", "_pretrained_")
 # Settings that the command sets by --data, --out and --resume
 _ELSEWHERE = ("calibration_data", "calibration_split", "checkpoint_dir", "resume")
@@ -40,6 +39,7 @@ class Request:
         None,
         "the merged model, a folder or hub id whose mergekit_config.yml may name base and experts",
         metavar="MERGED",
+        is_location=True,
     )
     config: str | None = setting(
         None, "a YAML file of options, such as the recipe.yaml beside a result", metavar="FILE",
@@ -48,14 +48,17 @@ class Request:
     merge: str | None = setting(
         None, "without MERGED: task_arithmetic:0.3, simple_average", metavar="HOW"
     )
-    base: str | None = setting(None, "the model that the experts were tuned from", metavar="DIR")
-    expert: Mapping[str, str] = mapping(
-        "an expert: a folder or hub id, whole or a LoRA adapter (repeatable)", "NAME=DIR"
+    base: str | None = setting(
+        None, "the model that the experts were tuned from", metavar="DIR", is_location=True
     )
+    expert: Mapping[str, str] = mapping(
+        "an expert: a folder or hub id, whole or a LoRA adapter (repeatable)",
+        "NAME=DIR", is_location=True,
+    )  # fmt: skip
     data: Mapping[str, str] = mapping(
         "an expert's samples: a .jsonl, .csv or .parquet file, a folder of images, a saved "
         "dataset FOLDER[:SPLIT] or a hub dataset ID:SPLIT (repeatable)",
-        "NAME=PATH"
+        "NAME=PATH", is_location=True,
     )  # fmt: skip
     columns: Mapping[str, str] = mapping(
         "other names of columns of --data and --eval, such as prompt=instruction,target=output. "
@@ -63,8 +66,9 @@ class Request:
         "[NAME:]PART=COLUMN,...", options.columns,
     )  # fmt: skip
     eval: Mapping[str, str] = mapping(
-        "data to evaluate on (default: a fifth of --data, held back)", "NAME=PATH"
-    )
+        "data to evaluate on (default: a fifth of --data, held back)",
+        "NAME=PATH", is_location=True,
+    )  # fmt: skip
     eval_rows: int = setting(
         200, "maximum rows per task to evaluate (default: 200)", ge=1, metavar="N"
     )
@@ -79,12 +83,14 @@ class Request:
         "SETTING=VALUE", options.setting_word, texts=False,
     )  # fmt: skip
     tokenizer: str | None = setting(
-        None, "tokenizer or image processor (default: MERGED's)", metavar="DIR"
+        None, "tokenizer or image processor (default: MERGED's)", metavar="DIR", is_location=True
     )
     chat_template: str | None = setting(
-        None, "chat template to use instead of the tokenizer's", metavar="FILE"
+        None, "chat template to use instead of the tokenizer's", metavar="FILE", is_location=True
     )
-    text_tower: str | None = setting(None, "a whole CLIP, for zero-shot heads", metavar="DIR")
+    text_tower: str | None = setting(
+        None, "a whole CLIP, for zero-shot heads", metavar="DIR", is_location=True
+    )
     prompt: Mapping[str, str] = mapping(
         f"prompt of a class for zero-shot heads ({PROMPT}), with NAME for one task (repeatable)",
         "[NAME=]TEXT", options.prompt,
@@ -221,10 +227,9 @@ class Request:
                 f"no data of {', '.join(missing)}: every expert needs samples of its task, "
                 f"--data {missing[0]}=FILE"
             )
-        places = {**self.models, **{f"--data {t}={path}": path for t, path in self.data.items()}}
-        for option, path in places.items():  # before torch is imported: that takes seconds
-            is_path = path.startswith(("/", "./", "../", "~")) or path.endswith(_TABLES)
-            if is_path and not Path(path).expanduser().exists() and ":" not in path:
+        locations = {**self.models, **{f"--data {t}={path}": path for t, path in self.data.items()}}
+        for option, path in locations.items():  # before torch is imported: that takes seconds
+            if is_missing(path) and ":" not in path:  # a folder may name its split
                 raise ValueError(f"{option}: there is no such file or folder here")
         if self.strict and self.no_eval:
             raise ValueError("--strict compares scores, which --no-eval skips: leave one out")

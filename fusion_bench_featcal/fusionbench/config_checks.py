@@ -1,13 +1,13 @@
 """Checks of a composed config before torch is imported: names, values and paths."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
+from fusion_bench_featcal.files import PATH_STARTS, is_missing
 from fusion_bench_featcal.fusionbench.options import (
     FUSION_BENCH_KEYS,
     Choices,
@@ -17,7 +17,6 @@ from fusion_bench_featcal.fusionbench.options import (
 )
 from fusion_bench_featcal.settings import FeatCalSettings
 
-_TABLES = (".jsonl", ".json", ".csv", ".parquet")
 _BY_TASK = ("calibration_data", "task_weights")
 
 
@@ -43,8 +42,8 @@ def check_config(config: DictConfig) -> None:
         refuse_unknown(method.get(key) or (), tasks, f"method.{key}.")
     pool: Any = suite.get("default_taskpool") or {}
     _check_tasks(pool if isinstance(pool, Mapping) else {}, tasks)
-    for setting, path in _paths(models, method):
-        if not Path(path).expanduser().exists():
+    for setting, path in _locations(models, method):
+        if is_missing(path):
             raise ValueError(f"{setting}={path}: there is no such file or folder")
 
 
@@ -74,12 +73,12 @@ def choices_of_config(
     return settings, checked_choices(settings, chosen, suite)
 
 
-def _paths(models: Mapping[str, Any], method: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield settings with their paths. A text may also be a hub id, which is not checked here."""
+def _locations(models: Mapping[str, Any], method: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield settings with their paths or hub ids."""
     groups = {"modelpool.models": models, "method.calibration_data": method.get("calibration_data")}
     for group, entries in groups.items():
         for name, entry in (entries or {}).items():
             for key, value in (entry if isinstance(entry, Mapping) else {"": entry}).items():
-                is_table = key == "" and str(value).endswith(_TABLES)
-                if is_table or str(value).startswith(("/", "./", "../", "~")):
-                    yield ".".join(filter(None, (group, name, key))), value
+                # Under a key a table may be a file of a hub dataset.
+                if key == "" or str(value).startswith(PATH_STARTS):
+                    yield ".".join(filter(None, (group, name, key))), str(value)

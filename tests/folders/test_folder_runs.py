@@ -119,6 +119,7 @@ out: other
 def test_options_of_the_command_line_win_over_a_recipe(folder, monkeypatch):
     monkeypatch.chdir(folder)
     Path("mine.yaml").write_text(RECIPE)
+    Path("paper").mkdir()  # a folder that is called as a value is no path
     more = ("--set", "samples_per_task=2", "--preset", "paper", "--data", "one=two.jsonl")
     assert main(["calibrate", "--config", "mine.yaml", *more]) == 0
     recipe = yaml.safe_load(Path("other/recipe.yaml").read_text())
