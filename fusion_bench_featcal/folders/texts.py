@@ -61,10 +61,10 @@ def open_texts(
     if not len(table):
         raise ValueError(f"{option} has no rows")
     if not available >= {*columns.values()} or not (columns or available & {*usual}):
-        shown = names[:2] if names != usual else (_TEXT, _LABEL)
+        needed = names[:2] if names != usual else (_TEXT, _LABEL)
         raise ValueError(
             f"{option} has the columns {', '.join(table.column_names)}: name them by --columns "
-            f"[NAME:]{','.join(f'{name}=COLUMN' for name in shown)}"
+            f"[NAME:]{','.join(f'{name}=COLUMN' for name in needed)}"
         )
     if columns and names == usual:
         columns = {n: n for n in usual if n in available} | dict(columns)

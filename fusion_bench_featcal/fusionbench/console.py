@@ -58,8 +58,8 @@ class FeatCalJob(Callback):
                 config.hydra.run.dir, config.hydra.output_subdir = ".", None
                 config.hydra.job_logging.handlers.file = {"class": "logging.NullHandler"}
         typed = {str(word).lstrip("+").partition("=")[0] for word in config.hydra.overrides.task}
-        shown = {*typed, "print_config"} if config.get("dry_run") else typed
-        for name in set(_SWITCHES) - shown:
+        wanted_prints = {*typed, "print_config"} if config.get("dry_run") else typed
+        for name in set(_SWITCHES) - wanted_prints:
             config[name] = False
         try:
             check_config(config)

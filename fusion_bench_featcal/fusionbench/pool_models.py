@@ -81,20 +81,24 @@ class PoolModel:
         return {key: fetch(name, f"{setting}={name}") for key, name in self.locations.items()}
 
     @cached_property
+    def _opened(self) -> dict[str, ModelFiles]:
+        label = f"modelpool.models.{self.name}"
+        return {key: ModelFiles(path, label) for key, path in self.paths.items()}
+
+    @property
     def folders(self) -> list[ModelFiles]:
         """Files of its weights: one model, or base and adapter of a LoRA expert."""
-        label = f"modelpool.models.{self.name}"
-        return [ModelFiles(path, label) for key, path in self.paths.items() if key != _CONFIG]
+        return [files for key, files in self._opened.items() if key != _CONFIG]
 
-    @cached_property
+    @property
     def config(self) -> dict[str, Any] | None:
         """Content of its config.json (for a LoRA expert the base's), or None if there is none.
 
         Raises:
             CalibrationError: If the file is damaged, or transformers reads another model from it.
         """
-        path = next(iter(self.paths.values()), None)
-        return None if path is None else ModelFiles(path, f"modelpool.models.{self.name}").config
+        files = next(iter(self._opened.values()), None)
+        return None if files is None else files.config
 
     @cached_property
     def files(self) -> ExpertSource | None:

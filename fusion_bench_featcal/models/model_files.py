@@ -158,13 +158,15 @@ class ModelFiles:
         head, stored = find(), self.weights
         if IS_RELEASE_4 or head is None or stored is None:
             return
-        own = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+        head_name = next(
+            f"{name}.weight" for name, module in model.named_modules() if module is head
+        )
         tensors = model.state_dict(keep_vars=True).items()
-        tied = [name for name, tensor in tensors if tensor is head.weight and name != own]
-        others = [name for name in tied if name in stored.names()]
-        if own not in stored.names() or not others:
+        tied = [name for name, tensor in tensors if tensor is head.weight and name != head_name]
+        tied = [name for name in tied if name in stored.names()]
+        if head_name not in stored.names() or not tied:
             return
-        if not torch.equal(stored.tensor(own), stored.tensor(others[-1])):
+        if not torch.equal(stored.tensor(head_name), stored.tensor(tied[-1])):
             head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
 
     # --- weights ---
