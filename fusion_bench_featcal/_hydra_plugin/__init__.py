@@ -27,6 +27,13 @@ def _suite_path(name: str) -> str:
     return str(suite_path(name))
 
 
+def _weights_path(name: str) -> str:
+    """Resolves ``${featcal_real:minilm}`` to a folder of fetched pretrained weights."""
+    from fusion_bench_featcal.suites.paths import weights_path
+
+    return weights_path(name)
+
+
 def _config_folder(package: str, marker: str, *candidates: str) -> Path | None:
     """Return the first of `candidates`, relative to the package's folder, that has `marker`."""
     if package in sys.modules:  # an imported FusionBench has no __spec__, on which find_spec fails
@@ -48,6 +55,7 @@ class FeatCalSearchPath(SearchPathPlugin):
         if not programs and not _is_fusion_bench(search_path):
             return
         OmegaConf.register_new_resolver("featcal_suite", _suite_path, replace=True)
+        OmegaConf.register_new_resolver("featcal_real", _weights_path, replace=True)
         # The source tree's folder comes first, because an editable install has a stale copy.
         ours = _config_folder("fusion_bench_featcal", OUR_MARKER, "../config", "config")
         # FusionBench's command uses ./config as its only folder if it exists.

@@ -1,11 +1,14 @@
 """Paths of the bundled suites. Hydra's plugin imports this file: standard library only."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
 
+WEIGHTS = "FEATCAL_REAL"
+"""Environment variable with the folder of fetched weights (default: `weights`)."""
 SUITE_ROOT = Path(__file__).resolve().parent / "data"
 
 
@@ -25,6 +28,24 @@ def suite_path(relative: str) -> str:
             f"the bundled suites have no {relative!r} below {SUITE_ROOT}; there are: {existing}"
         )
     return str(resolved)
+
+
+def weights_path(name: str) -> str:
+    """Return the folder of pretrained weights that were fetched into `$FEATCAL_REAL`.
+
+    Raises:
+        FileNotFoundError: If they are not there, with the command that fetches them.
+    """
+    root = os.environ.get(WEIGHTS, "")
+    folder = Path(root or "weights").expanduser().absolute() / name
+    if not (folder / "config.json").is_file():
+        where = f"{WEIGHTS}={root}" if root else f"the folder weights ({WEIGHTS} is not set)"
+        raise FileNotFoundError(
+            f"no pretrained weights {name!r} in {where}: fetch them by `python "
+            f"scripts/fetch_weights.py FOLDER {name}` in a source checkout, and set "
+            f"{WEIGHTS}=FOLDER"
+        )
+    return str(folder)
 
 
 def pick(entries: Mapping[str, T], name: str, kind: str) -> T:

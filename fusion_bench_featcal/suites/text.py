@@ -15,6 +15,7 @@ from fusion_bench_featcal.suites.paths import pick, suite_path
 
 SUITES = ("flan-t5-mini", "llama-mini")
 SPLITS = ("train", "calibration", "test")
+STYLES = {style: style for style in ("capitals", "words", "classes")}
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class TextTask:
     def prompt(self, text: str) -> str:
         """Return a prompt: the task's lead, a colon, the text's words."""
         return f"{self.lead} : {plain_words(text)}"
+
+    def line(self, text: str) -> str:
+        """Return a prompt for a pretrained model: lead and text as published, in one line."""
+        return f"{self.lead}: {' '.join(text.split())}\n"
 
     @staticmethod
     def target(label: str) -> str:
@@ -83,22 +88,34 @@ def load_rows(name: str) -> dict[str, list[tuple[str, str]]]:
     return rows
 
 
-def load_text_split(name: str, split: str) -> Any:
-    """Load a split of a task as a `datasets.Dataset` of rows `{"prompt": str, "target": str}`.
+def load_text_split(name: str, split: str, style: str = "capitals") -> Any:
+    """Load a split of a task as a `datasets.Dataset`.
 
-    Splits are `train` (the experts' training data), `calibration` (unseen by them) and `test`.
+    Args:
+        name: Name of the task.
+        split: `train` (the experts' training data), `calibration` (unseen by them) or `test`.
+        style: Form of the rows. `capitals`: `{"prompt", "target"}` for the small language models,
+            in plain words with the label in capitals. `words`: the same columns for pretrained
+            language models, with texts as published and the label in small letters. `classes`:
+            `{"text", "label"}` with a `ClassLabel`, as published.
 
     Raises:
-        ValueError: If there is no such task or split.
+        ValueError: If there is no such task, split or style.
     """
-    from datasets import Dataset
+    from datasets import ClassLabel, Dataset, Features, Value
 
-    task = find_task(name)
-    rows = pick(load_rows(name), split, f"{name} split")
+    task, splits = find_task(name), load_rows(name)
+    rows = pick(splits, split, f"{name} split")
+    if pick(STYLES, style, "style") == "classes":
+        names = sorted({label for part in splits.values() for _, label in part})
+        texts, labels = zip(*rows, strict=True)
+        features = Features(text=Value("string"), label=ClassLabel(names=names))
+        return Dataset.from_dict({"text": texts, "label": labels}, features)
+    prompt, target = (task.prompt, task.target) if style == "capitals" else (task.line, str.lower)
     return Dataset.from_dict(
         {
-            "prompt": [task.prompt(text) for text, _ in rows],
-            "target": [task.target(label) for _, label in rows],
+            "prompt": [prompt(text) for text, _ in rows],
+            "target": [target(label) for _, label in rows],
         }
     )
 
