@@ -52,16 +52,6 @@ class ModelFolder(ModelFiles):
             "classifiers and CLIP models. Calibrate others by fusion_bench method=featcal"
         )
 
-    def loaded_with(self, base: "ModelFolder | None") -> nn.Module:
-        """Load an expert whole. An adapter is merged into the base's weights."""
-        if base is None or not self.is_adapter:  # adapters without a base were refused before
-            return self.load()
-        source, model = self.source(base), base.load()
-        tensors = model.state_dict()
-        for name in tensors.keys() & source.names():
-            tensors[name].copy_(source.tensor(name))
-        return model
-
 
 def body_of(model: nn.Module, kind: Kind) -> nn.Module:
     """Return the part of a model that is calibrated, which all experts share.

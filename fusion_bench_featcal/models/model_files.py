@@ -197,6 +197,16 @@ class ModelFiles:
                 model.state_dict()[name].copy_(spare[name])
         return model
 
+    def loaded_with(self, base: "ModelFiles | None") -> nn.Module:
+        """Load the model whole. An adapter is merged into the base's weights."""
+        if base is None or not self.is_adapter:  # adapters without a base were refused before
+            return self.load()
+        source, model = self.source(base), base.load()
+        tensors = model.state_dict()
+        for name in tensors.keys() & source.names():
+            tensors[name].copy_(source.tensor(name))
+        return model
+
     def streamed(self, base: "ModelFiles | None" = None, part: str = "") -> ExpertSource | None:
         """Return its weights, read tensor by tensor, or None if it must be loaded whole.
 
@@ -232,6 +242,21 @@ class ModelFiles:
         except CalibrationError:  # transformers uses other tensor names than the files
             pass
         return InMemoryExpert(self.load())
+
+
+def load_lora_model(base_model_path: str, peft_model_path: str) -> nn.Module:
+    """Load a model of any class with an adapter, for `_target_` of a pool's expert.
+
+    Args:
+        base_model_path: Folder of the base, whose config names the class.
+        peft_model_path: Folder of the adapter. Plain LoRA is added tensor by tensor.
+
+    Raises:
+        CalibrationError: If a file is damaged, or the adapter does not fit the base.
+    """
+    base = ModelFiles(Path(base_model_path), f"base_model_path={base_model_path}")
+    adapter = ModelFiles(Path(peft_model_path), f"peft_model_path={peft_model_path}")
+    return adapter.loaded_with(base)
 
 
 def _without_weights(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:

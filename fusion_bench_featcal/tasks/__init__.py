@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fusion_bench_featcal.data.corruptions import corrupted
     from fusion_bench_featcal.data.images import load_images
     from fusion_bench_featcal.tasks.clip_pool import ClipTaskPool
+    from fusion_bench_featcal.tasks.encoder_pool import EncoderTaskPool
     from fusion_bench_featcal.tasks.harness import LMEvalTaskPool
     from fusion_bench_featcal.tasks.open_clip import OpenClipTaskPool
     from fusion_bench_featcal.tasks.text_pool import TextTaskPool
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ClipTaskPool",
+    "EncoderTaskPool",
     "LMEvalTaskPool",
     "OpenClipTaskPool",
     "TextTaskPool",
@@ -31,6 +33,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "ClipTaskPool": ".clip_pool",
+        "EncoderTaskPool": ".encoder_pool",
         "LMEvalTaskPool": ".harness",
         "OpenClipTaskPool": ".open_clip",
         "TextTaskPool": ".text_pool",

@@ -1,0 +1,136 @@
+"""Embeddings of encoders: pooled token states, compared with a frozen head by their cosine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fusion_bench_featcal.data.text_formats import read_row
+from fusion_bench_featcal.data.text_samples import TextEncoder, pad_samples
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.files.untrusted import parse_json, read_bytes, read_json
+from fusion_bench_featcal.modules.models import device_of
+
+MODULES = "modules.json"
+"""File of sentence-transformers that lists what follows an encoder, such as its pooling."""
+TEMPERATURE = 0.05
+_BATCH = 64
+_PROMPTS, _LENGTHS = "config_sentence_transformers.json", "sentence_bert_config.json"
+
+Mode = Literal["mean", "cls", "last", "max"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+_NAMES = {"lasttoken": "last"}
+_FLAGS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_max_tokens": "max",
+}
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How one embedding of an input is made from the encoder's token states.
+
+    Attributes:
+        mode: `mean` or `max` over the tokens, or the state of the `cls` (first) or `last` token.
+        max_length: Tokens after which texts are cut, or None for the tokenizer's limit.
+    """
+
+    mode: Mode = "mean"
+    max_length: int | None = None
+
+    @classmethod
+    def of(cls, folder: Path) -> "Pooling | None":
+        """Read the files of sentence-transformers in a model's folder. None without them.
+
+        Raises:
+            CalibrationError: If they make embeddings in another way than by one pooling.
+        """
+        if not (folder / MODULES).is_file():
+            return None
+        modules = parse_json(read_bytes(folder / MODULES), folder / MODULES)
+        paths = {str(module["type"]).rpartition(".")[2]: module["path"] for module in modules}
+        for kind in paths.keys() - {"Transformer", "Pooling", "Normalize"}:
+            raise _unsupported(folder / MODULES, f"a module {kind}")
+        if "Pooling" not in paths or paths.get("Transformer"):
+            raise _unsupported(folder / MODULES, "no pooling, or a transformer in a subfolder")
+        prompts = _content(folder / _PROMPTS)
+        if prompts.get("default_prompt_name"):
+            raise _unsupported(folder / _PROMPTS, "a default prompt, which belongs into the rows")
+        length = _content(folder / _LENGTHS).get("max_seq_length")
+        return cls(_mode(folder / paths["Pooling"] / "config.json"), length)
+
+    def features(self, model: Any, inputs: Any) -> Tensor:
+        """Return the embeddings `[batch, d]` of a model's inputs, not normalised, in float32."""
+        states = model(**inputs).last_hidden_state.float()
+        mask = inputs.get("attention_mask")
+        if mask is None:  # images
+            mask = torch.ones(states.shape[:2], device=states.device)
+        if self.mode == "mean":
+            return torch.einsum("btd,bt->bd", states, mask.float()) / mask.sum(1, keepdim=True)
+        if self.mode == "max":
+            return states.masked_fill(mask[..., None] == 0, -torch.inf).amax(dim=1)
+        # padding may be on either side
+        at = mask.int().argmax(1) if self.mode == "cls" else _last(mask)
+        return states[torch.arange(len(states)), at]
+
+
+def encoder_of_texts(tokenizer: Any, pooling: Pooling) -> TextEncoder:
+    """Return a `TextEncoder` that cuts texts where sentence-transformers cuts them."""
+    limits = [tokenizer.model_max_length, *filter(None, [pooling.max_length])]
+    return TextEncoder(tokenizer, "classification", int(min(limits)))
+
+
+@torch.no_grad()
+def embed_texts(model: Any, pooling: Pooling, encoder: TextEncoder, texts: Sequence[str]) -> Tensor:
+    """Return the embeddings of texts, `[texts, d]` of norm 1, float32, on the model's device."""
+    device, parts = device_of(model), []
+    samples = [encoder.sample(read_row({"text": text}, repr(text))) for text in texts]
+    for start in range(0, len(samples), _BATCH):
+        batch = pad_samples(samples[start : start + _BATCH], encoder)
+        moved = {name: tensor.to(device) for name, tensor in batch.items()}
+        parts.append(F.normalize(pooling.features(model.eval(), moved), dim=-1))
+    return torch.cat(parts)
+
+
+def class_logits(features: Tensor, head: Tensor, temperature: float = TEMPERATURE) -> Tensor:
+    """Return cosines of embeddings `[batch, d]` and a head `[classes, d]` over the temperature.
+
+    Rows of the head have norm 1.
+    """
+    return F.normalize(features, dim=-1) @ head.to(features).T / temperature
+
+
+def _last(mask: Tensor) -> Tensor:
+    return mask.shape[1] - 1 - mask.int().flip(1).argmax(1)
+
+
+def _mode(file: Path) -> Mode:
+    """Return the mode of a pooling's config, of old or new form."""
+    config = read_json(file)
+    modes = [mode for flag, mode in _FLAGS.items() if config.get(flag)]
+    other = [flag for flag in config if flag.startswith("pooling_mode_") and config[flag]]
+    if "pooling_mode" in config:
+        given = config["pooling_mode"]
+        modes = [_NAMES.get(str(given), given)]
+    elif len(other) > len(modes):
+        modes = other
+    if len(modes) != 1 or modes[0] not in MODES:
+        raise _unsupported(file, f"the pooling {modes}")
+    return modes[0]  # type: ignore[return-value]
+
+
+def _content(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
+
+
+def _unsupported(file: Path, reason: str) -> CalibrationError:
+    return CalibrationError(
+        f"{file} has {reason}: embeddings are one pooling ({', '.join(MODES)}) of an encoder's "
+        "tokens. Calibrate without scores (--no-eval)"
+    )

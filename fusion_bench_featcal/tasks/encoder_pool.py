@@ -1,0 +1,292 @@
+"""`EncoderTaskPool`: encoders of texts or images, scored by the nearest class of a frozen head."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoImageProcessor, AutoTokenizer
+
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
+
+# isort: split
+from fusion_bench import BaseTaskPool
+from fusion_bench.mixins import LightningFabricMixin
+
+from fusion_bench_featcal.data.embeddings import (
+    MODES,
+    TEMPERATURE,
+    Pooling,
+    class_logits,
+    embed_texts,
+    encoder_of_texts,
+)
+from fusion_bench_featcal.data.image_batches import ImageBatches
+from fusion_bench_featcal.data.images import ImageItems, load_images
+from fusion_bench_featcal.data.labels import encode_labels
+from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.tables import load_texts
+from fusion_bench_featcal.data.text_rows import TextRows
+from fusion_bench_featcal.data.text_samples import TextEncoder, pad_samples
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.models.hub import fetch
+from fusion_bench_featcal.models.model_files import ModelFiles
+from fusion_bench_featcal.settings.fields import check_values, is_text_list, setting
+from fusion_bench_featcal.streams.inputs import check_token_ids, to_device
+from fusion_bench_featcal.tasks.item_pool import (
+    ItemPool,
+    Score,
+    build_part,
+    load_part,
+    refuse_unknown_pool_keys,
+)
+
+LABEL = "label"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """A task's frozen head. Its fields are the keys under `heads.<task>` in YAML."""
+
+    class_names: Sequence[str] | None = setting(
+        None,
+        "Class names by number. null: those of the data.",
+        accepts="a list of texts",
+        check=is_text_list,
+    )
+    template: str = setting(
+        "{}",
+        "Text that the base embeds for a class.",
+        accepts="a text with {} for the class name",
+        check=lambda text: isinstance(text, str) and "{}" in text,
+    )
+    temperature: float = setting(TEMPERATURE, "Divisor of cosines.", gt=0)
+    file: str | None = setting(
+        None, "A safetensors file with `head`, `[classes, d]`, instead of embedded class names."
+    )
+
+
+@dataclass(frozen=True)
+class OpenTask:
+    """A task's test items.
+
+    Attributes:
+        name: Their name in messages.
+        classes: Class names by number.
+        labels: Class numbers, int64 `[items]`.
+        batches: The model's inputs, in order.
+    """
+
+    name: str
+    classes: Sequence[str]
+    labels: Tensor
+    batches: Any
+
+
+class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
+    """Evaluates encoders of texts or images by cosines of embeddings and frozen class vectors.
+
+    The vectors are the base's embeddings of class names, as for CLIP's zero-shot heads, or come
+    from a file. Only the encoder differs between the evaluated models.
+    """
+
+    _config_mapping = BaseTaskPool._config_mapping | {
+        "_test_datasets": "test_datasets",
+        "_base_model": "base_model",
+        "_processor": "processor",
+        "_heads": "heads",
+        "_pooling": "pooling",
+        "batch_size": "batch_size",
+    }
+
+    def __init__(
+        self,
+        test_datasets: Mapping[str, Any],
+        *,
+        base_model: str,
+        processor: Any = None,
+        heads: Mapping[str, Mapping[str, Any]] | None = None,
+        pooling: str | None = None,
+        batch_size: int = 64,
+        **unknown: Any,
+    ) -> None:
+        """Check the settings. `setup` loads data and base.
+
+        Args:
+            test_datasets: Task name -> rows, a path, a hub id or a configuration with `_target_`.
+                Rows have `text` or `image`, and `label`.
+            base_model: Folder or hub id of the encoder that embeds class names.
+            processor: Tokenizer or image processor: a folder, a hub id, a configuration or the
+                object. By default the base's.
+            heads: Task name -> the keys of `Head`, if they differ from the defaults.
+            pooling: How tokens become an embedding: mean, cls, last or max. By default as the
+                base's files of sentence-transformers say.
+            batch_size: Items per batch.
+            **unknown: Refused, except for keys that all FusionBench configurations have.
+
+        Raises:
+            ValueError: For unknown keys or tasks, and values that are not accepted.
+        """
+        refuse_unknown_pool_keys(EncoderTaskPool, unknown)
+        if not test_datasets:
+            raise ValueError("taskpool has no tasks: name their data under taskpool.test_datasets")
+        if pooling is not None:
+            refuse_unknown([pooling], MODES, "taskpool.pooling=")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"taskpool.batch_size must be a whole number >= 1, got {batch_size!r}")
+        super().__init__()
+        self._test_datasets, self._base_model, self._processor = (
+            test_datasets, base_model, processor
+        )  # fmt: skip
+        self._pooling, self.batch_size = pooling, batch_size
+        self.heads = _parsed(heads or {}, test_datasets)
+        self._vectors: dict[str, Tensor] = {}
+
+    @cached_property
+    def base(self) -> ModelFiles:
+        """Files of the base, which is downloaded."""
+        label = f"taskpool.base_model={self._base_model}"
+        return ModelFiles(fetch(self._base_model, label), label)
+
+    @cached_property
+    def pooling(self) -> Pooling:
+        """How token states become an embedding.
+
+        Raises:
+            CalibrationError: If neither the setting nor the base's files say.
+        """
+        if self._pooling is not None:
+            return Pooling(self._pooling)  # type: ignore[arg-type]
+        pooling = Pooling.of(self.base.folder)
+        if pooling is None:
+            raise CalibrationError(
+                f"{self.base.label} has no files of sentence-transformers (modules.json), which "
+                f"say how it pools: set taskpool.pooling to one of {', '.join(MODES)}"
+            )
+        return pooling
+
+    def setup(self) -> None:
+        """Load processor, datasets and heads. The first `evaluate` call does it.
+
+        Raises:
+            CalibrationError: If something cannot be loaded, or a task has no rows or labels.
+        """
+        folder = self.base.folder
+        is_image = (folder / "preprocessor_config.json").is_file()
+        kind = AutoImageProcessor if is_image else AutoTokenizer
+        source = str(folder) if self._processor is None else self._processor
+        processor = load_part("taskpool.processor", source, kind)
+        is_text = hasattr(processor, "model_max_length")
+        part = encoder_of_texts(processor, self.pooling) if is_text else processor
+        for task in self._test_datasets:
+            self.test_dataloaders[task] = self._opened(task, part)
+        if any(head.file is None for head in self.heads.values()):
+            if not is_text:
+                raise CalibrationError(
+                    "images have no class names to embed: set taskpool.heads.<task>.file"
+                )
+            self._embed_names(part)
+        self._is_setup = True
+
+    def _opened(self, task: str, part: Any) -> OpenTask:
+        """Open a task's items, and read its head if it is a file."""
+        setting, head = f"taskpool.test_datasets.{task}", self.heads[task]
+        rows = build_part(setting, self._test_datasets[task])
+        opened = _open_texts if isinstance(part, TextEncoder) else _open_images
+        with naming_setting(setting):
+            items = opened(rows, f"task {task!r}", head, part, self.batch_size)
+        if not len(items.labels):
+            raise CalibrationError(f"task {task!r} has no test rows. Check {setting}.")
+        if head.file is not None:
+            with naming_setting(f"taskpool.heads.{task}.file", head.file):
+                self._vectors[task] = F.normalize(load_file(head.file)["head"].float(), dim=-1)
+        return items
+
+    def _embed_names(self, encoder: TextEncoder) -> None:
+        base: Any = self.fabric.to_device(self.base.load())
+        for task, head in self.heads.items():
+            if head.file is None:
+                names = self.test_dataloaders[task].classes
+                texts = [head.template.replace("{}", name) for name in names]
+                self._vectors[task] = embed_texts(base, self.pooling, encoder, texts)
+
+    @contextmanager
+    def _prepared(self, model: nn.Module) -> Iterator[Any]:
+        yield self.fabric.to_device(model).eval()
+
+    @torch.no_grad()
+    def _score(self, model: Any, task: str) -> Score:
+        items, head = self.test_dataloaders[task], self._vectors[task]
+        is_corrected = getattr(model, "is_surgery_model", False)
+        logits = []
+        for inputs in items.batches:
+            if "input_ids" in inputs:
+                check_token_ids(inputs, model, lambda _: items.name)
+            moved = to_device(inputs, self.fabric.device)
+            with self.fabric.autocast():
+                if is_corrected:
+                    features = model.features(task, **moved)
+                else:
+                    features = self.pooling.features(model, moved)
+            logits.append(class_logits(features, head, self.heads[task].temperature).cpu())
+        scores = torch.cat(logits)
+        if scores.shape[1] <= items.labels.max():
+            raise CalibrationError(
+                f"{items.name} has labels up to {int(items.labels.max())}, and its head has "
+                f"{scores.shape[1]} classes: check taskpool.heads.{task}"
+            )
+        correct = scores.argmax(dim=1) == items.labels
+        loss = F.cross_entropy(scores, items.labels).item()
+        classes = [items.classes[label] for label in items.labels.tolist()]
+        return Score(correct.double().mean().item(), loss, correct, classes)
+
+
+def _parsed(heads: Any, tasks: Mapping[str, Any]) -> dict[str, Head]:
+    """Return the head of every task."""
+    is_config = OmegaConf.is_config(heads)
+    plain: Any = OmegaConf.to_container(heads, resolve=True) if is_config else heads
+    refuse_unknown(plain, tasks, "taskpool.heads.")
+    for task, keys in plain.items():
+        check_values(Head, keys, f"taskpool.heads.{task}.")
+    return {task: Head(**plain.get(task, {})) for task in tasks}
+
+
+def _open_texts(
+    source: Any, name: str, head: Head, encoder: TextEncoder, batch_size: int
+) -> OpenTask:
+    """Read and encode all texts of a task."""
+    rows = TextRows(load_texts(source, "test") if isinstance(source, str) else source, name)
+    values = [rows[number].get(LABEL) for number in range(len(rows))]
+    _require_labels(values, name)
+    names = head.class_names or rows.classes(LABEL)
+    labels, classes = encode_labels(values, None, names, name)
+    samples = [encoder.sample(rows.read(number)) for number in range(len(rows))]
+    batches = [
+        pad_samples(samples[start : start + batch_size], encoder)
+        for start in range(0, len(samples), batch_size)
+    ]
+    return OpenTask(name, classes or [], torch.tensor(labels), batches)
+
+
+def _open_images(source: Any, name: str, head: Head, processor: Any, batch_size: int) -> OpenTask:
+    rows = load_images(source) if isinstance(source, str) else source
+    items = ImageItems(rows, name=name, classnames=head.class_names)
+    labels = [items.read(number)[1] for number in range(len(items))]
+    _require_labels(labels, name)
+    classes = items.classnames or [str(number) for number in range(max(labels) + 1)]  # type: ignore[operator]
+    batches = ImageBatches(items, range(len(items)), batch_size, processor)
+    return OpenTask(name, classes, torch.tensor(labels), batches)
+
+
+def _require_labels(labels: Sequence[Any], name: str) -> None:
+    if None in labels:
+        raise CalibrationError(
+            f"{name}: item {labels.index(None)} has no {LABEL}, which scores need"
+        )
