@@ -10,7 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusion_bench_featcal.data.text_formats import read_row
-from fusion_bench_featcal.data.text_samples import TextEncoder, pad_samples
+from fusion_bench_featcal.data.text_samples import (
+    NO_LIMIT,
+    TextEncoder,
+    pad_samples,
+    tokens_allowed,
+)
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files.untrusted import parse_json, read_bytes, read_json
 from fusion_bench_featcal.modules.models import device_of
@@ -82,8 +87,8 @@ class Pooling:
 
 def encoder_of_texts(tokenizer: Any, pooling: Pooling) -> TextEncoder:
     """Return a `TextEncoder` that cuts texts where sentence-transformers cuts them."""
-    limits = [tokenizer.model_max_length, *filter(None, [pooling.max_length])]
-    return TextEncoder(tokenizer, "classification", int(min(limits)))
+    limit = min(tokens_allowed(tokenizer), pooling.max_length or NO_LIMIT)
+    return TextEncoder(tokenizer, "classification", limit if limit < NO_LIMIT else None)
 
 
 @torch.no_grad()

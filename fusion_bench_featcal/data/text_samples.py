@@ -15,7 +15,7 @@ from fusion_bench_featcal.errors.block import first_line
 
 TextKind = Literal["seq2seq", "causal", "classification"]
 IGNORED = -100  # label without a target, in transformers' losses
-_NO_LIMIT = 10**9  # tokenizers without a limit report a huge one
+NO_LIMIT = 10**9  # tokenizers without a limit report a huge one
 _DATE = "26 Jul 2024"  # by default Llama's chat template inserts the current date
 
 
@@ -248,7 +248,7 @@ class TextEncoder:
         return Sample(self._within(prompt + target, limit, name, length), labels[:limit])
 
     def _within(self, ids: list[int], limit: int, name: str, length: int) -> list[int]:
-        if self.max_length is None and length > limit and limit < _NO_LIMIT:
+        if self.max_length is None and length > limit and limit < NO_LIMIT:
             raise CalibrationError(
                 f"{name}: {length} tokens, but the tokenizer's limit (model_max_length) is "
                 f"{self._limit}. Set method.max_length to cut long texts"
