@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fusion_bench_featcal.errors.block import causes
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.files import PATH_STARTS, is_missing
 from fusion_bench_featcal.fusionbench.options import (
@@ -33,6 +34,10 @@ def check_config(config: DictConfig) -> None:
         method: Any = OmegaConf.to_container(config.method, resolve=True) or {}
         models: Any = OmegaConf.to_container(config.modelpool.get("models") or {}, resolve=True)
     except (OmegaConfBaseException, AttributeError) as error:
+        # of a resolver: a suite or weights that are not there
+        missing = next((link for link in causes(error) if isinstance(link, OSError)), None)
+        if missing is not None:
+            raise ValueError(f"{getattr(error, 'full_key', 'config')}: {missing}") from error
         raise ValueError(f"the config cannot be resolved: {error}") from error
     suite: Any = OmegaConf.to_container(config.modelpool, resolve=False)
     if str(method.get("_target_")).endswith(".FeatCalAlgorithm"):

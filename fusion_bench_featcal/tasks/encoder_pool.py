@@ -81,13 +81,15 @@ class OpenTask:
         name: Their name in messages.
         classes: Class names by number.
         labels: Class numbers, int64 `[items]`.
-        batches: The model's inputs, in order.
+        batches: The model's inputs.
+        order: Positions of the items in the batches, one after the other.
     """
 
     name: str
     classes: Sequence[str]
     labels: Tensor
     batches: Any
+    order: Sequence[int]
 
 
 class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
@@ -237,6 +239,7 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
                     features = self.pooling.features(model, moved)
             logits.append(class_logits(features, head, self.heads[task].temperature).cpu())
         scores = torch.cat(logits)
+        scores[list(items.order)] = scores.clone()  # in the dataset's order
         if scores.shape[1] <= items.labels.max():
             raise CalibrationError(
                 f"{items.name} has labels up to {int(items.labels.max())}, and its head has "
@@ -268,11 +271,12 @@ def _open_texts(
     names = head.class_names or rows.classes(LABEL)
     labels, classes = encode_labels(values, None, names, name)
     samples = [encoder.sample(rows.read(number)) for number in range(len(rows))]
+    order = sorted(range(len(samples)), key=lambda number: len(samples[number].ids))
     batches = [
-        pad_samples(samples[start : start + batch_size], encoder)
+        pad_samples([samples[number] for number in order[start : start + batch_size]], encoder)
         for start in range(0, len(samples), batch_size)
     ]
-    return OpenTask(name, classes or [], torch.tensor(labels), batches)
+    return OpenTask(name, classes or [], torch.tensor(labels), batches, order)
 
 
 def _open_images(source: Any, name: str, head: Head, processor: Any, batch_size: int) -> OpenTask:
@@ -281,8 +285,9 @@ def _open_images(source: Any, name: str, head: Head, processor: Any, batch_size:
     labels = [items.read(number)[1] for number in range(len(items))]
     _require_labels(labels, name)
     classes = items.classnames or [str(number) for number in range(max(labels) + 1)]  # type: ignore[operator]
-    batches = ImageBatches(items, range(len(items)), batch_size, processor)
-    return OpenTask(name, classes, torch.tensor(labels), batches)
+    order = range(len(items))
+    batches = ImageBatches(items, order, batch_size, processor)
+    return OpenTask(name, classes, torch.tensor(labels), batches, order)
 
 
 def _require_labels(labels: Sequence[Any], name: str) -> None:
