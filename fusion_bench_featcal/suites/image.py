@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fusion_bench_featcal.suites.paths import pick, suite_path
+from fusion_bench_featcal.suites.paths import pick, spread, suite_path
 
 SUITE = "clip-vit-mini"
 SPLITS = {"train": 0, "test": 1}
@@ -118,8 +118,10 @@ def load_arrays(name: str) -> ImageArrays:
         )
 
 
-def load_split(task: str, split: str) -> PaintedPictures:
+def load_split(task: str, split: str, most: int | None = None) -> PaintedPictures:
     """Load a split (`train` or `test`) of a task in file order, for the suite's YAML files.
+
+    With `most` it has at most that many pictures, spread over the split.
 
     Raises:
         ValueError: If there is no such task or split.
@@ -127,7 +129,9 @@ def load_split(task: str, split: str) -> PaintedPictures:
     pick(SPLITS, split, f"{task} split")
     arrays = load_arrays(task)
     register_class_names()
-    return PaintedPictures(find_task(task), *arrays.rows(split))
+    grey, labels = arrays.rows(split)
+    chosen = spread(len(labels), most)
+    return PaintedPictures(find_task(task), grey[chosen], labels[chosen])
 
 
 def path(name: str = "pretrained") -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from fusion_bench_featcal.suites.paths import pick, suite_path
+from fusion_bench_featcal.suites.paths import pick, spread, suite_path
 
 SUITES = ("flan-t5-mini", "llama-mini")
 SPLITS = ("train", "calibration", "test")
@@ -88,7 +88,7 @@ def load_rows(name: str) -> dict[str, list[tuple[str, str]]]:
     return rows
 
 
-def load_text_split(name: str, split: str, style: str = "capitals") -> Any:
+def load_text_split(name: str, split: str, style: str = "capitals", most: int | None = None) -> Any:
     """Load a split of a task as a `datasets.Dataset`.
 
     Args:
@@ -98,6 +98,7 @@ def load_text_split(name: str, split: str, style: str = "capitals") -> Any:
             in plain words with the label in capitals. `words`: the same columns for pretrained
             language models, with texts as published and the label in small letters. `classes`:
             `{"text", "label"}` with a `ClassLabel`, as published.
+        most: Maximum number of rows, spread over the split.
 
     Raises:
         ValueError: If there is no such task, split or style.
@@ -106,6 +107,7 @@ def load_text_split(name: str, split: str, style: str = "capitals") -> Any:
 
     task, splits = find_task(name), load_rows(name)
     rows = pick(splits, split, f"{name} split")
+    rows = [rows[number] for number in spread(len(rows), most)]
     if pick(STYLES, style, "style") == "classes":
         names = sorted({label for part in splits.values() for _, label in part})
         texts, labels = zip(*rows, strict=True)
