@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# The runs behind docs/results/real.md: three suites of real pretrained weights, which $FEATCAL_REAL has.
+# Finished cells are kept in FOLDER. Usage: scripts/results_real.sh [FOLDER [STUDY...]]
+set -euo pipefail
+
+folder="$(realpath -m "${1:-outputs/results-real}")"
+studies=("${@:2}")
+[ "${#studies[@]}" -gt 0 ] || studies=(minilm dinov2 smollm2 minilm-samples dinov2-samples unlike)
+
+compare() { # SUITE NAME SETTING...
+  fusion_bench -m method=compare "modelpool=$1" "method.results_dir=$folder/cells/$1" "path.log_dir=$folder/$2" "${@:3}"
+}
+
+calibrate() { # SUITE NAME SETTING...
+  [ -f "$folder/$2/run.json" ] ||
+    fusion_bench method=featcal/plus "modelpool=$1" method.samples_per_task=64 "path.log_dir=$folder/$2" \
+      hydra.run.dir="$folder/$2" "${@:3}"
+}
+
+mergers=simple_average,task_arithmetic,ties_merging,wudi
+closed=featcal,featcal_plus,ridge_surgery,featcal_plus_ridge_surgery
+trained=surgery_calibration,prob_surgery_calibration
+samples() { # SUITE: a few and many samples
+  compare "$1" "$1-samples" method.seed=42,43 method.samples_per_task=8,256 'method.upstreams=[task_arithmetic]' \
+    'method.alone=[]' "method.post_merging=[featcal,featcal_plus,ridge_surgery]"
+}
+
+for study in "${studies[@]}"; do
+  case "$study" in
+  minilm | dinov2)
+    suite=minilm_TA6
+    [ "$study" = minilm ] || suite=dinov2_small_TA4
+    compare "$suite" "$suite" method.seed=42,43 method.samples_per_task=64 "method.upstreams=[$mergers]" \
+      'method.alone=[regmean,regmean_plusplus,lot]' "method.post_merging=[$closed,$trained]"
+    compare "$suite" "$suite-trained" method.seed=42,43 method.samples_per_task=64 'method.upstreams=[task_arithmetic]' \
+      'method.alone=[]' 'method.post_merging=[surgery_v2_calibration,distillation]'
+    ;;
+  smollm2)
+    compare smollm2_TA4 smollm2_TA4 method.seed=42 method.samples_per_task=64 'method.upstreams=[task_arithmetic]' \
+      'method.alone=[regmean,regmean_plusplus,lot]' \
+      "method.post_merging=[$closed,featcal_paper_llama_3b-targets,$trained]"
+    compare smollm2_TA4 smollm2_TA4-mergers method.seed=42 method.samples_per_task=64 \
+      'method.upstreams=[simple_average,ties_merging,wudi]' 'method.alone=[]' 'method.post_merging=[featcal_plus]'
+    ;;
+  *-samples) samples "$([ "$study" = minilm-samples ] && echo minilm_TA6 || echo dinov2_small_TA4)" ;;
+  unlike)
+    # Texts whose words are shuffled, and texts of two tasks exchanged.
+    python scripts/unlike_texts.py "$folder/unlike"
+    for kind in shuffled exchanged; do
+      words=()
+      for file in "$folder/unlike/$kind"/*.jsonl; do
+        words+=("+method.calibration_data.$(basename "$file" .jsonl)=$file")
+      done
+      calibrate minilm_TA6 "minilm_TA6-$kind" "${words[@]}"
+    done
+    calibrate dinov2_small_TA4 dinov2_small_TA4-fog '+method.calibration_corruption={kind: fog, severity: 3}'
+    ;;
+  *) echo "no study $study" >&2 && exit 1 ;;
+  esac
+done
