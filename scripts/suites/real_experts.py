@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import peft
 import torch
@@ -65,48 +65,46 @@ class Recipe:
     temperature: float = 0.05
 
 
-class Suite(Protocol):
+class Suite:
     """A pretrained model, its tasks, and their loss."""
 
-    TASKS: ClassVar[Sequence[str]]
-    RECIPE: ClassVar[Recipe]
-    BASE: ClassVar[str]  # published name of the weights
-    LINEAR: ClassVar[str]  # pattern of the adapted modules, in the names of any release
-    HAS_STORED_HEADS: ClassVar[bool]  # otherwise heads are made of class names
+    TASKS: tuple[str, ...]
+    RECIPE: Recipe
+    BASE: str  # published name of the weights
+    LINEAR: str  # pattern of the adapted modules, in the names of any release
+    HAS_STORED_HEADS = False
 
     def __init__(self, weights: Path) -> None:
         """Open the folder of the pretrained weights."""
-        ...
+        self.weights = weights
 
     def model(self) -> Any:
         """Return the pretrained model."""
-        ...
+        return AutoModel.from_pretrained(self.weights).eval()
 
     def dataset(self, task: str, split: str) -> Any:
         """Return a split of a task."""
-        ...
+        raise NotImplementedError
 
     def encoded(self, row: Any) -> Any:
         """Return a row of a dataset, ready for batches."""
-        ...
+        raise NotImplementedError
 
     def length(self, row: Any) -> int:
-        """Return a row's number of tokens."""
-        ...
+        """Return an encoded row's number of tokens, if rows differ in it."""
+        return 1
 
     def head(self, model: Any, task: str, rows: Rows) -> Tensor | None:
         """Return a task's frozen head by the pretrained model `[classes, width]`, if it has one."""
-        ...
+        return None
 
     def logits(self, model: Any, rows: Rows, head: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits `[targets, classes]`, targets, and the row of each target."""
-        ...
+        raise NotImplementedError
 
 
-class Encoder:
-    """Scores of an encoder: cosines between embeddings and a frozen head, divided by .05."""
-
-    RECIPE: ClassVar[Recipe]
+class Encoder(Suite):
+    """An encoder: cosines between embeddings and a frozen head, divided by the temperature."""
 
     def embeddings(self, model: Any, rows: Rows) -> Tensor:
         """Return embeddings of norm 1, `[rows, width]`."""
@@ -126,12 +124,11 @@ class MiniLM(Encoder):
     TASKS = text.TA6
     RECIPE = Recipe(rank=8, epochs=2, learning_rate=3e-3)
     BASE = "sentence-transformers/all-MiniLM-L6-v2"
-    HAS_STORED_HEADS = False
     LINEAR = r".*encoder\.layer\.\d+\..*(query|key|value|dense)"
 
     def __init__(self, weights: Path) -> None:
         """Load the tokenizer."""
-        self.weights = weights
+        super().__init__(weights)
         self.encoder = TextEncoder(AutoTokenizer.from_pretrained(weights), "classification", 256)
 
     def model(self) -> Any:
@@ -175,12 +172,8 @@ class Dinov2(Encoder):
 
     def __init__(self, weights: Path) -> None:
         """Load the image processor."""
-        self.weights = weights
+        super().__init__(weights)
         self.processor = AutoImageProcessor.from_pretrained(weights, use_fast=False)
-
-    def model(self) -> Any:
-        """Return the encoder."""
-        return AutoModel.from_pretrained(self.weights).eval()
 
     def dataset(self, task: str, split: str) -> Any:
         """Return pictures with labels."""
@@ -189,10 +182,6 @@ class Dinov2(Encoder):
     def encoded(self, row: Any) -> tuple[Any, int]:
         """Return a picture and its label."""
         return row["image"], row["label"]
-
-    def length(self, row: Any) -> int:
-        """Return 1, as all pictures have the same size."""
-        return 1
 
     def head(self, model: Any, task: str, rows: Rows) -> Tensor:
         """Return the normalised means of the training pictures' embeddings by class."""
@@ -208,7 +197,7 @@ class Dinov2(Encoder):
         return F.normalize(model(**pixels).last_hidden_state[:, 0], dim=-1)
 
 
-class SmolLM2:
+class SmolLM2(Suite):
     """Answers to prompts: label words and the end token."""
 
     TASKS = ("snips_intent", "banking77", "clinc_home", "clinc_auto")
@@ -216,12 +205,11 @@ class SmolLM2:
         rank=4, rows=640, test_rows=240, epochs=3, batch_size=16, learning_rate=2e-3, warmup=5
     )
     BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    HAS_STORED_HEADS = False
     LINEAR = r".*model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 
     def __init__(self, weights: Path) -> None:
         """Load the tokenizer."""
-        self.weights = weights
+        super().__init__(weights)
         self.encoder = TextEncoder(AutoTokenizer.from_pretrained(weights), "causal")
 
     def model(self) -> Any:
@@ -239,9 +227,6 @@ class SmolLM2:
     def length(self, row: Any) -> int:
         """Return a row's number of tokens."""
         return len(row.ids)
-
-    def head(self, model: Any, task: str, rows: Rows) -> None:
-        """Return None: the vocabulary is the head."""
 
     def logits(self, model: Any, rows: Rows, head: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits of the target tokens `[targets, vocabulary]`, tokens, and row numbers."""

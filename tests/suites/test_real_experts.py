@@ -78,7 +78,7 @@ def test_experts_learn_and_are_what_their_files_say(arguments, tmp_path):
         heads = [load_file(file)["head"] for file in (out / task).glob("head.safetensors")]
         assert bool(heads) == (name == "dinov2-small")
         for stored_head in heads:
-            assert torch.equal(stored_head, head)
+            assert head is not None and torch.equal(stored_head, head)
             assert stored_head.norm(dim=1) == pytest.approx(1, rel=1e-6)
 
 
