@@ -165,7 +165,7 @@ class Dinov2(Encoder):
     """Class tokens against the class means of the pretrained model."""
 
     TASKS = ("mini_mnist", "mini_fashion_mnist", "mini_notmnist", "mini_latin")
-    RECIPE = Recipe(rank=8, epochs=3, min_steps=96, learning_rate=1e-3)
+    RECIPE = Recipe(rank=8, epochs=3, min_steps=90, learning_rate=1e-3)
     BASE = "facebook/dinov2-small"
     HAS_STORED_HEADS = True
     LINEAR = r".*encoder\.layer\.\d+\..*\.(query|key|value|dense|[qkvo]_proj|fc1|fc2)"
