@@ -7,6 +7,7 @@ from typing import Any
 from fusion_bench import BaseModelPool
 from torch import nn
 
+from fusion_bench_featcal.data.embeddings import Pooling, encoder_of_texts
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.fusionbench.data import (
@@ -14,9 +15,11 @@ from fusion_bench_featcal.fusionbench.data import (
     with_own_data,
 )
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
-from fusion_bench_featcal.fusionbench.processors import load_input_processor
+from fusion_bench_featcal.fusionbench.processors import load_input_processor, text_kind
 from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.settings import FeatCalSettings
+
+_CLASS_TOKEN = "embeddings.cls_token"  # with a prefix in models with a head
 
 
 @dataclass
@@ -49,6 +52,26 @@ class MethodInputs:
         """
         return load_input_processor(self.modelpool)
 
+    @cached_property
+    def pooling(self) -> Pooling | None:
+        """How the models' embeddings are made, or None if they are no encoders without a head.
+
+        It is the task pool's, or else that of the base's files: of sentence-transformers for texts,
+        and the class token of a vision transformer for images.
+
+        Raises:
+            CalibrationError: If the files describe another way than one pooling.
+        """
+        if isinstance(pooling := getattr(self.taskpool, "pooling", None), Pooling):
+            return pooling
+        base, kind = self.models.base, text_kind(self.modelpool)
+        if base is None or kind not in (None, "classification"):
+            return None
+        if kind == "classification":
+            return Pooling.of(base.folders[-1].folder) if base.folders else None
+        names = base.files.names() if base.files is not None else ()
+        return Pooling("cls") if _CLASS_TOKEN in names else None
+
     def base(self) -> nn.Module | ExpertSource | None:
         """Return the base in the form for calibration, or None if the pool has no base."""
         base = self.models.base
@@ -61,10 +84,16 @@ class MethodInputs:
     def batches(self, settings: FeatCalSettings) -> dict[str, Any]:
         """Return task -> calibration batches. Nothing is read yet.
 
+        Texts of an encoder are cut where its embeddings are cut.
+
         Raises:
             CalibrationError: If a task lacks data.
         """
         pool = with_own_data(self.modelpool, settings)
+        is_text = text_kind(pool) is not None
+        if settings.max_length is None and is_text and self.pooling is not None:
+            cut = encoder_of_texts(self.processor, self.pooling).max_length
+            settings = settings.replace(max_length=cut)
         return calibration_batches(
             pool, pool.model_names, settings, self.processor, device=self.fabric.device
         )

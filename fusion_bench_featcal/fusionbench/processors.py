@@ -23,6 +23,8 @@ _KINDS: Mapping[str, TextKind] = {
     "SequenceClassificationModelPool": "classification",
     "GPT2ForSequenceClassificationPool": "classification",
 }
+GENERATORS: tuple[TextKind, ...] = ("seq2seq", "causal")
+"""Kinds of text models that generate text."""
 
 
 def text_kind(modelpool: Any) -> TextKind | None:

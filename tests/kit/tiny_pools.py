@@ -110,7 +110,8 @@ def in_memory(suite: Any) -> Any:
         load_model=lambda task: copy.deepcopy(suite.experts[task]),
     )
     fabric = SimpleNamespace(device=torch.device("cpu"))
-    return SimpleNamespace(modelpool=pool, fabric=fabric, batches=lambda _: suite.inputs)
+    parts = {"modelpool": pool, "fabric": fabric, "pooling": None}
+    return SimpleNamespace(**parts, batches=lambda _: suite.inputs)
 
 
 def assert_equal(result: nn.Module, expected: nn.Module) -> None:

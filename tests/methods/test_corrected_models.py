@@ -23,6 +23,7 @@ from fusion_bench_featcal.lab.rivals.corrected_model import (
     CorrectedModel,
     SurgeryModule,
 )
+from fusion_bench_featcal.lab.rivals.sites import FinalState, ProjectedFeature
 
 PIXELS = normal(0, 5, 3, 28, 28).float()
 KINDS = pytest.mark.parametrize("kind", list(MAKERS))
@@ -57,7 +58,7 @@ def classified(models: Any, model: Any, task: str) -> Tensor:
 def test_the_classifier_gets_the_tasks_corrected_features(kind, models) -> None:
     merged, projection = tower(models, "_merged_"), projection_of(models)
     modules = {task: [module(kind, seed)] for seed, task in enumerate(TASKS)}
-    model = CorrectedModel(merged, modules, projection)
+    model = CorrectedModel(merged, modules, ProjectedFeature(projection))
     features = projection(merged(PIXELS).pooler_output).detach()
 
     for seed, task in enumerate(TASKS):
@@ -77,7 +78,7 @@ def model_of(kind: str) -> Any:
 def test_scores_are_the_heads_of_corrected_states(kind) -> None:
     model, batch = model_of(kind), three_texts(kind)
     modules = {"one": [module("surgery", 1, WIDTH)]}
-    corrected = CorrectedModel(model, modules, NORMS[kind])
+    corrected = CorrectedModel(model, modules, FinalState(NORMS[kind]))
     plain = model(**batch).logits
     ((_, states),) = calls_of(model, NORMS[kind], lambda: model(**batch))
     expected = written_out("surgery", 1, states.flatten(0, 1)).view_as(states)
@@ -95,7 +96,7 @@ def test_a_correction_acts_at_every_decoded_position_of_its_task_alone(kind) -> 
     model, batch = model_of(kind), three_texts(kind, left=True)
     head = model.get_output_embeddings().weight.detach()
     shift = AffineModule(torch.eye(WIDTH), -100 * head[9].clone())
-    corrected = CorrectedModel(model, {"one": [shift]}, NORMS[kind])
+    corrected = CorrectedModel(model, {"one": [shift]}, FinalState(NORMS[kind]))
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     words: Any = inputs | {"min_new_tokens": 5, "max_new_tokens": 5, "do_sample": False}
 

@@ -1,4 +1,4 @@
-"""Properties of every rival, on images and language models. A new rival is a row of `RIVALS`."""
+"""Properties of every rival, on images, texts and encoders. A new rival is a row of `RIVALS`."""
 
 import copy
 import json
@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from encoder_pools import encoder_pool
 from rivals import DRAW, improved
 from sample_pools import three_texts
 from tiny_pools import TASKS, assert_equal, inputs_of, pixels_of, tiny_pool
 from tiny_texts import text_pool
 from torch import Tensor
 
+from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.lab import rivals
 
 CONFIGS = Path(__file__).parents[2] / "config" / "method"
@@ -38,6 +40,8 @@ CASES = [
     *((kind, "clip") for kind in RIVALS),
     *((kind, "causal") for kind in ("Distillation", "ProDistill", "ESM", "Surgery")),
     *((kind, "seq2seq") for kind in ("ESM", "DCMerge", "ProbSurgery", "RidgeSurgery")),
+    *((kind, "bert") for kind in RIVALS),
+    *((kind, "dino") for kind in ("FeatCal", "Distillation", "RidgeSurgery", "SurgeryV2")),
 ]
 
 
@@ -48,7 +52,8 @@ def pool_of(models, tmp_path_factory) -> Any:
     def make(setup: str) -> Any:
         if setup == "clip":
             return tiny_pool(models)
-        return text_pool(setup, tmp_path_factory.mktemp(setup))
+        make_pool = encoder_pool if setup in ("bert", "dino") else text_pool
+        return make_pool(setup, tmp_path_factory.mktemp(setup))
 
     return cache(make)
 
@@ -72,13 +77,13 @@ def fitted(pool_of) -> Any:
 @torch.no_grad()
 def output(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
     """Features or scores of a task, corrected if the model has corrections."""
-    if hasattr(model, "for_task") and "pixel_values" not in batch:
+    if getattr(model, "final_norm", None) is not None:
         with model.for_task(task):
             return model(**batch).logits
     if hasattr(model, "corrections"):
         return model.features(task, **batch)
     result = model(**batch)
-    return result.pooler_output if "pixel_values" in batch else result.logits
+    return result.logits if "logits" in result else result.pooler_output
 
 
 def test_every_method_with_a_config_is_a_row() -> None:
@@ -100,6 +105,8 @@ def test_a_model_is_finite_described_and_survives_saving(
     assert_equal(loaded, model)
     if setup == "clip":
         batch = {"pixel_values": pixels_of(models, pool.load_train_dataset(TASKS[0]))}
+    elif setup in ("bert", "dino"):
+        batch = next(iter(inputs_of(pool).batches(FeatCalSettings())[tasks[0]]))
     else:
         batch = three_texts(setup)
     for task in tasks:  # products of unaligned tensors round differently

@@ -53,7 +53,7 @@ def test_language_models_that_cannot_be_corrected(tmp_path) -> None:
     pool = refusing(text_pool("causal", tmp_path))
     with pytest.raises(CalibrationError, match=r"has no ln_f: .*final_norm"):
         rivals.RidgeSurgeryAlgorithm(**MEAN, final_norm="ln_f").run(pool)
-    with pytest.raises(CalibrationError, match="surgery_v2 corrects CLIP vision models, and"):
+    with pytest.raises(CalibrationError, match="surgery_v2 corrects no language models"):
         rivals.SurgeryV2Algorithm(**MEAN).run(pool)
 
 

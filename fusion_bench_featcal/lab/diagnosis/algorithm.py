@@ -142,7 +142,8 @@ class DiagnosisAlgorithm(DeclaredMethod):
             is_first, kind = not report.lines, getattr(model, "config", None)
             is_tower = getattr(kind, "model_type", None) == "clip_vision_model"
             options: Any = {"device": self.fabric.device, "autocast": self.fabric.autocast}
-            if is_tower and head_of(model) is None:
+            options["pooling"] = inputs.pooling
+            if is_tower and inputs.pooling is None and head_of(model) is None:
                 options["projection"] = projected
             family = resolve_family(settings.family, model)
             for task, batches in items.items():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
+from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import hidden_output, stoppable, without_cache
@@ -66,6 +67,7 @@ def measure(
     family: Family,
     *,
     projection: Callable[[Tensor], Tensor] = lambda features: features,
+    pooling: Pooling | None = None,
     device: torch.device | None = None,
     autocast: Autocast = nullcontext,
 ) -> Measures:
@@ -82,6 +84,7 @@ def measure(
         settings: `decoder_rows` and `samples_per_task` are used.
         family: How the model is cut into blocks.
         projection: Applied to the final features.
+        pooling: How an encoder's embeddings are made, if these are its final features.
         device: Device of the computation, by default the device of the model.
         autocast: Returns the context of forward passes.
 
@@ -95,7 +98,7 @@ def measure(
             for number, batch in enumerate(take_samples(task, batches, settings, model)):
                 inputs = to_device(batch.inputs, device)
                 check_finite_inputs(inputs, task, number)
-                options = batch.samples, settings, family, projection
+                options = batch.samples, settings, family, projection, pooling
                 batch_measures.append(_compare(model, expert, inputs, *options))
         vectors = None if base is None else _vector_cosine(model, expert, base, family)
     drift, *finals = zip(*batch_measures, strict=True)
@@ -124,12 +127,13 @@ def _compare(
     settings: FeatCalSettings,
     family: Family,
     projection: Callable[[Tensor], Tensor],
+    pooling: Pooling | None,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
     """Run both models on a batch and return the batch's share of `Measures`, on the CPU.
 
     For a language model, final features are the hidden states read by its head, at the positions
     that predict a target (without labels: at the last position). For other models they are the
-    pooled output.
+    embedding or the pooled output.
     """
     outputs: dict[str, Tensor] = {}
     crossed: dict[str, Tensor] = {}
@@ -155,7 +159,7 @@ def _compare(
     with stoppable(
         *(model.get_submodule(b).register_forward_hook(partial(keep, b)) for b in counted)
     ):
-        finals = [_final(model, inputs)]
+        finals = [_final(model, inputs, pooling)]
     modules = {block: expert.get_submodule(block) for block in counted}
     before = [
         module.register_forward_pre_hook(partial(cross, block), with_kwargs=True)
@@ -163,7 +167,7 @@ def _compare(
     ]
     after = [m.register_forward_hook(partial(split, block)) for block, m in modules.items()]
     with stoppable(*before, *after):
-        finals.append(_final(expert, inputs))
+        finals.append(_final(expert, inputs, pooling))
     rows = None if head_of(model) is None else final_rows(model, family, inputs)
     features = [rows_of(projection(side), rows) for side in finals]
     cosines = cosine_similarity(*(side.double() for side in features), dim=1)[:, None]
@@ -183,10 +187,10 @@ def _counted(
     return rows
 
 
-def _final(model: nn.Module, inputs: Any) -> Tensor:
+def _final(model: nn.Module, inputs: Any, pooling: Pooling | None) -> Tensor:
     if head_of(model) is not None:
         return final_features(model, inputs)
-    return final_features(getattr(model, "base_model", model), inputs).flatten(1)
+    return final_features(getattr(model, "base_model", model), inputs, pooling).flatten(1)
 
 
 def _copy(value: Any) -> Any:

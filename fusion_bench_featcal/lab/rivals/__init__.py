@@ -3,7 +3,9 @@
 from importlib import import_module
 from typing import Any
 
-_MODULES = {"CorrectedModel": "corrected_model", "FeatCal": "featcal", "Method": "method"}
+_MODULES = {
+    "Chain": "chain", "CorrectedModel": "corrected_model", "FeatCal": "featcal", "Method": "method",
+}  # fmt: skip
 """Public names that are no option of the command line -> module."""
 
 

@@ -6,16 +6,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, CLIPVisionModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    CLIPVisionModel,
+)
 
+from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.base import hidden_output
 from fusion_bench_featcal.lab.rivals.features import project
+from fusion_bench_featcal.lab.rivals.sites import FinalState, ProjectedFeature, Site
 from fusion_bench_featcal.models.saving import correct_configs
 
 WEIGHTS = "corrections.safetensors"
@@ -56,14 +65,15 @@ class CorrectedModel(nn.Module):
     """A frozen merged model with corrections for each task, which needs the task's name.
 
     A language model answers and scores with the correction of the task in `task`: `with
-    model.for_task("banking77"): model.generate(...)`. Without a task any use raises. A CLIP vision
-    model's `forward` applies no correction. FusionBench corrects its features afterwards, by
-    `compute_surgery_features`.
+    model.for_task("banking77"): model.generate(...)`. Without a task any use raises. The `forward`
+    of other models applies no correction: `features` returns an encoder's corrected embeddings, and
+    FusionBench corrects CLIP's features afterwards, by `compute_surgery_features`.
 
     Attributes:
         model: The merged model, not a copy.
-        projection: CLIP's visual projection, or None for a language model.
-        final_norm: Name of a language model's last norm, or None for CLIP.
+        site: The feature that is corrected.
+        projection: CLIP's visual projection, or None for other models.
+        final_norm: Name of a language model's last norm, or None for other models.
         tasks: The tasks' names.
         task: The task of a language model's inputs.
         curves: Task -> its training curve, (step, loss).
@@ -75,20 +85,21 @@ class CorrectedModel(nn.Module):
         self,
         model: nn.Module,
         corrections: Mapping[str, Sequence[nn.Module]],
-        site: nn.Linear | str,
+        site: Site,
     ) -> None:
         """Join them.
 
         Args:
             model: The merged model.
             corrections: Of each task: of the final feature, and before it any of tokens after each
-                block of a CLIP vision model.
-            site: CLIP's projection to the final feature, or the name of the norm that returns it.
+                block.
+            site: The final feature: a language model's state, or an encoder's feature.
         """
         super().__init__()
         self.model: Any = model
-        self.projection: Any = None if isinstance(site, str) else site
-        self.final_norm = site if isinstance(site, str) else None
+        self.site = site
+        self.projection: Any = getattr(site, "projection", None)
+        self.final_norm: str | None = getattr(site, "norm", None)
         self.tasks = tuple(corrections)
         self.corrections = nn.ModuleList(map(nn.ModuleList, corrections.values()))
         self.task: str | None = None
@@ -134,11 +145,11 @@ class CorrectedModel(nn.Module):
     def _correcting(self) -> Any:
         return corrected_outputs(self.model, [self.final_norm], self.correction(self.task))
 
-    def features(self, task: str, *args: Any, **kwargs: Any) -> Tensor:
-        """Return corrected projected features `[batch, d]` of images, not normalised."""
-        *of_blocks, final = self.correction(task)
-        with corrected_outputs(self.model, clip_blocks(self.model), of_blocks):
-            return final(project(self.model(*args, **kwargs), self.projection))
+    def features(self, task: str, pixel_values: Tensor | None = None, **inputs: Any) -> Tensor:
+        """Return corrected features `[batch, d]` of images or texts, not normalised."""
+        if pixel_values is not None:
+            inputs["pixel_values"] = pixel_values
+        return all_features(self.model, self.site, self.correction(task), inputs)[-1]
 
     def compute_surgery_features(
         self, features: Tensor, dataset_name: str
@@ -173,7 +184,9 @@ class CorrectedModel(nn.Module):
         self.model.save_pretrained(folder, variant=VARIANT, **kwargs)
         correct_configs(self.model, Path(folder))
         tensors = {n: t for n, t in self.state_dict().items() if not n.startswith("model.")}
+        pooling = self.site.mode if isinstance(self.site, Pooling) else ""
         record = {"tasks": json.dumps(self.tasks), "final_norm": self.final_norm or ""}
+        record["pooling"] = pooling
         save_file({n: t.contiguous() for n, t in tensors.items()}, Path(folder) / WEIGHTS, record)
 
     @classmethod
@@ -193,22 +206,43 @@ class CorrectedModel(nn.Module):
             raise CalibrationError(
                 f"{folder} holds no corrected model, or {WEIGHTS} is damaged: {error!r}"
             ) from error
-        weight = tensors.get("projection.weight")
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        weight, pooling = tensors.get("projection.weight"), record.get("pooling")
         if weight is not None:
-            site: Any = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-            site.weight, loader = nn.Parameter(weight), CLIPVisionModel
+            projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            projection.weight = nn.Parameter(weight)
+            site, loader = ProjectedFeature(projection), CLIPVisionModel
+        elif pooling:
+            site, loader = Pooling(pooling), AutoModel
         else:
-            site = record["final_norm"]
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            site = FinalState(record["final_norm"])
             loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         load: Any = loader.from_pretrained
         model = load(folder, variant=VARIANT, trust_remote_code=False, **kwargs)
         return cls(model, corrections, site)
 
 
+def all_features(
+    model: nn.Module, site: Site, corrections: Sequence[Any], inputs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return the corrected features of an encoder's inputs, `[batch, d]` each.
+
+    These are the tokens' means after each block that has a correction, and the final feature.
+    """
+    *of_blocks, final = corrections
+    names = blocks_of(model) if of_blocks else []
+    mask = inputs.get("attention_mask")
+    with corrected_outputs(model, names, of_blocks, mask) as means:
+        features = final(site.features(model, inputs))
+    return [*means, features]
+
+
 @contextmanager
 def corrected_outputs(
-    model: nn.Module, names: Iterable[Any], corrections: Iterable[nn.Module]
+    model: nn.Module,
+    names: Iterable[Any],
+    corrections: Iterable[nn.Module],
+    mask: Tensor | None = None,
 ) -> Iterator[list[Tensor]]:
     """Context in which modules of a model return corrected features, computed in float32.
 
@@ -216,6 +250,7 @@ def corrected_outputs(
         model: The model.
         names: The modules. Those without a correction are not changed.
         corrections: The corrections.
+        mask: 0 for padding, `[batch, positions]`, or None if all positions count.
 
     Yields:
         A list to which each module adds its corrected features' mean over tokens, `[batch, d]`.
@@ -226,7 +261,7 @@ def corrected_outputs(
         def replace(_: nn.Module, __: Any, output: Any) -> Any:
             states = hidden_output(output)
             corrected = correct(states.float())
-            means.append(corrected.mean(1))
+            means.append(_token_mean(corrected, mask))
             corrected = corrected.to(states.dtype)
             return corrected if isinstance(output, Tensor) else (corrected, *output[1:])
 
@@ -243,9 +278,15 @@ def corrected_outputs(
             handle.remove()
 
 
-def clip_blocks(model: nn.Module) -> list[str]:
-    """Return the names of a CLIP vision model's encoder layers, in forward order."""
-    return resolve_family("clip", model).stages(model)[0]
+def _token_mean(states: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return states.mean(1)
+    return torch.einsum("btd,bt->bd", states, mask.float()) / mask.sum(1, keepdim=True)
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Return the names of an encoder's blocks, in forward order."""
+    return resolve_family("auto", model).stages(model)[0]
 
 
 def _rebuilt(tensors: Mapping[str, Tensor]) -> list[list[nn.Module]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -9,23 +10,19 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
-from fusion_bench_featcal.fusionbench.processors import text_kind
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
+from fusion_bench_featcal.fusionbench.processors import GENERATORS, text_kind
 from fusion_bench_featcal.lab.rivals.corrected_model import CorrectedModel
 from fusion_bench_featcal.lab.rivals.features import (
     check_projection,
-    final_rows,
-    final_states,
     find_final_norm,
     load_projection,
-    project,
 )
 from fusion_bench_featcal.lab.rivals.method import SampleSettings
+from fusion_bench_featcal.lab.rivals.sites import FinalState, ProjectedFeature, Site
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import same_as, setting
-from fusion_bench_featcal.streams.batch import rows_of
 from fusion_bench_featcal.streams.samples import naming_task
 
 Fitted = tuple[dict[str, Sequence[nn.Module]], dict[str, Any]]
@@ -37,7 +34,8 @@ class Lessons:
     """One task's data for its corrections.
 
     Attributes:
-        inputs: The merged model's final features, `[n, d]`, or its inputs if `run` needs these.
+        inputs: The merged model's final features, `[n, d]`, or positions of samples for `run`,
+            `[n]`.
         targets: The expert's features on the same samples, `[n, d]` for each correction.
         run: Returns the corrected features from corrections and some of the inputs.
     """
@@ -50,7 +48,7 @@ class Lessons:
 class FeatureCorrection(SampleSettings):
     """A correction of final features as a post-merging method. Subclasses implement `fit_all`."""
 
-    texts: ClassVar[bool] = True  # whether it also corrects language models
+    language_models: ClassVar[bool] = True  # whether it also corrects these
 
     batch_size: int = same_as(
         FeatCalSettings,
@@ -112,22 +110,36 @@ class FeatureCorrection(SampleSettings):
         Raises:
             CalibrationError: If the models have none, or a task lacks data.
         """
-        kind = text_kind(inputs.modelpool)
-        if kind == "classification" or (kind is not None and not self.texts):
-            raise CalibrationError(
-                f"{self.name} corrects CLIP vision models{' and language models' * self.texts}, "
-                f"and {type(inputs.modelpool).__name__} holds other models: leave it out"
-            )
-        if kind is None:
-            check_projection(inputs.models, self.clip_model)
-        else:
-            find_final_norm(inputs.models, self.final_norm)
+        self.find_site(inputs)
         self.batches(inputs)
+
+    def find_site(self, inputs: MethodInputs) -> Callable[[], Site]:
+        """Find the feature to correct before a model is loaded. The result loads what it takes.
+
+        Raises:
+            CalibrationError: If the models have none.
+        """
+        models, kind = inputs.models, text_kind(inputs.modelpool)
+        if kind in GENERATORS and not self.language_models:
+            raise CalibrationError(f"{self.name} corrects no language models: leave it out")
+        if kind in GENERATORS:
+            return partial(FinalState, find_final_norm(models, self.final_norm))
+        if (pooling := inputs.pooling) is not None:
+            return lambda: pooling
+        if kind == "classification":
+            raise CalibrationError(
+                f"{self.name} corrects no classifiers: leave it out. For encoders without a head "
+                "set taskpool.pooling, or add the files of sentence-transformers (modules.json) to "
+                f"the base (modelpool.models.{BASE_MODEL})"
+            )
+        check_projection(models, self.clip_model)
+        device = inputs.fabric.device
+        return lambda: ProjectedFeature(load_projection(models, self.clip_model).to(device))
 
     def batches(self, inputs: MethodInputs) -> dict[str, Any]:
         """Draw each task's samples, which are FeatCal's with the same seed, split and number."""
         settings = self.calibration_settings.replace(calibration_split=self.split)
-        if self.split == "test" and text_kind(inputs.modelpool) is not None:
+        if self.split == "test" and text_kind(inputs.modelpool) in GENERATORS:
             # Targets of the test data would reveal the correct answers.
             settings = settings.replace(calibration_targets="generated")
         return inputs.batches(settings)
@@ -139,11 +151,7 @@ class FeatureCorrection(SampleSettings):
         """
         pool, device = inputs.modelpool, inputs.fabric.device
         batches, merged = self.batches(inputs), merged.to(device).eval().requires_grad_(False)
-        if text_kind(pool) is None:
-            site: Any = load_projection(inputs.models, self.clip_model).to(device)
-        else:
-            site = find_final_norm(inputs.models, self.final_norm)
-        lessons = {}
+        site, lessons = self.find_site(inputs)(), {}
         for task in pool.model_names:
             # Frees an expert that wrote answers before it is loaded again.
             source = batches[task]
@@ -161,10 +169,10 @@ class FeatureCorrection(SampleSettings):
         return model
 
     def lessons(
-        self, merged: nn.Module, expert: nn.Module, batches: Sequence[Any], site: Any
+        self, merged: nn.Module, expert: nn.Module, batches: Sequence[Any], site: Site
     ) -> Lessons:
         """Run both models over a task's batches."""
-        rows = [[final_feature(m, batch, site) for m in (merged, expert)] for batch in batches]
+        rows = [[site.features(m, batch).float() for m in (merged, expert)] for batch in batches]
         before, target = map(torch.cat, zip(*rows, strict=True))
         return Lessons(before, [target])
 
@@ -182,19 +190,3 @@ def _refuse_not_finite(lessons: Lessons) -> None:
                 "features of the merged model or the expert are not finite. Look for NaN or "
                 "infinite values in their weights"
             )
-
-
-def final_feature(model: nn.Module, batch: Mapping[str, Tensor], site: Any) -> Tensor:
-    """Return the features to correct, `[n, d]` float32.
-
-    Args:
-        model: A CLIP vision model or a language model.
-        batch: Its inputs.
-        site: CLIP's visual projection, or the name of a language model's last norm, whose outputs
-            that predict a target are taken, in a pass on the targets.
-    """
-    if isinstance(site, str):
-        rows = final_rows(model, resolve_family("auto", model), batch)
-        return rows_of(final_states(model, site, batch), rows).float()
-    pixels = batch["pixel_values"].to(next(model.parameters()).dtype)
-    return project(model(pixels), site).float()

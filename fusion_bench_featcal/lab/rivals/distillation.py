@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.families import resolve_family
@@ -33,16 +34,18 @@ class Lesson:
         rows: The counted positions of its final features, or None for all.
         target: The expert's final features at these positions, `[n, d]`.
         norm: Mean square of all final features of the expert, 0-dim.
+        pooling: How an encoder's embeddings are made, if these are its final features.
     """
 
     inputs: Any
     rows: CountedRows | None
     target: Tensor
     norm: Tensor
+    pooling: Pooling | None
 
     def loss(self, model: nn.Module) -> Tensor:
         """Return the relative squared distance between model and expert, 0-dim."""
-        features = rows_of(final_features(model, self.inputs), self.rows)
+        features = rows_of(final_features(model, self.inputs, self.pooling), self.rows)
         return (features - self.target).square().mean() / self.norm
 
 
@@ -102,9 +105,11 @@ class Distillation(SampleSettings, option="featcal_baselines/distillation", sour
         expert = load_pool_model(inputs.modelpool, task).to(inputs.fabric.device).eval()
         expert = expert.to(next(student.parameters()).dtype)
         family, rows, targets = resolve_family(self.family, student), [], []
+        pooling = inputs.pooling
         moved = [to_device(batch.inputs, inputs.fabric.device) for batch in taken]
         for part in moved:
-            features, counted = final_features(expert, part), final_rows(student, family, part)
+            features = final_features(expert, part, pooling)
+            counted = final_rows(student, family, part)
             if counted is not None and features.shape[:-1] != counted.shape:
                 counted = None  # the features are pooled
             rows.append(counted)
@@ -115,7 +120,7 @@ class Distillation(SampleSettings, option="featcal_baselines/distillation", sour
                 f"the expert's final features have a mean square of {float(norm):g}. Look for "
                 "zeros, NaN or infinite values in its weights"
             )
-        return [Lesson(*of, norm) for of in zip(moved, rows, targets, strict=True)]
+        return [Lesson(*of, norm, pooling) for of in zip(moved, rows, targets, strict=True)]
 
     @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
     @torch.enable_grad()

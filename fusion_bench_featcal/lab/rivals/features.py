@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import CLIPModel
 
+from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import call_model, stop_forward, stoppable
@@ -23,13 +24,21 @@ FINAL_NORMS = ("decoder.final_layer_norm", "model.norm")
 """The last norm of T5 and of decoder-only language models."""
 
 
-def final_features(model: nn.Module, inputs: Any) -> Tensor:
+def final_features(model: nn.Module, inputs: Any, pooling: Pooling | None = None) -> Tensor:
     """Return the features that a model's head receives.
 
+    Args:
+        model: The model.
+        inputs: A batch of its inputs.
+        pooling: How an encoder's embeddings are made, if these are its features.
+
     Returns:
-        The input of a language model's output embeddings, `[batch, positions, d]`, or else the
-        pooled output, `[batch, d]`, or else the first tensor of the output.
+        The embedding, `[batch, d]`, or else the input of a language model's output embeddings,
+        `[batch, positions, d]`, or else the pooled output, `[batch, d]`, or else the first tensor
+        of the output.
     """
+    if pooling is not None:
+        return pooling.features(model, inputs)
     if (head := head_of(model)) is not None:
         return _capture(model, head.register_forward_pre_hook, inputs)
     output = call_model(model, inputs)

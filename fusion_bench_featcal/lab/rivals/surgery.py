@@ -8,19 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import l1_loss, linear, relu
+from torch.nn.utils.rnn import pad_sequence
 
 from fusion_bench_featcal.lab.rivals import training
 from fusion_bench_featcal.lab.rivals.corrected_model import (
     SurgeryModule,
-    clip_blocks,
-    corrected_outputs,
+    all_features,
+    blocks_of,
 )
-from fusion_bench_featcal.lab.rivals.corrections import (
-    FeatureCorrection,
-    Fitted,
-    Lessons,
-    final_feature,
-)
+from fusion_bench_featcal.lab.rivals.corrections import FeatureCorrection, Fitted, Lessons
+from fusion_bench_featcal.lab.rivals.sites import Site
 from fusion_bench_featcal.settings.fields import setting
 
 
@@ -133,40 +130,39 @@ class SurgeryV2(
     Surgery,
     option="featcal_baselines/surgery_v2",
     source="arXiv 2410.14389",
-    # Settings of texts.
+    # Settings of language models, and a limit that an encoder has.
     without=("final_norm", "calibration_targets", "generated_tokens", "max_length"),
 ):
     """SurgeryV2: a small trained module per task after every block corrects all tokens.
 
-    Another one corrects the final projected feature. CLIP vision models only. It needs the task's
-    name at inference.
+    Another one corrects the final feature. CLIP vision models and encoders only. It needs the
+    task's name at inference.
     """
 
-    texts = False
+    language_models = False
 
     def lessons(
-        self, merged: nn.Module, expert: nn.Module, batches: Sequence[Any], site: Any
+        self, merged: nn.Module, expert: nn.Module, batches: Sequence[Any], site: Site
     ) -> Lessons:
-        """Run the expert over a task's images.
+        """Run the expert over a task's samples.
 
         The merged model runs in every update, because each correction changes the input of later
         blocks.
         """
-        pixels = [batch["pixel_values"] for batch in batches]
-        unchanged = [nn.Identity()] * (len(clip_blocks(expert)) + 1)
-        rows = [all_features(expert, site, unchanged, batch) for batch in pixels]
+        unchanged = [nn.Identity()] * (len(blocks_of(expert)) + 1)
+        rows = [all_features(expert, site, unchanged, batch) for batch in batches]
         targets = [*map(torch.cat, zip(*rows, strict=True))]
-        return Lessons(torch.cat(pixels), targets, partial(all_features, merged, site))
+        # Texts are padded on the right to one length, with 0 in the attention mask.
+        inputs = {
+            name: pad_sequence([row for batch in batches for row in batch[name]], batch_first=True)
+            for name in batches[0]
+        }
 
+        def run(corrections: Sequence[nn.Module], samples: Tensor) -> list[Tensor]:
+            chosen = {name: tensor[samples] for name, tensor in inputs.items()}
+            return all_features(merged, site, corrections, chosen)
 
-def all_features(
-    model: nn.Module, projection: nn.Linear, corrections: Sequence[nn.Module], pixels: Tensor
-) -> list[Tensor]:
-    """Return a CLIP model's corrected token mean after each block, and final features."""
-    *of_blocks, final = corrections
-    with corrected_outputs(model, clip_blocks(model), of_blocks) as means:
-        features = final(final_feature(model, {"pixel_values": pixels}, projection))
-    return [*means, features]
+        return Lessons(torch.arange(len(targets[0]), device=targets[0].device), targets, run)
 
 
 def initial_surgery(width: int, rank: int, generator: torch.Generator) -> SurgeryModule:
