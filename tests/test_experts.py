@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from calibrations import gamma, run_fast
+from encoder_pools import encoder
 from fusion_bench.modelpool import Seq2SeqLMPool
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
-from tiny_models import clip_model, clip_suite, model_of, scatter
+from safetensors.torch import load_file, save_file
+from tiny_models import clip_model, clip_suite, model_of, normal, scatter
 from tiny_texts import (
     ADAPTED,
     TASKS,
@@ -22,7 +23,14 @@ from tiny_texts import (
     write_adapter,
 )
 from torch import nn
-from transformers import CLIPConfig, CLIPVisionConfig, LlamaConfig, Qwen2Config, T5Config
+from transformers import (
+    CLIPConfig,
+    CLIPVisionConfig,
+    Dinov2Model,
+    LlamaConfig,
+    Qwen2Config,
+    T5Config,
+)
 from transformers.pytorch_utils import Conv1D
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert
@@ -33,6 +41,7 @@ from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, mer
 from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.fusionbench import PoolModel
+from fusion_bench_featcal.models.model_files import load_lora_model
 
 
 def notes(*experts: tuple[float, int]) -> list[str]:
@@ -246,3 +255,24 @@ def test_calibration_with_lora_experts_is_that_with_merged_ones(tmp_path: Path):
     for name, tensor in models[0].items():
         torch.testing.assert_close(models[1][name], tensor, rtol=1e-4, atol=1e-5)
     assert any(not torch.equal(models[0][name], t) for name, t in start.state_dict().items())
+
+
+def test_adapters_name_weights_as_files_do(tmp_path: Path):
+    """From transformers 5.23 on, DINOv2's attention has other names in memory than in files."""
+    write(encoder("dino"), tmp_path / "base")
+    weights, factors = load_file(tmp_path / "base" / "model.safetensors"), {}
+    for name in (
+        name for name in weights if name.endswith(("attention.query.weight", "fc1.weight"))
+    ):
+        rows, columns = weights[name].shape
+        down, up = normal(1, 2, columns).float(), normal(2, rows, 2).float()
+        module = f"{START}{name.removesuffix('.weight')}"
+        factors |= {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}
+        weights[name] += 3 * (up @ down)
+    assert len(factors) == 2 * 2 * 2
+    adapter = write_adapter(tmp_path / "adapter", encoder("dino"), 0)
+    save_file(factors, adapter / "adapter_model.safetensors")
+    result = load_lora_model(str(tmp_path / "base"), str(adapter))
+    save_file(weights, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    expected: Any = Dinov2Model.from_pretrained(tmp_path / "base")
+    torch.testing.assert_close(result.state_dict(), expected.state_dict(), rtol=1e-6, atol=1e-6)

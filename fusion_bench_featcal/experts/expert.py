@@ -226,7 +226,7 @@ def pair_names(
         CalibrationError: If a tensor is missing or has another shape, naming it.
     """
     available, tensors = source.names(), model.state_dict(keep_vars=True)
-    rename, heads = _renaming(available, set(tensors)), tied_head(source, model)
+    rename, heads = _renaming(available, set(tensors), model), tied_head(source, model)
     tied: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         tied.setdefault(id(tensor), []).append(name)
@@ -250,10 +250,11 @@ def pair_names(
     return keys
 
 
-def _renaming(available: set[str], names: set[str]) -> Callable[[str], str]:
+def _renaming(available: set[str], names: set[str], model: nn.Module) -> Callable[[str], str]:
     """Find how the source spells the model's names: unchanged, or with one prefix more or less.
 
     The same weights are `vision_model.x` in files and, from transformers 5.6 on, `x` in memory.
+    Other names that it changes on loading, such as DINOv2's, are as in files.
     """
     prefixes = sorted({name.split(".")[0] + "." for name in available | names})
     choices = [("", "")] + [(p, "") for p in prefixes] + [("", p) for p in prefixes]
@@ -263,4 +264,27 @@ def _renaming(available: set[str], names: set[str]) -> Callable[[str], str]:
         return sum(added + name.removeprefix(removed) in available for name in names)
 
     added, removed = max(choices, key=covered)  # on a tie the first one: unchanged names
-    return lambda name: added + name.removeprefix(removed)
+    missing = covered((added, removed)) < len(names)
+    in_files = _names_in_files(available, model) if missing else {}
+    return lambda name: in_files.get(name, added + name.removeprefix(removed))
+
+
+def _names_in_files(available: set[str], model: nn.Module) -> dict[str, str]:
+    """Return a model's names of the tensors that transformers renames on loading -> stored names.
+
+    Older releases rename none.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+    except ImportError:
+        return {}
+    rules = get_model_conversion_mapping(model) if hasattr(model, "config") else []  # type: ignore[arg-type]
+    names: dict[str, str] = {}
+    for stored in available:
+        name = stored
+        for rule in (rule for rule in rules if isinstance(rule, WeightRenaming)):
+            name = rule.rename_source_key(name)[0]
+        if name != stored:
+            names[name] = stored
+    return names

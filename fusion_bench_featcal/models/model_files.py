@@ -203,8 +203,8 @@ class ModelFiles:
             return self.load()
         source, model = self.source(base), base.load()
         tensors = model.state_dict()
-        for name in tensors.keys() & source.names():
-            tensors[name].copy_(source.tensor(name))
+        for name, key in pair_names(self.label, self.label, source, model).items():
+            tensors[name].copy_(source.tensor(key))
         return model
 
     def streamed(self, base: "ModelFiles | None" = None, part: str = "") -> ExpertSource | None:
