@@ -146,9 +146,23 @@ MUTATIONS = [
     Mutation(
         "SurgeryV2 compares first tokens, not means",
         "lab/rivals/corrected_model.py",
-        "means.append(corrected.mean(1))",
-        "means.append(corrected[:, 0])",
+        "return states.mean(1)",
+        "return states[:, 0]",
         "methods/test_corrections.py",
+    ),
+    Mutation(
+        "SurgeryV2 averages over padding",
+        "lab/rivals/corrected_model.py",
+        'mask = inputs.get("attention_mask")',
+        "mask = None",
+        "methods/test_encoders.py",
+    ),
+    Mutation(
+        "distillation trains towards a pooler that nothing reads",
+        "lab/rivals/features.py",
+        "if pooling is not None:",
+        "if pooling is None and False:",
+        "methods/test_encoders.py",
     ),
     Mutation(
         "Surgery sees the labels of test texts",
