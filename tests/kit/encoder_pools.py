@@ -19,13 +19,17 @@ LOADERS = {"bert": "AutoTokenizer", "dino": "AutoImageProcessor"}
 
 
 def encoder(kind: str, seed: int = 0) -> Any:
-    """A base (seed 0) or an expert, which lies near it."""
+    """A base (seed 0) or an expert near it, which differs in its blocks, as LoRA experts do."""
     torch.manual_seed(0)
     if kind == "bert":
         base = BertModel(BertConfig(vocab_size=len(WORDS), max_position_embeddings=16, **SIZES))
     else:
         base = Dinov2Model(Dinov2Config(image_size=28, patch_size=14, mlp_ratio=2, **SIZES))
-    return scatter(scatter(base.eval(), 0, 0.2), seed, 0.1 if seed else 0)
+    base = scatter(base.eval(), 0, 0.2)
+    expert = scatter(base, seed, 0.1) if seed else base
+    outside = {n: t for n, t in base.state_dict().items() if not n.startswith("encoder.layer.")}
+    expert.load_state_dict(outside, strict=False)
+    return expert
 
 
 def write_pooling(folder: Path, mode: str = "mean", length: int | None = None) -> None:
