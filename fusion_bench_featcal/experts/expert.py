@@ -274,16 +274,18 @@ def _names_in_files(available: set[str], model: nn.Module) -> dict[str, str]:
 
     Older releases rename none.
     """
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming
+    if not hasattr(model, "config"):
+        return {}
+    try:  # from release 5 on
+        from transformers import conversion_mapping, core_model_loading  # type: ignore[attr-defined]
     except ImportError:
         return {}
-    rules = get_model_conversion_mapping(model) if hasattr(model, "config") else []  # type: ignore[arg-type]
+    rules = conversion_mapping.get_model_conversion_mapping(model)
+    renaming = core_model_loading.WeightRenaming
     names: dict[str, str] = {}
     for stored in available:
         name = stored
-        for rule in (rule for rule in rules if isinstance(rule, WeightRenaming)):
+        for rule in (rule for rule in rules if isinstance(rule, renaming)):
             name = rule.rename_source_key(name)[0]
         if name != stored:
             names[name] = stored

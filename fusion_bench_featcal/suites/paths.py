@@ -23,7 +23,7 @@ def suite_path(relative: str) -> str:
     if not resolved.is_relative_to(SUITE_ROOT):
         raise ValueError(f"suite path {relative!r} leaves the suites' folder {SUITE_ROOT}")
     if not resolved.exists():
-        existing = ", ".join(sorted(entry.name for entry in SUITE_ROOT.glob("*/*")))
+        existing = ", ".join(sorted(entry.name for entry in SUITE_ROOT.iterdir() if entry.is_dir()))
         raise FileNotFoundError(
             f"the bundled suites have no {relative!r} below {SUITE_ROOT}; there are: {existing}"
         )

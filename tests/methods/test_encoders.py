@@ -34,6 +34,13 @@ def batch_of(pool: Any, task: str = TASKS[0]) -> Any:
     return batch
 
 
+def pooling_of(pool: Any) -> Pooling:
+    """The pooling that a pool's base declares."""
+    pooling = inputs_of(pool).pooling
+    assert pooling is not None
+    return pooling
+
+
 @torch.no_grad()
 def alone(model: nn.Module, batch: Any, mode: str) -> list[Tensor]:
     """Token means after each block and the embedding, `[items, d]`: every item without padding."""
@@ -74,7 +81,7 @@ def test_ridge_surgery_reaches_the_experts_embeddings_of_few_samples(kind, tmp_p
     for task in TASKS:
         expert, (affine,) = pool.load_model(task).eval(), model.correction(task)
         for batch in method.batches(inputs_of(pool))[task]:
-            features = inputs_of(pool).pooling.features(merged, batch)
+            features = pooling_of(pool).features(merged, batch)
             target = alone(expert, batch, "mean" if kind == "bert" else "cls")[-1]
             terms = features.abs() @ affine.matrix.abs().T + affine.shift.abs() + features.abs()
             atol = 4 * WIDTH * EPS * float(terms.max())
@@ -86,18 +93,17 @@ def test_surgery_v2_compares_token_means_without_padding(kind, tmp_path) -> None
     pool, merged = encoder_pool(kind, tmp_path), encoder(kind, 3)
     settings: dict[str, Any] = DRAW | {"stream": "test_tta", "steps": 1, "batch_size": 12}
     method, model = improved("SurgeryV2", inputs_of(pool), merged, **settings)
-    mode = "mean" if kind == "bert" else "cls"
+    mode, identity = "mean" if kind == "bert" else "cls", [nn.Identity()] * 3
     for task in TASKS:
         (batch,) = method.batches(inputs_of(pool))[task]
         sides = alone(merged, batch, mode), alone(pool.load_model(task).eval(), batch, mode)
         expected = sum(float((a - b).abs().mean()) for a, b in zip(*sides, strict=True))
         assert model.curves[task][0] == (0, pytest.approx(expected, rel=1e-5))
-    wider = {name: nn.functional.pad(t, (0, 2)) for name, t in batch.items()}  # padding
-    identity = [nn.Identity()] * 3
-    for inputs in [batch, wider] if kind == "bert" else [batch]:
-        features = all_features(merged, inputs_of(pool).pooling, identity, inputs)
-        for feature, plain in zip(features, sides[0], strict=True):
-            torch.testing.assert_close(feature, plain, rtol=1e-4, atol=1e-5)
+        wider = {name: nn.functional.pad(t, (0, 2)) for name, t in batch.items()}  # padding
+        for inputs in [batch, wider] if kind == "bert" else [batch]:
+            features = all_features(merged, pooling_of(pool), identity, inputs)
+            for feature, plain in zip(features, sides[0], strict=True):
+                torch.testing.assert_close(feature, plain, rtol=1e-4, atol=1e-5)
 
 
 @KINDS
@@ -107,7 +113,8 @@ def test_distillation_is_towards_the_embeddings(kind, tmp_path) -> None:
     _, model = improved("Distillation", inputs_of(pool), encoder(kind, 3), **settings)
     mode = "mean" if kind == "bert" else "cls"
     for task in TASKS:
-        batches = inputs_of(pool).batches(FeatCalSettings(**(DRAW | {"batch_size": 12})))
+        drawn: dict[str, Any] = DRAW | {"batch_size": 12}
+        batches = inputs_of(pool).batches(FeatCalSettings(**drawn))
         (batch,) = batches[task]
         far, target = (alone(m, batch, mode)[-1] for m in (merged, pool.load_model(task).eval()))
         loss = float((far - target).square().mean() / target.square().mean())
