@@ -19,8 +19,10 @@ from tiny_models import (
     t5_suite,
 )  # fmt: skip
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from fusion_bench_featcal import FeatCalSettings
+from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.lab.diagnosis.lines import drift_metrics, principal_plane
 from fusion_bench_featcal.lab.diagnosis.measure import COLUMNS, Measures, measure, split_drift
@@ -113,6 +115,15 @@ def test_final_features_are_pooled_and_projected() -> None:
     assert (measures.cosines - (merged * expert).sum(1)).abs().max() < EXACT
     assert (measures.features - merged).abs().max() < 1e-6
     assert (measures.expert_features - expert).abs().max() < 1e-6
+
+
+def test_final_features_of_an_encoder_are_its_embeddings() -> None:
+    suite = clip_suite()
+    measures = measured(suite, pooling=Pooling("mean"))
+    with torch.no_grad():
+        states = [suite.merged(**batch).last_hidden_state for batch in suite.inputs["task_0"]]
+    expected = normalize(torch.cat(states).mean(1), dim=1).float()
+    torch.testing.assert_close(measures.features, expected)
 
 
 def test_final_states_of_a_text_are_those_that_predict_a_target() -> None:
