@@ -18,10 +18,9 @@ from fusion_bench_featcal.data.text_samples import (
 )
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files.untrusted import parse_json, read_bytes, read_json
+from fusion_bench_featcal.models.hub import MODULES
 from fusion_bench_featcal.modules.models import device_of
 
-MODULES = "modules.json"
-"""File of sentence-transformers that lists what follows an encoder, such as its pooling."""
 TEMPERATURE = 0.05
 _BATCH = 64
 _PROMPTS, _LENGTHS = "config_sentence_transformers.json", "sentence_bert_config.json"

@@ -22,7 +22,11 @@ from fusion_bench_featcal.files import free_space
 
 log = logging.getLogger(__name__)
 
+MODULES = "modules.json"
+"""File of sentence-transformers that lists an encoder and its modules, with their folders."""
 _CONFIGS = ["*.json", "*.txt", "*.model", "*.jinja", "mergekit_config.yml"]
+# Folders of the modules behind the encoder, such as 1_Pooling.
+_MODULES = ["[1-9]_*/*.json", "[1-9]_*/*.safetensors", "[1-9]_*/*.bin"]
 # Subfolders, files of training, and second copies of the weights.
 _UNUSED = ["*/*", "trainer_state.json", "*_results.json", "params.json", "consolidated*"]
 _WEIGHTS = (
@@ -140,16 +144,18 @@ def note_data_set(rows: Any) -> None:
 def needed_files(names: Iterable[str], *, weights: bool = True) -> list[str]:
     """Return the files of a repository that are needed here.
 
-    These are configs, files of tokenizers and processors, and weights in safetensors files, or in
-    `.bin` files if there are no safetensors files.
+    These are configs, files of tokenizers and processors, modules of sentence-transformers, and
+    weights in safetensors files, or in `.bin` files if there are no safetensors files.
     """
-    used = sorted(filter_repo_objects(names, ignore_patterns=_UNUSED))
+    names = sorted(names)
+    used = list(filter_repo_objects(names, ignore_patterns=_UNUSED))
 
     def matching(patterns: list[str]) -> list[str]:
         return list(filter_repo_objects(used, allow_patterns=patterns))
 
     weight_files = next(filter(None, map(matching, _WEIGHTS)), []) if weights else []
-    return matching(_CONFIGS) + weight_files
+    modules = list(filter_repo_objects(names, allow_patterns=_MODULES)) if weights else []
+    return matching(_CONFIGS) + modules + weight_files
 
 
 def _query(location: str, option: str, *, weights: bool) -> HubModel:

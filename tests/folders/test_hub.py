@@ -186,6 +186,16 @@ def test_weights_are_safetensors_or_bin_and_nothing_else():
         assert sorted(needed) == sorted([*CONFIGS, *weights])
 
 
+def test_modules_of_sentence_transformers_are_fetched_with_their_folders(hub: Hub):
+    modules = {"modules.json": b"[]", "1_Pooling/config.json": b"{}"}
+    modules |= {f"2_Dense/{name}": b"" for name in ("config.json", "model.safetensors")}
+    others = {f"{folder}/model.safetensors": b"" for folder in ("onnx", "0_Transformer")}
+    hub.mirror.add("sentence/model", model(b"weights") | modules | others)
+    (folder, _), _ = hub.fetch("sentence/model")
+    files = {str(f.relative_to(folder)) for f in Path(folder).rglob("*") if f.is_file()}
+    assert files == {*CONFIGS, *modules, "model.safetensors"}
+
+
 def test_only_files_that_are_read_are_fetched_and_a_processor_has_no_weights(hub: Hub):
     repository = hub.mirror.add("few/files", model(bytes(2 * 2**20)))
     hub.fetch("few/files", weights=False)  # as a processor
