@@ -18,6 +18,7 @@ from fusion_bench_featcal.experts.expert import pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, merged_by_peft
 from fusion_bench_featcal.experts.model_config import IS_RELEASE_4, open_config
 from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert
+from fusion_bench_featcal.models.hub import MODULES
 
 CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
 _DTYPES = {name: DTYPES[name] for name in ("F32", "F16", "BF16")}
@@ -87,7 +88,11 @@ class ModelFiles:
 
     @property
     def architecture(self) -> type[nn.Module]:
-        """The transformers class that its config names."""
+        """The transformers class that its config names.
+
+        Configs of sentence-transformers often name the class of the pretraining, whose head the
+        files lack. Such models are loaded without a head.
+        """
         import transformers
 
         name = next(iter((self.config or {}).get("architectures") or ()), None)
@@ -97,7 +102,11 @@ class ModelFiles:
                 'the config.json of the base, such as "architectures": ["LlamaForCausalLM"]'
             )
         try:
-            return getattr(transformers, str(name))
+            named: Any = getattr(transformers, str(name))
+            has_head = named.__name__.endswith(("ForMaskedLM", "ForCausalLM"))
+            if has_head and (self.folder / MODULES).is_file():
+                return getattr(transformers, base_models()[named.config_class.model_type])
+            return named
         except AttributeError as error:
             raise self._error(
                 f"its config.json names the class {name}, which transformers "
@@ -257,6 +266,13 @@ def load_lora_model(base_model_path: str, peft_model_path: str) -> nn.Module:
     base = ModelFiles(Path(base_model_path), f"base_model_path={base_model_path}")
     adapter = ModelFiles(Path(peft_model_path), f"peft_model_path={peft_model_path}")
     return adapter.loaded_with(base)
+
+
+def base_models() -> Mapping[str, Any]:
+    """Return the name of the class without a head, or of several, of each type of models."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    return MODEL_MAPPING_NAMES
 
 
 def _without_weights(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
