@@ -15,9 +15,13 @@ from fusion_bench_featcal.errors import CalibrationError, NotImproved
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import total_bytes
+from fusion_bench_featcal.folders.encoders import NameHeads
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
 from fusion_bench_featcal.folders.model_folder import (
+    CLASSIFIERS,
+    ENCODER,
+    IMAGE_ENCODER,
     LANGUAGE_MODELS,
     TEXT_CLASSIFIER,
     TEXT_MODELS,
@@ -30,7 +34,7 @@ from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
 from fusion_bench_featcal.folders.saving import is_saved, save
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
 from fusion_bench_featcal.folders.tasks import Task
-from fusion_bench_featcal.folders.texts import open_classifier_task, open_language_task
+from fusion_bench_featcal.folders.texts import open_class_task, open_language_task
 from fusion_bench_featcal.models.hub import fetch_all
 from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import measure
@@ -100,12 +104,16 @@ def _check_device(device: str) -> None:
 def _settings(models: Models, processor: Any) -> FeatCalSettings:
     """Return the request's settings with the longest text of the models, None for images."""
     request, length = models.request, models.request.settings.max_length
-    if models.home.kind not in TEXT_MODELS:
+    kind = models.home.kind
+    if kind not in TEXT_MODELS:
         length = None
-    elif request.text_tower or request.prompt:
-        raise ValueError("--text-tower and --prompt are for CLIP, and these models read texts")
+    elif request.text_tower or (request.prompt and kind != ENCODER):
+        raise ValueError(
+            f"--text-tower is for CLIP, --prompt for CLIP and encoders, and these are {kind} models"
+        )
     elif length == MAX_LENGTH:
-        length = min(MAX_LENGTH, tokens_allowed(processor))
+        of_sentences = models.pooling.max_length if kind == ENCODER else None
+        length = min(filter(None, [MAX_LENGTH, tokens_allowed(processor), of_sentences]))
     return request.settings.replace(max_length=length)
 
 
@@ -155,23 +163,28 @@ def open_tasks(models: Models, processor: Any, max_length: int | None) -> dict[s
             task: open_language_task(task, request, encoder, partial(models.load_expert, task))
             for task in request.expert
         }
+    if kind == IMAGE_ENCODER and not request.no_eval:
+        raise ValueError(f"{models.home.label} has no head to be scored with: give --no-eval")
     heads: dict[str, Any] = {}
-    if kind == "clip":
-        heads = dict.fromkeys(request.expert, _zero_shot(models))
-    elif not request.no_eval:
+    if kind in CLASSIFIERS and not request.no_eval:
         heads = {
             task: class_names(models.base if expert.is_adapter and models.base else expert)
             for task, expert in models.experts.items()
         }
+    if kind not in TEXT_MODELS:
+        heads |= dict.fromkeys(request.expert, _zero_shot(models)) if kind == "clip" else {}
+        return {t: open_image_task(t, request, processor, heads.get(t)) for t in request.expert}
+    encoder, pads = TextEncoder(processor, "classification", max_length), True
     if kind == TEXT_CLASSIFIER:
-        encoder = TextEncoder(processor, "classification", max_length)
         configs = [model.config for model in (models.home, *models.experts.values())]
         pads = all(config.get("pad_token_id") is not None for config in configs if config)
-        return {
-            task: open_classifier_task(task, request, encoder, heads.get(task, ()), pads=pads)
-            for task in request.expert
-        }
-    return {t: open_image_task(t, request, processor, heads.get(t)) for t in request.expert}
+    elif not request.no_eval:
+        load = partial(models.load, models.base_source or models.merged_source)
+        heads = dict.fromkeys(request.expert, NameHeads(load, models.pooling, encoder))
+    return {
+        task: open_class_task(task, request, encoder, heads.get(task, ()), pads=pads)
+        for task in request.expert
+    }
 
 
 def _zero_shot(models: Models) -> ZeroShot | None:

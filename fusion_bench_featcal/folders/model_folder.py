@@ -5,15 +5,21 @@ from typing import Any, Literal
 from torch import nn
 
 from fusion_bench_featcal.models.hub import fetch
-from fusion_bench_featcal.models.model_files import CLIP, ModelFiles
+from fusion_bench_featcal.models.model_files import CLIP, ModelFiles, base_models
 
-Kind = Literal["causal", "seq2seq", "text classifier", "image classifier", "clip"]
+Kind = Literal[
+    "causal", "seq2seq", "text classifier", "image classifier", "clip", "encoder", "image encoder"
+]
 """Kind of models, which determines inputs and evaluation."""
 TEXT_CLASSIFIER: Kind = "text classifier"
 IMAGE_CLASSIFIER: Kind = "image classifier"
+ENCODER: Kind = "encoder"
+IMAGE_ENCODER: Kind = "image encoder"
 LANGUAGE_MODELS = ("causal", "seq2seq")
-TEXT_MODELS = (*LANGUAGE_MODELS, TEXT_CLASSIFIER)
+TEXT_MODELS = (*LANGUAGE_MODELS, TEXT_CLASSIFIER, ENCODER)
 CLASSIFIERS = (TEXT_CLASSIFIER, IMAGE_CLASSIFIER)
+ENCODERS = (ENCODER, IMAGE_ENCODER)
+_INPUTS: dict[str, Kind] = {"input_ids": ENCODER, "pixel_values": IMAGE_ENCODER}
 
 
 class ModelFolder(ModelFiles):
@@ -41,15 +47,21 @@ class ModelFolder(ModelFiles):
     @property
     def kind(self) -> Kind:
         """The kind of the model."""
-        name = self.architecture.__name__
+        architecture: Any = self.architecture
+        name = architecture.__name__
         if name in CLIP:
             return "clip"
         for kind, names in _classes().items():
             if any(name == other or name in _several(other) for other in names.values()):
                 return kind
+        has_decoder = (self.config or {}).get("is_encoder_decoder")
+        inputs = architecture.main_input_name
+        if name in base_models().values() and inputs in _INPUTS and not has_decoder:
+            return _INPUTS[inputs]
         raise ValueError(
             f"{self.label} is a {name}; featcal calibrate takes language models, text and image "
-            "classifiers and CLIP models. Calibrate others by fusion_bench method=featcal"
+            "classifiers and encoders, and CLIP models. Calibrate others by fusion_bench "
+            "method=featcal"
         )
 
 

@@ -1,6 +1,7 @@
 """All models of one `featcal calibrate`, compared with each other before they are loaded."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.likeness import notes_on_experts
@@ -19,12 +21,15 @@ from fusion_bench_featcal.experts.working_model import fill, offloaded
 from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.folders.model_folder import (
     CLASSIFIERS,
+    ENCODER,
+    ENCODERS,
     LANGUAGE_MODELS,
+    TEXT_MODELS,
     ModelFolder,
     body_of,
 )
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.models.hub import fetch
+from fusion_bench_featcal.models.hub import MODULES, fetch
 from fusion_bench_featcal.models.processors import (
     check_tokenizers,
     has_processor,
@@ -142,7 +147,7 @@ class Models:
         try:
             ExpertModel("base", source, body, role="model")
         except CalibrationError:
-            if not self.has_heads:
+            if self.home.kind not in (*CLASSIFIERS, *ENCODERS):
                 raise
             experts = self._runnable.values()
             spare = {
@@ -210,6 +215,43 @@ class Models:
             return offloaded(ExpertModel("offloaded", body, self.empty_body, device=device), device)
         return load().to(device)
 
+    @cached_property
+    def sentence_folder(self) -> Path | None:
+        """Folder with an encoder's files of sentence-transformers: MERGED's, else the base's."""
+        if self.home.kind != ENCODER:
+            return None
+        folders = [model.folder for model in (self.home, self.base) if model is not None]
+        return next((folder for folder in folders if (folder / MODULES).is_file()), None)
+
+    @cached_property
+    def pooling(self) -> Pooling:
+        """Pooling of encoders. If they are not scored, their files may lack it.
+
+        Raises:
+            ValueError: If there is none, or experts have another one.
+            CalibrationError: If the files name another way to an embedding.
+        """
+        folder = self.sentence_folder
+        if self.request.no_eval:
+            with suppress(CalibrationError):
+                return (folder and Pooling.of(folder)) or Pooling()
+            return Pooling()
+        if (pooling := folder and Pooling.of(folder)) is None:
+            raise ValueError(
+                f"{self.home.label} and its base have no {MODULES} of sentence-transformers, which "
+                "describes their pooling for scores: copy it with its folders (1_Pooling) into one "
+                "of them, or give --no-eval"
+            )
+        for model in filter(None, [self.base, *self.experts.values()]):
+            other = Pooling.of(model.folder) or pooling
+            if other.mode != pooling.mode:
+                raise ValueError(
+                    f"{model.label} has another pooling ({other.mode}) than {folder} "
+                    f"({pooling.mode}), so their embeddings cannot be compared: correct the "
+                    "config of 1_Pooling, or give --no-eval"
+                )
+        return pooling
+
     @property
     def notes(self) -> list[str]:
         """Sentences on the models, and on experts that may not belong together."""
@@ -247,7 +289,7 @@ class Models:
         from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
         kind: Any = AutoTokenizer
-        if self.home.kind in ("clip", "image classifier"):
+        if self.home.kind not in TEXT_MODELS:
             is_whole_clip = self.home.architecture.__name__ == "CLIPModel"
             kind = AutoProcessor if is_whole_clip else AutoImageProcessor
         loaded = load_processor(Path(self.processor_folder), kind, "--tokenizer")

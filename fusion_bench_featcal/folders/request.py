@@ -92,7 +92,7 @@ class Request:
         None, "a whole CLIP, for zero-shot heads", metavar="DIR", is_location=True
     )
     prompt: Mapping[str, str] = mapping(
-        f"prompt of a class for zero-shot heads ({PROMPT}), with NAME for one task (repeatable)",
+        f"text of a class name (CLIP: {PROMPT}, encoders: {{}}), NAME= for one task (repeatable)",
         "[NAME=]TEXT", options.prompt,
     )  # fmt: skip
     device: str = setting("cpu", "cpu (default) or cuda")
@@ -180,9 +180,9 @@ class Request:
             if key.startswith(prefix)
         }
 
-    def prompt_of(self, task: str) -> str:
+    def prompt_of(self, task: str, default: str = PROMPT) -> str:
         """Return a task's prompt for a class, with {} in place of the class name."""
-        return self.prompt.get(task, self.prompt.get("*", PROMPT))
+        return self.prompt.get(task, self.prompt.get("*", default))
 
     def check_folder(self) -> None:
         """Refuse a folder for the model that cannot be used."""

@@ -12,10 +12,14 @@ from torch import nn
 from fusion_bench_featcal.experts.expert import pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files.json_files import json_text
+from fusion_bench_featcal.files.untrusted import parse_json, read_bytes
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.options import RECIPE
+from fusion_bench_featcal.models.hub import MODULES
 from fusion_bench_featcal.models.saving import (
     CARD,
+    SENTENCES,
+    TRANSFORMERS,
     CardFacts,
     card_text,
     correct_configs,
@@ -55,7 +59,8 @@ def save(
         "Make room and repeat the command with --resume: the finished blocks are in "
         f"{request.checkpoints}"
     )
-    card = card_text(facts, request.base, request.expert, report)
+    library = SENTENCES if models.sentence_folder is not None else TRANSFORMERS
+    card = card_text(facts, request.base, request.expert, report, library)
     if heads:
         about = f"{request.folder / HEADS}/NAME (that of the model itself: {models.home.name}'s)"
         print(f"heads: {about}")
@@ -66,6 +71,8 @@ def save(
         _write_weights(models, result, new)
         _write_heads(models, heads, new)
         _write_processor(models, processor, new)
+        if models.sentence_folder is not None:
+            _copy_sentence_files(models.sentence_folder, new)
         correct_configs(models.home.whole, new)
         (new / CARD).write_text(card, encoding="utf-8")
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")
@@ -95,7 +102,8 @@ def _write_weights(models: Models, result: CalibrationResult, folder: Path) -> N
             shutil.copyfile(home.folder / name, folder / name)
     keys = pair_names(home.label, home.label, stored, home.whole).values()
     outside_blocks = {key: stored.tensor(key) for key in keys if key not in calibrated.names()}
-    if home.name in models.experts:  # its head comes with its own tail, such as a pooler
+    # a classifier's head comes with its own tail, such as a pooler
+    if models.has_heads and home.name in models.experts:
         of_body = pair_names(home.label, home.label, stored, models.empty_body)
         outside_blocks |= {of_body[name]: t for name, t in models.tail(home.name).items()}
     write_shards(folder, calibrated, outside_blocks, LARGEST_FILE)
@@ -126,3 +134,14 @@ def _write_processor(models: Models, processor: Any, folder: Path) -> None:
     for file in set(folder.iterdir()) - existing_files:
         if (source / file.name).is_file() and not (is_new_template and file.suffix == ".jinja"):
             shutil.copyfile(source / file.name, file)
+
+
+def _copy_sentence_files(source: Path, folder: Path) -> None:
+    """Copy the files of sentence-transformers, and the folders of its modules without code."""
+    for name in (MODULES, "config_sentence_transformers.json", "sentence_bert_config.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    for module in parse_json(read_bytes(source / MODULES), source / MODULES):
+        path = source / module["path"]
+        if path.is_dir() and path.resolve().parent == source.resolve():  # no path leads elsewhere
+            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("*.py"))

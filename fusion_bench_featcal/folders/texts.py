@@ -1,4 +1,4 @@
-"""Text tasks: for language models (prompts with targets, chats, texts) and for classifiers."""
+"""Text tasks: for language models (prompts with targets, chats, texts), classifiers, encoders."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,11 +17,13 @@ from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import IGNORED, TextEncoder
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.folders.encoders import NameHeads
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
     Part,
     Task,
     Tests,
+    class_logits,
     class_tests,
     label_numbers,
     open_parts,
@@ -134,8 +136,13 @@ def _notes_of_rows(task: str, batches: TextBatches, used: Sequence[str] = ()) ->
     return notes
 
 
-def open_classifier_task(
-    task: str, request: Request, encoder: TextEncoder, classes: Sequence[str], *, pads: bool
+def open_class_task(
+    task: str,
+    request: Request,
+    encoder: TextEncoder,
+    head: Sequence[str] | NameHeads,
+    *,
+    pads: bool,
 ) -> Task:
     """Open a task's texts: rows with `text`, optional `text_pair`, and `label` for evaluation.
 
@@ -143,7 +150,7 @@ def open_classifier_task(
         task: The task.
         request: The request.
         encoder: Converts texts to token ids.
-        classes: Class names of the expert's head, by number.
+        head: Class names of the expert's head, by number, or heads of encoders.
         pads: Whether the models know their padding token. Others are evaluated text by text.
     """
     names = _OF_CLASSIFIERS
@@ -156,13 +163,35 @@ def open_classifier_task(
     settings, labels = request.settings, [calibration_part.rows.columns.get(_LABEL, _LABEL)]
     calibration, tests = batches(calibration_part, settings), None
     calibration.lengths()  # reads all texts
+    measure, logits = "right answers", class_logits
     if test_part.indices:
         one_by_one = settings if pads else settings.replace(batch_size=1)
+        classes: Any = head
+        if isinstance(head, NameHeads):
+            classes, measure = label_names(parts), "rows nearest to their class name"
+            logits = head.add(task, classes, request.prompt_of(task, "{}"))
         inputs, numbers = batches(test_part, one_by_one), head_labels(test_part, classes)
-        tests = class_tests(inputs.checked, one_by_one.batch_size, numbers)
+        tests = class_tests(inputs.checked, one_by_one.batch_size, numbers, logits)
     read = [*calibration.columns("columns"), *(labels if tests else [])]
-    notes = [sentence(task, request, *parts, read), *_notes_of_rows(task, calibration, labels)]
+    notes = [sentence(task, request, *parts, read, measure)]
+    notes += _notes_of_rows(task, calibration, labels)
     return Task(calibration, calibration.samples, tests, notes)
+
+
+def label_names(parts: Sequence[Part]) -> list[str]:
+    """Return the distinct labels of all rows of some datasets, and the names of their classes."""
+    names: set[Any] = set()
+    for part in parts:
+        column, rows = part.rows.columns.get(_LABEL, _LABEL), part.rows
+        names |= {*(rows.classes(_LABEL) or [rows[n].get(column) for n in range(len(rows))])}
+    names -= {None}
+    are_words = all(isinstance(n, str) for n in names) and not all(map(str.isdecimal, names))
+    if names and not (are_words and len(names) > 1):
+        raise ValueError(
+            f"{parts[0].option}: the labels are {', '.join(sorted(map(str, names))):.80}, and "
+            "encoders are scored by class names: give at least two labels in words, or --no-eval"
+        )
+    return sorted(names)
 
 
 def head_labels(part: Part, classes: Sequence[str]) -> list[int]:

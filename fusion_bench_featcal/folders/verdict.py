@@ -80,7 +80,7 @@ def compare(merged: Mapping[str, Score], calibrated: Mapping[str, Score], advice
         else:
             unclear.append(task)
     if not merged:
-        return Verdict(gains, "verdict: none without rows to evaluate", True)
+        return Verdict(gains, "verdict: none, as nothing was scored", True)
     sentences = [f"better than the merged model on {better} of {counted(len(merged), 'task')}"]
     sentences += [f"within the 95 % interval: {', '.join(unclear)}"] if unclear else []
     sentences += [f"not better: {', '.join(behind)}. {advice}".rstrip()] if behind else []

@@ -33,6 +33,8 @@ from fusion_bench_featcal.results.tables import page
 from fusion_bench_featcal.settings import FeatCalSettings
 
 CARD = "README.md"
+TRANSFORMERS = {"library_name": "transformers"}
+SENTENCES = {"library_name": "sentence-transformers", "pipeline_tag": "sentence-similarity"}
 PAPER = "https://arxiv.org/abs/2605.13030"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -127,7 +129,11 @@ def correct_configs(model: Any, folder: Path) -> None:
 
 
 def card_text(
-    facts: CardFacts, base: str | None, experts: Mapping[str, str], report: Run | None = None
+    facts: CardFacts,
+    base: str | None,
+    experts: Mapping[str, str],
+    report: Run | None = None,
+    library: Mapping[str, str] = TRANSFORMERS,
 ) -> str:
     """Return the text of a model card.
 
@@ -136,8 +142,9 @@ def card_text(
         base: Folder or hub id of the base.
         experts: Task -> folder or hub id of its expert.
         report: The accuracies, if the model was evaluated.
+        library: Keys of the card's head that name the library to load the model with.
     """
-    head: dict[str, Any] = {"library_name": "transformers", "tags": ["merge", "featcal"]}
+    head: dict[str, Any] = {**library, "tags": ["merge", "featcal"]}
     hub_id = (base or "").partition("@")[0]
     if _HUB_ID.fullmatch(hub_id) and not Path(hub_id).is_dir():
         head = {"base_model": hub_id, **head}

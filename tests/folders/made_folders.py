@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets
 import torch
+from tiny_encoders import CLASSES, bert, tokenizer, write_sentence_files
 from tiny_images import write_class_folders, write_clip
 from tiny_models import add_up, scatter
 from tiny_texts import TASKS, llama_model, sentences, t5_model, word_tokenizer, write_adapter
@@ -153,3 +154,26 @@ def clip_folders(folder: Path) -> Models:
         experts[task] = expert
         write_class_folders(folder / f"{task}-images", per_class=10, seed=number)
     return write_models(folder, base, load_processor(), experts)
+
+
+def requests(task: str) -> list[dict[str, str]]:
+    """Texts of unequal length, some above an encoder's limit, with the names of their classes."""
+    start, vocabulary = TASKS.index(task), " ".join(CLASSES).split()
+    return [
+        {
+            "text": " ".join(vocabulary[(start + n * k) % 7] for k in range(1, 3 + n % 8)),
+            "label": CLASSES[(start + n) % 4],
+        }
+        for n in range(ROWS)
+    ]
+
+
+def encoder_folders(folder: Path) -> Models:
+    """Encoders with files of sentence-transformers, experts also as adapters, labelled texts."""
+    models = write_models(folder, bert(), tokenizer())
+    write_adapters(folder, models["base"])
+    for task in TASKS:
+        write_rows(folder / f"{task}.jsonl", requests(task))
+    for name in models:
+        write_sentence_files(folder / name)
+    return models

@@ -81,4 +81,4 @@ def test_a_gain_within_its_interval_is_no_gain():
     )
     assert verdict.gains[1] == "gain of b on 1 row: loss -0.500"
     verdict = verdict_of()
-    assert verdict.sentence == "verdict: none without rows to evaluate" and verdict.gains == []
+    assert verdict.sentence == "verdict: none, as nothing was scored" and verdict.gains == []

@@ -1,0 +1,271 @@
+"""`featcal calibrate` on encoders: folders of sentence-transformers go in and come out whole."""
+
+import contextlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from encoder_pools import encoder
+from made_folders import (
+    HELD_OUT,
+    ROWS,
+    change_json,
+    encoder_folders,
+    requests,
+    words,
+    write_models,
+    write_rows,
+)
+from reports import error_of, featcal
+from safetensors.torch import load_file
+from sample_pools import RESCALE
+from tiny_encoders import CLASSES, FILES, embeddings, tokenizer, write_sentence_files
+from tiny_images import write_class_folders
+from tiny_texts import TASKS, merged_by_hand
+from torch.nn import functional as F
+from transformers import (
+    BartConfig,
+    BartModel,
+    BertForMaskedLM,
+    BertModel,
+    Dinov2Model,
+)
+
+from fusion_bench_featcal.data import sample_order
+from fusion_bench_featcal.data.embeddings import Pooling
+from fusion_bench_featcal.results import read_run
+
+LORA = ("one-lora", "two-lora")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("encoders")
+    encoder_folders(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(models: Path, tmp_path: Path) -> Path:
+    """Encoders and their texts, which a test may change."""
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def calibrate(folder: Path, *more: str, **options: Any) -> str:
+    """Run the command and return its screen."""
+    with contextlib.chdir(folder):
+        done = featcal(*words(folder, *more, **options))
+    assert done.code == 0, done.err
+    return done.out
+
+
+def tail(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(folder / "model.safetensors").items()
+    return {name: tensor for name, tensor in tensors if name.startswith("pooler")}
+
+
+def expert(folder: Path, location: str) -> Any:
+    if location not in LORA:
+        return BertModel.from_pretrained(folder / location)
+    return merged_by_hand(BertModel.from_pretrained(folder / "base"), folder / location, scale=0.5)
+
+
+ADAPTERS = ("--merge", "task_arithmetic:0.4", "--prompt", "two=weather {} alarm")
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "prompts"),
+    [
+        ((), {}, ("{}", "{}")),
+        (ADAPTERS, {"merged": None, "experts": LORA}, ("{}", "weather {} alarm")),
+    ],
+)
+def test_scores_are_cosines_with_the_bases_embeddings_of_class_names(
+    folder, more, options, prompts
+):
+    screen = calibrate(folder, *more, **options)
+    assert screen.startswith("encoder: BertModel, 2 tasks")
+    assert f"{HELD_OUT} rows of --data, held back: share of rows nearest to their class" in screen
+    report, base = read_run(folder / "out" / "featcal"), BertModel.from_pretrained(folder / "base")
+    for task, prompt, location in zip(TASKS, prompts, options.get("experts", TASKS), strict=True):
+        lines, order = requests(task), sample_order(ROWS, task, 42)
+        lines = [lines[number] for number in order[ROWS - HELD_OUT :]]
+        head = embeddings(base, folder / "base", [prompt.replace("{}", name) for name in CLASSES])
+        labels = torch.tensor([CLASSES.index(line["label"]) for line in lines])
+        out = BertModel.from_pretrained(folder / "out")
+        for row, model in ((report.rows[0], expert(folder, location)), (report.rows[-1], out)):
+            texts = embeddings(model, folder / "base", [line["text"] for line in lines])
+            logits = texts @ head.T / 0.05
+            right = (logits.argmax(dim=1) == labels).double().mean()
+            assert row.scores["accuracy"][task] == pytest.approx(right)
+            loss = F.cross_entropy(logits, labels).item()
+            assert row.scores["loss"][task] == pytest.approx(loss, abs=1e-4)
+
+
+def test_a_folder_comes_out_whole(folder):
+    (folder / "base" / "sentence_bert_config.json").unlink()  # MERGED's files have priority
+    calibrate(folder)
+    out, merged = folder / "out", folder / "merged"
+    for name in (*FILES, "config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (merged / name).read_bytes(), name
+    assert Pooling.of(out) == Pooling.of(merged) != Pooling.of(folder / "base")
+    assert not (out / "heads").exists()
+    _, head, _ = (out / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(head) == {
+        "library_name": "sentence-transformers", "pipeline_tag": "sentence-similarity",
+        "tags": ["merge", "featcal"],
+    }  # fmt: skip
+    before, after = (load_file(path / "model.safetensors") for path in (merged, out))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(name.startswith("encoder.layer.") for name in changed)
+
+
+def test_texts_without_labels_and_modules_without_scores(folder):
+    """The merged model is mergekit's: it has the model and the tokenizer only."""
+    for name in FILES:
+        (folder / "merged" / name).unlink()
+    dense = [{"path": path, "type": "Dense"} for path in ("2_Dense", "../one", "")]
+    write_sentence_files(
+        folder / "base",
+        **{"modules.json": FILES["modules.json"][:2] + dense, "2_Dense/config.json": {}},
+    )
+    (folder / "base" / "2_Dense" / "code.py").touch()
+    for task in TASKS:
+        texts = [{"sentence": row["text"]} for row in requests(task)]
+        write_rows(folder / f"{task}.jsonl", texts)
+    screen = calibrate(folder, "--no-eval", "--columns", "text=sentence")
+    assert "verdict: none, as nothing was scored" in screen and "accuracy" not in screen
+    folders = sorted(path.name for path in (folder / "out").iterdir() if path.is_dir())
+    assert folders == ["1_Pooling", "2_Dense", "featcal"]
+    assert [path.name for path in (folder / "out" / "2_Dense").iterdir()] == ["config.json"]
+
+
+def test_a_base_without_pooler_does_not_take_the_first_experts(folder):
+    """The base is a masked language model, from which experts were trained."""
+    body = BertModel.from_pretrained(folder / "base")
+    base = BertForMaskedLM(body.config)
+    base.bert.load_state_dict(body.state_dict(), strict=False)
+    write_models(folder / "mlm", base, tokenizer(), {})
+    options = {"merged": None, "base": "mlm/base"}
+    calibrate(folder, "--merge", "task_arithmetic:0.4", **options)
+    poolers = [tail(folder / task) for task in TASKS]
+    for name, tensor in tail(folder / "out").items():
+        average = torch.stack([pooler[name] for pooler in poolers]).mean(dim=0)
+        torch.testing.assert_close(tensor, average)
+    assert Pooling.of(folder / "out") == Pooling.of(folder / "one")
+
+
+def test_configs_may_name_the_class_of_the_pretraining(folder):
+    for name in ("base", "merged", *TASKS):
+        change_json(folder / name / "config.json", {"architectures": ["BertForMaskedLM"]})
+    assert calibrate(folder, "--plan").startswith("encoder: BertModel")
+
+
+def test_image_encoders_without_scores(tmp_path):
+    models = write_models(tmp_path, encoder("dino"), RESCALE)
+    for number, task in enumerate(TASKS):
+        write_class_folders(tmp_path / f"{task}-images", per_class=6, seed=number)
+    line = error_of(*words(tmp_path, data="{}-images"))
+    assert line.endswith("merged has no head to be scored with: give --no-eval")
+    assert "image encoder: Dinov2Model" in calibrate(tmp_path, "--no-eval", data="{}-images")
+    out: Any = Dinov2Model.from_pretrained(tmp_path / "out")
+    before = models["merged"].state_dict()
+    changed = [name for name, t in out.state_dict().items() if not torch.equal(t, before[name])]
+    assert len(changed) == 2 * 6 * 2  # weights and biases
+
+
+# --- refusals ---
+
+
+def other_pooling(folder: Path) -> None:
+    file = folder / "two" / "1_Pooling" / "config.json"
+    change_json(file, {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True})
+
+
+def dense(folder: Path) -> None:
+    modules = [*FILES["modules.json"], {"path": "2_Dense", "type": "Dense"}]
+    (folder / "merged" / "modules.json").write_text(json.dumps(modules))
+
+
+def no_modules(folder: Path) -> None:
+    for name in ("merged", "base"):
+        (folder / name / "modules.json").unlink()
+
+
+def encoder_decoder(folder: Path) -> None:
+    sides: dict[str, Any] = {
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "d_model": 8,
+        "encoder_ffn_dim": 8,
+    }
+    sides |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+    model = BartModel(BartConfig(vocab_size=60, max_position_embeddings=16, **sides))
+    model.save_pretrained(folder / "merged")
+
+
+def labels(*names: Any) -> Any:
+    def write(folder: Path) -> None:
+        rows = [{"text": "alarm", "label": names[n % len(names)]} for n in range(ROWS)]
+        write_rows(folder / "one.jsonl", rows)
+
+    return write
+
+
+REFUSED: list[tuple[Any, str, list[str]]] = [
+    (no_modules, "", ["/merged and its base have no modules.json", "or give --no-eval"]),
+    (dense, "", ["merged/modules.json has a module Dense", "(--no-eval)"]),
+    (other_pooling, "", ["--expert two=", "another pooling (cls) than", "(mean)", "--no-eval"]),
+    (encoder_decoder, "", ["the merged model", "is a BartModel; featcal calibrate takes"]),
+    (labels(None), "", ["--data one=", "rows need a label to be evaluated", "give --no-eval"]),
+    (labels("0", "1"), "", ["--data one=", "the labels are 0, 1, and encoders", "--no-eval"]),
+    (labels(0, 1), "", ["the labels are 0, 1, and encoders are scored by class names"]),
+    (labels("alarm"), "", ["the labels are alarm", "at least two labels in words"]),
+    (labels("alarm"), "--text-tower", ["--text-tower is for CLIP", "these are encoder models"]),
+]
+
+
+@pytest.mark.parametrize(("change", "option", "messages"), REFUSED)
+def test_encoders_that_cannot_be_scored(folder, refusal, change, option, messages):
+    change(folder)
+    more = (option, str(folder / "base")) if option else ()
+    line = refusal(words(folder, *more))
+    assert all(message in line for message in messages), line
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "calibrate.md"
+COMMAND = re.compile(r"<!-- encoders -->\n```sh\nfeatcal (.*?)```\n\n```text\n(.*?)```", re.DOTALL)
+
+
+@pytest.mark.real
+def test_the_command_of_the_docs_on_real_weights(tmp_path):
+    ((command, table),) = COMMAND.findall(DOCS.read_text(encoding="utf-8"))
+    script = DOCS.parents[1] / "examples" / "folders" / "make_folders.py"
+    subprocess.run([sys.executable, script, "encoders", tmp_path / "encoders"], check=True)
+    with contextlib.chdir(tmp_path / "encoders"):
+        done = featcal(*shlex.split(command.replace("\\\n", " ")))
+    assert done.code == 0, done.err
+    assert table.splitlines()[-1] in done.out.splitlines()  # the verdict
+    (average,) = (line.split()[1::2] for line in done.out.splitlines() if line[:7] == "average")
+    (printed,) = (line.split()[1::2] for line in table.splitlines() if line[:7] == "average")
+    # other builds of torch round differently: one row in a hundred
+    assert [*map(float, average)] == pytest.approx([*map(float, printed)], abs=1)
+
+
+@pytest.mark.slow
+def test_sentence_transformers_loads_the_folder(folder):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    calibrate(folder)
+    texts = [row["text"] for row in requests("one")]
+    loaded = sentence_transformers.SentenceTransformer(str(folder / "out"), device="cpu")
+    expected = embeddings(BertModel.from_pretrained(folder / "out"), folder / "out", texts)
+    torch.testing.assert_close(torch.tensor(loaded.encode(texts)), expected)
