@@ -4,8 +4,9 @@
     python make_folders.py lora DIR       the same experts as LoRA adapters
     python make_folders.py clip DIR       a small CLIP, three experts, and folders of images
     python make_folders.py classifiers DIR   a small ResNet, three experts, and folders of images
+    python make_folders.py encoders DIR   all-MiniLM-L6-v2, adapters of three experts, and texts
 
-All are from the bundled suites.
+All are from the bundled suites. all-MiniLM-L6-v2 is fetched by scripts/fetch_weights.py.
 """
 
 import json
@@ -19,7 +20,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from fusion_bench_featcal.suites import image, load_text_split
-from fusion_bench_featcal.suites.paths import suite_path
+from fusion_bench_featcal.suites.paths import suite_path, weights_path
 
 TEXTS = ("banking77", "snips_intent", "clinc_domain")
 IMAGES = ("mini_mnist", "mini_latin", "mini_greek")
@@ -114,11 +115,24 @@ def write_classifiers(folder: Path) -> None:
         file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
+def write_encoders(folder: Path) -> None:
+    """Write `base`, an adapter for each expert, and texts with the names of their classes."""
+    shutil.copytree(weights_path("minilm"), folder / "base")
+    for task in TEXTS:
+        shutil.copytree(suite_path(f"minilm/{task}"), folder / task)
+        rows = load_text_split(task, "calibration", "classes")
+        names = rows.features["label"].names
+        lines = [{"text": row["text"], "label": names[row["label"]]} for row in rows]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{task}.jsonl").write_text(text, encoding="utf-8")
+
+
 WRITERS = {
     "mergekit": write_mergekit,
     "lora": write_lora,
     "clip": write_clip,
     "classifiers": write_classifiers,
+    "encoders": write_encoders,
 }
 
 if __name__ == "__main__":
