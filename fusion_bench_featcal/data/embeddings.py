@@ -58,7 +58,10 @@ class Pooling:
         if not (folder / MODULES).is_file():
             return None
         modules = parse_json(read_bytes(folder / MODULES), folder / MODULES)
-        paths = {str(module["type"]).rpartition(".")[2]: module["path"] for module in modules}
+        try:
+            paths = {module["type"].rpartition(".")[2]: module["path"] for module in modules}
+        except (TypeError, KeyError, AttributeError) as error:
+            raise _unsupported(folder / MODULES, f"an entry without {error}") from error
         for kind in paths.keys() - {"Transformer", "Pooling", "Normalize"}:
             raise _unsupported(folder / MODULES, f"a module {kind}")
         if "Pooling" not in paths or paths.get("Transformer"):
@@ -116,7 +119,7 @@ def _last(mask: Tensor) -> Tensor:
 
 def _mode(file: Path) -> Mode:
     """Return the mode of a pooling's config, of old or new form."""
-    config = read_json(file)
+    config = _content(file)
     modes = [mode for flag, mode in _FLAGS.items() if config.get(flag)]
     other = [flag for flag in config if flag.startswith("pooling_mode_") and config[flag]]
     if "pooling_mode" in config:

@@ -124,6 +124,8 @@ PLAIN = {"rows": ROWS, "options": {}, "config": {}}
         ({"config": {OLD["cls"]: True}}, r"config\.json has the pooling \['mean', 'cls'\]"),
         ({"config": {"pooling_mode": "weightedmean"}}, "has the pooling .'weightedmean'"),
         ({"modules": ["Transformer", "Pooling", "Dense"]}, r"modules\.json has a module Dense"),
+        ({"modules": [None, "Pooling"]}, r"modules\.json has an entry without"),
+        ({"modules": ["Transformer", "Pooling"]}, r"1_/config\.json has the pooling \[\]"),
         ({"modules": None}, r"no files of sentence-transformers .*set taskpool\.pooling"),
     ],
 )  # fmt: skip
