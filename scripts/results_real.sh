@@ -20,28 +20,22 @@ calibrate() { # SUITE NAME SETTING...
 mergers=simple_average,task_arithmetic,ties_merging,wudi
 closed=featcal,featcal_plus,ridge_surgery,featcal_plus_ridge_surgery
 trained=surgery_calibration,prob_surgery_calibration
+grid() { # SUITE SEEDS METHODS METHODS_ON_ONE_MERGER
+  compare "$1" "$1-mergers" "method.seed=$2" method.samples_per_task=64 "method.upstreams=[$mergers]" \
+    'method.alone=[]' "method.post_merging=[$3]"
+  compare "$1" "$1" "method.seed=$2" method.samples_per_task=64 'method.upstreams=[task_arithmetic]' \
+    'method.alone=[regmean,regmean_plusplus,lot]' "method.post_merging=[$4]"
+}
 samples() { # SUITE: a few and many samples
-  compare "$1" "$1-samples" method.seed=42,43 method.samples_per_task=8,256 'method.upstreams=[task_arithmetic]' \
+  compare "$1" "$1-samples" method.seed=42,43 method.samples_per_task=8,64,256 'method.upstreams=[task_arithmetic]' \
     'method.alone=[]' "method.post_merging=[featcal,featcal_plus,ridge_surgery]"
 }
 
 for study in "${studies[@]}"; do
   case "$study" in
-  minilm | dinov2)
-    suite=minilm_TA6
-    [ "$study" = minilm ] || suite=dinov2_small_TA4
-    compare "$suite" "$suite" method.seed=42,43 method.samples_per_task=64 "method.upstreams=[$mergers]" \
-      'method.alone=[regmean,regmean_plusplus,lot]' "method.post_merging=[$closed,$trained]"
-    compare "$suite" "$suite-trained" method.seed=42,43 method.samples_per_task=64 'method.upstreams=[task_arithmetic]' \
-      'method.alone=[]' 'method.post_merging=[surgery_v2_calibration,distillation]'
-    ;;
-  smollm2)
-    compare smollm2_TA4 smollm2_TA4 method.seed=42 method.samples_per_task=64 'method.upstreams=[task_arithmetic]' \
-      'method.alone=[regmean,regmean_plusplus,lot]' \
-      "method.post_merging=[$closed,featcal_paper_llama_3b-targets,$trained]"
-    compare smollm2_TA4 smollm2_TA4-mergers method.seed=42 method.samples_per_task=64 \
-      'method.upstreams=[simple_average,ties_merging,wudi]' 'method.alone=[]' 'method.post_merging=[featcal_plus]'
-    ;;
+  minilm) grid minilm_TA6 42,43 "$closed,$trained" "$closed,$trained,surgery_v2_calibration,distillation" ;;
+  dinov2) grid dinov2_small_TA4 42,43 "$closed,$trained" "$closed,$trained,surgery_v2_calibration,distillation" ;;
+  smollm2) grid smollm2_TA4 42 featcal_plus "$closed,featcal_paper_llama_3b-targets,$trained" ;;
   *-samples) samples "$([ "$study" = minilm-samples ] && echo minilm_TA6 || echo dinov2_small_TA4)" ;;
   unlike)
     # Texts whose words are shuffled, and texts of two tasks exchanged.

@@ -37,7 +37,17 @@ SUITES = {
     "llama-mini_TA6": "Llama, texts",
     "resnet-mini_TA3": "ResNet, images",
 }
-README_SUITES = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6")
+REAL = {
+    "minilm_TA6": "MiniLM, pretrained",
+    "dinov2_small_TA4": "DINOv2, pretrained",
+    "smollm2_TA4": "SmolLM2, pretrained",
+}
+README_SUITES = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", "minilm_TA6")
+UNLIKE = {
+    "minilm_TA6-shuffled": "texts with their words in random order",
+    "minilm_TA6-exchanged": "texts of two tasks exchanged",
+    "dinov2_small_TA4-fog": "images in fog, severity 3",
+}
 README_ROWS = {
     "merged by task arithmetic": ("task_arithmetic",),
     "+ gradient distillation": ("distillation",),
@@ -102,7 +112,41 @@ def readme_table() -> str:
     for label, names in README_ROWS.items():
         records = (next(filter(None, map(averages(suite).get, names))) for suite in README_SUITES)
         lines.append([label, *(f"{100 * row['accuracy.average']:.1f}" for row in records)])
-    return table(["accuracy, %", *(SUITES[suite] for suite in README_SUITES)], lines)
+    return table(["accuracy, %", *((SUITES | REAL)[suite] for suite in README_SUITES)], lines)
+
+
+def percent(record: dict[str, Any]) -> str:
+    """Return a row's average, and in brackets the share of the worst task's gap it recovers."""
+    share = record.get("worst_share")
+    text = f"{100 * record['accuracy.average']:.1f}"
+    return text if share is None or share != share else f"{text} ({100 * share:.0f} %)"
+
+
+def grid(name: str, label: str) -> str:
+    """Return a table with a line for each method and a column for each merger or label's value."""
+    results = results_of(name)
+    records = [r for r in summary(results).to_dict("records") if r["merger"]]
+    columns = list(dict.fromkeys(record[label] for record in records))
+    cells: dict[str, dict[Any, str]] = {}
+    for record in records:
+        row = "merged" if record["row"] == record["merger"] else f"+ {record['row']}"
+        cells.setdefault(row, {})[record[label]] = percent(record)
+    heads = [str(column) for column in columns]
+    heads[0] = f"{label.removesuffix('_per_task')}: {heads[0]}" if label != "merger" else heads[0]
+    lines = [[row, *(of.get(column, "-") for column in columns)] for row, of in cells.items()]
+    return f"{table(['', *heads], lines)}\n\n{measured(results)}"
+
+
+def unlike_table() -> str:
+    """Return FeatCal+'s averages with samples that are unlike the tasks' own."""
+    lines = []
+    for name, label in UNLIKE.items():
+        rows = averages(name)
+        merged, plus = rows["task_arithmetic"], rows["featcal_plus"]
+        worst = f"{plus['worst_task']} {100 * plus['worst_value']:.1f}"
+        gain = f"{100 * plus['gain']:+.1f} ± {100 * plus['half']:.1f}"
+        lines.append([label, percent(merged), percent(plus), gain, worst])
+    return table(["samples", "merged", "featcal_plus", "gain", "worst task"], lines)
 
 
 def accuracies_figure() -> str:
@@ -218,7 +262,13 @@ def text_of(path: str, *, after: str = "") -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    **{f"results-{suite}": partial(results_part, suite) for suite in SUITES},
+    **{f"results-{suite}": partial(results_part, suite) for suite in (*SUITES, *REAL)},
+    **{f"mergers-{suite}": partial(grid, f"{suite}-mergers", "merger") for suite in REAL},
+    **{
+        f"samples-{suite}": partial(grid, f"{suite}-samples", "samples_per_task")
+        for suite in ("minilm_TA6", "dinov2_small_TA4")
+    },
+    "unlike": unlike_table,
     "readme-accuracy": readme_table,
     "diagnosis": diagnosis_part,
     "paper-commands": paper_commands,
