@@ -141,7 +141,11 @@ class Stack(Family):
         return {"": predicts if mask is None else predicts * (mask > 0)}
 
     def reads_first(self, model: nn.Module, inputs: Any) -> bool:
-        """Return whether logits stay the same if all other positions change their signs."""
+        """Return whether the output stays the same if all other positions change their signs.
+
+        The output is the logits, or the pooled output of images without a head. Texts have pooled
+        outputs too, but often other embeddings.
+        """
         if type(model).__name__ in _classes("CAUSAL_LM"):
             return False  # known without running a model that may be large
 
@@ -150,13 +154,20 @@ class Stack(Family):
             hidden[:, 1:] *= -1
             return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
+        is_image = False
         if isinstance(inputs, Mapping):
             inputs = {name: value for name, value in inputs.items() if name != "labels"}
-        logits = getattr(call_model(model, inputs), "logits", None)
-        last = model.get_submodule(self.stages(model)[0][-1])
+            is_image = "pixel_values" in inputs
+
+        def scored() -> Any:
+            output = call_model(model, inputs)
+            pooled = getattr(output, "pooler_output", None) if is_image else None
+            return getattr(output, "logits", pooled)
+
+        result, last = scored(), model.get_submodule(self.stages(model)[0][-1])
         with stoppable(last.register_forward_hook(change)):
-            changed: Any = getattr(call_model(model, inputs), "logits", None)
-        return isinstance(logits, Tensor) and torch.equal(logits, changed)
+            changed = scored()
+        return isinstance(result, Tensor) and torch.equal(result, changed)
 
 
 class ImageTower(Stack):

@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 from calibrations import PLUS, assert_same, run_fast, run_slow
+from encoder_pools import encoder
 from model_types import suite_named
-from tiny_models import ResidualNet, model_of, sentences, suite_of
+from tiny_models import ResidualNet, model_of, normal, sentences, suite_of
 from tricky_models import Remembering, Sharing, net_suite
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import Stack
 
-FIRST = ("bert", "distilbert")
-"""Classifiers whose head reads nothing but the first position of the last block."""
+FIRST = ("bert", "distilbert", "dino, bare")
+"""Models whose head or pooled output is made from the last block's first position alone."""
 
 
 @pytest.mark.parametrize("kind", [Remembering, Sharing])
@@ -45,10 +46,16 @@ def test_blocks_that_fit_are_calibrated(caplog: Any):
     assert_same(result.model, run_slow(suite).model)
 
 
-@pytest.mark.parametrize("name", ["bert", "distilbert", "gpt2"])
+def dino_suite() -> Any:
+    images = {task: [{"pixel_values": normal(task, 5, 3, 28, 28)}] for task in (1, 2)}
+    inputs = {str(task): batches for task, batches in images.items()}
+    return suite_of(encoder("dino"), inputs, [f"encoder.layer.{n}" for n in range(2)], 1)
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "gpt2", "bert, bare", "dino, bare"])
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
 def test_plus_reads_the_first_position_alone_where_the_head_does(name: str):
-    suite = suite_named(name)
+    suite = dino_suite() if name.startswith("dino") else suite_named(name)
     tasks = run_fast(suite, **PLUS).log.of_kind("task")
     rows = {(r["block"] == suite.blocks[-1], r["rows"] == r["samples"]) for r in tasks}
     assert rows == {(False, False), (True, name in FIRST)}
