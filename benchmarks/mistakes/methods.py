@@ -155,14 +155,14 @@ MUTATIONS = [
         "lab/rivals/corrected_model.py",
         'mask = inputs.get("attention_mask")',
         "mask = None",
-        "methods/test_encoders.py",
+        "methods/test_encoder_methods.py",
     ),
     Mutation(
         "distillation trains towards a pooler that nothing reads",
         "lab/rivals/features.py",
         "if pooling is not None:",
         "if pooling is None and False:",
-        "methods/test_encoders.py",
+        "methods/test_encoder_methods.py",
     ),
     Mutation(
         "Surgery sees the labels of test texts",
