@@ -17,17 +17,19 @@ calibrate() { # SUITE NAME SETTING...
       hydra.run.dir="$folder/$2" "${@:3}"
 }
 
-mergers=simple_average,task_arithmetic,ties_merging,wudi
+# WUDI optimises each matrix in turn: minutes for MiniLM, hours for SmolLM2, which goes without.
+some=simple_average,task_arithmetic,ties_merging
+mergers=$some,wudi
 closed=featcal,featcal_plus,ridge_surgery,featcal_plus_ridge_surgery
 trained=surgery_calibration,prob_surgery_calibration
 # Both train the whole model: SurgeryV2's default of 1000 steps takes an hour, and distillation's rate is for small models.
 slow=surgery_v2_calibration,distillation
 in_short=(method.post_merging_methods.surgery_v2_calibration.steps=100 +method.post_merging_methods.distillation.learning_rate=1e-4)
-grid() { # SUITE SEEDS METHODS METHODS_ON_ONE_MERGER
-  compare "$1" "$1-mergers" "method.seed=$2" method.samples_per_task=64 "method.upstreams=[$mergers]" \
-    'method.alone=[]' "method.post_merging=[$3]"
+grid() { # SUITE SEEDS MERGERS METHODS METHODS_ON_ONE_MERGER
+  compare "$1" "$1-mergers" method.seed=42 method.samples_per_task=64 "method.upstreams=[$3]" \
+    'method.alone=[]' "method.post_merging=[$4]"
   compare "$1" "$1" "method.seed=$2" method.samples_per_task=64 'method.upstreams=[task_arithmetic]' \
-    'method.alone=[regmean,regmean_plusplus,lot]' "method.post_merging=[$4]" "${in_short[@]}"
+    'method.alone=[regmean,regmean_plusplus,lot]' "method.post_merging=[$5]" "${in_short[@]}"
 }
 samples() { # SUITE: a few and many samples
   compare "$1" "$1-samples" method.seed=42,43 method.samples_per_task=8,64,256 'method.upstreams=[task_arithmetic]' \
@@ -36,9 +38,9 @@ samples() { # SUITE: a few and many samples
 
 for study in "${studies[@]}"; do
   case "$study" in
-  minilm) grid minilm_TA6 42,43 "$closed,$trained" "$closed,$trained,$slow" ;;
-  dinov2) grid dinov2_small_TA4 42,43 "$closed,$trained" "$closed,$trained,$slow" ;;
-  smollm2) grid smollm2_TA4 42 featcal_plus "$closed,featcal_paper_llama_3b-targets,$trained" ;;
+  minilm) grid minilm_TA6 42,43 "$mergers" "$closed,$trained" "$closed,$trained,$slow" ;;
+  dinov2) grid dinov2_small_TA4 42,43 "$mergers" "$closed,$trained" "$closed,$trained,$slow" ;;
+  smollm2) grid smollm2_TA4 42 "$some" featcal_plus "$closed,featcal_paper_llama_3b-targets,$trained" ;;
   *-samples) samples "$([ "$study" = minilm-samples ] && echo minilm_TA6 || echo dinov2_small_TA4)" ;;
   unlike)
     # Texts whose words are shuffled, and texts of two tasks exchanged.
