@@ -34,9 +34,12 @@ def write_tensors(
         copies[name] = tensor.clone() if storage in stored else tensor
         stored.add(storage)
     with new_file(path) as partial:
+        partial.touch()
+        mode = partial.stat().st_mode  # safetensors writes files that only their owner can read
         try:
             # transformers requires the format
             save_file(copies, partial, {"format": "pt", **(metadata or {})})
+            partial.chmod(mode)
         except SafetensorError as error:
             raise OSError(str(error)) from error
 

@@ -26,7 +26,7 @@ _NOT_EXPERTS = (
 _FEW = 0.1
 _HARDLY = (
     "fewer than a tenth of their own rows are right for the experts of {}: check --tokenizer, "
-    "--chat-template, the targets and how prompts end"
+    "labels or targets, and for language models --chat-template and how prompts end"
 )
 
 

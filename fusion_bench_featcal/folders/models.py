@@ -263,6 +263,11 @@ class Models:
             for task, expert in self.experts.items()
         ]
         if self.base_source is None:
+            if self.home.kind == ENCODER:
+                text = (
+                    "no --base: the merged model embeds the class names, and the repair is weaker"
+                )
+                notes.append(text)
             return notes
         named = {f"expert {task}": expert for task, expert in self._runnable.items()}
         if self.merged is not None:

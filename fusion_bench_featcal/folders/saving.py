@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import nn
 
 from fusion_bench_featcal.experts.expert import pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files.json_files import json_text
+from fusion_bench_featcal.files.tensors import write_tensors
 from fusion_bench_featcal.files.untrusted import parse_json, read_bytes
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.options import RECIPE
@@ -115,9 +115,9 @@ def _write_heads(models: Models, heads: Mapping[str, Any], folder: Path) -> None
         head.mkdir(parents=True)
         body = f"{classifier.base_model_prefix}."
         tensors = classifier.state_dict().items()
-        outside = {n: t.cpu().contiguous() for n, t in tensors if not n.startswith(body)}
+        outside = {name: tensor for name, tensor in tensors if not name.startswith(body)}
         outside |= {f"{body}{name}": tensor for name, tensor in models.tail(task).items()}
-        save_file(outside, head / "head.safetensors")
+        write_tensors(head / "head.safetensors", outside)
         config = json.dumps(classifier.config.to_dict(), indent=2, sort_keys=True, default=str)
         (head / "config.json").write_text(config + "\n", encoding="utf-8")
 

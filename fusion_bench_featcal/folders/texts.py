@@ -52,7 +52,8 @@ def open_texts(
         split: The split, if there are several.
         option: The option that names it, for messages.
         columns: Standard name of a column -> its name in the table. If there are any, only these
-            columns are read. Standard columns are also read if `names` equals `usual`.
+            columns are read. Standard columns are also read if `names` equals `usual`. The label
+            may be missing, because only scores need it.
         names: Standard names that are allowed.
         usual: Standard columns, one of which is needed if `columns` is empty.
     """
@@ -62,11 +63,14 @@ def open_texts(
     available = {*table.column_names}
     if not len(table):
         raise ValueError(f"{option} has no rows")
-    if not available >= {*columns.values()} or not (columns or available & {*usual}):
+    named = {name: column for name, column in columns.items() if name != _LABEL}
+    absent = [f"{name}={column}" for name, column in named.items() if column not in available]
+    if absent or not (named or available & {*usual} - {_LABEL}):
         needed = names[:2] if names != usual else (_TEXT, _LABEL)
+        reason = f", so {', '.join(absent)} is wrong" if absent else ""
         raise ValueError(
-            f"{option} has the columns {', '.join(table.column_names)}: name them by --columns "
-            f"[NAME:]{','.join(f'{name}=COLUMN' for name in needed)}"
+            f"{option} has the columns {', '.join(table.column_names)}{reason}: name them by "
+            f"--columns [NAME:]{','.join(f'{name}=COLUMN' for name in needed)}"
         )
     if columns and names == usual:
         columns = {n: n for n in usual if n in available} | dict(columns)
@@ -156,6 +160,11 @@ def open_class_task(
     names = _OF_CLASSIFIERS
     open_rows = partial(open_texts, columns=request.columns_of(task), names=names, usual=names)
     parts = calibration_part, test_part = open_parts(task, request, open_rows)
+    unlabelled = task not in request.eval and test_part.indices and not _has_labels(test_part)
+    if unlabelled:
+        parts = calibration_part, test_part = open_parts(
+            task, replace(request, no_eval=True), open_rows
+        )
 
     def batches(part: Part, settings: Any) -> TextBatches:
         return TextBatches(part.rows, part.indices, settings, encoder, load_expert=nn.Identity)
@@ -175,7 +184,17 @@ def open_class_task(
     read = [*calibration.columns("columns"), *(labels if tests else [])]
     notes = [sentence(task, request, *parts, read, measure)]
     notes += _notes_of_rows(task, calibration, labels)
+    if unlabelled:
+        notes.append(
+            f"{task}: not scored, as its rows have no {labels[0]} (--columns {task}:label=COLUMN, "
+            "or labelled rows by --eval)"
+        )
     return Task(calibration, calibration.samples, tests, notes)
+
+
+def _has_labels(part: Part) -> bool:
+    column = part.rows.columns.get(_LABEL, _LABEL)
+    return any(part.rows[index].get(column) is not None for index in part.indices)
 
 
 def label_names(parts: Sequence[Part]) -> list[str]:

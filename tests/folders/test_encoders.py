@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -149,6 +150,42 @@ def test_texts_without_labels_and_modules_without_scores(folder):
     assert [path.name for path in (folder / "out" / "2_Dense").iterdir()] == ["config.json"]
 
 
+def test_a_task_without_labels_is_not_scored_or_has_them_in_other_rows(folder):
+    """One mapping of columns serves tables with labels and without."""
+    rows = [{"sentence": r["text"], "intent": r["label"]} for r in requests("one")]
+    write_rows(folder / "labelled.jsonl", rows)
+    for task in TASKS:
+        write_rows(folder / f"{task}.jsonl", [{"sentence": row["sentence"]} for row in rows])
+    columns = ("--columns", "text=sentence,label=intent")
+    screen = calibrate(folder, *columns, "--eval", "one=labelled.jsonl")
+    assert "two: not scored, as its rows have no intent (--columns two:label=COLUMN" in screen
+    assert "of 1 task" in screen
+    assert list(read_run(folder / "out" / "featcal").tasks) == ["one"]
+    assert (folder / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
+    line = error_of(*words(folder, "--columns", "text=utterance", "--out", str(folder / "new")))
+    assert "has the columns sentence, so text=utterance is wrong: name them by" in line
+
+
+def umask() -> int:
+    """Return the process's mask of permissions, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_without_a_base_the_merged_model_embeds_the_names(folder):
+    screen = calibrate(folder, base=None)
+    assert "no --base: the merged model embeds the class names" in screen
+    report, merged = read_run(folder / "out" / "featcal"), folder / "merged"
+    model, lines = BertModel.from_pretrained(merged), requests("one")
+    lines = [lines[n] for n in sample_order(ROWS, "one", 42)[ROWS - HELD_OUT :]]
+    texts = embeddings(model, merged, [line["text"] for line in lines])
+    right = (texts @ embeddings(model, merged, CLASSES).T).argmax(dim=1)
+    labels = torch.tensor([CLASSES.index(line["label"]) for line in lines])
+    expected = (right == labels).double().mean()
+    assert report.row("merged").scores["accuracy"]["one"] == pytest.approx(expected)
+
+
 def test_a_base_without_pooler_does_not_take_the_first_experts(folder):
     """The base is a masked language model, from which experts were trained."""
     body = BertModel.from_pretrained(folder / "base")
@@ -226,7 +263,6 @@ REFUSED: list[tuple[Any, str, list[str]]] = [
     (dense, "", ["merged/modules.json has a module Dense", "(--no-eval)"]),
     (other_pooling, "", ["--expert two=", "another pooling (cls) than", "(mean)", "--no-eval"]),
     (encoder_decoder, "", ["the merged model", "is a BartModel; featcal calibrate takes"]),
-    (labels(None), "", ["--data one=", "rows need a label to be evaluated", "give --no-eval"]),
     (labels("0", "1"), "", ["--data one=", "the labels are 0, 1, and encoders", "--no-eval"]),
     (labels(0, 1), "", ["the labels are 0, 1, and encoders are scored by class names"]),
     (labels("alarm"), "", ["the labels are alarm", "at least two labels in words"]),
