@@ -167,9 +167,9 @@ DATA: list[Refused] = [
     ({"one.jsonl": [{"messages": TURNS[:1]}]}, {}, [*ROW, "--chat-template FILE"]),
     ({"one.jsonl": [*sentences("one", 11), {"prompt": "a b"}]}, {"more": "--no-eval"},
      [*ROW, "no target, as in 1 of 12 rows"]),
-    *[(QUESTIONS, {"more": more}, ["one.jsonl has the columns q, a: name them by "
+    *[(QUESTIONS, {"more": more}, [f"one.jsonl has the columns q, a{wrong}: name them by "
                                    "--columns [NAME:]prompt=COLUMN,target=COLUMN"])
-      for more in ("", "--columns prompt=Q")],
+      for more, wrong in (("", ""), ("--columns prompt=Q", ", so prompt=Q is wrong"))],
     ({"saved": lambda path: datasets_on_disk(path, "fit", "more")},
      {"data": ["saved:tests", "two.jsonl"]}, ["has no split 'tests'"]),
     *[({"*.jsonl": [{"messages": TURNS}], TOKENIZER: {"chat_template": template}}, {},
