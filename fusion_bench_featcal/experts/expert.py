@@ -256,6 +256,22 @@ def _renaming(available: set[str], names: set[str], model: nn.Module) -> Callabl
     The same weights are `vision_model.x` in files and, from transformers 5.6 on, `x` in memory.
     Other names that it changes on loading, such as DINOv2's, are as in files.
     """
+    known = {name: name for name in available}
+    prefix, covered = _prefix(available, names)
+    if covered < len(names):
+        known |= _names_in_files(available, model)
+        prefix, _ = _prefix(set(known), names)
+    added, removed = prefix
+
+    def stored(name: str) -> str:
+        spelled = added + name.removeprefix(removed)
+        return known.get(spelled, spelled)
+
+    return stored
+
+
+def _prefix(available: set[str], names: set[str]) -> tuple[tuple[str, str], int]:
+    """Return the prefixes to add and to remove so that most names are available, and how many."""
     prefixes = sorted({name.split(".")[0] + "." for name in available | names})
     choices = [("", "")] + [(p, "") for p in prefixes] + [("", p) for p in prefixes]
 
@@ -263,10 +279,8 @@ def _renaming(available: set[str], names: set[str], model: nn.Module) -> Callabl
         added, removed = choice
         return sum(added + name.removeprefix(removed) in available for name in names)
 
-    added, removed = max(choices, key=covered)  # on a tie the first one: unchanged names
-    missing = covered((added, removed)) < len(names)
-    in_files = _names_in_files(available, model) if missing else {}
-    return lambda name: in_files.get(name, added + name.removeprefix(removed))
+    best = max(choices, key=covered)  # on a tie the first one: unchanged names
+    return best, covered(best)
 
 
 def _names_in_files(available: set[str], model: nn.Module) -> dict[str, str]:
