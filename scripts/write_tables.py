@@ -38,9 +38,9 @@ SUITES = {
     "resnet-mini_TA3": "ResNet, images",
 }
 REAL = {
-    "minilm_TA6": "MiniLM, pretrained",
-    "dinov2_small_TA4": "DINOv2, pretrained",
-    "smollm2_TA4": "SmolLM2, pretrained",
+    "minilm_TA6": "MiniLM, real pretrained weights",
+    "dinov2_small_TA4": "DINOv2, real pretrained weights",
+    "smollm2_TA4": "SmolLM2, real pretrained weights",
 }
 README_SUITES = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", "minilm_TA6")
 UNLIKE = {
