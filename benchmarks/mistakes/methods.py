@@ -145,7 +145,7 @@ MUTATIONS = [
     ),
     Mutation(
         "SurgeryV2 compares first tokens, not means",
-        "lab/rivals/corrected_model.py",
+        "data/embeddings.py",
         "return states.mean(1)",
         "return states[:, 0]",
         "methods/test_corrections.py",

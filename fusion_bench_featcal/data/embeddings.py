@@ -20,10 +20,13 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files.untrusted import parse_json, read_bytes, read_json
 from fusion_bench_featcal.models.hub import MODULES
 from fusion_bench_featcal.modules.models import device_of
+from fusion_bench_featcal.streams.inputs import to_device
 
 TEMPERATURE = 0.05
 _BATCH = 64
 _PROMPTS, _LENGTHS = "config_sentence_transformers.json", "sentence_bert_config.json"
+FILES = (MODULES, _PROMPTS, _LENGTHS)
+"""Files of sentence-transformers beside an encoder. Folders of modules are named in the first."""
 
 Mode = Literal["mean", "cls", "last", "max"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -38,7 +41,7 @@ _FLAGS = {
 
 @dataclass(frozen=True)
 class Pooling:
-    """How one embedding of an input is made from the encoder's token states.
+    """The way from an encoder's token states to one embedding of an input.
 
     Attributes:
         mode: `mean` or `max` over the tokens, or the state of the `cls` (first) or `last` token.
@@ -76,15 +79,25 @@ class Pooling:
         """Return the embeddings `[batch, d]` of a model's inputs, not normalised, in float32."""
         states = model(**inputs).last_hidden_state.float()
         mask = inputs.get("attention_mask")
+        if self.mode == "mean":
+            return token_mean(states, mask)
         if mask is None:  # images
             mask = torch.ones(states.shape[:2], device=states.device)
-        if self.mode == "mean":
-            return torch.einsum("btd,bt->bd", states, mask.float()) / mask.sum(1, keepdim=True)
         if self.mode == "max":
             return states.masked_fill(mask[..., None] == 0, -torch.inf).amax(dim=1)
         # padding may be on either side
         at = mask.int().argmax(1) if self.mode == "cls" else _last(mask)
         return states[torch.arange(len(states)), at]
+
+
+def token_mean(states: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mean `[batch, d]` of states `[batch, tokens, d]` over tokens.
+
+    Padding has 0 in the mask `[batch, tokens]`. Without a mask all tokens count.
+    """
+    if mask is None:
+        return states.mean(1)
+    return torch.einsum("btd,bt->bd", states, mask.float()) / mask.sum(1, keepdim=True)
 
 
 def encoder_of_texts(tokenizer: Any, pooling: Pooling) -> TextEncoder:
@@ -96,13 +109,13 @@ def encoder_of_texts(tokenizer: Any, pooling: Pooling) -> TextEncoder:
 @torch.no_grad()
 def embed_texts(model: Any, pooling: Pooling, encoder: TextEncoder, texts: Sequence[str]) -> Tensor:
     """Return the embeddings of texts, `[texts, d]` of norm 1, float32, on the model's device."""
-    device, parts = device_of(model), []
+    device, embeddings = device_of(model), []
     samples = [encoder.sample(read_row({"text": text}, repr(text))) for text in texts]
     for start in range(0, len(samples), _BATCH):
         batch = pad_samples(samples[start : start + _BATCH], encoder)
-        moved = {name: tensor.to(device) for name, tensor in batch.items()}
-        parts.append(F.normalize(pooling.features(model.eval(), moved), dim=-1))
-    return torch.cat(parts)
+        features = pooling.features(model.eval(), to_device(batch, device))
+        embeddings.append(F.normalize(features, dim=-1))
+    return torch.cat(embeddings)
 
 
 def class_logits(features: Tensor, head: Tensor, temperature: float = TEMPERATURE) -> Tensor:
@@ -123,8 +136,8 @@ def _mode(file: Path) -> Mode:
     modes = [mode for flag, mode in _FLAGS.items() if config.get(flag)]
     other = [flag for flag in config if flag.startswith("pooling_mode_") and config[flag]]
     if "pooling_mode" in config:
-        given = config["pooling_mode"]
-        modes = [_NAMES.get(str(given), given)]
+        mode = config["pooling_mode"]
+        modes = [_NAMES.get(str(mode), mode)]
     elif len(other) > len(modes):
         modes = other
     if len(modes) != 1 or modes[0] not in MODES:

@@ -66,7 +66,7 @@ def answer_texts(
     An answer does not depend on the other prompts of its batch.
     """
     answers = [""] * len(prompts)
-    for rows in _by_length([len(prompt) for prompt in prompts], batch_size):
+    for rows in by_length([len(prompt) for prompt in prompts], batch_size):
         written = greedy_answers(model, [prompts[row] for row in rows], encoder, most)
         texts = encoder.tokenizer.batch_decode(written, skip_special_tokens=True)
         for row, text in zip(rows, texts, strict=True):
@@ -81,7 +81,7 @@ def target_loss(
     """Return the mean over samples of a target's mean cross-entropy per token, in nats."""
     device = device_of(model)
     total = 0.0
-    for rows in _by_length([len(sample.ids) for sample in samples], batch_size):
+    for rows in by_length([len(sample.ids) for sample in samples], batch_size):
         batch = pad_samples([samples[row] for row in rows], encoder)
         moved = {name: tensor.to(device) for name, tensor in batch.items()}
         total += row_losses(*targets_of(model, moved)).sum().item()
@@ -111,7 +111,8 @@ def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return losses.sum(dim=1) / (labels != IGNORED).sum(dim=1).clamp(min=1)
 
 
-def _by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+def by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Return the numbers of rows in batches of similar length, the shortest first."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     return (order[start : start + batch_size] for start in range(0, len(order), batch_size))
 

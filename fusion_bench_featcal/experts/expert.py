@@ -256,16 +256,16 @@ def _renaming(available: set[str], names: set[str], model: nn.Module) -> Callabl
     The same weights are `vision_model.x` in files and, from transformers 5.6 on, `x` in memory.
     Other names that it changes on loading, such as DINOv2's, are as in files.
     """
-    known = {name: name for name in available}
+    stored_names = {name: name for name in available}
     prefix, covered = _prefix(available, names)
     if covered < len(names):
-        known |= _names_in_files(available, model)
-        prefix, _ = _prefix(set(known), names)
+        stored_names |= _names_in_files(available, model)
+        prefix, _ = _prefix(set(stored_names), names)
     added, removed = prefix
 
     def stored(name: str) -> str:
         spelled = added + name.removeprefix(removed)
-        return known.get(spelled, spelled)
+        return stored_names.get(spelled, spelled)
 
     return stored
 

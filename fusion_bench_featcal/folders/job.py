@@ -19,7 +19,6 @@ from fusion_bench_featcal.folders.encoders import NameHeads
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
 from fusion_bench_featcal.folders.model_folder import (
-    CLASSIFIERS,
     ENCODER,
     IMAGE_ENCODER,
     LANGUAGE_MODELS,
@@ -163,35 +162,46 @@ def open_tasks(models: Models, processor: Any, max_length: int | None) -> dict[s
             task: open_language_task(task, request, encoder, partial(models.load_expert, task))
             for task in request.expert
         }
-    if kind == IMAGE_ENCODER and not request.no_eval:
-        raise ValueError(f"{models.home.label} has no head to be scored with: give --no-eval")
-    heads: dict[str, Any] = {}
-    if kind in CLASSIFIERS and not request.no_eval:
-        heads = {
-            task: class_names(models.base if expert.is_adapter and models.base else expert)
-            for task, expert in models.experts.items()
-        }
     if kind not in TEXT_MODELS:
-        heads |= dict.fromkeys(request.expert, _zero_shot(models)) if kind == "clip" else {}
+        heads = {} if request.no_eval else _image_heads(models)
         return {t: open_image_task(t, request, processor, heads.get(t)) for t in request.expert}
     encoder, pads = TextEncoder(processor, "classification", max_length), True
+    heads = {} if request.no_eval else _text_heads(models, encoder)
     if kind == TEXT_CLASSIFIER:
         configs = [model.config for model in (models.home, *models.experts.values())]
         pads = all(config.get("pad_token_id") is not None for config in configs if config)
-    elif not request.no_eval:
-        load = partial(models.load, models.base_source or models.merged_source)
-        heads = dict.fromkeys(request.expert, NameHeads(load, models.pooling, encoder))
     return {
         task: open_class_task(task, request, encoder, heads.get(task, ()), pads=pads)
         for task in request.expert
     }
 
 
+def _text_heads(models: Models, encoder: TextEncoder) -> dict[str, Any]:
+    """Return each task's class names, or heads that embed the names of labels."""
+    if models.home.kind == TEXT_CLASSIFIER:
+        return _class_names(models)
+    load = partial(models.load, models.base_source or models.merged_source)
+    return dict.fromkeys(models.experts, NameHeads(load, models.pooling, encoder))
+
+
+def _image_heads(models: Models) -> dict[str, Any]:
+    """Return each task's class names, or zero-shot heads."""
+    if models.home.kind == IMAGE_ENCODER:
+        raise ValueError(f"{models.home.label} has no head to be scored with: give --no-eval")
+    is_clip = models.home.kind == "clip"
+    return dict.fromkeys(models.experts, _zero_shot(models)) if is_clip else _class_names(models)
+
+
+def _class_names(models: Models) -> dict[str, Any]:
+    return {
+        task: class_names(models.base if expert.is_adapter and models.base else expert)
+        for task, expert in models.experts.items()
+    }
+
+
 def _zero_shot(models: Models) -> ZeroShot | None:
     """Return zero-shot heads of a whole CLIP, or None if there is no such model."""
     request = models.request
-    if request.no_eval:
-        return None
     if request.text_tower is not None:
         return ZeroShot(ModelFolder("text tower", request.text_tower, "--text-tower"))
     for model in (models.merged, models.base):

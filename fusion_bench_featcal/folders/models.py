@@ -264,10 +264,8 @@ class Models:
         ]
         if self.base_source is None:
             if self.home.kind == ENCODER:
-                text = (
-                    "no --base: the merged model embeds the class names, and the repair is weaker"
-                )
-                notes.append(text)
+                embedder = "the merged model embeds the class names"
+                notes.append(f"no --base: {embedder}, and the repair is weaker")
             return notes
         named = {f"expert {task}": expert for task, expert in self._runnable.items()}
         if self.merged is not None:

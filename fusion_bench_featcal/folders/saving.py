@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fusion_bench_featcal.data.embeddings import FILES
 from fusion_bench_featcal.experts.expert import pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files.json_files import json_text
@@ -138,7 +139,7 @@ def _write_processor(models: Models, processor: Any, folder: Path) -> None:
 
 def _copy_sentence_files(source: Path, folder: Path) -> None:
     """Copy the files of sentence-transformers, and the folders of its modules without code."""
-    for name in (MODULES, "config_sentence_transformers.json", "sentence_bert_config.json"):
+    for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     for module in parse_json(read_bytes(source / MODULES), source / MODULES):

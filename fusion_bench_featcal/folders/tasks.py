@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.data.draws import sample_order
+from fusion_bench_featcal.data.draws import sample_order, spread
 from fusion_bench_featcal.data.generation import row_losses
 from fusion_bench_featcal.data.text_samples import IGNORED
 from fusion_bench_featcal.errors.plurals import counted
@@ -137,8 +137,7 @@ def open_parts(
     calibration = Part(option, rows, order[:requested])
     option = f"--eval {task}={request.eval[task]}"
     rows = open_rows(request.eval[task], "test", option)
-    most = min(request.eval_rows, len(rows))
-    return calibration, Part(option, rows, [n * len(rows) // most for n in range(most)])
+    return calibration, Part(option, rows, spread(len(rows), request.eval_rows))
 
 
 def sentence(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from typing import Any
 
@@ -158,7 +158,8 @@ def open_class_task(
         pads: Whether the models know their padding token. Others are evaluated text by text.
     """
     names = _OF_CLASSIFIERS
-    open_rows = partial(open_texts, columns=request.columns_of(task), names=names, usual=names)
+    columns = request.columns_of(task)
+    open_rows = cache(partial(open_texts, columns=columns, names=names, usual=names))
     parts = calibration_part, test_part = open_parts(task, request, open_rows)
     unlabelled = task not in request.eval and test_part.indices and not _has_labels(test_part)
     if unlabelled:

@@ -54,7 +54,7 @@ class MethodInputs:
 
     @cached_property
     def pooling(self) -> Pooling | None:
-        """How the models' embeddings are made, or None if they are no encoders without a head.
+        """The pooling of encoders without a head, or None for other models.
 
         It is the task pool's, or else that of the base's files: of sentence-transformers for texts,
         and the class token of a vision transformer for images.

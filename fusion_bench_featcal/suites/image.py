@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fusion_bench_featcal.suites.paths import pick, spread, suite_path
+from fusion_bench_featcal.data.draws import spread
+from fusion_bench_featcal.suites.paths import pick, suite_path
 
 SUITE = "clip-vit-mini"
 SPLITS = {"train": 0, "test": 1}

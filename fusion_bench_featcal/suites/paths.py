@@ -48,12 +48,6 @@ def weights_path(name: str) -> str:
     return str(folder)
 
 
-def spread(count: int, most: int | None) -> list[int]:
-    """Return positions of at most `most` of `count` rows, evenly spread."""
-    kept = count if most is None else min(count, most)
-    return [number * count // kept for number in range(kept)]
-
-
 def pick(entries: Mapping[str, T], name: str, kind: str) -> T:
     """Return the entry of a name. A ValueError lists the names."""
     if name not in entries:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from fusion_bench_featcal.suites.paths import pick, spread, suite_path
+from fusion_bench_featcal.data.draws import spread
+from fusion_bench_featcal.suites.paths import pick, suite_path
 
 SUITES = ("flan-t5-mini", "llama-mini")
 SPLITS = ("train", "calibration", "test")

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,6 +27,7 @@ from fusion_bench_featcal.data.embeddings import (
     embed_texts,
     encoder_of_texts,
 )
+from fusion_bench_featcal.data.generation import by_length
 from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.labels import encode_labels
@@ -36,9 +37,10 @@ from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import TextEncoder, pad_samples
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.model_files import ModelFiles
-from fusion_bench_featcal.settings.fields import check_values, is_text_list, setting
+from fusion_bench_featcal.settings.fields import check_values, is_integer, is_text_list, setting
 from fusion_bench_featcal.streams.inputs import check_token_ids, to_device
 from fusion_bench_featcal.tasks.item_pool import (
     ItemPool,
@@ -141,13 +143,11 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
             raise ValueError("taskpool has no tasks: name their data under taskpool.test_datasets")
         if pooling is not None:
             refuse_unknown([pooling], MODES, "taskpool.pooling=")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        if not is_integer(batch_size, 1):
             raise ValueError(f"taskpool.batch_size must be a whole number >= 1, got {batch_size!r}")
         super().__init__()
-        self._test_datasets, self._base_model, self._processor = (
-            test_datasets, base_model, processor
-        )  # fmt: skip
-        self._pooling, self.batch_size = pooling, batch_size
+        self._test_datasets, self._base_model = test_datasets, base_model
+        self._processor, self._pooling, self.batch_size = processor, pooling, batch_size
         self.heads = _parsed(heads or {}, test_datasets)
         self._vectors: dict[str, Tensor] = {}
 
@@ -159,7 +159,7 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
 
     @cached_property
     def pooling(self) -> Pooling:
-        """How token states become an embedding.
+        """The pooling of the setting, else of the base's files.
 
         Raises:
             CalibrationError: If neither the setting nor the base's files say.
@@ -186,24 +186,24 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         source = str(folder) if self._processor is None else self._processor
         processor = load_part("taskpool.processor", source, kind)
         is_text = hasattr(processor, "model_max_length")
-        part = encoder_of_texts(processor, self.pooling) if is_text else processor
+        reader = encoder_of_texts(processor, self.pooling) if is_text else processor
         for task in self._test_datasets:
-            self.test_dataloaders[task] = self._opened(task, part)
+            self.test_dataloaders[task] = self._opened(task, reader)
         if any(head.file is None for head in self.heads.values()):
             if not is_text:
                 raise CalibrationError(
                     "images have no class names to embed: set taskpool.heads.<task>.file"
                 )
-            self._embed_names(part)
+            self._embed_names(reader)
         self._is_setup = True
 
-    def _opened(self, task: str, part: Any) -> OpenTask:
+    def _opened(self, task: str, reader: Any) -> OpenTask:
         """Open a task's items, and read its head if it is a file."""
         setting, head = f"taskpool.test_datasets.{task}", self.heads[task]
         rows = build_part(setting, self._test_datasets[task])
-        opened = _open_texts if isinstance(part, TextEncoder) else _open_images
+        opened = _open_texts if isinstance(reader, TextEncoder) else _open_images
         with naming_setting(setting):
-            items = opened(rows, f"task {task!r}", head, part, self.batch_size)
+            items = opened(rows, f"task {task!r}", head, reader, self.batch_size)
         if not len(items.labels):
             raise CalibrationError(f"task {task!r} has no test rows. Check {setting}.")
         if head.file is not None:
@@ -253,12 +253,11 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
 
 def _parsed(heads: Any, tasks: Mapping[str, Any]) -> dict[str, Head]:
     """Return the head of every task."""
-    is_config = OmegaConf.is_config(heads)
-    plain: Any = OmegaConf.to_container(heads, resolve=True) if is_config else heads
-    refuse_unknown(plain, tasks, "taskpool.heads.")
-    for task, keys in plain.items():
+    keys_of = plain(heads)
+    refuse_unknown(keys_of, tasks, "taskpool.heads.")
+    for task, keys in keys_of.items():
         check_values(Head, keys, f"taskpool.heads.{task}.")
-    return {task: Head(**plain.get(task, {})) for task in tasks}
+    return {task: Head(**keys_of.get(task, {})) for task in tasks}
 
 
 def _open_texts(
@@ -271,12 +270,9 @@ def _open_texts(
     names = head.class_names or rows.classes(LABEL)
     labels, classes = encode_labels(values, None, names, name)
     samples = [encoder.sample(rows.read(number)) for number in range(len(rows))]
-    order = sorted(range(len(samples)), key=lambda number: len(samples[number].ids))
-    batches = [
-        pad_samples([samples[number] for number in order[start : start + batch_size]], encoder)
-        for start in range(0, len(samples), batch_size)
-    ]
-    return OpenTask(name, classes or [], torch.tensor(labels), batches, order)
+    groups = list(by_length([len(sample.ids) for sample in samples], batch_size))
+    batches = [pad_samples([samples[number] for number in group], encoder) for group in groups]
+    return OpenTask(name, classes or [], torch.tensor(labels), batches, [*chain(*groups)])
 
 
 def _open_images(source: Any, name: str, head: Head, processor: Any, batch_size: int) -> OpenTask:

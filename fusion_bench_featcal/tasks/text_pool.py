@@ -35,6 +35,7 @@ from fusion_bench_featcal.data.text_samples import (
 )
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.settings.fields import is_integer
 from fusion_bench_featcal.streams.inputs import check_token_ids
 from fusion_bench_featcal.tasks.item_pool import (
     ItemPool,
@@ -107,7 +108,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         lengths = {"max_new_tokens": max_new_tokens, "max_length": max_length}
         lengths = {key: value for key, value in lengths.items() if value is not None}
         for key, value in {"batch_size": batch_size, **lengths}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_integer(value, 1):
                 raise ValueError(f"taskpool.{key} must be a whole number >= 1, got {value!r}")
         super().__init__()
         self._test_datasets = test_datasets

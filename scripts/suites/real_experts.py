@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from fusion_bench_featcal.data.embeddings import Pooling, class_logits
 from fusion_bench_featcal.data.text_formats import read_row
 from fusion_bench_featcal.data.text_samples import IGNORED, Sample, TextEncoder, pad_samples
 from fusion_bench_featcal.suites import image, text
@@ -113,9 +114,9 @@ class Encoder(Suite):
     def logits(self, model: Any, rows: Rows, head: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits `[rows, classes]`, labels, and row numbers."""
         assert head is not None
-        cosines = self.embeddings(model, rows) @ head.T
+        logits = class_logits(self.embeddings(model, rows), head, self.RECIPE.temperature)
         labels = torch.tensor([label for _, label in rows])
-        return cosines / self.RECIPE.temperature, labels, torch.arange(len(rows))
+        return logits, labels, torch.arange(len(rows))
 
 
 class MiniLM(Encoder):
@@ -156,9 +157,7 @@ class MiniLM(Encoder):
     def embeddings(self, model: Any, rows: Rows) -> Tensor:
         """Return normalised means over tokens."""
         batch = pad_samples([sample for sample, _ in rows], self.encoder)
-        mask = batch["attention_mask"][..., None].float()
-        hidden = model(**batch).last_hidden_state
-        return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+        return F.normalize(Pooling("mean").features(model, batch), dim=-1)
 
 
 class Dinov2(Encoder):
@@ -185,8 +184,8 @@ class Dinov2(Encoder):
 
     def head(self, model: Any, task: str, rows: Rows) -> Tensor:
         """Return the normalised means of the training pictures' embeddings by class."""
-        parts = [rows[i : i + TEST_BATCH] for i in range(0, len(rows), TEST_BATCH)]
-        embeddings = torch.cat([self.embeddings(model, part) for part in parts])
+        groups = [rows[i : i + TEST_BATCH] for i in range(0, len(rows), TEST_BATCH)]
+        embeddings = torch.cat([self.embeddings(model, group) for group in groups])
         labels = torch.tensor([label for _, label in rows])
         means = [embeddings[labels == c].mean(0) for c in range(int(labels.max()) + 1)]
         return F.normalize(torch.stack(means), dim=-1)
@@ -194,7 +193,7 @@ class Dinov2(Encoder):
     def embeddings(self, model: Any, rows: Rows) -> Tensor:
         """Return normalised class tokens."""
         pixels = self.processor([picture for picture, _ in rows], return_tensors="pt")
-        return F.normalize(model(**pixels).last_hidden_state[:, 0], dim=-1)
+        return F.normalize(Pooling("cls").features(model, pixels), dim=-1)
 
 
 class SmolLM2(Suite):

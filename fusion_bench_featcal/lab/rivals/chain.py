@@ -15,7 +15,7 @@ from fusion_bench_featcal.settings.fields import setting
 class Chain(Method):
     """Runs post-merging methods in order, each on the result of the one before.
 
-    Methods that correct features come last, because others need a plain model.
+    Methods that correct features come last, because the next one needs a plain model.
     """
 
     name = "chain"
@@ -29,34 +29,34 @@ class Chain(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.parts  # checks their settings
+        _ = self.chained  # checks their settings
 
     @cached_property
-    def parts(self) -> list[Any]:
+    def chained(self) -> list[Any]:
         """The methods."""
-        return [instantiate(part, _recursive_=False, _convert_="all") for part in self.methods]
+        return [instantiate(of, _recursive_=False, _convert_="all") for of in self.methods]
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of all methods. Of settings with one name the last method's are listed."""
-        merged = {name: value for part in self.parts for name, value in part.settings.items()}
-        return merged | {"methods": [part.name for part in self.parts]}
+        merged = {name: value for method in self.chained for name, value in method.settings.items()}
+        return merged | {"methods": [method.name for method in self.chained]}
 
     def check(self, inputs: MethodInputs) -> None:
         """Check each method. Raises as their `check`."""
-        for part in self.parts:
-            part.check(inputs)
+        for method in self.chained:
+            method.check(inputs)
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
         """Improve the merged model by each method in turn. Raises as these."""
-        for part in self.parts:
-            merged = part.post_merge(merged, inputs)
+        for method in self.chained:
+            merged = method.post_merge(merged, inputs)
         return merged
 
     def samples(self, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return the samples of the last method."""
-        return self.parts[-1].samples(tasks)
+        return self.chained[-1].samples(tasks)
 
     def added(self, model: nn.Module) -> dict[str, int]:
         """Return what the last method adds to the model."""
-        return self.parts[-1].added(model)
+        return self.chained[-1].added(model)

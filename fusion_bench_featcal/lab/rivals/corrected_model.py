@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from transformers import (
     CLIPVisionModel,
 )
 
-from fusion_bench_featcal.data.embeddings import Pooling
+from fusion_bench_featcal.data.embeddings import Pooling, token_mean
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.base import hidden_output
@@ -184,9 +183,8 @@ class CorrectedModel(nn.Module):
         self.model.save_pretrained(folder, variant=VARIANT, **kwargs)
         correct_configs(self.model, Path(folder))
         tensors = {n: t for n, t in self.state_dict().items() if not n.startswith("model.")}
-        pooling = self.site.mode if isinstance(self.site, Pooling) else ""
         record = {"tasks": json.dumps(self.tasks), "final_norm": self.final_norm or ""}
-        record["pooling"] = pooling
+        record["pooling"] = self.site.mode if isinstance(self.site, Pooling) else ""
         save_file({n: t.contiguous() for n, t in tensors.items()}, Path(folder) / WEIGHTS, record)
 
     @classmethod
@@ -261,7 +259,7 @@ def corrected_outputs(
         def replace(_: nn.Module, __: Any, output: Any) -> Any:
             states = hidden_output(output)
             corrected = correct(states.float())
-            means.append(_token_mean(corrected, mask))
+            means.append(token_mean(corrected, mask))
             corrected = corrected.to(states.dtype)
             return corrected if isinstance(output, Tensor) else (corrected, *output[1:])
 
@@ -276,12 +274,6 @@ def corrected_outputs(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _token_mean(states: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return states.mean(1)
-    return torch.einsum("btd,bt->bd", states, mask.float()) / mask.sum(1, keepdim=True)
 
 
 def blocks_of(model: nn.Module) -> list[str]:
