@@ -41,7 +41,8 @@ for study in "${studies[@]}"; do
   minilm) grid minilm_TA6 42,43 "$mergers" "$closed,$trained" "$closed,$trained,$slow" ;;
   dinov2) grid dinov2_small_TA4 42,43 "$mergers" "$closed,$trained" "$closed,$trained,$slow" ;;
   smollm2) grid smollm2_TA4 42 "$some" featcal_plus "$closed,featcal_paper_llama_3b-targets,$trained" ;;
-  *-samples) samples "$([ "$study" = minilm-samples ] && echo minilm_TA6 || echo dinov2_small_TA4)" ;;
+  minilm-samples) samples minilm_TA6 ;;
+  dinov2-samples) samples dinov2_small_TA4 ;;
   unlike)
     # Texts whose words are shuffled, and texts of two tasks exchanged.
     python scripts/unlike_texts.py "$folder/unlike"

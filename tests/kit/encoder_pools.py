@@ -1,12 +1,12 @@
 """Pools of tiny encoders without a head: a BERT with sentence-transformers' files, a DINOv2."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from fusion_bench.modelpool import CLIPVisionModelPool, SequenceClassificationModelPool
 from sample_pools import RESCALE
+from tiny_encoders import write_sentence_files
 from tiny_images import picture
 from tiny_models import scatter
 from tiny_texts import NAMES, TASKS, WORDS, sentences, word_tokenizer, write
@@ -34,12 +34,8 @@ def encoder(kind: str, seed: int = 0) -> Any:
 
 def write_pooling(folder: Path, mode: str = "mean", length: int | None = None) -> None:
     """Files of sentence-transformers that say how a BERT's tokens become an embedding."""
-    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
-    modules = [{"path": p, "type": f"sentence_transformers.models.{k}"} for p, k in kinds.items()]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir(exist_ok=True)
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": mode}))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": length}))
+    lengths = {"sentence_bert_config.json": {"max_seq_length": length}}
+    write_sentence_files(folder, **{"1_Pooling/config.json": {"pooling_mode": mode}}, **lengths)
 
 
 def rows(kind: str, task: str, number: int = 12) -> list[dict[str, Any]]:

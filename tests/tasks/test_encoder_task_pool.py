@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_encoders import write_sentence_files
 from tiny_images import channels_first, picture
 from tiny_models import scatter
 from tiny_texts import WORDS, word_tokenizer, write
@@ -35,12 +36,9 @@ def bert(seed: int = 0) -> Any:
 def sentence_transformer(folder: Path, mode: str = "mean", **config: Any) -> str:
     """A folder with sentence-transformers' files beside a BERT."""
     write(bert(), folder, word_tokenizer())
-    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-    modules = [{"path": p, "type": f"sentence_transformers.models.{k}"} for p, k in kinds.items()]
-    (folder / "1_Pooling").mkdir()
     pooling = {flag: name == mode for name, flag in OLD.items()} | config
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    (folder / "modules.json").write_text(json.dumps(modules))
+    changes = {"1_Pooling/config.json": pooling, "sentence_bert_config.json": {}}
+    write_sentence_files(folder, **changes)
     return str(folder)
 
 
