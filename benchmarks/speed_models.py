@@ -34,6 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "vit-l-14": {"kind": "clip", "width": 1024, "inner": 4096, "heads": 16, "patch": 14},
     "t5-base": {"kind": "t5", "width": 768, "inner": 2048, "heads": 12, "length": 128, "target": 8},
     "llama-1b": {"kind": "llama", "width": 2048, "inner": 8192, "heads": 32, "length": 128},
+    "llama-8b": {"kind": "llama", "width": 4096, "inner": 14336, "heads": 32, "length": 512},
 }
 """Widths of the models that the shapes are named after. Depth, tasks and samples are options."""
 

@@ -26,6 +26,7 @@ from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.families import resolve_family
 
 Sums = list[Tensor]
+EPS = 1e-8
 
 
 @contextmanager
@@ -80,15 +81,15 @@ def solve_linear(
     settings: FeatCalSettings,
 ) -> list[Tensor]:
     """Solve for the weight and, if there is one, the bias of a module (Eqs. 14, 17, 51-55)."""
-    rho, ridge_lambda, eps = settings.anchor_rho, settings.ridge_lambda, settings.eps
+    rho, ridge_lambda = settings.anchor_rho, settings.ridge_lambda
     anchor = rho * merged.weight + (1 - rho) * base.weight
-    system = (ridge_lambda + eps) * torch.eye(anchor.shape[1])
+    system = (ridge_lambda + EPS) * torch.eye(anchor.shape[1])
     right = ridge_lambda * anchor
     task_weights = {}
     for task, (gram, cross, _, _, count) in sums.items():
         # The norm of row norms, because torch's float32 norm of a large matrix is 4e-4 off.
         norm = torch.linalg.vector_norm(torch.linalg.vector_norm(gram, dim=1)) / count
-        task_weights[task] = 1 / norm.clamp_min(eps)
+        task_weights[task] = 1 / norm.clamp_min(EPS)
         system.add_(gram, alpha=float(task_weights[task] / count))
         right.add_(experts[task].weight @ cross, alpha=float(task_weights[task] / count))
     solved = torch.linalg.solve(system, right, left=False)
@@ -118,7 +119,7 @@ def solve_norm(
     for task, (square, total, count) in sums.items():
         gain = gain + square / count * experts[task].weight + total / count * experts[task].bias
         shift = shift + total / count * experts[task].weight + experts[task].bias
-    determinant = (a22 * a11 - a12 * a12).clamp_min(settings.eps)
+    determinant = (a22 * a11 - a12 * a12).clamp_min(EPS)
     return [(a22 * gain - a12 * shift) / determinant, (a11 * shift - a12 * gain) / determinant]
 
 

@@ -47,7 +47,7 @@ def test_the_model_is_the_cpus_wherever_features_are_stored(case: tuple[Suite, f
     rows, right = [[(r.get("block"), r.get("task"), r.get("rows")) for r in log] for log in logs]
     assert rows == right
     on_device = run_fast(suite, device=GPU, activations="device").model
-    for storage in ("host", "disk", "auto"):
+    for storage in ("host", "auto"):
         assert_identical(run_fast(suite, device=GPU, activations=storage).model, on_device)
 
 

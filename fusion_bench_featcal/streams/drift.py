@@ -86,5 +86,6 @@ def sums_of(features: Tensor, expert: Tensor) -> Tensor:
     features, expert = features.to(dtype), expert.to(dtype)
     norms = torch.linalg.vector_norm(features - expert, dim=1)
     sums = norms.sum(), (norms * norms).sum(), (expert * expert).sum()
+    rows = norms.new_full((), len(features))  # new_tensor would synchronise with a GPU
     wide = solve_dtype(features.device)
-    return torch.stack([*sums, sums[0].new_tensor(len(features))]).to(wide)
+    return torch.stack([*sums, rows]).to(wide)
