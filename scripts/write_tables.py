@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -83,20 +84,32 @@ def results_of(name: str) -> Results:
 
 
 def results_part(suite: str) -> str:
-    """Return a suite's table: every row's tasks, gain, share, worst task and costs."""
+    """Return a suite's table: every row's tasks, gain, share, worst task and costs.
+
+    Costs are left out where runs shared a GPU.
+    """
     results = results_of(suite)
     (accuracies,) = row_tables(summary(results))
+    if suite in REAL:
+        first, last = (accuracies.heads.index(head) for head in ("seconds", "task\nid"))
+        before, behind = accuracies.columns(0, first), accuracies.columns(last, last + 1)
+        lines = [
+            (head, [*cells, *more])
+            for (head, cells), (_, more) in zip(before.lines, behind.lines, strict=True)
+        ]
+        accuracies = replace(before, heads=[*before.heads, *behind.heads], lines=lines)
     return f"{accuracies.markdown()}\n\n{measured(results)}"
 
 
 def measured(results: Results) -> str:
     """Return a line with the machine and the versions of runs."""
-    device, versions = (
-        getattr(next(iter(results.runs.values())), name) for name in ("device", "versions")
+    run = next(iter(results.runs.values()))
+    machine = run.device.get("accelerator") or (
+        f"{run.device['cpu']} ({run.device['torch_threads']} thread)"
     )
     return (
-        f"- measured on {device['cpu']} ({device['torch_threads']} thread), with torch "
-        f"{versions['torch']} and transformers {versions['transformers']}"
+        f"- measured on {machine}, with torch {run.versions['torch']} and transformers "
+        f"{run.versions['transformers']}"
     )
 
 
@@ -126,11 +139,12 @@ def grid(name: str, label: str) -> str:
     """Return a table with a line for each method and a column for each merger or label's value."""
     results = results_of(name)
     records = [r for r in summary(results).to_dict("records") if r["merger"]]
-    columns = list(dict.fromkeys(record[label] for record in records))
+    columns = list(dict.fromkeys(r[label] for r in records if r[label] == r[label]))
     cells: dict[str, dict[Any, str]] = {}
     for record in records:
         row = "merged" if record["row"] == record["merger"] else f"+ {record['row']}"
-        cells.setdefault(row, {})[record[label]] = percent(record)
+        of = [record[label]] if record[label] in columns else columns  # merged: for all of them
+        cells.setdefault(row, {}).update(dict.fromkeys(of, percent(record)))
     heads = [str(column) for column in columns]
     heads[0] = f"{label.removesuffix('_per_task')}: {heads[0]}" if label != "merger" else heads[0]
     lines = [[row, *(of.get(column, "-") for column in columns)] for row, of in cells.items()]
