@@ -13,7 +13,7 @@ compare() { # SUITE NAME SETTING...
 
 calibrate() { # SUITE NAME SETTING...
   [ -f "$folder/$2/run.json" ] ||
-    fusion_bench method=featcal/plus "modelpool=$1" method.samples_per_task=64 "path.log_dir=$folder/$2" \
+    fusion_bench method=featcal "modelpool=$1" method.samples_per_task=64 "path.log_dir=$folder/$2" \
       hydra.run.dir="$folder/$2" "${@:3}"
 }
 
@@ -24,7 +24,9 @@ closed=featcal,featcal_plus,ridge_surgery,featcal_plus_ridge_surgery
 trained=surgery_calibration,prob_surgery_calibration
 # Both train the whole model: SurgeryV2's default of 1000 steps takes an hour, and distillation's rate is for small models.
 slow=surgery_v2_calibration,distillation
-in_short=(method.post_merging_methods.surgery_v2_calibration.steps=100 +method.post_merging_methods.distillation.learning_rate=1e-4)
+# Settings for another kind of model, as a warning.
+t5='{_target_: fusion_bench_featcal.lab.rivals.FeatCal, ridge_lambda: 1.0e-5, mix_alpha: 0.6, anchor_rho: 2.0, calibrate_norm: false, samples_per_task: 64, seed: ${method.seed}}'
+in_short=("+method.post_merging_methods.featcal_t5_settings=$t5" method.post_merging_methods.surgery_v2_calibration.steps=100 +method.post_merging_methods.distillation.learning_rate=1e-4)
 grid() { # SUITE SEEDS MERGERS METHODS METHODS_ON_ONE_MERGER
   compare "$1" "$1-mergers" method.seed=42 method.samples_per_task=64 "method.upstreams=[$3]" \
     'method.alone=[]' "method.post_merging=[$4]"
@@ -38,9 +40,9 @@ samples() { # SUITE: a few and many samples
 
 for study in "${studies[@]}"; do
   case "$study" in
-  minilm) grid minilm_TA6 42,43 "$mergers" "$closed,$trained" "$closed,$trained,$slow" ;;
-  dinov2) grid dinov2_small_TA4 42,43 "$mergers" "$closed,$trained" "$closed,$trained,$slow" ;;
-  smollm2) grid smollm2_TA4 42 "$some" featcal_plus "$closed,featcal_paper_llama_3b-targets,$trained" ;;
+  minilm) grid minilm_TA6 42,43 "$mergers" "$closed" "$closed,featcal_t5_settings,$trained,$slow" ;;
+  dinov2) grid dinov2_small_TA4 42,43 "$mergers" "$closed" "$closed,$trained,$slow" ;;
+  smollm2) grid smollm2_TA4 42,43 "$some" "featcal_paper_llama_3b-targets,featcal_plus,ridge_surgery" "$closed,featcal_paper_llama_3b-targets,$trained" ;;
   minilm-samples) samples minilm_TA6 ;;
   dinov2-samples) samples dinov2_small_TA4 ;;
   unlike)
