@@ -1,7 +1,7 @@
-"""The tests with each Python of pyproject.toml, and with FusionBench's oldest and newest release.
+"""Tests in other environments. Each session has its own; `make nightly` runs all of them.
 
-nox                          # all of them; a Python that is not on this machine is skipped
-nox -s "tests-3.12(newest)"  # one of them
+nox -s openclip              # one session
+nox -s "tests-3.12(newest)"  # with a Python that is not on this machine, a session is skipped
 """
 
 import os
@@ -19,20 +19,55 @@ FUSION_BENCH = next(
 )
 (OLDEST,) = (part.version for part in FUSION_BENCH.specifier if part.operator == ">=")
 PIP_ARGS = shlex.split(os.environ.get("PIP_ARGS", ""))
+PINS = Path("constraints")
 nox.options.default_venv_backend = "venv"
 nox.options.error_on_missing_interpreters = False
 nox.options.reuse_venv = "yes"
 
 
+def install(session: nox.Session, extras: str, *, fusion_bench: str = "") -> None:
+    """Install the package with extras, and with another FusionBench if one is given."""
+    pins = "".join((PINS / f"{name}.txt").read_text("utf-8") for name in ("shared", "default"))
+    pins = pins.replace("-c shared.txt\n", "")
+    if fusion_bench:
+        pins = re.sub(
+            r"^fusion-bench==", f"fusion-bench{fusion_bench} # ", pins, flags=re.MULTILINE
+        )
+    constraints = Path(session.create_tmp(), "constraints.txt")
+    constraints.write_text(pins, encoding="utf-8")
+    session.install("--constraint", str(constraints), *PIP_ARGS, "--editable", f".[{extras}]")
+
+
 @nox.session(python=PYTHONS)
 @nox.parametrize("fusion_bench", [f"=={OLDEST}", str(FUSION_BENCH.specifier)], ["oldest", "newest"])
 def tests(session: nox.Session, fusion_bench: str) -> None:
-    """Run `make test` in an environment of its own."""
-    pins = Path("constraints.txt").read_text(encoding="utf-8")
-    constraints = Path(session.create_tmp(), "constraints.txt")
-    constraints.write_text(
-        re.sub(r"^fusion-bench==.*$", f"fusion-bench{fusion_bench}", pins, flags=re.MULTILINE)
-    )
-    session.install("--constraint", str(constraints), *PIP_ARGS, "--editable", ".[test]")
+    """Run `make test` with each Python, and with FusionBench's oldest and newest release."""
+    install(session, "test", fusion_bench=fusion_bench)
     words = ["--numprocesses", "2", "--dist", "loadfile", "-m", "not slow"]
     session.run("python", "-m", "pytest", *words, "--override-ini", "addopts=--strict-markers")
+
+
+@nox.session
+def openclip(session: nox.Session) -> None:
+    """Run the tests of open_clip's models."""
+    install(session, "test")
+    pins = str(PINS / "open-clip.txt")
+    session.install("--no-deps", *PIP_ARGS, "--requirement", pins)
+    # Where torchvision fits torch, PYTHONPATH is not needed: see sitecustomize.py there.
+    environment = {"PYTHONPATH": str(Path("tests/openclip").resolve())}
+    session.run("python", "-m", "pytest", "tests/openclip", env=environment)
+
+
+@nox.session
+def llm(session: nox.Session) -> None:
+    """Run the tests of lm-eval."""
+    install(session, "test,llm")
+    session.run("python", "-m", "pytest", "tests/llm")
+
+
+@nox.session
+def notebook(session: nox.Session) -> None:
+    """Run the notebook. `nox -s notebook -- --inplace` keeps its outputs."""
+    install(session, "notebook")
+    words = ["--kernel_name=python3", "examples/walkthrough.ipynb"]
+    session.run("jupyter", "execute", *session.posargs, *words)

@@ -129,7 +129,7 @@ def main() -> None:
         scratch = Path(name)
         bin_folder = scratch / "venv" / "bin"
         run(sys.executable, "-m", "venv", scratch / "venv", cwd=scratch)
-        constraints = ("--constraint", ROOT / "constraints.txt")
+        constraints = ("--constraint", ROOT / "constraints/default.txt")
         install = [bin_folder / "python", "-m", "pip", "install", *constraints]
         install += shlex.split(os.environ.get("PIP_ARGS", ""))
         tree = scratch / "tree"

@@ -1,9 +1,7 @@
 #!/usr/bin/env bash
-# Run the tests in other surroundings, and print a table. Usage: scripts/surroundings.sh [numbers]
-#
-# With `numbers`: the tests that compare numbers, with the instruction sets of other processors. Without: all
-# tests of `make test` with each instruction set, with other numbers of threads, in reverse order, and in a
-# folder with blanks and non-ASCII letters, by a user who cannot write the home folder. VENV names the environment.
+# Run the tests of `make test` in other surroundings, and print a table: with the instruction sets of other
+# processors, with other numbers of threads, in reverse order, and in a folder with blanks and non-ASCII
+# letters, by a user who cannot write the home folder. VENV names the environment.
 set -uo pipefail
 export OMP_WAIT_POLICY=passive # spinning threads make small models many times slower
 cd "$(dirname "$0")/.."
@@ -30,17 +28,7 @@ report() {
   ! printf '%s\n' "${table[@]}" | grep --quiet FAIL
 }
 
-instructions=(ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=COMPATIBLE)
-if [ "${1:-}" = numbers ]; then
-  compared=(core data diagnosis families golden methods modules reads rules streams tasks test_calibrate_kinds.py
-    test_calibrate_oracle.py test_calibrate_properties.py test_experts.py test_model_types.py
-    test_plus_properties.py test_processes.py test_small_lambda.py test_streamed.py)
-  try "${instructions[*]}" tests "${instructions[@]}" -- --dist loadfile "${compared[@]/#/tests/}"
-  report
-  exit
-fi
-
-for variable in "${instructions[@]}" OMP_NUM_THREADS={1,2,4}; do
+for variable in ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS={1,2,4}; do
   try "$variable" tests "$variable" -- --dist loadfile
 done
 
@@ -72,7 +60,7 @@ elsewhere() {
   "$interpreter" -m venv --without-pip "$place/environment"
   # shellcheck disable=SC2086  # PIP_ARGS are words
   "$environment/bin/python" -m pip --python "$place/environment/bin/python" install --quiet \
-    --constraint constraints.txt ${PIP_ARGS:-} --editable "$place/repository[test]"
+    --constraint constraints/default.txt ${PIP_ARGS:-} --editable "$place/repository[test]"
   chmod 555 "$place/home"
   [ "$(id -u)" != 0 ] || chown --recursive nobody "$place/repository"
   (

@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked `real` without weights, and deselect `gpu` on machines without CUDA."""
     if not os.environ.get("FEATCAL_REAL"):
-        reason = "FEATCAL_REAL is not set: make real-weights fetches them"
+        reason = "FEATCAL_REAL is not set: make weights fetches them"
         for item in items:
             if item.get_closest_marker("real"):
                 item.add_marker(pytest.mark.skip(reason=reason))

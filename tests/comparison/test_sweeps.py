@@ -40,7 +40,8 @@ def flags(folder: Path) -> dict[tuple[object, ...], bytes]:
     }
 
 
-@pytest.mark.slow  # make test-sweeps
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_killed_sweep_goes_on_and_parallel_jobs_give_equal_bits(tmp_path: Path) -> None:
     serial, parallel, finished = tmp_path / "serial", tmp_path / "parallel", 0
     files: dict[Path, int] = {}

@@ -57,7 +57,8 @@ def run(folder: Path, environment: Mapping[str, str], *words: str) -> str:
     return done.text
 
 
-@pytest.mark.slow  # make test-hub
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_literal_command_runs_to_its_table_and_a_second_time_without_downloads(tmp_path):
     with Mirror() as mirror:
         add_pool(mirror, StandIns(tmp_path / "made"))

@@ -47,7 +47,7 @@ def test_every_link_of_the_description_is_absolute_and_leads_to_a_file(metadata)
 
 
 def test_transformers_is_bounded_by_the_newest_minor_release_tested():
-    pins = (REPOSITORY / "constraints-newest.txt").read_text(encoding="utf-8")
+    pins = (REPOSITORY / "constraints/default.txt").read_text(encoding="utf-8")
     (newest,) = (Version(v) for v in re.findall(r"^transformers==(.*)$", pins, re.MULTILINE))
     requirements = map(Requirement, PROJECT["project"]["dependencies"])
     (bounds,) = (str(r.specifier) for r in requirements if r.name == "transformers")

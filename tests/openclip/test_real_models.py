@@ -6,10 +6,6 @@ from typing import Any
 import pytest
 import torch
 from calibrations import assert_same, distance, run_fast
-from fusion_bench.models.open_clip import ClassificationHead, ImageClassifier
-from fusion_bench.models.open_clip import ImageEncoder as FusionBenchEncoder
-from open_clip import CLIP, CustomTextCLIP
-from open_clip.transformer import QuickGELU, VisionTransformer
 from tiny_models import Suite, normal
 from tiny_open_clip import FEATURES, tower_suite
 from torch import nn
@@ -18,6 +14,10 @@ from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import OPEN_CLIP, resolve_family
 from fusion_bench_featcal.families.open_clip import split
 
+open_clip = pytest.importorskip("open_clip", reason="not installed: nox -s openclip")
+wrappers = pytest.importorskip("fusion_bench.models.open_clip")
+pytestmark = pytest.mark.openclip
+
 VISION = {"layers": 2, "width": 12, "head_width": 4, "patch_size": 4, "image_size": 8}
 VISION |= {"mlp_ratio": 20 / 12}
 TEXT = {"context_length": 5, "vocab_size": 20, "width": 8, "heads": 2, "layers": 1}
@@ -25,7 +25,7 @@ TEXT = {"context_length": 5, "vocab_size": 20, "width": 8, "heads": 2, "layers":
 
 def real_tower(model: nn.Module, *, quick: bool, batch_first: bool) -> nn.Module:
     """The same weights in open_clip's class."""
-    tower = VisionTransformer(
+    tower = open_clip.transformer.VisionTransformer(
         image_size=8,
         patch_size=4,
         width=12,
@@ -33,7 +33,7 @@ def real_tower(model: nn.Module, *, quick: bool, batch_first: bool) -> nn.Module
         heads=3,
         mlp_ratio=20 / 12,
         output_dim=FEATURES,
-        act_layer=QuickGELU if quick else nn.GELU,
+        act_layer=open_clip.transformer.QuickGELU if quick else nn.GELU,
     )
     if not batch_first:
         tower.transformer.batch_first = False
@@ -78,20 +78,21 @@ def clip_of(tower: nn.Module, kind: type[nn.Module]) -> nn.Module:
 
 def classifier_of(tower: nn.Module) -> nn.Module:
     """FusionBench's wrappers. The constructor of the encoder would download weights."""
-    encoder: Any = FusionBenchEncoder.__new__(FusionBenchEncoder)
+    encoder: Any = wrappers.ImageEncoder.__new__(wrappers.ImageEncoder)
     nn.Module.__init__(encoder)
-    encoder.model = clip_of(tower, CLIP)
+    encoder.model = clip_of(tower, open_clip.CLIP)
     del encoder.model.transformer
     torch.manual_seed(0)
     encoder.train_preprocess = encoder.val_preprocess = None
-    return ImageClassifier(encoder, ClassificationHead(True, torch.randn(4, FEATURES)))
+    head = wrappers.ClassificationHead(True, torch.randn(4, FEATURES))
+    return wrappers.ImageClassifier(encoder, head)
 
 
 @pytest.mark.parametrize(
     ("wrap", "prefix"),
     [
-        (lambda tower: clip_of(tower, CLIP), "visual"),
-        (lambda tower: clip_of(tower, CustomTextCLIP), "visual"),
+        (lambda tower: clip_of(tower, open_clip.CLIP), "visual"),
+        (lambda tower: clip_of(tower, open_clip.CustomTextCLIP), "visual"),
         (classifier_of, "image_encoder.model.visual"),
     ],
     ids=["CLIP", "CustomTextCLIP", "ImageClassifier"],
@@ -110,6 +111,6 @@ def test_models_around_the_tower_calibrate_as_the_tower_alone(wrap: Any, prefix:
 
 
 def test_custom_attention_is_refused_by_name():
-    tower = VisionTransformer(8, 4, 12, 2, 3, 2.0, output_dim=4, qk_norm=True)
+    tower = open_clip.transformer.VisionTransformer(8, 4, 12, 2, 3, 2.0, output_dim=4, qk_norm=True)
     with pytest.raises(CalibrationError, match=r"resblocks\.0\.attn is a Attention"):
         split(tower)

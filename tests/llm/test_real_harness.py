@@ -11,6 +11,9 @@ from tiny_texts import llama_model, word_tokenizer
 
 from fusion_bench_featcal.tasks import LMEvalTaskPool
 
+pytest.importorskip("lm_eval", reason="not installed: nox -s llm")
+pytestmark = pytest.mark.llm
+
 WORDS = list("abcdefghijklmnopqrst")
 TASK = """
 task: {name}

@@ -15,6 +15,9 @@ from transformers import CLIPModel, CLIPVisionModel
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.suites.open_clip import WEIGHTS_FILE, load_tower
 
+pytest.importorskip("open_clip", reason="not installed: nox -s openclip")
+pytestmark = pytest.mark.openclip
+
 
 @pytest.mark.parametrize("name", ["pretrained", *image.TA6])
 def test_converted_towers_are_the_same_functions(name: str):
