@@ -1,14 +1,14 @@
-"""Test the built sdist and wheel, and an editable install, as a new user would.
+"""Test the built distributions as a new user would install them.
 
     python scripts/check_install.py dist
 
-Each of the three is installed into one fresh virtual environment (dependencies only once) and must
-then compose the literal command of the README from an empty folder and from a folder with a
-`config`, copy an example and start it, and leave another Hydra program unchanged. Needs only
-Python. PIP_ARGS is passed to pip.
+The wheels are installed into a fresh virtual environment: the plugin alone calibrates a folder and
+names the absent suites, then the bundled pools work. An editable install sees changes of `config/`.
+Needs only Python. PIP_ARGS is passed to pip.
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -20,12 +20,38 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DRY_RUN = ("method=featcal", "modelpool=clip-vit-base-patch32_TA8", "dry_run=true")
-PLUGIN = "hydra_plugins/fusion_bench_featcal/__init__.py"
-MAX_WHEEL_MB = 80  # of which the image suite is about 35, the text suites 18, adapters 18
+BUNDLED = ("method=featcal", "modelpool=clip-vit-mini_TA6", "dry_run=true", "--resolve")
+PLUGIN, SUITES = "fusion_bench_featcal", "fusion_bench_featcal_suites"
+HYDRA_PLUGIN = f"hydra_plugins/{PLUGIN}/__init__.py"
+MOST_MB = {PLUGIN: 1, SUITES: 80}
+EXAMPLE_ADDRESS = re.compile(rb"https?://[\w.-]*\bexample\.(?:com|net|org)[^\s\"')>\]]*")
+PLACEHOLDER = b"https://example.org/fusion_bench_featcal"  # the repository's, in pyproject.toml
+FOLDERS = """
+import json
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+words = ["<unk>", "</s>", *"abcdefghij"]
+tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, "<unk>"))
+tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+options = dict(unk_token="<unk>", eos_token="</s>", pad_token="</s>")
+sizes = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+special = dict(bos_token_id=1, eos_token_id=1, pad_token_id=1)
+for name in ("one", "two"):
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **sizes, **special)).save_pretrained(name)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(name)
+    rows = [dict(prompt=f"{a} {b}", target=a) for a in words[2:] for b in words[2:]]
+    with open(f"{name}.jsonl", "w") as file:
+        file.writelines(json.dumps(row) + "\\n" for row in rows)
+"""
+CALIBRATION = (
+    "calibrate", "--merge", "simple_average", "--expert", "one=one", "--expert", "two=two",
+    "--data", "one=one.jsonl", "--data", "two=two.jsonl", "--out", "repaired",
+)  # fmt: skip
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    """Run a command and return its output. If it fails, exit with the output."""
+def run(*command: str | Path, cwd: Path, fails: bool = False) -> str:
+    """Run a command and return its output. Exit with the output if it does not end as expected."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -34,71 +60,91 @@ def run(*command: str | Path, cwd: Path) -> str:
         stderr=subprocess.STDOUT,
         env={**os.environ, "COLUMNS": "200"},
     )
-    if done.returncode:
-        sys.exit(f"{shlex.join(map(str, command))} failed in {cwd}:\n{done.stdout}")
+    if bool(done.returncode) != fails:
+        end = "ended well" if fails else "failed"
+        sys.exit(f"{shlex.join(map(str, command))} {end} in {cwd}:\n{done.stdout}")
     return done.stdout
 
 
-def check_contents(wheel: Path, sdist: Path) -> None:
-    """Check that the wheel has all run-time files, and that the sdist can build and test it."""
+def check_wheel(wheel: Path, package: Path, *more: str) -> None:
+    """Check that a wheel has its package's files, `more`, the licences, and no other package."""
+    name = package.name
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
-    package = ROOT / "fusion_bench_featcal"
-    data = (p for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
-    expected = {str(p.relative_to(ROOT)) for p in data if "_hydra_plugin" not in p.parts}
-    expected |= {
-        f"fusion_bench_featcal/{p.relative_to(ROOT)}" for p in ROOT.glob("config/**/*.yaml")
-    }
-    expected |= {PLUGIN}
-    licences = wheel.name.rsplit("-", 3)[0] + ".dist-info/licenses"
-    texts = [ROOT / "LICENSE", *ROOT.glob("LICENSES/*.txt")]
-    expected |= {f"{licences}/{p.relative_to(ROOT)}" for p in texts}
+    info = wheel.name.rsplit("-", 3)[0] + ".dist-info"
+    files = (p for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    expected = {str(p.relative_to(package.parent)) for p in files if "_hydra_plugin" not in p.parts}
+    texts = [package.parent / "LICENSE", *package.parent.glob("LICENSES/*.txt")]
+    expected |= {f"{info}/licenses/{p.relative_to(package.parent)}" for p in texts}
+    expected |= set(more)
     if expected - packed:
         sys.exit(f"{wheel.name} lacks {sorted(expected - packed)}")
-    foreign = {name for name in packed if name.startswith("tests/")}
-    foreign |= packed & {"hydra_plugins/__init__.py"}  # it would hide every other Hydra plugin
+    foreign = {file for file in packed - set(more) if file.split("/")[0] not in (name, info)}
     if foreign:
-        sys.exit(f"{wheel.name} must not hold {sorted(foreign)}")
-    if wheel.stat().st_size > MAX_WHEEL_MB * 2**20:
-        sys.exit(f"{wheel.name} is larger than {MAX_WHEEL_MB} MB")
+        sys.exit(f"{wheel.name} must not have {sorted(foreign)}")
+    if wheel.stat().st_size > MOST_MB[name] * 2**20:
+        sys.exit(f"{wheel.name} is larger than {MOST_MB[name]} MB")
+
+
+def check_sdist(sdist: Path) -> None:
+    """Check that an sdist can build and test the package, and its addresses."""
     with tarfile.open(sdist) as archive:
-        unpacked = {name.split("/")[1] for name in archive.getnames()}
+        files = {member.name.partition("/")[2]: member for member in archive if member.isfile()}
+        for name, member in files.items():
+            content = archive.extractfile(member)
+            check_addresses(f"{sdist.name}, {name}", content.read() if content else b"")
     needed = {"pyproject.toml", "README.md", "LICENSE", "config", "scripts", "tests", "Makefile"}
-    lacking = needed - unpacked
+    lacking = needed - {name.split("/")[0] for name in files}
     if lacking:
         sys.exit(f"{sdist.name} lacks {sorted(lacking)}")
 
 
-def check_commands(bin_folder: Path, scratch: Path) -> None:
-    """The literal command composes in an empty folder and in one with a foreign `config`."""
-    empty, with_config = scratch / "empty", scratch / "own"
-    empty.mkdir(exist_ok=True)
-    (with_config / "config" / "method").mkdir(parents=True, exist_ok=True)
-    (with_config / "config" / "method" / "mine.yaml").write_text("_target_: nothing.here\n")
-    for folder in (empty, with_config):
+def check_addresses(place: str, content: bytes) -> None:
+    """Check that no example address but the repository's placeholder is published."""
+    for address in EXAMPLE_ADDRESS.findall(content):
+        if not address.startswith(PLACEHOLDER):
+            sys.exit(f"{place} has the address {address.decode()}")
+
+
+def check_plugin_alone(bin_folder: Path, scratch: Path) -> None:
+    """Check that the plugin composes, calibrates a folder and names the absent suites."""
+    empty, own = scratch / "empty", scratch / "own"
+    empty.mkdir()
+    (own / "config" / "method").mkdir(parents=True)
+    (own / "config" / "method" / "mine.yaml").write_text("_target_: nothing.here\n")
+    for folder in (empty, own):
         printed = run(bin_folder / "fusion_bench", *DRY_RUN, cwd=folder)
         if "FeatCalAlgorithm" not in printed or "default_taskpool" not in printed:
             sys.exit(f"the dry run in {folder} composed something else:\n{printed}")
-    run(bin_folder / "featcal", "--help", cwd=empty)
-    run(bin_folder / "featcal", "suite", "path", cwd=empty)
-    check_example(bin_folder, scratch / "example")
+    absent = (
+        run(bin_folder / "featcal", "suite", "path", cwd=empty, fails=True),
+        run(bin_folder / "fusion_bench", *BUNDLED, cwd=empty, fails=True),
+    )
+    for printed in absent:
+        if f"pip install {SUITES}" not in " ".join(printed.split()):
+            sys.exit(f"the absent suites are not named:\n{printed}")
+    run(bin_folder / "python", "-c", FOLDERS, cwd=empty)
+    printed = run(bin_folder / "featcal", *CALIBRATION, cwd=empty)
+    if "featcal_plus" not in printed or not (empty / "repaired" / "model.safetensors").is_file():
+        sys.exit(f"the plugin alone calibrated no folder:\n{printed}")
     check_foreign_program(bin_folder, scratch / "foreign")
 
 
-def check_example(bin_folder: Path, folder: Path) -> None:
-    """Check that a copy of examples/own_task runs up to its calibration."""
-    shutil.rmtree(folder, ignore_errors=True)
+def check_suites(bin_folder: Path, scratch: Path) -> None:
+    """Check that a bundled pool composes, and that a copy of examples/own_task begins."""
+    run(bin_folder / "fusion_bench", *BUNDLED, cwd=scratch / "empty")
+    folder = scratch / "example"
     shutil.copytree(ROOT / "examples" / "own_task", folder)
     run(bin_folder / "python", "make_task.py", "my_alphabet", cwd=folder)
     words = ("method=featcal", "modelpool=my_pool", "dry_run=true")
     composed = run(bin_folder / "fusion_bench", *words, cwd=folder)
     if "my_alphabet/expert" not in composed:
-        sys.exit(f"the example own-task composes something else:\n{composed}")
+        sys.exit(f"the example own_task composes something else:\n{composed}")
 
 
 def check_foreign_program(bin_folder: Path, folder: Path) -> None:
     """Check that another Hydra program of the environment does not find our configs."""
-    (folder / "config").mkdir(parents=True, exist_ok=True)
+    (folder / "config").mkdir(parents=True)
     (folder / "config" / "app.yaml").write_text("size: 1\n")
     (folder / "app.py").write_text(
         "import hydra\n"
@@ -123,26 +169,30 @@ def check_editable(bin_folder: Path, tree: Path, empty: Path) -> None:
 def main() -> None:
     """Check the archives in the folder named on the command line."""
     dist = Path(sys.argv[1] if len(sys.argv) > 1 else "dist").resolve()
-    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
-    check_contents(wheel, sdist)
+    wheels = {name: next(dist.glob(f"{name}-*.whl")) for name in (PLUGIN, SUITES)}
+    sdists = {name: next(dist.glob(f"{name}-*.tar.gz")) for name in (PLUGIN, SUITES)}
+    configs = (f"{PLUGIN}/{p.relative_to(ROOT)}" for p in ROOT.glob("config/**/*.yaml"))
+    check_wheel(wheels[PLUGIN], ROOT / PLUGIN, HYDRA_PLUGIN, *configs)
+    check_wheel(wheels[SUITES], ROOT / "suites" / SUITES)
+    check_sdist(sdists[PLUGIN])
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         bin_folder = scratch / "venv" / "bin"
         run(sys.executable, "-m", "venv", scratch / "venv", cwd=scratch)
         constraints = ("--constraint", ROOT / "constraints/default.txt")
-        install = [bin_folder / "python", "-m", "pip", "install", *constraints]
+        install = [bin_folder / "python", "-m", "pip", "install", "--no-compile", *constraints]
         install += shlex.split(os.environ.get("PIP_ARGS", ""))
-        tree = scratch / "tree"
-        shutil.unpack_archive(sdist, tree, filter="data")
-        (tree,) = tree.iterdir()
-        for source in ((wheel,), (sdist,), ("--editable", tree)):
-            run(*install, *source, cwd=scratch)
-            check_commands(bin_folder, scratch)
-            print(f"{Path(source[-1]).name}: installs and composes", flush=True)
-            if source[0] == "--editable":
-                check_editable(bin_folder, tree, scratch / "empty")
-            else:
-                run(bin_folder / "pip", "uninstall", "-y", "fusion_bench_featcal", cwd=scratch)
+        run(*install, wheels[PLUGIN], cwd=scratch)
+        check_plugin_alone(bin_folder, scratch)
+        print(f"{wheels[PLUGIN].name}: composes, and calibrates a folder", flush=True)
+        run(*install, wheels[SUITES], cwd=scratch)
+        check_suites(bin_folder, scratch)
+        print(f"{wheels[SUITES].name}: the bundled pools compose", flush=True)
+        shutil.unpack_archive(sdists[PLUGIN], scratch / "tree", filter="data")
+        (tree,) = (scratch / "tree").iterdir()
+        run(*install, "--no-deps", "--editable", tree, cwd=scratch)
+        check_editable(bin_folder, tree, scratch / "empty")
+        print(f"{sdists[PLUGIN].name}: an editable install sees changes", flush=True)
 
 
 if __name__ == "__main__":

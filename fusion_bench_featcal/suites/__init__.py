@@ -1,4 +1,4 @@
-"""The bundled suites: data, weights and loaders. `scripts/suites` builds them."""
+"""Loaders of the bundled suites. Their models and data are the package in `suites/`."""
 
 from fusion_bench_featcal.suites.text import load_text_split
 

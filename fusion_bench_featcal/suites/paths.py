@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,7 +10,26 @@ T = TypeVar("T")
 
 WEIGHTS = "FEATCAL_REAL"
 """Environment variable with the folder of fetched weights (default: `weights`)."""
-SUITE_ROOT = Path(__file__).resolve().parent / "data"
+PACKAGE = "fusion_bench_featcal_suites"
+"""Package with the models and data, a distribution of its own."""
+
+
+def suite_root() -> Path:
+    """Return the data folder of the suites: in a source checkout, or of the installed package.
+
+    Raises:
+        FileNotFoundError: If the package is not installed, with the command that installs it.
+    """
+    checkout = Path(__file__).resolve().parents[2] / "suites" / PACKAGE
+    if checkout.is_dir():
+        return checkout / "data"
+    spec = find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(
+            f"the bundled suites are not installed: pip install {PACKAGE} (in a source checkout: "
+            "pip install ./suites)"
+        )
+    return Path(spec.origin).resolve().parent / "data"
 
 
 def suite_path(relative: str) -> str:
@@ -17,15 +37,16 @@ def suite_path(relative: str) -> str:
 
     Raises:
         ValueError: If the path leaves the suites' data folder.
-        FileNotFoundError: If the suites have no such file or folder.
+        FileNotFoundError: If the suites are not installed, or have no such file or folder.
     """
-    resolved = (SUITE_ROOT / relative).resolve()
-    if not resolved.is_relative_to(SUITE_ROOT):
-        raise ValueError(f"suite path {relative!r} leaves the suites' folder {SUITE_ROOT}")
+    root = suite_root()
+    resolved = (root / relative).resolve()
+    if not resolved.is_relative_to(root):
+        raise ValueError(f"suite path {relative!r} leaves the suites' folder {root}")
     if not resolved.exists():
-        existing = ", ".join(sorted(entry.name for entry in SUITE_ROOT.iterdir() if entry.is_dir()))
+        existing = ", ".join(sorted(entry.name for entry in root.iterdir() if entry.is_dir()))
         raise FileNotFoundError(
-            f"the bundled suites have no {relative!r} below {SUITE_ROOT}; there are: {existing}"
+            f"the bundled suites have no {relative!r} below {root}; there are: {existing}"
         )
     return str(resolved)
 

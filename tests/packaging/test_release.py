@@ -12,29 +12,31 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from fusion_bench_featcal import __version__
+from fusion_bench_featcal.suites import paths
 
 pytest.importorskip("hatchling", reason="the build backend, of the extra `test`")
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 CITATION = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+SUITES = REPOSITORY / "suites" / paths.PACKAGE / "__init__.py"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 # --- metadata ---
 
 
-@pytest.fixture(scope="module")
-def metadata() -> Any:
-    """The core metadata that Hatchling makes of pyproject.toml."""
+def metadata(folder: Path) -> Any:
+    """The core metadata that Hatchling makes of a folder's pyproject.toml."""
     from hatchling.metadata.core import ProjectMetadata
     from hatchling.plugin.manager import PluginManager
 
-    return ProjectMetadata(str(REPOSITORY), PluginManager()).core
+    return ProjectMetadata(str(folder), PluginManager()).core
 
 
-def test_every_link_of_the_description_is_absolute_and_leads_to_a_file(metadata):
+def test_every_link_of_the_description_is_absolute_and_leads_to_a_file():
+    readme = metadata(REPOSITORY).readme
     address = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
-    links = LINK.findall(metadata.readme)
+    links = LINK.findall(readme)
     assert len(links) == len(LINK.findall(README))
     assert all(link.startswith(("https://", "#")) for link in links)
     inside = [link.removeprefix(f"{address}/") for link in links if link.startswith(address)]
@@ -65,10 +67,17 @@ def test_citation_file_and_bibtex_of_the_page_agree():
         assert str(text) in page
 
 
-def test_every_licence_of_the_expression_has_its_text(metadata):
-    names = set(metadata.license_expression.split(" AND "))
-    texts = {file.removeprefix("LICENSES/").removesuffix(".txt") for file in metadata.license_files}
-    assert texts == names | {"LICENSE"}
+def test_both_distributions_have_one_version_and_the_texts_of_their_licences():
+    plugin, suites = metadata(REPOSITORY), metadata(REPOSITORY / "suites")
+    assert plugin.license_expression == "MIT" and plugin.license_files == ["LICENSE"]
+    names = {f"LICENSES/{name}.txt" for name in suites.license_expression.split(" AND ")}
+    assert set(suites.license_files) == names | {"LICENSE"}
+    licence = (REPOSITORY / "LICENSE").read_bytes()
+    assert (REPOSITORY / "suites" / "LICENSE").read_bytes() == licence
+    extra = PROJECT["project"]["optional-dependencies"]["suites"]
+    assert extra == [f"{paths.PACKAGE}=={__version__}"]
+    text = SUITES.read_text(encoding="utf-8")
+    assert f'__version__ = "{__version__}"\n' in text
 
 
 # --- README ---
