@@ -76,7 +76,7 @@ docs: $(DOCS)/.installed ## build the documentation in site/; a warning is an er
 build: $(VENV)/.installed ## build sdist and wheel in dist/ and test their installation
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
-	$(BIN)/python -m build --outdir dist suites
+	$(BIN)/python -m build --no-isolation --wheel --outdir dist suites
 	$(PYTHON) scripts/check_install.py dist
 
 weights: $(VENV)/.installed ## fetch the pretrained weights of three suites into weights/ (700 MB)

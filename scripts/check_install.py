@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DRY_RUN = ("method=featcal", "modelpool=clip-vit-base-patch32_TA8", "dry_run=true")
-BUNDLED = ("method=featcal", "modelpool=clip-vit-mini_TA6", "dry_run=true", "--resolve")
+BUNDLED = ("method=featcal", "modelpool=clip-vit-mini_TA6")
 PLUGIN, SUITES = "fusion_bench_featcal", "fusion_bench_featcal_suites"
 HYDRA_PLUGIN = f"hydra_plugins/{PLUGIN}/__init__.py"
 MOST_MB = {PLUGIN: 1, SUITES: 80}
@@ -37,7 +37,7 @@ tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 options = dict(unk_token="<unk>", eos_token="</s>", pad_token="</s>")
 sizes = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 special = dict(bos_token_id=1, eos_token_id=1, pad_token_id=1)
-for name in ("one", "two"):
+for name in ("base", "one", "two"):
     LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **sizes, **special)).save_pretrained(name)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(name)
     rows = [dict(prompt=f"{a} {b}", target=a) for a in words[2:] for b in words[2:]]
@@ -45,7 +45,8 @@ for name in ("one", "two"):
         file.writelines(json.dumps(row) + "\\n" for row in rows)
 """
 CALIBRATION = (
-    "calibrate", "--merge", "simple_average", "--expert", "one=one", "--expert", "two=two",
+    "calibrate", "--merge", "task_arithmetic:0.3", "--base", "base",
+    "--expert", "one=one", "--expert", "two=two",
     "--data", "one=one.jsonl", "--data", "two=two.jsonl", "--out", "repaired",
 )  # fmt: skip
 
@@ -132,7 +133,7 @@ def check_plugin_alone(bin_folder: Path, scratch: Path) -> None:
 
 def check_suites(bin_folder: Path, scratch: Path) -> None:
     """Check that a bundled pool composes, and that a copy of examples/own_task begins."""
-    run(bin_folder / "fusion_bench", *BUNDLED, cwd=scratch / "empty")
+    run(bin_folder / "fusion_bench", *BUNDLED, "--cfg", "job", "--resolve", cwd=scratch / "empty")
     folder = scratch / "example"
     shutil.copytree(ROOT / "examples" / "own_task", folder)
     run(bin_folder / "python", "make_task.py", "my_alphabet", cwd=folder)
@@ -170,11 +171,11 @@ def main() -> None:
     """Check the archives in the folder named on the command line."""
     dist = Path(sys.argv[1] if len(sys.argv) > 1 else "dist").resolve()
     wheels = {name: next(dist.glob(f"{name}-*.whl")) for name in (PLUGIN, SUITES)}
-    sdists = {name: next(dist.glob(f"{name}-*.tar.gz")) for name in (PLUGIN, SUITES)}
+    (sdist,) = dist.glob("*.tar.gz")
     configs = (f"{PLUGIN}/{p.relative_to(ROOT)}" for p in ROOT.glob("config/**/*.yaml"))
     check_wheel(wheels[PLUGIN], ROOT / PLUGIN, HYDRA_PLUGIN, *configs)
     check_wheel(wheels[SUITES], ROOT / "suites" / SUITES)
-    check_sdist(sdists[PLUGIN])
+    check_sdist(sdist)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         bin_folder = scratch / "venv" / "bin"
@@ -188,11 +189,11 @@ def main() -> None:
         run(*install, wheels[SUITES], cwd=scratch)
         check_suites(bin_folder, scratch)
         print(f"{wheels[SUITES].name}: the bundled pools compose", flush=True)
-        shutil.unpack_archive(sdists[PLUGIN], scratch / "tree", filter="data")
+        shutil.unpack_archive(sdist, scratch / "tree", filter="data")
         (tree,) = (scratch / "tree").iterdir()
         run(*install, "--no-deps", "--editable", tree, cwd=scratch)
         check_editable(bin_folder, tree, scratch / "empty")
-        print(f"{sdists[PLUGIN].name}: an editable install sees changes", flush=True)
+        print(f"{sdist.name}: an editable install sees changes", flush=True)
 
 
 if __name__ == "__main__":
