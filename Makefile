@@ -53,7 +53,7 @@ test: $(VENV)/.installed ## run the tests but the slow ones, in minutes; TESTS=t
 	$(BIN)/python $(pytest) --override-ini addopts=--strict-markers $(call tests,-m 'not slow')
 
 # What meets transformers through tiny models or not at all: make test covers it.
-ELSEWHERE := results comparison reads plan packaging/test_[!h]*.py test_checkpoint.py test_ending.py test_fuzz.py \
+ELSEWHERE := results comparison reads plan packaging/test_[!h]*.py test_checkpoint.py test_fuzz.py \
 	test_plus_properties.py test_processes.py test_processes_cli.py test_settings.py test_small_lambda.py \
 	data/test_load_images.py data/test_image_batches.py
 
