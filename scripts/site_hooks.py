@@ -10,6 +10,7 @@ Each page links to its Markdown source below `sources/`.
 import html
 import os
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 
 
 def on_config(config: Any) -> Any:
-    """Give headings the anchors that code hosts give them, and the site its version."""
+    """Set anchors of headings as code hosts do, the link to the repository, and the version."""
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    config.repo_url = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
     package = (ROOT / "fusion_bench_featcal" / "__init__.py").read_text(encoding="utf-8")
     (version,) = re.findall(r'^__version__ = "(.+)"', package, re.MULTILINE)
     config.site_name = f"{config.site_name} {version}"
@@ -141,6 +144,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         source_uri(uri), Path(uri).parent
     )  # the theme's link to a source
     return relinked(markdown, ROOT / "docs" / uri)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Keep the theme's script from fetching the repository's number of stars."""
+    return output.replace(' data-md-component="source"', "")
 
 
 def on_page_content(html_text: str, **_: Any) -> str:

@@ -199,7 +199,7 @@ def paper_commands() -> str:
     script = [ROOT / "examples" / "studies.sh", "--list", "--paper"]
     lines = subprocess.check_output(script, text=True).splitlines()
     sections = [
-        f"**{title.removeprefix('# ')}**\n\n```\n{command}\n```"
+        f"**{title.removeprefix('# ')}**\n\n```bash\n{command}\n```"
         for title, command in zip(lines[::2], lines[1::2], strict=True)
     ]
     return "\n\n".join(sections)
@@ -269,10 +269,19 @@ def settings_table() -> str:
     return "\n".join(lines)
 
 
-def text_of(path: str, *, after: str = "") -> str:
-    """Return the text of a file of the repository, or the part of it after a heading."""
-    text = (ROOT / path).read_text(encoding="utf-8")
-    return text[text.index(after) + len(after) :].strip()
+def model_types() -> str:
+    """Return the tested model types by kind and family, and the largest distance."""
+    text = (ROOT / "benchmarks" / "results" / "model_types.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "| same" in line]
+    types: dict[tuple[str, str], list[str]] = {}
+    for name, kind, family, *_ in rows:
+        types.setdefault((kind, family), []).append(f"`{name.partition(',')[0]}`")
+    lines = [[*key, ", ".join(dict.fromkeys(names))] for key, names in types.items()]
+    largest = max((row[4] for row in rows), key=float)
+    grouped = table(["Kind", "Family", "Model types"], lines).replace("--:", ":--")
+    versions = text.strip().rpartition("\n\n")[2].partition(". ")[0]
+    distance = f"Largest distance of a parameter, relative to its norm: {largest}."
+    return f"{grouped}\n\n{distance} {versions}."
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -287,7 +296,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "diagnosis": diagnosis_part,
     "paper-commands": paper_commands,
     "paper-averages": paper_averages,
-    "model-types": partial(text_of, "benchmarks/results/model_types.md"),
+    "model-types": model_types,
     "methods": methods_table,
     "calibrate-options": options_table,
     "settings": settings_table,

@@ -1,12 +1,171 @@
-"""Generated parts of README and docs."""
+"""README.md and docs/: generated parts are fresh, and what the pages print runs or is valid.
 
+The commands of README.md that are marked for CI run in scripts/readme_commands.py.
+"""
+
+import ast
+import importlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import write_tables
+import yaml
+from configs import REPOSITORY, composed
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from fusion_bench_featcal.cli import _parser
+from fusion_bench_featcal.folders.request import Request
+
+DOCS = REPOSITORY / "docs"
+if not DOCS.is_dir():
+    pytest.skip("an installation has no docs", allow_module_level=True)
+TEXTS = {page.name: page.read_text(encoding="utf-8") for page in write_tables.PAGES}
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`]+)`")
+SHELLS = ("bash", "sh")
+COMMAND = re.compile(r"(?:^|[ /])(fusion_bench(?:\.scripts\.cli)?|featcal) +(.+?)(?: &)?$")
+
+
+def blocks(text: str, *languages: str) -> list[str]:
+    """Return the code blocks of a text in some languages."""
+    return [block for language, block in BLOCK.findall(text) if language in languages]
 
 
 @pytest.mark.parametrize("page", write_tables.PAGES, ids=lambda page: page.name)
 def test_generated_parts_are_fresh(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert write_tables.rewritten(page) == text, "python scripts/write_tables.py"
+
+
+# --- sections that run as printed ---
+
+TUTORIALS = [
+    ("calibrate.md", "mergekit"),
+    ("calibrate.md", "LoRA adapters"),
+    ("calibrate.md", "CLIP"),
+    ("calibrate.md", "Classifiers"),
+    ("own_tasks.md", "A model family"),
+    ("own_method.md", "A rule"),
+    ("own_method.md", "A source of weights"),
+    ("own_method.md", "A method"),
+]
+
+
+def section(page: str, title: str) -> str:
+    """Return the text of a section and its subsections."""
+    (text,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", TEXTS[page], re.M | re.S)
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "title"), TUTORIALS)
+def test_a_section_runs_as_printed(page: str, title: str, tmp_path: Path) -> None:
+    """All commands and Python of a section, as one script in a checkout's root."""
+    scripts = [
+        f"python - <<'END'\n{block}END\n" if language == "python" else block
+        for language, block in BLOCK.findall(section(page, title))
+        if language in (*SHELLS, "python")
+    ]
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "HF_HUB_OFFLINE": "1"}
+    command = ["bash", "-euo", "pipefail", "-c", "".join(scripts)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if title == "mergekit":  # README's example
+        (table,) = blocks(TEXTS["README.md"], "text")
+        assert table.splitlines()[-1] in done.stdout.splitlines()
+
+
+# --- commands ---
+
+POOLS = {"my_pool": ("own_tasks.md", "own-task"), "my_models": ("fusionbench.md", "folders")}
+"""Model pool that docs describe -> page and mark of its YAML."""
+CHOICE = re.compile(r"\+?(method|modelpool|taskpool)(@[\w.]+)?=")
+"""Override that selects a config. All others set values."""
+MAKE = re.compile(r"(?:^|`)make ([a-z][\w.-]*)", re.MULTILINE)
+
+
+def commands_of(text: str) -> Iterator[tuple[str, ...]]:
+    """Yield the commands of code blocks, and those of the prose that have no ellipsis."""
+    lines = "\n".join(blocks(text, "", *SHELLS)).replace("\\\n", " ").splitlines()
+    spans = [span.replace("\n", " ") for span in INLINE.findall(BLOCK.sub("", text))]
+    for line in (*lines, *(s for s in spans if "..." not in s and COMMAND.match(s))):
+        if match := COMMAND.search(re.sub(r"\$\{?\w+\}?", "1", line)):
+            yield match[1], *shlex.split(match[2], comments=True)
+
+
+def first_job(words: list[str]) -> list[str]:
+    """Return the overrides of a command, or of the first job of a sweep."""
+    if "-m" not in words:
+        return words
+    overrides = OverridesParser.create().parse_overrides([w for w in words if w != "-m"])
+    return [
+        f"{str(o.input_line).partition('=')[0]}={next(o.sweep_string_iterator())}"
+        if o.is_sweep_override()
+        else str(o.input_line)
+        for o in overrides
+        if not str(o.input_line).startswith("hydra")
+    ]
+
+
+def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(REPOSITORY / "examples" / "own_family" / "config", tmp_path / "config")
+    pools = tmp_path / "config" / "modelpool"
+    pools.mkdir()
+    for name, (page, mark) in POOLS.items():
+        (text,) = re.findall(rf"<!-- {mark} -->\n```yaml\n(.*?)^```", TEXTS[page], re.S | re.M)
+        (pools / f"{name}.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    commands = dict.fromkeys(w for text in TEXTS.values() for w in commands_of(text))
+    assert sum(program == "fusion_bench" for program, *_ in commands) >= 30
+    programs: dict[tuple[str, ...], dict[str, str]] = {}
+    for program, *words in commands:
+        if program == "featcal":
+            if len(words) == 1 and words[0] not in ("--help", "suite"):  # only mentioned
+                words += ["featcal", *(["--out", "DIR"] if words[0] == "calibrate" else [])]
+            words = getattr(_parser().parse_args(words), "words", [])
+            words = words if any("=" in word for word in words) else []
+        words = first_job([word for word in words if not word.startswith("--")])
+        choices = tuple(sorted(filter(CHOICE.match, words)))
+        values = {word.partition("=")[0]: word for word in words if word not in choices}
+        programs[choices] = programs.get(choices, {}) | values
+    for choices, values in programs.items():  # once for all commands with equal configs
+        composed(*choices, *values.values())
+
+
+def test_every_target_of_make_exists() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][\w.-]*):", makefile, re.MULTILINE))
+    mentioned = {target for text in TEXTS.values() for target in MAKE.findall(text)}
+    assert {"demo", "test"} <= mentioned <= targets
+
+
+# --- Python and YAML ---
+
+
+@pytest.mark.parametrize("page", [page for page, text in TEXTS.items() if blocks(text, "python")])
+def test_python_compiles_and_imports_public_names(page: str) -> None:
+    for block in blocks(TEXTS[page], "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and "fusion_bench_featcal" in str(node.module):
+                module: Any = importlib.import_module(str(node.module))
+                assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+def test_yaml_parses_and_the_recipe_has_options_of_the_command() -> None:
+    recipes = []
+    for text in TEXTS.values():
+        for content in map(yaml.safe_load, blocks(text, "yaml")):
+            assert isinstance(content, dict)
+            recipes += [content] if "merged" in content else []
+    (recipe,) = recipes
+    assert Request(**recipe).data == recipe["data"]

@@ -77,7 +77,7 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
     raise ValueError(
         f"method.family=auto does not know {type(model).__name__} (model type {model_type!r}), "
         "and no list of modules of one class clearly holds its blocks. Set method.family to a "
-        "family of your own, {_target_: my_module.MyFamily} (docs/tutorials/family.md)"
+        "family of your own, {_target_: my_module.MyFamily} (docs/own_tasks.md)"
     )
 
 

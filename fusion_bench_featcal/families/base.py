@@ -150,10 +150,13 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     """Run a model on a batch: keyword arguments, a tuple of arguments or one tensor.
 
     Tensors are copied, because the same batch runs many times and a model may write into its
-    inputs. Images named `pixel_values` are passed by position to a model that has another name for
-    them, such as open_clip's.
+    inputs. Images named `pixel_values` get the dtype of the model's parameters, since processors
+    return float32 and not every model casts them. They are passed by position to a model that has
+    another name for them, such as open_clip's.
     """
     if isinstance(inputs, Mapping) and "pixel_values" in inputs:
+        dtype = next(model.parameters()).dtype
+        inputs = {**inputs, "pixel_values": inputs["pixel_values"].to(dtype)}
         parameters = inspect.signature(model.forward).parameters.values()
         if not any(p.name == "pixel_values" or p.kind is p.VAR_KEYWORD for p in parameters):
             inputs = inputs["pixel_values"]

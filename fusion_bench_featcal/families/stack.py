@@ -80,7 +80,7 @@ class Stack(Family):
         if not blocks:
             raise CalibrationError(
                 f"method.family={self.name} finds no blocks in {type(model).__name__}: it has no "
-                f"{lacks}. Choose another method.family, or write one (docs/tutorials/family.md)"
+                f"{lacks}. Choose another method.family, or write one (docs/own_tasks.md)"
             )
         return [blocks]
 

@@ -1,6 +1,6 @@
 """FeatCal+: modules in sequence, rows from the experts' weights, a ridge by held-out error.
 
-The mathematics is in docs/plus.md.
+The mathematics is in docs/method.md.
 """
 
 from collections.abc import Mapping, Sequence

@@ -151,7 +151,7 @@ class CalibrationResult:
         model: The calibrated model, with class, dtype and device of the merged one. With
             `merged_weights` only its structure.
         log: Records of every block.
-        reads: Count of the bytes read (see docs/read_budget.md).
+        reads: Count of the bytes read (see docs/runs.md).
         folder: The output folder with the calibrated model, or None.
     """
 

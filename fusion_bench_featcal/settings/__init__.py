@@ -94,7 +94,7 @@ class FeatCalSettings(Settings):
     rule: Any = setting(
         "paper",
         "How a block is solved: `paper`, all modules at once (Algorithm 1), `plus`, FeatCal+, "
-        "groups of modules in turn, without the three settings above (docs/plus.md), or a rule "
+        "groups of modules in turn, without the three settings above (docs/method.md), or a rule "
         "of your own, {_target_: my_module.MyRule, option: 1}.",
         accepts="paper, plus, a mapping with `_target_` and the rule's settings, or a rule",
         check=_is_rule,
@@ -213,7 +213,7 @@ class FeatCalSettings(Settings):
 
     @classmethod
     def plus(cls, **changes: Any) -> "FeatCalSettings":
-        """Return the settings of FeatCal+ (docs/plus.md), with changes by name."""
+        """Return the settings of FeatCal+ (docs/method.md), with changes by name."""
         return cls(**{**PLUS, **changes})
 
     def replace(self, **changes: Any) -> "FeatCalSettings":

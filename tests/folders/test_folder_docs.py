@@ -1,33 +1,36 @@
-"""The YAML of docs/calibrate.md, with paths of models and of texts."""
+"""The YAML of docs/fusionbench.md for folders of models and texts."""
 
 import re
 from pathlib import Path
 
 import pytest
-from cli_runs import fusion_bench
+from configs import REPOSITORY, as_job
+from hydra.utils import instantiate
 from made_folders import llama_folders, write_rows
 from tiny_texts import sentences
 from transformers import AutoModelForCausalLM
 
 from fusion_bench_featcal.results import read_run
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = REPOSITORY / "docs" / "fusionbench.md"
 YAML = re.compile(r"<!-- folders -->\n```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NAMES = {"math": "one", "code": "two"}
 
 
-@pytest.mark.skipif(not DOCS.is_dir(), reason="an installation has no docs")
-def test_the_yaml_for_folders_and_json_lines(tmp_path):
+@pytest.mark.skipif(not PAGE.is_file(), reason="an installation has no docs")
+def test_the_pool_of_folders_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models").mkdir()
     llama_folders(tmp_path / "models")
     for name, task in NAMES.items():
         (tmp_path / "models" / task).rename(tmp_path / "models" / name)
-        write_rows(tmp_path / f"{name}.jsonl", sentences(task, 20))
-        write_rows(tmp_path / f"{name}_test.jsonl", sentences(task, 8))
+        write_rows(tmp_path / f"{name}.jsonl", sentences(task, 8))
+        write_rows(tmp_path / f"{name}_test.jsonl", sentences(task, 4))
+    (text,) = YAML.findall(PAGE.read_text(encoding="utf-8"))
     (tmp_path / "config" / "modelpool").mkdir(parents=True)
-    (text,) = YAML.findall((DOCS / "calibrate.md").read_text(encoding="utf-8"))
     (tmp_path / "config" / "modelpool" / "my_models.yaml").write_text(text)
-    words = ["method=featcal", "modelpool=my_models"]
-    fusion_bench([*words, "merged_model_save_path=OUT", "path.log_dir=logs"], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = ("method=featcal", "modelpool=my_models", "merged_model_save_path=OUT")
+    with as_job(tmp_path / "logs", *words) as config:
+        instantiate(config, _recursive_=False).run()
     assert set(read_run(tmp_path / "logs").tasks) == set(NAMES)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "OUT").config.model_type == "llama"
+    assert AutoModelForCausalLM.from_pretrained("OUT").config.model_type == "llama"

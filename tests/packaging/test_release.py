@@ -2,7 +2,6 @@
 
 import re
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,22 +77,3 @@ def test_both_distributions_have_one_version_and_the_texts_of_their_licences():
     assert extra == [f"{paths.PACKAGE}=={__version__}"]
     text = SUITES.read_text(encoding="utf-8")
     assert f'__version__ = "{__version__}"\n' in text
-
-
-# --- README ---
-
-
-def test_python_of_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    lines = [line for line in code.splitlines() if line and "import" not in line.split("#")[0]]
-    assert len(lines) <= 10
-    monkeypatch.chdir(tmp_path)
-    for word, fast in (
-        ("samples_per_task=64", "samples_per_task=4"),
-        ("images[task]", "images[task][:4]"),
-    ):
-        assert code.count(word) == 1
-        code = code.replace(word, fast)
-    exec(code, {})
-    names = {path.name for path in (tmp_path / "calibrated").iterdir()}
-    assert names == {"config.json", "model.safetensors"}

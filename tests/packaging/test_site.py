@@ -18,7 +18,7 @@ def test_the_api_has_all_public_names_and_equations_name_functions():
     for name in named:
         module, _, attribute = name.rpartition(".")
         assert hasattr(import_module(module), attribute), name
-    text = (DOCS / "mathematics.md").read_text(encoding="utf-8")
+    text = (DOCS / "method.md").read_text(encoding="utf-8")
     names = re.findall(r"`((?:core|rules|streams)\.\w+\.\w+(?:\.\w+)?)`", text)
     assert len(names) > 10
     for name in names:

@@ -1,4 +1,4 @@
-"""The example of docs/tasks.md, word for word, through FusionBench's command line."""
+"""The example of docs/own_tasks.md, word for word, through FusionBench's command line."""
 
 import json
 import re
@@ -28,7 +28,7 @@ EXAMPLE = re.compile(r"```yaml\n(# config/modelpool/my_pool\.yaml\n.*?)```", re.
 
 
 def test_the_pages_example_is_the_file_and_takes_fewer_than_twenty_lines():
-    (example,) = EXAMPLE.findall((REPOSITORY / "docs/tasks.md").read_text(encoding="utf-8"))
+    (example,) = EXAMPLE.findall((REPOSITORY / "docs/own_tasks.md").read_text(encoding="utf-8"))
     file = REPOSITORY / "examples/own_task/config/modelpool/my_pool.yaml"
     assert file.read_text(encoding="utf-8") == example
     assert len(example.splitlines()) < 20
