@@ -10,11 +10,10 @@ import json
 import platform
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import clip_builder
 import resnet_builder
@@ -22,46 +21,19 @@ import text_builder
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from suite_training import Weights, tensors_of
+from suite_training import Builder, Weights, tensors_of, write_json
 
-BUILDERS: dict[str, Any] = {
+from fusion_bench_featcal.suites.paths import pick, suite_path
+
+BUILDERS: dict[str, type[Builder]] = {
     "clip-vit-mini": clip_builder.ClipBuilder,
     "flan-t5-mini": text_builder.TextBuilder,
     "llama-mini": text_builder.TextBuilder,
     "resnet-mini": resnet_builder.ResNetBuilder,
 }
-STAGES = "unfinished"
 TASK_ARITHMETIC_SCALE = 0.3
 
 Accuracies = dict[str, float]
-
-
-class Builder(Protocol):
-    """The part of a build that differs between suites. Models are trained in place."""
-
-    recipe: Any
-    sets: dict[str, Sequence[str]]  # merged and measured separately, if there are any
-    spelled_out: Sequence[str]  # defaults that a configuration has to name, as versions differ
-
-    def new_model(self) -> Any:
-        """Return the untrained model."""
-        ...
-
-    def pretrain(self, model: Any) -> None:
-        """Train the base on all tasks."""
-        ...
-
-    def finetune(self, model: Any, task: str) -> None:
-        """Train an expert that starts as the base."""
-        ...
-
-    def expert_part(self, model: Any) -> tuple[Weights, Any, str]:
-        """Return the tensors, configuration and class name that an expert is stored as."""
-        ...
-
-    def accuracy(self, model: Any, task: str) -> float:
-        """Return the share (0..1) of the task's test items that a model gets right."""
-        ...
 
 
 def build(
@@ -76,11 +48,11 @@ def build(
     """Train the base and one expert per task, save them in float16, and measure the saved models.
 
     Takes 10 to 15 minutes on one core. The same seed, versions and machine give the same files.
-    Another machine agrees within about 2 points of accuracy on average. A build that was stopped
-    resumes after its last finished stage when it is started again in the same folder.
+    Another machine agrees within about 2 points of accuracy on average. The tokenizer or processor
+    is copied from the package.
 
     Args:
-        out_dir: Folder to write to. It may only contain a stopped build of the same plan.
+        out_dir: A new or empty folder to write to.
         suite: A name in `BUILDERS`.
         seed: Seed of the initial weights and of every training stage.
         tasks: The tasks to train on, by default all, as in the shipped suite.
@@ -93,28 +65,28 @@ def build(
 
     Raises:
         ValueError: For an unknown suite or task.
-        FileExistsError: If `out_dir` contains other files.
+        FileExistsError: If `out_dir` is not empty.
     """
-    if suite not in BUILDERS:
-        raise ValueError(f"no suite {suite!r}; there are {', '.join(BUILDERS)}")
-    kind = BUILDERS[suite]
-    chosen = [kind.find_task(name).name for name in tasks or kind.TASKS]
+    kind = pick(BUILDERS, suite, "suite")
+    named = {name: name for name in kind.TASKS}
+    chosen = [pick(named, name, f"task of {suite}") for name in tasks or kind.TASKS]
     recipe = recipe or kind.RECIPES[suite]
-    plan = {"suite": suite, "seed": seed, "tasks": chosen, "recipe": asdict(recipe)}
-    out = _open_folder(Path(out_dir), plan)
-    (out / "pretrained").mkdir(exist_ok=True)
-    builder: Builder = kind(suite, out / "pretrained", chosen, recipe, seed, log)
+    out = Path(out_dir)
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty: give --out a new folder")
+    copy_processor(suite, out / "pretrained")
+    builder = kind(suite, out / "pretrained", chosen, recipe, seed, log)
 
     base = builder.new_model()
-    stages = _Stages(out / STAGES, suite, log)
-    stages.run("pretrained", base, recipe.pretraining.steps, builder.pretrain)
+    log(f"{suite}: pretrained, {recipe.pretraining.steps} steps")
+    builder.pretrain(base)
     whole = (tensors_of(base), base.config, type(base).__name__)
-    save_half(*whole, builder.spelled_out, out / "pretrained")
+    save_half(*whole, builder.SPELLED_OUT, out / "pretrained")
     for task in chosen:
         model = copy.deepcopy(base)
-        train = partial(builder.finetune, task=task)
-        stages.run(task, model, recipe.finetuning.steps, train)
-        save_half(*builder.expert_part(model), builder.spelled_out, out / task)
+        log(f"{suite}: {task}, {recipe.finetuning.steps} steps")
+        builder.finetune(model, task)
+        save_half(*builder.expert_part(model), builder.SPELLED_OUT, out / task)
     record = {
         "seed": seed,
         "recipe": asdict(recipe),
@@ -125,8 +97,7 @@ def build(
             "transformers": transformers.__version__,
         },
     }
-    (out / "MEASURED.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    shutil.rmtree(out / STAGES)
+    write_json(out / "MEASURED.json", record)
     write_checksums(out)
     return out
 
@@ -141,39 +112,12 @@ def write_checksums(root: Path) -> None:
     target.write_text("".join(lines), encoding="utf-8")
 
 
-def _open_folder(out: Path, plan: dict[str, Any]) -> Path:
-    """Create the build's folder, or resume a stopped build of the same plan."""
-    plan_file = out / STAGES / "plan.json"
-    text = json.dumps(plan, indent=1)
-    if plan_file.is_file() and plan_file.read_text(encoding="utf-8") == text:
-        return out
-    if out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"{out} is not empty: give --out a new folder")
-    plan_file.parent.mkdir(parents=True)
-    plan_file.write_text(text, encoding="utf-8")
-    return out
-
-
-@dataclass(frozen=True)
-class _Stages:
-    """Finished stages of one build, kept in float32 until the build is whole."""
-
-    folder: Path
-    suite: str
-    log: Callable[[str], None]
-
-    def run(self, name: str, model: Any, steps: int, train: Callable[[Any], None]) -> None:
-        """Load a finished stage into the model, or train and store it."""
-        stage_file = self.folder / f"{name}.safetensors"
-        if stage_file.is_file():
-            self.log(f"{self.suite}: {name} was finished before")
-            model.load_state_dict(load_file(stage_file), strict=False)  # tied tensors are kept once
-            return
-        self.log(f"{self.suite}: {name}, {steps} steps")
-        train(model)
-        partial_file = stage_file.with_suffix(".partial")
-        save_file(tensors_of(model), partial_file)
-        partial_file.replace(stage_file)
+def copy_processor(suite: str, folder: Path) -> None:
+    """Copy all files of the shipped base but its model and configuration into a new folder."""
+    folder.mkdir(parents=True)
+    for file in Path(suite_path(f"{suite}/pretrained")).iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            shutil.copy(file, folder)
 
 
 def save_half(
@@ -218,9 +162,9 @@ def measure(builder: Builder, model: Any, folder: Path, tasks: Sequence[str]) ->
     """
     model.eval().requires_grad_(False)
     model.load_state_dict(_read(folder / "pretrained"), strict=False)
-    if not builder.sets:
+    if not builder.SETS:
         return _rows(builder, model, folder, tasks)
-    built = {name: names for name, names in builder.sets.items() if set(names) <= set(tasks)}
+    built = {name: names for name, names in builder.SETS.items() if set(names) <= set(tasks)}
     return {name: _rows(builder, model, folder, names) for name, names in built.items()}
 
 

@@ -1,17 +1,13 @@
 """The small CLIP: a base on plain glyphs, then one expert per task in the task's colours."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar
 
-import clip_processor
 import numpy as np
 import torch
-from clip_processor import BOS, EOS, IMAGE_SIZE, MAX_PROMPT_TOKENS, PIXEL_MEAN, PIXEL_STD
-from suite_training import Log, stage_generator, train
+from suite_training import Builder, loss_and_accuracy, stage_generator, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPTextConfig, CLIPVisionConfig
@@ -20,7 +16,8 @@ from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.suites.image import ImageTask, load_arrays
 
 PLAIN_MEAN, PLAIN_STD = 0.2, 0.35
-PATCH_SIZE = 7
+PIXEL_MEAN, PIXEL_STD = 0.45, 0.35  # of the processor
+IMAGE_SIZE, PATCH_SIZE = 28, 7
 
 
 @dataclass(frozen=True)
@@ -62,30 +59,22 @@ class Recipe:
     )
 
 
-class ClipBuilder:
+class ClipBuilder(Builder):
     """Trains and measures the small CLIP: pretraining all of it, experts the vision tower."""
 
     TASKS = image.ALL8
     RECIPES: ClassVar = {"clip-vit-mini": Recipe()}
-    find_task = staticmethod(image.find_task)
-    sets: ClassVar = {"TA6": image.TA6, "all8": image.ALL8, "alphabets2": image.ALPHABETS2}
-    spelled_out: ClassVar = ()
-    size: ClassVar[dict[str, int]] = {}  # of the vision tower, where it is not the suite's
+    SETS: ClassVar = {"TA6": image.TA6, "all8": image.ALL8, "alphabets2": image.ALPHABETS2}
 
-    def __init__(
-        self, suite: str, folder: Path, tasks: Sequence[str], recipe: Recipe, seed: int, log: Log
-    ) -> None:
-        """Write the processor into `folder`, and load it from there."""
-        # the vocabulary covers all tasks, so that the model's shape does not depend on the choice
-        prompts = [prompt for name in image.ALL8 for prompt in load_arrays(name).prompts()]
-        self.vocabulary = clip_processor.write_processor(folder, prompts)
-        self.processor: Any = CLIPProcessor.from_pretrained(folder)
-        self.tasks, self.recipe, self.seed, self.log = tasks, recipe, seed, log
-        self.test_pixels = cache(self._test_pixels)
+    def __init__(self, *args: Any) -> None:
+        """Load the processor."""
+        super().__init__(*args)
+        self.processor: Any = CLIPProcessor.from_pretrained(self.folder)
+        self.test = PictureTest(self.processor)
 
     def new_model(self) -> CLIPModel:
         """Return the untrained model."""
-        return new_model(self.vocabulary, self.seed, **self.size)
+        return new_model(self.processor.tokenizer, self.seed)
 
     def pretrain(self, model: CLIPModel) -> None:
         """Train the whole model on plain pictures of all tasks."""
@@ -99,7 +88,7 @@ class ClipBuilder:
         def cap_logit_scale() -> None:
             model.logit_scale.data.clamp_(max=math.log(recipe.max_logit_scale))
 
-        def loss_and_accuracy() -> tuple[Tensor, float]:
+        def next_scores() -> tuple[Tensor, float]:
             cap_logit_scale()
             chosen = torch.multinomial(shares, tasks_per_step, generator=generator).tolist()
             grey, labels = zip(*(draw(sets[i], count, generator) for i in chosen), strict=True)
@@ -109,10 +98,10 @@ class ClipBuilder:
                 model.logit_scale.exp() * pictures @ text_embeddings(model, prompts[i]).T
                 for i, pictures in zip(chosen, embeddings, strict=True)
             ]
-            losses, right = zip(*map(_scored, logits, labels), strict=True)
+            losses, right = zip(*map(loss_and_accuracy, logits, labels), strict=True)
             return torch.stack(losses).mean(), sum(right) / len(right)
 
-        self._train(model, recipe.pretraining, loss_and_accuracy)
+        self._train(model, recipe.pretraining, next_scores)
         cap_logit_scale()
 
     def finetune(self, model: CLIPModel, task: str) -> None:
@@ -122,14 +111,14 @@ class ClipBuilder:
         with torch.no_grad():
             heads = model.logit_scale.exp() * text_embeddings(model, self._prompts(task))
 
-        def loss_and_accuracy() -> tuple[Tensor, float]:
+        def next_scores() -> tuple[Tensor, float]:
             grey, labels = draw(data, recipe.expert_batch, generator)
             pixels = painted_pixels(augment(grey, recipe.finetuning, generator), colours)
-            return _scored(image_embeddings(model, pixels) @ heads.T, labels)
+            return loss_and_accuracy(image_embeddings(model, pixels) @ heads.T, labels)
 
-        self._train(model.vision_model, recipe.finetuning, loss_and_accuracy)
+        self._train(model.vision_model, recipe.finetuning, next_scores)
 
-    def _train(self, trained: nn.Module, phase: Phase, loss_and_accuracy: Any) -> None:
+    def _train(self, trained: nn.Module, phase: Phase, next_scores: Any) -> None:
         optimiser = torch.optim.AdamW(
             trained.parameters(),
             lr=phase.learning_rate,
@@ -138,7 +127,7 @@ class ClipBuilder:
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, phase.rate)
         clip = self.recipe.gradient_clip
-        train(optimiser, schedule, phase.steps, clip, loss_and_accuracy, self.log)
+        train(optimiser, schedule, phase.steps, clip, next_scores, self.log)
 
     def expert_part(self, model: CLIPModel) -> tuple[dict[str, Tensor], Any, str]:
         """Return the vision tower, stored as a `CLIPVisionModel`."""
@@ -150,47 +139,36 @@ class ClipBuilder:
     @torch.no_grad()
     def accuracy(self, model: CLIPModel, task: str) -> float:
         """Return the share (0..1) of the task's test pictures that the model gets right."""
-        pixels, labels = self.test_pixels(task)
         heads = text_embeddings(model, self._prompts(task))
-        guesses = [
-            (image_embeddings(model, part) @ heads.T).argmax(-1) for part in pixels.split(256)
-        ]
-        return (torch.cat(guesses) == labels).double().mean().item()
-
-    def _test_pixels(self, task: str) -> tuple[Tensor, Tensor]:
-        pictures = image.load_split(task, "test")
-        pixels = self.processor(images=[item["image"] for item in pictures], return_tensors="pt")
-        return pixels["pixel_values"], torch.from_numpy(pictures.labels)
+        return self.test(task, lambda pixels: image_embeddings(model, pixels) @ heads.T)
 
     def _prompts(self, task: str) -> dict[str, Tensor]:
         prompts = load_arrays(task).prompts()
         return dict(self.processor(text=prompts, padding=True, return_tensors="pt"))
 
 
-def new_model(
-    vocabulary: dict[str, int], seed: int, *, width: int = 192, depth: int = 4
-) -> CLIPModel:
+def new_model(tokenizer: Any, seed: int) -> CLIPModel:
     """Return an untrained CLIP of 28 px, patch 7, 4 vision blocks of 192, 2 text blocks of 64.
 
     Token, patch and position embeddings start larger than usual, because the usual scales barely
     learn at this size.
     """
     text = CLIPTextConfig(
-        vocab_size=len(vocabulary),
+        vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
-        max_position_embeddings=MAX_PROMPT_TOKENS,
+        max_position_embeddings=tokenizer.model_max_length,
         projection_dim=64,
-        bos_token_id=vocabulary[BOS],
-        eos_token_id=vocabulary[EOS],
-        pad_token_id=vocabulary[EOS],
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     vision = CLIPVisionConfig(
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=depth,
+        hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=4,
         num_attention_heads=4,
         image_size=IMAGE_SIZE,
         patch_size=PATCH_SIZE,
@@ -263,6 +241,25 @@ def painted_pixels(grey: Tensor, task: ImageTask) -> Tensor:
     return (paper * (1 - share) + ink * share - PIXEL_MEAN) / PIXEL_STD
 
 
+class PictureTest:
+    """Test pictures as model inputs, and the share of them that a model gets right."""
+
+    def __init__(self, processor: Any) -> None:
+        """Start with no pictures read."""
+        self._processor = processor
+        self._read: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, task: str, logits: Callable[[Tensor], Tensor]) -> float:
+        """Return the share (0..1) of the task's test pictures with the right largest logit."""
+        if task not in self._read:
+            data = image.load_split(task, "test")
+            pixels = self._processor(images=[item["image"] for item in data], return_tensors="pt")
+            self._read[task] = pixels["pixel_values"], torch.from_numpy(data.labels)
+        pixels, labels = self._read[task]
+        guesses = [logits(part).argmax(-1) for part in pixels.split(256)]
+        return (torch.cat(guesses) == labels).double().mean().item()
+
+
 def image_embeddings(model: CLIPModel, pixels: Tensor) -> Tensor:
     """Return unit-length image embeddings `[n, 64]` of `pixels` `[n, 3, 28, 28]`."""
     return F.normalize(model.visual_projection(model.vision_model(pixel_values=pixels)[1]), dim=-1)
@@ -271,8 +268,3 @@ def image_embeddings(model: CLIPModel, pixels: Tensor) -> Tensor:
 def text_embeddings(model: CLIPModel, prompts: dict[str, Tensor]) -> Tensor:
     """Return unit-length text embeddings `[classes, 64]` of tokenised prompts."""
     return F.normalize(model.text_projection(model.text_model(**prompts)[1]), dim=-1)
-
-
-def _scored(logits: Tensor, labels: Tensor) -> tuple[Tensor, float]:
-    right = (logits.argmax(dim=-1) == labels).float().mean().item()
-    return F.cross_entropy(logits, labels), right

@@ -3,21 +3,24 @@
 The tasks have ten labels each, and share one head, which experts leave as it is.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from clip_builder import Phase, augment, draw, load_training_set, painted_pixels, plain_pixels
-from suite_training import Log, stage_generator, tensors_of, train
+from clip_builder import (
+    Phase,
+    PictureTest,
+    augment,
+    draw,
+    load_training_set,
+    painted_pixels,
+    plain_pixels,
+)
+from suite_training import Builder, loss_and_accuracy, stage_generator, train
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import CLIPProcessor, ResNetConfig, ResNetForImageClassification
 
 from fusion_bench_featcal.suites import image
-from fusion_bench_featcal.suites.image import ImageTask
 
 LABELS = 10
 
@@ -37,27 +40,17 @@ class Recipe:
     gradient_clip: float = 1.0
 
 
-class ResNetBuilder:
+class ResNetBuilder(Builder):
     """Trains and measures the small ResNet."""
 
     TASKS = image.RESNET3
     RECIPES: ClassVar = {"resnet-mini": Recipe()}
-    sets: ClassVar = {}
-    spelled_out: ClassVar = ()
     size: ClassVar[dict[str, Any]] = {}  # where it is not the suite's
 
-    def __init__(
-        self, suite: str, folder: Path, tasks: Sequence[str], recipe: Recipe, seed: int, log: Log
-    ) -> None:
-        """Prepare a build."""
-        self.tasks, self.recipe, self.seed, self.log = tasks, recipe, seed, log
-        self.processor: Any = CLIPProcessor.from_pretrained(image.path())
-        self.test_pixels = cache(self._test_pixels)
-
-    @staticmethod
-    def find_task(name: str) -> ImageTask:
-        """Return the task of a name. A ValueError lists the names."""
-        return image.pick({task: image.TASKS[task] for task in image.RESNET3}, name, "ResNet task")
+    def __init__(self, *args: Any) -> None:
+        """Load the processor of the small CLIP."""
+        super().__init__(*args)
+        self.test = PictureTest(CLIPProcessor.from_pretrained(image.path()))
 
     def new_model(self) -> ResNetForImageClassification:
         """Return the untrained model: 28 px, a stem, three layers of 24, 48 and 80 channels."""
@@ -103,31 +96,16 @@ class ResNetBuilder:
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, phase.rate)
 
-        def loss_and_accuracy() -> tuple[Tensor, float]:
+        def next_scores() -> tuple[Tensor, float]:
             pixels, labels = batch()
-            logits = model(pixels).logits
-            right = (logits.argmax(-1) == labels).float().mean().item()
-            return F.cross_entropy(logits, labels), right
+            return loss_and_accuracy(model(pixels).logits, labels)
 
         model.train()
         clip = self.recipe.gradient_clip
-        train(optimiser, schedule, phase.steps, clip, loss_and_accuracy, self.log)
+        train(optimiser, schedule, phase.steps, clip, next_scores, self.log)
         model.eval()
-
-    def expert_part(
-        self, model: ResNetForImageClassification
-    ) -> tuple[dict[str, Tensor], Any, str]:
-        """Return the whole model."""
-        return tensors_of(model), model.config, type(model).__name__
 
     @torch.no_grad()
     def accuracy(self, model: ResNetForImageClassification, task: str) -> float:
         """Return the share (0..1) of the task's test pictures that the model gets right."""
-        pixels, labels = self.test_pixels(task)
-        guesses = [model(part).logits.argmax(-1) for part in pixels.split(256)]
-        return (torch.cat(guesses) == labels).double().mean().item()
-
-    def _test_pixels(self, task: str) -> tuple[Tensor, Tensor]:
-        pictures = image.load_split(task, "test")
-        pixels = self.processor(images=[item["image"] for item in pictures], return_tensors="pt")
-        return pixels["pixel_values"], torch.from_numpy(pictures.labels)
+        return self.test(task, lambda pixels: model(pixels).logits)

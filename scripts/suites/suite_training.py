@@ -1,15 +1,62 @@
-"""The training loop that all bundled suites share."""
+"""The parts of a build that all bundled suites share."""
 
+import json
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import fmean
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 Log = Callable[[str], None]
 Weights = dict[str, Tensor]
+
+
+class Builder:
+    """Trains and measures the models of one suite.
+
+    Attributes:
+        TASKS: Names of the suite's tasks.
+        RECIPES: Name of a suite -> its training recipe.
+        SETS: Sets of tasks that are merged and measured separately, if there are any.
+        SPELLED_OUT: Defaults that a configuration has to name, as versions differ.
+    """
+
+    TASKS: Sequence[str]
+    RECIPES: ClassVar[dict[str, Any]]
+    SETS: ClassVar[dict[str, Sequence[str]]] = {}
+    SPELLED_OUT: Sequence[str] = ()
+
+    def __init__(
+        self, suite: str, folder: Path, tasks: Sequence[str], recipe: Any, seed: int, log: Log
+    ) -> None:
+        """Prepare a build. `folder` has the tokenizer or processor."""
+        self.suite, self.folder, self.tasks = suite, folder, tasks
+        self.recipe, self.seed, self.log = recipe, seed, log
+
+    def new_model(self) -> Any:
+        """Return the untrained model."""
+        raise NotImplementedError
+
+    def pretrain(self, model: Any) -> None:
+        """Train the base on all tasks, in place."""
+        raise NotImplementedError
+
+    def finetune(self, model: Any, task: str) -> None:
+        """Train an expert that starts as the base, in place."""
+        raise NotImplementedError
+
+    def expert_part(self, model: Any) -> tuple[Weights, Any, str]:
+        """Return the tensors, configuration and class name that an expert is stored as."""
+        return tensors_of(model), model.config, type(model).__name__
+
+    def accuracy(self, model: Any, task: str) -> float:
+        """Return the share (0..1) of the task's test items that a model gets right."""
+        raise NotImplementedError
 
 
 def stage_generator(seed: int, stage: str) -> torch.Generator:
@@ -24,12 +71,18 @@ def tensors_of(model: nn.Module) -> Weights:
     return {name: p.detach() for name, p in model.named_parameters()} | buffers
 
 
+def loss_and_accuracy(logits: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+    """Return the mean cross-entropy, and the share of rows whose label is the most likely."""
+    right = (logits.argmax(dim=-1) == labels).float().mean().item()
+    return F.cross_entropy(logits, labels), right
+
+
 def train(
     optimiser: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
     steps: int,
     gradient_clip: float,
-    loss_and_accuracy: Callable[[], tuple[Tensor, float]],
+    next_scores: Callable[[], tuple[Tensor, float]],
     log: Log,
 ) -> None:
     """Take optimiser steps, and report every 100 of them.
@@ -39,13 +92,13 @@ def train(
         schedule: Its learning rate.
         steps: Number of steps.
         gradient_clip: Largest norm of the gradient.
-        loss_and_accuracy: Gives the loss on a new batch, and the share of right answers.
+        next_scores: Returns loss and accuracy on a new batch.
         log: Called with each line of progress.
     """
     parameters: list[nn.Parameter] = optimiser.param_groups[0]["params"]
     recent: deque[float] = deque(maxlen=100)
     for step in range(1, steps + 1):
-        loss, accuracy = loss_and_accuracy()
+        loss, accuracy = next_scores()
         optimiser.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, gradient_clip)
@@ -54,3 +107,8 @@ def train(
         recent.append(accuracy)
         if step % 100 == 0 or step == steps:
             log(f"  step {step}/{steps}: accuracy {fmean(recent):.3f} over the last steps")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file."""
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from suite_training import Log, stage_generator, tensors_of, train
-from text_tokenizer import label_ids, write_tokenizer
+from suite_training import Builder, loss_and_accuracy, stage_generator, train
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
@@ -63,7 +60,7 @@ class Recipe:
     gradient_clip: float = 1.0
 
 
-class TextBuilder:
+class TextBuilder(Builder):
     """Trains and measures a small language model. Experts keep the base's embedding."""
 
     TASKS = text.TA6
@@ -71,18 +68,13 @@ class TextBuilder:
         "flan-t5-mini": Recipe(Phase(1600, 48, 2e-3, 0.05), Phase(200, 32, 4e-4, 0.01), 1.4),
         "llama-mini": Recipe(Phase(2000, 48, 1.5e-3, 0.05), Phase(250, 32, 3e-4, 0.01), 1.2),
     }
-    find_task = staticmethod(text.find_task)
-    sets: ClassVar = {}
-    spelled_out: ClassVar = ("tie_word_embeddings",)
+    SPELLED_OUT: ClassVar = ("tie_word_embeddings",)
 
-    def __init__(
-        self, suite: str, folder: Path, tasks: Sequence[str], recipe: Recipe, seed: int, log: Log
-    ) -> None:
-        """Learn the tokenizer, write it into `folder`, and load it from there."""
-        write_tokenizer(folder, suite, tasks)
-        kind = "seq2seq" if suite == "flan-t5-mini" else "causal"
-        self.encoder = TextEncoder(AutoTokenizer.from_pretrained(folder), kind)
-        self.suite, self.tasks, self.recipe, self.seed, self.log = suite, tasks, recipe, seed, log
+    def __init__(self, *args: Any) -> None:
+        """Load the tokenizer."""
+        super().__init__(*args)
+        kind = "seq2seq" if self.suite == "flan-t5-mini" else "causal"
+        self.encoder = TextEncoder(AutoTokenizer.from_pretrained(self.folder), kind)
 
     def rows(self, task: str, split: str) -> Any:
         """Return a task's prompts and targets."""
@@ -101,11 +93,18 @@ class TextBuilder:
         parameters = list(model.parameters())
         self._train(model, parameters, self.tasks, "pretraining", self.recipe.pretraining)
         weight = model.get_input_embeddings().weight
-        ids = label_ids(self.encoder.tokenizer, self.tasks)
+        ids = self.label_ids()
         with torch.no_grad():
             rows = weight[ids]
             noise = torch.randn(rows.shape, generator=stage_generator(self.seed, "label noise"))
             weight[ids] = rows + self.recipe.label_noise * rows.std() * noise
+
+    def label_ids(self) -> list[int]:
+        """Return the token of each label word, in the words' order."""
+        targets = [row["target"] for task in self.tasks for row in self.rows(task, "train")]
+        words = sorted({word for target in targets for word in target.split()})
+        tokens = self.encoder.tokenizer(words, add_special_tokens=False)["input_ids"]
+        return [ids[0] for ids in tokens]
 
     def finetune(self, model: Any, task: str) -> None:
         """Train everything but the embedding on one task."""
@@ -132,19 +131,15 @@ class TextBuilder:
         }
         training_batches = batches(sets, phase.batch_size, self.encoder, generator)
 
-        def loss_and_accuracy() -> tuple[Tensor, float]:
-            return target_loss(model, next(training_batches))
+        def next_scores() -> tuple[Tensor, float]:
+            return target_scores(model, next(training_batches))
 
         model.train()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator.initial_seed())  # for dropout
             steps, clip = phase.steps, recipe.gradient_clip
-            train(optimiser, schedule, steps, clip, loss_and_accuracy, self.log)
+            train(optimiser, schedule, steps, clip, next_scores, self.log)
         model.eval()
-
-    def expert_part(self, model: Any) -> tuple[dict[str, Tensor], Any, str]:
-        """Return the whole model."""
-        return tensors_of(model), model.config, type(model).__name__
 
     def accuracy(self, model: Any, task: str) -> float:
         """Return the share (0..1) of the task's test prompts that are answered exactly."""
@@ -198,7 +193,7 @@ def new_model(suite: str, tokenizer: Any, seed: int) -> Any:
         return make(config)
 
 
-def target_loss(model: Any, batch: Batch) -> tuple[Tensor, float]:
+def target_scores(model: Any, batch: Batch) -> tuple[Tensor, float]:
     """Return the mean cross-entropy of the target tokens, and the share that is most likely."""
     if model.config.is_encoder_decoder:
         logits, due = model(**batch).logits, batch["labels"]
@@ -209,8 +204,7 @@ def target_loss(model: Any, batch: Batch) -> tuple[Tensor, float]:
         due = batch["labels"][:, 1:]
         # only positions that predict a target go through the head
         logits, due = model.lm_head(hidden[due != IGNORED]), due[due != IGNORED]
-    logits, due = logits[due != IGNORED], due[due != IGNORED]
-    return F.cross_entropy(logits, due), (logits.argmax(-1) == due).float().mean().item()
+    return loss_and_accuracy(logits[due != IGNORED], due[due != IGNORED])
 
 
 def batches(

@@ -3,7 +3,6 @@
 import hashlib
 from pathlib import Path
 
-import clip_processor
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -51,13 +50,6 @@ def test_no_text_is_in_two_splits_of_any_tasks():
     }
     assert not texts["train"] & (texts["calibration"] | texts["test"])
     assert not texts["calibration"] & texts["test"]
-
-
-def test_the_clip_processor_is_the_builders(tmp_path):
-    prompts = [prompt for name in image.ALL8 for prompt in image.load_arrays(name).prompts()]
-    clip_processor.write_processor(tmp_path, prompts)
-    for name in ("tokenizer.json", "vocab.json", "merges.txt", "preprocessor_config.json"):
-        assert Path(image.path(), name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 @pytest.mark.parametrize("suite", text.SUITES)
