@@ -1,0 +1,73 @@
+"""Models with random weights in the shapes of published ones, their experts, and inputs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
+
+BATCH, TOKENS, VOCABULARY = 16, 128, 1000
+WIDTHS = {
+    "vit-b-32": (768, 3072, 12, 32),
+    "vit-l-14": (1024, 4096, 16, 14),
+    "llama-small": (1024, 3584, 16, 4),
+    "llama-1b": (2048, 8192, 32, 8),
+}
+"""Name -> width, width of the MLP, heads, and size of a patch or number of key-value heads."""
+
+
+def build(name: str, layers: int) -> Any:
+    """Return a model with the random weights of its constructor."""
+    width, inner, heads, last = WIDTHS[name]
+    sizes: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+    torch.manual_seed(0)
+    if name.startswith("vit"):
+        return CLIPVisionModel(CLIPVisionConfig(patch_size=last, **sizes)).eval()
+    sizes |= {"num_key_value_heads": last, "vocab_size": VOCABULARY, "tie_word_embeddings": True}
+    return LlamaForCausalLM(LlamaConfig(max_position_embeddings=TOKENS, **sizes)).eval()
+
+
+def write_models(folder: Path, name: str, layers: int, tasks: int) -> None:
+    """Write `base`, `task_0` ..., and `merged`, their task arithmetic with scale 0.3."""
+    model = build(name, layers)
+    base = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    merged = {name: tensor.clone() for name, tensor in base.items()}
+    _write(base, folder / "base")
+    for index in range(tasks):
+        steps = {name: 0.01 * torch.randn_like(tensor) for name, tensor in base.items()}
+        _write({name: base[name] + step for name, step in steps.items()}, folder / f"task_{index}")
+        for name, step in steps.items():
+            merged[name] += 0.3 * step
+    _write(merged, folder / "merged")
+
+
+def _write(tensors: dict[str, Tensor], folder: Path) -> None:
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def load(folder: Path, name: str, layers: int) -> Any:
+    """Return a stored model in allocated memory, since mapped files would hide its size."""
+    model = build(name, layers)
+    model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    return model
+
+
+def batches(name: str, task: int, samples: int) -> Iterator[dict[str, Tensor]]:
+    """Yield a task's random images, or texts without padding."""
+    generator = torch.Generator().manual_seed(task)
+    for start in range(0, samples, BATCH):
+        size = min(BATCH, samples - start)
+        if name.startswith("vit"):
+            yield {"pixel_values": torch.randn(size, 3, 224, 224, generator=generator)}
+        else:
+            ids = torch.randint(VOCABULARY, (size, TOKENS), generator=generator)
+            yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
