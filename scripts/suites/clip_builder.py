@@ -10,14 +10,18 @@ import torch
 from suite_training import Builder, loss_and_accuracy, stage_generator, train
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPTextConfig, CLIPVisionConfig
+from transformers import CLIPModel, CLIPProcessor
 
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.suites.image import ImageTask, load_arrays
 
 PLAIN_MEAN, PLAIN_STD = 0.2, 0.35
 PIXEL_MEAN, PIXEL_STD = 0.45, 0.35  # of the processor
-IMAGE_SIZE, PATCH_SIZE = 28, 7
+EMBEDDING_SCALES = {
+    "token_embedding.weight": 0.5,
+    "position_embedding.weight": 0.5,
+    "patch_embedding.weight": (3 * 7**2) ** -0.5,
+}
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,12 @@ class ClipBuilder(Builder):
         self.processor: Any = CLIPProcessor.from_pretrained(self.folder)
         self.test = PictureTest(self.processor)
 
-    def new_model(self) -> CLIPModel:
-        """Return the untrained model."""
-        return new_model(self.processor.tokenizer, self.seed)
+    def initialise(self, model: CLIPModel) -> None:
+        """Scale up the embeddings, because the usual scales barely learn at this size."""
+        for name, parameter in model.named_parameters():
+            for suffix, std in EMBEDDING_SCALES.items():
+                if name.endswith(suffix):
+                    nn.init.normal_(parameter, std=std)
 
     def pretrain(self, model: CLIPModel) -> None:
         """Train the whole model on plain pictures of all tasks."""
@@ -145,51 +152,6 @@ class ClipBuilder(Builder):
     def _prompts(self, task: str) -> dict[str, Tensor]:
         prompts = load_arrays(task).prompts()
         return dict(self.processor(text=prompts, padding=True, return_tensors="pt"))
-
-
-def new_model(tokenizer: Any, seed: int) -> CLIPModel:
-    """Return an untrained CLIP of 28 px, patch 7, 4 vision blocks of 192, 2 text blocks of 64.
-
-    Token, patch and position embeddings start larger than usual, because the usual scales barely
-    learn at this size.
-    """
-    text = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=tokenizer.model_max_length,
-        projection_dim=64,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    vision = CLIPVisionConfig(
-        hidden_size=192,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        image_size=IMAGE_SIZE,
-        patch_size=PATCH_SIZE,
-        projection_dim=64,
-    )
-    config = CLIPConfig(
-        text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=64
-    )
-    scales = {
-        "token_embedding.weight": 0.5,
-        "position_embedding.weight": 0.5,
-        "patch_embedding.weight": (3 * PATCH_SIZE**2) ** -0.5,
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = CLIPModel(config)
-        for name, parameter in model.named_parameters():
-            for suffix, std in scales.items():
-                if name.endswith(suffix):
-                    nn.init.normal_(parameter, std=std)
-    return model
 
 
 def load_training_set(task: str) -> tuple[Tensor, Tensor]:

@@ -18,11 +18,9 @@ from clip_builder import (
 )
 from suite_training import Builder, loss_and_accuracy, stage_generator, train
 from torch import Tensor
-from transformers import CLIPProcessor, ResNetConfig, ResNetForImageClassification
+from transformers import CLIPProcessor, ResNetForImageClassification
 
 from fusion_bench_featcal.suites import image
-
-LABELS = 10
 
 # Experts move so far that their mean loses much accuracy, as is typical of CNNs.
 _PRETRAINING = Phase(500, 2e-3, 0.05, 50, degrees=7, scaling=0.07, shift=0.05)
@@ -45,25 +43,11 @@ class ResNetBuilder(Builder):
 
     TASKS = image.RESNET3
     RECIPES: ClassVar = {"resnet-mini": Recipe()}
-    size: ClassVar[dict[str, Any]] = {}  # where it is not the suite's
 
     def __init__(self, *args: Any) -> None:
         """Load the processor of the small CLIP."""
         super().__init__(*args)
         self.test = PictureTest(CLIPProcessor.from_pretrained(image.path()))
-
-    def new_model(self) -> ResNetForImageClassification:
-        """Return the untrained model: 28 px, a stem, three layers of 24, 48 and 80 channels."""
-        config: dict[str, Any] = {
-            "embedding_size": 16,
-            "hidden_sizes": [24, 48, 80],
-            "depths": [1, 1, 1],
-            "layer_type": "basic",
-            "num_labels": LABELS,
-        }
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            return ResNetForImageClassification(ResNetConfig(**(config | self.size)))
 
     def pretrain(self, model: ResNetForImageClassification) -> None:
         """Train the whole model on plain pictures of all tasks."""

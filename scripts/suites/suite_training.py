@@ -9,8 +9,12 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoConfig
+
+from fusion_bench_featcal.suites.paths import suite_path
 
 Log = Callable[[str], None]
 Weights = dict[str, Tensor]
@@ -24,12 +28,14 @@ class Builder:
         RECIPES: Name of a suite -> its training recipe.
         SETS: Sets of tasks that are merged and measured separately, if there are any.
         SPELLED_OUT: Defaults that a configuration has to name, as versions differ.
+        CHANGES: Changes of the shipped configuration.
     """
 
     TASKS: Sequence[str]
     RECIPES: ClassVar[dict[str, Any]]
     SETS: ClassVar[dict[str, Sequence[str]]] = {}
     SPELLED_OUT: Sequence[str] = ()
+    CHANGES: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self, suite: str, folder: Path, tasks: Sequence[str], recipe: Any, seed: int, log: Log
@@ -39,8 +45,17 @@ class Builder:
         self.recipe, self.seed, self.log = recipe, seed, log
 
     def new_model(self) -> Any:
-        """Return the untrained model."""
-        raise NotImplementedError
+        """Return an untrained model in the shape of the shipped one."""
+        shipped = suite_path(f"{self.suite}/pretrained")
+        config = AutoConfig.from_pretrained(shipped, **self.CHANGES)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = getattr(transformers, config.architectures[0])(config)
+            self.initialise(model)
+        return model
+
+    def initialise(self, model: Any) -> None:
+        """Change the random weights of a new model."""
 
     def pretrain(self, model: Any) -> None:
         """Train the base on all tasks, in place."""

@@ -7,13 +7,7 @@ from typing import Any, ClassVar
 import torch
 from suite_training import Builder, loss_and_accuracy, stage_generator, train
 from torch import Tensor, nn
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoTokenizer
 
 from fusion_bench_featcal.data.generation import answer_texts, exact_matches
 from fusion_bench_featcal.data.text_formats import read_row
@@ -79,10 +73,6 @@ class TextBuilder(Builder):
     def rows(self, task: str, split: str) -> Any:
         """Return a task's prompts and targets."""
         return load_text_split(task, split)
-
-    def new_model(self) -> Any:
-        """Return the untrained model."""
-        return new_model(self.suite, self.encoder.tokenizer, self.seed)
 
     def pretrain(self, model: Any) -> None:
         """Train all parameters on all tasks together, then weaken the labels.
@@ -151,46 +141,6 @@ class TextBuilder(Builder):
         answers = answer_texts(model, self.encoder, prompts, batch_size=TEST_BATCH, most=most)
         right = exact_matches(answers, targets)
         return sum(right) / len(right)
-
-
-def new_model(suite: str, tokenizer: Any, seed: int) -> Any:
-    """Return an untrained T5 (2 + 2 blocks of 96) or Llama (4 blocks of 128), its head tied."""
-    if suite == "flan-t5-mini":
-        make: Any = T5ForConditionalGeneration
-        config: Any = T5Config(
-            vocab_size=len(tokenizer),
-            d_model=96,
-            d_kv=24,
-            d_ff=192,
-            num_layers=2,
-            num_decoder_layers=2,
-            num_heads=4,
-            dropout_rate=0.05,
-            feed_forward_proj="gated-gelu",
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            decoder_start_token_id=tokenizer.pad_token_id,
-        )
-    else:
-        make = LlamaForCausalLM
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=512,
-            initializer_range=0.05,
-            tie_word_embeddings=True,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make(config)
 
 
 def target_scores(model: Any, batch: Batch) -> tuple[Tensor, float]:

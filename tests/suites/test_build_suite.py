@@ -64,8 +64,8 @@ def small():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_builder, "load_text_split", shorter)
         patch.setattr(image, "load_split", fewer)
-        size = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1]}
-        patch.setattr(resnet_builder.ResNetBuilder, "size", size)
+        size = {"embedding_size": 4, "hidden_sizes": [4, 4, 8]}
+        patch.setattr(resnet_builder.ResNetBuilder, "CHANGES", size)
         yield
 
 
