@@ -2,11 +2,10 @@
 
     python benchmarks/model_types.py
 
-Each row of tests/kit/model_types.py is a tiny model with random weights (two blocks of width 8 or
-16), from which a base, two experts and their merger are made in float64. The calibration with
-`auto` is compared with the oracle
-(tests/kit/oracle.py), which imports nothing of the package. The calibrated model is saved with
-`save_pretrained` and loaded again. Exits with 1 if a row differs.
+Each row of tests/kit/model_types.py is a tiny model with random weights in float64, with a base,
+two experts and their merger. Its calibration with `auto` is compared with the oracle
+(tests/kit/oracle.py), which imports nothing of the package. The calibrated model is saved and
+loaded again. Writes results/model_types.md, and exits with 1 if a row differs.
 """
 
 import logging
@@ -14,71 +13,46 @@ import platform
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "kit"))
 
 import torch
 import transformers
-from model_types import ROWS, Examined, examined
+from model_types import ROWS, examined
 
 RESULT = Path(__file__).with_name("results") / "model_types.md"
 BOUND = 1e-5
-COLUMNS = (
-    "model type", "kind", "family", "blocks", "distance to the oracle",
-    "saved and loaded",
-)  # fmt: skip
+HEADS = "model type", "kind", "family", "blocks", "distance to the oracle", "saved and loaded"
 
 
-def passes(examined_row: Examined, family: str) -> bool:
-    """Return whether a row passes."""
-    return (
-        examined_row.family == family and examined_row.oracle_gap <= BOUND and examined_row.reloaded
-    )
-
-
-def lines() -> Iterator[tuple[str, bool]]:
-    """Yield each row of the table, and whether it passes."""
-    for row in ROWS:
-        with tempfile.TemporaryDirectory() as folder:
-            examined_row = examined(row, Path(folder))
-        if examined_row is None:
-            yield f"| {row.name} | {row.kind} | not in this release ||||", True
-            continue
-        exceptions = f", without {', '.join(row.excluded)}" if row.excluded else ""
-        cells = (
-            row.name,
-            row.kind,
-            f"`{examined_row.family}`",
-            f"`{examined_row.blocks}`{exceptions}",
-            f"{examined_row.oracle_gap:.0e}",
-            "same parameters" if examined_row.reloaded else "other parameters",
-        )
-        yield f"| {' | '.join(cells)} |", passes(examined_row, row.family)
-
-
-def main() -> int:
-    """Write the table. The exit code is 1 if a row differs."""
+def main() -> None:
+    """Write the table."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    table = [f"| {' | '.join(COLUMNS)} |", "|:--|:--|:--|:--|--:|:--|"]
-    good = True
-    for line, passed in lines():
-        print(line)
-        table.append(line)
-        good &= passed
-    table += [
+    lines, all_pass = [f"| {' | '.join(HEADS)} |", "|:--|:--|:--|:--|--:|:--|"], True
+    for row in ROWS:
+        with tempfile.TemporaryDirectory() as folder:
+            result = examined(row, Path(folder))
+        if result is None:
+            lines.append(f"| {row.name} | {row.kind} | not in this release ||||")
+            continue
+        exceptions = f", without {', '.join(row.excluded)}" if row.excluded else ""
+        names = row.name, row.kind, f"`{result.family}`", f"`{result.blocks}`{exceptions}"
+        parameters = "same parameters" if result.reloaded else "other parameters"
+        lines.append(f"| {' | '.join(names)} | {result.oracle_gap:.0e} | {parameters} |")
+        all_pass &= result.family == row.family and result.oracle_gap <= BOUND and result.reloaded
+    lines += [
         "",
         f"Random models in float64, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, {platform.machine()} CPU. Distances to the "
-        "oracle are the largest of a parameter, relative to its norm.",
+        f"{transformers.__version__}, {platform.machine()} CPU. Distances to the oracle are the "
+        "largest of a parameter, relative to its norm.",
     ]
-    RESULT.write_text("\n".join(table) + "\n", encoding="utf-8")
-    return int(not good)
+    RESULT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    sys.exit(not all_pass)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
