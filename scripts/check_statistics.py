@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-
-STUDENT = {2: 4.302653, 3: 3.182446, 4: 2.776445}  # 97.5 % quantiles by degrees of freedom
+from scipy import stats
 
 
 def read(runs: list[Path]) -> dict:
@@ -29,13 +28,6 @@ def read(runs: list[Path]) -> dict:
                 tasks = rows.setdefault(title, {}).setdefault(task, {})
                 tasks[entry["seed"]] = archive[f"array_{number}"].astype(float)
     return rows
-
-
-def student_tail(ratio: float, degrees: int) -> float:
-    """Return the probability that a variable of Student's distribution is farther from 0."""
-    angles = (np.arange(1_000_000) + 0.5) * math.pi / 2_000_000
-    density = np.cos(angles) ** (degrees - 1)
-    return float(density[angles > math.atan(ratio / math.sqrt(degrees))].sum() / density.sum())
 
 
 def difference(row: dict, other: dict) -> list[float]:
@@ -54,9 +46,11 @@ def difference(row: dict, other: dict) -> list[float]:
     value, degrees = float(of_seeds.mean()), len(of_seeds) - 1
     error = of_seeds.std(ddof=1) / math.sqrt(len(of_seeds)) if degrees else 0.0
     if error:
-        half_seeds, p = STUDENT[degrees] * error, student_tail(abs(value) / error, degrees)
-    half = math.hypot(1.959964 * math.sqrt(sums) / len(row), half_seeds)
-    p_items = math.erfc(abs(value) / (half / 1.959964) / math.sqrt(2)) if half else float(not value)
+        half_seeds = stats.t.ppf(0.975, degrees) * error
+        p = 2 * stats.t.sf(abs(value) / error, degrees)
+    quantile = stats.norm.ppf(0.975)
+    half = math.hypot(quantile * math.sqrt(sums) / len(row), half_seeds)
+    p_items = 2 * stats.norm.sf(abs(value) / half * quantile) if half else float(not value)
     return [value, half, max(p, p_items, min(1.0, 2.0 ** (1 - differing)))]
 
 
