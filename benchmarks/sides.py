@@ -23,14 +23,13 @@ def costs_of(work: Callable[[], Any]) -> tuple[Any, Costs]:
     """Return the result of a function, its seconds, and the process's peak resident memory."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
-    costs = {"wall, s": time.perf_counter() - wall, "CPU, s": time.process_time() - cpu}
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-        costs["wall, s"] = time.perf_counter() - wall
+    costs = {"wall, s": time.perf_counter() - wall, "CPU, s": time.process_time() - cpu}
+    if torch.cuda.is_available():
         costs["peak of the GPU, MB"] = torch.cuda.max_memory_allocated() / 1e6
-    return result, costs | {
-        "peak memory, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return result, costs | {"peak memory, MB": peak / 1e6}
 
 
 def start(*words: object, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
