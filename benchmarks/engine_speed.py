@@ -30,8 +30,8 @@ def calibrated(side: str, options: argparse.Namespace) -> Any:
     inputs = {
         name: batches(options.model, index, options.samples) for index, name in enumerate(names)
     }
-    norms = {} if options.model.startswith("vit") else {"calibrate_norm": False}
-    settings = FeatCalSettings(samples_per_task=options.samples, **norms)
+    has_layer_norms = options.model.startswith("vit")
+    settings = FeatCalSettings(samples_per_task=options.samples, calibrate_norm=has_layer_norms)
     merged = load(folder / "merged", *sizes)
     if side == PLAIN:
         base, *experts = (load(folder / name, *sizes) for name in ["base", *names])
@@ -64,7 +64,7 @@ def largest_difference(folder: Path, sides: list[str]) -> str:
 
 def main() -> None:
     """Print a table of all sides."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=WIDTHS, default="vit-b-32")
     for name, value in {"layers": 2, "tasks": 8, "samples": 32, "repeats": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=value)

@@ -97,7 +97,7 @@ def measured(words: list[str]) -> tuple[float, float]:
 
 def main() -> None:
     """Print a table of peak memory and CPU seconds by the number of experts."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--experts", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--size", choices=SIZES, default="8b")

@@ -56,7 +56,7 @@ def print_costs(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Print bound, measured memory, and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     for name, value in {"layers": 4, "tasks": 5, "samples": 32}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--folder", help=argparse.SUPPRESS)

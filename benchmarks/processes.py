@@ -70,7 +70,7 @@ def measure(side: str, folder: str) -> Costs:
 
 def main() -> None:
     """Print a table of both sides."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     for name, value in {"layers": 2, "tasks": 8, "samples": 32, "repeats": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     for name, kind in {"folder": str, "store": str, "rank": int, "size": int}.items():

@@ -46,11 +46,11 @@ def difference(row: dict, other: dict) -> list[float]:
     value, degrees = float(of_seeds.mean()), len(of_seeds) - 1
     error = of_seeds.std(ddof=1) / math.sqrt(len(of_seeds)) if degrees else 0.0
     if error:
-        half_seeds = stats.t.ppf(0.975, degrees) * error
-        p = 2 * stats.t.sf(abs(value) / error, degrees)
-    quantile = stats.norm.ppf(0.975)
+        half_seeds = float(stats.t.ppf(0.975, degrees)) * error
+        p = float(2 * stats.t.sf(abs(value) / error, degrees))
+    quantile = float(stats.norm.ppf(0.975))
     half = math.hypot(quantile * math.sqrt(sums) / len(row), half_seeds)
-    p_items = 2 * stats.norm.sf(abs(value) / half * quantile) if half else float(not value)
+    p_items = float(2 * stats.norm.sf(abs(value) / half * quantile)) if half else float(not value)
     return [value, half, max(p, p_items, min(1.0, 2.0 ** (1 - differing)))]
 
 

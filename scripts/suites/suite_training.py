@@ -34,7 +34,7 @@ class Builder:
     TASKS: Sequence[str]
     RECIPES: ClassVar[dict[str, Any]]
     SETS: ClassVar[dict[str, Sequence[str]]] = {}
-    SPELLED_OUT: Sequence[str] = ()
+    SPELLED_OUT: ClassVar[Sequence[str]] = ()
     CHANGES: ClassVar[dict[str, Any]] = {}
 
     def __init__(
@@ -47,7 +47,7 @@ class Builder:
     def new_model(self) -> Any:
         """Return an untrained model in the shape of the shipped one."""
         shipped = suite_path(f"{self.suite}/pretrained")
-        config = AutoConfig.from_pretrained(shipped, **self.CHANGES)
+        config: Any = AutoConfig.from_pretrained(shipped, **self.CHANGES)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = getattr(transformers, config.architectures[0])(config)
