@@ -28,7 +28,7 @@ def calibrated(side: str, options: argparse.Namespace) -> Any:
     folder, sizes = Path(options.folder), (options.model, options.layers)
     names = [f"task_{index}" for index in range(options.tasks)]
     inputs = {
-        name: batches(options.model, index, options.samples) for index, name in enumerate(names)
+        name: list(batches(options.model, i, options.samples)) for i, name in enumerate(names)
     }
     has_layer_norms = options.model.startswith("vit")
     settings = FeatCalSettings(samples_per_task=options.samples, calibrate_norm=has_layer_norms)

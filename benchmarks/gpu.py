@@ -1,150 +1,112 @@
-"""Time, memory and energy of a calibration on a GPU, beside a straightforward one on the same GPU.
+"""Time, memory and energy of a calibration on a GPU, and of a direct one on the same GPU.
 
-    python benchmarks/gpu.py vit-b-32 vit-l-14 llama-8b --out benchmarks/results/gpu.md
+    python benchmarks/gpu.py vit-b-32 vit-l-14 llama-8b > benchmarks/results/gpu.md
 
 Every side runs twice in a process of its own, with random weights read from files, and the faster
-turn counts. The straightforward implementation (straightforward.py) holds all experts on the GPU.
+turn counts. The direct implementation (straightforward.py) holds all experts on the GPU.
 """
 
 import argparse
-import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from random_models import batches, load, write_models
 from safetensors.torch import load_file, save_file
-from speed_models import PRESETS, Shape, load, write_models
+from sides import finish, machine, start, table
 from straightforward import calibrate_plainly
-from transformers import __version__ as transformers_version
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.results.cost import measure
 
-# The paper's shapes. Of the larger models some blocks run, because all blocks cost the same.
-SIZES: dict[str, dict[str, Any]] = {
-    "vit-b-32": {"layers": 12, "tasks": 8, "samples": 256},
-    "vit-l-14": {"layers": 6, "tasks": 8, "samples": 256},
-    "t5-base": {"layers": 12, "tasks": 8, "samples": 256},
-    "llama-8b": {"layers": 2, "tasks": 5, "samples": 64, "length": 512},
+# The paper's shapes: blocks that run, all blocks, tasks, samples per task, tokens. All blocks of a
+# model cost the same.
+SIZES = {
+    "vit-b-32": (12, 12, 8, 256, 0),
+    "vit-l-14": (6, 24, 8, 256, 0),
+    "t5-base": (12, 12, 8, 256, 128),
+    "llama-8b": (2, 32, 5, 64, 512),
 }
-LAYERS = {"vit-b-32": 12, "vit-l-14": 24, "t5-base": 12, "llama-8b": 32}
-LIMIT = 240  # seconds of a side
-NAMES = {
-    "plain": "straightforward",
-    "paper": "FeatCal",
-    "plus": "FeatCal+",
+SIDES = PLAIN, PAPER, PLUS = "straightforward", "FeatCal", "FeatCal+"
+FIGURES = {
+    "seconds": ("seconds", 1),
+    "peak_accelerator_bytes": ("GPU memory, GB", 1e-9),
+    "gpu_energy_wh": ("energy, Wh", 1),
 }
 
 
-def run(side: str, shape: Shape, folder: Path, data: dict[str, list[Any]]) -> Any:
+def run(side: str, name: str, folder: Path, data: dict[str, list[Any]], device: str) -> Any:
     """Read the models of one side and calibrate. Return the model."""
-    if side == "plain":
-        names = sorted(data)
-        with torch.device("cuda"):
-            models = {n: load(shape, folder / n).cuda() for n in ("merged", "base", *names)}
-            merged, base = models.pop("merged"), models.pop("base")
-            on_gpu = {
-                task: [{k: v.cuda() for k, v in batch.items()} for batch in batches]
-                for task, batches in data.items()
-            }
-            calibrate_plainly(merged, base, models, on_gpu, shape.settings())
+    layers, _, _, samples, _ = SIZES[name]
+    settings = FeatCalSettings(samples_per_task=samples, calibrate_norm=name.startswith("vit"))
+    if side == PLAIN:
+        models = {n: load(folder / n, name, layers).to(device) for n in ("merged", "base", *data)}
+        merged, base = models.pop("merged"), models.pop("base")
+        moved = {
+            task: [{key: value.to(device) for key, value in batch.items()} for batch in part]
+            for task, part in data.items()
+        }
+        calibrate_plainly(merged, base, models, moved, settings)
         return merged
-    settings = shape.settings()
-    if side == "plus":
-        settings = FeatCalSettings.plus(
-            samples_per_task=shape.samples, batch_size=settings.batch_size
-        )
+    if side == PLUS:
+        settings = FeatCalSettings.plus(samples_per_task=samples)
     experts = {task: SafetensorsExpert(folder / task) for task in data}
-    base, merged = SafetensorsExpert(folder / "base"), load(shape, folder / "merged")
-    return calibrate(merged, base, experts, data, settings, device="cuda", progress=False).model
+    base, merged = SafetensorsExpert(folder / "base"), load(folder / "merged", name, layers)
+    return calibrate(merged, base, experts, data, settings, device=device, progress=False).model
 
 
-def child(side: str, shape: Shape, folder: Path) -> None:
-    """Run one side twice and print the cost of the faster turn as JSON."""
-    torch.set_grad_enabled(False)
-    torch.zeros(1, device="cuda")
-    data = {path.name: list(shape.batches(path.name)) for path in folder.glob("task_*")}
-    costs = []
+def print_costs(side: str, name: str, folder: Path, device: str) -> None:
+    """Run one side twice, store its parameters, and print the cost of the faster turn."""
+    _, _, tasks, samples, length = SIZES[name]
+    data = {f"task_{i}": list(batches(name, i, samples, length)) for i in range(tasks)}
+    torch.zeros(1, device=device)
+    costs: list[dict[str, float]] = []
     for _ in range(2):
         with measure() as cost:
-            model = run(side, shape, folder, data)
+            model = run(side, name, folder, data, device)
         costs.append(cost.as_dict())
-        state = {name: p.cpu().contiguous() for name, p in model.named_parameters()}
+        state = {n: p.detach().cpu().contiguous() for n, p in model.named_parameters()}
         del model
         torch.cuda.empty_cache()
     save_file(state, folder / f"{side}.safetensors")
-    print(json.dumps(min(costs, key=lambda cost: cost["seconds"])))
+    faster = min(costs, key=lambda each: each["seconds"])
+    found = {key: label for key, label in FIGURES.items() if key in faster}
+    print(json.dumps({label: faster[key] * unit for key, (label, unit) in found.items()}))
 
 
 def difference(folder: Path) -> float:
     """Return the largest relative difference of a parameter between FeatCal's two sides."""
-    one, other = (load_file(folder / f"{side}.safetensors") for side in ("plain", "paper"))
-    return max(float((one[n] - other[n]).norm() / one[n].norm()) for n in one)
-
-
-def table(name: str, shape: Shape, sides: list[str]) -> str:
-    """Run the sides one after another and return a Markdown section."""
-    lines = [
-        f"## {name}: {shape.layers} of {LAYERS[name]} blocks, {shape.tasks} tasks, "
-        f"{shape.samples} samples per task",
-        "",
-        "| | seconds | GPU memory, GB | Wh |",
-        "|---|--:|--:|--:|",
-    ]
-    with TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        with torch.device("cuda"):
-            write_models(shape, Path(folder))
-        torch.cuda.empty_cache()
-        costs = {side: _measured(side, name, Path(folder)) for side in sides}
-        for side, cost in costs.items():
-            memory = cost["peak_accelerator_bytes"] / 1e9
-            energy = cost.get("gpu_energy_wh")
-            energy = "-" if energy is None else f"{energy:.2f}"
-            lines.append(f"| {NAMES[side]} | {cost['seconds']:.1f} | {memory:.2f} | {energy} |")
-        if {"plain", "paper"} <= {*costs}:
-            plain, ours = costs["plain"], costs["paper"]
-            ratios = [plain[k] / ours[k] for k in ("seconds", "peak_accelerator_bytes")]
-            lines.append(f"| **ratio** | **{ratios[0]:.2f}** | **{ratios[1]:.2f}** | |")
-            lines += [
-                "",
-                f"Largest relative difference of a parameter: {difference(Path(folder)):.1e}.",
-            ]
-    return "\n".join(lines) + "\n"
-
-
-def _measured(side: str, name: str, folder: Path) -> dict[str, float]:
-    command = [sys.executable, __file__, name, f"--side={side}", f"--folder={folder}"]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=LIMIT)
-    return json.loads(done.stdout.splitlines()[-1])
+    one, other = (load_file(folder / f"{side}.safetensors") for side in (PLAIN, PAPER))
+    return max(float((other[n] - tensor).norm() / tensor.norm()) for n, tensor in one.items())
 
 
 def main() -> None:
-    """Measure the models named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    """Print a section for each model named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="+", choices=SIZES)
-    parser.add_argument("--sides", nargs="+", choices=NAMES, default=[*NAMES])
-    parser.add_argument("--out", type=Path, help="append the tables to this Markdown file")
-    parser.add_argument("--side", choices=NAMES, help=argparse.SUPPRESS)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--model", choices=SIZES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    shapes = {name: Shape(**(PRESETS[name] | SIZES[name])) for name in options.models}
     if options.side:
-        child(options.side, *shapes.values(), options.folder)
+        print_costs(options.side, options.model, options.folder, options.device)
         return
-    for name, shape in shapes.items():
-        gpu = torch.cuda.get_device_name()
-        text = table(name, shape, options.sides) + (
-            f"\n{gpu}, torch {torch.__version__}, transformers {transformers_version}; "
-            f"{dataclasses.asdict(shape)}\n"
-        )
-        print(text, flush=True)
-        if options.out:
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(f"\n{text}")
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    for name in options.models:
+        layers, all_layers, tasks, samples, _ = SIZES[name]
+        with TemporaryDirectory(dir=memory) as folder:
+            with torch.device(options.device):
+                write_models(Path(folder), name, layers, tasks)
+            torch.cuda.empty_cache()
+            words = "--model", name, "--folder", folder
+            costs = {side: finish(start("--side", side, *words)) for side in SIDES}
+            gap = difference(Path(folder))
+        sizes = f"{layers} of {all_layers} blocks, {tasks} tasks, {samples} samples per task"
+        print(f"## {name}: {sizes}\n\n{table(costs)}\n")
+        print(f"Largest relative difference of a parameter: {gap:.1e}. {machine()}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,23 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-BATCH, TOKENS, VOCABULARY = 16, 128, 1000
+BATCH, TOKENS, TARGETS, VOCABULARY = 16, 128, 8, 1000
 WIDTHS = {
     "vit-b-32": (768, 3072, 12, 32),
     "vit-l-14": (1024, 4096, 16, 14),
+    "t5-base": (768, 2048, 12, 0),
     "llama-small": (1024, 3584, 16, 4),
     "llama-1b": (2048, 8192, 32, 8),
+    "llama-8b": (4096, 14336, 32, 8),
 }
 """Name -> width, width of the MLP, heads, and size of a patch or number of key-value heads."""
 
@@ -22,17 +31,23 @@ WIDTHS = {
 def build(name: str, layers: int) -> Any:
     """Return a model with the random weights of its constructor."""
     width, inner, heads, last = WIDTHS[name]
+    torch.manual_seed(0)
+    if name.startswith("t5"):
+        config = T5Config(
+            vocab_size=VOCABULARY, d_model=width, d_ff=inner, d_kv=width // heads, num_heads=heads,
+            num_layers=layers, feed_forward_proj="gated-gelu", decoder_start_token_id=0,
+        )  # fmt: skip
+        return T5ForConditionalGeneration(config).eval()
     sizes: dict[str, Any] = {
         "hidden_size": width,
         "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
     }
-    torch.manual_seed(0)
     if name.startswith("vit"):
         return CLIPVisionModel(CLIPVisionConfig(patch_size=last, **sizes)).eval()
     sizes |= {"num_key_value_heads": last, "vocab_size": VOCABULARY, "tie_word_embeddings": True}
-    return LlamaForCausalLM(LlamaConfig(max_position_embeddings=TOKENS, **sizes)).eval()
+    return LlamaForCausalLM(LlamaConfig(max_position_embeddings=1024, **sizes)).eval()
 
 
 def write_models(folder: Path, name: str, layers: int, tasks: int) -> None:
@@ -61,13 +76,18 @@ def load(folder: Path, name: str, layers: int) -> Any:
     return model
 
 
-def batches(name: str, task: int, samples: int) -> Iterator[dict[str, Tensor]]:
+def batches(
+    name: str, task: int, samples: int, length: int = TOKENS
+) -> Iterator[dict[str, Tensor]]:
     """Yield a task's random images, or texts without padding."""
     generator = torch.Generator().manual_seed(task)
     for start in range(0, samples, BATCH):
         size = min(BATCH, samples - start)
         if name.startswith("vit"):
             yield {"pixel_values": torch.randn(size, 3, 224, 224, generator=generator)}
-        else:
-            ids = torch.randint(VOCABULARY, (size, TOKENS), generator=generator)
-            yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            continue
+        ids = torch.randint(VOCABULARY, (size, length), generator=generator)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if name.startswith("t5"):
+            batch["labels"] = torch.randint(VOCABULARY, (size, TARGETS), generator=generator)
+        yield batch

@@ -5,8 +5,9 @@ block is solved by LU in float32. Blocks are called through the package's famili
 sides run the same forward passes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -25,20 +26,25 @@ def calibrate_plainly(
     merged: Any,
     base: Any,
     experts: Mapping[str, Any],
-    batches: Mapping[str, Iterable[Any]],
+    batches: Mapping[str, Sequence[Any]],
     settings: FeatCalSettings,
 ) -> None:
     """Calibrate the merged model in place, block by block."""
-    family = resolve_family("auto", merged)
-    (blocks,) = family.stages(merged)
-    streams = {
-        task: [
-            [family.begin(m, batch, blocks[0]) for m in (merged, experts[task])] for batch in data
-        ]
-        for task, data in batches.items()
-    }
-    for block in blocks:
-        calibrate_block(merged, base, experts, streams, block, family, settings)
+    family, streams = resolve_family("auto", merged), dict[str, Any]()
+    for stage in family.stages(merged):
+        for task, data in batches.items():
+            models, ended = (merged, experts[task]), streams.get(task) or repeat((None, None))
+            streams[task] = [
+                [begin(family, m, x, stage[0], end) for m, end in zip(models, ends, strict=True)]
+                for x, ends in zip(data, ended, strict=False)
+            ]
+        for block in stage:
+            calibrate_block(merged, base, experts, streams, block, family, settings)
+
+
+def begin(family: Any, model: Any, batch: Any, first: str, end: Any) -> Any:
+    """Return the input of a stage's first block, given the call `end` after the last stage."""
+    return family.begin(model, batch, first, *([] if end is None else [end.hidden]))
 
 
 def calibrate_block(
@@ -118,14 +124,13 @@ def add(sums: Sums, terms: Iterable[Tensor]) -> None:
 
 def add_linear(sums: Sums, x: Tensor, target: Tensor) -> None:
     """Add a batch to a linear module's sums (Eqs. 13, 51)."""
-    count = torch.tensor(float(len(x)))
-    add(sums, (x.T @ x, target.T @ x, x.sum(0), target.sum(0), count))
+    add(sums, (x.T @ x, target.T @ x, x.sum(0), target.sum(0), x.new_tensor(len(x))))
 
 
 def add_norm(sums: Sums, x: Tensor, norm: nn.LayerNorm) -> None:
     """Add a batch to a LayerNorm's sums (Eq. 56)."""
     z = nn.functional.layer_norm(x, x.shape[-1:], eps=norm.eps)
-    add(sums, (z.square().sum(0), z.sum(0), torch.tensor(float(len(z)))))
+    add(sums, (z.square().sum(0), z.sum(0), z.new_tensor(len(z))))
 
 
 def solve_linear(
@@ -133,7 +138,7 @@ def solve_linear(
 ) -> list[Tensor]:
     """Return a module's new weight and, if there is one, bias (Eqs. 14, 17, 51 to 55)."""
     weight, *biases = anchor
-    system, right = (ridge + EPS) * torch.eye(weight.shape[1]), ridge * weight
+    system, right = (ridge + EPS) * torch.eye(len(weight.T)).to(weight), ridge * weight
     task_weights = {}
     for task, (gram, cross, _, _, count) in sums.items():
         # The norm of row norms, because torch's float32 norm of a large matrix is 4e-4 off.
