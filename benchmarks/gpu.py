@@ -63,6 +63,7 @@ def print_costs(side: str, name: str, folder: Path, device: str) -> None:
     data = {f"task_{i}": list(batches(name, i, samples, length)) for i in range(tasks)}
     torch.zeros(1, device=device)
     costs: list[dict[str, float]] = []
+    state: dict[str, torch.Tensor] = {}
     for _ in range(2):
         with measure() as cost:
             model = run(side, name, folder, data, device)
