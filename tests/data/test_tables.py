@@ -18,45 +18,34 @@ ROWS = [
     {"prompt": "y", "target": "NA"},
 ]
 CSV = 'prompt,target\n"a, b",00042\n"two\nlines ""quoted""",2024-01-31\n\nx,1e3\ny,NA\n'
-FILES = {
-    "a.csv": "\ufeff" + CSV,
-    "b.csv": CSV.replace("\n\n", "\r\n\r\n"),
-    "a.jsonl": "\n".join(json.dumps(row) for row in ROWS),
-    "b.jsonl": "\ufeff" + "".join(json.dumps(row) + "\r\n\r\n" for row in ROWS),
-    "a.json": json.dumps(ROWS, indent=1),
-}
+# Content of a file, and the places of its rows.
+FILES: dict[str, tuple[str, str, list[int]]] = {
+    "a.csv": ("\ufeff" + CSV, "line", [2, 3, 6, 7]),
+    "b.csv": (CSV.replace("\n\n", "\r\n\r\n"), "line", [2, 3, 6, 7]),
+    "a.jsonl": ("\n".join(map(json.dumps, ROWS)), "line", [1, 2, 3, 4]),
+    "b.jsonl": ("\ufeff" + "".join(json.dumps(row) + "\r\n\r\n" for row in ROWS), "line",
+                [1, 3, 5, 7]),
+    "a.json": (json.dumps(ROWS, indent=1), "item", [0, 1, 2, 3]),
+    "a.parquet": ("", "item", [0, 1, 2, 3]),
+}  # fmt: skip
 
 
 def rows_of(path: Path, **options: Any) -> TextRows:
     return TextRows(load_texts(str(path)), "data", **options)
 
 
-@pytest.mark.parametrize("name", [*FILES, "a.parquet"])
-def test_values_are_the_texts_that_were_written(name: str, tmp_path: Path):
-    path = tmp_path / name
-    if name in FILES:
-        path.write_bytes(FILES[name].encode())
+@pytest.mark.parametrize("name", FILES)
+def test_values_are_the_texts_that_were_written_with_their_places(name: str, tmp_path: Path):
+    (content, place, numbers), path = FILES[name], tmp_path / name
+    if content:
+        path.write_bytes(content.encode())
     else:
         datasets.Dataset.from_list(ROWS).to_parquet(path)
     rows = rows_of(path)
     assert [rows[n] for n in range(len(rows))] == ROWS
     assert [rows.read(n).target for n in range(4)] == [row["target"] for row in ROWS]
+    assert [rows.at(n) for n in range(4)] == [f"data, {place} {n}" for n in numbers]
     assert read_table(path, None)["target"][0] == "00042"
-
-
-@pytest.mark.parametrize(
-    ("name", "places"),
-    [
-        ("a.csv", ["line 2", "line 3", "line 6", "line 7"]),
-        ("a.jsonl", ["line 1", "line 2", "line 3", "line 4"]),
-        ("b.jsonl", ["line 1", "line 3", "line 5", "line 7"]),
-        ("a.json", ["item 0", "item 1", "item 2", "item 3"]),
-    ],
-)
-def test_rows_are_named_by_their_line(name: str, places: list[str], tmp_path: Path):
-    (tmp_path / name).write_bytes(FILES[name].encode())
-    rows = rows_of(tmp_path / name)
-    assert [rows.at(n) for n in range(len(rows))] == [f"data, {place}" for place in places]
 
 
 @pytest.mark.parametrize(
@@ -80,34 +69,29 @@ def test_wrong_lines_are_named(name: str, content: Any, message: str, tmp_path: 
         load_texts(str(tmp_path / name))
 
 
-def test_the_names_of_classes_are_read(tmp_path: Path):
-    features = datasets.Features(
-        {"prompt": datasets.Value("string"), "label": datasets.ClassLabel(names=["b", "a"])}
-    )
+def test_names_of_classes_are_read_and_rows_must_be_mappings(tmp_path: Path):
+    label = datasets.ClassLabel(names=["b", "a"])
+    features = datasets.Features({"prompt": datasets.Value("string"), "label": label})
     table = datasets.Dataset.from_dict({"prompt": ["x"] * 3, "label": [0, 1, -1]}, features)
     table.to_parquet(tmp_path / "a.parquet")
     rows = rows_of(tmp_path / "a.parquet", columns={"prompt": "prompt", "target": "label"})
     assert [rows.read(n).target for n in range(3)] == ["b", "a", None]
     assert rows.classes("target") == ["b", "a"] and rows.classes("prompt") is None
-
-
-def test_a_row_that_is_no_mapping_is_refused():
     with pytest.raises(CalibrationError, match="data, item 1: a text is a mapping, got str"):
         TextRows([{"text": "a"}, "b"], "data").read(1)
 
 
 KTO = [{"prompt": "q", "completion": "a", "label": n % 3 > 0} for n in range(6)]
-WEIGHED = [{"messages": [], "weight": n % 3} for n in range(6)]
+WEIGHTED = [{"messages": [], "weight": n % 3} for n in range(6)]
 
 
-@pytest.mark.parametrize(("values", "left"), [(KTO, [1, 2, 4, 5]), (WEIGHED, [1, 2, 4, 5])])
+@pytest.mark.parametrize("values", [KTO, WEIGHTED], ids=["labels", "weights"])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_bad_answers_and_rows_without_weight_are_left_out(
-    values: list[dict[str, Any]], left: list[int], name: str, tmp_path: Path
+def test_bad_answers_and_rows_of_weight_zero_are_left_out(
+    values: list[dict[str, Any]], name: str, tmp_path: Path
 ):
     table = datasets.Dataset.from_list(values)
     (table.to_json if name == "a.jsonl" else table.to_parquet)(tmp_path / name)
-    rows = rows_of(tmp_path / name)
+    rows, first = rows_of(tmp_path / name), int(name == "a.jsonl")
     assert (len(rows), rows.left_out) == (4, 2)
-    line = 1 if name == "a.jsonl" else 0
-    assert [int(rows.at(n).split()[-1]) - line for n in range(4)] == left
+    assert [int(rows.at(n).split()[-1]) - first for n in range(4)] == [1, 2, 4, 5]

@@ -1,4 +1,4 @@
-"""Texts as token ids: prompts, targets, padding, and rows that are refused."""
+"""Texts as token ids: prompts, targets, chats, padding, and rows that are refused."""
 
 from typing import Any
 
@@ -7,8 +7,11 @@ import torch
 from fusion_bench.modelpool import BaseModelPool
 from sample_pools import text_batch, text_sample, words
 from tiny_texts import llama_model, word_tokenizer
+from tiny_tokenizers import KINDS, trained_tokenizer
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.data.text_formats import read_row
+from fusion_bench_featcal.data.text_samples import IGNORED, TextEncoder
 from fusion_bench_featcal.fusionbench.data import calibration_batches
 
 A, B, C, D, END = 3, 4, 5, 6, 1
@@ -21,7 +24,7 @@ CHAT = (
 )
 ASKED = [{"role": "user", "content": "b c"}]
 TURNS = [*ASKED, {"role": "assistant", "content": "d"}]
-ANSWERED = "? b c a d > _ _ _ _ d"
+IN_CHAT = {"chat_template": CHAT}
 PADDED = {"input_ids": [A, B, END, 0, 0], "attention_mask": [1, 1, 1, 0, 0]}
 
 
@@ -32,7 +35,6 @@ def sample(row: Any, kind: str = "causal", **options: Any) -> str:
     return text_sample(row, kind, word_tokenizer(**options), **settings)
 
 
-IN_CHAT = {"chat_template": CHAT}
 SAMPLES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("seq2seq", PAIR, "a b . > c .", {}),
     ("seq2seq", PADDED | {"labels": [C, END, -100]}, "a b . > c .", {}),
@@ -42,21 +44,21 @@ SAMPLES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("causal", {"input_ids": [A, B, C, D], "labels": [-100, B, -100, D]}, "a b c d > _ b _ d", {}),
     ("causal", {"input_ids": [0, A, B], "attention_mask": [0, 1, 1], "labels": [-100, -100, B]},
      "a b > _ b", {}),
+    ("causal", {"messages": TURNS}, "? b c a d > _ _ _ _ d", IN_CHAT),
+    ("causal", {"messages": ASKED}, "? b c a", IN_CHAT),
+    ("causal", LONG, "a b c a b . > _ _ _ a b .", {"max_length": 6, "model_max_length": 8}),
+    ("causal", {"prompt": "a b c d", "target": "d d d d d d"}, "a b c d d d > _ _ _ d d d",
+     {"max_length": 6}),  # at least half of it for the target
+    ("seq2seq", {"prompt": "a b c d", "target": "d d d d"}, "a b c > d d d", {"max_length": 3}),
     ("classification", PAIR, "a b", {}),
     ("classification", {"text": "a b", "text_pair": "c", "label": 1}, "a b c", {}),
     ("classification", {"messages": TURNS}, "? b c a d", IN_CHAT),
     ("classification", PADDED | {"labels": 2, "label": 1}, "a b .", {}),
-    ("causal", {"messages": TURNS}, ANSWERED, IN_CHAT),  # the last turn is the target
-    ("causal", {"messages": ASKED}, "? b c a", IN_CHAT),
-    ("causal", LONG, "a b c a b . > _ _ _ a b .", {"max_length": 6, "model_max_length": 8}),
-    ("causal", {"prompt": "a b c d", "target": "d d d d d d"}, "a b c d d d > _ _ _ d d d",
-     {"max_length": 6}),  # half of it at least for the target
-    ("seq2seq", {"prompt": "a b c d", "target": "d d d d"}, "a b c > d d d", {"max_length": 3}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "row", "expected", "options"), SAMPLES)
-def test_prompt_and_target_of_a_row(kind, row, expected, options):
+def test_prompt_and_target_of_a_row(kind: str, row: Any, expected: str, options: dict[str, Any]):
     assert sample(row, kind, **options) == expected
     if "input_ids" in row:
         tensors = {name: torch.tensor(value) for name, value in row.items()}
@@ -77,12 +79,9 @@ MESSAGES: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("row", "options", "message"), MESSAGES)
-def test_unfit_rows_are_named(row, options, message):
+def test_rows_without_a_usable_sample_are_named(row: Any, options: dict[str, Any], message: str):
     with pytest.raises(CalibrationError, match=rf"task 'a', .*train.*, item 0.*{message}"):
         sample(row, **options)
-
-
-def test_limit_beyond_the_tokenizers_is_refused():
     with pytest.raises(CalibrationError, match=r"method\.max_length = 9.*limit of 8"):
         sample(PAIR, max_length=9, model_max_length=8)
 
@@ -96,7 +95,7 @@ def test_limit_beyond_the_tokenizers_is_refused():
         ("classification", "right", [[A, B, C], [A, 0, 0]], None),
     ],
 )
-def test_batches_are_padded_on_the_tokenizers_side(kind, side, ids, labels):
+def test_batches_are_padded_on_the_side_of_the_tokenizer(kind, side, ids, labels):
     targets = ([B, C], [C]) if kind == "seq2seq" else ([-100, B, C], None)
     rows = [{"input_ids": i, "labels": t} for i, t in zip(([A, B, C], [A]), targets, strict=True)]
     batch = text_batch(rows, kind, word_tokenizer(padding_side=side))
@@ -116,7 +115,7 @@ def test_pairs_of_a_classifier_have_types_and_are_cut_together():
     assert batch["token_type_ids"][order].tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
 
 
-def test_prompt_leaves_room_for_an_answer():
+def test_a_prompt_leaves_room_for_a_generated_answer():
     pool: Any = type("CausalLMPool", (BaseModelPool,), {})({"a": llama_model()})
     pool._train_datasets = {"a": {}}
     pool.load_train_dataset = lambda _: [{"prompt": "a b c d e f g h"}]
@@ -127,3 +126,41 @@ def test_prompt_leaves_room_for_an_answer():
     assert words(batch["input_ids"][0, :4]) == "a b c d"
     assert words(batch["labels"][0, :4]) == "_ _ _ _"
     assert torch.equal(batch["labels"][0, 4:], batch["input_ids"][0, 4:])
+
+
+# --- trained tokenizers of all common kinds ---
+
+CHATTED = [{"role": role, "content": text} for role, text in
+           (("user", "lamp"), ("assistant", "red"), ("user", "river"), ("assistant", "blue"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "slow"])
+def test_prompt_and_target_are_tokenised_as_one_text(kind: str):
+    tokenizer, encoder = trained_tokenizer(kind), TextEncoder(trained_tokenizer(kind), "causal")
+
+    def encoded(row: dict[str, Any]) -> tuple[list[int], list[int]]:
+        """Token ids, and those of them that are targets, which come last."""
+        ids = encoder.sample(read_row(row, ""))
+        targets = [label for label in ids.labels or () if label != IGNORED]
+        assert ids.ids[-len(targets) :] == targets and len(ids.labels or ()) == len(ids.ids)
+        return ids.ids, targets
+
+    for prompt, target in (
+        ("number of river :", " 42 10"),
+        ("colour of lamp : ", "red"),
+        ("colour of lamp :\n", "red"),
+        ("colour of lamp :", "\nred blue"),
+    ):
+        ids, targets = encoded({"prompt": prompt, "target": target})
+        assert ids == [*tokenizer(prompt + target)["input_ids"], tokenizer.eos_token_id]
+        texts = tokenizer.decode(ids[1 : -len(targets)]), tokenizer.decode(targets[:-1])
+        assert [text.split() for text in texts] == [prompt.split(), target.split()]
+    # Without a blank between them the target is a text of its own.
+    ids, targets = encoded({"prompt": "colour of lamp", "target": "red"})
+    alone = tokenizer("red", add_special_tokens=False)["input_ids"]
+    assert targets == [*alone, tokenizer.eos_token_id]
+    assert ids == [*tokenizer("colour of lamp")["input_ids"], *targets]
+    ids, targets = encoded({"messages": CHATTED})
+    whole = tokenizer.apply_chat_template(CHATTED, tokenize=False)
+    assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    assert "blue" in tokenizer.decode(targets) and "river" not in tokenizer.decode(targets)

@@ -1,25 +1,21 @@
-"""Features that wait elsewhere come back as they were."""
+"""Features in host memory are restored exactly."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import normal
+import tricky_models as tricky
+from calibrations import PLUS, assert_identical, run_fast
+from tiny_models import Suite, normal, t5_suite
 from torch import Tensor
 
+from fusion_bench_featcal.families import Call
+from fusion_bench_featcal.run import problem
 from fusion_bench_featcal.streams import Batch
-from fusion_bench_featcal.streams.storage import DeviceStorage, HostStorage, StoredTensor
+from fusion_bench_featcal.streams.storage import HostStorage, StoredTensor
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Call:
-    """Arguments of a block."""
-
-    hidden: Tensor
-    rest: tuple[Any, ...]
 
 
 def batch_of(*tensors: Any) -> Batch:
@@ -27,18 +23,24 @@ def batch_of(*tensors: Any) -> Batch:
     return Batch(None, 1, cal=call, exp={"all": [call.hidden]}, noted={"fc1": tensors[0]})
 
 
-def there_and_back(storage: DeviceStorage, *tensors: Any) -> tuple[Any, ...]:
-    batch = batch_of(*tensors)
-    assert [*storage.visits([batch])] == [batch] and isinstance(batch.cal.hidden, StoredTensor)
-    with storage.loaded(batch):
-        assert batch.exp["all"][0] is batch.cal.hidden is batch.noted["fc1"]
-        return batch.cal.hidden, *batch.cal.rest
+SUITES: dict[str, Callable[[], Suite]] = {
+    "t5": lambda: t5_suite(depths=(1, 1)),
+    "keyword calls": lambda: tricky.stack_suite(tricky.keyword_calls),
+}
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_a_calibration_with_features_in_host_memory_has_the_same_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    expected = run_fast(SUITES[name](), **PLUS).model
+    monkeypatch.setattr(problem, "storage_for", lambda *_: HostStorage(CPU))
+    assert_identical(run_fast(SUITES[name](), **PLUS).model, expected)
 
 
 TENSORS = (
     normal(0, 3, 4).bfloat16(),
     normal(0, 3, 4) > 0,
-    torch.arange(6).view(2, 3),
     torch.tensor(2.5),
     normal(0, 3, 4).T,
     normal(0, 2, 3, 4, 5).to(memory_format=torch.channels_last),
@@ -48,40 +50,27 @@ TENSORS = (
 )
 
 
-@pytest.fixture
-def storage() -> Any:
-    return HostStorage(CPU)
-
-
-def test_tensors_come_back_as_they_were(storage: Any):
+def test_values_and_layout_of_tensors_are_restored():
     for value in TENSORS:
-        hidden, empty, text = there_and_back(storage, value, torch.empty(0), "text")
+        batch, storage = batch_of(value, torch.empty(0), "text"), HostStorage(CPU)
+        assert [*storage.visits([batch])] == [batch] and isinstance(batch.cal.hidden, StoredTensor)
+        with storage.loaded(batch):
+            hidden, (empty, text) = batch.cal.hidden, batch.cal.args
+            assert batch.exp["all"][0] is hidden is batch.noted["fc1"]  # stored once
         torch.testing.assert_close(hidden, value, rtol=0, atol=0, equal_nan=True)
         assert [s == 0 for s in hidden.stride()] == [s == 0 for s in value.stride()]
         order = [sorted(range(t.ndim), key=lambda d, t=t: -t.stride(d)) for t in (hidden, value)]
         assert order[0] == order[1] and empty.numel() == 0 and text == "text"
 
 
-def test_unchanged_tensors_are_not_stored_again(storage: Any):
-    batch = batch_of(normal(0, 3), normal(1, 3), normal(2, 3))
-    with storage.loaded(batch):
-        pass
-    before = batch.cal
-    with storage.loaded(batch):
-        batch.cal.rest[0].add_(1)
-        batch.cal = Call(normal(3, 3), batch.cal.rest)
-    assert batch.cal.rest[1] is before.rest[1] and batch.cal.rest[0] is not before.rest[0]
-    torch.testing.assert_close(before.rest[0].data, normal(1, 3))  # stored data are not written to
-    with storage.loaded(batch):
-        torch.testing.assert_close(batch.cal.hidden, normal(3, 3))
-        torch.testing.assert_close(batch.cal.rest[0], normal(1, 3) + 1)
-
-
-def test_one_batch_and_the_next_are_on_the_device():
-    storage, batches = HostStorage(CPU), [batch_of(normal(n, 3)) for n in range(4)]
-    for _ in range(2):
-        for number, batch in enumerate(storage.visits(batches)):
-            assert batch is batches[number] and isinstance(batch.cal.hidden, Tensor)
-            if number:
-                assert isinstance(batches[number - 1].cal.hidden, StoredTensor)
-    assert list(storage.visits([])) == []
+def test_only_changed_tensors_are_stored_again_and_one_batch_is_loaded_at_a_time():
+    storage, batches = HostStorage(CPU), [batch_of(normal(n, 3), normal(n + 9, 3)) for n in (0, 1)]
+    for number, batch in enumerate(storage.visits(batches)):
+        assert isinstance(batch.cal.hidden, Tensor)
+        assert number == 0 or isinstance(batches[0].cal.hidden, StoredTensor)
+    before, (first, _) = batches[0].cal, batches
+    with storage.loaded(first):
+        first.cal.args[0].add_(1)
+    assert first.cal.hidden is before.hidden and first.cal.args[0] is not before.args[0]
+    with storage.loaded(first):
+        torch.testing.assert_close(first.cal.args[0], normal(9, 3) + 1)

@@ -1,0 +1,95 @@
+"""Matrix products: exact in both libraries, whatever shortcuts the caller allows."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibrations import assert_identical, assert_same, run_fast
+from tiny_models import clip_suite
+from torch.nn import functional
+
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.core import kernels, products
+from fusion_bench_featcal.core.float32_products import exact_products, products_in_force
+from fusion_bench_featcal.core.kernels import ONEDNN, TORCH, agreed_kernel, with_kernel
+from fusion_bench_featcal.run import problem
+
+needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
+backends: Any = torch.backends  # typed without its newer attributes
+BACKENDS = [backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.mkldnn.conv]
+
+
+@needs_onednn
+def test_linear_maps_of_any_layout_and_dtype_are_right(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(products, "LARGEST_PRODUCT", 6)
+    x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(10)[::2]
+    maps = [(x, weight, bias), (x, weight, bias[:1].expand(5)), (x, weight, torch.tensor(2.0)),
+            (x, weight[0], None), (x[:, :0], weight[:, :0], bias),
+            (x.double(), weight.double(), bias.double())]  # fmt: skip
+    expected = [functional.linear(*tensors) for tensors in maps]
+    total = torch.ones(5, 3)
+    with with_kernel(ONEDNN, lambda: torch.autocast("cpu", enabled=False))():
+        results = [functional.linear(*tensors) for tensors in maps]
+        products.add_product(total, weight, x, 2.0)  # in strips
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert functional.linear(*maps[0]).dtype == torch.bfloat16
+    for pair in zip([*results, total], [*expected, 1 + 2 * weight @ x.T], strict=True):
+        torch.testing.assert_close(*pair)
+
+
+@needs_onednn
+def test_both_libraries_give_one_model_and_a_resumed_run_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    suite, results = clip_suite(tasks=2).to(torch.float32), {}
+    folder: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "resume": True}
+
+    def run(kernel: str, **more: Any) -> Any:
+        monkeypatch.setattr(problem, "choose_kernel", lambda _: kernel)
+        return run_fast(suite, **more)
+
+    for kernel, more in ((TORCH, {}), (ONEDNN, {"checkpoint_dir": str(tmp_path)})):
+        results[kernel] = run(kernel, **more)
+        (record,) = results[kernel].log.of_kind("engine")
+        assert record["linear_kernel"] == kernel
+    assert_same(results[ONEDNN].model, results[TORCH].model, bound=1e-5)
+    (tmp_path / "block-0001.safetensors").unlink()
+    with pytest.raises(CalibrationError, match="belongs to another run: "):
+        run(TORCH, **folder)
+    assert_identical(run(ONEDNN, **folder).model, results[ONEDNN].model)
+
+
+def test_processes_agree_on_a_library_that_all_of_them_have():
+    assert agreed_kernel([ONEDNN, TORCH]) == agreed_kernel([TORCH, TORCH]) == TORCH
+    assert agreed_kernel([ONEDNN, ONEDNN]) == ONEDNN
+
+
+@pytest.fixture(params=["older function", "newer attribute"])
+def shortcuts_allowed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A caller that allows reduced precision, in either of torch's two ways."""
+    before = [backend.fp32_precision for backend in BACKENDS]
+    for backend in BACKENDS:  # torch's defaults, which some of FusionBench's mergers change
+        backend.fp32_precision = "tf32" if backend is backends.cudnn.conv else "none"
+    if request.param == "older function":
+        torch.set_float32_matmul_precision("medium")
+    else:
+        backends.fp32_precision = "tf32"
+    chosen = products_in_force()
+    yield
+    assert products_in_force() == chosen
+    backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    for backend, precision in zip(BACKENDS, before, strict=True):
+        backend.fp32_precision = precision
+
+
+@pytest.mark.usefixtures("shortcuts_allowed")
+def test_shortcuts_of_the_caller_change_no_model_and_stay_its_choice():
+    suite = clip_suite(tasks=2).to(torch.float32)
+    with exact_products():
+        exact, in_force = run_fast(suite).model, products_in_force()
+    assert {in_force[name] for name in ("cuda.matmul", "mkldnn.matmul")} == {"ieee"}
+    # Forward passes follow the caller, which shows on CPUs that multiply in bfloat16 (AMX).
+    assert_identical(run_fast(suite, autocast=exact_products).model, exact)

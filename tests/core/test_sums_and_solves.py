@@ -1,0 +1,87 @@
+"""Sums over rows, ridge systems, and values that are not finite."""
+
+import math
+
+import pytest
+import torch
+from tiny_models import normal
+from torch import Tensor
+
+from fusion_bench_featcal.core import moments
+from fusion_bench_featcal.core.finite import all_finite
+from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.core.solve import UnsolvedError, solve_ridge
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def test_moments_equal_their_definition_for_any_split(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(moments, "MOST_ROWS", 4)  # the last part has one row
+    x, y = normal(1, 9, 3).double(), normal(2, 9, 2).double()
+    whole, first, second = (Moments.zeros(3, 2, x) for _ in range(3))
+    whole.add(x, y)
+    first.add(x[:4], y[:4])
+    second.add(x[4:], y[4:])
+    expected = x.T @ x, y.T @ x, x.sum(0), y.sum(0), torch.tensor(9.0, dtype=torch.float64)
+    for sums in (whole.mirrored(), first.mirrored() + second.mirrored()):
+        for pair in zip(sums.tensors(), expected, strict=True):
+            torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
+    means = whole.means(centred=True)
+    torch.testing.assert_close(means.gram, torch.cov(x.T, correction=0))
+    torch.testing.assert_close(whole.energy(centred=True), (x - x.mean(0)).square().sum())
+    torch.testing.assert_close(whole.row_weight(0.0), 1 / (x.T @ x).norm())
+
+
+def system(width: int = 6, rank: int = 20) -> tuple[Tensor, Tensor]:
+    """Gram and cross matrix of a few rows."""
+    rows, right = normal(1, rank, width).double(), normal(2, 3, width).double()
+    return rows.T @ rows / 20, right
+
+
+@pytest.mark.parametrize("ridge", [0.0, 1e-3, 0.5])
+def test_solutions_satisfy_the_normal_equations(ridge: float):
+    gram, right = system()
+    expected = right @ torch.linalg.inv(gram + ridge * torch.eye(6, dtype=torch.float64))
+    before = gram.clone()
+    step, residual = solve_ridge(gram, right, ridge, rounding=EPS)
+    torch.testing.assert_close(step, expected, rtol=1e-10, atol=1e-12)
+    assert residual < 1e-12 and torch.equal(gram, before)
+
+
+def test_float32_is_solved_in_float64_unless_it_is_exact_enough():
+    gram, right = (part.float() for part in system())
+    assert solve_ridge(gram, right, 0.5, rounding=1e-7)[0].dtype == torch.float32
+    assert solve_ridge(gram, right, 1e-3, rounding=1e-7)[0].dtype == torch.float64
+    for width, size in ((6, 1e5), (600, 1e4)):
+        right = normal(4, 3, width).float()
+        gram = torch.diag(torch.tensor([1e12, *[1.0] * (width - 1)]))
+        gram[0, 1:] = gram[1:, 0] = size  # float32 cannot add the ridge to the first entry
+        exact, _ = solve_ridge(gram.double(), right.double(), 0.5, rounding=EPS)
+        solved, _ = solve_ridge(gram, right, 0.5, rounding=1e-20)
+        torch.testing.assert_close(solved, exact, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rank", "value", "ridge", "rounding", "message"),
+    [
+        (20, math.nan, 0.5, EPS, "stay unsolved"),
+        (20, math.inf, 0.5, EPS, "stay unsolved"),
+        (3, 1.0, 0.0, EPS, "singular"),
+        (3, 1.0, 1e-9, 1e-6, "singular"),  # the ridge is below the rounding of the rows
+    ],
+)
+def test_systems_without_a_solution_are_refused(
+    rank: int, value: float, ridge: float, rounding: float, message: str
+):
+    gram, right = system(rank=rank)
+    right[0, 0] = value
+    with pytest.raises(UnsolvedError, match=message):
+        solve_ridge(gram, right, ridge, rounding=rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_any_value_that_is_not_finite_is_found(dtype: torch.dtype):
+    largest = torch.full((4,), torch.finfo(dtype).max, dtype=dtype)  # whose sum overflows
+    assert all_finite(largest) and all_finite(torch.tensor([2**62, 2**62]))
+    for bad in ([torch.nan], [torch.inf], [-torch.inf], [torch.inf, -torch.inf]):
+        assert not all_finite(torch.cat([largest, torch.tensor(bad, dtype=dtype)]))
