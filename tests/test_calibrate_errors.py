@@ -72,6 +72,7 @@ Row = tuple[Callable[[], Suite], str, Callable[[Suite], Any], dict[str, Any]]
 def row(
     make: Callable[[], Suite], message: str, change: Any = lambda suite: None, **more: Any
 ) -> Row:
+    """A suite, the message, a change of the suite that causes it, and settings."""
     return make, message, change, more
 
 
@@ -131,6 +132,8 @@ ROWS: list[Row] = [
     # families, masks and modules
     row(lambda: net_suite(tricky.Remembering()), family="stack", message=
         r"family=stack: the blocks of Remembering .* Write or correct a family"),
+    row(clip_suite, r"expert 'task_0': a OrderedDict is no model: give",
+        lambda s: s.experts.update(task_0=s.experts["task_0"].state_dict())),
     row(lambda: masked(nn.Conv2d(3, 3, 3, padding=1), [[1, 1, 0]] * 4, 3, 7, 7),
         r"task task, block layers\.0: module layers\.0 is a convolution, whose patches no mask"),
     row(clip_suite, r"method\.modules.*q_prj.*matches no module", modules=["q_prj"]),
@@ -157,16 +160,6 @@ def test_message(
         run_fast(suite, **more)
 
 
-def test_modules_that_cannot_be_calibrated_stay_as_merged_and_are_named(
-    caplog: pytest.LogCaptureFixture,
-):
-    suite = stack_suite(tricky.fused_attention)
-    model = run_fast(suite, modules=["!attention.*"]).model
-    assert "modules that stay as merged: MultiheadAttention" in caplog.text
-    for name, value in suite.merged.named_parameters():
-        assert torch.equal(model.get_parameter(name), value) != (".only." in name)
-
-
 def test_padding_may_hold_anything_but_rows_that_count_may_not():
     block = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
     suite = masked(block, [[1, 1, 0], [1, 0, 0], [1, 1, 1]], 3, 4)
@@ -188,7 +181,3 @@ def test_parameter_that_overflows_is_refused_by_name_and_not_loaded():
     with refused(rf"block layers\.0: the new {name} is not finite in torch\.float16.*ridge_lambda"):
         run_fast(suite, huge)
     assert bool((suite.merged.get_parameter(name) == 50).all())
-
-
-def test_a_quiet_task_is_not_a_dead_one():
-    run_fast(quiet(1e-2))

@@ -1,4 +1,4 @@
-"""Kinds of modules: convolutions, BatchNorms, mixtures of experts, and heads."""
+"""Kinds of modules: BatchNorms, subclasses of Linear, mixtures of experts, and heads."""
 
 import copy
 from dataclasses import replace
@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+import tricky_models as tricky
 from calibrations import PLUS, assert_identical, calls_of, run_fast
 from model_types import suite_named
 from tiny_convs import batched_suite
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert
 
 
-def test_statistics_are_those_of_the_calibrated_models_features():
+def test_statistics_of_batch_norms_are_those_of_the_calibrated_features():
     suite = batched_suite()
     model: Any = run_fast(suite, **PLUS).model
     for name in ("layers.0.norm", "layers.1.norm"):
-        norm: Any = model.get_submodule(name)
-        merged: Any = suite.merged.get_submodule(name)
+        norm, merged = model.get_submodule(name), suite.merged.get_submodule(name)
         received = [
             args[0]
             for batches in suite.inputs.values()
@@ -31,35 +31,75 @@ def test_statistics_are_those_of_the_calibrated_models_features():
         torch.testing.assert_close(norm.running_mean, x.mean(1))
         torch.testing.assert_close(norm.running_var, x.var(1, unbiased=False))
         assert torch.equal(norm.weight, merged.weight) and torch.equal(norm.bias, merged.bias)
-        assert not torch.equal(norm.running_mean, merged.running_mean)
-
-
-def assert_same_statistics(model: nn.Module, expected: nn.Module) -> None:
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(buffer, expected.get_buffer(name), rtol=1e-9, atol=1e-12)
-
-
-def test_statistics_can_stay_as_merged_and_do_not_depend_on_numbers_of_samples():
-    suite = batched_suite()
-    merged = run_fast(suite, modules=["!norm"])
-    assert_same_statistics(merged.model, suite.merged)
     expected = run_fast(suite, samples_per_task=99).model
-    suite.inputs["task_1"] = 3 * suite.inputs["task_1"]
-    assert_same_statistics(run_fast(suite, samples_per_task=99).model, expected)
+    suite.inputs["task_1"] = 3 * suite.inputs["task_1"]  # tasks count equally
+    models = run_fast(suite, samples_per_task=99).model, run_fast(suite, modules=["!norm"]).model
+    for model, other in zip(models, (expected, suite.merged), strict=True):
+        for name, buffer in model.named_buffers():
+            torch.testing.assert_close(buffer, other.get_buffer(name), rtol=1e-9, atol=1e-12)
 
 
-def test_experts_of_mixtures_stay_as_merged_and_are_read_from_files(
+class Renamed(nn.Linear):
+    """The same function, written differently."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        product = input @ self.weight.T
+        return product if self.bias is None else product + self.bias
+
+
+class Doubled(nn.Linear):
+    """Another function."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Scaled(Renamed):
+    """The same function only while its scale is one."""
+
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__(width, outputs)
+        self.scale = 1.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.scale * super().forward(input)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_linear"), [(nn.Linear, True), (Renamed, True), (Doubled, False), (Scaled, False)]
+)
+def test_subclasses_of_linear_are_calibrated_if_they_compute_the_same(kind: Any, is_linear: bool):
+    block = tricky.block_of(
+        lambda b, x: x + b.only(b.other(x)), only=lambda: nn.Linear(4, 4), other=lambda: kind(4, 4)
+    )
+    suite = tricky.stack_suite(block)
+    model = run_fast(suite).model
+    for name, value in suite.merged.named_parameters():
+        is_calibrated = ".only." in name or (".other." in name and is_linear)
+        assert torch.equal(model.get_parameter(name), value) != is_calibrated, name
+
+
+def test_modules_that_cannot_be_calibrated_stay_as_merged_and_are_named(
+    caplog: pytest.LogCaptureFixture,
+):
+    suite = tricky.stack_suite(tricky.fused_attention)
+    model = run_fast(suite, modules=["!attention.*"]).model
+    assert "modules that stay as merged: MultiheadAttention" in caplog.text
+    for name, value in suite.merged.named_parameters():
+        assert torch.equal(model.get_parameter(name), value) != (".only." in name)
+
+
+def test_routed_experts_stay_as_merged_and_are_read_from_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     suite: Any = suite_named("qwen2_moe")
     model = run_fast(suite, **PLUS).model
     assert caplog.text.count("modules that stay as merged: routed experts") == 1
-    for parameter, value in model.named_parameters():
-        if ".experts." in parameter or parameter.endswith((".gate.weight", "embed_tokens.weight")):
-            assert torch.equal(value, suite.merged.get_parameter(parameter)), parameter
-    projection = "model.layers.1.self_attn.o_proj.weight"
-    merged = suite.merged.get_parameter(projection)
-    assert not torch.equal(model.get_parameter(projection), merged)
+    for name, value in model.named_parameters():
+        equal = torch.equal(value, suite.merged.get_parameter(name))
+        if ".experts." in name or name.endswith((".gate.weight", "embed_tokens.weight")):
+            assert equal, name
+        assert not (equal and name.endswith("o_proj.weight"))
     files = {}
     for task, expert in {"base": suite.base, **suite.experts}.items():
         expert.save_pretrained(tmp_path / task)

@@ -6,42 +6,39 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from calibrations import Overheard, assert_identical, assert_same, run_fast, samples_in
-from killing import finished_blocks
+from cli_runs import fusion_bench
 from process_group import in_processes
 from safetensors.torch import save_model
 from tiny_convs import batched_suite
 from tiny_models import Suite, clip_suite, t5_suite
+from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult, Paper, Plus, SafetensorsExpert
+from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.errors import LostProcessError
 from fusion_bench_featcal.experts import hollow_copy
+from fusion_bench_featcal.fusionbench import prepare_run, share_model
+from fusion_bench_featcal.results import read_run
 from fusion_bench_featcal.run import CheckpointFolder, Processes
+from fusion_bench_featcal.suites import image
 
 PAPER, PLUS = Paper(), Plus()
 
 
 def together(suite: Suite, size: int, **more: Any) -> list[Any]:
-    """Each process's result or error."""
+    """The result or error of each process."""
     return in_processes(size, lambda processes: run_fast(suite, processes=processes, **more))
 
 
 def records(result: CalibrationResult) -> list[dict[str, Any]]:
     """The log without times."""
     return [{k: v for k, v in r.items() if k != "seconds"} for r in result.log.records]
-
-
-def assert_alike(log: Any, expected_log: Any, bound: float) -> None:
-    """Compare logs: numbers up to a bound, all else and all order exactly."""
-    assert [list(record) for record in log] == [list(record) for record in expected_log]
-    for record, expected in zip(log, expected_log, strict=True):
-        numbers = {k: v for k, v in expected.items() if isinstance(v, float)}
-        assert {k: record[k] for k in numbers} == pytest.approx(numbers, rel=bound, abs=bound)
-        assert {**record, **numbers} == expected
 
 
 def assert_one_model(results: list[CalibrationResult]) -> None:
@@ -57,11 +54,11 @@ def few_samples() -> Suite:
     return suite
 
 
-# Tasks of unlike sizes, three processes, copies, padding and stages, and BatchNorms.
+# Tasks of unequal sizes, three processes, copies, stages with padding, and BatchNorms.
 CASES: dict[str, tuple[Callable[[], Suite], int, Any, dict[str, Any]]] = {
     "few samples": (few_samples, 2, PAPER, {"samples_per_task": 99}),
     "three processes": (clip_suite, 3, PLUS, {}),
-    "copies": (clip_suite, 2, PAPER, {"augment": "jitter"}),
+    "copies": (lambda: clip_suite(tasks=2), 2, PAPER, {"augment": "jitter"}),
     "t5": (lambda: t5_suite(depths=(1, 1)), 2, PLUS, {}),
     "statistics": (batched_suite, 2, PAPER, {}),
 }
@@ -75,12 +72,16 @@ def test_model_and_log_are_those_of_one_process(case: str):
     expected = run_fast(suite, **settings)
     results = together(suite, size, **settings)
     assert_one_model(results)
-    # Other sizes of batches alone move what Plus solves in one process by 3e-12.
+    # Other sizes of batches alone change what Plus solves in one process by 3e-12.
     assert_same(results[0].model, expected.model, 1e-11 if rule is PLUS else 1e-12)
-    assert_alike(records(results[0]), records(expected), 1e-6)
+    for record, other in zip(records(results[0]), records(expected), strict=True):
+        assert list(record) == list(other)
+        numbers = {k: v for k, v in other.items() if isinstance(v, float)}
+        assert {k: record[k] for k in numbers} == pytest.approx(numbers, rel=1e-6, abs=1e-6)
+        assert {**record, **numbers} == other
 
 
-def test_each_process_reads_the_experts_of_its_tasks():
+def test_each_process_reads_the_experts_of_its_tasks_and_must_have_one():
     suite, tasks = clip_suite(), [f"task_{n}" for n in range(4)]
 
     def work(processes: Processes) -> list[str]:
@@ -91,9 +92,6 @@ def test_each_process_reads_the_experts_of_its_tasks():
         return [task for task in tasks if experts[task].read]
 
     assert in_processes(2, work) == [tasks[::2], tasks[1::2]]
-
-
-def test_more_processes_than_tasks_are_refused():
     for error in together(clip_suite(tasks=1), 2):
         assert "2 processes cannot share 1 tasks" in str(error) and "fabric.devices" in str(error)
 
@@ -106,10 +104,10 @@ def fill_disk(_: Suite) -> None:
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    os.replace = fail  # for the first process, which alone writes
+    os.replace = fail  # in the first process, which alone writes
 
 
-# What one process of two meets, its rank, and words of its error.
+# The cause in one of two processes, its rank, and its error.
 CAUSES: list[tuple[Callable[[Suite], None], int, str]] = [
     (spoil_samples, 1, r"task task_1: calibration batch \d, input 'pixel_values', has NaN.*"),
     (fill_disk, 0, "No space left on device"),
@@ -121,7 +119,7 @@ def test_a_process_that_fails_names_the_cause_and_ends_the_other(
     cause: Any, rank: int, words: str, tmp_path: Path
 ):
     def work(processes: Processes) -> Any:
-        suite = clip_suite()
+        suite = clip_suite(tasks=2)
         cause(suite)
         return run_fast(suite, processes=processes, checkpoint_dir=str(tmp_path / "blocks"))
 
@@ -135,18 +133,18 @@ Finished = tuple[Suite, list[CalibrationResult], Path]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A suite, the results of two processes, and the folder that they left."""
+    """A suite, the results of two processes, and their folder."""
     suite, folder = t5_suite(depths=(1, 2)), tmp_path_factory.mktemp("finished")
     return suite, together(suite, 2, checkpoint_dir=str(folder)), folder
 
 
-def test_dead_process_ends_the_others_and_a_resumed_run_has_the_same_bits(
+def test_a_dead_process_ends_the_others_and_a_resumed_run_has_the_same_bits(
     finished: Finished, tmp_path: Path
 ):
     suite, expected, _ = finished
     write, blocks = CheckpointFolder.write, []
 
-    def die_behind_the_first_block(processes: Processes) -> Any:
+    def die_after_the_first_block(processes: Processes) -> Any:
         def writing(self: CheckpointFolder, block: str, *rest: Any) -> Any:
             if blocks and processes.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -156,12 +154,12 @@ def test_dead_process_ends_the_others_and_a_resumed_run_has_the_same_bits(
         setattr(CheckpointFolder, "write", writing)  # noqa: B010 - a method is not for assigning to
         return run_fast(suite, processes=processes, checkpoint_dir=str(tmp_path))
 
-    survivor, dead = in_processes(2, die_behind_the_first_block)
+    survivor, dead = in_processes(2, die_after_the_first_block)
     assert dead == -signal.SIGKILL
     assert isinstance(survivor, LostProcessError)
     assert re.search(r"process 0 of 2 has lost contact .* method\.resume=true", str(survivor))
-    written = 2  # the first process writes, and had not missed the other one yet
-    assert finished_blocks(tmp_path) == written
+    written = 2  # the first process writes, and has not missed the other one yet
+    assert len(list(tmp_path.glob("block-*.safetensors"))) == written
     results = together(suite, 2, checkpoint_dir=str(tmp_path), resume=True)
     assert_one_model(expected)
     assert_one_model(results)
@@ -170,50 +168,97 @@ def test_dead_process_ends_the_others_and_a_resumed_run_has_the_same_bits(
     assert records(results[0]) == records(expected[0])
 
 
-def test_folder_is_that_of_one_process_and_another_run_is_refused(
+def test_the_folder_is_that_of_one_process_and_another_run_is_refused(
     finished: Finished, tmp_path: Path
 ):
     suite, _, folder = finished
     run_fast(suite, checkpoint_dir=str(tmp_path / "alone"))
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert before.keys() == {path.name for path in (tmp_path / "alone").iterdir()}
-    again: dict[str, Any] = {"resume": True, "checkpoint_dir": str(folder)}
     with pytest.raises(CalibrationError, match=r"belongs to another run: .* processes"):
-        run_fast(suite, **again)
+        run_fast(suite, checkpoint_dir=str(folder), resume=True)
     other = t5_suite(depths=(1, 2), seed=3)
     experts = replace(suite, experts=suite.experts | {"task_1": other.experts["task_1"]})
     samples = replace(suite, inputs=suite.inputs | {"task_1": other.inputs["task_1"]})
 
     def work(processes: Processes) -> None:
-        more: dict[str, Any] = {"processes": processes, "resume": True}
-        refusals = [
+        elsewhere = tmp_path if processes.rank else folder
+        for changed, path, words in (
             (experts, folder, "belongs to another run"),
             (samples, folder, "belongs to another run"),
-            (
-                suite,
-                tmp_path if processes.rank else folder,
-                "see different files in method",
-            ),
-        ]
-        for changed, path, words in refusals:
+            (suite, elsewhere, "see different files in method"),
+        ):
             with pytest.raises(CalibrationError, match=words):
-                run_fast(changed, checkpoint_dir=str(path), **more)
+                run_fast(changed, processes=processes, resume=True, checkpoint_dir=str(path))
 
     assert in_processes(2, work) == [None, None]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_model_in_files_is_calibrated_by_several_processes_as_one_in_memory(
+def test_a_model_in_files_is_calibrated_by_several_processes_to_the_same_bits(
     finished: Finished, tmp_path: Path
 ):
     suite, (expected, _), _ = finished
     save_model(suite.merged, str(tmp_path / "merged.safetensors"))
     structure = replace(suite, merged=hollow_copy(suite.merged))
     weights: Any = SafetensorsExpert(tmp_path / "merged.safetensors")
-    out = tmp_path / "out"
-    for result in together(structure, 2, checkpoint_dir=str(out), merged_weights=weights):
+    for result in together(structure, 2, checkpoint_dir=tmp_path / "out", merged_weights=weights):
         assert all(parameter.is_meta for parameter in result.model.parameters())
-    written = SafetensorsExpert(out)
+    written = SafetensorsExpert(tmp_path / "out")
     assert len(written.names()) == len(list(expected.model.parameters()))
     for name in written.names():
         assert torch.equal(written.tensor(name), expected.model.state_dict()[name]), name
+
+
+# --- at the door of pools ---
+
+
+@pytest.mark.slow
+def test_the_command_leaves_one_model_and_one_report(tmp_path: Path) -> None:
+    words = (
+        "method=featcal", "modelpool=clip-vit-mini_alphabets2", "fabric.accelerator=cpu",
+        "print_config=false", "method.base_method=null", "method.compare_with=[]",
+        f"+modelpool.models._merged_={image.path('pretrained')}", "method.presets={}",
+        "method.samples_per_task=8", 'merged_model_save_path="{log_dir}/model"',
+    )  # fmt: skip
+    saved: list[CLIPVisionModel] = []
+    for devices in (1, 2):
+        log_dir = tmp_path / f"log{devices}"
+        more = [f"fabric.devices={devices}", f"path.log_dir={log_dir}"]
+        done = fusion_bench([*words, *more], tmp_path)
+        saved.append(CLIPVisionModel.from_pretrained(log_dir / "model"))
+    assert (done.stdout + done.stderr).count("calibrating featcal ") == 1
+    one, two = (read_run(tmp_path / f"log{devices}") for devices in (1, 2))
+    assert two.row("featcal").cost["processes"] == 2
+    assert two.row("featcal").cost["exchanged_bytes"] > 1e6
+    for task, accuracy in one.accuracy["featcal"].items():  # of whole test sets
+        assert two.accuracy["featcal"][task] == pytest.approx(accuracy, abs=0.01)
+    assert not list(log_dir.rglob("*.part")) and (log_dir / "program_report.json").is_file()
+    for pair in zip(*(model.parameters() for model in saved), strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)
+
+
+def test_other_methods_and_strategies_are_refused() -> None:
+    program: Any = SimpleNamespace(fabric=SimpleNamespace(world_size=2))
+    with pytest.raises(CalibrationError, match=r"in one process, not in 2: set fabric\.devices=1"):
+        prepare_run(program, None)
+    algorithm: Any = FeatCalAlgorithm()
+    algorithm.fabric = SimpleNamespace(world_size=2, strategy=object(), _loggers=[])
+    with pytest.raises(CalibrationError, match=r"needs fabric\.strategy=ddp"):
+        algorithm.run(None)
+
+
+def test_the_merged_model_is_sent_to_all_processes() -> None:
+    merged: Any = clip_suite().merged
+    merged.tied = torch.nn.ParameterList([next(merged.parameters())])
+
+    def work(processes: Processes) -> dict[str, Any]:
+        model = merged if processes.rank == 0 else None
+        shared: Any = share_model(model, processes, torch.device("cpu"))
+        assert shared.tied[0] is next(shared.parameters())
+        tensors = dict(shared.named_buffers()) | shared.state_dict()
+        return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+    first, second = in_processes(2, work)
+    assert list(first) == list(second)
+    assert all((first[name] == second[name]).all() for name in first)
