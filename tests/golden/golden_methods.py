@@ -1,7 +1,5 @@
-"""Methods run on the bundled suites: models that they save, and structure of a run's reports."""
+"""Methods run on the bundled suites, and the models that they save."""
 
-import csv
-import json
 import zlib
 from collections.abc import Mapping
 from functools import cache
@@ -55,8 +53,7 @@ RUNS: dict[str, Golden] = {
     "surgery_v2": Golden("featcal_baselines/surgery_v2", CLIP, TRAINED),
 }  # fmt: skip
 EVALUATED = "featcal, preset"
-"""The run whose models are evaluated, which leaves a full report. test_algorithm.py compares it."""
-REPORTS = ("report.json", "run.json", "lines.csv", "calibration_log.jsonl", "reads.json")
+"""The run whose models are evaluated, which test_algorithm.py compares."""
 BOUND = 2e-4
 PROJECTIONS = 4
 
@@ -129,30 +126,3 @@ def method_sketch(name: str, folder: Path) -> Sketch:
     """Run a method on a suite and describe the model."""
     run_method(name, folder)
     return sketch_of_run(name, folder)
-
-
-def _structure(value: Any) -> Any:
-    """Nested keys with types. A list becomes the different structures of its items."""
-    if isinstance(value, dict):
-        return {stable_name(key): _structure(part) for key, part in sorted(value.items())}
-    if isinstance(value, list):
-        return sorted({json.dumps(_structure(part)) for part in value})
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return "number" if is_number else type(value).__name__
-
-
-def structure_of(file: Path) -> Any:
-    """Structure of a report, log or read manifest of a run: keys and types, not values."""
-    if file.suffix == ".csv":
-        return next(csv.reader(file.read_text().splitlines()))
-    if file.suffix == ".jsonl":
-        records = [json.loads(line) for line in file.read_text().splitlines()]
-        return {str(record.get("kind")): _structure(record) for record in records}
-    content = json.loads(file.read_text())
-    content.pop("hashes", None)  # of the row that is saved, tensor by tensor
-    return _structure(content)
-
-
-def reports_of(log_dir: Path) -> dict[str, Any]:
-    """Structures of the reports of the evaluated run."""
-    return {name: structure_of(log_dir / name) for name in REPORTS}

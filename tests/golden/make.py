@@ -26,18 +26,11 @@ import golden_views
 DATA = Path(__file__).parent / "data"
 
 
-def reports(folder: Path) -> dict[str, Any]:
-    """Structures of the reports of a run."""
-    golden_methods.run_method(golden_methods.EVALUATED, folder)
-    return golden_methods.reports_of(folder / "log")
-
-
 GROUPS: dict[str, Callable[[Path], Any]] = {
     "methods": lambda folder: {
         name: golden_methods.method_sketch(name, folder / name.replace(", ", "-"))
         for name in golden_methods.RUNS
     },
-    "reports": reports,
     "names": lambda _: golden_surface.names(),
     "configs": lambda _: golden_surface.configs(),
     "targets": lambda _: golden_surface.targets(),
