@@ -1,0 +1,243 @@
+"""Samples, generated answers and vocabularies of pools, and `method.calibration_data`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibrations import assert_identical
+from configs import composed
+from fusion_bench.modelpool import CausalLMPool, CLIPVisionModelPool, Seq2SeqLMPool
+from omegaconf import DictConfig, OmegaConf
+from PIL import Image
+from sample_pools import TEXT_POOLS, Pool, text_batch
+from tiny_images import channels_first, picture
+from tiny_pools import ARITHMETIC
+from tiny_texts import (
+    NAMES,
+    TASKS,
+    causal_pool,
+    llama_model,
+    llamas,
+    load_t5,
+    sentences,
+    t5_model,
+    t5_pool,
+    with_data,
+    word_tokenizer,
+    write,
+)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.fusionbench import load_input_processor, run_merger, save_model
+from fusion_bench_featcal.fusionbench.data import calibration_batches, draw_samples, samples_used
+from fusion_bench_featcal.tasks import corrupted
+
+# --- samples ---
+
+
+def numbered(count: int) -> list[dict]:
+    """Items without labels, whose picture shows their number."""
+    return [{"image": Image.new("RGB", (4, 4), 3 * (number,))} for number in range(count)]
+
+
+def settings(**changes: Any) -> FeatCalSettings:
+    chosen: dict[str, Any] = {"samples_per_task": 10, "batch_size": 4} | changes
+    return FeatCalSettings(**chosen)
+
+
+def numbers_of(pool: Any, tasks: Any = ("a",), **changes: Any) -> dict[str, list[int]]:
+    """The numbers of the pictures in each task's batches."""
+    batches = calibration_batches(pool, tasks, settings(**changes), channels_first)
+    pixels = {task: torch.cat([b["pixel_values"] for b in batches[task]]) for task in tasks}
+    return {t: (values[:, 0, 0, 0] * 255).round().int().tolist() for t, values in pixels.items()}
+
+
+def test_samples_depend_on_seed_and_task_alone():
+    alone = numbers_of(Pool(a=numbered(50)))["a"]
+    assert len(set(alone)) == 10
+    pool: Any = Pool(z=numbered(20), a=numbered(50), b=numbered(50))
+    assert numbers_of(pool, ("b", "z", "a"))["a"] == alone
+    assert numbers_of(pool, ("a", "b"), batch_size=7)["a"] == alone
+    assert numbers_of(pool, samples_per_task=20)["a"][:10] == alone
+    assert numbers_of(pool, ("a", "b"))["b"] != alone
+    assert numbers_of(pool, seed=43)["a"] != alone
+    pool.val_dataset_names, pool.load_val_dataset = ["a"], lambda _: numbered(10)
+    assert sorted(numbers_of(pool, calibration_split="val")["a"]) == list(range(10))
+    expected = [55, 45, 44, 90, 39]  # the samples of every published number
+    assert draw_samples(100, "mini_mnist", settings(samples_per_task=5)) == expected
+
+
+def test_corrupted_samples_are_the_same_samples_corrupted():
+    rows = [{"image": picture(number)} for number in range(6)]
+    change: Any = {"kind": "gaussian_noise", "severity": 3}
+
+    def pixels(data: Any, **changes: Any) -> torch.Tensor:
+        chosen = settings(samples_per_task=4, seed=5, **changes)
+        (batch,) = calibration_batches(Pool(a=data), ["a"], chosen, channels_first)["a"]
+        return batch["pixel_values"]
+
+    changed = pixels(rows, calibration_corruption=change)
+    assert torch.equal(changed, pixels(corrupted(rows, *change.values(), seed=5, task="a")))
+    assert not torch.equal(changed, pixels(rows))
+    for kind in TEXT_POOLS:
+        with pytest.raises(CalibrationError, match=r"texts: set method\.calibration_corruption=n"):
+            text_batch([{}], kind, calibration_corruption=change)
+
+
+def test_too_few_samples_are_all_used_with_one_warning(caplog: pytest.LogCaptureFixture):
+    pool: Any = Pool(a=numbered(9), b=numbered(10))
+    assert sorted(numbers_of(pool, ("a", "b"))["a"]) == list(range(9))
+    numbers_of(pool)  # a run opens its data more than once
+    assert [record.getMessage() for record in caplog.records] == [
+        "task a has 9 samples, fewer than method.samples_per_task = 10: all of them are used"
+    ]
+    assert samples_used(pool, ["a", "c"], 10, "train") == {"a": {"samples": 9, "split": "train"}}
+
+
+LOAD = {"_target_": "fusion_bench_featcal.tasks.load_images", "path": "./nowhere"}
+UNEQUAL = [{"image": picture(n, (4 + (n == 7), 4))} for n in range(10)]
+
+
+def configured(entry: Any) -> Any:
+    return CLIPVisionModelPool(DictConfig({}), train_datasets=OmegaConf.create({"a": entry}))
+
+
+REFUSED: list[tuple[Any, str, dict[str, Any], str]] = [
+    (Pool(abc=[], d=[]), "abd", {}, r"task 'abd' has no calibration data \(nearest: 'abc'\): set "
+     r"modelpool\.train_datasets\.abd or method\.calibration_split \(now train\).*are: abc, d"),
+    (Pool(a=[]), "a", {"calibration_split": "val"}, "The pool's val_datasets are: none"),
+    (Pool(a=[]), "a", {}, r"'a' has 0 samples in modelpool\.train_datasets\.a"),
+    (Pool(a=UNEQUAL), "a", {"batch_size": 10},
+     r"task 'a'.*processor must return .* one size.*\[3, 4, [45]\].* and \[3, 4, [45]\]"),
+    (configured(LOAD), "a", {},
+     r"(?s)modelpool\.train_datasets\.a.*cannot be loaded: data './nowhere' does not"),
+    (configured("who/what"), "a", {},
+     "(?s)modelpool\\.train_datasets\\.a.*who/what.*HF_HUB_OFFLINE is"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pool", "task", "changes", "message"), REFUSED)
+def test_data_that_cannot_be_used_is_named(pool: Any, task: str, changes: Any, message: str):
+    with pytest.raises(CalibrationError, match=message):
+        list(calibration_batches(pool, [task], settings(**changes), channels_first)[task])
+
+
+# --- language models ---
+
+RUN: dict[str, Any] = {
+    "samples_per_task": 6, "calibrate_norm": False, "ridge_lambda": 1e-2, "base_method": ARITHMETIC
+}  # fmt: skip
+kinds = pytest.mark.parametrize("kind", ["causal", "seq2seq"])
+
+
+def pool_of(kind: str, models: dict[str, Any]) -> Any:
+    pool: Any = Seq2SeqLMPool if kind == "seq2seq" else CausalLMPool
+    return with_data(pool(OmegaConf.create(models), tokenizer=None))
+
+
+@kinds
+def test_generated_targets_are_the_greedy_answers_of_the_experts(kind: str, tmp_path: Path):
+    make = llama_model if kind == "causal" else t5_model
+    experts = {task: make(seed).float() for seed, task in enumerate(TASKS, start=1)}
+    paths = {task: write(expert, tmp_path / task) for task, expert in experts.items()}
+    pool = pool_of(kind, paths if kind == "causal" else load_t5(paths))
+    pool.load_train_dataset = lambda task: [{"prompt": r["prompt"]} for r in sentences(task)]
+    generated = settings(samples_per_task=6, calibration_targets="generated", generated_tokens=3)
+    tokenizer = word_tokenizer(ends=kind == "seq2seq")
+    batches = calibration_batches(pool, TASKS, generated, tokenizer)
+    for task, expert in experts.items():
+        rows = [row for batch in batches[task] for row in batch["labels"]]
+        for index, row in zip(draw_samples(12, task, generated), rows, strict=True):
+            ids = torch.tensor([tokenizer(sentences(task)[index]["prompt"])["input_ids"]])
+            answer: Any = expert.generate(ids, max_new_tokens=3, do_sample=False)  # type: ignore[operator]
+            answer = answer[0, 1:] if kind == "seq2seq" else answer[0, ids.shape[1] :]
+            labels = row[row != -100].tolist()
+            assert labels == answer.tolist()[: len(labels)]
+            assert len(labels) == 3 or labels[-1] == 1
+
+
+@kinds
+def test_the_tokenizer_is_loaded_and_compared_with_those_of_the_experts(kind: str, tmp_path: Path):
+    tokenizer, folder, more = word_tokenizer(ends=True), str(tmp_path / "a"), tmp_path / "b"
+    tokenizer.save_pretrained(folder)
+    words = *tokenizer.convert_ids_to_tokens(range(23)), "extra"
+    word_tokenizer(words=words).save_pretrained(more)
+    pool = pool_of(kind, {"_pretrained_": folder, "one": folder, "two": str(more)})
+    entry = {"_target_": "transformers.AutoTokenizer.from_pretrained"}
+    entry["pretrained_model_name_or_path"] = folder
+    setattr(pool, "_tokenizer" if kind == "seq2seq" else "tokenizer", OmegaConf.create(entry))
+    assert load_input_processor(pool).get_vocab() == tokenizer.get_vocab()
+    words = ("<pad>", "</s>", "<unk>", *reversed("abcdefghijklmnopqrst"))
+    word_tokenizer(words=words).save_pretrained(more)
+    with pytest.raises(CalibrationError, match=r"'two' .*has another.* 20 of 23.*'a' \(3 here"):
+        load_input_processor(pool)
+    with pytest.raises(CalibrationError, match=r"set modelpool\.tokenizer"):
+        load_input_processor(pool_of("causal", {"one": str(tmp_path)}))
+
+
+def test_unequal_vocabularies_are_refused_or_cut_to_common_rows(tmp_path: Path):
+    models = llamas(tmp_path / "a", {"two": 30})
+    with pytest.raises(CalibrationError, match=r"expert 'two': .*embed_tokens.* shape \(30, 8\)"):
+        FeatCalAlgorithm(**RUN).run(causal_pool(models, CausalLMPool))
+    pool = causal_pool(models, vocabulary="common_rows")
+    assert pool.vocabulary_rows == 23
+    two: Any = AutoModelForCausalLM.from_pretrained(models["two"])
+    for layer in (two.model.embed_tokens, two.lm_head):
+        layer.weight = torch.nn.Parameter(layer.weight[:23].clone())
+    two.config.vocab_size = 23
+    cut = causal_pool(models | {"two": write(two, tmp_path / "cut")}, CausalLMPool)
+    model: Any = FeatCalAlgorithm(**RUN).run(pool)
+    assert_identical(model, FeatCalAlgorithm(**RUN).run(cut))
+    assert model.config.vocab_size == 23
+    pool = causal_pool(llamas(tmp_path / "b", {"one": 20}), vocabulary="common_rows")
+    with pytest.raises(CalibrationError, match=r"tokens up to 22, but .* only 20 embedding rows"):
+        load_input_processor(pool)
+    config = composed("method=featcal_mergers/wudi_language_models", "method.iter_num=2").method
+    decoders = causal_pool(models, vocabulary="common_rows")
+    merged: Any = run_merger(None, config, decoders, "method.base_method")
+    base = decoders.load_model("_pretrained_").state_dict()
+    assert any(not torch.equal(value, base[name]) for name, value in merged.state_dict().items())
+
+
+def test_calibrated_t5s_are_saved_with_their_tokenizer(tmp_path: Path):
+    pool = t5_pool(tmp_path)
+    model: Any = FeatCalAlgorithm(**RUN).run(pool)
+    assert not torch.equal(model.lm_head.weight, model.shared.weight)
+    save_model(pool, model, tmp_path / "saved", load_input_processor(pool))
+    assert_identical(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved"), model)
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert tokenizer("a b")["input_ids"] == word_tokenizer(ends=True)("a b")["input_ids"]
+
+
+def test_data_of_the_user_gives_the_model_of_the_same_data_of_the_pool(tmp_path: Path):
+    models = {n: write(llama_model(k), tmp_path / n, word_tokenizer()) for k, n in enumerate(NAMES)}
+
+    def pool(*, lazy: bool = False) -> Any:
+        tokenizer = models["_pretrained_"]
+        return CausalLMPool(
+            OmegaConf.create(models), tokenizer=tokenizer, enable_lazy_loading=lazy
+        )
+
+    def calibrated(pool: Any, **more: Any) -> Any:
+        return FeatCalAlgorithm(base_method=ARITHMETIC, samples_per_task=4, **more).run(pool)
+
+    for task in TASKS:
+        lines = "\n".join(map(json.dumps, sentences(task)))
+        (tmp_path / f"{task}.jsonl").write_text(lines)
+    first, second = (str(tmp_path / f"{task}.jsonl") for task in TASKS)
+    table = {"_target_": "datasets.load_dataset", "path": "json", "split": "train"}
+    mixed = OmegaConf.create({TASKS[0]: first, TASKS[1]: table | {"data_files": second}})
+    lazy = pool(lazy=True)
+    model = calibrated(lazy, calibration_data=mixed)
+    assert_identical(model, calibrated(with_data(pool())))
+    assert lazy.enable_lazy_loading and lazy._train_datasets is None
+    with pytest.raises(CalibrationError, match=r"task 'one' .*\+method\.calibration_data\.one"):
+        calibrated(pool())
+    with pytest.raises(ValueError, match=r"calibration_data\.onne is unknown \(nearest: 'one'\)"):
+        calibrated(pool(), calibration_data={"onne": "a.jsonl"})
