@@ -1,8 +1,7 @@
-"""Upstream mergers that read files by tensor give FusionBench's bits within a read budget."""
+"""Mergers that read files by tensor give FusionBench's bits within a read budget."""
 
 import copy
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from fusion_bench_featcal.fusionbench.upstream import _arithmetic, _average, fil
 
 TIES: dict[str, Any] = {"_target_": "fusion_bench.method.TiesMergingAlgorithm", "threshold": 20}
 TIES |= {"scaling_factor": 0.3, "remove_keys": [], "merge_func": "sum"}
-EXPERTS = ("mini_greek", "mini_latin")
 
 
 def counting_suite() -> Suite:
@@ -38,14 +36,14 @@ def counting_suite() -> Suite:
     return suite
 
 
-SUITES: dict[str, Callable[[], Suite]] = {
+SUITES = {
     "t5, untied": lambda: t5_suite(depths=(1, 1), tasks=2, untied=True),
     "integers": counting_suite,
 }
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_merging_by_tensor_has_fusion_benchs_bits(name: str):
+def test_merging_by_tensor_has_the_bits_of_fusion_bench(name: str):
     suite = SUITES[name]()
     models = {"_pretrained_": suite.base, **suite.experts}
     opened = {n: ExpertModel(n, InMemoryExpert(m), suite.merged) for n, m in models.items()}
@@ -60,65 +58,54 @@ def test_merging_by_tensor_has_fusion_benchs_bits(name: str):
         assert_identical(merged, merger.run(pool))
 
 
-def merged_by(config: Any, pool: Any) -> nn.Module:
-    return Upstream(config, PoolModels(pool)).merged_model(None)
-
-
 @pytest.mark.parametrize(
     ("config", "make"), [(ARITHMETIC, lambda _: suite_pool()), (AVERAGE, t5_pool)]
 )
-def test_files_are_merged_as_they_load(make: Any, config: Any, tmp_path: Path, caplog, monkeypatch):
+def test_files_are_merged_as_they_load(config: Any, make: Any, tmp_path: Path, caplog, monkeypatch):
+    def merged() -> nn.Module:
+        return Upstream(config, PoolModels(make(tmp_path))).merged_model(None)
+
     caplog.set_level(logging.INFO)
-    merged = merged_by(config, make(tmp_path))
-    assert "tensor by tensor from files" in caplog.text
-    caplog.clear()
+    from_files = merged()
+    assert caplog.text.count("tensor by tensor from files") == 1
     monkeypatch.setattr(upstream, "merged_from_files", lambda *_: None)
-    expected = merged_by(config, make(tmp_path))
-    assert "tensor by tensor" not in caplog.text
-    assert_identical(merged, expected)
-    assert type(merged) is type(expected)
+    assert_identical(from_files, merged())
+    assert caplog.text.count("tensor by tensor from files") == 1
 
 
-# --- read budgets ---
-
-
-def file_bytes(pool: Any, *names: str) -> int:
-    sources = [PoolModel(pool, name).files for name in names]
+def bytes_of_experts(pool: Any) -> int:
+    sources = [PoolModel(pool, name).files for name in ("mini_greek", "mini_latin")]
     return sum(map(total_bytes, filter(None, sources)))
-
-
-def reads_of(pool: Any, base_method: Any, **options: Any) -> dict[str, Any]:
-    """The manifest of a run's calibration."""
-    few: dict[str, Any] = {"samples_per_task": 2, "presets": {}, "mix_alpha": 0.0}
-    method: Any = FeatCalAlgorithm(base_method=base_method, **few, **options)
-    results, calibrate = [], method._calibrate
-    method._calibrate = lambda *args: results.append(calibrate(*args)) or results[-1]
-    method.run(pool)
-    ((result, cost),) = results
-    reads = result.reads
-    read = reads["upstream"]["experts"] + sum(reads["experts"].values())
-    assert cost.more["expert_bytes"] == read
-    return reads
 
 
 @pytest.mark.parametrize(("base_method", "budget"), [(AVERAGE, "1MB"), (TIES, "100%")])
 def test_a_budget_that_merging_exceeds_is_refused_before_anything_is_loaded(
     base_method: Any, budget: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     pool = suite_pool()
     monkeypatch.setattr(type(pool), "load_model", lambda *_: pytest.fail("a model was loaded"))
     message = (
         rf"method\.expert_read_budget={budget} cannot be kept: \w+ reads every expert whole "
-        rf"\({file_bytes(pool, *EXPERTS)} bytes\).*Give more bytes than that"
+        rf"\({bytes_of_experts(pool)} bytes\).*Give more bytes than that"
     )
     with pytest.raises(CalibrationError, match=message):
         FeatCalAlgorithm(base_method=base_method, expert_read_budget=budget).run(pool)
 
 
-def test_merger_and_calibration_keep_a_budget_together() -> None:
-    pool = suite_pool()
-    whole = file_bytes(pool, *EXPERTS)
-    reads = reads_of(pool, ARITHMETIC, expert_read_budget=whole + whole // 3)
+def test_merger_and_calibration_keep_a_budget_together():
+    pool, results = suite_pool(), []
+    whole = bytes_of_experts(pool)
+    few: dict[str, Any] = {"samples_per_task": 2, "presets": {}, "mix_alpha": 0.0}
+    method: Any = FeatCalAlgorithm(
+        base_method=ARITHMETIC, expert_read_budget=whole + whole // 3, **few
+    )
+    calibrate = method._calibrate
+    method._calibrate = lambda *args: results.append(calibrate(*args)) or results[-1]
+    method.run(pool)
+    ((result, cost),) = results
+    reads = result.reads
+    of_experts = sum(reads["experts"].values())
     assert reads["upstream"]["experts"] == whole and reads["upstream"]["base"] > 0
-    assert reads["plan"]["limit"] == whole // 3 >= sum(reads["experts"].values()) > 0
+    assert cost.more["expert_bytes"] == whole + of_experts
+    assert reads["plan"]["limit"] == whole // 3 >= of_experts > 0
     assert reads["plan"]["not_read"] and reads["budget"] == whole + whole // 3

@@ -1,4 +1,4 @@
-"""Sources give tensors as torch and PEFT do, and each byte that is read of an expert is counted."""
+"""Sources give tensors as torch does, and each byte that is read of an expert is counted."""
 
 import copy
 from pathlib import Path
@@ -21,13 +21,8 @@ def small_clip() -> Suite:
     return clip_suite(tasks=2, sizes=(2,))
 
 
-def run(suite: Suite, rule: Any = None, **more: Any) -> Any:
-    return run_fast(suite, rule=Paper() if rule is None else rule, **more)
-
-
 def test_files_give_the_tensors_and_sizes_of_load_file(tmp_path: Path):
     stored(t5_model().float(), tmp_path / "t5")
-    files = sorted((tmp_path / "t5").rglob("*.safetensors"))
     more = {"scalar": torch.tensor(3.5), "none": torch.empty(0, 4), "thin": torch.empty(3, 0)}
     for number, dtype in enumerate(
         (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float64)
@@ -35,8 +30,10 @@ def test_files_give_the_tensors_and_sizes_of_load_file(tmp_path: Path):
         more[f"{number}"] = torch.arange(12).reshape(3, 2, 2).to(dtype)
     (tmp_path / "more").mkdir()
     save_file(more, tmp_path / "more" / "model.safetensors")
-    t5 = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    for folder, tensors in ((files[0].parent, t5), (tmp_path / "more", more)):
+    for folder in (tmp_path / "t5", tmp_path / "more"):
+        tensors = {}
+        for file in folder.rglob("*.safetensors"):
+            tensors |= load_file(file)
         source = SafetensorsExpert(folder)
         assert source.names() == set(tensors)
         for name, tensor in tensors.items():
@@ -48,42 +45,42 @@ def test_files_give_the_tensors_and_sizes_of_load_file(tmp_path: Path):
                 assert torch.equal(source.rows(name, start, stop), tensor[start:stop])
 
 
-SUITES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "weights alone": (small_clip, Paper(mix_alpha=0.0), {}),
-    "plus": (small_clip, Plus(), {}),
-    "t5": (lambda: t5_suite(depths=(1, 1)), Paper(), {}),
+SUITES: dict[str, tuple[Any, Any]] = {
+    "weights alone": (small_clip, Paper(mix_alpha=0.0)),
+    "plus": (small_clip, Plus()),
+    "t5": (lambda: t5_suite(depths=(1, 1)), Paper()),
 }
 
 
 @pytest.mark.parametrize("name", SUITES)
 def test_experts_in_files_and_in_memory_give_the_same_bits_and_counts(name: str, tmp_path: Path):
-    make, rule, more = SUITES[name]
+    make, rule = SUITES[name]
     suite = make()
-    in_memory = run(suite, rule, **more)
+    in_memory = run_fast(suite, rule=rule)
     reads = in_memory.reads
     assert sum(reads["experts"].values()) == reads["plan"]["full"] == reads["plan"]["bytes"]
     assert (reads["plan"]["not_read"], reads["plan"]["limit"]) == ({}, None)
     assert reads["base"] > 0
     suite.experts = {t: stored(m, tmp_path / t) for t, m in suite.experts.items()}
-    in_files = run(suite, rule, **more)
+    in_files = run_fast(suite, rule=rule)
     assert_identical(in_files.model, in_memory.model)
     for task, read in in_files.reads["experts"].items():
-        assert 0 < read <= reads["experts"][task]  # of tied tensors files have one
+        assert 0 < read <= reads["experts"][task]  # files have tied tensors once
 
 
 @pytest.mark.parametrize(
     ("name", "share"), [("weights alone", 30), ("plus", 60), ("t5", 10), ("t5", 100)]
 )
-def test_budgeted_run_is_the_run_with_merged_weights_in_the_experts(name: str, share: float):
-    make, rule, more = SUITES[name]
+def test_a_run_with_a_budget_is_the_run_with_merged_weights_in_the_experts(name: str, share: int):
+    make, rule = SUITES[name]
     suite = make()
     whole, overheard = suite.experts, {t: Overheard(e) for t, e in suite.experts.items()}
     suite.experts = overheard
-    result = run(suite, rule, expert_read_budget=f"{share}%", **more)
+    result = run_fast(suite, rule=rule, expert_read_budget=f"{share}%")
     plan = result.reads["plan"]
     read = sum(s.nbytes(tensor) for s in overheard.values() for tensor in set(s.read))
     assert read == sum(result.reads["experts"].values()) == plan["bytes"] <= plan["limit"]
-    assert plan["limit"] == int(plan["full"] * share) // 100
+    assert plan["limit"] == plan["full"] * share // 100
     assert bool(plan["not_read"]) == (share < 100)
     suite.experts = {task: copy.deepcopy(expert) for task, expert in whole.items()}
     merged = suite.merged.state_dict()
@@ -91,19 +88,23 @@ def test_budgeted_run_is_the_run_with_merged_weights_in_the_experts(name: str, s
         for key, value in suite.experts[task].state_dict().items():
             if key.rpartition(".")[0] in modules:
                 value.copy_(merged[key])
-    assert_identical(result.model, run(suite, rule, **more).model)
+    assert_identical(result.model, run_fast(suite, rule=rule).model)
 
 
-def test_a_larger_budget_reads_more_of_the_same_and_first_blocks_come_first(tmp_path, capsys):
+def test_a_larger_budget_reads_more_of_the_same_from_the_first_block_on():
     suite = small_clip()
-    reads = [run(suite, expert_read_budget=f"{n}%").reads for n in (20, 50, 80)]
+    reads = [run_fast(suite, expert_read_budget=f"{n}%").reads for n in (20, 50, 80)]
     skipped = [manifest["plan"]["not_read"]["task_0"] for manifest in reads]
     assert set(skipped[0]) > set(skipped[1]) > set(skipped[2])
     assert all(name.startswith(suite.blocks[-1]) for name in skipped[2])
+    sizes = {"one": {"a.weight": ("a", 4), "b.weight": ("b", 5), "c.weight": ("c", 1)}}
+    assert granted(5, sizes).omitted == {"one": ["b.weight", "c.weight"]}  # although c would fit
+    with pytest.raises(CalibrationError, match="expert_read_budget=1 is less than one module"):
+        run_fast(suite, expert_read_budget=1)
 
 
-class Files(ExpertSource):
-    """A source of a user, with only what it must define."""
+class Own(ExpertSource):
+    """A source with only what it must define."""
 
     def __init__(self, module: Any) -> None:
         self.tensors = module.state_dict()
@@ -118,29 +119,11 @@ class Files(ExpertSource):
         return self.tensors[name]
 
 
-def test_sources_without_sizes_are_counted_by_their_tensors():
-    suite = small_clip()
-    expected = run(suite).reads
-    suite.experts = {task: Files(expert) for task, expert in suite.experts.items()}  # type: ignore
-    assert run(suite).reads == expected
-
-
-def test_a_budget_without_a_module_is_refused():
-    with pytest.raises(CalibrationError, match="expert_read_budget=1 is less than one module"):
-        run(small_clip(), expert_read_budget=1)
-
-
-def test_nothing_is_read_behind_what_does_not_fit():
-    sizes = {"one": {"a.weight": ("a", 4), "b.weight": ("b", 5), "c.weight": ("c", 1)}}
-    grant = granted(5, sizes)
-    assert grant.omitted == {"one": ["b.weight", "c.weight"]}
-
-
-def test_state_dicts_are_no_experts():
-    suite = small_clip()
-    suite.experts = {task: e.state_dict() for task, e in suite.experts.items()}  # type: ignore
-    with pytest.raises(CalibrationError, match=r"expert 'task_0': a OrderedDict is no model: give"):
-        run(suite)
+def test_sources_of_users_are_counted_by_their_tensors():
+    suite: Any = small_clip()
+    expected = run_fast(suite).reads
+    suite.experts = {task: Own(expert) for task, expert in suite.experts.items()}
+    assert run_fast(suite).reads == expected
 
 
 @pytest.mark.parametrize(
@@ -150,6 +133,6 @@ def test_state_dicts_are_no_experts():
         ("100%", 1001),
     ],
 )  # fmt: skip
-def test_budgets_in_bytes_of_experts_that_are_read_by_tensor(budget: Any, size: int):
+def test_amounts_and_shares_of_a_budget_in_bytes(budget: Any, size: int):
     accepted: Any = FeatCalSettings(expert_read_budget=budget).expert_read_budget
     assert budget_in_bytes(accepted, 1001) == size
