@@ -47,7 +47,10 @@ from fusion_bench_featcal.models.model_files import load_lora_model
 @pytest.mark.parametrize(
     ("experts", "expected"),
     [
-        (((0.01, 0), (0.012, 1), (9.0, 5), (0.01, 3)), "expert 2 may not be tuned from this base: "),
+        (
+            ((0.01, 0), (0.012, 1), (9.0, 5), (0.01, 3)),
+            "expert 2 may not be tuned from this base: ",
+        ),
         (((0.0, 1), (0.02, 2)), "expert 0 equals the base on a"),
         (((0.01, 0), (0.02, 1), (0.015, 2)), None),
     ],

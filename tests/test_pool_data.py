@@ -220,9 +220,7 @@ def test_data_of_the_user_gives_the_model_of_the_same_data_of_the_pool(tmp_path:
 
     def pool(*, lazy: bool = False) -> Any:
         tokenizer = models["_pretrained_"]
-        return CausalLMPool(
-            OmegaConf.create(models), tokenizer=tokenizer, enable_lazy_loading=lazy
-        )
+        return CausalLMPool(OmegaConf.create(models), tokenizer=tokenizer, enable_lazy_loading=lazy)
 
     def calibrated(pool: Any, **more: Any) -> Any:
         return FeatCalAlgorithm(base_method=ARITHMETIC, samples_per_task=4, **more).run(pool)

@@ -165,7 +165,11 @@ def test_class_names_of_a_dataset(names, classnames, expected, is_warned, caplog
     [
         ("table.csv", {"split": "test"}, r"one table without splits: remove split \('test'\)"),
         ("table.csv", {"image_column": "fil"}, r"no column 'fil' of images \(nearest: 'file'\)"),
-        ("table.csv", {"image_column": "file"}, r"item 0: there is no file .*circle/00\.png \(rela"),
+        (
+            "table.csv",
+            {"image_column": "file"},
+            r"item 0: there is no file .*circle/00\.png \(rela",
+        ),
         ("cut", {}, r"item 0: file .*01\.png cannot be read"),
         ("empty", {}, r"data 'empty' has no images \(\.avif, .*neither in itself nor in class"),
         ("mixed", {}, r"has images \(a\.png, \.\.\.\) beside class folders \(b\): move them"),

@@ -14,7 +14,15 @@ from torch import nn
 from tricky_models import Remembering, Sharing, net_suite
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.families import LLAMA, STACK, STAGES, WHISPER, Stack, resolve_family, stages_of
+from fusion_bench_featcal.families import (
+    LLAMA,
+    STACK,
+    STAGES,
+    WHISPER,
+    Stack,
+    resolve_family,
+    stages_of,
+)
 
 
 class Net(nn.Module):
@@ -48,7 +56,9 @@ NESTED = nn.ModuleList(Net(inner=linears(2)) for _ in range(2))
 UNEQUAL = nn.ModuleList([nn.Linear(3, 3), nn.LayerNorm(3)])
 
 
-@pytest.mark.parametrize("model", [Net(layers=linears(2, 9), others=linears(2, 2)), Net(layers=NESTED)])
+@pytest.mark.parametrize(
+    "model", [Net(layers=linears(2, 9), others=linears(2, 2)), Net(layers=NESTED)]
+)
 def test_the_list_that_is_clearly_the_largest_has_the_blocks(model: nn.Module):
     ((first, *_),) = resolve_family("auto", model).stages(model)
     assert first == "layers.0"

@@ -69,7 +69,9 @@ def test_copies_depend_on_seed_task_position_and_number_alone():
     different = copies_of(task="b") + copies_of(seed=1) + copies_of(start=8)
     for one, other in itertools.combinations([IMAGES, *expected, *different], 2):
         assert not torch.equal(one, other)
-    parts = [copies_of({"pixel_values": part}, start=3 * n) for n, part in enumerate(IMAGES.split(3))]
+    parts = [
+        copies_of({"pixel_values": part}, start=3 * n) for n, part in enumerate(IMAGES.split(3))
+    ]
     for copy, *split in zip(expected, *parts, strict=True):
         rejoined = torch.cat([images["pixel_values"] for images in split])
         torch.testing.assert_close(rejoined, copy, rtol=0, atol=1e-5)
@@ -82,7 +84,9 @@ def test_few_samples_get_more_copies_up_to_seven(samples: int, count: int):
 
 
 def test_copies_are_made_of_images_only_and_count_as_samples():
-    plain, auto = (run_fast(decoder_suite(), **PLUS, augment=value).model for value in (None, "auto"))
+    plain, auto = (
+        run_fast(decoder_suite(), **PLUS, augment=value).model for value in (None, "auto")
+    )
     assert_identical(auto, plain)
     result = run_fast(clip_suite(tasks=1), **PLUS, augment="auto", samples_per_task=256)  # has 7
     assert result.log.of_kind("task")[0]["rows"] == 8 * 5 * 7
