@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from calibrations import assert_identical, run_fast
-from fuzzing import NAMES_A_SETTING, damage
+from killing import MOMENTS, die_at, finished_blocks
+from process_group import in_forks
 from tiny_models import Suite, clip_suite, t5_suite
 from tiny_open_clip import tower_suite
 from torch import nn
@@ -88,7 +90,7 @@ def test_a_run_may_be_interrupted_again_and_again_and_lose_a_block(tmp_path: Pat
     interrupt(suite, tmp_path, 0)
     for _ in range(2):
         interrupt(suite, tmp_path, 1, resume=True)
-    assert len(list(tmp_path.glob("block-*.safetensors"))) == 2
+    assert finished_blocks(tmp_path) == 2
     expected = run_fast(suite).model
     assert_identical(run(suite, tmp_path, resume=True).model, expected)
     (tmp_path / "block-0001.safetensors").unlink()
@@ -161,15 +163,37 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
         run(small_clip(), tmp_path / "file" / "inner")
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_damaged_files_are_refused_or_harmless(finished: Any, seed: int, tmp_path: Path):
-    folder, other, expected = finished
-    damaged = tmp_path / "damaged"
-    shutil.copytree(folder, damaged)
-    kind = damage(damaged, other, seed)
-    try:
-        result = run(small_clip(), damaged, resume=True)
-    except CalibrationError as error:
-        assert NAMES_A_SETTING.search(str(error)) and str(damaged) in str(error), (kind, error)
-    else:
-        assert_identical(result.model, expected)
+# The content that replaces that of the second block.
+DAMAGE: dict[str, Callable[[bytes, Path, Path], bytes]] = {
+    "cut": lambda content, *_: content[: len(content) // 2],
+    "empty": lambda *_: b"",
+    "longer": lambda content, *_: content + b"\0" * 8,
+    "of another run": lambda _, folder, other: (other / "block-0001.safetensors").read_bytes(),
+    "of another block": lambda _, folder, other: (folder / "block-0000.safetensors").read_bytes(),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_files_are_refused_and_named(finished: Any, name: str, tmp_path: Path):
+    folder, other, _ = finished
+    file = shutil.copytree(folder, tmp_path / "damaged") / "block-0001.safetensors"
+    file.write_bytes(DAMAGE[name](file.read_bytes(), folder, other))
+    with pytest.raises(CalibrationError, match=r"method\.checkpoint_dir") as caught:
+        run(small_clip(), file.parent, resume=True)
+    assert str(file.parent) in str(caught.value)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_process_leaves_a_folder_that_resumes_to_the_same_bits(
+    finished: Any, moment: str, tmp_path: Path
+):
+    suite, expected = small_clip(), finished[2]
+    for count in (1, 3):
+        folder = tmp_path / str(count)
+
+        def work(_: int, count: int = count, folder: Path = folder) -> None:
+            die_at(moment, count)
+            run(suite, folder)
+
+        assert in_forks(1, work) == [-signal.SIGKILL]
+        assert_identical(run(suite, folder, resume=True).model, expected)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from calibrations import Overheard, assert_identical, assert_same, run_fast, samples_in
 from cli_runs import fusion_bench
+from killing import finished_blocks
 from process_group import in_processes
 from safetensors.torch import save_model
 from tiny_convs import batched_suite
@@ -159,7 +160,7 @@ def test_a_dead_process_ends_the_others_and_a_resumed_run_has_the_same_bits(
     assert isinstance(survivor, LostProcessError)
     assert re.search(r"process 0 of 2 has lost contact .* method\.resume=true", str(survivor))
     written = 2  # the first process writes, and has not missed the other one yet
-    assert len(list(tmp_path.glob("block-*.safetensors"))) == written
+    assert finished_blocks(tmp_path) == written
     results = together(suite, 2, checkpoint_dir=str(tmp_path), resume=True)
     assert_one_model(expected)
     assert_one_model(results)
