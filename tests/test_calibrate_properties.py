@@ -1,4 +1,4 @@
-"""Properties of calibrations: variations of a run that change nothing, and what a run may change."""
+"""Properties of calibrations: variations that change only rounding, and what a run may change."""
 
 import json
 from collections.abc import Callable, Iterator

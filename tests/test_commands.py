@@ -15,7 +15,6 @@ from hub_mirror import Mirror
 from hydra import compose
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import InstantiationException
-from omegaconf import OmegaConf
 from reports import error_of, featcal, leave_run
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
@@ -149,19 +148,6 @@ def test_visible_lines(name, level, message, rank, visible, monkeypatch):
     monkeypatch.setenv("RANK", rank)
     record = logging.LogRecord(name, level, "", 0, message, (), None)
     assert ScreenFilter().filter(record) is visible
-
-
-def test_fusion_bench_prints_its_config_on_request_only():
-    for word, printed in (("seed=1", False), ("print_config=true", True)):
-        with composing():
-            config = compose("fabric_model_fusion", [*RUN, word], return_hydra_config=True)
-        FeatCalJob().on_run_start(config)
-        assert (config.print_config, config.print_function_call) == (printed, False)
-        sweep = OmegaConf.create({"hydra": {"overrides": {"task": [word]}}})
-        FeatCalJob().on_multirun_start(sweep)
-        *defaults, last = sweep.hydra.overrides.task  # the last one counts
-        assert sorted(defaults) == ["print_config=false", "print_function_call=false"]
-        assert last == word
 
 
 @pytest.mark.parametrize(("terminal", "show"), [(True, True), (True, False), (False, True)])

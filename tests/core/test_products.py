@@ -1,6 +1,5 @@
 """Matrix products: exact in both libraries, whatever shortcuts the caller allows."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,30 +65,18 @@ def test_processes_agree_on_a_library_that_all_of_them_have():
     assert agreed_kernel([ONEDNN, ONEDNN]) == ONEDNN
 
 
-@pytest.fixture(params=["older function", "newer attribute"])
-def shortcuts_allowed(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A caller that allows reduced precision, in either of torch's two ways."""
-    before = [backend.fp32_precision for backend in BACKENDS]
-    for backend in BACKENDS:  # torch's defaults, which some of FusionBench's mergers change
-        backend.fp32_precision = "tf32" if backend is backends.cudnn.conv else "none"
-    if request.param == "older function":
-        torch.set_float32_matmul_precision("medium")
-    else:
-        backends.fp32_precision = "tf32"
-    chosen = products_in_force()
-    yield
-    assert products_in_force() == chosen
-    backends.fp32_precision = "none"
-    torch.set_float32_matmul_precision("highest")
-    for backend, precision in zip(BACKENDS, before, strict=True):
-        backend.fp32_precision = precision
-
-
-@pytest.mark.usefixtures("shortcuts_allowed")
 def test_shortcuts_of_the_caller_change_no_model_and_stay_its_choice():
-    suite = clip_suite(tasks=2).to(torch.float32)
-    with exact_products():
-        exact, in_force = run_fast(suite).model, products_in_force()
-    assert {in_force[name] for name in ("cuda.matmul", "mkldnn.matmul")} == {"ieee"}
-    # Forward passes follow the caller, which shows on CPUs that multiply in bfloat16 (AMX).
-    assert_identical(run_fast(suite, autocast=exact_products).model, exact)
+    suite, before = clip_suite(tasks=2).to(torch.float32), [b.fp32_precision for b in BACKENDS]
+    try:
+        backends.fp32_precision = "tf32"
+        chosen = products_in_force()
+        with exact_products():
+            exact, in_force = run_fast(suite).model, products_in_force()
+        assert {in_force[name] for name in ("cuda.matmul", "mkldnn.matmul")} == {"ieee"}
+        # Forward passes follow the caller, which shows on CPUs that multiply in bfloat16 (AMX).
+        assert_identical(run_fast(suite, autocast=exact_products).model, exact)
+        assert products_in_force() == chosen
+    finally:
+        backends.fp32_precision = "none"
+        for backend, precision in zip(BACKENDS, before, strict=True):
+            backend.fp32_precision = precision

@@ -130,8 +130,8 @@ def test_a_prompt_leaves_room_for_a_generated_answer():
 
 # --- trained tokenizers of all common kinds ---
 
-CHATTED = [{"role": role, "content": text} for role, text in
-           (("user", "lamp"), ("assistant", "red"), ("user", "river"), ("assistant", "blue"))]  # fmt: skip
+TURNS_OF_A_CHAT = (("user", "lamp"), ("assistant", "red"), ("user", "river"), ("assistant", "blue"))
+CHATTED = [{"role": role, "content": text} for role, text in TURNS_OF_A_CHAT]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "slow"])
