@@ -12,7 +12,7 @@ from calibrations import PLUS, assert_same, run_fast
 from oracle import Knobs
 from tiny_models import Suite, clip_model, clip_suite, decoder_suite, residual_suite, t5_suite
 from torch import Tensor, nn
-from tricky_models import Masked, net_suite, plain, stack_suite
+from tricky_models import Masked, plain, stack_suite
 
 from fusion_bench_featcal import CalibrationError, Paper
 from fusion_bench_featcal.core.solve import UnsolvedError
@@ -130,8 +130,6 @@ ROWS: list[Row] = [
     row(lambda: clip_suite(tasks=1), rf"block {FIRST}, module {FIRST}\.[\w.]+: .*singular.*Raise "
         r"method\.ridge_lambda \(now 0\.05\).*method\.samples_per_task", rule=Unsolved()),
     # families, masks and modules
-    row(lambda: net_suite(tricky.Remembering()), family="stack", message=
-        r"family=stack: the blocks of Remembering .* Write or correct a family"),
     row(clip_suite, r"expert 'task_0': a OrderedDict is no model: give",
         lambda s: s.experts.update(task_0=s.experts["task_0"].state_dict())),
     row(lambda: masked(nn.Conv2d(3, 3, 3, padding=1), [[1, 1, 0]] * 4, 3, 7, 7),
