@@ -93,6 +93,8 @@ ROWS: list[Row] = [
         lambda s: s.inputs.update(task_1=tokens([[0.5, 1.5]] * 2)), samples_per_task=2),
     row(decoder_suite, "task task_1, sample 3: input_ids has the token id 900", samples_per_task=4,
         change=lambda s: s.inputs.update(task_1=tokens([[1, 2], [3, 4]], [[1, 2], [3, 900]]))),
+    row(tiny.gpt2_suite, "task task_1: an input is outside a table of the model .* token ids",
+        lambda s: s.inputs.update(task_1=[tiny.sentences([17], 17)]), samples_per_task=1),
     row(clip_suite, r"task task_1: calibration batch 1, input 'pixel_values', has NaN or infinite "
         r"values.*modelpool\.train_datasets\.task_1",
         lambda s: s.inputs["task_1"][1]["pixel_values"][1].fill_(INF)),

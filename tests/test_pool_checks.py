@@ -18,7 +18,7 @@ from tiny_texts import TASKS, write
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench import load_pool_model
+from fusion_bench_featcal.fusionbench import PoolModels, check_pool_models, load_pool_model
 
 NAMES = ("_pretrained_", *TASKS)
 UNUSABLE_NAMES = ("../../x", ".", "\u4e2d" * 40, "a\x1b[31mb", "a.", "normalised", "Two")
@@ -118,6 +118,7 @@ def test_a_bin_file_is_loaded_unless_it_has_code(models: Models):
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
+    check_pool_models(PoolModels(clip_pool(models)), lightning.Fabric(accelerator="cpu", devices=1))
     loaded = load_pool_model(clip_pool(models), "two").state_dict()
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
     torch.save({"a": folder}, folder / "pytorch_model.bin")

@@ -58,6 +58,7 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"question": "q", "choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "2"},
      "q||1. x|2. y > 2"),  # ARC
     ({"prompt": "q", "completion": "a", "label": True}, "q > a"),  # KTO
+    ({"prompt": "q", "completion": "a", "weight": 1.0}, "q > a"),
     ({"prompt": "q", "completion": "a", "weight": 72}, "q > a - weight"),
     ({"prompt": "q", "completion": "a", "label": 3}, "q > a - label"),
     ({"text": "t", "label": 1}, "t > None - label"),

@@ -11,7 +11,7 @@ from tiny_models import clip_suite, normal
 from torch import Tensor
 from tricky_models import few_outputs, stack_suite
 
-from fusion_bench_featcal import CalibrationError, Paper
+from fusion_bench_featcal import CalibrationError, Paper, calibrate
 from fusion_bench_featcal.rules import GroupSums, Linear, Rule, Solved
 from fusion_bench_featcal.rules.norms import NormRows, NormSums
 from fusion_bench_featcal.run import checkpoint, own_code, versions_of_software
@@ -67,7 +67,12 @@ class Cut(Overheard):
 
 def test_defaults_of_the_base_class_are_enough():
     suite = stack_suite(few_outputs)
-    assert_identical(run_fast(suite, rule=Wrapped()).model, run_fast(suite, rule=Paper()).model)
+    arguments: Any = suite.merged, suite.base, suite.experts, suite.inputs
+    more: dict[str, Any] = {"family": suite.family, "progress": False}
+    model = calibrate(*arguments, Wrapped(), **more).model
+    assert_identical(model, run_fast(suite, rule=Paper(), samples_per_task=8).model)
+    with pytest.raises(TypeError, match=r"settings or a rule, such as Paper\(\), not <class"):
+        calibrate(*arguments, Paper, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
