@@ -20,7 +20,8 @@ def test_statistics_of_batch_norms_are_those_of_the_calibrated_features():
     suite = batched_suite()
     model: Any = run_fast(suite, **PLUS).model
     for name in ("layers.0.norm", "layers.1.norm"):
-        norm, merged = model.get_submodule(name), suite.merged.get_submodule(name)
+        norm: Any = model.get_submodule(name)
+        merged: Any = suite.merged.get_submodule(name)
         received = [
             args[0]
             for batches in suite.inputs.values()

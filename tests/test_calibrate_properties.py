@@ -12,7 +12,7 @@ import pytest
 import tiny_models as tiny
 import torch
 import variations as vary
-from calibrations import EXACT, PLUS, assert_identical, assert_same, distance, run_fast
+from calibrations import EXACT, PAPER, PLUS, assert_identical, assert_same, distance, run_fast
 from oracle import Knobs
 from tiny_convs import batched_suite
 from tiny_models import ROUNDING, Suite, clip_suite
@@ -56,7 +56,9 @@ def test_order_of_tasks_batches_padding_and_family_change_only_rounding(
 
 def test_order_and_repetition_of_samples_change_only_rounding():
     suite = stack_suite(biased, sizes=(4, 4))
-    fixed = PLUS | {"rule": Plus(gammas=dict.fromkeys(suite.inputs, 2.0))}  # for any number of them
+    fixed: dict[str, Any] = PLUS | {
+        "rule": Plus(gammas=dict.fromkeys(suite.inputs, 2.0))
+    }  # for any number of them
     doubled = vary.changed(suite, lambda batches: [*batches, *batches])  # holds out the same ones
     assert_same(run_fast(doubled, **fixed).model, run_fast(suite, **fixed).model)
     rolled = vary.changed(suite, lambda batches: [torch.cat(batches).roll(4, 0)])
@@ -88,8 +90,8 @@ def test_nothing_changes_if_experts_and_base_are_the_merged_model():
     suite = tiny.residual_suite()
     experts = dict.fromkeys(suite.experts, suite.merged)
     equal: Any = replace(suite, base=suite.merged, experts=experts)
-    for more in ({}, {"knobs": Knobs(alpha=0.0, lam=3.0, rho=0.5)}, PLUS):
-        assert_same(run_fast(equal, **more).model, suite.merged, 1e-6)
+    for knobs, more in ((PAPER, {}), (Knobs(alpha=0.0, lam=3.0, rho=0.5), {}), (PAPER, PLUS)):
+        assert_same(run_fast(equal, knobs, **more).model, suite.merged, 1e-6)
 
 
 @pytest.mark.parametrize(

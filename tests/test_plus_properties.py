@@ -57,7 +57,8 @@ def test_an_update_far_larger_than_the_merged_weights_is_named():
 
 
 def test_zero_inputs_change_nothing_and_without_a_base_samples_alone_count():
-    suite, samples_alone = stack_suite(biased), PLUS | {"rule": Plus(gamma=0.0)}
+    suite = stack_suite(biased)
+    samples_alone: dict[str, Any] = PLUS | {"rule": Plus(gamma=0.0)}
     without_base = run_fast(suite, has_base=False, **PLUS).model
     assert_identical(without_base, run_fast(suite, **samples_alone).model)
     suite.experts = dict.fromkeys(suite.experts, suite.base)
