@@ -33,7 +33,7 @@ class Run(NamedTuple):
     output: str
     report: results.Run
     events: list[str]  # "save", and names of models when they are evaluated
-    in_memory: list[int]  # models in memory at each event, beside those of other tests
+    in_memory: list[int]  # models in memory at each event, without those of other tests
 
 
 def models_in_memory() -> int:

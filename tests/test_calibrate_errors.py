@@ -60,7 +60,7 @@ def quiet(scale: float) -> Suite:
 
 
 def masked(block: nn.Module, mask: Any, *shape: int) -> Suite:
-    """A block beside a mask, on random samples of a shape."""
+    """A block that ignores the mask it gets, on random samples of a shape."""
     mask = torch.tensor(mask)
     batch = {"x": tiny.normal(0, len(mask), *shape), "attention_mask": mask}
     return tiny.listed(Masked(block), {"task": [batch]}, ["layers.0"], seed=0)

@@ -21,7 +21,7 @@ from tricky_models import biased, stack_suite
 from fusion_bench_featcal import CalibrationResult, Plus
 
 SUITES: dict[str, Callable[[], Suite]] = {
-    "clip": clip_suite,
+    "clip": partial(clip_suite, tasks=2),
     "t5": partial(tiny.t5_suite, depths=(1, 1)),
     "llama": tiny.decoder_suite,
     "residual": tiny.residual_suite,

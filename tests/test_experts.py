@@ -218,6 +218,7 @@ def test_adapters_that_do_not_fit_are_refused(tensors: Any, message: str, tmp_pa
         merged_by_peft(base, loha)
 
 
+@pytest.mark.filterwarnings("ignore:Input and output embeddings:UserWarning")  # of PEFT
 def test_pools_read_plain_adapters_by_tensor_and_load_others(tmp_path: Path):
     base = write(t5_model().float(), tmp_path / "base")
     for seed, more in enumerate(({}, {"rank_pattern": {"q": 2}, "target_modules": [*ADAPTED]})):

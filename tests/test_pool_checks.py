@@ -105,7 +105,6 @@ def test_a_precision_without_effect_is_refused(models: Models):
         ({"_target_": "builtins.divmod", "_args_": [1, 0]},
          r"model 'two' .*zero.*modelpool\.models\.two"),
         ({"_target_": "builtins.dict"}, r"models\.two gives a dict, not an nn\.Module"),
-        ("who/what", r"modelpool\.models\.two=who/what: there is no such file or folder here"),
     ],
 )  # fmt: skip
 def test_an_entry_that_gives_no_model_is_named(entry: Any, message: str):

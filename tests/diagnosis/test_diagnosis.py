@@ -1,4 +1,4 @@
-"""Diagnoses: measures beside whole forward passes with plain hooks, and runs of the method."""
+"""Diagnoses: measures compared with whole forward passes, and runs of the method."""
 
 import copy
 from collections import Counter

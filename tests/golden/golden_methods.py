@@ -118,7 +118,7 @@ def run_method(name: str, folder: Path, *words: str) -> None:
 
 
 def sketch_of_run(name: str, folder: Path) -> Sketch:
-    """Describe the model that a run saved beside the suite's base."""
+    """Describe how the model that a run saved differs from the base of its suite."""
     return sketch(_base(RUNS[name].pool), saved_tensors(folder / "saved"))
 
 

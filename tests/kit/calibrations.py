@@ -44,12 +44,6 @@ def settings_of(knobs: Knobs, suite: Suite, **more: Any) -> FeatCalSettings:
     return FeatCalSettings(**(values | more))
 
 
-def with_rule(settings: FeatCalSettings, rule: Any) -> FeatCalSettings:
-    """Settings with another rule, with defaults for the settings in `OF_THE_RULE`."""
-    defaults = {name: getattr(FeatCalSettings, name) for name in OF_THE_RULE}
-    return settings.replace(**defaults, rule=rule)
-
-
 def cast(inputs: Mapping[str, list], dtype: torch.dtype) -> dict[str, list]:
     def one(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -73,25 +73,6 @@ def net_suite(*, seed: int = 1, **shape: Any) -> Suite:
     return listed(net, images(seed=seed, **shape), ["layers.0", "layers.1"], seed)
 
 
-class Vectors(nn.Module):
-    """A convolution of one dimension, and a BatchNorm of vectors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(3, 3, 3, stride=2, padding=1)
-        self.only = nn.Linear(3, 3)
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.only(self.conv(x).mean(2)))
-
-
-def vector_suite() -> Suite:
-    inputs: Any = samples_by_task(2, (5, 4), 3, 7)
-    torch.manual_seed(8)
-    return with_statistics(listed(nn.Sequential(Vectors()), inputs, ["0"], 8))
-
-
 class Batched(nn.Module):
     """Convolution and BatchNorm."""
 
