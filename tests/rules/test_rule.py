@@ -67,7 +67,7 @@ class Cut(Overheard):
 
 def test_defaults_of_the_base_class_are_enough():
     suite = stack_suite(few_outputs)
-    arguments: Any = suite.merged, suite.base, suite.experts, suite.inputs
+    arguments = suite.merged, suite.base, suite.experts, suite.inputs
     more: dict[str, Any] = {"family": suite.family, "progress": False}
     model = calibrate(*arguments, Wrapped(), **more).model
     assert_identical(model, run_fast(suite, rule=Paper(), samples_per_task=8).model)
