@@ -53,9 +53,8 @@ test: $(VENV)/.installed ## run the tests but the slow ones, in minutes; TESTS=t
 	$(BIN)/python $(pytest) --override-ini addopts=--strict-markers $(call tests,-m 'not slow')
 
 # What meets transformers through tiny models or not at all: make test covers it.
-ELSEWHERE := results comparison reads plan packaging/test_[!h]*.py test_checkpoint.py test_fuzz.py \
-	test_plus_properties.py test_processes.py test_processes_cli.py test_settings.py test_small_lambda.py \
-	data/test_load_images.py data/test_image_batches.py
+ELSEWHERE := results comparison reads packaging/test_[!h]*.py test_checkpoint.py test_fuzz.py \
+	test_plus_properties.py test_processes.py test_settings.py data/test_load_images.py data/test_image_batches.py
 
 # Two differences in one run: without the vector instructions of newer processors, results round otherwise.
 test-4.57: export ATEN_CPU_CAPABILITY = default
@@ -94,8 +93,6 @@ nightly: lint docs weights build ## run everything, slow tests and other environ
 	$(MAKE) test-4.57 TESTS=
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/nox --envdir .venv-nox
 	VENV="$(VENV)" PIP_ARGS="$(PIP_ARGS)" scripts/surroundings.sh
-	$(BIN)/python benchmarks/kills.py
-	$(BIN)/python benchmarks/fuzz.py
 	$(BIN)/python benchmarks/mutations.py
 
 clean: ## remove environments, builds and caches; results of runs stay
