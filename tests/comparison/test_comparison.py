@@ -1,7 +1,9 @@
-"""Comparisons from end to end: reports, failures, interruptions and the command."""
+"""`method=compare`: its rows, its files, failing cells, and choices that are refused."""
 
 import io
+import json
 from contextlib import redirect_stdout
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from comparison_parts import (
     MERGERS,
     TASKS,
     Failing,
+    FakeProgram,
     Head,
     Scale,
     SignTaskPool,
@@ -21,23 +24,29 @@ from comparison_parts import (
     method,
     model_pool,
 )
+from configs import composed
 from fusion_bench import BaseModelPool
 from lightning.fabric.loggers import CSVLogger
 from reports import featcal
 from tiny_models import add_up
+from tiny_pools import refusing
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.lab.compare.grid import cells_of
+from fusion_bench_featcal.lab.rivals.standalone import algorithm_of
 from fusion_bench_featcal.results import read_run
 
 DOUBLE = {"double": method(Scale)}
-METHODS = {
-    **DOUBLE,
-    "a+b": method(Scale, factor=-1.0),
-    "head": method(Head),
-}
+FACTORS = {"double": 2.0, "a+b": -1.0, "head": 1.0}  # of a method's model, to the merged one
+ALL = {**DOUBLE, "a+b": method(Scale, factor=-1.0), "head": method(Head)}
 LOSSES = {"left": 0.25, "right": float("nan")}
 FAILED = "the flux ran dry"
+
+
+def logging_to(folder: Path) -> Any:
+    logger = CSVLogger(root_dir=folder, name="logs", version="")
+    return lightning.Fabric(accelerator="cpu", devices=1, loggers=logger)
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +54,8 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A comparison with a logger, losses, and a method that fails. Its screen and folders."""
     folder, screen = tmp_path_factory.mktemp("compared"), io.StringIO()
     failing = method(Failing, until=str(folder / "never"))
-    algorithm = comparison(folder, post_merging_methods={**METHODS, "failing": failing})
-    logger = CSVLogger(root_dir=folder, name="logs", version="")
-    algorithm.fabric = lightning.Fabric(accelerator="cpu", devices=1, loggers=logger)
+    algorithm = comparison(folder, post_merging_methods={**ALL, "failing": failing})
+    algorithm.fabric = logging_to(folder)
     pool = algorithm._program.taskpool
     evaluate = pool.evaluate
     pool.evaluate = lambda model: {
@@ -62,43 +70,37 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
 
 
-def test_all_rows_are_one_run(compared: Any) -> None:
+def test_rows_are_those_of_the_methods_models(compared: Any) -> None:
     references = [("", "base"), ("", "experts")]
-    expected = [(merger, row) for merger in MERGERS for row in (merger, *METHODS)]
+    expected = [(merger, row) for merger in MERGERS for row in (merger, *ALL)]
     assert list(compared.rows) == references + expected
-    assert all(row.correct for row in compared.rows.values())
     assert compared.rows["", "experts"].accuracy["average"] == 1
-    row = compared.rows["task_arithmetic", "double"]
+    base, experts = linear(0), {task: linear(n) for n, task in enumerate(TASKS, 1)}
+    for merger, share in (("simple_average", 0.5), ("task_arithmetic", 0.3)):
+        for row, factor in {merger: 1.0, **FACTORS}.items():
+            model = add_up(base, experts, share)
+            for parameter in model.parameters():
+                parameter.data.mul_(factor)
+            scores = {t: s["accuracy"] for t, s in SignTaskPool().evaluate(model).items()}
+            assert compared.rows[merger, row].scores["accuracy"] == scores
+            assert compared.rows[merger, row].correct
+
+
+def test_a_row_has_settings_samples_losses_curves_and_costs(compared: Any) -> None:
+    merger, head, row = (
+        compared.rows["task_arithmetic", name] for name in ("task_arithmetic", "head", "double")
+    )
     assert row.seed == 42 and row.samples["left"] == {"samples": 5, "split": "train"}
     assert row.conditions["scaling_factor"] == 0.3 and row.settings["factor"] == 2.0
     assert row.scores["loss"] == {"left": 0.25}  # that of `right` is not finite
     curves = [line for line in compared.run.lines if line["metric"] == "training_loss"]
     values = {(line["merger"], line["task"], line["block"]): line["value"] for line in curves}
     assert values["task_arithmetic", "left", "step 20"] == 1.0 and len(values) == 4
-    assert "+ double" in compared.screen
-
-
-def test_rows_are_those_of_the_methods_models(compared: Any) -> None:
-    base, experts = linear(0), {task: linear(n) for n, task in enumerate(TASKS, 1)}
-    for merger, share in (("simple_average", 0.5), ("task_arithmetic", 0.3)):
-        for row, factor in ((merger, 1), ("double", 2), ("a+b", -1), ("head", 1)):
-            model = add_up(base, experts, share)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(factor)
-            expected = SignTaskPool().evaluate(model)
-            rows = compared.rows[merger, row].scores["accuracy"]
-            assert rows == {t: expected[t]["accuracy"] for t in TASKS}
-
-
-def test_costs_name_what_a_method_adds(compared: Any) -> None:
-    merger, head, double = (compared.rows["task_arithmetic", name].cost
-                            for name in ("task_arithmetic", "head", "double"))  # fmt: skip
     added = ("modules_added", "parameters_added", "task_id_at_inference")
-    assert [head[name] for name in added] == [1, 6, 1]
-    assert [double[name] for name in added] == [0, 0, 0]
-    total = merger["seconds"] + double["seconds"]
-    assert double["seconds_with_merger"] == pytest.approx(total)
+    assert [head.cost[name] for name in added] == [1, 6, 1]
+    assert [row.cost[name] for name in added] == [0, 0, 0]
+    total = merger.cost["seconds"] + row.cost["seconds"]
+    assert row.cost["seconds_with_merger"] == pytest.approx(total)
 
 
 def test_a_failed_cell_is_named_beside_the_others(compared: Any) -> None:
@@ -143,3 +145,122 @@ def test_methods_get_the_merged_model_bit_by_bit_with_its_ties(
     expected = add_up(models.pop("_pretrained_"), models, 0.3).state_dict()
     torch.testing.assert_close(dict(merged.state_dict()), dict(expected))
     assert merged[1].weight is merged[0].weight
+
+
+def alone(folder: Path) -> Any:
+    """The program of a method that runs by itself."""
+    algorithm: Any = algorithm_of(Scale)(factor=-2.0, base_method=MERGERS["simple_average"])
+    algorithm.fabric = logging_to(folder)
+    program = algorithm._program = FakeProgram(SignTaskPool())
+    program.method, program.report_save_path = algorithm, str(folder / "report.json")
+    return program
+
+
+def test_a_method_by_itself_reports_its_model_beside_the_merged_one(tmp_path: Path) -> None:
+    program = alone(tmp_path)
+    taskpool = program.taskpool
+    program.method.run(model_pool())
+    report = read_run(tmp_path / "logs")
+    assert list(report.accuracy) == ["simple_average", "scale"]
+    assert report.row("simple_average").settings == MERGERS["simple_average"]
+    assert report.row("scale").settings["factor"] == -2.0
+    assert report.row("scale").conditions == MERGERS["simple_average"]
+    assert any("ends below the merged model" in note.text for note in report.notes)
+    # FusionBench evaluates no model again. The report that it would write is there.
+    assert taskpool.evaluated == 2 and program.taskpool is None
+    again = json.loads((tmp_path / "report.json").read_text())
+    assert again["left"]["accuracy"] == report.accuracy["scale"]["left"]
+    program = alone(tmp_path / "part")  # of another method: it reports nothing
+    part, program.method = program.method, None
+    part.run(model_pool())
+    assert program.taskpool.evaluated == 0 and not (tmp_path / "part" / "logs").exists()
+
+
+# --- choices ---
+
+AVERAGE, ARITHMETIC = MERGERS.values()
+METHODS, UPSTREAM = "post_merging_methods", "upstream_mergers"
+OURS = {kind: {"_target_": f"fusion_bench_featcal.lab.rivals.{kind}"}
+        for kind in ("FeatCal", "Surgery")}  # fmt: skip
+TWO = {METHODS: {"scale": method(Scale), "twice": method(Scale)}, "references": []}
+OUT = {"compare": {"leave_out": {"twice": "it is too much", "simple_average": "it is too plain"}}}
+
+
+def grid(suite: Any = None, **choices: Any) -> Any:
+    choices = {METHODS: DOUBLE} | choices
+    return cells_of(comparison(Path("never"), **choices).settings, suite or {})
+
+
+@pytest.mark.parametrize(
+    ("suite", "choices", "expected"),
+    [
+        ({}, {"mergers_alone": {"alone": AVERAGE}, METHODS: {**DOUBLE, "null": None}},
+         "base experts simple_average simple_average+double task_arithmetic task_arithmetic+double "
+         "alone"),
+        ({}, {"upstreams": ["task_arithmetic"], "post_merging": ["none", "double"],
+              "references": []}, "task_arithmetic task_arithmetic+double"),
+        (OUT, TWO, "task_arithmetic task_arithmetic+scale"),
+        (OUT, TWO | {"post_merging": ["twice"]}, "task_arithmetic task_arithmetic+twice"),
+        ({}, TWO | {"leave_out": {"scale": "it is slow"}, UPSTREAM: {"x": AVERAGE, "y": None}},
+         "x x+twice"),
+        ({"presets": {"mini": {"mix_alpha": 0.5}}},
+         {METHODS: {"featcal": OURS["FeatCal"]}, UPSTREAM: {"x": AVERAGE}, "references": []},
+         "x x+featcal x+featcal_mini"),
+    ],
+)  # fmt: skip
+def test_cells_of_choices_and_pools(suite: Any, choices: Any, expected: str) -> None:
+    assert [cell.title for cell in grid(suite, **choices)] == expected.split()
+
+
+def test_a_preset_is_featcal_with_its_settings() -> None:
+    featcals = {METHODS: {"featcal": OURS["FeatCal"] | {"seed": 3}}}
+    cells = grid({"presets": {"mini": {"mix_alpha": 0.5}}}, **featcals)
+    settings = next(cell.method.settings for cell in cells if cell.row == "featcal_mini")
+    assert (settings["mix_alpha"], settings["seed"]) == (0.5, 3)
+    with pytest.raises(ValueError, match=r"modelpool\.featcal\.compare\.upstream is unknown"):
+        grid({"compare": {"upstream": {}}})
+
+
+@pytest.mark.parametrize("pool", ["llama-mini_TA6", "open-clip-vit-mini_TA6"])
+def test_pools_leave_out_entries_that_exist(pool: str) -> None:
+    """A misspelt name would leave nothing out, and nobody would know."""
+    config = composed("method=compare", f"modelpool={pool}")
+    choices, left_out = config.method, {*config.modelpool.featcal.compare.leave_out}
+    entries = choices.upstream_mergers, choices.mergers_alone, choices.post_merging_methods
+    assert {"adamerging", "surgery_v2"} <= left_out <= {*chain(*entries)}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"upstream": ["wudi"]}, r"method\.upstream .*nearest: 'upstreams'"),
+    ({"post_merging": ["duoble"]}, r"method\.post_merging: 'duoble' is unknown.*: 'double'"),
+    ({"upstreams": ["ties"]}, r"method\.upstreams: 'ties' is unknown.*task_arithmetic"),
+    ({UPSTREAM: {"../x": AVERAGE}}, r"upstream_mergers\.\.\./x: the name is that of a folder"),
+    ({UPSTREAM: {"double": AVERAGE}}, r"'double' names two rows"),
+    ({"upstreams": []}, r"there is nothing to run"),
+    ({"tasks": ["rihgt"]}, r"method\.tasks: 'rihgt' is unknown.*'right'"),
+    ({"tasks": 3}, r"method\.tasks=3, but the pool has 2 tasks"),
+    ({UPSTREAM: {"x": "task_arithmetic"}}, r"\+method@method\.upstream_mergers\.x="),
+    ({UPSTREAM: {"x": {"_target_": "no_such.Merger"}}}, r"mergers\.x.*=no_such\.Merger cannot be"),
+    ({UPSTREAM: {"x": ARITHMETIC | {"scaling_facter": 1}}}, r"method\.upstream_mergers.*_factor'"),
+    ({METHODS: {"x": OURS["FeatCal"] | {"ridge_lamda": 1}}},
+     r"ing_methods\.x.*ridge_lamda.*'ridge_lambda'"),
+    ({METHODS: {"x": OURS["Surgery"] | {"rank": 0}}}, r"methods\.x\.rank must be an integer"),
+    ({METHODS: {"x": AVERAGE}}, r"is no post-merging method: derive it"),
+    ({METHODS: {"x": OURS["FeatCal"] | {"calibration_corruption": {"kind": "frog"}}}},
+     r"x\.calibration_corruption must be null or \{kind: \.\.\., severity"),
+    ({"merged_model_save_path": "x"}, "merged_model_save_path"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("choices", "message"), REFUSED)
+def test_wrong_choices_are_named_before_anything_is_loaded(
+    choices: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    choices = {METHODS: DOUBLE} | choices
+    path = choices.pop("merged_model_save_path", None)
+    with pytest.raises((ValueError, CalibrationError), match=message) as caught:
+        algorithm = comparison(tmp_path, **choices)
+        algorithm._program.merged_model_save_path = path
+        algorithm.run(refusing(model_pool()))
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 600 and not (tmp_path / "results").exists()

@@ -13,19 +13,19 @@ from omegaconf import OmegaConf
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.results import join_folders, read_run, summary
 
-MERGER = "task_arithmetic"
-RESULTS = Path("results")
-ALL = {"base", "experts", MERGER, f"{MERGER}+double"}
+MERGER, RESULTS = "task_arithmetic", Path("results")
+CELL = f"{MERGER}+double"
+ALL = {"base", "experts", MERGER, CELL}
 
 
 class Command:
     """A comparison in the current folder, on models that a config names."""
 
     def __init__(self) -> None:
+        self.merger, self.methods = dict(MERGERS[MERGER]), {"double": method(Scale)}
         self.choices: dict[str, Any] = {
-            "upstream_mergers": {MERGER: dict(MERGERS[MERGER])},
-            "post_merging_methods": {"double": method(Scale)},
-        }
+            "upstream_mergers": {MERGER: self.merger}, "post_merging_methods": self.methods
+        }  # fmt: skip
         names = ("_pretrained_", "left", "right")
         linear = {"_target_": "comparison_parts.linear"}
         self.models: Any = {name: linear | {"seed": seed} for seed, name in enumerate(names)}
@@ -33,9 +33,8 @@ class Command:
     def run(self) -> set[str]:
         """Run it. Return titles of the cells whose files were written."""
         before = finished_cells(RESULTS)
-        algorithm = comparison(Path(), **self.choices)
         models: Any = OmegaConf.create(self.models)
-        algorithm.run(BaseModelPool(models))
+        comparison(Path(), **self.choices).run(BaseModelPool(models))
         written = finished_cells(RESULTS).items() - before.items()
         return {name.rpartition("-")[0] for name, _ in written}
 
@@ -49,26 +48,14 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     return command
 
 
-def test_a_repeated_command_runs_nothing(command: Command) -> None:
-    assert command.run() == set()
-
-
 CHANGES: dict[str, tuple[Callable[[Command], Any], set[str]]] = {
-    "settings of a method": (
-        lambda c: c.choices["post_merging_methods"]["double"].update(factor=3.0),
-        {f"{MERGER}+double"},
-    ),
-    "settings of a merger": (
-        lambda c: c.choices["upstream_mergers"][MERGER].update(scaling_factor=0.4),
-        {MERGER, f"{MERGER}+double"},
-    ),
-    "the seed": (lambda c: c.choices.update(seed=1), {MERGER, f"{MERGER}+double"}),
+    "nothing": (lambda c: None, set()),
+    "settings of a method": (lambda c: c.methods["double"].update(factor=3.0), {CELL}),
+    "settings of a merger": (lambda c: c.merger.update(scaling_factor=0.4), {MERGER, CELL}),
+    "the seed": (lambda c: c.choices.update(seed=1), {MERGER, CELL}),
     "a model of the pool": (lambda c: c.models["left"].update(seed=7), ALL),
     "the tasks": (lambda c: c.choices.update(tasks=1), ALL),
-    "one more method": (
-        lambda c: c.choices["post_merging_methods"].update(half=method(Scale, factor=0.5)),
-        {f"{MERGER}+half"},
-    ),
+    "one more method": (lambda c: c.methods.update(half=method(Scale)), {f"{MERGER}+half"}),
 }
 
 
@@ -81,22 +68,16 @@ def test_cells_run_again_that_depend_on_a_change(change: str, command: Command) 
 
 
 def test_the_last_command_counts_after_a_change_is_taken_back(command: Command) -> None:
-    command.choices["upstream_mergers"][MERGER].update(iteration=1)  # a key that changes nothing
+    command.merger.update(iteration=1)  # a key that changes nothing
     command.run()
-    del command.choices["upstream_mergers"][MERGER]["iteration"]
+    del command.merger["iteration"]
     command.run()
-    newest = max(RESULTS.glob(f"{MERGER}+double-*/run.json"), key=lambda f: f.stat().st_mtime_ns)
+    newest = max(RESULTS.glob(f"{CELL}-*/run.json"), key=lambda f: f.stat().st_mtime_ns)
     assert "iteration" not in read_run(newest.parent).rows[0].conditions
 
 
-def test_a_method_that_returns_nothing_is_named(command: Command) -> None:
-    command.choices["post_merging_methods"]["forgetful"] = method(Forgetful)
-    with pytest.raises(CalibrationError, match=r"Forgetful\.post_merge returned no model"):
-        command.run()
-
-
 def test_settings_of_mergers_are_points_of_their_rows(command: Command) -> None:
-    command.choices["upstream_mergers"][MERGER].update(scaling_factor=1.5)
+    command.merger.update(scaling_factor=1.5)
     command.run()
     results = join_folders([RESULTS])
     accuracies = {row.conditions["scaling_factor"]: row.accuracy["average"]
@@ -118,23 +99,25 @@ def test_cells_that_differ_in_their_pools_are_not_joined_silently(
 
 
 def test_a_damaged_cell_is_named_and_made_again(command: Command, caplog: Any) -> None:
-    (folder,) = RESULTS.glob(f"{MERGER}+double-*")
+    (folder,) = RESULTS.glob(f"{CELL}-*")
     for name, content in (("run.json", b""), ("items.npz", b"text"), ("lines.csv", b"")):
         (folder / name).write_bytes(content)
-        assert command.run() == {f"{MERGER}+double"}
+        assert command.run() == {CELL}
         assert f"{folder.name}/{name}" in caplog.text and "It runs again" in caplog.text
         caplog.clear()
     shutil.rmtree(folder)
     folder.mkdir()  # as if its files were removed
-    assert command.run() == {f"{MERGER}+double"}
+    assert command.run() == {CELL}
     assert not list(RESULTS.glob(".*"))
 
 
 def test_a_failed_cell_runs_again_and_the_others_do_not(command: Command, tmp_path: Path) -> None:
-    until = tmp_path / "fixed"
-    command.choices["post_merging_methods"]["failing"] = method(Failing, until=str(until))
+    command.methods["failing"] = method(Failing, until=str(tmp_path / "fixed"))
     for _ in range(2):
         with pytest.raises(CalibrationError, match=r"1 of 5 cells failed.*the flux ran dry"):
             command.run()
-    until.touch()
+    (tmp_path / "fixed").touch()
     assert command.run() == {f"{MERGER}+failing"}
+    command.methods["failing"] = method(Forgetful)
+    with pytest.raises(CalibrationError, match=r"Forgetful\.post_merge returned no model"):
+        command.run()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from reports import featcal
 
 from fusion_bench_featcal.results import join_folders
 
-COMMAND = [
+SWEEP = [
     sys.executable, "-m", "fusion_bench.scripts.cli", "-m", "method=compare",
     "modelpool=clip-vit-mini_alphabets2", "method.upstreams=[task_arithmetic]", "method.alone=[]",
     "method.post_merging=[featcal]", "method.samples_per_task=2,4", "method.seed=1,2",
+    "method.results_dir=cells",
 ]  # fmt: skip
 CELLS = 2 + 2 + 4  # references, the merger with two seeds, featcal by samples and seed
 
@@ -25,8 +27,13 @@ def start(folder: Path, *words: str) -> "subprocess.Popen[bytes]":
     folder.mkdir(exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (folder / "screen").open("ab") as screen:
-        command = [*COMMAND, "method.results_dir=cells", *words]
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=screen, stderr=screen)
+        pipes: Any = {"stdout": screen, "stderr": screen}
+        return subprocess.Popen([*SWEEP, *words], cwd=folder, env=environment, **pipes)
+
+
+def finished(folder: Path) -> dict[Path, int]:
+    """Finished cells, and inodes of their files, which are new in each writing."""
+    return {file: file.stat().st_ino for file in folder.glob("cells/[!.]*/run.json")}
 
 
 def flags(folder: Path) -> dict[tuple[object, ...], bytes]:
@@ -43,24 +50,21 @@ def flags(folder: Path) -> dict[tuple[object, ...], bytes]:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_killed_sweep_goes_on_and_parallel_jobs_give_equal_bits(tmp_path: Path) -> None:
-    serial, parallel, finished = tmp_path / "serial", tmp_path / "parallel", 0
-    files: dict[Path, int] = {}
+    serial, parallel, files = tmp_path / "serial", tmp_path / "parallel", dict[Path, int]()
     for _ in range(2):  # killed twice
         process = start(serial)
-        while len(list(serial.glob("cells/[!.]*/run.json"))) <= finished:
+        while len(finished(serial)) <= len(files):
             assert process.poll() is None, (serial / "screen").read_text()[-3000:]
             time.sleep(0.05)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        files = {file: file.stat().st_ino for file in serial.glob("cells/[!.]*/run.json")}
-        finished = len(files)
-    assert 0 < finished < CELLS
-    assert start(serial).wait() == 0, (serial / "screen").read_text()[-3000:]
-    after = {file: file.stat().st_ino for file in serial.glob("cells/[!.]*/run.json")}
-    assert files.items() <= after.items() and len(after) == CELLS  # references were made once
+        files = finished(serial)
+    assert 0 < len(files) < CELLS
     launcher = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    assert start(parallel, *launcher).wait() == 0, (parallel / "screen").read_text()[-3000:]
+    for folder, words in ((serial, ()), (parallel, launcher)):
+        assert start(folder, *words).wait() == 0, (folder / "screen").read_text()[-3000:]
+    after = finished(serial)
+    assert files.items() <= after.items() and len(after) == CELLS  # references were made once
     assert flags(parallel) == flags(serial) and len(flags(serial)) == CELLS
     table = featcal("report", serial / "cells").out
-    for words in ("n = 2", "n = 4", "+ featcal", "experts"):
-        assert words in table
+    assert all(words in table for words in ("n = 2", "n = 4", "+ featcal", "experts"))

@@ -98,6 +98,7 @@ class FakeProgram:
 class Scale(Method):
     """Multiplies every weight."""
 
+    name = "scale"
     factor: float = setting(2.0, "The factor.")
     seed: int = setting(42, "The seed.")
 

@@ -1,84 +1,89 @@
-"""Figures of runs, sweeps and diagnoses: the numbers that their SVG files show."""
+"""Figures of runs, sweeps and diagnoses: the numbers that matplotlib draws, and their files."""
 
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from drawn import Panel, panels
 from golden.golden_views import diagnosed
-from reports import (
-    LEVELS,
-    error_of,
-    featcal,
-    leave_cell,
-    leave_cells,
-    leave_run,
-    leave_seeds,
-    rows_of,
-)
+from reports import LEVELS, error_of, featcal, leave_cell, leave_cells, leave_run, leave_seeds
+from reports import rows_of as summary_of
+
+from fusion_bench_featcal.results import figures
 
 EVIL = "<script>alert('&')</script> --> $x$"
 
 
-def figures(*runs: Path) -> dict[str, list[Panel]]:
-    """Panels of the figures of `featcal report`."""
-    folder = runs[0].parent / "figures"
-    done = featcal("report", *runs, "--figures", folder)
-    assert done.code == 0, done.err
-    return {file.stem: panels(file.read_text()) for file in sorted(folder.glob("*.svg"))}
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Function that draws runs and returns figure -> panel -> row -> its points and bars."""
+    saved: dict[str, Any] = {}
+    monkeypatch.setattr(figures, "svg", lambda _: "<svg/>")
+    monkeypatch.setattr(figures, "save_figures", lambda named, *_: saved.update(named) or [])
+
+    def draw(*runs: Path) -> dict[str, dict[str, dict[str, Any]]]:
+        done = featcal("report", *runs, "--figures", runs[0].parent)
+        assert done.code == 0, done.err
+        return {name: {axes.get_title("left"): rows_of(figure, axes) for axes in figure.axes}
+                for name, figure in saved.items()}  # fmt: skip
+
+    return draw
 
 
-def test_accuracies_of_tasks_are_dots_with_the_interval_of_the_gain(tmp_path: Path) -> None:
-    seeds = leave_seeds(tmp_path)
-    (panel,) = figures(tmp_path)["accuracy"]
-    assert panel.y_labels == ["cars", "dtd", "average"]
-    row = rows_of(*seeds)["task_arithmetic/featcal"]
-    values = [value for value, _ in panel.points["featcal"]]
-    assert values == pytest.approx([75.0] * 3, abs=0.2)
-    low, high = row["accuracy.average"] - row["half"], row["accuracy.average"] + row["half"]
-    ends = [tuple(at for at, _ in bar) for bar in panel.bars if bar[0][0] != bar[-1][0]]
-    assert ends == [pytest.approx((100 * low, 100 * high), abs=0.2)]
+def rows_of(figure: Any, axes: Any) -> dict[str, tuple[Any, Any]]:
+    """Points `[n, 2]` of each row of a panel, and the ends of its bars, by the legend's names."""
+    (legend,) = figure.legends
+    handles = zip(legend.legend_handles, legend.get_texts(), strict=True)
+    names = {(line.get_color(), line.get_marker()): text.get_text() for line, text in handles}
+    rows = {}
+    for line, _, bars in (container.lines for container in axes.containers):
+        ends = [end for bar in bars for end in bar.get_segments()]
+        rows[names[line.get_color(), line.get_marker()]] = (line.get_xydata(), ends)
+    return rows
 
 
-def test_mergers_are_panels(tmp_path: Path) -> None:
+def test_accuracies_of_tasks_are_dots_with_the_interval_of_the_gain(drawn: Any, tmp_path: Path):
+    row = summary_of(*leave_seeds(tmp_path))["task_arithmetic/featcal"]
+    points, bars = drawn(tmp_path)["accuracy"]["task_arithmetic"]["featcal"]
+    assert points[:, 0] == pytest.approx([75.0] * 3)  # cars, dtd and their average
+    low, high = ((row["accuracy.average"] + sign * row["half"]) * 100 for sign in (-1, 1))
+    assert [bar[:, 0].tolist() for bar in bars][-1] == pytest.approx([low, high])
+
+
+def test_mergers_are_panels(drawn: Any, tmp_path: Path) -> None:
     for merger in ("ties", "wudi"):
         levels = {"experts": 0.9, merger: 0.5, "featcal": 0.7}
         leave_run(tmp_path / merger, levels, merger=merger)
-    by_name = figures(tmp_path / "ties", tmp_path / "wudi")["accuracy"]
-    assert [panel.words[-1] for panel in by_name] == ["ties", "wudi"]
-    assert all(set(panel.points) == {"experts", "merged", "featcal"} for panel in by_name)
+    panels = drawn(tmp_path / "ties", tmp_path / "wudi")["accuracy"]
+    assert list(panels) == ["ties", "wudi"]
+    assert all(set(rows) == {"experts", "merged", "featcal"} for rows in panels.values())
 
 
-def test_a_sweep_is_a_curve_along_its_numbers(tmp_path: Path) -> None:
-    (panel,) = figures(leave_cells(tmp_path / "cells"))["accuracy-samples_per_task"]
-    points = [value for _, value in panel.points["featcal"]]
-    assert points == pytest.approx([62.8, 68.4], abs=0.2)
-    assert [v for _, v in panel.points["experts"]] == pytest.approx([90, 90], abs=0.2)
+def test_a_sweep_is_a_curve_along_its_numbers(drawn: Any, tmp_path: Path) -> None:
+    cells = leave_cells(tmp_path / "cells")
+    panel = drawn(cells)["accuracy-samples_per_task"]["ties"]
+    assert panel["featcal"][0].ravel() == pytest.approx([8, 62.8, 64, 68.4])
+    assert panel["experts"][0].ravel() == pytest.approx([8, 90, 64, 90])
 
 
-def test_a_diagnosis_draws_drift_terms_cosines_and_gains(tmp_path: Path) -> None:
-    by_name = figures(diagnosed(tmp_path / "run"))
-    (panel,) = by_name["diagnosis-drift"]
-    assert [value for _, value in panel.points["featcal"]] == pytest.approx([0.1, 0.2], abs=0.01)
-    assert [panel.words[-1] for panel in by_name["diagnosis-terms"]] == [
-        "task_arithmetic", "featcal", "featcal_plus"
-    ]  # fmt: skip
-    cosines, _ = by_name["diagnosis-cosines"]
-    assert [value for value, _ in cosines.points["merged"]] == pytest.approx([0.7, 0.6], abs=0.01)
-    (gains,) = by_name["diagnosis-gains"]
-    assert [value for value, _ in gains.points["featcal"]] == pytest.approx([0.1, 0.1], abs=0.01)
+def test_a_diagnosis_draws_drift_terms_cosines_and_gains(drawn: Any, tmp_path: Path) -> None:
+    by_name = drawn(diagnosed(tmp_path / "run"))
+    ((_, drift),) = by_name["diagnosis-drift"].items()
+    assert drift["featcal"][0][:, 1] == pytest.approx([0.1, 0.2])
+    assert list(by_name["diagnosis-terms"]) == ["task_arithmetic", "featcal", "featcal_plus"]
+    cosines = next(iter(by_name["diagnosis-cosines"].values()))
+    assert cosines["merged"][0][:, 0] == pytest.approx([0.7, 0.6])
+    ((_, gains),) = by_name["diagnosis-gains"].items()
+    assert gains["featcal"][0][:, 0] == pytest.approx([0.1, 0.1])
 
 
 def test_equal_figures_are_equal_files_and_names_are_text(tmp_path: Path) -> None:
-    run = leave_run(tmp_path / "run", LEVELS | {EVIL: 0.5})
-    texts = []
+    run, texts = leave_run(tmp_path / "run", LEVELS | {EVIL: 0.5}), []
     for folder in ("one", "two"):
         assert featcal("report", run, "--figures", tmp_path / folder).code == 0
         texts.append((tmp_path / folder / "accuracy.svg").read_text())
-    assert all(one == two for one, two in pairwise(texts))
-    words = [element.text for element in ElementTree.fromstring(texts[0]).iter()]
-    assert EVIL in words and "currentColor" in texts[0]
+    assert texts[0] == texts[1] and "currentColor" in texts[0]
+    assert EVIL in [element.text for element in ElementTree.fromstring(texts[0]).iter()]
 
 
 def test_without_numbers_to_draw_it_says_so(tmp_path: Path) -> None:
