@@ -1,7 +1,6 @@
-"""Finished runs of `featcal calibrate`, which several tests inspect, and its refusals."""
+"""Folders of models, finished runs of `featcal calibrate` that several tests inspect, refusals."""
 
 import contextlib
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +11,21 @@ from typing import Any
 import made_folders as makers
 import pytest
 import transformers
-from made_folders import PAPER, ROWS, words, write_rows
+from made_folders import PAPER, ROWS, change_json, words, write_rows
 from reports import error_of, featcal
 from tiny_texts import TASKS, sentences
 
 from fusion_bench_featcal import results
 
 TEMPLATE = "{{ messages[0]['content'] }}"
+MAKERS: dict[str, Callable[[Path], Any]] = {
+    "llama": makers.llama_folders,
+    "t5": makers.t5_folders,
+    "bert": makers.classifier_folders,
+    "vit": makers.image_classifier_folders,
+    "clip": makers.clip_folders,
+    "encoders": makers.encoder_folders,
+}
 
 
 @dataclass(frozen=True)
@@ -37,15 +44,10 @@ class Run:
     def report(self) -> results.Run:
         return results.read_run(self.out / "featcal")
 
-    @property
-    def notes(self) -> list[str]:
-        return [note.text for note in self.report.notes]
 
-
-def llama(folder: Path, _: Any) -> list[str]:
+def llama(folder: Path) -> list[str]:
     """All rows that are not held out are requested. Their columns and splits have other names."""
-    file = folder / "merged" / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"padding_side": "left"}))
+    change_json(folder / "merged" / "tokenizer_config.json", {"padding_side": "left"})
     one, two = (sentences(task, ROWS) for task in TASKS)
     rows = [{"q": row["prompt"], "a": row["target"], "prompt": "id"} for row in one]
     write_rows(folder / "one.jsonl", rows)
@@ -56,20 +58,19 @@ def llama(folder: Path, _: Any) -> list[str]:
     return words(folder, *PAPER, *more, data=("one.jsonl", "saved:fit"))
 
 
-def lora_experts(folder: Path, models: Any) -> list[str]:
-    makers.write_adapters(folder, models["base"])
+def lora(folder: Path) -> list[str]:
+    makers.write_adapters(folder, makers.llama_model())
     (folder / "chat.jinja").write_text(TEMPLATE)
     more = ("--merge", "simple_average", "--chat-template", "chat.jinja")
     return words(folder, *more, *PAPER, merged=None, experts=("one-lora", "two-lora"))
 
 
-def missing_targets(folder: Path, _: Any) -> list[str]:
-    rows = [{"prompt": row["prompt"]} for row in sentences("one", ROWS)]
-    write_rows(folder / "one.jsonl", rows)
+def missing_targets(folder: Path) -> list[str]:
+    write_rows(folder / "one.jsonl", [{"prompt": r["prompt"]} for r in sentences("one", ROWS)])
     return words(folder, *PAPER, "--set", "generated_tokens=3")
 
 
-def image_table(folder: Path, _: Any) -> list[str]:
+def image_table(folder: Path) -> list[str]:
     """One task's images in a table, the other's in folders of classes."""
     files = sorted((folder / "one-images").rglob("*.png"))
     rows = [{"picture": str(file), "shape": file.parent.name} for file in files]
@@ -78,47 +79,55 @@ def image_table(folder: Path, _: Any) -> list[str]:
     return words(folder, *PAPER, *columns, data=("one.jsonl", "two-images"))
 
 
-RUNS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Any], list[str]]]] = {
-    "llama": (makers.llama_folders, llama),
-    "lora": (makers.llama_folders, lora_experts),
-    "t5": (makers.t5_folders, missing_targets),
-    "bert": (makers.classifier_folders, lambda folder, _: words(folder)),
-    "vit": (makers.image_classifier_folders, image_table),
-    "clip": (makers.clip_folders, lambda folder, _: words(folder, *PAPER, data="{}-images")),
+# Run -> models, and the arguments that it has after a change of their folder.
+RUNS: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
+    "llama": ("llama", llama),
+    "lora": ("llama", lora),
+    "t5": ("t5", missing_targets),
+    "bert": ("bert", words),
+    "vit": ("vit", image_table),
+    "clip": ("clip", lambda folder: words(folder, *PAPER, data="{}-images")),
 }
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """Folders of models by kind, which no test changes, and the models."""
+
+    def make(kind: str) -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp(kind)
+        return folder, MAKERS[kind](folder)
+
+    return cache(make)
+
+
+@pytest.fixture
+def copied(made: Any, tmp_path: Path) -> Callable[[str], Path]:
+    """Folders of models by kind, which a test may change."""
+    return lambda kind: shutil.copytree(made(kind)[0], tmp_path / kind, dirs_exist_ok=True)
+
+
+@pytest.fixture
+def folder(copied: Any) -> Path:
+    """Llamas and their texts, which a test may change."""
+    return copied("llama")
+
+
+@pytest.fixture(scope="session")
+def finished(made: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     """Runs by name, each executed for the first test that needs it."""
 
-    @cache
     def run(name: str) -> Run:
-        make, prepare = RUNS[name]
-        folder = tmp_path_factory.mktemp(name)
-        models = make(folder)
-        arguments = prepare(folder, models)
+        kind, prepare = RUNS[name]
+        source, models = made(kind)
+        folder = shutil.copytree(source, tmp_path_factory.mktemp("run") / name)
+        arguments = prepare(folder)
         with contextlib.chdir(folder):
             done = featcal(*arguments)
         assert done.code == 0, done.err
         return Run(folder, models, done.out)
 
-    return run
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Llamas and their texts, which no test changes."""
-    folder = tmp_path_factory.mktemp("models")
-    makers.llama_folders(folder)
-    return folder
-
-
-@pytest.fixture
-def folder(models: Path, tmp_path: Path) -> Path:
-    """Llamas and their texts, which a test may change."""
-    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
-    return tmp_path
+    return cache(run)
 
 
 @pytest.fixture

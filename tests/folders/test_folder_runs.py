@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from made_folders import CHAT, HELD_OUT, PAPER, ROWS, clip_folders, words, write_rows
+from made_folders import CHAT, HELD_OUT, PAPER, ROWS, words, write_rows
 from safetensors.torch import load_file, save_file
 from tiny_images import picture
 from tiny_texts import TASKS, sentences, word_tokenizer
@@ -26,7 +26,7 @@ from fusion_bench_featcal.data import TextEncoder, pad_samples, sample_order
 from fusion_bench_featcal.data.text_formats import read_row
 from fusion_bench_featcal.folders import calibrate_folder, models, saving
 from fusion_bench_featcal.folders.model_folder import ModelFolder
-from fusion_bench_featcal.results import Run, read_run
+from fusion_bench_featcal.results import read_run
 from fusion_bench_featcal.suites.image import load_processor
 
 ALL = ("--set", f"samples_per_task={ROWS}")
@@ -35,10 +35,6 @@ ALL = ("--set", f"samples_per_task={ROWS}")
 def items(run: Any, task: str) -> int:
     """Return the number of test items of a task."""
     return len((run.report.rows[-1].correct or {})[task])
-
-
-def report_of(folder: Path) -> Run:
-    return read_run(folder / "out" / "featcal")
 
 
 def changed(calibrated: Any, merged: Any) -> set[str]:
@@ -83,11 +79,12 @@ def test_report_and_screen(finished):
     assert "plan: " in run.screen
     reads = json.loads((run.out / "featcal" / "reads.json").read_text())
     assert {*reads["experts"]} == {*TASKS} and reads["upstream"] is reads["budget"] is None
-    assert f"one.jsonl (prompt=q, target=a); evaluated on {HELD_OUT} rows" in run.notes[0]
-    assert run.notes[1] == "one: columns that are not read: prompt"
-    assert "saved:fit (prompt=ask, target=a); evaluated on" in run.notes[2]
+    notes = [note.text for note in run.report.notes]
+    assert f"one.jsonl (prompt=q, target=a); evaluated on {HELD_OUT} rows" in notes[0]
+    assert notes[1] == "one: columns that are not read: prompt"
+    assert "saved:fit (prompt=ask, target=a); evaluated on" in notes[2]
     text = " ".join(run.screen.split())  # the last notes are wrapped
-    assert [text.count(note) for note in run.notes] == [1] * len(run.notes)
+    assert [text.count(note) for note in notes] == [1] * len(notes)
     assert not (run.folder / "out.blocks").exists()
     name = "tokenizer_config.json"
     assert (run.out / name).read_text() == (run.folder / "merged" / name).read_text()
@@ -140,7 +137,7 @@ def test_models_that_do_not_fit_are_merged_and_evaluated_from_files(finished, fo
     expected = weights(whole.out)
     for name, value in weights(folder / "out").items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
-    report = report_of(folder)
+    report = read_run(folder / "out" / "featcal")
     for row, before in (("experts", "experts"), ("task_arithmetic", "merged"), ("featcal",) * 2):
         losses = [of.row(n).scores["loss"] for of, n in ((report, row), (whole.report, before))]
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
@@ -224,21 +221,28 @@ def test_a_whole_clip_keeps_its_text_tower(finished):
     assert processor(text=["a star"], images=picture(0), return_tensors="pt")["input_ids"].numel()
 
 
-def test_vision_towers_alone_take_their_heads_from_a_clip(tmp_path):
-    clip_folders(tmp_path)
+def test_vision_towers_alone_take_their_heads_from_a_clip(copied):
+    folder = copied("clip")
     for name in ("base", *TASKS, "merged"):
-        CLIPVisionModel.from_pretrained(tmp_path / name).save_pretrained(tmp_path / name / "tower")
-        load_processor().save_pretrained(tmp_path / name / "tower")
-    more = (*PAPER, "--text-tower", str(tmp_path / "base"))
+        CLIPVisionModel.from_pretrained(folder / name).save_pretrained(folder / name / "tower")
+        load_processor().save_pretrained(folder / name / "tower")
+    more = (*PAPER, "--text-tower", str(folder / "base"))
     towers = {"merged": "merged/tower", "base": "base/tower", "experts": ["one/tower", "two/tower"]}
-    assert main(words(tmp_path, *more, data="{}-images", **towers)) == 0
-    assert list(report_of(tmp_path).accuracy) == ["experts", "merged", "featcal"]
+    assert main(words(folder, *more, data="{}-images", **towers)) == 0
+    report = read_run(folder / "out" / "featcal")
+    assert list(report.accuracy) == ["experts", "merged", "featcal"]
 
 
 # --- verdict ---
 
 
-def test_strict_saves_nothing_where_plain_texts_or_chats_are_behind(folder, capsys):
+def test_strict_saves_only_where_all_tasks_are_closer(folder, capsys):
+    ridge = ("--set", "ridge_lambda=1e12")
+    assert main(words(folder, *PAPER, *ridge, "--strict", "--out", str(folder / "better"))) == 0
+    screen, report = capsys.readouterr().out, read_run(folder / "better" / "featcal")
+    verdict = report.notes[-1].text
+    assert verdict.startswith("verdict: better than the merged model on ") and verdict in screen
+    assert all(screen.count(f"gain of {task} on ") == 1 for task in TASKS)
     texts = [{"text": f"{row['prompt']} {row['target']}"} for row in sentences("one", ROWS)]
     write_rows(folder / "one.jsonl", texts)
     roles = {"prompt": "user", "target": "assistant"}
@@ -254,11 +258,3 @@ def test_strict_saves_nothing_where_plain_texts_or_chats_are_behind(folder, caps
     assert "share of tokens that are right" in screen.out
     assert "--strict: nothing was saved" in screen.err
     assert not (folder / "out").exists() and not (folder / "out.blocks").exists()
-
-
-def test_strict_saves_where_all_tasks_are_closer(folder, capsys):
-    assert main(words(folder, *PAPER, "--set", "ridge_lambda=1e12", "--strict")) == 0
-    screen, report = capsys.readouterr().out, report_of(folder)
-    verdict = report.notes[-1].text
-    assert verdict.startswith("verdict: better than the merged model on ") and verdict in screen
-    assert all(screen.count(f"gain of {task} on ") == 1 for task in TASKS)

@@ -17,8 +17,6 @@ from made_folders import llama_folders
 from safetensors.torch import load, load_file
 from tiny_texts import TASKS
 
-from fusion_bench_featcal.models.hub import needed_files
-
 AGAIN = "run the command again. The download resumes"
 DRIVER = """
 import io, json, sys
@@ -175,37 +173,34 @@ def test_all_models_of_a_run_are_fetched_at_once_and_the_base_may_be_a_bin_file(
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[1])
 
 
-def test_weights_are_safetensors_or_bin_and_nothing_else():
-    for weights, copies in (
-        (["model.safetensors"], ["pytorch_model.bin"]),
-        (["model-1-of-1.safetensors", "model.safetensors.index.json"], ["consolidated.pth"]),
-        (["pytorch_model-1-of-1.bin", "pytorch_model.bin.index.json"], ["onnx/config.json"]),
-        (["adapter_config.json", "adapter_model.safetensors"], ["adapter_model.bin"]),
-    ):
-        needed = needed_files({*CONFIGS, *UNUSED, *weights, *copies})
-        assert sorted(needed) == sorted([*CONFIGS, *weights])
+POOLING = {"modules.json": b"[]", "1_Pooling/config.json": b"{}",
+           **{f"2_Dense/{name}": b"" for name in ("config.json", "model.safetensors")}}  # fmt: skip
+SHARDS = ("model-1-of-1.safetensors", "model.safetensors.index.json")
+BINS = ("pytorch_model-1-of-1.bin", "pytorch_model.bin.index.json")
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def test_modules_of_sentence_transformers_are_fetched_with_their_folders(hub: Hub):
-    modules = {"modules.json": b"[]", "1_Pooling/config.json": b"{}"}
-    modules |= {f"2_Dense/{name}": b"" for name in ("config.json", "model.safetensors")}
-    others = {f"{folder}/model.safetensors": b"" for folder in ("onnx", "0_Transformer")}
-    hub.mirror.add("sentence/model", model(b"weights") | modules | others)
-    (folder, _), _ = hub.fetch("sentence/model")
+@pytest.mark.parametrize(
+    ("needed", "others"),
+    [
+        (dict.fromkeys(SHARDS, b"{}"), ["consolidated.pth"]),
+        (dict.fromkeys(BINS, b"{}"), ["onnx/config.json"]),
+        (dict.fromkeys(ADAPTER, b"{}"), ["adapter_model.bin"]),
+        ({"model.safetensors": b"", **POOLING},
+         ["pytorch_model.bin", "onnx/model.safetensors", "0_Transformer/model.safetensors"]),
+    ],
+    ids=("shards", "bins", "adapter", "modules"),
+)  # fmt: skip
+def test_only_files_that_are_read_are_fetched(hub: Hub, needed: Any, others: list[str], request):
+    name = f"files/{request.node.callspec.id}"
+    hub.mirror.add(name, CONFIGS | UNUSED | needed | dict.fromkeys(others, b"other"))
+    hub.fetch(name, weights=False)  # as a processor
+    assert not [f for f in hub.mirror.files_sent(name) if f.endswith((".safetensors", ".bin"))]
+    (folder, commit), screen = hub.fetch(name)
     files = {str(f.relative_to(folder)) for f in Path(folder).rglob("*") if f.is_file()}
-    assert files == {*CONFIGS, *modules, "model.safetensors"}
-
-
-def test_only_files_that_are_read_are_fetched_and_a_processor_has_no_weights(hub: Hub):
-    repository = hub.mirror.add("few/files", model(bytes(2 * 2**20)))
-    hub.fetch("few/files", weights=False)  # as a processor
-    assert sorted(hub.mirror.files_sent("few/files")) == sorted(CONFIGS)
-    (folder, commit), screen = hub.fetch("few/files")
-    assert screen.startswith(f"downloading few/files: 1 file, 2.00 MiB, to {hub.cache}")
-    needed = sorted([*CONFIGS, "model.safetensors"])
-    assert sorted(file.name for file in Path(folder).iterdir()) == needed
-    assert sorted(hub.mirror.files_sent("few/files")) == needed
-    assert commit == repository.commit
+    assert files == {*CONFIGS, *needed}
+    assert commit == hub.mirror.repositories[name].commit
+    assert screen.startswith(f"downloading {name}: ") and f", to {hub.cache}" in screen
 
 
 def test_a_model_larger_than_the_disk_is_refused_before_it_is_fetched(hub: Hub):

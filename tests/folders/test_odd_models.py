@@ -1,17 +1,19 @@
-"""Models as they are found: configs of other releases, vocabularies of other sizes, tied heads."""
+"""Models as they are found: vocabularies of other sizes, tied heads, code that must not run."""
 
+import io
 import json
-import shutil
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from made_folders import change_json, llama_folders, words
-from reports import error_of, featcal
+from made_folders import change_json, words
+from reports import featcal
 from safetensors.torch import load_file, save_file
-from tiny_texts import llama_model, word_tokenizer
-from torch import nn
+from tiny_texts import causal_pool, llama_model, word_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -23,120 +25,30 @@ from transformers import (
     GPTNeoXForCausalLM,
 )
 
+import fusion_bench_featcal
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
-from fusion_bench_featcal.experts.model_config import IS_RELEASE_4, open_config
 from fusion_bench_featcal.experts.vocabulary import VocabularyRows
-from fusion_bench_featcal.fusionbench import PoolModel
-
-# --- config.json, as both releases of transformers write it ---
-
-LLAMA = {"model_type": "llama", "num_hidden_layers": 2}
-THETA = {"rope_type": "default", "rope_theta": 5e5}
-READ: list[dict[str, Any]] = [
-    {}, {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
-    {"model_type": "of a later release"},
-]  # fmt: skip
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"quantization_config": {"quant_method": "awq"}}, "has a quantization_config (awq), and"),
-    ({"model_type": "odd", "quantization_config": {"bits": 4}}, "has a quantization_config"),
-    ({"layer_types": ["sliding_attention", "full_attention"]}, "has layer_types (full_attention, "),
-]
-OF_5 = ({"rope_parameters": THETA}, "has rope_parameters, which were written by transformers 5")
-
-
-@pytest.mark.parametrize("config", READ if IS_RELEASE_4 else [*READ, OF_5[0]])
-def test_configs_that_are_read_in_full(config: dict[str, Any], tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | config))
-    assert open_config(tmp_path) == LLAMA | config
-
-
-@pytest.mark.parametrize(("config", "message"), [*REFUSED, *([OF_5] if IS_RELEASE_4 else [])])
-def test_configs_of_which_a_part_is_ignored(config: dict[str, Any], message: str, tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | config))
-    with pytest.raises(CalibrationError) as caught:
-        open_config(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path}/config.json {message}")
-
-
-# --- folders that are refused before anything is loaded ---
-
-FACTOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-
-
-def adapter_beside(folder: Path) -> None:
-    """Save an adapter in the folder of a whole model."""
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    tensors = {f"{FACTOR}A.weight": torch.zeros(2, 8), f"{FACTOR}B.weight": torch.zeros(8, 2)}
-    save_file(tensors, folder / "adapter_model.safetensors")
-
-
-BACKEND: dict[str, Any] = {"tokenizer_class": "TokenizersBackend", "backend": "tokenizers"}
-RELEASE_5_TOKENIZER = ["written by transformers 5", '"tokenizer_class": "PreTrainedTokenizerFast"']
-FOLDERS: list[tuple[str, Any, list[str]]] = [
-    ("merged", adapter_beside, ["merged has two models", "adapter_config.json", "model.safe"]),
-    ("two", adapter_beside, ["--expert two=", "two has two models"]),
-    ("two/config.json", {"architectures": None}, ["--expert two=", "config.json has no archit"]),
-    ("merged/config.json", {"architectures": []}, ["merged/config.json has no architectures"]),
-    ("two/config.json", {"quantization_config": {"quant_method": "gptq"}},
-     ["--expert two=", "two/config.json has a quantization_config (gptq)"]),
-    *([("merged/tokenizer_config.json", BACKEND, RELEASE_5_TOKENIZER),
-       ("two/tokenizer_config.json", BACKEND, ["two", *RELEASE_5_TOKENIZER]),
-       ("merged/tokenizer_config.json", {"extra_special_tokens": ["<a>"]}, RELEASE_5_TOKENIZER),
-       ("merged/config.json", {"rope_parameters": THETA}, ["config.json has rope_parameters"])]
-      if IS_RELEASE_4 else []),
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def llamas(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llamas")
-    llama_folders(folder)
-    return folder
-
-
-@pytest.mark.parametrize(("file", "change", "messages"), FOLDERS)
-def test_folders_that_are_refused(llamas, tmp_path, file, change, messages):
-    folder = Path(shutil.copytree(llamas, tmp_path / "models"))
-    change_json(folder / file, change) if isinstance(change, dict) else change(folder / file)
-    line = error_of(*words(folder))
-    assert all(message in line for message in messages), line
-    assert not (folder / "out").exists()
-
-
-def test_pools_refuse_the_same_configs(tmp_path):
-    from tiny_texts import causal_pool
-
-    folders = llama_folders(tmp_path) and {n: str(tmp_path / n) for n in ("one", "two")}
-    change_json(tmp_path / "two" / "config.json", {"quantization_config": {"bits": 4}})
-    adapter_beside(tmp_path / "one")
-    pool = causal_pool(folders)
-    for name, message in (("one", "two models"), ("two", "quantization_config")):
-        with pytest.raises(CalibrationError, match=message):
-            PoolModel(pool, name).files  # noqa: B018
-
+from fusion_bench_featcal.fusionbench import PoolModels, load_input_processor, load_pool_model
 
 # --- vocabularies and heads ---
 
 SIZE: dict[str, Any] = {"num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 1}
+NARROW: dict[str, Any] = SIZE | {"intermediate_size": 12}
 MAKERS: dict[str, Any] = {
     "llama": lambda rows: llama_model(rows, rows),
-    "bert": lambda rows: BertModel(BertConfig(vocab_size=rows, intermediate_size=12, **SIZE)),
+    "bert": lambda rows: BertModel(BertConfig(vocab_size=rows, **NARROW)),
     "gpt2": lambda rows: GPT2LMHeadModel(
         GPT2Config(vocab_size=rows, n_embd=8, n_layer=1, n_head=2)
     ),
-    "gpt_neox": lambda rows: GPTNeoXForCausalLM(
-        GPTNeoXConfig(vocab_size=rows, intermediate_size=12, **SIZE)
-    ),
+    "gpt_neox": lambda rows: GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=rows, **NARROW)),
 }
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("rows", [20, 30])
 def test_experts_get_the_rows_of_the_merged_model(kind: str, rows: int):
-    make = MAKERS[kind]
-    merged, expert = make(25), make(rows)
+    merged, expert = MAKERS[kind](25), MAKERS[kind](rows)
     source = VocabularyRows(InMemoryExpert(expert), 25, InMemoryExpert(merged))
     model, before = ExpertModel("one", source, merged), expert.state_dict()
     for name, tensor in merged.state_dict().items():
@@ -163,27 +75,20 @@ def test_a_tied_head_is_the_embedding_of_its_model():
         ExpertModel("two", tied(expert, tie_word_embeddings=False), merged)
 
 
-# --- the model that a calibration saves ---
-
-
-def pad(folder: Path) -> None:
-    """Add four rows of zeros to a Llama's vocabulary."""
+def change_weights(folder: Path, change: Any, **config: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    change_json(folder / "config.json", config)
+
+
+def pad(tensors: Any) -> None:
+    """Add four rows of zeros to the vocabulary."""
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = torch.cat([tensors[name], torch.zeros(4, 8)])
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    change_json(folder / "config.json", {"vocab_size": len(tensors["lm_head.weight"])})
 
 
-def drop_head(folder: Path) -> None:
-    """Save a Llama again with its embedding as head."""
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    change_json(folder / "config.json", {"tie_word_embeddings": True})
-
-
-def plant_code(folder: Path) -> None:
+def name_code(folder: Path) -> None:
     """Name code beside a class of transformers, for the model and its tokenizer."""
     (folder / "modeling_x.py").write_text("raise SystemExit('this code ran')\n")
     code = {"AutoConfig": "modeling_x.X", "AutoModelForCausalLM": "modeling_x.X"}
@@ -198,18 +103,91 @@ def calibrated(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "out" / "model.safetensors")
 
 
-def test_odd_folders_are_calibrated_as_usual_ones(llamas, tmp_path):
-    folder = Path(shutil.copytree(llamas, tmp_path / "odd"))
-    usual = calibrated(Path(shutil.copytree(llamas, tmp_path / "usual")))
+def test_odd_folders_are_calibrated_as_usual_ones(folder):
+    usual = calibrated(folder)
+    (folder / "out").rename(folder / "usual")
     for name in ("base", "merged"):
-        pad(folder / name)
-    drop_head(folder / "two")
+        change_weights(folder / name, pad, vocab_size=27)
+    change_weights(folder / "two", lambda t: t.pop("lm_head.weight"), tie_word_embeddings=True)
     for name in ("base", "one", "two", "merged"):
-        plant_code(folder / name)
+        name_code(folder / name)
     for name, tensor in calibrated(folder).items():
         rows = len(usual[name])
         assert torch.equal(tensor[:rows], usual[name]) and not tensor[rows:].any(), name
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "out", trust_remote_code=True)
-    assert isinstance(loaded, nn.Module) and len(loaded.get_parameter("lm_head.weight")) == 27
+    assert len(loaded.get_parameter("lm_head.weight")) == 27
     tokenizer = AutoTokenizer.from_pretrained(folder / "out", trust_remote_code=True)
     assert tokenizer.get_vocab() == word_tokenizer().get_vocab()
+
+
+# --- code that only a confirmation would run ---
+
+LOADING = re.compile(
+    r"\w(?<!CLIPModel)(?<!CLIPVisionModel)(?<!PeftModel)\.from_(?:pretrained|config)[(,]"
+)
+"""CLIPs load as they are, whatever a config names, and adapters have no code of their own."""
+GENERATION = "custom_generate/generate.py"
+CODE: dict[str, dict[str, Any]] = {
+    "config.json": {"model_type": "odd", "auto_map": {"AutoConfig": "odd.Odd"}},
+    "tokenizer_config.json": {
+        "tokenizer_class": "Odd",
+        "auto_map": {"AutoTokenizer": ["odd.Odd", None]},
+    },
+}
+
+
+def test_every_call_that_could_run_code_forbids_it():
+    for file in Path(fusion_bench_featcal.__file__).parent.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        assert len(LOADING.findall(text)) <= text.count("trust_remote_code=False"), file
+
+
+@pytest.fixture
+def watched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Llamas. Questions on the terminal would be answered with yes. No planted code may run."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 20))
+    yield folder
+    assert not (folder / "ran").exists()
+
+
+def plant(model: Path, file: str) -> None:
+    """Put code beside a model, and the keys that have transformers load it."""
+    source = f"open({str(model.parent / 'ran')!r}, 'w').close()\n"
+    path = model / file
+    if file == GENERATION:
+        path.parent.mkdir()
+        path.write_text(source + "def generate(model, *args, **options): ...\n")
+        return
+    (model / "odd.py").write_text(source + "class Odd: ...\n")
+    path.write_text(json.dumps(json.loads(path.read_text()) | CODE[file]))
+
+
+@pytest.mark.parametrize(
+    ("model", "file", "message"),
+    [
+        ("merged", "config.json", "contains custom code"),
+        ("one", "tokenizer_config.json", "the tokenizer in "),
+        ("one", GENERATION, "code beside a model"),
+    ],
+)
+def test_featcal_calibrate_runs_no_code(watched, model, file, message):
+    plant(watched / model, file)
+    done = featcal(*words(watched))
+    assert done.code == 2 and not (watched / "out").exists() and "[y/N]" not in done.out
+    assert str(watched / model) in done.err and message in " ".join(done.err.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "file"), [("one", "config.json"), ("base", "tokenizer_config.json")]
+)
+def test_pools_run_no_code(watched, capfd, model, file):
+    plant(watched / model, file)
+    pool = causal_pool({"_pretrained_": str(watched / "base"), "one": str(watched / "one")})
+    pool._tokenizer = {"_target_": "transformers.AutoTokenizer.from_pretrained",
+                       "pretrained_model_name_or_path": str(watched / "base")}  # fmt: skip
+    with pytest.raises(CalibrationError, match=str(watched / model)):
+        for name, opened in PoolModels(pool).items():
+            opened.config  # noqa: B018
+            load_pool_model(pool, name)
+        load_input_processor(pool)
+    assert "[y/N]" not in capfd.readouterr().out

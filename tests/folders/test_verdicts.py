@@ -1,6 +1,7 @@
 """Experts that cannot do their task, and tasks that end no closer to their experts."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +9,21 @@ import torch
 from fusion_bench_featcal.folders.tasks import Score
 from fusion_bench_featcal.folders.verdict import Verdict, compare, weak_experts
 
+NOISE = torch.linspace(-0.02, 0.02, 20).double()
 
-def score(losses: list[float], right: float) -> Score:
-    return Score(right, torch.tensor(losses, dtype=torch.float64), None)
+
+def score(losses: Any, right: float) -> Score:
+    return Score(right, torch.as_tensor(losses, dtype=torch.float64), None)
+
+
+def noisy(loss: float, right: int | None = None) -> Score:
+    flags = None if right is None else torch.arange(20) < right
+    return Score((right or 0) / 20, loss + NOISE, flags)
+
+
+def verdict_of(**pairs: tuple[Score, Score]) -> Verdict:
+    merged, calibrated = ({task: p[n] for task, p in pairs.items()} for n in range(2))
+    return compare(merged, calibrated, "Try this.")
 
 
 @pytest.mark.parametrize(
@@ -30,55 +43,37 @@ def test_an_expert_that_loses_to_the_merged_model_is_noted(losses, right, is_wea
     assert weak_experts({"a": expert}, {"a": merged}) == [text] * is_weak
 
 
-NOISE = torch.linspace(-0.02, 0.02, 20).double()
-
-
-def noisy(loss: float, right: int | None = None) -> Score:
-    flags = None if right is None else torch.arange(20) < right
-    return Score((right or 0) / 20, loss + NOISE, flags)
-
-
-def verdict_of(**pairs: tuple[Score, Score]) -> Verdict:
-    merged, calibrated = ({task: p[n] for task, p in pairs.items()} for n in range(2))
-    return compare(merged, calibrated, "Try this.")
-
-
-def test_a_gain_has_its_interval_and_its_rows():
-    flags = torch.zeros(20).double()
-    flags[10:14] = 1
-    half = 2.0930240544 * float(flags.std()) / 20**0.5  # Student's t of 19 degrees of freedom
-    verdict = verdict_of(one=(noisy(1.0, 10), noisy(0.75, 14)))
-    accuracy = f"accuracy +20.0 ± {100 * half:.1f} points"
-    assert verdict.gains == [f"gain of one on 20 rows: {accuracy}, loss -0.250 ± 0.000"]
-    assert verdict.is_good
-    assert verdict.sentence == "verdict: better than the merged model on 1 of 1 task"
+# A mean of -0.005 with a standard error of 0.005, and an interval that one row does not give.
+UNCLEAR = score(0.99 + NOISE + 0.1 * (torch.arange(20) == 0), 0)
+ONE_ROW = (score([1.0], 0), score([0.5], 0))
+BETTER, EQUAL = (noisy(1.0), noisy(0.5)), (noisy(1.0), noisy(1.0))
+# The half interval of four more right of twenty, by Student's t of 19 degrees of freedom.
+HALF = 100 * 2.0930240544 * float(((torch.arange(20) // 4) == 2).double().std()) / 20**0.5
+BEHIND = "better than the merged model on 1 of 2 tasks; not better: one ({}). Try this."
 
 
 @pytest.mark.parametrize(
-    ("merged", "calibrated", "reason"),
+    ("tasks", "is_good", "sentence", "gains"),
     [
-        (noisy(1.0), noisy(1.0), "one (loss +0.000 ± 0.000)"),
-        (noisy(1.0), noisy(1.5), "one (loss +0.500 ± 0.000)"),
-        (noisy(1.0), noisy(math.nan), "one (loss +nan)"),
-        (noisy(1.0, 15), noisy(0.9, 5), "one (accuracy -50.0 ± 24.0 points, loss -0.100 ± 0.000)"),
+        ({"one": (noisy(1.0, 10), noisy(0.75, 14))}, True,
+         "better than the merged model on 1 of 1 task",
+         [f"one on 20 rows: accuracy +20.0 ± {HALF:.1f} points, loss -0.250 ± 0.000"]),
+        ({"one": EQUAL, "two": BETTER}, False, BEHIND.format("loss +0.000 ± 0.000"), None),
+        ({"one": (noisy(1.0), noisy(1.5)), "two": BETTER}, False,
+         BEHIND.format("loss +0.500 ± 0.000"), None),
+        ({"one": (noisy(1.0), noisy(math.nan)), "two": BETTER}, False,
+         BEHIND.format("loss +nan"), None),
+        ({"one": (noisy(1.0, 15), noisy(0.9, 5)), "two": BETTER}, False,
+         BEHIND.format("accuracy -50.0 ± 24.0 points, loss -0.100 ± 0.000"), None),
+        ({"a": (noisy(1.0), UNCLEAR), "b": ONE_ROW, "c": (noisy(1.0), noisy(0.9))}, True,
+         "better than the merged model on 1 of 3 tasks; within the 95 % interval: a, b",
+         ["a on 20 rows: loss -0.005 ± 0.010", "b on 1 row: loss -0.500",
+          "c on 20 rows: loss -0.100 ± 0.000"]),
+        ({}, None, "none, as nothing was scored", []),
     ],
-)
-def test_a_task_that_is_behind(merged: Score, calibrated: Score, reason: str):
-    verdict = verdict_of(one=(merged, calibrated), two=(noisy(1.0), noisy(0.5)))
-    assert not verdict.is_good
-    start = "verdict: better than the merged model on 1 of 2 tasks"
-    assert verdict.sentence == f"{start}; not better: {reason}. Try this."
-
-
-def test_a_gain_within_its_interval_is_no_gain():
-    unclear = noisy(0.99)
-    unclear.losses[0] += 0.1  # a mean of -0.005, and a standard error of 0.005
-    one_row = score([1.0], 0), score([0.5], 0)
-    verdict = verdict_of(a=(noisy(1.0), unclear), b=one_row, c=(noisy(1.0), noisy(0.9)))
-    assert verdict.is_good
-    assert verdict.sentence == (
-        "verdict: better than the merged model on 1 of 3 tasks; within the 95 % interval: a, b"
-    )
-    assert verdict.gains[1] == "gain of b on 1 row: loss -0.500"
-    verdict = verdict_of()
-    assert verdict.sentence == "verdict: none, as nothing was scored" and verdict.gains == []
+)  # fmt: skip
+def test_a_verdict_counts_tasks_beyond_their_intervals(tasks, is_good, sentence, gains):
+    verdict = verdict_of(**tasks)
+    assert verdict.sentence == f"verdict: {sentence}"
+    assert is_good in (None, verdict.is_good)
+    assert gains is None or verdict.gains == [f"gain of {gain}" for gain in gains]

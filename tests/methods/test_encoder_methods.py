@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_pools import encoder, encoder_pool, rows
+from encoder_pools import encoder, encoder_pool
 from rivals import DRAW, improved
 from tiny_models import normal
 from tiny_pools import assert_equal, inputs_of, refusing
-from tiny_texts import TASKS, word_tokenizer
+from tiny_texts import TASKS
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
@@ -23,22 +23,7 @@ from fusion_bench_featcal.lab.rivals.corrected_model import (
 )
 
 WIDTH = 16
-EPS = torch.finfo(torch.float32).eps
 KINDS = pytest.mark.parametrize("kind", ["bert", "dino"])
-
-
-def batch_of(pool: Any, task: str = TASKS[0]) -> Any:
-    """All of a task's samples, of unequal length."""
-    settings = FeatCalSettings(batch_size=12)
-    (batch,) = inputs_of(pool).batches(settings)[task]
-    return batch
-
-
-def pooling_of(pool: Any) -> Pooling:
-    """The pooling that a pool's base declares."""
-    pooling = inputs_of(pool).pooling
-    assert pooling is not None
-    return pooling
 
 
 @torch.no_grad()
@@ -59,7 +44,8 @@ def alone(model: nn.Module, batch: Any, mode: str) -> list[Tensor]:
 @pytest.mark.parametrize("mode", MODES)
 def test_without_a_correction_features_are_the_merged_models(mode, tmp_path) -> None:
     model, pooling = encoder("bert", 3), Pooling(mode)
-    batch = batch_of(encoder_pool("bert", tmp_path))
+    inputs = inputs_of(encoder_pool("bert", tmp_path))
+    (batch,) = inputs.batches(FeatCalSettings(batch_size=12))[TASKS[0]]  # of unequal length
     zeros = [SurgeryModule(normal(n, 2, WIDTH).float(), torch.zeros(WIDTH, 2)) for n in range(3)]
     expected = pooling.features(model, batch)
     for corrections in (zeros, zeros[2:]):
@@ -74,62 +60,35 @@ def test_without_a_correction_features_are_the_merged_models(mode, tmp_path) -> 
 
 
 @KINDS
-def test_ridge_surgery_reaches_the_experts_embeddings_of_few_samples(kind, tmp_path) -> None:
-    """An affine map of d features fits d + 1 samples."""
-    pool, merged = encoder_pool(kind, tmp_path), encoder(kind, 3)
-    method, model = improved("RidgeSurgery", inputs_of(pool), merged, ridge_lambda=0.0, **DRAW)
+def test_training_starts_at_the_distance_of_embeddings_without_padding(kind, tmp_path) -> None:
+    """SurgeryV2 compares token means behind every block too, Distillation relative squares."""
+    inputs, mode = inputs_of(encoder_pool(kind, tmp_path)), "mean" if kind == "bert" else "cls"
+    one: dict[str, Any] = DRAW | {"batch_size": 12, "steps": 1}
+    merged, identity = encoder(kind, 3), [nn.Identity()] * 3
+    method, corrected = improved("SurgeryV2", inputs, merged, stream="test_tta", **one)
+    _, distilled = improved("Distillation", inputs, encoder(kind, 3), **one)
+    train = inputs.batches(FeatCalSettings(samples_per_task=8, batch_size=12))
     for task in TASKS:
-        expert, (affine,) = pool.load_model(task).eval(), model.correction(task)
-        for batch in method.batches(inputs_of(pool))[task]:
-            features = pooling_of(pool).features(merged, batch)
-            target = alone(expert, batch, "mean" if kind == "bert" else "cls")[-1]
-            terms = features.abs() @ affine.matrix.abs().T + affine.shift.abs() + features.abs()
-            atol = 4 * WIDTH * EPS * float(terms.max())
-            torch.testing.assert_close(model.features(task, **batch), target, rtol=0, atol=atol)
-
-
-@KINDS
-def test_surgery_v2_compares_token_means_without_padding(kind, tmp_path) -> None:
-    pool, merged = encoder_pool(kind, tmp_path), encoder(kind, 3)
-    settings: dict[str, Any] = DRAW | {"stream": "test_tta", "steps": 1, "batch_size": 12}
-    method, model = improved("SurgeryV2", inputs_of(pool), merged, **settings)
-    mode, identity = "mean" if kind == "bert" else "cls", [nn.Identity()] * 3
-    for task in TASKS:
-        (batch,) = method.batches(inputs_of(pool))[task]
-        sides = alone(merged, batch, mode), alone(pool.load_model(task).eval(), batch, mode)
+        (test,), expert = method.batches(inputs)[task], inputs.modelpool.load_model(task).eval()
+        sides = alone(merged, test, mode), alone(expert, test, mode)
         expected = sum(float((a - b).abs().mean()) for a, b in zip(*sides, strict=True))
-        assert model.curves[task][0] == (0, pytest.approx(expected, rel=1e-5))
-        wider = {name: nn.functional.pad(t, (0, 2)) for name, t in batch.items()}  # padding
-        for inputs in [batch, wider] if kind == "bert" else [batch]:
-            features = all_features(merged, pooling_of(pool), identity, inputs)
+        assert corrected.curves[task][0] == (0, pytest.approx(expected, rel=1e-5))
+        wider = {name: nn.functional.pad(t, (0, 2)) for name, t in test.items()}  # padding
+        for batch in [test, wider] if kind == "bert" else [test]:
+            features = all_features(merged, inputs.pooling, identity, batch)
             for feature, plain in zip(features, sides[0], strict=True):
                 torch.testing.assert_close(feature, plain, rtol=1e-4, atol=1e-5)
-
-
-@KINDS
-def test_distillation_is_towards_the_embeddings(kind, tmp_path) -> None:
-    pool, merged = encoder_pool(kind, tmp_path), encoder(kind, 3)
-    settings = DRAW | {"steps": 1, "batch_size": 12}
-    _, model = improved("Distillation", inputs_of(pool), encoder(kind, 3), **settings)
-    mode = "mean" if kind == "bert" else "cls"
-    for task in TASKS:
-        drawn: dict[str, Any] = DRAW | {"batch_size": 12}
-        batches = inputs_of(pool).batches(FeatCalSettings(**drawn))
-        (batch,) = batches[task]
-        far, target = (alone(m, batch, mode)[-1] for m in (merged, pool.load_model(task).eval()))
+        (drawn,) = train[task]
+        far, target = (alone(model, drawn, mode)[-1] for model in (merged, expert))
         loss = float((far - target).square().mean() / target.square().mean())
-        assert model.curves[task][0] == (0, pytest.approx(loss, rel=1e-4))
+        assert distilled.curves[task][0] == (0, pytest.approx(loss, rel=1e-4))
 
 
 def test_texts_are_cut_where_embeddings_are(tmp_path) -> None:
     inputs = inputs_of(encoder_pool("bert", tmp_path, length=3))
-    (batch,) = inputs.batches(FeatCalSettings(batch_size=12))[TASKS[0]]
-    assert batch["input_ids"].shape == (12, 3)
-    settings = FeatCalSettings(batch_size=12, max_length=2)
-    (batch,) = inputs.batches(settings)[TASKS[0]]
-    assert batch["input_ids"].shape == (12, 2)
-    lengths = [len(word_tokenizer()(row["text"])["input_ids"]) for row in rows("bert", TASKS[0])]
-    assert max(lengths) > 3
+    for options, length in (({}, 3), ({"max_length": 2}, 2)):
+        (batch,) = inputs.batches(FeatCalSettings(batch_size=12, **options))[TASKS[0]]
+        assert batch["input_ids"].shape == (12, length)  # of longer texts
 
 
 def test_texts_without_a_pooling_are_refused_unless_the_task_pool_has_one(tmp_path) -> None:

@@ -156,13 +156,3 @@ def test_rounding_of_the_sums_counts_as_unseen() -> None:
     assert shortest_solution(almost_alike, right, precision=torch.float64).abs().max() > 1e8
     small = torch.diag(torch.tensor([1.0, 1e-12], dtype=torch.float64))  # channels of other sizes
     assert shortest_solution(small, right.flip(1), precision=torch.float32)[0, 1] == 2e12
-
-
-def test_is_the_moore_penrose_solution_whatever_the_sizes_of_the_channels() -> None:
-    x = normal(0, 3, 6) * torch.tensor([1.0, 30.0, 0.1, 1.0, 5.0, 0.0], dtype=torch.float64)
-    gram, right = x.T @ x, normal(1, 4, 6) @ (x.T @ x)
-    expected = right @ torch.linalg.pinv(gram, hermitian=True, rtol=1e-9)
-    solution = shortest_solution(gram, right, precision=torch.float64)
-    energies = torch.linalg.eigvalsh(gram)[-3:]
-    bound = gamma(len(gram), gram.dtype) * float(energies[-1] / energies[0])
-    assert (solution - expected).norm() <= bound * expected.norm()

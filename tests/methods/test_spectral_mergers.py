@@ -7,15 +7,13 @@ import oracle
 import pytest
 import torch
 from calibrations import assert_same, calls_of, gamma, samples_in
-from cli_runs import fusion_bench
 from tiny_models import Suite, add_up, clip_suite, decoder_suite, normal, t5_suite
 from tiny_open_clip import converted
 from torch import Tensor, nn
 
 from fusion_bench_featcal.lab.rivals import ESM, DCMerge
-from fusion_bench_featcal.lab.rivals.dc_merge import matrix_names, nearest_orthogonal
+from fusion_bench_featcal.lab.rivals.dc_merge import matrix_names
 from fusion_bench_featcal.lab.rivals.esm import merged_step, output_directions, relative
-from fusion_bench_featcal.results import read_run
 
 WIDE = torch.float64
 ALL = DCMerge(density=1.0)
@@ -71,13 +69,6 @@ def test_smoothing_keeps_the_sum_of_singular_values_and_the_rank() -> None:
         assert_close(values, torch.tensor([*expected, 0, 0, 0], dtype=WIDE), rounding_of(step))
 
 
-def test_nearest_orthogonal_has_orthonormal_columns_and_keeps_symmetry_of_the_product() -> None:
-    x = normal(0, 7, 4)
-    q = nearest_orthogonal(x)
-    torch.testing.assert_close(q.T @ q, torch.eye(4, dtype=WIDE), rtol=0, atol=rounding_of(x))
-    assert_close((q.T @ x).T, q.T @ x, rounding_of(x))  # the polar decomposition
-
-
 @pytest.mark.parametrize("suite", [clip_suite(), t5_suite(), decoder_suite()])
 def test_dc_merge_of_models_averages_all_but_linear_weights(suite: Suite) -> None:
     before = {name: value.clone() for name, value in suite.base.state_dict().items()}
@@ -105,19 +96,6 @@ def slow_directions(rows: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
     energies = torch.zeros(len(step), dtype=WIDE)
     energies[: len(s)] = torch.where(s > 1e-7 * s[0], s.square() / len(rows), 0)
     return energies, v.T
-
-
-def test_output_directions_are_those_of_stored_outputs() -> None:
-    rows, step = normal(0, 50, 6), normal(1, 8, 6)
-    energies, directions = output_directions(rows.T @ rows / len(rows), step)
-    slow, components = slow_directions(rows, step)
-    assert (energies > 0).sum() == 6  # outputs have no more directions than inputs
-    bound = rounding_of(rows) * float(slow[0] / slow[5])
-    assert_close(energies, slow, bound)
-    for rank in range(1, 7):  # of components only the sign is free
-        gap = float(slow[rank - 1] - slow[rank]) / float(slow[0])
-        span, expected = (d[:, :rank] @ d[:, :rank].T for d in (directions, components))
-        assert_close(span, expected, rounding_of(rows) / gap)
 
 
 def steps_of(tasks: int, m: int, n: int) -> tuple[list[Any], Tensor]:
@@ -197,16 +175,3 @@ def test_esm_of_fused_attention_is_that_of_its_parts(batch_first: bool) -> None:
     images = {task: [b["pixel_values"] for b in batches] for task, batches in suite.inputs.items()}
     tower = method.merge_models(base, dict(zip(images, experts, strict=True)), images)
     assert_same(tower, expected)
-
-
-@pytest.mark.slow
-def test_compare_runs_featcal_on_both(tmp_path) -> None:
-    words = [
-        "upstreams=[dc_merge,esm]", "alone=[]", "post_merging=[featcal]", "samples_per_task=16",
-        f"results_dir={tmp_path / 'cells'}",
-    ]  # fmt: skip
-    suite = ["method=compare", "modelpool=clip-vit-mini_TA6", f"path.log_dir={tmp_path / 'log'}"]
-    run = fusion_bench([*suite, *(f"method.{word}" for word in words)], tmp_path)
-    assert run.returncode == 0, run.stderr
-    rows = {(row.merger, row.name) for row in read_run(tmp_path / "log").rows}
-    assert {(name, row) for name in ("dc_merge", "esm") for row in (name, "featcal")} <= rows

@@ -7,7 +7,7 @@ import pytest
 import torch
 from calibrations import assert_identical, calls_of, gamma
 from rivals import generator
-from tiny_models import Suite, clip_suite, decoder_suite, residual_suite, t5_suite
+from tiny_models import Suite, clip_suite, decoder_suite, residual_suite
 from tiny_pools import in_memory
 from torch import Tensor, nn
 
@@ -18,21 +18,6 @@ def distilled(suite: Suite, **settings: Any) -> Any:
     options = {"steps": 60, "learning_rate": 3e-3, "samples_per_task": 7, "family": suite.family}
     method = Distillation(**(options | settings))
     return method.post_merge(copy.deepcopy(suite.merged), in_memory(suite))
-
-
-@pytest.mark.parametrize(("make", "steps"), [(residual_suite, 60), (t5_suite, 25)])
-def test_loss_falls_and_only_blocks_change(make: Any, steps: int) -> None:
-    suite = make()
-    result = distilled(suite, steps=steps, learning_rate=6e-3)
-    assert all(curve[-1][1] < 0.7 * curve[0][1] for curve in result.curves.values())
-    blocks, changed = tuple(f"{block}." for block in suite.blocks), 0
-    for name, value in result.named_parameters():
-        before = suite.merged.get_parameter(name)
-        assert torch.equal(value, before) or name.startswith(blocks), name
-        assert value.requires_grad == before.requires_grad
-        changed += not torch.equal(value, before)
-    inside = sum(name.startswith(blocks) for name, _ in result.named_parameters())
-    assert changed > 0.8 * inside
 
 
 def distilled_by_hand(suite: Suite, steps: int, rate: float, seed: int) -> tuple[nn.Module, dict]:
@@ -77,7 +62,9 @@ def test_distillation_trains_as_written_out() -> None:
     # Adam divides a gradient, a sum of hundreds of products, by its size plus 1e-8.
     bound = 5 * 3e-3 * gamma(1000, torch.float64) / 1e-8
     for name, value in reference.named_parameters():
-        torch.testing.assert_close(result.get_parameter(name), value, rtol=0, atol=bound)
+        parameter = result.get_parameter(name)
+        torch.testing.assert_close(parameter, value, rtol=0, atol=bound)
+        assert parameter.requires_grad == suite.merged.get_parameter(name).requires_grad
     for task, curve in result.curves.items():
         mean = sum(losses[task]) / 5  # a curve has six digits
         first, last = (pytest.approx(loss, rel=5.1e-6) for loss in (losses[task][0], mean))
