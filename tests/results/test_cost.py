@@ -47,47 +47,40 @@ def nvml_of(counters: list[int | None]) -> Any:
     )
 
 
-@pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Function that makes torch hold memory on some devices. It returns torch's calls."""
-
-    def start(*in_use: int, nvml: Any = None) -> list[tuple[str, int]]:
-        calls: list[tuple[str, int]] = []
-        cuda = SimpleNamespace(
-            is_available=lambda: True,
-            is_initialized=lambda: True,
-            device_count=lambda: 3,
-            memory_reserved=lambda device: 8 * (device in in_use),
-            get_device_properties=lambda device: SimpleNamespace(uuid=f"device-{device}"),
-            synchronize=lambda device: calls.append(("synchronize", device)),
-            reset_peak_memory_stats=lambda device: calls.append(("reset", device)),
-            max_memory_allocated=lambda device: 5 + device,
-        )
-        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        return calls
-
-    return start
-
-
-def test_memory_and_energy_of_the_devices_in_use_are_summed(pretend: Any) -> None:
-    counters: list[int | None] = [WATT_HOUR, 5, 0]
-    calls = pretend(0, 2, nvml=nvml_of(counters))
+# Devices 0 and 2 are in use. Counters before and after the block, and watt hours, if measured:
+# no library, a counter that does not move, and one of two devices that cannot be read.
+@pytest.mark.parametrize(
+    ("before", "after", "energy"),
+    [
+        ([WATT_HOUR, 5, 0], [3 * WATT_HOUR, 10**9, WATT_HOUR // 2], 2.5),
+        (None, None, None),
+        ([0, 0, 0], [0, 9, 0], None),
+        ([0, 0, None], [9, 9, None], None),
+    ],
+)
+def test_memory_and_energy_of_the_devices_in_use_are_summed(
+    before: Any, after: Any, energy: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int]] = []
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=lambda: 3,
+        memory_reserved=lambda device: 8 * (device != 1),
+        get_device_properties=lambda device: SimpleNamespace(uuid=f"device-{device}"),
+        synchronize=lambda device: calls.append(("synchronize", device)),
+        reset_peak_memory_stats=lambda device: calls.append(("reset", device)),
+        max_memory_allocated=lambda device: 5 + device,
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "pynvml", before and nvml_of(before))
     with measure() as result:
         calls.append(("block", -1))
-        counters[:] = [3 * WATT_HOUR, 10**9, WATT_HOUR // 2]
+        if before:
+            before[:] = after
     assert result.peak_accelerator_bytes == 5 + 7
     assert ("reset", 0) in calls[: calls.index(("block", -1))]
     assert calls[-2:] == [("synchronize", 0), ("synchronize", 2)]
     assert all(device != 1 for _, device in calls)  # idle
-    assert result.gpu_energy_wh == pytest.approx(2.5)
-
-
-@pytest.mark.parametrize("counters", [None, [0], [0, None]])
-def test_energy_that_cannot_be_measured_is_missing(counters: Any, pretend: Any) -> None:
-    """No library, a counter that does not move, and one of two devices that cannot be read."""
-    pretend(0, 1, nvml=counters and nvml_of(counters))
-    with measure() as result:
-        if counters == [0, None]:
-            counters[0] = 1
-    assert result.gpu_energy_wh is None and "gpu_energy_wh" not in result.as_dict()
+    assert result.gpu_energy_wh == (None if energy is None else pytest.approx(energy))
+    assert ("gpu_energy_wh" in result.as_dict()) == (energy is not None)

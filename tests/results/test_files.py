@@ -61,21 +61,21 @@ def test_all_numbers_of_any_runs_are_one_frame(tmp_path: Path) -> None:
     assert set(frame[frame.metric == "cost.seconds"].value) == {10.0}
 
 
-REFUSED_ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "taken name": ("featcal", {"cars": 0.5, "dtd": 0.5}, "'featcal' is already"),
-    "no share": ("new", {"cars": 50.0, "dtd": 0.5}, r"'new', task 'cars': accuracy 50\.0"),
-    "other tasks": ("new", {"cars": 0.5}, r"missing \['dtd'\]"),
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED_ROWS)
-def test_rows_that_cannot_be_right_are_refused(reason: str) -> None:
-    name, accuracy, message = REFUSED_ROWS[reason]
+@pytest.mark.parametrize(
+    ("name", "accuracy", "correct", "message"),
+    [
+        ("featcal", {"cars": 0.5, "dtd": 0.5}, None, "'featcal' is already"),
+        ("new", {"cars": 50.0, "dtd": 0.5}, None, r"'new', task 'cars': accuracy 50\.0"),
+        ("new", {"cars": 0.5}, None, r"missing \['dtd'\]"),
+        ("new", {"cars": 0.5, "dtd": 0.5}, {"cars": [1, 0, 0, 0], "dtd": [1, 0]},
+         "'new', task 'cars': 1 of 4 test items"),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_right_are_refused(
+    name: str, accuracy: dict[str, float], correct: Any, message: str
+) -> None:
     with pytest.raises(ReportError, match=message):
-        make_run().add_row(name, {"accuracy": accuracy})
-    half = {"accuracy": {"cars": 0.5, "dtd": 0.5}}
-    with pytest.raises(ReportError, match="'new', task 'cars': 1 of 4 test items"):
-        make_run().add_row("new", half, correct={"cars": [1, 0, 0, 0], "dtd": [1, 0]})
+        make_run().add_row(name, {"accuracy": accuracy}, correct=correct)
 
 
 def test_damaged_items_are_refused(tmp_path: Path) -> None:

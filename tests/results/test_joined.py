@@ -1,4 +1,4 @@
-"""Joined runs: which count, how rows find their partners, and the tables of them."""
+"""Joined runs: which count, how rows find their partners, their tables and remarks."""
 
 import csv
 from pathlib import Path
@@ -17,6 +17,7 @@ from reports import (
 )
 
 from fusion_bench_featcal.results import Run, join_folders, summary, write_run
+from fusion_bench_featcal.results.remarks import closing_lines, tasks_below_merged
 
 
 def leave_rows(folder: Path, rows: Any, seed: int, **facts: Any) -> Path:
@@ -46,22 +47,17 @@ def test_without_experts_the_worst_task_has_the_smallest_gain(tmp_path: Path) ->
     assert row["worst_share"] != row["worst_share"] and row["share"] != row["share"]  # not numbers
 
 
-def test_lower_losses_recover_the_gap(tmp_path: Path) -> None:
+def test_any_metric_has_a_table_and_lower_losses_recover_the_gap(tmp_path: Path) -> None:
     run = Run(suite="toy", merger="ties")
     for name, loss in {"experts": 0.5, "ties": 1.5, "featcal": 0.75}.items():
-        run.add_row(name, {"accuracy": {"a": 0.5}, "loss": {"a": loss}})
+        run.add_row(name, {"accuracy": {"a": 0.5}, "loss": {"a": loss}, "f1": {"a": 1 - loss / 2}})
     row = rows_of(write_run(tmp_path, run), metric="loss")["ties/featcal"]
     assert (row["gain"], row["share"], row["worst_share"]) == pytest.approx((-0.75, 0.75, 0.75))
     assert "-0.750" in featcal("report", tmp_path, "--metric", "loss").out
-    assert "there are accuracy, loss" in error_of("report", tmp_path, "--metric", "los")
-
-
-def test_a_metric_of_ones_own_needs_no_code(tmp_path: Path) -> None:
-    run = Run(suite="toy", merger="ties")
-    for name, value in {"ties": 0.5, "featcal": 0.75}.items():
-        run.add_row(name, {"accuracy": {"a": 0.5}, "f1": {"a": value}})
-    out = featcal("report", write_run(tmp_path, run), "--metric", "f1", "--markdown").out
-    assert "| + featcal | 0.750 | 0.750 | +0.250 |" in out
+    out = featcal("report", tmp_path, "--metric", "f1", "--markdown").out
+    assert "| + featcal | 0.625 | 0.625 | +0.375 |" in out
+    message = error_of("report", tmp_path, "--metric", "los")
+    assert "there are accuracy, " in message and "loss" in message
 
 
 def test_costs_and_seeds_are_means_over_the_runs(tmp_path: Path) -> None:
@@ -117,20 +113,13 @@ def test_a_rows_merger_is_the_one_with_its_settings(tmp_path: Path) -> None:
         leave_cell(tmp_path / f"m{scale}", "ties", merged, settings={"scaling_factor": scale})
         of_merger: Any = {"settings": {"a": 1}, "conditions": {"scaling_factor": scale}}
         leave_cell(tmp_path / f"f{scale}", "featcal", repaired, **of_merger)
+    leave_cell(tmp_path / "x", "x", 0.6)  # may be of either merged model
     rows = summary(join_folders([tmp_path])).to_dict("records")
     gains = {row["scaling_factor"]: row["gain"] for row in rows if row["row"] == "featcal"}
     assert gains == pytest.approx({0.3: 0.1, 1.0: 0.4})
+    assert all(row["gain"] != row["gain"] for row in rows if row["row"] == "x")  # not a number
     out = featcal("report", tmp_path).out
     assert "scaling_factor = 0.3" in out and "scaling_factor = 1.0" in out
-
-
-def test_a_row_that_may_be_of_two_merged_models_has_no_gain(tmp_path: Path) -> None:
-    for scale, merged in ((0.3, 0.5), (1.0, 0.3)):
-        leave_cell(tmp_path / f"m{scale}", "ties", merged, settings={"scaling_factor": scale})
-    leave_cell(tmp_path / "featcal", "featcal", 0.6)
-    rows = summary(join_folders([tmp_path])).to_dict("records")
-    (row,) = [row for row in rows if row["row"] == "featcal"]
-    assert row["gain"] != row["gain"]  # not a number
 
 
 def test_runs_are_found_once_and_never_overwritten(tmp_path: Path) -> None:
@@ -144,11 +133,25 @@ def test_runs_are_found_once_and_never_overwritten(tmp_path: Path) -> None:
     assert "no such run" in error_of("report", tmp_path / "absent")
 
 
-def test_a_table_fits_80_columns_with_whole_heads(tmp_path: Path) -> None:
-    tasks = [f"oxford_flowers_number{number}" for number in range(9)]
-    levels = LEVELS | {"prob_surgery_calibration": 0.6}
-    out = featcal("report", leave_run(tmp_path, levels, tasks)).out
-    tables = [line for line in out.splitlines() if not line.startswith(("gain", "share", "note"))]
-    assert max(map(len, tables)) <= 80 and "+ prob_surgery_calibration" in out
-    assert len([line for line in out.splitlines() if line.startswith(("gain:", "share:",
-                "task id:", "samples"))]) <= 4  # fmt: skip
+def test_the_last_lines_have_words_that_can_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # folders below the current one are shown by their short path
+    lines = closing_lines("featcal", tmp_path, tmp_path / "my run")
+    assert lines[-1] == "next: featcal report 'my run'"
+    assert closing_lines("featcal", tmp_path, Path("/a"))[-1] == "next: featcal report /a"
+    (line,) = closing_lines("featcal", None)
+    assert line == "not saved: merged_model_save_path=DIR saves the model of row featcal"
+
+
+def test_each_task_below_the_merged_model_has_a_sentence() -> None:
+    run = Run(merger="merged")
+    rows = {"base": (0.1, 0.1, 0.1), "merged": (0.5, 0.5, 0.5), "featcal": (0.468, 0.7, 0.4999),
+            "featcal_mini": (0.48, 0.49, 0.6)}  # fmt: skip
+    for name, accuracies in rows.items():
+        run.add_row(name, {"accuracy": dict(zip("abc", accuracies, strict=True))})
+    assert [note.text for note in tasks_below_merged(run.rows)] == [
+        "a ends below the merged model: featcal -3.2, featcal_mini -2.0 points",
+        "b ends below the merged model: featcal_mini -1.0 points",
+    ]
+    assert tasks_below_merged(run.rows[:1] + run.rows[2:]) == []  # without the merged model

@@ -200,58 +200,45 @@ def test_class_names_of_fusion_bench_are_used_in_the_order_of_tables_alone(
         make_pool(tasks={"mnist": {"data": str(letters)}})
 
 
+CAT, TWO = {"image": picture(0), "label": 0}, {"classnames": ["cat", "dog"]}
+SMALL = {"image": picture(0, (30, 20)), "label": 0}
+unsized = lambda image: torch.zeros(3, image.height, image.width)  # noqa: E731
+
+
+def of_items(*items: Any, task: str = "x", **definition: Any) -> dict[str, Any]:
+    """Keys of a pool with items in memory."""
+    tasks = {task: definition or TWO}
+    return {"test_datasets": {task: [*items]}, "tasks": tasks, "data_processor": unsized}
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        # refused before anything is loaded
+        ({"tasks": {"task": {}}}, "task 'task' needs its data once: set either"),
         ({"task": {}}, r"taskpool\.task is unknown \(nearest: 'tasks'\)"),
-        ({"x": {}}, "task 'x' needs its data once: set either taskpool.tasks.x.data or"),
-        ({"x": {"data": "./nowhere"}}, r"tasks\.x cannot be loaded: data './nowhere' does not"),
         ({"dataloader_kwargs": {"shuffle": True}}, r"dataloader_kwargs\.shuffle must be false"),
+        ({"x": {"data": "./nowhere"}}, r"tasks\.x cannot be loaded: data './nowhere' does not"),
         ({"x": {"clasnames": []}}, r"x\.clasnames is unknown \(nearest: 'classnames'"),
         ({"x": {"classnames": [True, "maybe"]}}, "yes, no, on and off in quotes.*True"),
         ({"x": {"templates": ["a photo"]}}, r"prompts with \{\} for the class name.*'a photo'"),
         ({"x": {"data": {"_target_": LOAD}, "split": "a"}}, "split 'a' has no effect.*its keys"),
         ({"x": {"data": "SHAPES/circle"}}, r"tasks\.x: .*circle' has no labels"),
+        # refused when they are evaluated
+        (of_items(CAT, CAT | {"label": 2}), r"test_datasets\.x, item 1: label 2 is neither"),
+        (of_items({"image": picture(0)}), r"task 'x'.*item 0 has no label"),
+        (of_items(), r"task 'x' has no test items"),
+        (of_items(CAT, SMALL), r"task 'x'.*one size.*\[3, 28, 28\].* and \[3, 20, 30\]"),
+        (of_items(CAT, task="mnist", templates="x {}"), "FusionBench has class names and templ"),
     ],
 )  # fmt: skip
-def test_bad_keys_are_refused_before_anything_is_loaded(make_pool, shapes, keys, message):
+def test_keys_and_items_that_cannot_be_used_are_named(make_pool, shapes, model, keys, message):
     keys = {"tasks": keys} if "x" in keys else keys
+    for task in keys.get("tasks", {}).values():
+        if task.get("data") == "SHAPES/circle":
+            task["data"] = str(shapes / "circle")
     with pytest.raises(REFUSALS, match=message):
-        make_pool(**json.loads(json.dumps(keys).replace("SHAPES", str(shapes))))
-
-
-def unsized(image) -> torch.Tensor:
-    return torch.zeros(3, image.height, image.width)
-
-
-CAT = {"image": picture(0), "label": 0}
-SMALL = {"image": picture(0, (30, 20)), "label": 0}
-TWO = {"classnames": ["cat", "dog"]}
-
-
-@pytest.mark.parametrize(
-    ("task", "data", "definition", "message"),
-    [
-        ("x", [CAT, CAT | {"label": 2}], TWO, r"test_datasets\.x, item 1: label 2 is neither"),
-        ("x", [{"image": picture(0)}], TWO, r"task 'x'.*item 0 has no label"),
-        ("x", [], TWO, r"task 'x' has no test items"),
-        ("x", [CAT, SMALL], TWO, r"task 'x'.*one size.*\[3, 28, 28\].* and \[3, 20, 30\]"),
-        (
-            "mnist",
-            [CAT],
-            {"templates": "x {}"},
-            "FusionBench has class names and templ",
-        ),
-    ],
-)
-def test_items_that_cannot_be_evaluated_are_named(
-    make_pool, model, task, data, definition, message
-):
-    with pytest.raises(REFUSALS, match=message):
-        pool = make_pool(
-            test_datasets={task: data}, tasks={task: definition}, data_processor=unsized
-        )
-        pool.evaluate(model)
+        make_pool(**keys).evaluate(model)
 
 
 class Projected(torch.nn.Module):
