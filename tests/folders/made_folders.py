@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 import torch
-from tiny_encoders import CLASSES, bert, tokenizer, write_sentence_files
+from encoder_pools import encoder, write_sentence_files
 from tiny_images import write_class_folders, write_clip
 from tiny_models import add_up, scatter
 from tiny_texts import TASKS, llama_model, sentences, t5_model, word_tokenizer, write_adapter
@@ -29,6 +29,7 @@ ROWS = 30
 HELD_OUT = ROWS // 5
 FEW = ("--set", "samples_per_task=12", "--set", "batch_size=4")
 PAPER = ("--preset", "paper")
+CLASSES = ["a b", "c", "d e f", "g"]
 Models = dict[str, Any]
 
 
@@ -158,10 +159,10 @@ def clip_folders(folder: Path) -> Models:
 
 def requests(task: str) -> list[dict[str, str]]:
     """Texts of unequal length, some above an encoder's limit, with the names of their classes."""
-    start, vocabulary = TASKS.index(task), " ".join(CLASSES).split()
+    start = TASKS.index(task)
     return [
         {
-            "text": " ".join(vocabulary[(start + n * k) % 7] for k in range(1, 3 + n % 8)),
+            "text": " ".join("abcdefg"[(start + n * k) % 7] for k in range(1, 3 + n % 8)),
             "label": CLASSES[(start + n) % 4],
         }
         for n in range(ROWS)
@@ -170,7 +171,7 @@ def requests(task: str) -> list[dict[str, str]]:
 
 def encoder_folders(folder: Path) -> Models:
     """Encoders with files of sentence-transformers, experts also as adapters, labelled texts."""
-    models = write_models(folder, bert(), tokenizer())
+    models = write_models(folder, encoder("bert"), word_tokenizer())
     write_adapters(folder, models["base"])
     for task in TASKS:
         write_rows(folder / f"{task}.jsonl", requests(task))

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from encoder_pools import encoder
-from made_folders import HELD_OUT, ROWS, requests, words, write_models, write_rows
+from encoder_pools import FILES, embeddings, encoder, write_sentence_files
+from made_folders import CLASSES, HELD_OUT, ROWS, requests, words, write_models, write_rows
 from reports import error_of, featcal
 from safetensors.torch import load_file
 from sample_pools import RESCALE
-from tiny_encoders import CLASSES, FILES, embeddings, tokenizer, write_sentence_files
 from tiny_images import write_class_folders
-from tiny_texts import TASKS, merged_by_hand
+from tiny_texts import TASKS, merged_by_hand, word_tokenizer
 from torch.nn import functional as F
 from transformers import BertForMaskedLM, BertModel, Dinov2Model
 
@@ -50,14 +49,14 @@ def expert(folder: Path, location: str) -> Any:
     return merged_by_hand(BertModel.from_pretrained(folder / "base"), folder / location, scale=0.5)
 
 
-ADAPTERS = ("--merge", "task_arithmetic:0.4", "--prompt", "two=weather {} alarm")
+ADAPTERS = ("--merge", "task_arithmetic:0.4", "--prompt", "two=h {} i")
 
 
 @pytest.mark.parametrize(
     ("more", "options", "prompts", "embeds"),
     [
         ((), {}, ("{}", "{}"), "base"),
-        (ADAPTERS, {"merged": None, "experts": LORA}, ("{}", "weather {} alarm"), "base"),
+        (ADAPTERS, {"merged": None, "experts": LORA}, ("{}", "h {} i"), "base"),
         ((), {"base": None}, ("{}", "{}"), "merged"),
     ],
 )
@@ -143,7 +142,7 @@ def test_a_base_without_pooler_does_not_take_the_first_experts(folder):
     body = BertModel.from_pretrained(folder / "base")
     base = BertForMaskedLM(body.config)
     base.bert.load_state_dict(body.state_dict(), strict=False)
-    write_models(folder / "mlm", base, tokenizer(), {})
+    write_models(folder / "mlm", base, word_tokenizer(), {})
     options = {"merged": None, "base": "mlm/base"}
     calibrate(folder, "--merge", "task_arithmetic:0.4", **options)
     out, *experts = (load_file(folder / n / "model.safetensors") for n in ("out", *TASKS))

@@ -217,7 +217,7 @@ DATA: list[Refused] = [
 
 
 def labels(*names: Any) -> dict[str, Any]:
-    return {"one.jsonl": [{"text": "alarm", "label": name} for name in names]}
+    return {"one.jsonl": [{"text": "a", "label": name} for name in names]}
 
 
 MODULES = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}]
@@ -234,7 +234,7 @@ ENCODERS: list[Refused] = [
      ["the merged model", "is a BartModel; featcal calibrate takes"]),
     ("encoders", labels("0", "1"), {}, ["--data one=", f"the labels are 0, 1, {IN_WORDS}"]),
     ("encoders", labels(0, 1), {}, [f"the labels are 0, 1, {IN_WORDS}"]),
-    ("encoders", labels("alarm"), {}, ["the labels are alarm", "at least two labels in words"]),
+    ("encoders", labels("g"), {}, ["the labels are g", "at least two labels in words"]),
     ("encoders", labels(*CLASSES), {"more": "--text-tower base"},
      ["--text-tower is for CLIP", "these are encoder models"]),
 ]  # fmt: skip

@@ -1,16 +1,17 @@
-"""Pools of tiny encoders without a head: a BERT with sentence-transformers' files, a DINOv2."""
+"""Tiny encoders without a head: a BERT with sentence-transformers' files, a DINOv2, their pools."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from fusion_bench.modelpool import CLIPVisionModelPool, SequenceClassificationModelPool
 from sample_pools import RESCALE
-from tiny_encoders import write_sentence_files
 from tiny_images import picture
 from tiny_models import scatter
 from tiny_texts import NAMES, TASKS, WORDS, sentences, word_tokenizer, write
-from transformers import BertConfig, BertModel, Dinov2Config, Dinov2Model
+from torch.nn import functional as F
+from transformers import AutoTokenizer, BertConfig, BertModel, Dinov2Config, Dinov2Model
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24
@@ -32,10 +33,44 @@ def encoder(kind: str, seed: int = 0) -> Any:
     return expert
 
 
-def write_pooling(folder: Path, mode: str = "mean", length: int | None = None) -> None:
-    """Files of sentence-transformers that say how a BERT's tokens become an embedding."""
-    lengths = {"sentence_bert_config.json": {"max_seq_length": length}}
-    write_sentence_files(folder, **{"1_Pooling/config.json": {"pooling_mode": mode}}, **lengths)
+# --- sentence-transformers' files, as all-MiniLM-L6-v2 has them ---
+
+LENGTH = 7
+"""Tokens of the longest text."""
+MODES = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token",
+         "last": "pooling_mode_lasttoken", "max": "pooling_mode_max_tokens"}  # fmt: skip
+FILES: dict[str, Any] = {
+    "modules.json": [
+        {"idx": n, "name": str(n), "path": f"{n}_{kind}" if n else "",
+         "type": f"sentence_transformers.models.{kind}"}
+        for n, kind in enumerate(("Transformer", "Pooling", "Normalize"))
+    ],
+    "1_Pooling/config.json": {
+        "word_embedding_dimension": 16, **{flag: mode == "mean" for mode, flag in MODES.items()}
+    },
+    "config_sentence_transformers.json": {"__version__": {"sentence_transformers": "2.0.0"}},
+    "sentence_bert_config.json": {"max_seq_length": LENGTH, "do_lower_case": False},
+}  # fmt: skip
+
+
+def write_sentence_files(folder: Path, **changes: Any) -> None:
+    """Write the files of sentence-transformers, with other contents for some."""
+    for name, content in (FILES | changes).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+
+
+def embeddings(model: Any, folder: Path, texts: list[str]) -> torch.Tensor:
+    """Mean of each text's states, one text at a time, of norm 1."""
+    encode, rows = AutoTokenizer.from_pretrained(folder), []
+    for text in texts:
+        ids = encode(text, truncation=True, max_length=LENGTH, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            rows.append(model.eval()(input_ids=ids).last_hidden_state[0].mean(dim=0))
+    return F.normalize(torch.stack(rows), dim=-1)
+
+
+# --- pools ---
 
 
 def rows(kind: str, task: str, number: int = 12) -> list[dict[str, Any]]:
@@ -45,7 +80,7 @@ def rows(kind: str, task: str, number: int = 12) -> list[dict[str, Any]]:
     return [{"image": picture(start + n), "label": n % 3} for n in range(number)]
 
 
-def encoder_pool(kind: str, folder: Path, mode: str = "mean", length: int | None = None) -> Any:
+def encoder_pool(kind: str, folder: Path, length: int | None = None) -> Any:
     """A base and two experts on disk, with train and test data in memory."""
     key, models = "pretrained_model_name_or_path", {}
     for seed, name in enumerate(NAMES):
@@ -55,7 +90,9 @@ def encoder_pool(kind: str, folder: Path, mode: str = "mean", length: int | None
     processor = {"_target_": f"transformers.{LOADERS[kind]}.from_pretrained", key: str(base)}
     data: Any = {f"{split}_datasets": {task: {} for task in TASKS} for split in ("train", "test")}
     if kind == "bert":
-        write_pooling(base, mode, length)
+        lengths = {"sentence_bert_config.json": {"max_seq_length": length}}
+        pooling = {"1_Pooling/config.json": {"pooling_mode": "mean"}}
+        write_sentence_files(base, **pooling, **lengths)
         word_tokenizer().save_pretrained(base)
         pool: Any = SequenceClassificationModelPool(models, tokenizer=processor, **data)  # type: ignore[arg-type]
     else:

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from encoder_pools import MODES, encoder, write_sentence_files
 from safetensors.torch import save_file
-from tiny_encoders import write_sentence_files
 from tiny_images import channels_first, picture
-from tiny_models import scatter
-from tiny_texts import WORDS, word_tokenizer, write
+from tiny_texts import word_tokenizer, write
 from torch.nn import functional as F
-from transformers import BertConfig, BertModel, Dinov2Config, Dinov2Model
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.data.embeddings import Pooling
@@ -20,23 +18,16 @@ from fusion_bench_featcal.tasks import EncoderTaskPool
 
 LABELS = ["a b", "c", "d e f"]
 ROWS = [{"text": " ".join("ghijklmn"[k : k + 1 + k % 4]), "label": LABELS[k % 3]} for k in range(8)]
-OLD = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token",
-       "last": "pooling_mode_lasttoken", "max": "pooling_mode_max_tokens"}  # fmt: skip
 
 
 def bert(seed: int = 0) -> Any:
-    config = BertConfig(
-        vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=12, max_position_embeddings=16, hidden_act="gelu",
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    return scatter(BertModel(config).eval(), seed, 0.3)
+    return encoder("bert", seed)
 
 
 def sentence_transformer(folder: Path, mode: str = "mean", **config: Any) -> str:
     """A folder with sentence-transformers' files beside a BERT."""
     write(bert(), folder, word_tokenizer())
-    pooling = {flag: name == mode for name, flag in OLD.items()} | config
+    pooling = {flag: name == mode for name, flag in MODES.items()} | config
     changes = {"1_Pooling/config.json": pooling, "sentence_bert_config.json": {}}
     write_sentence_files(folder, **changes)
     return str(folder)
@@ -51,7 +42,7 @@ def alone(model: Any, text: str, mode: str) -> torch.Tensor:
     return F.normalize(pooled[mode], dim=-1)
 
 
-@pytest.mark.parametrize("mode", OLD)
+@pytest.mark.parametrize("mode", MODES)
 def test_scores_are_cosines_with_the_bases_embeddings_of_class_names(tmp_path, mode):
     base, model = sentence_transformer(tmp_path / "base", mode), bert(seed=1)
     heads = {"t": {"template": "o {} p", "temperature": 0.1, "class_names": LABELS}}
@@ -66,7 +57,7 @@ def test_scores_are_cosines_with_the_bases_embeddings_of_class_names(tmp_path, m
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("mode", OLD)
+@pytest.mark.parametrize("mode", MODES)
 def test_padding_never_counts(mode, side):
     """Padding enters neither attention nor pooling, so a text is embedded as it is alone."""
     model, texts = bert(), [row["text"] for row in ROWS]
@@ -81,11 +72,7 @@ def test_padding_never_counts(mode, side):
 
 
 def test_images_are_scored_by_a_head_from_a_file(tmp_path):
-    config = Dinov2Config(
-        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, image_size=28, mlp_ratio=2
-    )
-    torch.manual_seed(0)
-    model: Any = scatter(Dinov2Model(config).eval(), 0, 0.3)
+    model = encoder("dino")
     images = [picture(k) for k in range(6)]
     pixels = torch.stack([channels_first(image) for image in images])
     with torch.no_grad():
@@ -119,7 +106,7 @@ PLAIN = {"rows": ROWS, "options": {}, "config": {}}
         ({"rows": [{"text": "a", "label": 4}],
           "options": {"heads": {"t": {"class_names": LABELS}}}}, "item 0: label 4"),
         ({"rows": []}, "task 't' has no test rows"),
-        ({"config": {OLD["cls"]: True}}, r"config\.json has the pooling \['mean', 'cls'\]"),
+        ({"config": {MODES["cls"]: True}}, r"config\.json has the pooling \['mean', 'cls'\]"),
         ({"config": {"pooling_mode": "weightedmean"}}, "has the pooling .'weightedmean'"),
         ({"modules": ["Transformer", "Pooling", "Dense"]}, r"modules\.json has a module Dense"),
         ({"modules": [None, "Pooling"]}, r"modules\.json has an entry without"),
