@@ -1,5 +1,6 @@
 """Finished cells are not run again, unless a change or a damage has hit them."""
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -39,13 +40,21 @@ class Command:
         return {name.rpartition("-")[0] for name, _ in written}
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the command has run."""
+    folder = tmp_path_factory.mktemp("finished")
+    with contextlib.chdir(folder):
+        assert Command().run() == ALL
+    return folder
+
+
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+def command(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     """The command beside its finished results."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    command = Command()
-    assert command.run() == ALL
-    return command
+    return Command()
 
 
 CHANGES: dict[str, tuple[Callable[[Command], Any], set[str]]] = {

@@ -45,13 +45,6 @@ def model_pool() -> BaseModelPool:
     return BaseModelPool(models)
 
 
-class Numbers(list):
-    """A dataset of numbers."""
-
-    def __init__(self, values: Sequence[int]) -> None:
-        super().__init__({"value": value} for value in values)
-
-
 class SignTaskPool(BaseTaskPool):
     """An item of a task is right if the model agrees with that task's expert on it."""
 

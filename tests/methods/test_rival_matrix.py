@@ -40,8 +40,8 @@ CASES = [
     *((kind, "clip") for kind in RIVALS),
     *((kind, "causal") for kind in ("Distillation", "ProDistill", "ESM", "Surgery")),
     *((kind, "seq2seq") for kind in ("ESM", "DCMerge", "ProbSurgery", "RidgeSurgery")),
-    *((kind, "bert") for kind in RIVALS),
-    *((kind, "dino") for kind in ("FeatCal", "Distillation", "RidgeSurgery", "SurgeryV2")),
+    *((kind, "bert") for kind in ("FeatCal", "ProDistill", "ESM", "DCMerge", "SurgeryV2")),
+    *((kind, "dino") for kind in ("Distillation", "RidgeSurgery")),
 ]
 
 
