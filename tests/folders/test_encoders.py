@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,14 @@ def calibrate(folder: Path, *more: str, **options: Any) -> str:
     return done.out
 
 
+@pytest.fixture(scope="module")
+def usual(made: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder and screen of a usual run, of a base without one of MERGED's files."""
+    folder = shutil.copytree(made("encoders")[0], tmp_path_factory.mktemp("usual") / "run")
+    (folder / "base" / "sentence_bert_config.json").unlink()
+    return folder, calibrate(folder)
+
+
 def expert(folder: Path, location: str) -> Any:
     if location not in LORA:
         return BertModel.from_pretrained(folder / location)
@@ -60,8 +69,13 @@ ADAPTERS = ("--merge", "task_arithmetic:0.4", "--prompt", "two=h {} i")
         ((), {"base": None}, ("{}", "{}"), "merged"),
     ],
 )
-def test_scores_are_cosines_with_embeddings_of_class_names(folder, more, options, prompts, embeds):
-    screen = calibrate(folder, *more, **options)
+def test_scores_are_cosines_with_embeddings_of_class_names(
+    usual, folder, more, options, prompts, embeds
+):
+    if more or options:
+        screen = calibrate(folder, *more, **options)
+    else:
+        folder, screen = usual
     assert screen.startswith("encoder: BertModel, 2 tasks")
     assert f"{HELD_OUT} rows of --data, held back: share of rows nearest to their class" in screen
     no_base = "no --base: the merged model embeds the class names" in screen
@@ -82,9 +96,8 @@ def test_scores_are_cosines_with_embeddings_of_class_names(folder, more, options
             assert row.scores["loss"][task] == pytest.approx(loss, abs=1e-4)
 
 
-def test_a_folder_comes_out_whole(folder):
-    (folder / "base" / "sentence_bert_config.json").unlink()  # MERGED's files have priority
-    calibrate(folder)
+def test_a_folder_comes_out_whole(usual):
+    folder, _ = usual
     out, merged = folder / "out", folder / "merged"
     for name in (*FILES, "config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (out / name).read_bytes() == (merged / name).read_bytes(), name
@@ -186,9 +199,8 @@ def test_the_command_of_the_docs_on_real_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_sentence_transformers_loads_the_folder(folder):
-    sentence_transformers = pytest.importorskip("sentence_transformers")
-    calibrate(folder)
+def test_sentence_transformers_loads_the_folder(usual):
+    sentence_transformers, (folder, _) = pytest.importorskip("sentence_transformers"), usual
     texts = [row["text"] for row in requests("one")]
     loaded = sentence_transformers.SentenceTransformer(str(folder / "out"), device="cpu")
     expected = embeddings(BertModel.from_pretrained(folder / "out"), folder / "out", texts)

@@ -138,29 +138,26 @@ class _Handler(BaseHTTPRequestHandler):
         self.request_ = Request(self.command, path)
         self.mirror.requests.append(self.request_)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        is_api, path = path.startswith("/api/"), path.removeprefix("/api")
-        steps = path.removeprefix("/models/").strip("/").split("/")
+        steps = path.removeprefix("/api").removeprefix("/models/").strip("/").split("/")
         ids = ["/".join(steps[:length]) for length in (1, 2, 3)]
         name = next((name for name in ids if name in self.mirror.repositories), "")
-        repository, rest = self.mirror.repositories.get(name), steps[name.count("/") + 1 :]
-        if repository is None or repository.failure == "missing":
+        repository = self.mirror.repositories.get(name, Repository({}, "missing"))
+        failure, rest = repository.failure, steps[name.count("/") + 1 :]
+        if failure == "missing":
             self._refuse(404, "RepoNotFound", "Repository not found")
-        elif repository.failure == "busy" and repository.fails():
+        elif failure == "busy" and repository.fails():
             self._send(503, b"Too much", {"Retry-After": "0"})
-        elif repository.failure == "limited":
+        elif failure == "limited":
             self._send(429, b"Too many", {"ratelimit": '"api";r=0;t=55'})
-        elif repository.failure == "silent" and repository.fails():
+        elif failure == "silent" and repository.fails():
             self.mirror.stopped.wait()
             self.close_connection = True
-        elif is_api:
+        elif path.startswith("/api/"):
             self._describe(repository, name.removeprefix("datasets/"), rest, body)
-        elif repository.failure == "gated":
-            self._refuse(403, "GatedRepo",
-                f"Access to model {name} is restricted and you are not in the authorized list. "
-                f"Visit https://huggingface.co/{name} to ask for access.")  # fmt: skip
+        elif failure == "gated":
+            self._refuse(403, "GatedRepo", f"Access to model {name} is restricted")
         else:
             self._file(repository, rest[1], "/".join(rest[2:]))
-        return None
 
     do_HEAD = do_GET = do_POST = _answer
 
