@@ -46,16 +46,13 @@ READ: list[tuple[str, str | None, dict[str, str]]] = [
      "base", BOTH),
     # a weight of zero
     (models("one", "{model: two, parameters: {weight: 0}}"), "base", {"one": "one"}),
-    (models("one", "{model: two, parameters: {weight: [0.0, 0]}}"), "base", {"one": "one"}),
     (models("one", "{model: two, parameters: {weight: [{filter: mlp, value: 0}, {value: 0}]}}"),
      "base", {"one": "one"}),
     # slices in their places
-    (slices("passthrough", "[0, 1]", "[1, 2]"), None, BOTH),
     (slices("passthrough", "[0, 4]", "[4, 6]", "[6, 9]"), None, BOTH),
     ("merge_method: linear\nslices: [{sources: [{model: one, layer_range: [0, 2]}, "
      "{model: two, layer_range: [0, 2]}]}]", None, BOTH),
     # aliases
-    (f"x: &half {{weight: .5}}\n{models('{model: one, parameters: *half}', 'two')}", "base", BOTH),
     (models("{model: &m one}", "two", "{model: *m}"), "base", BOTH),
     (models("&m {model: one}", "{<<: *m, model: two}"), "base", BOTH),
     # revisions and hub ids

@@ -7,7 +7,6 @@ import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 # isort: split
 import pytest
 import torch
-from calibrations import calls_of
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 from sample_pools import three_texts
 from tiny_models import normal
@@ -70,30 +69,11 @@ def test_the_classifier_gets_the_tasks_corrected_features(kind, models) -> None:
         model.compute_surgery_features(unit(-features, dim=-1), TASKS[0])
 
 
-def model_of(kind: str) -> Any:
-    return MAKERS[kind](0).float().eval()
-
-
-@KINDS
-def test_scores_are_the_heads_of_corrected_states(kind) -> None:
-    model, batch = model_of(kind), three_texts(kind)
-    modules = {"one": [module("surgery", 1, WIDTH)]}
-    corrected = CorrectedModel(model, modules, FinalState(NORMS[kind]))
-    plain = model(**batch).logits
-    ((_, states),) = calls_of(model, NORMS[kind], lambda: model(**batch))
-    expected = written_out("surgery", 1, states.flatten(0, 1)).view_as(states)
-    with torch.no_grad(), corrected.for_task("one"):
-        result, head = corrected(**batch).logits, model.get_output_embeddings()
-        torch.testing.assert_close(result, head(expected))
-        assert torch.equal(model(**batch).logits, plain)
-    with pytest.raises(CalibrationError, match="must be told the task"):
-        corrected(**batch)
-
-
 @KINDS
 def test_a_correction_acts_at_every_decoded_position_of_its_task_alone(kind) -> None:
     """Behind it the head prefers one token, whatever it is given."""
-    model, batch = model_of(kind), three_texts(kind, left=True)
+    model: Any = MAKERS[kind](0).float().eval()
+    batch = three_texts(kind, left=True)
     head = model.get_output_embeddings().weight.detach()
     shift = AffineModule(torch.eye(WIDTH), -100 * head[9].clone())
     corrected = CorrectedModel(model, {"one": [shift]}, FinalState(NORMS[kind]))
@@ -107,3 +87,5 @@ def test_a_correction_acts_at_every_decoded_position_of_its_task_alone(kind) -> 
     with corrected.for_task("one"):
         assert (written(corrected) == int((head @ head[9]).argmax())).all()
     assert torch.equal(written(corrected.model), before)
+    with pytest.raises(CalibrationError, match="must be told the task"):
+        corrected(**batch)

@@ -41,22 +41,6 @@ def test_statistics_are_those_of_an_independent_script(seeds: int, tmp_path: Pat
         assert p == pytest.approx(adjusted, rel=0.06, abs=1e-300), name  # printed with two digits
 
 
-def test_the_interval_is_that_of_resampled_items() -> None:
-    """The exact variance is what a bootstrap of 20,000 resamples estimates, to its 1 %."""
-    random = np.random.default_rng(0)
-    sizes = {"small": 60, "large": 140}
-    one = {0: {task: random.random(n) < 0.7 for task, n in sizes.items()}}
-    two = {0: {task: random.random(n) < 0.5 for task, n in sizes.items()}}
-    result: Any = difference(one, two)
-    means = []
-    for task, n in sizes.items():
-        gains = one[0][task].astype(float) - two[0][task]
-        means.append(gains[random.integers(n, size=(20_000, n))].mean(1))
-    half = 1.96 * np.mean(means, axis=0).std()
-    # The bootstrap divides by n, not n - 1; its standard error is 1 / sqrt(2 * 20,000).
-    assert result.half == pytest.approx(half, rel=1 / (2 * 60) + 4 / (2 * 20_000) ** 0.5)
-
-
 def test_half_of_the_intervals_cover_the_truth_as_often_as_they_say() -> None:
     """Gains of seeds and items drawn around a known mean: 95 % within four standard errors."""
     random, covered, draws = np.random.default_rng(1), 0, 600
