@@ -149,7 +149,8 @@ def test_methods_get_the_merged_model_bit_by_bit_with_its_ties(
 
 def alone(folder: Path) -> Any:
     """The program of a method that runs by itself."""
-    algorithm: Any = algorithm_of(Scale)(factor=-2.0, base_method=MERGERS["simple_average"])
+    make: Any = algorithm_of
+    algorithm = make(Scale)(factor=-2.0, base_method=MERGERS["simple_average"])
     algorithm.fabric = logging_to(folder)
     program = algorithm._program = FakeProgram(SignTaskPool())
     program.method, program.report_save_path = algorithm, str(folder / "report.json")

@@ -23,7 +23,7 @@ SWEEP = [
 CELLS = 2 + 2 + 4  # references, the merger with two seeds, featcal by samples and seed
 
 
-def start(folder: Path, *words: str) -> "subprocess.Popen[bytes]":
+def start(folder: Path, *words: str) -> "subprocess.Popen[Any]":
     folder.mkdir(exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (folder / "screen").open("ab") as screen:

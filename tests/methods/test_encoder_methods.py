@@ -62,7 +62,8 @@ def test_without_a_correction_features_are_the_merged_models(mode, tmp_path) -> 
 @KINDS
 def test_training_starts_at_the_distance_of_embeddings_without_padding(kind, tmp_path) -> None:
     """SurgeryV2 compares token means behind every block too, Distillation relative squares."""
-    inputs, mode = inputs_of(encoder_pool(kind, tmp_path)), "mean" if kind == "bert" else "cls"
+    inputs: Any = inputs_of(encoder_pool(kind, tmp_path))
+    mode = "mean" if kind == "bert" else "cls"
     one: dict[str, Any] = DRAW | {"batch_size": 12, "steps": 1}
     merged, identity = encoder(kind, 3), [nn.Identity()] * 3
     method, corrected = improved("SurgeryV2", inputs, merged, stream="test_tta", **one)
@@ -86,8 +87,8 @@ def test_training_starts_at_the_distance_of_embeddings_without_padding(kind, tmp
 
 def test_texts_are_cut_where_embeddings_are(tmp_path) -> None:
     inputs = inputs_of(encoder_pool("bert", tmp_path, length=3))
-    for options, length in (({}, 3), ({"max_length": 2}, 2)):
-        (batch,) = inputs.batches(FeatCalSettings(batch_size=12, **options))[TASKS[0]]
+    for settings, length in ((FeatCalSettings(), 3), (FeatCalSettings(max_length=2), 2)):
+        (batch,) = inputs.batches(settings.replace(batch_size=12))[TASKS[0]]
         assert batch["input_ids"].shape == (12, length)  # of longer texts
 
 

@@ -108,10 +108,14 @@ def steps_of(tasks: int, m: int, n: int) -> tuple[list[Any], Tensor]:
     return steps, torch.stack(norms)
 
 
-def test_esm_of_one_task_has_equal_singular_values() -> None:
-    steps, norms = steps_of(1, 8, 5)
-    values = torch.linalg.svdvals(merged_step(steps, norms, 2.0))
-    assert float(values.max() - values.min()) <= rounding_of(steps[0][1]) * float(values.max())
+@pytest.mark.parametrize("rank", [5, 2])
+def test_esm_of_one_task_has_equal_singular_values_and_its_rank(rank: int) -> None:
+    step, rows = normal(0, 8, rank) @ normal(1, rank, 5), normal(10, 40, 5)
+    energies, u = output_directions(rows.T @ rows, step)
+    merged = merged_step([(energies, u, u.T @ step)], step.norm()[None], 2.0)
+    values = torch.linalg.svdvals(merged)
+    expected = values[0] * (torch.arange(5) < rank)
+    assert float((values - expected).abs().max()) <= rounding_of(u) * float(values[0])
 
 
 def test_esm_does_not_depend_on_the_order_of_tasks_or_the_scale_of_energies() -> None:
