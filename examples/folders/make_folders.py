@@ -54,8 +54,8 @@ def write_mergekit(folder: Path) -> None:
     save_file(merged, folder / "merged" / "model.safetensors", metadata={"format": "pt"})
     config = {
         "merge_method": "task_arithmetic",
-        "base_model": "base",
-        "models": [{"model": task, "parameters": {"weight": SCALE}} for task in TEXTS],
+        "base_model": "./base",  # mergekit looks for a plain name on the hub
+        "models": [{"model": f"./{task}", "parameters": {"weight": SCALE}} for task in TEXTS],
         "dtype": "float16",
     }
     (folder / "merged" / "mergekit_config.yml").write_text(yaml.safe_dump(config))
