@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
