@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -294,7 +294,7 @@ def _names_in_files(available: set[str], model: nn.Module) -> dict[str, str]:
         from transformers import conversion_mapping, core_model_loading  # type: ignore[attr-defined]
     except ImportError:
         return {}
-    rules = conversion_mapping.get_model_conversion_mapping(model)
+    rules = conversion_mapping.get_model_conversion_mapping(cast(Any, model))
     renaming = core_model_loading.WeightRenaming
     names: dict[str, str] = {}
     for stored in available:

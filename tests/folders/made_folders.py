@@ -112,7 +112,8 @@ def classifier_folders(folder: Path) -> Models:
     size: Any = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     size |= {"intermediate_size": 12, "vocab_size": 23, "max_position_embeddings": 32}
     torch.manual_seed(0)
-    base = scatter(BertForSequenceClassification(BertConfig(**size, num_labels=2)), 0, 0.1)
+    two: Any = size | {"num_labels": 2}
+    base = scatter(BertForSequenceClassification(BertConfig(**two)), 0, 0.1)
     experts, with_base_head = {}, {}
     for number, task in enumerate(TASKS):
         labels = ["no", "yes", "maybe"][: 2 + number]

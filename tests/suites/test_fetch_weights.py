@@ -8,6 +8,7 @@ import zipfile
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import convert_weights
 import fetch_weights
@@ -155,9 +156,10 @@ def loads_whole(kind, folder: Path):
 
 
 def test_llama_comes_back_from_ggufs_names_and_order(tmp_path):
-    config = LlamaConfig(vocab_size=11, hidden_size=24, intermediate_size=32, num_hidden_layers=2,
-                         num_attention_heads=6, num_key_value_heads=2, rope_theta=1e5,
-                         tie_word_embeddings=True)  # fmt: skip
+    size: Any = {"vocab_size": 11, "hidden_size": 24, "intermediate_size": 32}
+    size |= {"num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
+    size |= {"rope_theta": 1e5, "tie_word_embeddings": True}
+    config = LlamaConfig(**size)
     model = LlamaForCausalLM(config)
     names = {module: gguf for gguf, module in convert_weights.GGUF_NAMES.items()}
     stored = {}
