@@ -164,9 +164,10 @@ def unlike_table() -> str:
 
 
 def accuracies_figure() -> str:
-    """Draw a line for each suite, a dot for each row, with the interval of its gain."""
+    """Draw a line for each suite, a dot for each row, with an interval if it has one."""
     rows: dict[str, dict[str, Value]] = {name: {} for name in DRAWN_ROWS.values()}
-    for suite, category in SUITES.items():
+    for suite, label in (SUITES | REAL).items():
+        category = label.replace("real pretrained weights", "pretrained")
         for row, record in averages(suite).items():
             if row in DRAWN_ROWS:
                 half = record["half"] if record["half"] == record["half"] else 0.0
