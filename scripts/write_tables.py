@@ -61,6 +61,7 @@ README_ROWS = {
     "one expert per task": ("experts",),
 }
 """Labels and rows of README's table. The first row that a suite has is taken."""
+AVERAGE = "accuracy.average"
 DRAWN_ROWS = {"task_arithmetic": "merged", "featcal": "featcal", "featcal_plus": "featcal_plus",
               "experts": "experts"}  # fmt: skip
 DIAGNOSIS = "diagnosis"
@@ -156,11 +157,14 @@ def unlike_table() -> str:
     rows = ("task_arithmetic", "featcal", "featcal_plus")
     lines = []
     for name, label in UNLIKE.items():
-        of = averages(name)
-        plus = of["featcal_plus"]
-        worst = f"{plus['worst_task']} {100 * plus['worst_value']:.1f}"
-        lines.append([label, *(f"{100 * of[row]['accuracy.average']:.1f}" for row in rows), worst])
-    return table(["samples", *rows, "worst task of featcal_plus"], lines)
+        merged, _, plus = records = [averages(name)[row] for row in rows]
+        tasks = [key for key in merged if key.startswith("accuracy.") and key != AVERAGE]
+        worst = min(tasks, key=lambda task: plus[task] - merged[task])
+        change = f"{100 * merged[worst]:.1f} -> {100 * plus[worst]:.1f}"
+        lines.append([label, *(f"{100 * record[AVERAGE]:.1f}" for record in records),
+                      f"{worst.removeprefix('accuracy.')} {change}"])  # fmt: skip
+    columns = ["samples", *rows, "least gain of a task by featcal_plus"]
+    return f"{table(columns, lines)}\n\n{measured(results_of(name))}"
 
 
 def accuracies_figure() -> str:
