@@ -1,6 +1,7 @@
 """The base of this package's FusionBench methods, whose keys are declared settings."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import fusion_bench_featcal.fusionbench.compat  # noqa: F401
@@ -11,6 +12,7 @@ from fusion_bench.mixins import LightningFabricMixin
 
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, read_settings
 from fusion_bench_featcal.fusionbench.program import prepare_run
+from fusion_bench_featcal.fusionbench.saving import sweep_job
 
 
 class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
@@ -40,6 +42,12 @@ class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
         for settings in self.declared:
             vars(self).update({name: getattr(settings, name) for name in settings.names()})
         super().__init__(**meta)
+
+    @property
+    def log_dir(self) -> str | None:
+        """The program's log directory. In a sweep each job has a folder of it, by its number."""
+        folder = super().log_dir
+        return None if folder is None else str(Path(folder) / sweep_job())
 
     def on_run_start(self) -> None:
         """Use the suite's task pool if none was named, and check the log directory."""

@@ -9,7 +9,6 @@ import torch
 from fusion_bench import BaseModelPool, instantiate
 from fusion_bench.taskpool.dummy import DummyTaskPool
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import OmegaConf
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -43,12 +42,6 @@ def take_default_taskpool(program: Any) -> None:
     elif default is not None:
         log.debug("evaluating on the model pool's default_taskpool")
         program.taskpool = program._instantiate_and_setup(default)
-
-
-def sweep_job() -> str:
-    """Return the number of the current job of a sweep, whose jobs share a log directory, or ""."""
-    config = HydraConfig.get() if HydraConfig.initialized() else None
-    return str(config.job.num) if config and config.mode == RunMode.MULTIRUN else ""
 
 
 def prepare_run(program: Any, log_dir: str | None) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench import BaseModelPool
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from torch import nn
 
 from fusion_bench_featcal.files import check_target, write_atomic
@@ -31,13 +33,19 @@ _ADVICE = (
 )
 
 
+def sweep_job() -> str:
+    """Return the number of the current job of a sweep, whose jobs share a log directory, or ""."""
+    config = HydraConfig.get() if HydraConfig.initialized() else None
+    return str(config.job.num) if config and config.mode == RunMode.MULTIRUN else ""
+
+
 def path_option(program: Any, name: str) -> Path | None:
     """Return a path of FusionBench's program, such as `merged_model_save_path`, or None."""
     path = getattr(program, name, None)
     if path is None:
         return None
-    log_dir = str(getattr(program, "log_dir", None))
-    return Path(str(path).replace("{log_dir}", log_dir)).expanduser().absolute()
+    log_dir = Path(str(getattr(program, "log_dir", None))) / sweep_job()
+    return Path(str(path).replace("{log_dir}", str(log_dir))).expanduser().absolute()
 
 
 def check_save_target(program: Any) -> None:

@@ -68,3 +68,16 @@ def test_a_killed_sweep_goes_on_and_parallel_jobs_give_equal_bits(tmp_path: Path
     assert flags(parallel) == flags(serial) and len(flags(serial)) == CELLS
     table = featcal("report", serial / "cells").out
     assert all(words in table for words in ("n = 2", "n = 4", "+ featcal", "experts"))
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_each_job_of_a_sweep_has_its_own_run_and_model(tmp_path: Path) -> None:
+    words = ["-m", "method=featcal", "modelpool=resnet-mini_TA3", "method.samples_per_task=2,4"]
+    words += ["taskpool=dummy", "path.log_dir=log", 'merged_model_save_path="{log_dir}/model"']
+    done = subprocess.run([*SWEEP[:3], *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {path.parent.name for path in tmp_path.glob("log/*/model")} == {"0", "1"}
+    runs = [join_folders([tmp_path / "log" / job]).rows for job in "01"]
+    sizes = [{row.settings.get("samples_per_task") for row in rows} - {None} for rows in runs]
+    assert sizes == [{2}, {4}]

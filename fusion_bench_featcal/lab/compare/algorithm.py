@@ -25,7 +25,6 @@ from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.method import DeclaredMethod
 from fusion_bench_featcal.fusionbench.options import plain, suite_of
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
-from fusion_bench_featcal.fusionbench.program import sweep_job
 from fusion_bench_featcal.fusionbench.run_results import suite_name
 from fusion_bench_featcal.lab.compare.cells import RESULTS_DIR, CellRunner, reason_of
 from fusion_bench_featcal.lab.compare.grid import NONE, REFERENCES, Cell, cells_of
@@ -164,8 +163,7 @@ class ComparisonAlgorithm(DeclaredMethod):
         _check_cells(cells, inputs)
         results_dir = settings.results_dir or Path("outputs") / "comparison" / suite
         store = prepare_directory(results_dir, RESULTS_DIR)
-        log_dir = None if self.log_dir is None else Path(self.log_dir)
-        folder = (store / "table") if log_dir is None else log_dir / sweep_job()
+        folder = (store / "table") if self.log_dir is None else Path(self.log_dir)
         runner = CellRunner(inputs, suite, settings.seed, tasks, label, store)
         done = _run_cells(runner, cells)
         self._report(folder, store, done)
