@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.lab.diagnosis.views import diagnosis_figures, diagnosis_tables
-from fusion_bench_featcal.results import Results, join_folders, summary
+from fusion_bench_featcal.results import Results, summary
 from fusion_bench_featcal.results.figures import Value, dots, svg
+from fusion_bench_featcal.results.joining import find, join
+from fusion_bench_featcal.results.lines import read_run
 from fusion_bench_featcal.results.show import row_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,8 +82,11 @@ def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 @cache
 def results_of(name: str) -> Results:
-    """Return the joined runs of a folder of docs/results."""
-    return join_folders([RESULTS / name])
+    """Return the joined runs of a folder of docs/results, in the order of their paths.
+
+    Times of files differ between checkouts.
+    """
+    return join({folder: read_run(folder) for folder in find([RESULTS / name])})
 
 
 def results_part(suite: str) -> str:
@@ -141,6 +146,8 @@ def grid(name: str, label: str) -> str:
     results = results_of(name)
     records = [r for r in summary(results).to_dict("records") if r["merger"]]
     columns = list(dict.fromkeys(r[label] for r in records if r[label] == r[label]))
+    if label != "merger":
+        columns.sort()
     cells: dict[str, dict[Any, str]] = {}
     for record in records:
         row = "merged" if record["row"] == record["merger"] else f"+ {record['row']}"

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner
 from reports import featcal
 from tiny_texts import (
     TASKS,
@@ -19,6 +18,7 @@ from tiny_texts import (
 )
 from transformers import AutoModelForCausalLM
 
+click = pytest.importorskip("click.testing", reason="of mergekit")
 mergekit = pytest.importorskip("mergekit.scripts.run_yaml", reason="of the extra `mergekit`")
 SCALE = 0.3
 
@@ -49,7 +49,7 @@ def test_merged_folder_has_the_merged_weights_and_is_calibrated(
     }
     Path("recipe.yml").write_text(yaml.safe_dump(recipe))
     words = ["recipe.yml", "merged", "--lora-merge-cache", "cache", "--quiet"]
-    done = CliRunner().invoke(mergekit.main, words, catch_exceptions=False)
+    done = click.CliRunner().invoke(mergekit.main, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
 
     merged = AutoModelForCausalLM.from_pretrained("merged").state_dict()
