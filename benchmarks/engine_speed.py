@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from random_models import WIDTHS, batches, load, write_models
-from safetensors.torch import load_file, save_file
-from sides import Costs, costs_of, finish, in_turns, machine, start, table
+from safetensors.torch import save_file
+from sides import Costs, costs_of, finish, in_turns, largest_difference, machine, start, table
 from straightforward import calibrate_plainly
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
@@ -50,16 +50,6 @@ def print_costs(options: argparse.Namespace) -> None:
     tensors = {name: parameter.contiguous() for name, parameter in model.named_parameters()}
     save_file(tensors, Path(options.folder, f"{options.side}.safetensors"))
     print(json.dumps(costs))
-
-
-def largest_difference(folder: Path, sides: list[str]) -> str:
-    """Return the largest difference of a parameter between two sides, relative to its norm."""
-    one, other = (load_file(folder / f"{side}.safetensors") for side in sides[:2])
-    value, name = max(
-        (float((other[n] - tensor).norm() / tensor.norm()), n) for n, tensor in one.items()
-    )
-    pair = " and ".join(sides[:2])
-    return f"Largest relative difference of a parameter, {pair}: {value:.1e} ({name})"
 
 
 def main() -> None:

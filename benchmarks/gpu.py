@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from random_models import batches, load, write_models
-from safetensors.torch import load_file, save_file
-from sides import finish, machine, start, table
+from safetensors.torch import save_file
+from sides import finish, largest_difference, machine, start, table
 from straightforward import calibrate_plainly
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
@@ -77,12 +77,6 @@ def print_costs(side: str, name: str, folder: Path, device: str) -> None:
     print(json.dumps({label: faster[key] * unit for key, (label, unit) in found.items()}))
 
 
-def difference(folder: Path) -> float:
-    """Return the largest relative difference of a parameter between FeatCal's two sides."""
-    one, other = (load_file(folder / f"{side}.safetensors") for side in (PLAIN, PAPER))
-    return max(float((other[n] - tensor).norm() / tensor.norm()) for n, tensor in one.items())
-
-
 def main() -> None:
     """Print a section for each model named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -104,10 +98,10 @@ def main() -> None:
             torch.cuda.empty_cache()
             words = "--model", name, "--folder", folder
             costs = {side: finish(start("--side", side, *words)) for side in SIDES}
-            gap = difference(Path(folder))
+            difference = largest_difference(Path(folder), SIDES)
         sizes = f"{layers} of {all_layers} blocks, {tasks} tasks, {samples} samples per task"
         print(f"## {name}: {sizes}\n\n{table(costs)}\n")
-        print(f"Largest relative difference of a parameter: {gap:.1e}. {machine()}\n", flush=True)
+        print(f"{difference}. {machine()}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 Costs = dict[str, float]
 """Name of a figure with its unit -> value."""
@@ -23,11 +25,7 @@ def costs_of(work: Callable[[], Any]) -> tuple[Any, Costs]:
     """Return the result of a function, its seconds, and the process's peak resident memory."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
     costs = {"wall, s": time.perf_counter() - wall, "CPU, s": time.process_time() - cpu}
-    if torch.cuda.is_available():
-        costs["peak of the GPU, MB"] = torch.cuda.max_memory_allocated() / 1e6
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return result, costs | {"peak memory, MB": peak / 1e6}
 
@@ -82,6 +80,16 @@ def table(sides: Mapping[str, Costs]) -> str:
             cells += [f"{sides[side][name]:.1f}", ratio]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def largest_difference(folder: Path, sides: Sequence[str]) -> str:
+    """Compare the parameters that two sides stored in a folder, relative to each one's norm."""
+    one, other = (load_file(folder / f"{side}.safetensors") for side in sides[:2])
+    value, name = max(
+        (float((other[n] - tensor).norm() / tensor.norm()), n) for n, tensor in one.items()
+    )
+    pair = " and ".join(sides[:2])
+    return f"Largest relative difference of a parameter, {pair}: {value:.1e} ({name})"
 
 
 def machine() -> str:

@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -64,6 +63,7 @@ README_ROWS = {
 }
 """Labels and rows of README's table. The first row that a suite has is taken."""
 AVERAGE = "accuracy.average"
+MEASURED_COSTS = ("seconds", "peak_rss_bytes", "peak_accelerator_bytes", "gpu_energy_wh")
 DRAWN_ROWS = {"task_arithmetic": "merged", "featcal": "featcal", "featcal_plus": "featcal_plus",
               "experts": "experts"}  # fmt: skip
 DIAGNOSIS = "diagnosis"
@@ -95,15 +95,10 @@ def results_part(suite: str) -> str:
     Costs are left out where runs shared a GPU.
     """
     results = results_of(suite)
-    (accuracies,) = row_tables(summary(results))
+    frame = summary(results)
     if suite in REAL:
-        first, last = (accuracies.heads.index(head) for head in ("seconds", "task\nid"))
-        before, behind = accuracies.columns(0, first), accuracies.columns(last, last + 1)
-        lines = [
-            (head, [*cells, *more])
-            for (head, cells), (_, more) in zip(before.lines, behind.lines, strict=True)
-        ]
-        accuracies = replace(before, heads=[*before.heads, *behind.heads], lines=lines)
+        frame = frame.drop(columns=[f"cost.{name}" for name in MEASURED_COSTS])
+    (accuracies,) = row_tables(frame)
     return f"{accuracies.markdown()}\n\n{measured(results)}"
 
 
@@ -130,14 +125,14 @@ def readme_table() -> str:
     lines = []
     for label, names in README_ROWS.items():
         records = (next(filter(None, map(averages(suite).get, names))) for suite in README_SUITES)
-        lines.append([label, *(f"{100 * row['accuracy.average']:.1f}" for row in records)])
+        lines.append([label, *(f"{100 * row[AVERAGE]:.1f}" for row in records)])
     return table(["accuracy, %", *((SUITES | REAL)[suite] for suite in README_SUITES)], lines)
 
 
 def percent(record: dict[str, Any]) -> str:
     """Return a row's average, and in brackets the share of the worst task's gap it recovers."""
     share = record.get("worst_share")
-    text = f"{100 * record['accuracy.average']:.1f}"
+    text = f"{100 * record[AVERAGE]:.1f}"
     return text if share is None or share != share else f"{text} ({100 * share:.0f} %)"
 
 
@@ -182,7 +177,7 @@ def accuracies_figure() -> str:
         for row, record in averages(suite).items():
             if row in DRAWN_ROWS:
                 half = record["half"] if record["half"] == record["half"] else 0.0
-                value = Value(100 * record["accuracy.average"], 100 * half)
+                value = Value(100 * record[AVERAGE], 100 * half)
                 rows[DRAWN_ROWS[row]][category] = value
     return svg(dots({"": rows}, "average accuracy, %"))
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import write_tables
 import yaml
-from configs import REPOSITORY, composed
+from configs import REPOSITORY, composed, yaml_of_page
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fusion_bench_featcal.cli import _parser
@@ -124,8 +124,7 @@ def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     pools = tmp_path / "config" / "modelpool"
     pools.mkdir()
     for name, (page, mark) in POOLS.items():
-        (text,) = re.findall(rf"<!-- {mark} -->\n```yaml\n(.*?)^```", TEXTS[page], re.S | re.M)
-        (pools / f"{name}.yaml").write_text(text)
+        (pools / f"{name}.yaml").write_text(yaml_of_page(page, mark))
     monkeypatch.chdir(tmp_path)
     commands = dict.fromkeys(w for text in TEXTS.values() for w in commands_of(text))
     assert sum(program == "fusion_bench" for program, *_ in commands) >= 30

@@ -1,10 +1,9 @@
 """The YAML of docs/fusionbench.md for folders of models and texts."""
 
-import re
 from pathlib import Path
 
 import pytest
-from configs import REPOSITORY, as_job
+from configs import REPOSITORY, as_job, yaml_of_page
 from hydra.utils import instantiate
 from made_folders import llama_folders, write_rows
 from tiny_texts import sentences
@@ -13,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from fusion_bench_featcal.results import read_run
 
 PAGE = REPOSITORY / "docs" / "fusionbench.md"
-YAML = re.compile(r"<!-- folders -->\n```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NAMES = {"math": "one", "code": "two"}
 
 
@@ -25,9 +23,10 @@ def test_the_pool_of_folders_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / "models" / task).rename(tmp_path / "models" / name)
         write_rows(tmp_path / f"{name}.jsonl", sentences(task, 8))
         write_rows(tmp_path / f"{name}_test.jsonl", sentences(task, 4))
-    (text,) = YAML.findall(PAGE.read_text(encoding="utf-8"))
     (tmp_path / "config" / "modelpool").mkdir(parents=True)
-    (tmp_path / "config" / "modelpool" / "my_models.yaml").write_text(text)
+    (tmp_path / "config" / "modelpool" / "my_models.yaml").write_text(
+        yaml_of_page(PAGE.name, "folders")
+    )
     monkeypatch.chdir(tmp_path)
     words = ("method=featcal", "modelpool=my_models", "merged_model_save_path=OUT")
     with as_job(tmp_path / "logs", *words) as config:

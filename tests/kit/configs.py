@@ -1,6 +1,7 @@
 """Configs of FusionBench's program, composed and run as the command line does."""
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -66,3 +67,10 @@ def as_job(folder: Path, *words: str) -> Iterator[Any]:
             yield config
     finally:
         HydraConfig.instance().cfg = None
+
+
+def yaml_of_page(page: str, mark: str) -> str:
+    """YAML of a page of the documentation below the comment `<!-- mark -->`."""
+    text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+    (block,) = re.findall(rf"<!-- {mark} -->\n```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return block
