@@ -224,14 +224,15 @@ def paper_averages() -> str:
         is_doubted = row["note"] and not row["note"].startswith("average only")
         key = row["setting"], row["upstream"], row["post_merging"]
         value[key] = f"{row['value']} ?" if is_doubted else row["value"]
+    tables = {row["setting"]: row["source"] for row in rows}
     lines = [
-        [suite, merger, *(value.get((suite, "" if name == "experts" else merger, name), "-")
-                          for name in methods)]
-        for suite in dict.fromkeys(row["setting"] for row in rows)
+        [suite, tables[suite], merger,
+         *(value.get((suite, "" if name == "experts" else merger, name), "-") for name in methods)]
+        for suite in tables
         for merger in mergers
         if (suite, merger, "") in value
     ]  # fmt: skip
-    return table(["suite", "merger", *methods.values()], lines)
+    return table(["modelpool=", "printed in", "merger", *methods.values()], lines)
 
 
 # ---- the package

@@ -81,7 +81,7 @@ class Plus(Rule):
 
 
 class PlusSums:
-    """Sums for the step from the merged modules, `E = C (G + l s I)^-1`, `s` the mean of diag(G).
+    """Sums for the step from the merged modules, `E = C (G + r g I)^-1`, `g` the mean of diag(G).
 
     The target of a sample is the residual of the expert's module, `u = W_i x_exp + b_i - W x - b`.
     Fine-tuning adds multiples of inputs to a weight. With `tau_i = W_i - W_base`, stacked over the
@@ -93,7 +93,7 @@ class PlusSums:
         G   = sum_i w_i (n_i cov_i + A_i)
         C   = sum_i w_i (sum u x' + (W_i - W) A_i)
 
-    The ridge `l` is the one whose step from three quarters of the samples has the least error on
+    The ridge `r` is the one whose step from three quarters of the samples has the least error on
     the fourth. All samples then give the step. Convolutions use samples alone, since a BatchNorm
     behind them may undo any scale.
     """

@@ -33,9 +33,9 @@ Pairs = Mapping[str, tuple[Tensor, Tensor]]
 def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem:
     """Return the problem with a rule that weighs rows from weights for each task.
 
-    With `m_i` samples, including copies, and trust in them,
+    With `k_i` samples, including copies, and trust in them,
 
-        gamma_i = gamma max(64 / m_i, 1) / min(max(trust_i / 0.3, 1/4), 1)^2
+        gamma_i = gamma max(64 / k_i, 1) / min(max(trust_i / 0.3, 1/4), 1)^2
 
     A warning names tasks whose samples were exchanged.
 
