@@ -1,58 +1,105 @@
-"""FusionBench's stock pools and methods with `method=featcal`, on tiny stand-ins for downloads."""
+"""FusionBench's stock pools with `method=featcal`: checked as they are, three run on stand-ins."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import datasets
+import fusion_bench_config
 import pytest
-from stock_pools.expected import EXPECTED, RUNS, expected_of
-from stock_pools.mergers import Merger, command, methods
-from stock_pools.running import NAMES, run
+from configs import as_job
+from hydra.utils import instantiate
+from omegaconf import OmegaConf, open_dict
+from stock_pools import stand_ins
 from stock_pools.stand_ins import StandIns
 
-slow = pytest.mark.slow
-# Of FusionBench's methods and PEFT, which no part of this package raises.
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}")
-    for kind in ("DeprecationWarning", "FutureWarning", "UserWarning", "ResourceWarning")
-]
+from fusion_bench_featcal.fusionbench import PoolModels
+
+# Of FusionBench's methods, which no part of this package raises.
+KINDS = ("DeprecationWarning", "FutureWarning", "UserWarning")
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in KINDS]
+POOLS = Path(next(iter(fusion_bench_config.__path__))) / "modelpool"
+NAMES = sorted(str(file.relative_to(POOLS).with_suffix("")) for file in POOLS.rglob("*.yaml"))
+CPU = ("fabric.accelerator=cpu", "fabric.devices=1")
+NO_EXPERT = r"modelpool\.models has no expert \(it has _pretrained_\)"
+# Patterns of names, and why such a pool cannot run as it is. All others come to their downloads.
+REFUSED = {
+    ".*/_template": "Missing mandatory value: modelpool.models",
+    ".*_(individual|mtl)": NO_EXPERT,
+    "CausalLMPool/(deepseek-v2-lite|mi[sx]tral-.*7b)": NO_EXPERT,
+    "CausalLMPool/(llama_(alpaca.*|codealpaca|metamathqa|ultrachat)|single_llama.*)": NO_EXPERT,
+    "(ConvNext|Dinov2|ResNet)ForImageClassification/.*base.*|ResNet.*": NO_EXPERT,
+    "SequenceClassificationModelPool/(?!roberta).*": NO_EXPERT,
+    "OpenCLIP.*": "open_clip is not installed",
+    # broken in FusionBench
+    ".*_robustness_corrupted": "Interpolation key 'corruption' not found",
+    ".*/roberta-base_glue": "Could not load 'model/roberta/roberta_glue-stsb'",
+    "automodelpool|smile_mistral.*": "No module named 'fusion_bench.compat.modelpool.huggingface",
+}
 
 
-@pytest.fixture(scope="module")
-def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIns]:
-    """Stand-ins in the current folder, where FusionBench's GLUE loaders keep their tables."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder := tmp_path_factory.mktemp("stand_ins"))
-        yield StandIns(folder)
+class FetchingError(Exception):
+    """A run passed all checks that need no download."""
 
 
-@pytest.mark.parametrize(
-    ("name", "merger"),
-    [pytest.param(name, entry, id=name, marks=[slow] * (name not in entry.quick))
-     for name, entry in methods()],
-)  # fmt: skip
-def test_result_of_a_merger_is_calibrated(name: str, merger: Merger, stand_ins: StandIns) -> None:
-    model: Any = run(merger.pool[0], stand_ins, command(name, merger))["merged_model"]
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_every_pool_has_an_entry_and_every_entry_a_pool() -> None:
-    assert len(NAMES) == 154
-    assert {entry.pattern for entry in EXPECTED} == {expected_of(name).pattern for name in NAMES}
-
-
-CASES = [(name, (), expected_of(name).refused) for name in NAMES]
-CASES += [(n, e.words_of(n), e.then) for n in NAMES if (e := expected_of(n)).words]
-
-
-@slow
-@pytest.mark.parametrize(("name", "words", "refused"), CASES)
-def test_pool_runs_or_is_refused_by_its_cause(
-    name: str, words: Sequence[str], refused: str, stand_ins: StandIns
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pool_passes_the_checks_before_downloads_or_is_refused_by_its_cause(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if refused != RUNS:
-        with pytest.raises(Exception, match=refused):
-            run(name, stand_ins, words)
-        return
-    model = run(name, stand_ins, words)["merged_model"]
+    def fetch(_: PoolModels) -> None:
+        raise FetchingError("downloads begin")
+
+    monkeypatch.setattr(PoolModels, "fetch", fetch)
+    cause = next((REFUSED[key] for key in REFUSED if re.fullmatch(key, name)), "downloads begin")
+    with (
+        pytest.raises(Exception, match=cause),
+        as_job(tmp_path, "method=featcal", f"modelpool={name}", *CPU) as config,
+    ):
+        instantiate(config, _recursive_=False).run()
+
+
+def redirected(node: Any, models: StandIns) -> Any:
+    """The config with folders of stand-ins in place of the hub ids of models."""
+    if isinstance(node, Mapping):
+        return {
+            key: value if key.endswith("_datasets") else redirected(value, models)
+            for key, value in node.items()
+        }
+    is_hub_id = isinstance(node, str) and re.fullmatch(r"[\w-]+/[\w.-]+", node)
+    return models.model(node) if is_hub_id else node
+
+
+def load_dataset(path: str, config: str = "", **_: Any) -> datasets.Dataset:
+    """As `datasets.load_dataset`, from a hub of stand-ins."""
+    return stand_ins.glue(config) if "glue" in path else stand_ins.pictures()
+
+
+VICUNA = (
+    "modelpool=CausalLMPool/vicuna-7b-v1.5",
+    "method@method.base_method=linear/llama_expo",  # a merger that asks for more than averages
+    "+method.calibration_data.finetuned_model=texts.jsonl",
+)
+WHOLE_RUNS = {
+    "clip": ("modelpool=clip-vit-base-patch32_TA8",),  # the sentence of README
+    "flan_t5": ("modelpool=flan-t5-base_glue",),
+    "language_model": VICUNA,
+}
+
+
+@pytest.mark.parametrize("words", WHOLE_RUNS.values(), ids=WHOLE_RUNS)
+def test_a_pool_runs_on_stand_ins(
+    words: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows = [f'{{"prompt": "{text}", "target": "b"}}' for text in stand_ins.TEXTS]
+    Path("texts.jsonl").write_text("\n".join(rows))
+    with as_job(tmp_path, "method=featcal", "method.samples_per_task=2", *CPU, *words) as config:
+        pool: Any = OmegaConf.to_container(config.modelpool, resolve=True)
+        with open_dict(config):
+            config.modelpool = redirected(pool, StandIns(tmp_path))
+        results = instantiate(config, _recursive_=False).run()
+    model = results["merged_model"]
     assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -36,7 +36,7 @@ def write_class_folders(
     return folder
 
 
-def write_clip(folder: Path, seed: int = 0) -> Path:
+def write_clip(folder: Path, seed: int = 0, longest_text: int = 32) -> Path:
     """A random CLIP with the bundled suite's processor (28 px), loadable by `from_pretrained`."""
     processor = image.load_processor()
     processor.save_pretrained(folder)
@@ -45,7 +45,7 @@ def write_clip(folder: Path, seed: int = 0) -> Path:
     ends = {"bos_token_id": len(vocabulary) - 2, "eos_token_id": len(vocabulary) - 1}
     text = {**size, **ends, "num_hidden_layers": 1, "vocab_size": len(vocabulary)}
     vision = {**size, "num_hidden_layers": 2, "image_size": 28, "patch_size": 14}
-    text["max_position_embeddings"] = 32
+    text["max_position_embeddings"] = longest_text
     torch.manual_seed(seed)
     model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=12))
     for parameter in model.parameters():  # so that predictions differ from picture to picture
