@@ -5,24 +5,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from fusion_bench_featcal.suites import image, text
 
 ROOT = Path(image.path()).parents[1]
 
 
-def test_shipped_files_are_whole_all_listed_and_no_pickles():
-    listing = (ROOT / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
-    files = [file for file in ROOT.rglob("*") if file.is_file()]
+def test_shipped_files_are_whole_and_all_listed():
     listed = {"SHA256SUMS"}
-    for line in listing:
+    for line in (ROOT / "SHA256SUMS").read_text(encoding="utf-8").splitlines():
         digest, _, name = line.partition("  ")
         assert hashlib.sha256((ROOT / name).read_bytes()).hexdigest() == digest, name
         listed.add(name)
-    assert listed == {file.relative_to(ROOT).as_posix() for file in files}
-    suffixes = {".npz", ".parquet", ".safetensors", ".json", ".txt", ".md", ""}
-    assert {file.suffix for file in files} <= suffixes
+    assert listed == {f.relative_to(ROOT).as_posix() for f in ROOT.rglob("*") if f.is_file()}
 
 
 @pytest.mark.parametrize("task", image.ALL8)
@@ -37,7 +32,6 @@ def test_pictures_are_in_the_tasks_colours_and_in_one_split(task):
     colours, item = image.find_task(task), image.load_split(task, "test")[3]
     pixels = np.asarray(item["image"])
     assert item["image"].mode == "RGB" and pixels.shape == (28, 28, 3)
-    assert isinstance(item["label"], int)
     low, high = (np.minimum(colours.paper, colours.ink), np.maximum(colours.paper, colours.ink))
     assert (pixels >= low).all() and (pixels <= high).all()
 
@@ -50,14 +44,3 @@ def test_no_text_is_in_two_splits_of_any_tasks():
     }
     assert not texts["train"] & (texts["calibration"] | texts["test"])
     assert not texts["calibration"] & texts["test"]
-
-
-@pytest.mark.parametrize("suite", text.SUITES)
-def test_texts_come_back_from_their_tokens(suite):
-    tokenizer = AutoTokenizer.from_pretrained(text.path(suite))
-    for task in text.TA6[::2]:
-        rows = text.load_text_split(task, "test")[::3]
-        for column in ("prompt", "target"):
-            encoded = tokenizer(rows[column])["input_ids"]
-            assert not any(tokenizer.unk_token_id in row for row in encoded)
-            assert tokenizer.batch_decode(encoded, skip_special_tokens=True) == rows[column]
