@@ -1,0 +1,185 @@
+"""Images of datasets, folders and tables become pictures, labels and tensors, or a clear error."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sample_pools import RESCALE, image_batches, rgb
+from tiny_images import SHAPES, picture, write_class_folders
+
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.data.images import ImageItems
+from fusion_bench_featcal.tasks import load_images
+
+PICTURE = picture(3)
+PICTURES = [(picture(100 * c + n).tobytes(), c) for c in range(3) for n in range(4)]
+
+
+def file_of(image: Image.Image, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", **options)
+    return buffer.getvalue()
+
+
+def plain(mode: str, colour: Any) -> Image.Image:
+    return Image.new(mode, (4, 4), colour)
+
+
+def sideways() -> Image.Exif:
+    """Mark of a camera that was held sideways."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif
+
+
+ON_WHITE = plain("RGB", (204, 204, 204))
+FORMS: dict[str, tuple[Any, Image.Image]] = {
+    "RGB": (PICTURE, PICTURE),
+    "as datasets stores it": ({"bytes": file_of(PICTURE), "path": "inside.png"}, PICTURE),
+    "grey": (PICTURE.convert("L"), PICTURE.convert("L").convert("RGB")),
+    "CMYK": (plain("CMYK", (0, 255, 255, 0)), plain("RGB", "red")),
+    "half transparent": (plain("RGBA", (0, 0, 0, 51)), ON_WHITE),
+    "palette with alpha": (file_of(plain("RGBA", (0, 0, 0, 51)).quantize(4)), ON_WHITE),
+    "rotated": (file_of(PICTURE, exif=sideways()), PICTURE.transpose(Image.Transpose.ROTATE_270)),
+}
+
+
+@pytest.mark.parametrize(("value", "expected"), FORMS.values(), ids=FORMS)
+def test_every_form_of_a_picture_becomes_upright_rgb(value, expected):
+    np.testing.assert_array_equal(rgb(value), np.asarray(expected))
+
+
+BAD: list[tuple[Any, Any, str]] = [
+    (np.zeros((2, 2, 3), np.uint8), RESCALE, "not an image but ndarray.*PIL images, paths"),
+    (file_of(PICTURE)[:999], RESCALE, "the image cannot be read as an image .*truncated"),
+    ("no.png", RESCALE, r"file no\.png cannot be read .*No such"),
+    (PICTURE, lambda _: 1 / 0, r"the processor fails on this 28 x 28 image \(ZeroDivisionError"),
+    (PICTURE, lambda _: torch.zeros(3, 4, 4).int(), r"must return .*got torch.int32 \[3, 4, 4\]"),
+]
+
+
+@pytest.mark.parametrize(("image", "processor", "message"), BAD)
+def test_unusable_images_and_processors_are_named(image, processor, message):
+    with pytest.raises(CalibrationError, match=f"task 'a', .*train.*: .*{message}"):
+        list(image_batches([{"image": image}], processor))
+
+
+# --- folders and tables ---
+
+
+@pytest.fixture
+def shapes(tmp_path) -> Path:
+    """Three classes of four pictures."""
+    return write_class_folders(tmp_path / "shapes")
+
+
+def contents(items: Any) -> list[tuple[bytes, int]]:
+    return [(item["image"].tobytes(), item["label"]) for item in map(items.__getitem__, range(12))]
+
+
+def write_table(folder: Path, kind: str) -> Path:
+    """A table of the classes of a folder: paths relative to the folder, or whole images."""
+    files = sorted(folder.rglob("*.png"))
+    pictures: list[Any] = [str(file.relative_to(folder)) for file in files]
+    if kind == "bytes.parquet":
+        pictures = [{"bytes": file.read_bytes(), "path": "a.png"} for file in files]
+    table = datasets.Dataset.from_dict({"file": pictures, "kind": [f.parent.name for f in files]})
+    write = {".csv": table.to_csv, ".jsonl": table.to_json, ".parquet": table.to_parquet}
+    path = folder / f"table-{kind}"
+    write[path.suffix](path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["folder", "paths.csv", "paths.jsonl", "bytes.parquet"])
+def test_folders_and_tables_give_pictures_and_labels(shapes, kind, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", "/dev/null/cache")  # as if read-only
+    path = str(shapes if kind == "folder" else write_table(shapes, kind))
+    columns: Any = {"image_column": "file", "label_column": "kind"} if kind != "folder" else {}
+    items = load_images(path, **columns)
+    assert contents(items) == PICTURES
+    assert items.classnames == list(SHAPES)
+    unlabelled = load_images(path, **columns | {"label_column": None})
+    assert (unlabelled.has_labels, list(unlabelled[0])) == (False, ["image"])
+
+
+def test_a_folder_may_have_splits(tmp_path):
+    for seed, split in enumerate(("test", "train")):
+        write_class_folders(tmp_path / split, seed=seed)
+    assert contents(load_images(str(tmp_path), split="test")) == PICTURES
+    with pytest.raises(ValueError, match="has splits: set split to test or train"):
+        load_images(str(tmp_path))
+    with pytest.raises(ValueError, match=r"no folder for split 'tset' \(nearest: 'test'\)"):
+        load_images(str(tmp_path), split="tset")
+
+
+PETS, ABC = ["cat", "dog"], ["a", "b", "c"]
+# Labels in the data, configured class names, and the numbers of the classes.
+LABELS: list[tuple[list[Any], list[str] | None, Any]] = [
+    (["b", "a"], None, [1, 0]),  # sorted as texts
+    (["10", "9"], None, [1, 0]),  # numbers are sorted as numbers
+    (["a", "b"], ["b", "c", "a"], [2, 0]),
+    (["0", "1"], ["1", "0"], [1, 0]),  # known names go before numbers
+    (["00", "02"], ABC, [0, 2]),  # numbers from zero are positions
+    ([1.0, 0.0], PETS, [1, 0]),
+    ([True, False], PETS, [1, 0]),
+    (["cat", "dogg"], PETS, "item 1: label 'dogg' is neither one of 2 class names .nearest: 'dog"),
+    ([0, 2], PETS, "item 1: label 2 is neither .* nor a number from 0 to 1"),
+    (["cat", None], PETS, "item 1: label None is neither"),
+    ([0.5], PETS, "item 0: label 0.5 is neither"),
+]
+
+
+@pytest.mark.parametrize(("labels", "classnames", "expected"), LABELS)
+def test_labels_become_numbers_of_classes(tmp_path, labels, classnames, expected):
+    PICTURE.save(tmp_path / "p.png")
+    rows = [json.dumps({"image": "p.png", "label": label}) for label in labels]
+    (tmp_path / "labels.jsonl").write_text("\n".join(rows))
+    if isinstance(expected, str):
+        with pytest.raises(CalibrationError, match=expected):
+            load_images(str(tmp_path / "labels.jsonl"), classnames=classnames)
+        return
+    items = load_images(str(tmp_path / "labels.jsonl"), classnames=classnames)
+    assert [item["label"] for item in items] == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "classnames", "expected"),
+    [
+        (PETS, None, [0, 1]),
+        (PETS, ["dog", "cow", "cat"], [2, 0]),  # by name
+        (["n01", "n02"], PETS, [0, 1]),  # by number, as in FusionBench
+    ],
+)
+def test_class_names_of_a_dataset(names, classnames, expected):
+    features = datasets.Features({"label": datasets.ClassLabel(names=names)})
+    table = datasets.Dataset.from_dict({"label": [0, 1]}, features=features)
+    table = table.add_column("image", [{"bytes": None, "path": "p.png"}] * 2)  # type: ignore[call-arg]
+    items = ImageItems(table, name="pets", classnames=classnames)
+    assert [items.read(number)[1] for number in range(2)] == expected
+    assert items.classnames == (classnames or names)
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("table.csv", {"split": "test"}, r"one table without splits: remove split \('test'\)"),
+        ("table.csv", {"image_column": "fil"}, r"no column 'fil' of images \(nearest: 'file'\)"),
+        ("table.csv", {"image_column": "file"}, r"item 0: there is no file .*circle/00\.png \(rel"),
+        ("empty", {}, r"data 'empty' has no images \(\.avif, .*neither in itself nor in class"),
+        ("./no/such", {}, r"data '\./no/such' does not exist"),
+        ("who/what", {"split": "test"}, r"'who/what', split 'test'.*HF_HUB_OFFLINE"),
+    ],
+)
+def test_paths_without_readable_images_are_refused(shapes, path, options, message, monkeypatch):
+    monkeypatch.chdir(shapes)
+    write_table(shapes, "paths.csv").rename("table.csv")
+    Path("empty/class").mkdir(parents=True)
+    Path("circle/00.png").unlink()
+    with pytest.raises((ValueError, CalibrationError), match=message):
+        load_images(path, **options)[0]
