@@ -1,4 +1,4 @@
-"""Turns of chats: their speakers, contents and tool calls."""
+"""Turns of chats: their speakers and contents."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def is_chat(value: Any) -> bool:
 
 
 def read_turns(chat: Any, name: str) -> list[Turn]:
-    """Return a chat's turns with `role`, `content` and other keys, such as `tool_calls`.
+    """Return a chat's turns with `role`, `content` and other keys, such as `name`.
 
     Args:
         chat: A list of turns, a list of values for each key, or either as a JSON text. Turns have
@@ -34,7 +34,7 @@ def read_turns(chat: Any, name: str) -> list[Turn]:
         name: The row's name in messages.
 
     Raises:
-        CalibrationError: If it has another form, or a speaker is unknown.
+        CalibrationError: If it has another form, a speaker is unknown, or a turn calls tools.
     """
     chat = parsed(chat, f"{name}: messages")
     if isinstance(chat, Mapping) and all(isinstance(part, list) for part in chat.values()):
@@ -97,12 +97,10 @@ def _turn(turn: Mapping[str, Any], name: str) -> Turn:
             f"{name}: the speaker {speaker!r} is unknown. Rename it to user, assistant, system or "
             "tool"
         )
+    if values.get("tool_calls"):
+        raise CalibrationError(f"{name}: tool_calls are not read. Write them into the content")
     other = {key: value for key, value in values.items() if key not in _KEYS}
-    if "tool_calls" in other:
-        other["tool_calls"] = [_call(call, name) for call in other["tool_calls"]]
     content = values.get("content", values.get("value"))
-    if content is None and other.get("tool_calls"):
-        content = ""
     return {"role": role, "content": _content(content, name, list(turn)), **other}
 
 
@@ -118,12 +116,3 @@ def _content(content: Any, name: str, keys: list[str]) -> str:
             )
         texts.append(text)
     return "".join(texts)
-
-
-def _call(call: Any, name: str) -> Any:
-    """Return a tool call whose arguments are no JSON text, which templates would quote."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    arguments = parsed(function["arguments"] or "{}", f"{name}: arguments of tool_calls")
-    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,6 +1,6 @@
 """Common formats of rows with texts: prompts with answers, chats, plain texts, token ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -32,7 +32,6 @@ class Text:
         prompt: A text, the turns before the answer, or columns of token ids.
         target: The answer: a text or a turn. None if there is none.
         pair: Second text of a classifier's pair.
-        tools: Tools for the chat template.
         columns: Names of the columns that are read.
         unread: Names of the other columns with a value.
     """
@@ -42,7 +41,6 @@ class Text:
     prompt: Any
     target: Any = None
     pair: str | None = None
-    tools: Sequence[Any] | None = None
     columns: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
 
@@ -129,8 +127,7 @@ class _Reader:
         if turns and turns[0]["role"] != "system" and (system := self.take(*_SYSTEMS)):
             turns = [{"role": "system", "content": self.as_text(system, "system")}, *turns]
         question, answer = answered_turns(turns, self.name)
-        tools = parsed(self.take("tools"), f"{self.name}: tools")
-        return Text(self.name, "chat", question, answer, tools=tools or None)
+        return Text(self.name, "chat", question, answer)
 
     def with_answer(self, turns: list[Turn], answer: Any) -> list[Turn]:
         """Return turns with their answer, which may repeat them."""

@@ -196,12 +196,13 @@ class TextEncoder:
                 f"{text.name}: messages need a decoder-only model or classifier and a tokenizer "
                 "with a chat template; give rows with prompt and target, or set modelpool.tokenizer"
             )
-        prompt = self._render(text, text.prompt, add_generation_prompt=True)
+        prompt = self._render(text.name, text.prompt, add_generation_prompt=True)
         if text.target is None:
             return prompt, None
-        if not (text.target["content"].strip() or text.target.get("tool_calls")):
+        if not text.target["content"].strip():
             return prompt, ""
-        whole = self._render(text, [*text.prompt, text.target], add_generation_prompt=False)
+        turns = [*text.prompt, text.target]
+        whole = self._render(text.name, turns, add_generation_prompt=False)
         if not whole.startswith(prompt):
             raise CalibrationError(
                 f"{text.name}: the tokenizer's chat template renders the prompt differently once "
@@ -209,29 +210,14 @@ class TextEncoder:
             )
         return prompt, whole[len(prompt) :]
 
-    def _render(self, text: Text, turns: list[Any], **options: Any) -> str:
-        """Render turns, and check that tools and calls of tools are part of the result."""
-        rendered = self._apply_template(text, turns, tools=text.tools, **options)
-        without_calls = [{k: v for k, v in t.items() if k != "tool_calls"} for t in turns]
-        variants = {"tools": (turns, None), "tool_calls": (without_calls, text.tools)}
-        for name, (other_turns, tools) in variants.items():
-            if (other_turns, tools) == (turns, text.tools):
-                continue
-            if self._apply_template(text, other_turns, tools=tools, **options) == rendered:
-                raise CalibrationError(
-                    f"{text.name}: the tokenizer's chat template ignores {name}. Leave them out, "
-                    "or set modelpool.tokenizer"
-                )
-        return rendered
-
-    def _apply_template(self, text: Text, turns: list[Any], **options: Any) -> str:
+    def _render(self, name: str, turns: list[Any], **options: Any) -> str:
         try:
             return self.tokenizer.apply_chat_template(
                 turns, tokenize=False, date_string=_DATE, **options
             )
         except Exception as error:  # a template may raise any error
             raise CalibrationError(
-                f"{text.name}: the tokenizer's chat template cannot be used: {first_line(error)}. "
+                f"{name}: the tokenizer's chat template cannot be used: {first_line(error)}. "
                 "Correct the row, or set modelpool.tokenizer"
             ) from error
 

@@ -32,7 +32,7 @@ from fusion_bench_featcal.folders.tasks import (
 
 LONG = 16
 """Median number of target tokens above which accuracy counts tokens, not whole answers."""
-_OF_MODELS = ("prompt", "target", "messages", "text", "context", "choices", "system", "tools")
+_OF_MODELS = ("prompt", "target", "messages", "text", "context", "choices", "system")
 _OF_CLASSIFIERS = _TEXT, _PAIR, _LABEL = "text", "text_pair", "label"
 
 
