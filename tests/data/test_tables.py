@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.data.tables import load_texts, read_table
+from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_rows import TextRows
 
 ROWS = [
@@ -20,14 +20,11 @@ ROWS = [
 CSV = 'prompt,target\n"a, b",00042\n"two\nlines ""quoted""",2024-01-31\n\nx,1e3\ny,NA\n'
 # Content of a file, and the places of its rows.
 FILES: dict[str, tuple[str, str, list[int]]] = {
-    "a.csv": ("\ufeff" + CSV, "line", [2, 3, 6, 7]),
-    "b.csv": (CSV.replace("\n\n", "\r\n\r\n"), "line", [2, 3, 6, 7]),
+    "a.csv": ("\ufeff" + CSV.replace("\n\n", "\r\n\r\n"), "line", [2, 3, 6, 7]),
     "a.jsonl": ("\n".join(map(json.dumps, ROWS)), "line", [1, 2, 3, 4]),
-    "b.jsonl": ("\ufeff" + "".join(json.dumps(row) + "\r\n\r\n" for row in ROWS), "line",
-                [1, 3, 5, 7]),
     "a.json": (json.dumps(ROWS, indent=1), "item", [0, 1, 2, 3]),
     "a.parquet": ("", "item", [0, 1, 2, 3]),
-}  # fmt: skip
+}
 
 
 def rows_of(path: Path, **options: Any) -> TextRows:
@@ -45,31 +42,24 @@ def test_values_are_the_texts_that_were_written_with_their_places(name: str, tmp
     assert [rows[n] for n in range(len(rows))] == ROWS
     assert [rows.read(n).target for n in range(4)] == [row["target"] for row in ROWS]
     assert [rows.at(n) for n in range(4)] == [f"data, {place} {n}" for n in numbers]
-    assert read_table(path, None)["target"][0] == "00042"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"prompt": "a"}\n\n{"prompt" "b"}', "jsonl: line 3: Expecting ':'"),
-        ("a.jsonl", f'{{"prompt": "a"}}\n{"[" * 9000}', "jsonl: line 2: "),
-        ("a.jsonl", '{"prompt": "a"}\n3', "jsonl: line 2 is no object, but int"),
         ("a.json", "[3]", "json: item 0 is no object, but int"),
         ("a.csv", 'a,b\n"x\ny",1\nx\n', "csv: line 4: 1 values for 2 columns"),
-        ("a.csv", 'a,b\nx,1\n"y,2\n', "csv: line 3: unexpected end of data"),
-        ("a.csv", "a,a\nx,1\n", "csv: line 1 names a column twice"),
-        ("a.csv", b"a,b\n\xff,1\n", "csv: 'utf-8' codec can't decode"),
         ("a.parquet", "a", "parquet: "),
     ],
 )
-def test_wrong_lines_are_named(name: str, content: Any, message: str, tmp_path: Path):
-    data = content if isinstance(content, bytes) else content.encode()
-    (tmp_path / name).write_bytes(data)
+def test_wrong_lines_are_named(name: str, content: str, message: str, tmp_path: Path):
+    (tmp_path / name).write_text(content)
     with pytest.raises(CalibrationError, match=f"{name}' is not readable as {message}"):
         load_texts(str(tmp_path / name))
 
 
-def test_names_of_classes_are_read_and_rows_must_be_mappings(tmp_path: Path):
+def test_names_of_classes_are_targets(tmp_path: Path):
     label = datasets.ClassLabel(names=["b", "a"])
     features = datasets.Features({"prompt": datasets.Value("string"), "label": label})
     table = datasets.Dataset.from_dict({"prompt": ["x"] * 3, "label": [0, 1, -1]}, features)
@@ -77,19 +67,11 @@ def test_names_of_classes_are_read_and_rows_must_be_mappings(tmp_path: Path):
     rows = rows_of(tmp_path / "a.parquet", columns={"prompt": "prompt", "target": "label"})
     assert [rows.read(n).target for n in range(3)] == ["b", "a", None]
     assert rows.classes("target") == ["b", "a"] and rows.classes("prompt") is None
-    with pytest.raises(CalibrationError, match="data, item 1: a text is a mapping, got str"):
-        TextRows([{"text": "a"}, "b"], "data").read(1)
 
 
-KTO = [{"prompt": "q", "completion": "a", "label": n % 3 > 0} for n in range(6)]
-WEIGHTED = [{"messages": [], "weight": n % 3} for n in range(6)]
-
-
-@pytest.mark.parametrize("values", [KTO, WEIGHTED], ids=["labels", "weights"])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_bad_answers_and_rows_of_weight_zero_are_left_out(
-    values: list[dict[str, Any]], name: str, tmp_path: Path
-):
+def test_bad_answers_are_left_out(name: str, tmp_path: Path):
+    values = [{"prompt": "q", "completion": "a", "label": n % 3 > 0} for n in range(6)]  # KTO
     table = datasets.Dataset.from_list(values)
     (table.to_json if name == "a.jsonl" else table.to_parquet)(tmp_path / name)
     rows, first = rows_of(tmp_path / name), int(name == "a.jsonl")

@@ -4,19 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_bench.modelpool import BaseModelPool
 from sample_pools import text_batch, text_sample, words
-from tiny_texts import llama_model, word_tokenizer
+from tiny_texts import word_tokenizer
 from tiny_tokenizers import KINDS, trained_tokenizer
 
-from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.data.text_formats import read_row
 from fusion_bench_featcal.data.text_samples import IGNORED, TextEncoder
-from fusion_bench_featcal.fusionbench.data import calibration_batches
 
 A, B, C, D, END = 3, 4, 5, 6, 1
 PAIR = {"prompt": "a b", "target": "c"}
-TRAINED = "a b c . > _ _ c ."
 LONG = {"prompt": "a b c d e f", "target": "a b"}
 CHAT = (
     "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}"
@@ -38,22 +35,16 @@ def sample(row: Any, kind: str = "causal", **options: Any) -> str:
 SAMPLES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("seq2seq", PAIR, "a b . > c .", {}),
     ("seq2seq", PADDED | {"labels": [C, END, -100]}, "a b . > c .", {}),
-    ("causal", PAIR, TRAINED, {}),
-    ("causal", PAIR, TRAINED, {"ends": True}),  # one end, not two
+    ("causal", PAIR, "a b c . > _ _ c .", {}),
+    ("causal", PAIR, "a b c . > _ _ c .", {"ends": True}),  # one end, not two
     ("causal", {"prompt": "a b"}, "a b", {}),
     ("causal", {"input_ids": [A, B, C, D], "labels": [-100, B, -100, D]}, "a b c d > _ b _ d", {}),
-    ("causal", {"input_ids": [0, A, B], "attention_mask": [0, 1, 1], "labels": [-100, -100, B]},
-     "a b > _ b", {}),
     ("causal", {"messages": TURNS}, "? b c a d > _ _ _ _ d", IN_CHAT),
-    ("causal", {"messages": ASKED}, "? b c a", IN_CHAT),
-    ("causal", LONG, "a b c a b . > _ _ _ a b .", {"max_length": 6, "model_max_length": 8}),
     ("causal", {"prompt": "a b c d", "target": "d d d d d d"}, "a b c d d d > _ _ _ d d d",
      {"max_length": 6}),  # at least half of it for the target
     ("seq2seq", {"prompt": "a b c d", "target": "d d d d"}, "a b c > d d d", {"max_length": 3}),
-    ("classification", PAIR, "a b", {}),
     ("classification", {"text": "a b", "text_pair": "c", "label": 1}, "a b c", {}),
-    ("classification", {"messages": TURNS}, "? b c a d", IN_CHAT),
-    ("classification", PADDED | {"labels": 2, "label": 1}, "a b .", {}),
+    ("classification", PADDED | {"labels": 2}, "a b .", {}),
 ]  # fmt: skip
 
 
@@ -68,14 +59,10 @@ def test_prompt_and_target_of_a_row(kind: str, row: Any, expected: str, options:
 MESSAGES: list[tuple[Any, dict[str, Any], str]] = [
     ({"prompt": "a"}, {"kind": "seq2seq"}, "no target.*calibration_targets=generated"),
     ({"prompt": "a", "target": " "}, {}, "the target is empty"),
-    ({"input_ids": [0, 0], "attention_mask": [0, 0]}, {}, "padding alone"),
     ({"input_ids": [A, B], "labels": [A]}, {}, "2 input_ids, but .* 1 labels"),
-    ({"input_ids": [A, B], "labels": [A, 2.9]}, {}, r"labels must be integers, got 2\.9"),
     ({"messages": ASKED}, {}, "chat template"),
-    ({"messages": TURNS}, {"chat_template": CHAT.replace("a ", "z ")},
-     "renders the prompt differently"),
     (LONG, {"model_max_length": 8}, r"9 tokens.*limit.*is 8.*method\.max_length"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("row", "options", "message"), MESSAGES)
@@ -89,7 +76,6 @@ def test_rows_without_a_usable_sample_are_named(row: Any, options: dict[str, Any
 @pytest.mark.parametrize(
     ("kind", "side", "ids", "labels"),
     [
-        ("causal", "right", [[A, B, C], [A, 0, 0]], [[-100, B, C], [-100] * 3]),
         ("causal", "left", [[A, B, C], [0, 0, A]], [[-100, B, C], [-100] * 3]),
         ("seq2seq", "left", [[A, B, C], [0, 0, A]], [[B, C], [C, -100]]),
         ("classification", "right", [[A, B, C], [A, 0, 0]], None),
@@ -115,26 +101,10 @@ def test_pairs_of_a_classifier_have_types_and_are_cut_together():
     assert batch["token_type_ids"][order].tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
 
 
-def test_a_prompt_leaves_room_for_a_generated_answer():
-    pool: Any = type("CausalLMPool", (BaseModelPool,), {})({"a": llama_model()})
-    pool._train_datasets = {"a": {}}
-    pool.load_train_dataset = lambda _: [{"prompt": "a b c d e f g h"}]
-    settings = FeatCalSettings(
-        samples_per_task=1, max_length=6, calibration_targets="generated", generated_tokens=2
-    )
-    (batch,) = calibration_batches(pool, ["a"], settings, word_tokenizer())["a"]
-    assert words(batch["input_ids"][0, :4]) == "a b c d"
-    assert words(batch["labels"][0, :4]) == "_ _ _ _"
-    assert torch.equal(batch["labels"][0, 4:], batch["input_ids"][0, 4:])
-
-
 # --- trained tokenizers of all common kinds ---
 
-TURNS_OF_A_CHAT = (("user", "lamp"), ("assistant", "red"), ("user", "river"), ("assistant", "blue"))
-CHATTED = [{"role": role, "content": text} for role, text in TURNS_OF_A_CHAT]
 
-
-@pytest.mark.parametrize("kind", [*KINDS, "slow"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_prompt_and_target_are_tokenised_as_one_text(kind: str):
     tokenizer, encoder = trained_tokenizer(kind), TextEncoder(trained_tokenizer(kind), "causal")
 
@@ -145,22 +115,17 @@ def test_prompt_and_target_are_tokenised_as_one_text(kind: str):
         assert ids.ids[-len(targets) :] == targets and len(ids.labels or ()) == len(ids.ids)
         return ids.ids, targets
 
-    for prompt, target in (
-        ("number of river :", " 42 10"),
-        ("colour of lamp : ", "red"),
-        ("colour of lamp :\n", "red"),
-        ("colour of lamp :", "\nred blue"),
-    ):
+    for prompt, target in (("number of river :", " 42 10"), ("colour of lamp : ", "red")):
         ids, targets = encoded({"prompt": prompt, "target": target})
         assert ids == [*tokenizer(prompt + target)["input_ids"], tokenizer.eos_token_id]
-        texts = tokenizer.decode(ids[1 : -len(targets)]), tokenizer.decode(targets[:-1])
-        assert [text.split() for text in texts] == [prompt.split(), target.split()]
+        assert tokenizer.decode(targets[:-1]).split() == target.split()
     # Without a blank between them the target is a text of its own.
     ids, targets = encoded({"prompt": "colour of lamp", "target": "red"})
     alone = tokenizer("red", add_special_tokens=False)["input_ids"]
     assert targets == [*alone, tokenizer.eos_token_id]
     assert ids == [*tokenizer("colour of lamp")["input_ids"], *targets]
-    ids, targets = encoded({"messages": CHATTED})
-    whole = tokenizer.apply_chat_template(CHATTED, tokenize=False)
+    chat = [{"role": "user", "content": "river"}, {"role": "assistant", "content": "blue"}]
+    ids, targets = encoded({"messages": chat})
+    whole = tokenizer.apply_chat_template(chat, tokenize=False)
     assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
     assert "blue" in tokenizer.decode(targets) and "river" not in tokenizer.decode(targets)
