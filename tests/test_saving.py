@@ -37,26 +37,14 @@ class Tiny(nn.Module):
 POOL: Any = BaseModelPool({"_pretrained_": Tiny(0)})  # type: ignore[dict-item]
 
 
-def program_with(path: Any, **options: Any) -> Any:
-    return SimpleNamespace(
-        merged_model_save_path=str(path), merged_model_save_kwargs=options, log_dir=None
-    )
-
-
-PLUS, PAPERS = FeatCalSettings.plus(seed=1).as_dict(), FeatCalSettings(mix_alpha=0.5).as_dict()
+PLUS = FeatCalSettings.plus(seed=1).as_dict()
 # Facts of a card, its title, a sentence, and its settings.
 CARDS: list[tuple[CardFacts, str, str, str]] = [
     (CardFacts("featcal_plus", settings=PLUS), "Merged model, repaired by FeatCal+",
      f"with FeatCal+, its extension of the paper's FeatCal ({PAPER}), row `featcal_plus`",
      "- seed: `1`"),
-    (CardFacts("featcal", settings=PAPERS), "Merged model, repaired by FeatCal",
-     f"with FeatCal ({PAPER}), row `featcal`", "- mix_alpha: `0.5`"),
     (CardFacts("featcal", settings=FeatCalSettings().as_dict()),
      "Merged model, repaired by FeatCal", f"with FeatCal ({PAPER})", "- all: `defaults`"),
-    (CardFacts("featcal", settings={"rule": "Mine(strength=2)"}),
-     "Merged model, repaired by FeatCal", "the rule `Mine(strength=2)`",
-     "- rule: `Mine(strength=2)`"),
-    (CardFacts("merged"), "Merged model", "As merged, without calibration", "none"),
     (CardFacts("surgery", settings={"width": 4}), "Merged model (surgery)", "row `surgery`",
      "- width: `4`"),
 ]  # fmt: skip
@@ -104,12 +92,6 @@ def test_a_crash_leaves_no_model_or_the_whole_model(
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CalibrationError, match=r"saved: No space.*4 KiB, and .* free"):
-        save_model(POOL, Tiny(2), tmp_path / "saved")
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
     with pytest.raises(CalibrationError, match=r"merged_model_save_path.*too little room.*4 KiB"):
         save_model(POOL, Tiny(2), tmp_path / "saved")
@@ -121,7 +103,6 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     [
         ("folder", {}, "merged_model_save_path .* exists and is not empty: name a new folder"),
         ("folder/file", {}, "merged_model_save_path .*file exists"),
-        ("folder/file/new", {}, "merged_model_save_path"),
         ("new", {"push_to_hub": True}, "merged_model_save_kwargs has no effect: .* Leave it out"),
     ],
 )
@@ -130,7 +111,8 @@ def test_unusable_targets_and_options_are_refused_first(
 ) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").touch()
-    before = sorted(tmp_path.rglob("*"))
+    program: Any = SimpleNamespace(
+        merged_model_save_path=str(tmp_path / path), merged_model_save_kwargs=options, log_dir=None
+    )
     with pytest.raises((ValueError, ReportError), match=message):
-        check_save_target(program_with(tmp_path / path, **options))
-    assert sorted(tmp_path.rglob("*")) == before
+        check_save_target(program)
