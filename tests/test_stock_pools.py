@@ -26,10 +26,10 @@ NO_EXPERT = r"modelpool\.models has no expert \(it has _pretrained_\)"
 # Patterns of names, and why such a pool cannot run as it is. All others come to their downloads.
 REFUSED = {
     ".*/_template": "Missing mandatory value: modelpool.models",
-    ".*_(individual|mtl)": NO_EXPERT,
+    "(CLIP|Seq2Seq).*_(individual|mtl)": NO_EXPERT,
     "CausalLMPool/(deepseek-v2-lite|mi[sx]tral-.*7b)": NO_EXPERT,
     "CausalLMPool/(llama_(alpaca.*|codealpaca|metamathqa|ultrachat)|single_llama.*)": NO_EXPERT,
-    "(ConvNext|Dinov2|ResNet)ForImageClassification/.*base.*|ResNet.*": NO_EXPERT,
+    "ConvNext.*/convnext-base-224|Dinov2.*|ResNet.*": NO_EXPERT,
     "SequenceClassificationModelPool/(?!roberta).*": NO_EXPERT,
     "OpenCLIP.*": "open_clip is not installed",
     # broken in FusionBench
