@@ -184,7 +184,8 @@ def test_data_of_the_user_gives_the_model_of_the_same_data_of_the_pool(tmp_path:
     models = {n: write(llama_model(k), tmp_path / n, word_tokenizer()) for k, n in enumerate(NAMES)}
 
     def calibrated(with_rows: bool, **more: Any) -> Any:
-        pool: Any = CausalLMPool(OmegaConf.create(models), tokenizer=models["_pretrained_"])
+        base, lazy = models["_pretrained_"], not with_rows
+        pool: Any = CausalLMPool(OmegaConf.create(models), tokenizer=base, enable_lazy_loading=lazy)
         pool = with_data(pool) if with_rows else pool
         return FeatCalAlgorithm(base_method=ARITHMETIC, samples_per_task=4, **more).run(pool)
 

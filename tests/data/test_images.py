@@ -149,20 +149,22 @@ def test_labels_become_numbers_of_classes(tmp_path, labels, classnames, expected
 
 
 @pytest.mark.parametrize(
-    ("names", "classnames", "expected"),
+    ("names", "classnames", "expected", "is_warned"),
     [
-        (PETS, None, [0, 1]),
-        (PETS, ["dog", "cow", "cat"], [2, 0]),  # by name
-        (["n01", "n02"], PETS, [0, 1]),  # by number, as in FusionBench
+        (PETS, None, [0, 1], False),
+        (PETS, ["dog", "cow", "cat"], [2, 0], False),  # by name
+        (["n01", "n02"], PETS, [0, 1], False),  # by number, as in FusionBench
+        (["cat", "n02"], ["dog", "cat"], [0, 1], True),  # the order may be another
     ],
 )
-def test_class_names_of_a_dataset(names, classnames, expected):
+def test_class_names_of_a_dataset(names, classnames, expected, is_warned, caplog):
     features = datasets.Features({"label": datasets.ClassLabel(names=names)})
     table = datasets.Dataset.from_dict({"label": [0, 1]}, features=features)
     table = table.add_column("image", [{"bytes": None, "path": "p.png"}] * 2)  # type: ignore[call-arg]
     items = ImageItems(table, name="pets", classnames=classnames)
     assert [items.read(number)[1] for number in range(2)] == expected
     assert items.classnames == (classnames or names)
+    assert ("class 'cat' has number 0 there and 1 in" in caplog.text) == is_warned
 
 
 @pytest.mark.parametrize(
