@@ -18,7 +18,8 @@ def test_glue_has_fusion_benchs_prompts_and_answers(monkeypatch):
     row = {"sentence1": "a b", "sentence2": "d", "label": 2.6, "idx": 0}
     rows = datasets.Dataset.from_list([row])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
-    assert list(load_glue("stsb", "train")) == [{"prompt": STSB, "target": "2.6"}]
+    texts: Any = load_glue("stsb", "train")
+    assert list(texts) == [{"prompt": STSB, "target": "2.6"}]
 
 
 def test_chats_and_questions(monkeypatch):
