@@ -41,7 +41,7 @@ def load_glue(name: str, split: str, path: str = GLUE) -> ComputedRows:
     def make(index: int) -> dict[str, Any]:
         row: Mapping[str, Any] = rows[index]
         prompt, target = processor.preprocess(**{k: row[k] for k in row if k != "idx"})
-        return {"prompt": prompt, "target": target}
+        return {"prompt": prompt, "target": target if row["label"] >= 0 else ""}  # -1: withheld
 
     return ComputedRows(len(rows), make)
 

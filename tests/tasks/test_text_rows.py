@@ -15,11 +15,12 @@ STSB = (
 
 
 def test_glue_has_fusion_benchs_prompts_and_answers(monkeypatch):
-    row = {"sentence1": "a b", "sentence2": "d", "label": 2.6, "idx": 0}
-    rows = datasets.Dataset.from_list([row])
+    row = {"sentence1": "a b", "sentence2": "d", "idx": 0}
+    rows = datasets.Dataset.from_list([row | {"label": label} for label in (2.6, -1.0)])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
     texts: Any = load_glue("stsb", "train")
-    assert list(texts) == [{"prompt": STSB, "target": "2.6"}]
+    targets = "2.6", ""  # a withheld label is -1
+    assert list(texts) == [{"prompt": STSB, "target": target} for target in targets]
 
 
 def test_chats_and_questions(monkeypatch):
