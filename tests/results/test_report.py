@@ -1,0 +1,215 @@
+"""`featcal report`: the table of runs with known numbers, in each form."""
+
+import csv
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reports import (
+    LEVELS,
+    Done,
+    drawn_points,
+    error_of,
+    featcal,
+    leave_cells,
+    leave_rows,
+    leave_run,
+    leave_seeds,
+    rows_of,
+)
+
+from fusion_bench_featcal.results import Run, join_folders, summary, write_run
+from fusion_bench_featcal.results.figures import figures_of
+from fusion_bench_featcal.results.remarks import closing_lines, tasks_below_merged
+
+EVIL = "<script>alert('&')</script>{{ 7 * 7 }}"
+
+# Featcal's seeds have 70, 75 and 80 %: half of Student's interval is 12.4, that of items 3.1.
+TABLE = """\
+toy: accuracy, %
+                 cars   dtd  average          gain  share      worst task
+─────────────────────────────────────────────────────────────────────────
+base             30.0  30.0     30.0             -      -               -
+experts          90.0  90.0     90.0             -      -               -
+task_arithmetic  60.0  60.0     60.0             -      -               -
++ featcal        75.0  75.0     75.0  +15.0 ± 12.8   50 %  cars 50 % 75.0
+toy: accuracy, % (continued)
+                 seconds   MiB
+──────────────────────────────
+base                   -     -
+experts                -     -
+task_arithmetic        -     -
++ featcal           10.0  1024
+means over 3 seeds
+gain: over the merged model, ± half of its 95 % interval (items; seeds, if 3)
+share: of the gap from merged to experts; worst task: least share, its value
+samples per task: featcal 256 train
+"""
+LINE = "| + featcal | 75.0 | 75.0 | 75.0 | +15.0 ± 12.8 | 50 % | cars 50 % 75.0 | 10.0 | 1024 |"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """A folder with runs of three seeds and all that the command writes of them."""
+    folder = tmp_path_factory.mktemp("written")
+    files = ("--out", folder / "out", "--html", folder / "a.html", "--figures", folder / "svg")
+    return folder, featcal("report", leave_seeds(folder / "runs"), *files)
+
+
+def test_the_printed_table(written: Any) -> None:
+    folder, done = written
+    names = ("out", "svg/accuracy.svg", "a.html")
+    assert done.out == TABLE + "".join(f"written: {folder / name}\n" for name in names)
+
+
+def test_the_table_as_markdown_and_csv(written: Any) -> None:
+    folder, _ = written
+    text = (folder / "out" / "report.md").read_text()
+    assert LINE in text and text == featcal("report", folder / "runs", "--markdown").out
+    with (folder / "out" / "report.csv").open() as file:
+        row = [*csv.DictReader(file)][-1]
+    numbers = {name: float(row[name]) for name in ("accuracy.dtd", "gain", "share", "seeds")}
+    expected = {"accuracy.dtd": 0.75, "gain": 0.15, "share": 0.5, "seeds": 3}
+    assert numbers == pytest.approx(expected)
+    head = (folder / "out" / "lines.csv").read_text().splitlines()[0]
+    assert head == "suite,merger,row,task,block,class,seed,metric,value"
+
+
+def test_the_page_has_the_table_a_figure_and_links(written: Any) -> None:
+    text = (written[0] / "a.html").read_text()
+    cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", text)
+    start = cells.index("task_arithmetic + featcal")
+    assert cells[start + 1 : start + 6] == ["75.0", "75.0", "75.0", "+15.0 ± 12.8", "50 %"]
+    assert text.count("<svg") == 1 and 'href="runs/seed1/run.json"' in text
+
+
+def test_figures_have_the_tables_numbers(written: Any, tmp_path: Path) -> None:
+    figures = figures_of(summary(join_folders([written[0] / "runs"])))
+    points = drawn_points(figures["accuracy"])
+    assert list(points) == ["base", "experts", "merged", "featcal"]
+    assert points["featcal"][:, 0] == pytest.approx([75.0] * 3)  # cars, dtd and their average
+    figures = figures_of(summary(join_folders([leave_cells(tmp_path)])))
+    points = drawn_points(figures["accuracy-samples_per_task"])
+    assert points["featcal"].ravel() == pytest.approx([8, 62.8, 64, 68.4])
+    assert points["experts"].ravel() == pytest.approx([8, 90, 64, 90])
+
+
+def test_names_of_users_are_text(tmp_path: Path) -> None:
+    levels = {"base": 0.3, "experts": 0.9, EVIL: 0.5, f"featcal_{EVIL}": 0.7}
+    run = leave_run(tmp_path / "run", levels, (EVIL, "b"), suite=EVIL, merger=EVIL)
+    page = tmp_path / "page.html"
+    assert featcal("report", run, "--html", page, "--figures", tmp_path).code == 0
+    for text in (page.read_text(), (tmp_path / "accuracy.svg").read_text()):
+        assert EVIL not in text and "&lt;script&gt;alert(" in text and "{{ 7 * 7 }}" in text
+    assert page.read_text().count("<script>") == 1
+
+
+def test_rows_of_other_settings_are_points_of_one_table(tmp_path: Path) -> None:
+    done = featcal("report", leave_cells(tmp_path / "cells"), "--out", tmp_path / "out")
+    lines = [line.split() for line in done.out.splitlines()]
+    assert ["n", "=", "8", "n", "=", "64"] in lines
+    assert ["+", "featcal", "62.8", "(32", "%)", "68.4", "(46", "%)"] in lines
+    assert ["ties", "50.0", "50.0"] in lines and ["experts", "90.0", "90.0"] in lines
+    assert (tmp_path / "out" / "lines.csv").read_text().startswith("samples_per_task,")
+
+
+def test_a_rows_merger_is_the_one_with_its_settings(tmp_path: Path) -> None:
+    for scale, merged, repaired in ((0.3, 0.5, 0.6), (1.0, 0.3, 0.7)):
+        leave_rows(tmp_path / f"m{scale}", {"ties": merged}, settings={"scaling_factor": scale})
+        of_merger: Any = {"settings": {"a": 1}, "conditions": {"scaling_factor": scale}}
+        leave_rows(tmp_path / f"f{scale}", {"featcal": repaired}, **of_merger)
+    leave_rows(tmp_path / "x", {"x": 0.6})  # may be of either merged model
+    rows = summary(join_folders([tmp_path])).to_dict("records")
+    gains = {row["scaling_factor"]: row["gain"] for row in rows if row["row"] == "featcal"}
+    assert gains == pytest.approx({0.3: 0.1, 1.0: 0.4})
+    assert all(row["gain"] != row["gain"] for row in rows if row["row"] == "x")  # not a number
+
+
+def test_the_worst_task_is_that_of_the_means_among_gaps_of_a_point(tmp_path: Path) -> None:
+    tasks = ("far", "near", "level")
+    for seed, far in ((1, 0.2), (2, 0.4)):
+        rows = {"experts": (0.9, 0.9, 0.9), "ties": (0.1, 0.8, 0.899), "featcal": (far, 0.85, 0.89)}
+        named = {name: dict(zip(tasks, values, strict=True)) for name, values in rows.items()}
+        leave_rows(tmp_path / str(seed), named, seed=seed, cost={"seconds": float(seed)})
+    row = rows_of(tmp_path)["ties/featcal"]
+    worst = row["worst_task"], row["worst_share"], row["worst_value"]
+    assert worst == ("far", pytest.approx(0.25), pytest.approx(0.3))
+    assert row["share"] == pytest.approx((0.68 - 0.5996667) / (0.9 - 0.5996667), abs=1e-6)
+    assert row["cost.seconds"] == 1.5 and row["seeds"] == 2
+
+
+def test_any_metric_has_a_table_and_lower_losses_recover_the_gap(tmp_path: Path) -> None:
+    run = Run(suite="toy", merger="ties")
+    for name, loss in {"experts": 0.5, "ties": 1.5, "featcal": 0.75}.items():
+        run.add_row(name, {"accuracy": {"a": 0.5}, "loss": {"a": loss}, "f1": {"a": 1 - loss / 2}})
+    row = rows_of(write_run(tmp_path, run), metric="loss")["ties/featcal"]
+    assert (row["gain"], row["share"], row["worst_share"]) == pytest.approx((-0.75, 0.75, 0.75))
+    out = featcal("report", tmp_path, "--metric", "f1", "--markdown").out
+    assert "| + featcal | 0.625 | 0.625 | +0.375 |" in out
+
+
+def test_of_equal_rows_the_newest_counts_with_a_warning(tmp_path: Path, caplog: Any) -> None:
+    for number, level in enumerate((0.75, 0.75, 0.8)):
+        leave_run(tmp_path / str(number), LEVELS | {"featcal": level})
+        if number == 1:
+            join_folders([tmp_path])
+            assert not caplog.records
+    assert rows_of(tmp_path)["task_arithmetic/featcal"]["accuracy.average"] == pytest.approx(0.8)
+    assert "1 row left out" in caplog.text and "task_arithmetic/featcal" in caplog.text
+
+
+def test_runs_are_found_once_and_unfinished_ones_are_not_read(tmp_path: Path) -> None:
+    runs = leave_seeds(tmp_path / "runs")
+    (runs / ".part").mkdir()
+    (runs / ".part" / "run.json").write_text("half a file")
+    assert featcal("report", runs / "seed2", runs, runs / "seed1").out == TABLE
+
+
+REFUSED: list[tuple[tuple[str, ...], str]] = [
+    (("absent",), "no such run"),
+    (("seed1", "other"), "rows of toy have different tasks"),
+    (("seed1", "--out", "seed1"), "has the files of a run.*--out"),
+    (("seed1", "--html", "page.md"), r"--html names a file that ends in \.html"),
+    (("seed1", "--metric", "los"), "--metric: no row has 'los'; there are accuracy"),
+    (("seed1", "--against", "featcl"), "name one row, got 'featcl'.*task_arithmetic/featcal"),
+    (("cells", "--against", "featcal"), "of equal settings, and samples_per_task differ"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=str)
+def test_mistakes_are_named(
+    words: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    leave_seeds(tmp_path)
+    leave_run(tmp_path / "other", tasks=("cars", "sun"))
+    if "cells" in words:
+        leave_cells(tmp_path / "cells")
+    text = error_of("report", *words)
+    assert re.search(message, text), text
+
+
+# ---- sentences
+
+
+def test_the_last_lines_have_words_that_can_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # folders below the current one are shown by their short path
+    lines = closing_lines("featcal", tmp_path, tmp_path / "my run")
+    assert lines[-1] == "next: featcal report 'my run'"
+    (line,) = closing_lines("featcal", None)
+    assert line == "not saved: merged_model_save_path=DIR saves the model of row featcal"
+
+
+def test_each_task_below_the_merged_model_has_a_sentence() -> None:
+    run = Run(merger="merged")
+    rows = {"base": (0.1, 0.1, 0.1), "merged": (0.5, 0.5, 0.5), "featcal": (0.468, 0.7, 0.4999),
+            "featcal_mini": (0.48, 0.49, 0.6)}  # fmt: skip
+    for name, accuracies in rows.items():
+        run.add_row(name, {"accuracy": dict(zip("abc", accuracies, strict=True))})
+    assert [note.text for note in tasks_below_merged(run.rows)] == [
+        "a ends below the merged model: featcal -3.2, featcal_mini -2.0 points",
+        "b ends below the merged model: featcal_mini -1.0 points",
+    ]
