@@ -1,4 +1,4 @@
-"""Studies are Hydra's sweeps of `method=compare`, whose jobs fill one folder."""
+"""Runs of the command: sweeps of comparisons and of the method, and the default grid on texts."""
 
 import os
 import signal
@@ -12,23 +12,28 @@ import numpy as np
 import pytest
 from reports import featcal
 
-from fusion_bench_featcal.results import join_folders
+from fusion_bench_featcal.results import join_folders, read_run
 
-SWEEP = [
-    sys.executable, "-m", "fusion_bench.scripts.cli", "-m", "method=compare",
-    "modelpool=clip-vit-mini_alphabets2", "method.upstreams=[task_arithmetic]", "method.alone=[]",
-    "method.post_merging=[featcal]", "method.samples_per_task=2,4", "method.seed=1,2",
-    "method.results_dir=cells",
-]  # fmt: skip
+pytestmark = pytest.mark.slow
+
+SWEEP = ("-m modelpool=clip-vit-mini_alphabets2 method=compare method.upstreams=[task_arithmetic] "
+         "method.alone=[] method.post_merging=[featcal] method.samples_per_task=2,4 "
+         "method.seed=1,2 method.results_dir=cells")  # fmt: skip
 CELLS = 2 + 2 + 4  # references, the merger with two seeds, featcal by samples and seed
 
 
 def start(folder: Path, *words: str) -> "subprocess.Popen[Any]":
+    """Start `fusion_bench` in a folder, with its output in the file `screen`."""
     folder.mkdir(exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "fusion_bench.scripts.cli", *words]
     with (folder / "screen").open("ab") as screen:
         pipes: Any = {"stdout": screen, "stderr": screen}
-        return subprocess.Popen([*SWEEP, *words], cwd=folder, env=environment, **pipes)
+        return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+
+
+def finish(folder: Path, *words: str) -> None:
+    assert start(folder, *words).wait() == 0, (folder / "screen").read_text()[-3000:]
 
 
 def finished(folder: Path) -> dict[Path, int]:
@@ -47,22 +52,19 @@ def flags(folder: Path) -> dict[tuple[object, ...], bytes]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.ci
 def test_a_killed_sweep_goes_on_and_parallel_jobs_give_equal_bits(tmp_path: Path) -> None:
-    serial, parallel, files = tmp_path / "serial", tmp_path / "parallel", dict[Path, int]()
-    for _ in range(2):  # killed twice
-        process = start(serial)
-        while len(finished(serial)) <= len(files):
-            assert process.poll() is None, (serial / "screen").read_text()[-3000:]
-            time.sleep(0.05)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        files = finished(serial)
+    serial, parallel = tmp_path / "serial", tmp_path / "parallel"
+    process = start(serial, *SWEEP.split())
+    while not finished(serial):
+        assert process.poll() is None, (serial / "screen").read_text()[-3000:]
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    files = finished(serial)
     assert 0 < len(files) < CELLS
-    launcher = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    for folder, words in ((serial, ()), (parallel, launcher)):
-        assert start(folder, *words).wait() == 0, (folder / "screen").read_text()[-3000:]
+    finish(serial, *SWEEP.split())
+    finish(parallel, *SWEEP.split(), "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     after = finished(serial)
     assert files.items() <= after.items() and len(after) == CELLS  # references were made once
     assert flags(parallel) == flags(serial) and len(flags(serial)) == CELLS
@@ -70,14 +72,24 @@ def test_a_killed_sweep_goes_on_and_parallel_jobs_give_equal_bits(tmp_path: Path
     assert all(words in table for words in ("n = 2", "n = 4", "+ featcal", "experts"))
 
 
-@pytest.mark.slow
 @pytest.mark.ci
 def test_each_job_of_a_sweep_has_its_own_run_and_model(tmp_path: Path) -> None:
-    words = ["-m", "method=featcal", "modelpool=resnet-mini_TA3", "method.samples_per_task=2,4"]
-    words += ["taskpool=dummy", "path.log_dir=log", 'merged_model_save_path="{log_dir}/model"']
-    done = subprocess.run([*SWEEP[:3], *words], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    finish(tmp_path, "-m", "method=featcal", "modelpool=resnet-mini_TA3", "taskpool=dummy",
+           "method.samples_per_task=2,4", "path.log_dir=log",
+           'merged_model_save_path="{log_dir}/model"')  # fmt: skip
     assert {path.parent.name for path in tmp_path.glob("log/*/model")} == {"0", "1"}
     runs = [join_folders([tmp_path / "log" / job]).rows for job in "01"]
     sizes = [{row.settings.get("samples_per_task") for row in rows} - {None} for rows in runs]
     assert sizes == [{2}, {4}]
+
+
+@pytest.mark.parametrize("pool", ["flan-t5-mini_TA6", "llama-mini_TA6"])
+def test_no_cell_of_the_default_grid_fails_on_texts(pool: str, tmp_path: Path) -> None:
+    few = "samples_per_task=4 steps=2 tasks=2 upstreams=[wudi] upstream_mergers.wudi.iter_num=2"
+    words = [f"method.{word}" for word in f"{few} results_dir=cells".split()]
+    finish(tmp_path, "method=compare", f"modelpool={pool}", *words)
+    run = read_run(tmp_path / "cells" / "table")
+    names = {row.name for row in run.rows if row.merger == "wudi"}
+    assert {"featcal", "featcal_plus", "ridge_surgery", "surgery", "prob_surgery"} <= names
+    assert "surgery_v2" not in names
+    assert {row.merger for row in run.rows} >= {"regmean", "regmean_plusplus", "lot"}

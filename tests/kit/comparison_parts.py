@@ -1,14 +1,13 @@
 """A comparison small enough to run in milliseconds: one-layer models, a task pool, methods."""
 
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from fusion_bench import BaseModelPool, BaseTaskPool
 from hydra.utils import instantiate
+from tiny_pools import ARITHMETIC, AVERAGE
 from torch import nn
 
 from fusion_bench_featcal.lab.compare import ComparisonAlgorithm
@@ -16,26 +15,11 @@ from fusion_bench_featcal.lab.rivals import Method
 from fusion_bench_featcal.settings.fields import setting
 
 TASKS = ("left", "right")
-ITEMS = 20
-MERGERS = {
-    "simple_average": {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"},
-    "task_arithmetic": {
-        "_target_": "fusion_bench.method.TaskArithmeticAlgorithm",
-        "scaling_factor": 0.3,
-    },
-}
+MERGERS = {"simple_average": AVERAGE, "task_arithmetic": ARITHMETIC}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_collection() -> Iterator[None]:
-    """Models here are tiny, and collecting garbage takes most of a comparison's time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "collect", lambda: 0)
-        yield
-
-
-def linear(seed: int, file: str = "", cache_dir: str = "") -> nn.Module:
-    """A random model with one hidden layer. Configs name the paths."""
+def linear(seed: int) -> nn.Module:
+    """A random model with one hidden layer."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
@@ -52,19 +36,17 @@ class SignTaskPool(BaseTaskPool):
         super().__init__()
         self.evaluated = 0
         self.item_correct: dict[str, torch.Tensor] = {}
-        generator = torch.Generator().manual_seed(7)
-        self._inputs = torch.randn(ITEMS, 3, generator=generator)
+        self._inputs = torch.randn(20, 3, generator=torch.Generator().manual_seed(7))
         self.test_dataloaders = dict.fromkeys(TASKS)
 
     @torch.no_grad()
     def evaluate(self, model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self.evaluated += 1
-        inputs = self._inputs.to(next(model.parameters()).dtype)
         right = {}
         for seed, task in enumerate(TASKS, start=1):
             if task in self.test_dataloaders:
                 answers = linear(seed)(self._inputs).argmax(-1)
-                right[task] = answers == model(inputs).argmax(-1)
+                right[task] = answers == model(self._inputs).argmax(-1)
         self.item_correct = right
         return {task: {"accuracy": flags.double().mean().item()} for task, flags in right.items()}
 
@@ -105,13 +87,6 @@ class Scale(Method):
         return {task: {"samples": 5, "split": "train"} for task in tasks}
 
 
-class Forgetful(Scale):
-    """Changes the model and does not return it."""
-
-    def post_merge(self, merged: nn.Module, inputs: Any) -> Any:
-        super().post_merge(merged, inputs)
-
-
 class Failing(Scale):
     """Fails until there is a file."""
 
@@ -136,12 +111,6 @@ class Head(Scale):
 
     def added(self, model: nn.Module) -> dict[str, int]:
         return {"head": 6}
-
-
-def finished_cells(folder: Path) -> dict[str, int]:
-    """Cells that are finished, and the inodes of their files, which are new in each writing."""
-    files = folder.glob("*-*/lines.csv")
-    return {file.parent.name: file.stat().st_ino for file in files}
 
 
 def method(kind: type, **settings: Any) -> dict[str, Any]:
