@@ -3,7 +3,6 @@
 import io
 import json
 from contextlib import redirect_stdout
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,6 @@ from comparison_parts import (
     method,
     model_pool,
 )
-from configs import composed
 from lightning.fabric.loggers import CSVLogger
 from reports import featcal
 from tiny_models import add_up
@@ -162,19 +160,9 @@ def test_cells_of_choices_and_pools(suite: Any, choices: Any, expected: str) -> 
     assert [cell.title for cell in cells_of(settings, suite)] == expected.split()
 
 
-@pytest.mark.parametrize("pool", ["llama-mini_TA6", "open-clip-vit-mini_TA6"])
-def test_pools_leave_out_entries_that_exist(pool: str) -> None:
-    """A misspelt name would leave nothing out, and nobody would know."""
-    config = composed("method=compare", f"modelpool={pool}")
-    choices, left_out = config.method, {*config.modelpool.featcal.compare.leave_out}
-    entries = choices.upstream_mergers, choices.mergers_alone, choices.post_merging_methods
-    assert {"adamerging", "surgery_v2"} <= left_out <= {*chain(*entries)}
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"upstream": ["wudi"]}, r"method\.upstream .*nearest: 'upstreams'"),
     ({"post_merging": ["duoble"]}, r"method\.post_merging: 'duoble' is unknown.*: 'double'"),
-    ({UPSTREAM: {"../x": AVERAGE}}, r"upstream_mergers\.\.\./x: the name is that of a folder"),
     ({UPSTREAM: {"double": AVERAGE}}, r"'double' names two rows"),
     ({"upstreams": []}, r"there is nothing to run"),
     ({"tasks": ["rihgt"]}, r"method\.tasks: 'rihgt' is unknown.*'right'"),

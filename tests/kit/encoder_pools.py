@@ -1,13 +1,11 @@
-"""Tiny encoders without a head: a BERT with sentence-transformers' files, a DINOv2, their pools."""
+"""Tiny encoders without a head: a BERT with sentence-transformers' files, and a DINOv2."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from fusion_bench.modelpool import CLIPVisionModelPool, SequenceClassificationModelPool
-from sample_pools import RESCALE
-from tiny_images import picture
+from fusion_bench.modelpool import SequenceClassificationModelPool
 from tiny_models import scatter
 from tiny_texts import NAMES, TASKS, WORDS, sentences, word_tokenizer, write
 from torch.nn import functional as F
@@ -16,7 +14,6 @@ from transformers import AutoTokenizer, BertConfig, BertModel, Dinov2Config, Din
 SIZES: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24
 }  # fmt: skip
-LOADERS = {"bert": "AutoTokenizer", "dino": "AutoImageProcessor"}
 
 
 def encoder(kind: str, seed: int = 0) -> Any:
@@ -70,33 +67,19 @@ def embeddings(model: Any, folder: Path, texts: list[str]) -> torch.Tensor:
     return F.normalize(torch.stack(rows), dim=-1)
 
 
-# --- pools ---
-
-
-def rows(kind: str, task: str, number: int = 12) -> list[dict[str, Any]]:
-    if kind == "bert":
-        return [{"text": r["prompt"], "label": r["target"]} for r in sentences(task, number)]
-    start = 100 * TASKS.index(task)
-    return [{"image": picture(start + n), "label": n % 3} for n in range(number)]
-
-
-def encoder_pool(kind: str, folder: Path, length: int | None = None) -> Any:
-    """A base and two experts on disk, with train and test data in memory."""
+def encoder_pool(folder: Path) -> Any:
+    """A base and two experts on disk, with data in memory."""
     key, models = "pretrained_model_name_or_path", {}
     for seed, name in enumerate(NAMES):
-        path = write(encoder(kind, seed), folder / name.strip("_"))
+        path = write(encoder("bert", seed), folder / name.strip("_"))
         models[name] = {"_target_": "transformers.AutoModel.from_pretrained", key: path}
     base = folder / "pretrained"
-    processor = {"_target_": f"transformers.{LOADERS[kind]}.from_pretrained", key: str(base)}
+    write_sentence_files(base, **{"1_Pooling/config.json": {"pooling_mode": "mean"}})
+    word_tokenizer().save_pretrained(base)
+    tokenizer: Any = {"_target_": "transformers.AutoTokenizer.from_pretrained", key: str(base)}
     data: Any = {f"{split}_datasets": {task: {} for task in TASKS} for split in ("train", "test")}
-    if kind == "bert":
-        lengths = {"sentence_bert_config.json": {"max_seq_length": length}}
-        pooling = {"1_Pooling/config.json": {"pooling_mode": "mean"}}
-        write_sentence_files(base, **pooling, **lengths)
-        word_tokenizer().save_pretrained(base)
-        pool: Any = SequenceClassificationModelPool(models, tokenizer=processor, **data)  # type: ignore[arg-type]
-    else:
-        RESCALE.save_pretrained(base)
-        pool = CLIPVisionModelPool(models, processor=processor, **data)  # type: ignore[arg-type]
-    pool.load_train_dataset = pool.load_test_dataset = lambda task: rows(kind, task)
+    pool: Any = SequenceClassificationModelPool(models, tokenizer=tokenizer, **data)  # type: ignore[arg-type]
+    pool.load_train_dataset = pool.load_test_dataset = lambda task: [
+        {"text": row["prompt"], "label": row["target"]} for row in sentences(task, 12)
+    ]
     return pool

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,16 +36,13 @@ def trained_by_hand(features: Mapping[str, tuple[Tensor, Tensor]], method: Any) 
     }
     noise = {task: generator(method.seed, task, "noise") for task in features}
     losses: dict[str, list[float]] = {task: [] for task in features}
-    make_adam = partial(torch.optim.Adam, lr=method.learning_rate)
-    joint = make_adam([weight for weights in modules.values() for weight in weights])
-    alone = {task: make_adam(modules[task]) for task in features}
+    adam = torch.optim.Adam(chain(*modules.values()), lr=method.learning_rate)
     for step in range(method.steps):
         for task, (merged, expert) in features.items():
             weights, rows = modules[task], positions[task][step]
             loss = _loss(weights, merged[rows], expert[rows], method, noise[task])
             losses[task].append(loss.item())
-            adam = joint if method.optimizer == "joint" else alone[task]
-            adam.zero_grad(set_to_none=False)  # the others move on by their momentum
+            adam.zero_grad(set_to_none=False)  # the other tasks' modules move by their momentum
             loss.backward()
             adam.step()
     result = {t: [w.detach() for w in weights[:2]] for t, weights in modules.items()}

@@ -1,18 +1,39 @@
-"""Surgery, ProbSurgery, SurgeryV2 and ridge surgery beside slow versions and closed forms."""
+"""Surgery, ProbSurgery, SurgeryV2 and ridge surgery, and the models that they correct."""
 
 import copy
 from typing import Any
 
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
+
+# isort: split
 import pytest
 import torch
+from fusion_bench.models.hf_clip import HFCLIPClassifier
 from rivals import DRAW, improved, trained_by_hand
+from sample_pools import three_texts
 from tiny_models import normal
-from tiny_pools import TASKS, assert_equal, inputs_of, pictures, projection_of, tiny_pool, tower
-from tiny_texts import sentences, text_pool, text_tokenizer, with_tests
+from tiny_pools import (
+    TASKS,
+    assert_equal,
+    inputs_of,
+    projection_of,
+    tiny_pool,
+    tiny_processor,
+    tower,
+)
+from tiny_texts import llama_model, sentences, text_pool, with_tests
 from torch import Tensor
+from torch.nn.functional import normalize as unit
+from transformers import CLIPModel
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab.rivals import RidgeSurgery
-from fusion_bench_featcal.tasks import TextTaskPool
+from fusion_bench_featcal.lab.rivals.corrected_model import (
+    AffineModule,
+    CorrectedModel,
+    SurgeryModule,
+)
+from fusion_bench_featcal.lab.rivals.sites import FinalState, ProjectedFeature
 
 
 def trained(models: Any, pool: Any, kind: str, **settings: Any) -> tuple[Any, Any]:
@@ -29,7 +50,6 @@ def pixels_by_task(method: Any, pool: Any) -> dict[str, Tensor]:
 
 SURGERIES: list[tuple[str, dict[str, Any]]] = [
     ("Surgery", {}),
-    ("Surgery", {"optimizer": "per_task", "seed": 3}),
     ("ProbSurgery", {"hidden": 5, "kl_weight": 0.05}),
 ]
 
@@ -137,48 +157,62 @@ def test_surgery_v2_trains_on_the_drift_behind_every_block_and_applies_it(models
         assert all(bool(weight.any()) for weight in result.correction(task).parameters())
 
 
-@pytest.mark.parametrize(
-    ("stream", "split", "number"), [("calibration", "train", 12), ("test_tta", "test", 10)]
-)
-def test_streams_draw_of_their_split_and_say_so(stream, split, number, models, caplog) -> None:
-    def fitted(pool: Any, samples: int = 8) -> Any:
-        settings = {"samples_per_task": samples, "stream": stream}
-        return improved("RidgeSurgery", inputs_of(pool), tower(models, "_merged_"), **settings)
-
-    pool = tiny_pool(models)
-    method, model = fitted(pool)
-    used = {task: {"samples": 8, "split": split} for task in TASKS}
-    assert method.samples(TASKS) == used
-    indices = {task: b.indices for task, b in method.batches(inputs_of(pool)).items()}
-    items = {task: pictures(task, split, number) for task in TASKS}
-    chosen = {task: [items[task][i] for i in numbers] for task, numbers in indices.items()}
-    setattr(pool, f"load_{split}_dataset", chosen.__getitem__)
-    again = fitted(pool)[1].state_dict()
-    torch.testing.assert_close(model.state_dict(), again, rtol=1e-3, atol=1e-4)
-    whole = fitted(tiny_pool(models), samples=99)
-    assert whole[0].samples(["one"]) == {"one": {"samples": number, "split": split}}
-    assert f"task one has {number} samples, fewer than method.samples_per_task = 99" in caplog.text
-
-
-@pytest.mark.parametrize("kind", ["causal", pytest.param("seq2seq", marks=pytest.mark.slow)])
-def test_the_test_stream_learns_from_the_experts_answers_alone(kind, tmp_path) -> None:
-    """Other answers of the test split change nothing, and task pools name the task."""
-    pool, tokenizer = text_pool(kind, tmp_path), text_tokenizer(kind)
+def test_the_test_stream_learns_from_the_experts_answers_alone(tmp_path) -> None:
+    """Other answers of the test split change nothing."""
+    pool = text_pool("causal", tmp_path)
     few = {"samples_per_task": 6, "batch_size": 3, "generated_tokens": 3, "stream": "test_tta"}
 
     def fitted(pool: Any) -> Any:
         return improved("RidgeSurgery", inputs_of(pool), pool.load_model("_pretrained_"), **few)
 
     method, model = fitted(pool)
-    stream, expert, answers = method.batches(inputs_of(pool))["two"], pool.load_model("two"), []
-    for index in stream.indices:
-        ids = tokenizer(sentences("two")[index]["prompt"], return_tensors="pt")["input_ids"]
-        new = expert.eval().generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)[0]
-        answers.append(new[1 if kind == "seq2seq" else ids.shape[1] :].tolist())
-    assert [row[row >= 0].tolist() for batch in stream for row in batch["labels"]] == answers
+    assert method.samples(["two"]) == {"two": {"samples": 6, "split": "test"}}
     rows = lambda task: [row | {"target": "t s r q"} for row in sentences(task)]  # noqa: E731
     assert_equal(fitted(with_tests(copy.copy(pool), rows))[1], model)
-    test_sets: Any = {task: sentences(task, 4) for task in ("one", "two")}
-    taskpool = TextTaskPool(test_sets, tokenizer=tokenizer, batch_size=4, max_new_tokens=2)
-    report, plain = taskpool.evaluate(model), taskpool.evaluate(model.model)
-    assert all(report[task]["loss"] != plain[task]["loss"] for task in test_sets)
+
+
+# ---- models with corrections
+
+
+@torch.no_grad()
+def test_fusion_benchs_classifier_gets_the_tasks_corrected_features(models) -> None:
+    pixels = normal(0, 5, 3, 28, 28).float()
+    merged, projection = tower(models, "_merged_"), projection_of(models)
+    features = projection(merged(pixels).pooler_output)
+    width = features.shape[1]
+    modules: dict[str, Any] = {
+        TASKS[0]: [SurgeryModule(normal(1, 3, width).float(), normal(2, width, 3).float())],
+        TASKS[1]: [AffineModule(normal(3, width, width).float() / 9, normal(4, width).float())],
+    }
+    (surgery,), (affine,) = modules.values()
+    expected = {
+        TASKS[0]: [f - surgery.up @ (surgery.down @ f).clamp(min=0) for f in features],
+        TASKS[1]: [f - affine.matrix @ f - affine.shift for f in features],
+    }
+    model = CorrectedModel(merged, modules, ProjectedFeature(projection))
+    clip_model: Any = CLIPModel.from_pretrained(models["_pretrained_"])
+    clip_model.vision_model = model
+    classifier = HFCLIPClassifier(clip_model, tiny_processor(models))
+    classifier.set_classification_task(["circle", "square"])
+    for task, rows in expected.items():
+        torch.testing.assert_close(model.features(task, pixels), torch.stack(rows))
+        options: Any = {"task_name": task, "return_image_embeds": True, "return_dict": True}
+        embeddings = classifier(pixels, **options)["image_embeds"]
+        torch.testing.assert_close(embeddings, unit(torch.stack(rows), dim=-1))
+    with pytest.raises(CalibrationError, match="not those of the images"):
+        model.compute_surgery_features(unit(-features, dim=-1), TASKS[0])
+
+
+def test_a_correction_acts_at_every_decoded_position_of_its_task_alone() -> None:
+    model: Any = llama_model(0).float().eval()
+    batch, head = three_texts("causal"), model.get_output_embeddings()
+    width = head.in_features
+    module = AffineModule(normal(1, width, width).float(), normal(2, width).float())
+    corrected = CorrectedModel(model, {"one": [module]}, FinalState("model.norm"))
+    plain, states = model(**batch).logits, model.model(batch["input_ids"], batch["attention_mask"])
+    with corrected.for_task("one"):
+        result = corrected(**batch).logits
+    torch.testing.assert_close(result, head(module(states.last_hidden_state)))
+    assert torch.equal(model(**batch).logits, plain)
+    with pytest.raises(CalibrationError, match="must be told the task"):
+        corrected(**batch)

@@ -1,32 +1,27 @@
-"""RegMean, RegMean++ and LOT Merging: formulas and limits."""
+"""RegMean, RegMean++, LOT Merging, DC-Merge and ESM: formulas and limits."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from calibrations import (
-    EXACT,
-    assert_same,
-    calls_of,
-    distance,
-    gamma,
-    samples_in,
-)
+from calibrations import EXACT, assert_same, calls_of, distance, gamma, samples_in
 from tiny_models import Suite, add_up, batched, clip_suite, listed, normal, t5_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import FeatCalSettings, calibrate
-from fusion_bench_featcal.lab.rivals import Lot, RegMean, RegMeanPlusPlus
-from fusion_bench_featcal.lab.rivals.regmean import shortest_solution
+from fusion_bench_featcal.lab.rivals import ESM, DCMerge, Lot, RegMean, RegMeanPlusPlus
+from fusion_bench_featcal.lab.rivals.dc_merge import matrix_names
+from fusion_bench_featcal.lab.rivals.esm import merged_step, output_directions, relative
 
+WIDE = torch.float64
 FIRST = "layers.0.0.weight"
 
 
 def run(merger: Any, suite: Suite, **options: Any) -> nn.Module:
     options = {"family": suite.family, "samples_per_task": samples_in(suite)} | options
-    method = merger(**options)
-    return method.merge_models(suite.base, suite.experts, suite.inputs)
+    return merger(**options).merge_models(suite.base, suite.experts, suite.inputs)
 
 
 class Chain(nn.Module):
@@ -50,6 +45,14 @@ def chain_suite() -> Suite:
     return listed(Chain(), inputs, ["layers.0", "layers.1", "layers.2"], 0)
 
 
+def mean_of(suite: Suite) -> nn.Module:
+    return add_up(suite.base, suite.experts, 1 / len(suite.experts))
+
+
+def weight_of(model: nn.Module, name: str) -> Tensor:
+    return model.get_parameter(name).detach()
+
+
 def rows_into(model: nn.Module, batches: list, name: str) -> Tensor:
     """Rows that a module receives over whole forward passes."""
     calls = calls_of(model, name, lambda: [oracle.run(model, batch) for batch in batches])
@@ -58,20 +61,19 @@ def rows_into(model: nn.Module, batches: list, name: str) -> Tensor:
 
 def test_regmean_is_the_formula_on_features_of_the_whole_experts() -> None:
     suite = clip_suite(sizes=(9, 5))
-    result = run(RegMean, suite, off_diagonal=0.3)
-    expected, bound = add_up(suite.base, suite.experts, 1 / len(suite.experts)), EXACT
+    result, expected, bound = run(RegMean, suite, off_diagonal=0.3), mean_of(suite), EXACT
     linear = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
     for name in [name for name, _ in suite.base.named_modules() if name.endswith(linear)]:
-        rows, right = 0, torch.zeros((), dtype=torch.float64)
+        rows, right = 0, torch.zeros((), dtype=WIDE)
         grams = right
         for task, expert in suite.experts.items():
             x = rows_into(expert, suite.inputs[task], name)
             gram = x.T @ x / len(x)
             gram, rows = 0.3 * gram + 0.7 * torch.diag(gram.diagonal()), max(rows, len(x))
-            right = right + expert.get_parameter(f"{name}.weight").detach() @ gram
+            right = right + weight_of(expert, f"{name}.weight") @ gram
             grams = grams + gram
         expected.get_parameter(f"{name}.weight").data = right @ torch.linalg.inv(grams)
-        rounding = gamma(len(grams) + rows, grams.dtype)
+        rounding = gamma(len(grams) + rows, WIDE)
         bound = max(bound, rounding * float(torch.linalg.cond(grams)))
     assert bound < 1e-6
     assert_same(result, expected, bound)  # all else is the experts' mean
@@ -93,19 +95,17 @@ def test_regmean_plusplus_is_featcal_where_inputs_are_the_blocks_own() -> None:
     assert distance(merged_model.get_submodule("layers.2"), plain.get_submodule("layers.2")) > 1e-3
 
 
-@pytest.mark.parametrize(("cutoff", "rank"), [(0.0, 5), (1e-3, 4)])
-def test_lot_scales_steps_from_the_base_and_cuts_weak_directions(cutoff: float, rank: int) -> None:
-    suite = chain_suite()
+def test_lot_scales_the_shortest_solution_and_cuts_weak_directions() -> None:
+    suite, cutoff, rank = chain_suite(), 1e-3, 4
     for batches in suite.inputs.values():
         for batch in batches:  # two channels that hardly differ
             batch[:, 4] = batch[:, 3] + 0.01 * batch[:, 4]
-    result = run(Lot, suite, scale=1.5, cutoff=cutoff)
-    start = suite.base.get_parameter(FIRST).detach()
+    result, start = run(Lot, suite, scale=1.5, cutoff=cutoff), weight_of(suite.base, FIRST)
     right, gram = torch.zeros(5, 5).double(), torch.zeros(5, 5).double()
     for task, expert in suite.experts.items():
         x = torch.cat(suite.inputs[task])
         gram += x.T @ x / len(x)
-        right += (expert.get_parameter(FIRST).detach() - start) @ x.T @ x / len(x)
+        right += (weight_of(expert, FIRST) - start) @ x.T @ x / len(x)
     sizes = gram.diagonal().sqrt()
     correlations = gram / sizes / sizes[:, None]
     inverse = torch.linalg.pinv(correlations, rtol=cutoff, hermitian=True)
@@ -116,43 +116,130 @@ def test_lot_scales_steps_from_the_base_and_cuts_weak_directions(cutoff: float, 
     expected = start + 1.5 * step
     energies = torch.linalg.svdvals(correlations)
     rows = max(len(torch.cat(batches)) for batches in suite.inputs.values())
-    bound = gamma(len(gram) + rows, gram.dtype) * float(energies[0] / energies[rank - 1])
-    gap = (result.get_parameter(FIRST) - expected).norm()
+    bound = gamma(len(gram) + rows, WIDE) * float(energies[0] / energies[rank - 1])
+    gap = (weight_of(result, FIRST) - expected).norm()
     assert gap <= bound * (sizes.max() / sizes.min()) * expected.norm() and bound < 1e-6
     bias, scaled = "layers.1.0.bias", add_up(suite.base, suite.experts, 0.5)
-    torch.testing.assert_close(result.get_parameter(bias), scaled.get_parameter(bias))
+    torch.testing.assert_close(weight_of(result, bias), weight_of(scaled, bias))
 
 
 def test_lot_weights_gains_by_energy() -> None:
     suite = clip_suite(sizes=(9, 5))
-    result = run(Lot, suite)
-    modules = dict(suite.base.named_modules())
+    result, modules = run(Lot, suite), dict(suite.base.named_modules())
     norms = [name for name, module in modules.items() if isinstance(module, nn.LayerNorm)]
     for name in [name for name in norms if ".layers." in name]:
-        energies = right = torch.zeros((), dtype=torch.float64)
-        start = suite.base.get_parameter(f"{name}.weight").detach()
+        energies = right = torch.zeros((), dtype=WIDE)
+        start = weight_of(suite.base, f"{name}.weight")
         for task, expert in suite.experts.items():
             x = rows_into(expert, suite.inputs[task], name)
             energy = nn.functional.layer_norm(x, x.shape[-1:], eps=1e-5).square().mean(0)
-            right = right + energy * (expert.get_parameter(f"{name}.weight") - start).detach()
+            right = right + energy * (weight_of(expert, f"{name}.weight") - start)
             energies = energies + energy
-        weight = result.get_parameter(f"{name}.weight")
         expected = start + Lot().scale * right / energies
+        weight = weight_of(result, f"{name}.weight")
         torch.testing.assert_close(weight, expected, rtol=EXACT, atol=EXACT)
 
 
-def test_tied_embeddings_move_once() -> None:
+# --- DC-Merge ---
+
+
+def rounding_of(*matrices: Tensor) -> float:
+    """Bound of the relative rounding error of a few products and decompositions."""
+    return 100 * gamma(max(max(x.shape) for x in matrices), WIDE)
+
+
+def assert_close(x: Tensor, y: Tensor, bound: float) -> None:
+    assert bound < 1e-6 and float((x - y).norm()) <= bound * float(y.norm())
+
+
+def orthogonal(seed: int, *shape: int) -> Tensor:
+    return torch.linalg.qr(normal(seed, *shape)).Q
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_dc_merge_of_one_task_is_its_step_or_the_best_one_of_lower_rank(shape) -> None:
+    step = normal(0, 1, *shape)
+    assert_close(DCMerge(density=1.0).merged_step(step), step[0], rounding_of(step))
+    u, s, v = torch.linalg.svd(step[0], full_matrices=False)
+    few = DCMerge(density=3 / 16).merged_step(step)
+    assert_close(few, (u[:, :3] * s[:3]) @ v[:3], rounding_of(step))
+
+
+def test_dc_merge_of_tasks_without_common_directions_is_their_sum() -> None:
+    u, v = orthogonal(0, 9, 6), orthogonal(1, 7, 6)
+    steps = torch.stack([3 * u[:, :3] @ v[:, :3].T, 4 * u[:, 3:] @ v[:, 3:].T])
+    method = DCMerge(density=3 / 36)  # all entries that are not rounding errors
+    assert_close(method.merged_step(steps), steps.sum(0), rounding_of(steps))
+
+
+def test_smoothing_keeps_the_sum_of_singular_values_and_the_rank() -> None:
+    step = (orthogonal(0, 8, 3) * torch.tensor([9.0, 2, 1], dtype=WIDE)) @ orthogonal(1, 6, 3).T
+    for smoothing, expected in (("average", (4, 4, 4)), ("linear", (20 / 3, 4, 4 / 3))):
+        method = DCMerge(density=1.0, smoothing=smoothing, ratio=5.0)
+        values = torch.linalg.svdvals(method.merged_step(step[None]))
+        assert_close(values, torch.tensor([*expected, 0, 0, 0], dtype=WIDE), rounding_of(step))
+
+
+def test_dc_merge_of_models_averages_all_but_linear_weights() -> None:
     suite = t5_suite()
-    result = run(Lot, suite, family="auto", scale=1.5)
-    expected = add_up(suite.base, suite.experts, 1.5 / len(suite.experts))
-    name = "shared.weight"
-    torch.testing.assert_close(result.get_parameter(name), expected.get_parameter(name))
+    method, expected = DCMerge(density=0.5, scale=1.5), mean_of(suite)
+    names = matrix_names(suite.base)
+    linear = [n for n, m in suite.base.named_modules() if isinstance(m, nn.Linear)]
+    assert set(names) <= {f"{name}.weight" for name in linear} and len(names) >= 8
+    assert not any("embed" in name or "shared" in name for name in names)
+    for name in names:
+        start = weight_of(suite.base, name)
+        weights = [weight_of(expert, name) for expert in suite.experts.values()]
+        step = method.merged_step(torch.stack(weights) - start)
+        expected.get_parameter(name).data = start + 1.5 * step
+    assert_same(method.merge_models(suite.base, suite.experts), expected)
 
 
-def test_rounding_of_the_sums_counts_as_unseen() -> None:
-    almost_alike = torch.ones(2, 2, dtype=torch.float64) + 1e-9 * torch.eye(2, dtype=torch.float64)
-    right = torch.tensor([[2.0, 0.0]], dtype=torch.float64)
-    assert shortest_solution(almost_alike, right, precision=torch.float32).abs().max() < 1
-    assert shortest_solution(almost_alike, right, precision=torch.float64).abs().max() > 1e8
-    small = torch.diag(torch.tensor([1.0, 1e-12], dtype=torch.float64))  # channels of other sizes
-    assert shortest_solution(small, right.flip(1), precision=torch.float32)[0, 1] == 2e12
+# --- ESM ---
+
+
+@pytest.mark.parametrize("rank", [5, 2])
+def test_esm_of_one_task_has_equal_singular_values_and_its_rank(rank: int) -> None:
+    step, rows = normal(0, 8, rank) @ normal(1, rank, 5), normal(10, 40, 5)
+    energies, u = output_directions(rows.T @ rows, step)
+    merged = merged_step([(energies, u, u.T @ step)], step.norm()[None], 2.0)
+    values = torch.linalg.svdvals(merged)
+    expected = values[0] * (torch.arange(5) < rank)
+    assert float((values - expected).abs().max()) <= rounding_of(u) * float(values[0])
+
+
+QKV = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj")
+
+
+def test_esm_is_the_formula_on_stored_outputs_of_the_whole_experts() -> None:
+    suite = clip_suite(sizes=(9, 5))
+    result, expected = run(ESM, suite, scale=1.5, polarization=1.0), mean_of(suite)
+    for ends in (QKV, ["self_attn.out_proj"], ["mlp.fc1"], ["mlp.fc2"]):
+        modules = [[f"{block}.{end}" for end in ends] for block in suite.blocks]
+        steps = [slow_step(suite, names) for names in modules]
+        factors = relative(torch.stack([step.norm() for step in steps]))
+        for names, step, factor in zip(modules, steps, factors, strict=True):
+            for name, part in zip(names, step.chunk(len(names)), strict=True):
+                start = weight_of(suite.base, f"{name}.weight")
+                expected.get_parameter(f"{name}.weight").data = start + 1.5 * factor * part
+    assert_same(result, expected)  # all else is the experts' mean
+
+
+def slow_step(suite: Suite, modules: Sequence[str]) -> Tensor:
+    """The merged step of modules with one input, before layers are scaled."""
+    names, steps, norms = [f"{module}.weight" for module in modules], [], []
+    for task, expert in suite.experts.items():
+        step = torch.cat([weight_of(expert, n) - weight_of(suite.base, n) for n in names])
+        energies, u = slow_directions(rows_into(expert, suite.inputs[task], modules[0]), step)
+        rank = len(step) // len(suite.experts)
+        steps.append((energies[:rank], u[:, :rank], (u.T @ step)[:rank]))
+        norms.append(step.norm())
+    return merged_step(steps, torch.stack(norms), 1.0)
+
+
+def slow_directions(rows: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """Principal components of stored output shifts, without centring."""
+    _, s, v = torch.linalg.svd(rows @ step.T, full_matrices=True)
+    energies = torch.zeros(len(step), dtype=WIDE)
+    energies[: len(s)] = torch.where(s > 1e-7 * s[0], s.square() / len(rows), 0)
+    return energies, v.T

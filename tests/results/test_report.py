@@ -21,7 +21,7 @@ from reports import (
 
 from fusion_bench_featcal.results import Run, join_folders, summary, write_run
 from fusion_bench_featcal.results.figures import figures_of
-from fusion_bench_featcal.results.remarks import closing_lines, tasks_below_merged
+from fusion_bench_featcal.results.remarks import tasks_below_merged
 
 EVIL = "<script>alert('&')</script>{{ 7 * 7 }}"
 
@@ -188,19 +188,6 @@ def test_mistakes_are_named(
         leave_cells(tmp_path / "cells")
     text = error_of("report", *words)
     assert re.search(message, text), text
-
-
-# ---- sentences
-
-
-def test_the_last_lines_have_words_that_can_be_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # folders below the current one are shown by their short path
-    lines = closing_lines("featcal", tmp_path, tmp_path / "my run")
-    assert lines[-1] == "next: featcal report 'my run'"
-    (line,) = closing_lines("featcal", None)
-    assert line == "not saved: merged_model_save_path=DIR saves the model of row featcal"
 
 
 def test_each_task_below_the_merged_model_has_a_sentence() -> None:
