@@ -13,7 +13,6 @@ from comparison_parts import (
     MERGERS,
     TASKS,
     Failing,
-    FakeProgram,
     Head,
     Scale,
     SignTaskPool,
@@ -21,6 +20,7 @@ from comparison_parts import (
     linear,
     method,
     model_pool,
+    program_of,
 )
 from lightning.fabric.loggers import CSVLogger
 from reports import featcal
@@ -105,21 +105,12 @@ def test_the_table_is_read_again_from_the_files(compared: Any) -> None:
     assert table.startswith(of_cells.partition("gain: ")[0])
 
 
-def test_a_merger_that_fails_takes_only_its_cells_with_it(tmp_path: Path) -> None:
-    mergers = {"broken": ARITHMETIC | {"scaling_factor": "much"}, **MERGERS}
-    choices = {"upstreams": ["broken", "simple_average"], "post_merging_methods": DOUBLE}
-    with pytest.raises(CalibrationError, match=r"2 of 6 .*broken, double: not merged: "):
-        comparison(tmp_path, upstream_mergers=mergers, **choices).run(model_pool())
-    run = read_run(tmp_path / "results" / "table")
-    assert {row.merger for row in run.rows} == {"", "simple_average"}
-
-
 def test_a_method_by_itself_reports_its_model_beside_the_merged_one(tmp_path: Path) -> None:
     make: Any = algorithm_of
     algorithm = make(Scale)(factor=-2.0, base_method=AVERAGE)
     algorithm.fabric = logging_to(tmp_path)
     taskpool = SignTaskPool()
-    program = algorithm._program = FakeProgram(taskpool)
+    program = algorithm._program = program_of(taskpool)
     program.method, program.report_save_path = algorithm, str(tmp_path / "report.json")
     algorithm.run(model_pool())
     report = read_run(tmp_path / "logs")

@@ -17,15 +17,7 @@ from lightning.fabric.loggers import CSVLogger
 from oracle import run as forward
 from reports import LEVELS, drawn_points, featcal, make_run
 from tiny_convs import tower_suite
-from tiny_models import (
-    ROUNDING,
-    Suite,
-    clip_suite,
-    decoder_suite,
-    normal,
-    residual_suite,
-    t5_suite,
-)
+from tiny_models import ROUNDING, Suite, clip_suite, decoder_suite, normal, residual_suite, t5_suite
 from tiny_pools import ARITHMETIC, TASKS, tiny_pool, write_models
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize

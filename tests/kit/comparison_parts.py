@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,23 +52,18 @@ class SignTaskPool(BaseTaskPool):
         return {task: {"accuracy": flags.double().mean().item()} for task, flags in right.items()}
 
 
-class FakeProgram:
-    """The part of FusionBench's program that methods use."""
-
-    merged_model_save_path = None
-    config: Any = None
-    method: Any = None
-    report_save_path: str | None = None
-
-    def __init__(self, taskpool: Any) -> None:
-        self.taskpool = taskpool
-        self._modelpool: Any = {}
-
-    def save_merged_model(self, merged_model: Any) -> None:
-        """Save nothing: there is no `merged_model_save_path`."""
-
-    def _instantiate_and_setup(self, config: Any, compat_load_fn: str | None = None) -> Any:
-        return instantiate(config, _recursive_=False)
+def program_of(taskpool: Any) -> Any:
+    """The part of FusionBench's program that methods use, without a path for a model."""
+    return SimpleNamespace(
+        taskpool=taskpool,
+        _modelpool={},
+        method=None,
+        config=None,
+        merged_model_save_path=None,
+        report_save_path=None,
+        save_merged_model=lambda model: None,
+        _instantiate_and_setup=lambda config, **_: instantiate(config, _recursive_=False),
+    )
 
 
 class Scale(Method):
@@ -121,5 +117,5 @@ def comparison(folder: Path, **choices: Any) -> Any:
     """The algorithm with its program, as FusionBench would set it up."""
     choices = {"upstream_mergers": MERGERS, "results_dir": str(folder / "results")} | choices
     algorithm: Any = ComparisonAlgorithm(**choices)
-    algorithm._program = FakeProgram(SignTaskPool())
+    algorithm._program = program_of(SignTaskPool())
     return algorithm

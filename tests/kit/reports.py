@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -109,11 +108,6 @@ def leave_cells(folder: Path) -> Path:
             rows = {"featcal": 0.6 + samples / 1000 + seed / 100}
             leave_rows(folder / f"featcal-{samples}-{seed}", rows, settings=settings, seed=seed)
     return folder
-
-
-def content_of(folder: Path, name: str = "report.json") -> dict[str, Any]:
-    """Return the content of a folder's JSON file."""
-    return json.loads((folder / name).read_text())
 
 
 def rows_of(*paths: Path, metric: str = "accuracy") -> dict[str, dict[str, Any]]:

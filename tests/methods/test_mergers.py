@@ -123,23 +123,6 @@ def test_lot_scales_the_shortest_solution_and_cuts_weak_directions() -> None:
     torch.testing.assert_close(weight_of(result, bias), weight_of(scaled, bias))
 
 
-def test_lot_weights_gains_by_energy() -> None:
-    suite = clip_suite(sizes=(9, 5))
-    result, modules = run(Lot, suite), dict(suite.base.named_modules())
-    norms = [name for name, module in modules.items() if isinstance(module, nn.LayerNorm)]
-    for name in [name for name in norms if ".layers." in name]:
-        energies = right = torch.zeros((), dtype=WIDE)
-        start = weight_of(suite.base, f"{name}.weight")
-        for task, expert in suite.experts.items():
-            x = rows_into(expert, suite.inputs[task], name)
-            energy = nn.functional.layer_norm(x, x.shape[-1:], eps=1e-5).square().mean(0)
-            right = right + energy * (weight_of(expert, f"{name}.weight") - start)
-            energies = energies + energy
-        expected = start + Lot().scale * right / energies
-        weight = weight_of(result, f"{name}.weight")
-        torch.testing.assert_close(weight, expected, rtol=EXACT, atol=EXACT)
-
-
 # --- DC-Merge ---
 
 
@@ -163,13 +146,6 @@ def test_dc_merge_of_one_task_is_its_step_or_the_best_one_of_lower_rank(shape) -
     u, s, v = torch.linalg.svd(step[0], full_matrices=False)
     few = DCMerge(density=3 / 16).merged_step(step)
     assert_close(few, (u[:, :3] * s[:3]) @ v[:3], rounding_of(step))
-
-
-def test_dc_merge_of_tasks_without_common_directions_is_their_sum() -> None:
-    u, v = orthogonal(0, 9, 6), orthogonal(1, 7, 6)
-    steps = torch.stack([3 * u[:, :3] @ v[:, :3].T, 4 * u[:, 3:] @ v[:, 3:].T])
-    method = DCMerge(density=3 / 36)  # all entries that are not rounding errors
-    assert_close(method.merged_step(steps), steps.sum(0), rounding_of(steps))
 
 
 def test_smoothing_keeps_the_sum_of_singular_values_and_the_rank() -> None:

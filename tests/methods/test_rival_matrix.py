@@ -3,32 +3,19 @@
 import copy
 import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from encoder_pools import encoder_pool
 from rivals import DRAW, improved
-from sample_pools import three_texts
 from tiny_models import clip_suite
-from tiny_pools import (
-    TASKS,
-    assert_equal,
-    in_memory,
-    inputs_of,
-    pixels_of,
-    refusing,
-    tiny_pool,
-    tower,
-)
+from tiny_pools import TASKS, assert_equal, in_memory, inputs_of, refusing, tiny_pool, tower
 from tiny_texts import text_pool
-from torch import Tensor
 
-from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab import rivals
 
-CONFIGS = Path(__file__).parents[2] / "config" / "method"
 TRAINED = DRAW | {"steps": 3}
 OURS = TRAINED | {"stream": "calibration"}
 # Class in `lab.rivals` -> settings that make it short.
@@ -50,7 +37,7 @@ CASES = [
     *((kind, "clip") for kind in RIVALS),
     *((kind, "causal") for kind in ("Distillation", "ProDistill", "Surgery")),
     *((kind, "seq2seq") for kind in ("ESM", "ProbSurgery", "RidgeSurgery")),
-    *((kind, "bert") for kind in ("FeatCal", "DCMerge", "SurgeryV2")),
+    *((kind, "bert") for kind in ("FeatCal", "DCMerge", "Distillation", "SurgeryV2")),
 ]
 
 
@@ -83,28 +70,9 @@ def fitted(pool_of) -> Any:
     return cache(fit)
 
 
-@torch.no_grad()
-def output(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
-    """Features or scores of a task, corrected if the model has corrections."""
-    if getattr(model, "final_norm", None) is not None:
-        with model.for_task(task):
-            return model(**batch).logits
-    if hasattr(model, "corrections"):
-        return model.features(task, **batch)
-    result = model(**batch)
-    return result.logits if "logits" in result else result.pooler_output
-
-
-def test_every_method_with_a_config_is_a_row() -> None:
-    files = [*CONFIGS.glob("*surgery.yaml"), *(CONFIGS / "featcal_baselines").glob("*.yaml")]
-    files += [CONFIGS / "featcal_mergers" / f"{name}.yaml" for name in ("dc_merge", "esm")]
-    names = {getattr(rivals, kind)().name for kind in RIVALS} - {"featcal"}
-    assert {file.stem for file in files} == names
-
-
 @pytest.mark.parametrize(("kind", "setup"), CASES)
 def test_a_model_is_finite_described_and_survives_saving(
-    kind, setup, fitted, pool_of, models, tmp_path
+    kind, setup, fitted, pool_of, tmp_path
 ) -> None:
     (method, model), pool, few = fitted(kind, setup), pool_of(setup), RIVALS[kind]
     tasks, merged = list(pool.model_names), merged_model(pool)
@@ -112,16 +80,10 @@ def test_a_model_is_finite_described_and_survives_saving(
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
     assert_equal(loaded, model)
-    if setup == "clip":
-        batch = {"pixel_values": pixels_of(models, pool.load_train_dataset(TASKS[0]))}
-    elif setup == "bert":
-        batch = next(iter(inputs_of(pool).batches(FeatCalSettings())[tasks[0]]))
-    else:
-        batch = three_texts(setup)
-    for task in tasks:  # products of unaligned tensors round differently
-        torch.testing.assert_close(output(loaded, batch, task), output(model, batch, task))
     if hasattr(model, "corrections"):
         assert_equal(model.model, merged)
+        names = ("tasks", "final_norm", "projection")
+        assert all(str(getattr(loaded, n)) == str(getattr(model, n)) for n in names)
         with pytest.raises(OSError, match="no file named"):  # without its corrections
             type(model.model).from_pretrained(tmp_path)
     with_samples = tasks if "samples_per_task" in few else []

@@ -21,7 +21,6 @@ from reports import (
 
 from fusion_bench_featcal.results import Run, join_folders, summary, write_run
 from fusion_bench_featcal.results.figures import figures_of
-from fusion_bench_featcal.results.remarks import tasks_below_merged
 
 EVIL = "<script>alert('&')</script>{{ 7 * 7 }}"
 
@@ -168,6 +167,7 @@ def test_runs_are_found_once_and_unfinished_ones_are_not_read(tmp_path: Path) ->
 
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("absent",), "no such run"),
+    (("empty",), "no run in or below empty"),
     (("seed1", "other"), "rows of toy have different tasks"),
     (("seed1", "--out", "seed1"), "has the files of a run.*--out"),
     (("seed1", "--html", "page.md"), r"--html names a file that ends in \.html"),
@@ -183,20 +183,9 @@ def test_mistakes_are_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     leave_seeds(tmp_path)
+    (tmp_path / "empty").mkdir()
     leave_run(tmp_path / "other", tasks=("cars", "sun"))
     if "cells" in words:
         leave_cells(tmp_path / "cells")
     text = error_of("report", *words)
     assert re.search(message, text), text
-
-
-def test_each_task_below_the_merged_model_has_a_sentence() -> None:
-    run = Run(merger="merged")
-    rows = {"base": (0.1, 0.1, 0.1), "merged": (0.5, 0.5, 0.5), "featcal": (0.468, 0.7, 0.4999),
-            "featcal_mini": (0.48, 0.49, 0.6)}  # fmt: skip
-    for name, accuracies in rows.items():
-        run.add_row(name, {"accuracy": dict(zip("abc", accuracies, strict=True))})
-    assert [note.text for note in tasks_below_merged(run.rows)] == [
-        "a ends below the merged model: featcal -3.2, featcal_mini -2.0 points",
-        "b ends below the merged model: featcal_mini -1.0 points",
-    ]

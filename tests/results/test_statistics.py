@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from reports import featcal, leave_rows, leave_run, rows_of
 
-from fusion_bench_featcal.results.statistics import difference, holm
+from fusion_bench_featcal.results.statistics import difference
 
 LINE = re.compile(r"^(\S+) +([-+][\d.]+) ± ([\d.]+) +([\d.e-]+)$", re.M)
 
@@ -73,8 +73,3 @@ def test_rows_are_compared_over_the_seeds_that_both_have(tmp_path: Path) -> None
     row = rows_of(tmp_path)["task_arithmetic/y"]  # two seeds have no interval
     assert row["half"] != row["half"] and row["seeds"] == 2
     assert "+20.0, 2 seeds" in featcal("report", tmp_path).out
-
-
-def test_holm_is_the_step_down_correction() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
-    assert holm([]) == [] and holm([0.4, 0.6, 0.7]) == [1.0, 1.0, 1.0]
