@@ -1,20 +1,18 @@
-"""Rules of users, derived from the base class."""
+"""Rules of users, derived from the base class, and parts of the package's rules."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from calibrations import Overheard, assert_identical, run_fast
-from tiny_models import clip_suite, normal
-from torch import Tensor
+from calibrations import assert_identical, run_fast
+from tiny_models import normal
 from tricky_models import few_outputs, stack_suite
 
-from fusion_bench_featcal import CalibrationError, Paper, calibrate
-from fusion_bench_featcal.rules import GroupSums, Linear, Rule, Solved
+from fusion_bench_featcal import Paper, calibrate
+from fusion_bench_featcal.rules import GroupSums, Linear, Rule
 from fusion_bench_featcal.rules.norms import NormRows, NormSums
-from fusion_bench_featcal.run import checkpoint, own_code, versions_of_software
+from fusion_bench_featcal.rules.targets import anchor_of
 
 
 @dataclass(frozen=True)
@@ -30,41 +28,6 @@ class Wrapped(Rule):
         return self.inner.sums(group, merged, base)
 
 
-@dataclass(frozen=True)
-class OneRow(Wrapped):
-    """Solves only the first row of each weight."""
-
-    def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
-        sums: Any = super().sums(group, merged, base)
-        solve = sums.solve
-        sums.solve = lambda: Solved(Linear(solve().linear.weight[:1], merged.bias))
-        return sums
-
-
-@dataclass(frozen=True)
-class Twice(Wrapped):
-    """Solves its first group in two turns."""
-
-    def turns(self, groups: Any) -> Any:
-        return [groups, groups[:1]]
-
-
-@dataclass(frozen=True)
-class Flat(Wrapped):
-    """Returns groups in place of turns."""
-
-    def turns(self, groups: Any) -> Any:
-        return groups
-
-
-class Cut(Overheard):
-    """A source whose matrices lack their last row."""
-
-    def tensor(self, name: str) -> Tensor:
-        whole = super().tensor(name)
-        return whole[:-1] if whole.ndim == 2 else whole
-
-
 def test_defaults_of_the_base_class_are_enough():
     suite = stack_suite(few_outputs)
     arguments = suite.merged, suite.base, suite.experts, suite.inputs
@@ -75,45 +38,6 @@ def test_defaults_of_the_base_class_are_enough():
         calibrate(*arguments, Paper, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        (OneRow(), r"module layers.0.first: the rule's solve gives a weight \(1, \d+\) and a bias"),
-        (Twice(), "turns must give lists of .*it repeats layers.0"),
-        (Flat(), r"turns must give lists of .*not \["),
-        ({"_target_": f"{__name__}.Wrapped", "inward": 1}, "option inward is unknown"),
-    ],
-)
-def test_mistakes_of_a_rule_are_named(rule: Any, message: str):
-    with pytest.raises((CalibrationError, ValueError), match=message):
-        run_fast(stack_suite(few_outputs), rule=rule)
-
-
-def test_wrong_shapes_of_a_source_are_named():
-    suite: Any = clip_suite()
-    suite.experts["task_1"] = Cut(suite.experts["task_1"])
-    with pytest.raises(CalibrationError, match=r"expert 'task_1': the source's tensor\('.*shape\("):
-        run_fast(suite)
-
-
-def test_a_changed_file_of_the_package_or_the_rule_is_another_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    suite, folder = clip_suite(), {"checkpoint_dir": str(tmp_path / "blocks"), "rule": Wrapped()}
-    run_fast(suite, **folder)
-    run_fast(suite, **folder, resume=True)
-    before, read = versions_of_software.__wrapped__(), Path.read_bytes
-    changed = ("core", "moments.py")
-    monkeypatch.setattr(
-        Path, "read_bytes", lambda path: read(path) + b"#" * (path.parts[-2:] == changed)
-    )
-    assert versions_of_software.__wrapped__() != before
-    assert "class Wrapped" in str(own_code(Wrapped)) and own_code(Paper) is None
-    monkeypatch.setattr(checkpoint, "own_code", lambda kind: "changed" if kind is Wrapped else None)
-    with pytest.raises(CalibrationError, match="belongs to another run"):
-        run_fast(suite, **folder, resume=True)
-
-
 def test_a_channel_of_a_norm_that_does_not_vary_gives_finite_values():
     gain, shift = normal(3, 2, 2).double()
     expert = Linear(gain, shift)
@@ -122,3 +46,12 @@ def test_a_channel_of_a_norm_that_does_not_vary_gives_finite_values():
     sums.add("a", expert, rows)
     solved = sums.solve().linear
     assert torch.isfinite(solved.weight).all() and torch.isfinite(solved.bias).all()
+
+
+@pytest.mark.parametrize("rho", [1.0, 2.0])
+def test_the_anchor_lies_on_the_line_from_base_to_merged(rho: float):
+    merged, base = (Linear(normal(n, 2, 3), normal(n, 2)) for n in (0, 1))
+    expected = [rho * m + (1 - rho) * b for m, b in zip(merged, base, strict=True)]
+    bound = 0 if rho == 1 else 1e-12
+    anchor = anchor_of(Linear(*(part.clone() for part in merged)), base, rho)
+    torch.testing.assert_close([*anchor], expected, rtol=bound, atol=bound)
