@@ -53,7 +53,7 @@ test: $(VENV)/.installed ## run the tests but the slow ones, in minutes; TESTS=t
 	$(BIN)/python $(pytest) --override-ini addopts=--strict-markers $(call tests,-m 'not slow')
 
 # What meets transformers through tiny models or not at all: make test covers it.
-ELSEWHERE := results comparison reads packaging/test_[!h]*.py test_checkpoint.py test_fuzz.py \
+ELSEWHERE := results comparison reads packaging/test_[!h]*.py test_checkpoint.py \
 	test_plus_properties.py test_processes.py test_settings.py data/test_images.py
 
 # Two differences in one run: without the vector instructions of newer processors, results round otherwise.
