@@ -1,7 +1,6 @@
 """open_clip's fused attention: divided, calibrated and fused again."""
 
 import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from tiny_models import Suite, clip_suite, normal
 from tiny_open_clip import Tower, TwoTowers, converted, tower_suite
 from torch import nn
 
-from fusion_bench_featcal import CalibrationError, InMemoryExpert
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.open_clip import fused, split
 
@@ -27,7 +26,6 @@ def test_a_divided_model_is_the_same_function(quick: bool, batch_first: bool):
     restored = fused(copy.deepcopy(divided))
     assert_identical(restored, model)
     assert torch.equal(restored(pixels), model(pixels))
-    assert str(restored) == str(model)
     assert list(restored.state_dict()) == list(model.state_dict())
 
 
@@ -45,14 +43,6 @@ def test_open_clip_is_calibrated_as_the_same_model_of_transformers(knobs, more, 
     assert distance(result.model, suite.merged) > 1e-3
     assert_same(result.model, convert(expected.model))
     assert type(result.model) is Tower and str(result.model) == str(suite.merged)
-    for record, other in zip(*(r.log.of_kind("task") for r in (result, expected)), strict=True):
-        assert (record["task"], record["rows"]) == (other["task"], other["rows"])
-
-
-def without_switch() -> nn.Module:
-    model = Tower(batch_first=False)
-    del model.transformer.batch_first
-    return model
 
 
 def with_bias_of_keys() -> nn.Module:
@@ -61,20 +51,8 @@ def with_bias_of_keys() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: split(with_bias_of_keys()), r"\.1\.attn is a .*cannot be split"),
-        (lambda: split(without_switch()), r"batch in second place.*open_clip_torch 2\.26"),
-        (lambda: run_fast(
-            tower_suite(), merged_weights=InMemoryExpert(Tower()), checkpoint_dir="x"),
-         r"open_clip model is calibrated in memory"),
-        (lambda: run_fast(replace(tower_suite(), base=InMemoryExpert(Tower()))),
-         r"open_clip model is calibrated in memory: load"),
-        (lambda: resolve_family("auto", TwoTowers(nn.Identity())),
-         r"auto does not know TwoTowers.*a family"),
-    ],
-)  # fmt: skip
-def test_models_that_cannot_be_divided_are_refused(call: Any, message: str):
-    with pytest.raises((CalibrationError, ValueError), match=message):
-        call()
+def test_models_that_cannot_be_divided_are_refused():
+    with pytest.raises(CalibrationError, match=r"\.1\.attn is a .*cannot be split"):
+        split(with_bias_of_keys())
+    with pytest.raises(ValueError, match=r"auto does not know TwoTowers.*a family"):
+        resolve_family("auto", TwoTowers(nn.Identity()))

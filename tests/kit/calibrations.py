@@ -35,7 +35,6 @@ def settings_of(knobs: Knobs, suite: Suite, **more: Any) -> FeatCalSettings:
     values = {
         "ridge_lambda": knobs.lam, "mix_alpha": knobs.alpha, "anchor_rho": knobs.rho,
         "calibrate_bias": knobs.bias, "calibrate_norm": knobs.norm,
-        "modules": [f"!{end}" for end in suite.excluded] or None,
         "samples_per_task": more.get("samples_per_task") or samples_in(suite),
     }  # fmt: skip
     if not isinstance(more.get("rule", ""), str):  # an object has numbers of its own
@@ -77,18 +76,17 @@ def run_fast(
 
 
 def run_slow(
-    suite: Suite, knobs: Knobs = PAPER, *, has_base: bool = True, decoder_rows: str = "all",
+    suite: Suite, knobs: Knobs = PAPER, *, decoder_rows: str = "all",
     features: torch.dtype = torch.float64,
 ) -> Outcome:  # fmt: skip
     """The oracle with the rows of every block and module."""
-    modules = modules_of(suite.merged, suite.blocks, suite.excluded)
-    models = suite.merged, suite.base if has_base else None, suite.experts
+    modules = modules_of(suite.merged, suite.blocks)
     weights, other_weights = counted_rows(suite, modules, decoder_rows)
-    data = suite.inputs, suite.blocks, modules
+    models, data = (suite.merged, suite.base, suite.experts), (suite.inputs, suite.blocks, modules)
     return calibrate_slowly(*models, *data, knobs, weights, other_weights, features)
 
 
-def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: str) -> tuple:
+def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: str) -> Any:
     """Row weights of every task, and of blocks and modules that see other rows."""
     first, everywhere = next(iter(suite.inputs.values()))[0], dict.fromkeys(suite.inputs)
 
@@ -98,8 +96,6 @@ def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: s
     plain: Any = None
     if isinstance(first, Mapping) and "attention_mask" in first:
         plain = masks(lambda batch: batch["attention_mask"])
-        if "pixel_values" in first:  # patches have no padding
-            return plain, {name: everywhere for name in suite.blocks if ".visual." in name}
     elif not isinstance(first, Mapping) or "input_features" not in first:
         return None, None
     is_pair = "encoder." in suite.blocks[0]
@@ -107,8 +103,6 @@ def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: s
     if not decoder_blocks:
         return plain if decoder_rows == "all" else masks(before_targets), None
     labelled = masks(lambda batch: batch["labels"] >= 0)
-    if decoder_rows == "all" and "decoder_attention_mask" in first:
-        labelled = masks(lambda batch: batch["decoder_attention_mask"])
     other_rows: dict[str, Any] = dict.fromkeys(decoder_blocks, labelled)
     cross = re.compile(r"EncDecAttention\.[kv]|encoder_attn\.[kv]_proj")
     for name in (name for names in modules.values() for name in names):

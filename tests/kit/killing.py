@@ -19,22 +19,18 @@ def die_at(moment: str, count: int) -> None:
     """Replace functions that write: in this process, call number `count` of one kills it."""
     sync, replace, calls = os.fsync, os.replace, itertools.count()
 
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
     def fsync(descriptor: int) -> None:
         status = os.fstat(descriptor)
         if moment == MOMENTS[0] and stat.S_ISREG(status.st_mode) and next(calls) == count:
             os.ftruncate(descriptor, status.st_size // 2)
-            die()
+            os.kill(os.getpid(), signal.SIGKILL)
         sync(descriptor)
 
     def replaced(source: Any, target: Any) -> None:
         is_turn = moment != MOMENTS[0] and next(calls) == count
-        if is_turn and moment == MOMENTS[1]:
-            die()
-        replace(source, target)
+        if moment == MOMENTS[2] or not is_turn:
+            replace(source, target)
         if is_turn:
-            die()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     os.fsync, os.replace = fsync, replaced

@@ -19,8 +19,6 @@ Batch = Tensor | Mapping  # one tensor, or keyword arguments
 Masks = Sequence[Tensor] | None  # one `[samples, tokens]` per batch; None: all count one
 Features = dict[str, list[Tensor]]  # by module name, one per call
 
-CONVOLUTIONS = nn.Conv1d | nn.Conv2d
-
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
@@ -55,14 +53,10 @@ class Rows:
         """Eq. 10."""
         return alpha * self.exp + (1 - alpha) * self.cal
 
-    def of_group(self, number: int, count: int) -> "Rows":
-        """The rows of one group of channels."""
-        return Rows(self.cal.chunk(count, 1)[number], self.exp.chunk(count, 1)[number], self.p)
-
 
 def calibrate_slowly(
     merged: nn.Module,
-    base: nn.Module | None,
+    base: nn.Module,
     experts: Mapping[str, nn.Module],
     inputs: Mapping[str, Sequence[Batch]],
     blocks: Sequence[str],
@@ -114,10 +108,9 @@ def calibrate_slowly(
     return outcome
 
 
-def anchors(merged: nn.Module, base: nn.Module | None, knobs: Knobs) -> dict[str, Tensor]:
-    """Eq. 11 for every parameter, or the merged parameters without a base (rho = 1 needs none)."""
-    assert base is not None or knobs.rho == 1, f"rho = {knobs.rho} needs a base model"
-    start = dict((base or merged).named_parameters())
+def anchors(merged: nn.Module, base: nn.Module, knobs: Knobs) -> dict[str, Tensor]:
+    """Eq. 11 for every parameter."""
+    start = dict(base.named_parameters())
     return {
         name: knobs.rho * value.detach().double() + (1 - knobs.rho) * start[name].detach().double()
         for name, value in merged.named_parameters()
@@ -174,10 +167,8 @@ def gather(cal: list[Tensor], exp: list[Tensor], row_weights: Masks) -> Rows:
     weights = []
     for index, feature in enumerate(cal):
         weight = feature.new_ones(feature.shape[:-1])
-        if row_weights is not None:  # a module may run several times per batch
-            mask = row_weights[index * len(row_weights) // len(cal)]
-            if weight.ndim != 2 or weight.shape == mask.shape:  # else a table of relative positions
-                weight = weight * mask.double().reshape(weight.shape)
+        if row_weights is not None:
+            weight = weight * row_weights[index].double().reshape(weight.shape)
         weights.append(weight.reshape(-1))
     weight = torch.cat(weights)
     counted = weight > 0
@@ -207,24 +198,18 @@ def solve(
         affines = {task: (t.weight.detach(), t.bias.detach()) for task, t in expert_modules.items()}
         new = stacked_norm(z, affines, (anchor[pair[0]], anchor[pair[1]]), knobs.lam)
         return dict(zip(pair, new, strict=True))
-    groups = module.groups if isinstance(module, CONVOLUTIONS) else 1
-    biased = knobs.bias and module.bias is not None
+    is_turned, biased = kind == "Conv1D", knobs.bias and module.bias is not None
 
-    def in_groups(weight: Tensor, bias: Any) -> list[tuple[Tensor, Any]]:
-        """`[outputs, inputs]` and bias of each group. GPT-2's Conv1D stores inputs first."""
-        weights = (weight.T if kind == "Conv1D" else weight).detach().double().chunk(groups)
-        biases = bias.detach().double().chunk(groups) if biased else [None] * groups
-        return [(w.flatten(1), b) for w, b in zip(weights, biases, strict=True)]
+    def linear_map(weight: Tensor, bias: Any) -> tuple[Tensor, Any]:
+        """`[outputs, inputs]` and bias. GPT-2's Conv1D stores inputs first."""
+        matrix = (weight.T if is_turned else weight).detach().double().flatten(1)
+        return matrix, bias.detach().double() if biased else None
 
-    maps = {task: in_groups(their.weight, their.bias) for task, their in expert_modules.items()}
-    solved = []
-    for group, start in enumerate(in_groups(anchor[pair[0]], anchor.get(pair[1]))):
-        group_rows = {task: r.of_group(group, groups) for task, r in rows.items()}
-        expert_maps = {task: groups_of_map[group] for task, groups_of_map in maps.items()}
-        solved.append(solve_linear(group_rows, expert_maps, start, knobs))
-    weight = torch.cat([weight for weight, _ in solved])
-    new = {pair[0]: weight.T if kind == "Conv1D" else weight.reshape(module.weight.shape)}
-    return new | {pair[1]: torch.cat([bias for _, bias in solved])} if biased else new
+    maps = {task: linear_map(their.weight, their.bias) for task, their in expert_modules.items()}
+    start = linear_map(anchor[pair[0]], anchor.get(pair[1]))
+    weight, bias = solve_linear(rows, maps, start, knobs)
+    new = {pair[0]: weight.T if is_turned else weight.reshape(module.weight.shape)}
+    return new | {pair[1]: bias} if biased else new
 
 
 def solve_linear(
@@ -293,12 +278,12 @@ def drift(rows: Rows) -> tuple[float, float]:
     return float(rows.p @ squares.sqrt()), float((rows.p @ squares / power).sqrt())
 
 
-# Convolutions and BatchNorms: position by position, group by group.
+# Convolutions and BatchNorms, position by position.
 
 
 def as_rows(module: Any, features: list[Tensor]) -> list[Tensor]:
     """Inputs of a module with a row for each position, `[n, ..., d]`."""
-    if isinstance(module, CONVOLUTIONS):
+    if isinstance(module, nn.Conv2d):
         return [patches(module, x) for x in features]
     if type(module).__name__ == "GroupNorm":
         whole = [x.reshape(len(x), module.num_groups, -1) for x in features]
@@ -312,17 +297,16 @@ def as_rows(module: Any, features: list[Tensor]) -> list[Tensor]:
 
 def patches(module: Any, x: Tensor) -> Tensor:
     """Every patch that the kernel sees, `[n, positions, in * kernel]`."""
-    dims, padding = len(module.kernel_size), module.padding
     spans = [d * (k - 1) for k, d in zip(module.kernel_size, module.dilation, strict=True)]
-    if padding == "same":
+    if module.padding == "same":
         pairs = [(span // 2, span - span // 2) for span in spans]
     else:
-        pairs = [(0, 0)] * dims if padding == "valid" else [(p, p) for p in padding]
+        pairs = [(p, p) for p in module.padding]
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     x = functional.pad(x, [side for pair in pairs[::-1] for side in pair], mode=mode)
     for axis, span in enumerate(spans):
         x = x.unfold(axis + 2, span + 1, module.stride[axis])[..., :: module.dilation[axis]]
-    return x.movedim(1, dims + 1).flatten(dims + 1).flatten(1, dims)
+    return x.movedim(1, 3).flatten(3).flatten(1, 2)
 
 
 def normalise_batches(model: nn.Module, inputs: Any, block: str) -> bool:

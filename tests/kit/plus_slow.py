@@ -69,16 +69,15 @@ class RowMasks:
     def counting(self, name: str, task: str, calls: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Weight and sample of every row of a module's inputs."""
         batches, masks = self.suite.inputs[task], self.masks(name)
-        sizes = [size_of(batch) for batch in batches]
-        weights, samples = [], []
-        for index, call in enumerate(calls):
-            batch = index * len(batches) // len(calls)  # a module may run several times per batch
+        weights, samples, before = [], [], 0
+        for index, (batch, call) in enumerate(zip(batches, calls, strict=True)):
             weight = call.new_ones(call.shape[:-1])
             if masks is not None:
-                weight = weight * masks[task][batch].double().reshape(weight.shape)
+                weight = weight * masks[task][index].double().reshape(weight.shape)
             if self.closing(name):
                 weight[:, 1:] = 0
-            sample = sum(sizes[:batch]) + torch.arange(len(call))
+            sample = before + torch.arange(len(call))
+            before += size_of(batch)
             weights.append(weight.reshape(-1))
             samples.append(sample.repeat_interleave(weight[0].numel()))
         return torch.cat(weights), torch.cat(samples)

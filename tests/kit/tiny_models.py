@@ -10,8 +10,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from fusion_bench_featcal.families import Call, Family
-from fusion_bench_featcal.families.base import captured, hidden_output, run_block
+from fusion_bench_featcal import families
 
 VOCABULARY = 30
 NO_TARGET = -100
@@ -19,10 +18,7 @@ NO_TARGET = -100
 
 @dataclass
 class Suite:
-    """Arguments of a calibration: a base, experts scattered about it, their merger, and inputs.
-
-    Modules whose names end with one of `excluded` stay as merged.
-    """
+    """Arguments of a calibration: a base, experts scattered about it, their merger, and inputs."""
 
     merged: nn.Module
     base: nn.Module
@@ -30,7 +26,6 @@ class Suite:
     inputs: dict[str, list]
     blocks: list[str]
     family: Any = "auto"
-    excluded: tuple[str, ...] = ()
 
     def to(self, dtype: torch.dtype) -> "Suite":
         """Copies of the models in another dtype. Inputs stay."""
@@ -69,28 +64,9 @@ def suite_of(
     return Suite(add_up(base, experts, 0.4), base, experts, inputs, blocks, family)
 
 
-class Listed(Family):
-    """A chain of named blocks, whose rows an attention mask gives."""
-
-    def __init__(self, blocks: list[str]) -> None:
-        self.blocks = blocks
-
-    def stages(self, model: nn.Module) -> list[list[str]]:
-        return [self.blocks]
-
-    def begin(self, model: nn.Module, inputs: Any, block: str, ended: Any = None) -> Call:
-        return captured(model, inputs, block)
-
-    def step(self, model: nn.Module, block: str, call: Call) -> Call:
-        return replace(call, hidden=hidden_output(run_block(model, block, call)))
-
-    def masks(self, model: nn.Module, inputs: Any, stage: int, decoder_rows: str) -> Any:
-        return {"": inputs.get("attention_mask")} if isinstance(inputs, dict) else {}
-
-
 def listed(model: nn.Module, inputs: dict[str, list], blocks: list[str], seed: int) -> Suite:
-    """Suite of a model without a family of the package."""
-    return suite_of(model, inputs, blocks, seed, Listed(blocks))
+    """Suite of a model with a chain of named blocks."""
+    return suite_of(model, inputs, blocks, seed, families.Stack("|".join(blocks), compared=False))
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -123,9 +99,7 @@ def blocks_of(model: nn.Module, class_name: str) -> list[str]:
     return [name for name, m in model.named_modules() if type(m).__name__.endswith(class_name)]
 
 
-def modules_of(
-    model: nn.Module, blocks: list[str], excluded: tuple[str, ...] = ()
-) -> dict[str, list[str]]:
+def modules_of(model: nn.Module, blocks: list[str]) -> dict[str, list[str]]:
     """Full names of linear modules, convolutions and norms with gain and shift, of each block.
 
     Routers of mixtures and their experts are left out.
@@ -134,11 +108,10 @@ def modules_of(
 
     def is_calibrated(name: str, module: Any) -> bool:
         kind = type(module).__name__
-        norm = kind in ("LayerNorm", "ConvNextLayerNorm") and module.weight is not None
+        affine = kind.endswith("LayerNorm") and getattr(module, "bias", None) is not None
         routed = ".experts." in name or name.endswith(".gate")
-        affine = norm and module.bias is not None
-        routed |= getattr(module, "groups", 1) > 1  # kernels of groups of channels stay as merged
-        return (affine or kind in kinds) and not routed and not name.endswith(excluded or ("/",))
+        grouped = getattr(module, "groups", 1) > 1  # kernels that stay as merged
+        return (affine or kind in kinds) and not (routed or grouped)
 
     return {
         block: [name for name, module in model.get_submodule(block).named_modules(prefix=block)
@@ -147,60 +120,19 @@ def modules_of(
     }  # fmt: skip
 
 
-# Two positions of attention in some blocks, all in others, where a make can mix them.
-MIXED = {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]}
-MAKES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 3},
-    "qwen2": MIXED | {"use_sliding_window": True},
-    "qwen3": MIXED | {"use_sliding_window": True, "head_dim": 6},
-    "gemma": {"head_dim": 6},
-    "gemma2": MIXED | {"sliding_window": 5, "head_dim": 6, "query_pre_attn_scalar": 6},
-    "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5},
-    "olmo2": {},
-    "phi3": {"sliding_window": 3},
-    "smollm3": {"no_rope_layers": [1, 0]},
-    "starcoder2": {"sliding_window": 3},
-}
-_ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_DECODER: dict[str, Any] = _ENDS | {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-_T5: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "d_model": 8, "d_kv": 3, "d_ff": 10, "num_heads": 2,
-    "decoder_start_token_id": 0, "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 10,
-}  # fmt: skip
-_VISION = {"depth": 2, "patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2}
-_SIDES = {f"{side}_{name}": number for side in ("encoder", "decoder") for name, number in
-          (("layers", 2), ("attention_heads", 2), ("ffn_dim", 12))}  # fmt: skip
 # The class of transformers that makes a model of each type, and the numbers of its config.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{make: ("AutoModelForCausalLM", _DECODER | more) for make, more in MAKES.items()},
-    **dict.fromkeys(("t5", "mt5", "umt5"), ("AutoModelForSeq2SeqLM", _T5)),
+    "llama": ("AutoModelForCausalLM", {
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": VOCABULARY,
+        "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+        "tie_word_embeddings": False}),
+    "t5": ("AutoModelForSeq2SeqLM", {
+        "vocab_size": VOCABULARY, "d_model": 8, "d_kv": 3, "d_ff": 10, "num_heads": 2,
+        "decoder_start_token_id": 0, "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 10}),
     # images of 8 x 8 pixels in patches of 4 x 4: five tokens
     "clip_vision_model": ("AutoModel", {"image_size": 8, "patch_size": 4}),
-    "gpt2": ("AutoModel", {
-        "vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2,
-        "bos_token_id": 0, "eos_token_id": 0}),
-    "bert": ("AutoModelForMaskedLM", {
-        "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8,
-        "vocab_size": VOCABULARY}),
-    # sounds of 12 frames of 4 numbers, which convolutions halve
-    "whisper": ("AutoModelForSpeechSeq2Seq", _SIDES | _ENDS | {
-        "vocab_size": VOCABULARY, "d_model": 8, "num_mel_bins": 4, "max_source_positions": 6,
-        "max_target_positions": 16, "suppress_tokens": None, "begin_suppress_tokens": None,
-        "decoder_start_token_id": 1}),
-    "qwen2_vl": ("AutoModelForImageTextToText", {
-        "vision_config": _VISION | {"num_heads": 2, "embed_dim": 8, "hidden_size": 16,
-                                    "mlp_ratio": 2}}),
-    # with windows in its first vision block
-    "qwen2_5_vl": ("AutoModelForImageTextToText", {
-        "vision_config": _VISION | {
-            "num_heads": 2, "hidden_size": 8, "out_hidden_size": 16, "intermediate_size": 12,
-            "window_size": 8, "fullatt_block_indexes": [1]}}),
 }  # fmt: skip
 
 
@@ -223,13 +155,13 @@ def clip_model(
 
 
 def t5_model(
-    kind: str = "t5", *, gated: bool = True, untied: bool = False,
-    depths: tuple[int, int] = (2, 2), seed: int = 0, **config: Any,
+    *, gated: bool = True, untied: bool = False, depths: tuple[int, int] = (2, 2), seed: int = 0,
+    **config: Any,
 ) -> nn.Module:  # fmt: skip
     """Random model. `untied` gives the head separate weights, as in FLAN-T5's checkpoints."""
     projection = {"feed_forward_proj": "gated-gelu" if gated else "relu"}
     sizes = {"num_layers": depths[0], "num_decoder_layers": depths[1]}
-    model: Any = model_of(kind, seed, **(projection | sizes | config))
+    model: Any = model_of("t5", seed, **(projection | sizes | config))
     if untied:
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     return model
@@ -277,20 +209,12 @@ class Stack(nn.Module):
         return self.head(hidden)
 
 
-class ResidualNet(Stack):
-    """Three residual blocks."""
-
-    Block: type[ResidualBlock] = ResidualBlock
-
-    def __init__(self) -> None:
-        super().__init__(lambda: self.Block(6, 9), 3, 6)
-
-
 def residual_suite(*, tasks: int = 2, sizes: Sequence[int] = (9, 6), seed: int = 0) -> Suite:
     """Residual network on plain `[samples, features]` tensors: a row is a sample."""
     torch.manual_seed(seed)
     inputs: Any = samples_by_task(tasks, sizes, 4, seed=seed)
-    return listed(ResidualNet(), inputs, [f"layers.{i}" for i in range(3)], seed)
+    net = Stack(lambda: ResidualBlock(6, 9), 3, 6)
+    return listed(net, inputs, [f"layers.{i}" for i in range(3)], seed)
 
 
 def sentences(
@@ -315,9 +239,7 @@ def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
-def decoder_suite(
-    make: str = "llama", *, side: str = "right", tied: bool = False, seed: int = 0, extra: int = 0
-) -> Suite:
+def decoder_suite(*, side: str = "right", seed: int = 0, extra: int = 0) -> Suite:
     """Suite in float64, in batches of unequal length with `extra` positions of padding."""
     lengths = [5, 9, 7], [6, 3, 4, 6]
     inputs = by_task(
@@ -325,17 +247,7 @@ def decoder_suite(
             lengths[n], max(lengths[n]) + extra, side=side, seed=seed + 10 * task + n
         )
     )
-    model = model_of(make, seed, tie_word_embeddings=tied)
-    return suite_of(model, inputs, ["model.layers.0", "model.layers.1"], seed)
-
-
-def gpt2_suite(*, padded: int = 6, seed: int = 0) -> Suite:
-    """GPT-2, whose linear modules are Conv1D, on sentences filled up to `padded` tokens."""
-    lengths = [2, 5, 3], [4, 1, 5, 2]
-    inputs = by_task(
-        lambda task, n: without_labels(sentences(lengths[n], padded, seed=seed + 10 * task + n)),
-    )
-    return listed(model_of("gpt2", seed), inputs, ["h.0", "h.1"], seed)
+    return suite_of(model_of("llama", seed), inputs, ["model.layers.0", "model.layers.1"], seed)
 
 
 ROUNDING = 2e-6
@@ -347,12 +259,6 @@ def targets_of(lengths: Sequence[int], seed: int) -> Tensor:
     """Labels of given lengths, filled up on the right."""
     texts = sentences(lengths, max(lengths), seed=seed)
     return texts["input_ids"].masked_fill(texts["attention_mask"] == 0, NO_TARGET)
-
-
-def whisper_batch(target_lengths: Sequence[int], seed: int) -> dict[str, Tensor]:
-    """Sounds of noise and texts of unequal length."""
-    sounds = normal(seed, len(target_lengths), 4, 12)
-    return {"input_features": sounds, "labels": targets_of(target_lengths, seed)}
 
 
 def t5_batch(
