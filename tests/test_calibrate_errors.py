@@ -74,6 +74,8 @@ ROWS: list[Row] = [
         lambda s: s.inputs["task_1"][1]["attention_mask"][2].zero_()),
     row(t5_suite, r"task_1.*1 of 4 samples.*\[1\].*labels all -100.*modelpool\.train_datasets",
         lambda s: s.inputs["task_1"][1]["labels"][1].fill_(-100)),
+    row(t5_suite, r"task_0.*labels, or decoder_input_ids",
+        lambda s: s.inputs["task_0"][0].pop("labels")),
     row(decoder_suite, r"^task task_0: method\.augment=jitter needs images .*Set method\.augment",
         **PLUS, augment="jitter"),
     row(clip_suite, r"task_weights names tasks \['travel'\].*no expert", **PLUS,

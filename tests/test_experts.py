@@ -6,9 +6,19 @@ from typing import Any
 import pytest
 import torch
 from calibrations import gamma, run_fast
+from fusion_bench.modelpool import Seq2SeqLMPool
+from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from tiny_models import clip_suite
-from tiny_texts import t5_model, write_adapter
+from tiny_texts import (
+    ADAPTED,
+    load_t5,
+    merged_by_hand,
+    t5_model,
+    word_tokenizer,
+    write,
+    write_adapter,
+)
 from torch import nn
 from transformers import CLIPConfig, CLIPVisionConfig, LlamaConfig, Qwen2Config
 from transformers.pytorch_utils import Conv1D
@@ -17,6 +27,8 @@ from fusion_bench_featcal import CalibrationError, SafetensorsExpert
 from fusion_bench_featcal.experts import InMemoryExpert
 from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, merged_by_peft
 from fusion_bench_featcal.experts.model_config import check_same_function
+from fusion_bench_featcal.fusionbench import PoolModel
+from fusion_bench_featcal.models.model_files import load_lora_model
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1
@@ -133,3 +145,24 @@ def test_adapters_that_do_not_fit_are_refused(module: str, message: str, tmp_pat
     loha = write_adapter(tmp_path, base, 1, peft_type="LOHA")
     with pytest.raises(CalibrationError, match="cannot be merged by PEFT"):
         merged_by_peft(base, loha)
+
+
+@pytest.mark.filterwarnings("ignore:Input and output embeddings:UserWarning")  # of PEFT
+@pytest.mark.parametrize("more", [{}, {"rank_pattern": {"q": 2}, "target_modules": [*ADAPTED]}])
+def test_pools_read_plain_adapters_by_tensor_and_load_others(more: Any, tmp_path: Path):
+    base = write(t5_model().float(), tmp_path / "base")
+    adapter = write_adapter(tmp_path / "adapter", t5_model(), 0, **more)
+    entry = {
+        "_target_": "fusion_bench.modelpool.seq2seq_lm.modelpool.load_lora_model",
+        "base_model_path": base, "peft_model_path": str(adapter),
+    }  # fmt: skip
+    config: Any = OmegaConf.create(load_t5({"_pretrained_": base}) | {"one": entry})
+    pool = Seq2SeqLMPool(config, tokenizer=word_tokenizer(ends=True))  # type: ignore[arg-type]
+    source: Any = PoolModel(pool, "one").source()
+    assert isinstance(source, nn.Module) == bool(more)
+    source = InMemoryExpert(source) if more else source
+    loaded = load_lora_model(base, str(adapter)).state_dict()
+    for name, tensor in merged_by_hand(t5_model().float(), adapter, 3.0).state_dict().items():
+        torch.testing.assert_close(loaded[name], tensor, rtol=1e-5, atol=1e-6)
+        if name in source.names():  # files have tied tensors once
+            torch.testing.assert_close(source.tensor(name), tensor, rtol=1e-5, atol=1e-6)

@@ -11,15 +11,15 @@ import torch
 from calibrations import assert_identical, run_fast
 from safetensors.torch import save_model
 from tiny_convs import tower_suite
-from tiny_models import Suite, clip_suite, decoder_suite, t5_suite
-from torch import Tensor, nn
+from tiny_models import Suite, clip_suite, t5_suite
+from torch import nn
 
 from fusion_bench_featcal import CalibrationError, InMemoryExpert, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.experts import ExpertModel, hollow_copy
 from fusion_bench_featcal.experts import merging as merging_module
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.experts.merging import MergedOnRead
-from fusion_bench_featcal.experts.working_model import fill, offloaded
+from fusion_bench_featcal.experts.working_model import fill
 from fusion_bench_featcal.streams import Streams
 
 CASES: dict[str, tuple[Callable[[], Suite], Any]] = {  # a suite and a rule
@@ -105,16 +105,6 @@ def test_merging_on_read_equals_merging_whole_tensors(scale: float | None, monke
     tensor.data.view(-1)[0] = torch.inf
     with pytest.raises(CalibrationError, match=rf"expert 'task_1': tensor '{name}' has NaN"):
         merged.tensor(name)
-
-
-@torch.no_grad()
-def test_an_offloaded_model_gives_the_same_logits(tmp_path: Path):
-    suite = decoder_suite()
-    (streamed, weights), cpu = on_disk(suite, tmp_path), torch.device("cpu")
-    model: Any = offloaded(ExpertModel("a", weights, streamed.merged, device=cpu), cpu)
-    inputs = {k: v for k, v in suite.inputs["task_0"][0].items() if isinstance(v, Tensor)}
-    assert torch.equal(model(**inputs).logits, suite.merged(**inputs).logits)
-    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_where_memory_ran_out_is_named_and_finished_blocks_stay(tmp_path: Path):

@@ -30,7 +30,8 @@ def linears(number: int, width: int) -> nn.ModuleList:
 
 def test_the_list_that_is_clearly_the_largest_has_the_blocks():
     model = of_lists(layers=linears(2, 9), others=linears(2, 2))
-    assert resolve_family("auto", model).stages(model) == [["layers.0", "layers.1"]]
+    for name in ("auto", "stack"):
+        assert resolve_family(name, model).stages(model) == [["layers.0", "layers.1"]]
     equal = of_lists(layers=linears(2, 9), others=linears(2, 8))
     with pytest.raises(CalibrationError, match=r"family=stack .*Module: it has no list .*write"):
         STACK.stages(equal)

@@ -136,7 +136,7 @@ KINDS: dict[str, tuple[Any, Callable[[int, int], Any], dict[str, Any]]] = {
 QUICK = {
     "clip_vision_model", "dinov3_vit", "whisper", "gemma2", "phi3", "phi", "nemotron",
     "gpt_neox", "gpt2", "bloom", "opt", "falcon", "qwen2_moe", "bert", "distilbert",
-    "siglip", "convnext",
+    "siglip", "convnext", "segformer",
 }  # fmt: skip
 
 
