@@ -1,25 +1,27 @@
 """A mirror of the Hugging Face hub's protocol on the loopback, whose repositories can fail.
 
-It answers the requests of `huggingface_hub` and `datasets` to list and download: the
-programming interface under `/api`, and files under `/ID/resolve/REVISION/FILE`. A process uses it
-with `environment`: the real client runs, and no request leaves the machine.
+It answers the requests of `huggingface_hub` and `datasets` to list and download. The real client
+runs: in other processes with `environment`, in this one with `connect`.
 """
 
 import hashlib
+import importlib
 import json
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
-Failure = Literal["gated", "missing", "busy", "limited", "cut", "silent", ""]
-"""Access is restricted; there is no repository; 503; 429 for 55 s; the connection breaks off in
-the middle of a file; no answer ever comes; nothing fails."""
+import huggingface_hub
+import pytest
+
+Failure = Literal["gated", "missing", "limited", "cut", ""]
+"""Access is restricted; there is no repository; 429; weights break off in the middle; none."""
 
 
 @dataclass
@@ -33,32 +35,15 @@ class Request:
 
 @dataclass
 class Repository:
-    """A repository of models or data: content by path, at its newest revision and at others."""
+    """A repository of models or data: content by path. Its one commit is `main` and `v1`."""
 
     files: dict[str, bytes]
     failure: Failure = ""
-    times: int | None = None  # requests that fail before all is well
-    revisions: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)  # untrue ones, in the description
 
     @property
     def commit(self) -> str:
-        """Commit of the newest revision."""
-        return commit_of(self.files)
-
-    def at(self, revision: str) -> dict[str, bytes] | None:
-        """Files of a branch, tag or commit, or None if there is no such revision."""
-        named = {"main": self.files, **self.revisions}
-        commits = {commit_of(files): files for files in named.values()}
-        return (named | commits).get(revision)
-
-    def fails(self) -> bool:
-        """Count a request that may fail, and return whether it does."""
-        if not self.failure or self.times == 0:
-            return False
-        if self.times is not None:
-            self.times -= 1
-        return True
+        content = json.dumps({name: etag(data) for name, data in self.files.items()})
+        return hashlib.sha1(content.encode()).hexdigest()
 
 
 class Mirror:
@@ -67,7 +52,6 @@ class Mirror:
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}  # datasets by `datasets/ID`
         self.requests: list[Request] = []
-        self.stopped = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = True
         self._server.mirror = self  # type: ignore[attr-defined]
@@ -82,6 +66,19 @@ class Mirror:
         offline = {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"}
         usual = {name: value for name, value in os.environ.items() if name not in offline}
         return usual | {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+
+    def connect(self, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+        """Let the client in this process use the mirror, with a new cache in `home`."""
+        address = {"ENDPOINT": self.url, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(home)}
+        address["HUGGINGFACE_CO_URL_TEMPLATE"] = (
+            self.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        for name, value in address.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setattr("fusion_bench_featcal.models.hub._MODELS", {})
+        client: Any = importlib.import_module("huggingface_hub.utils._http")
+        # Releases before 1.0 choose between online and offline once per session.
+        getattr(client, "reset_sessions", client.__dict__.get("close_session"))()
 
     def add(
         self, name: str, files: Path | Mapping[str, bytes], failure: Failure = ""
@@ -106,7 +103,6 @@ class Mirror:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stopped.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -115,11 +111,6 @@ class Mirror:
 def etag(content: bytes) -> str:
     """The hub's name of a file's content."""
     return hashlib.sha256(content).hexdigest()
-
-
-def commit_of(files: Mapping[str, bytes]) -> str:
-    content = json.dumps({name: etag(data) for name, data in files.items()})
-    return hashlib.sha1(content.encode()).hexdigest()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -145,19 +136,16 @@ class _Handler(BaseHTTPRequestHandler):
         failure, rest = repository.failure, steps[name.count("/") + 1 :]
         if failure == "missing":
             self._refuse(404, "RepoNotFound", "Repository not found")
-        elif failure == "busy" and repository.fails():
-            self._send(503, b"Too much", {"Retry-After": "0"})
         elif failure == "limited":
             self._send(429, b"Too many", {"ratelimit": '"api";r=0;t=55'})
-        elif failure == "silent" and repository.fails():
-            self.mirror.stopped.wait()
-            self.close_connection = True
         elif path.startswith("/api/"):
             self._describe(repository, name.removeprefix("datasets/"), rest, body)
         elif failure == "gated":
             self._refuse(403, "GatedRepo", f"Access to model {name} is restricted")
+        elif "/".join(rest[2:]) not in repository.files:
+            self._refuse(404, "EntryNotFound", "Entry not found")
         else:
-            self._file(repository, rest[1], "/".join(rest[2:]))
+            self._file(repository, "/".join(rest[2:]))
 
     do_HEAD = do_GET = do_POST = _answer
 
@@ -166,9 +154,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _describe(self, repository: Repository, name: str, rest: list[str], body: bytes) -> None:
         """Answer `/api/models/ID[/ACTION/REVISION[/PATH]]`."""
-        action, revision = (*rest, "", "main")[:2] if rest else ("", "main")
-        files = repository.at(revision)
-        if files is None:
+        files, action = repository.files, rest[0] if rest else ""
+        if action in ("revision", "tree") and rest[1] not in ("main", "v1", repository.commit):
             self._refuse(404, "RevisionNotFound", "Invalid rev id")
         elif action in ("paths-info", "tree"):
             paths = parse_qs(body.decode()).get("paths", ["/".join(rest[2:])])
@@ -182,29 +169,23 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._refuse(404, "EntryNotFound", "Entry not found")
         else:
-            sizes = {path: len(data) for path, data in files.items()} | repository.sizes
-            siblings = [{"rfilename": path, "size": size} for path, size in sizes.items()]
-            self._json({"id": name, "modelId": name, "sha": commit_of(files), "private": False,
+            siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
+            self._json({"id": name, "modelId": name, "sha": repository.commit, "private": False,
                         "tags": [], "siblings": siblings})  # fmt: skip
 
-    def _file(self, repository: Repository, revision: str, path: str) -> None:
-        files = repository.at(revision)
-        if files is None or path not in files:
-            code = "RevisionNotFound" if files is None else "EntryNotFound"
-            return self._refuse(404, code, "Entry not found")
-        content = files[path]
+    def _file(self, repository: Repository, path: str) -> None:
+        """Send a file, or the range of it that a resumed download asks for."""
+        content = repository.files[path]
         first, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")
         part = content[int(first) : int(last) + 1 if last else None]
-        headers = {"ETag": f'"{etag(content)}"', "X-Repo-Commit": commit_of(files),
+        headers = {"ETag": f'"{etag(content)}"', "X-Repo-Commit": repository.commit,
                    "X-Linked-Size": str(len(content)), "Accept-Ranges": "bytes"}  # fmt: skip
         is_part = len(part) < len(content)
         if is_part:
             end = int(first) + len(part) - 1
             headers["Content-Range"] = f"bytes {first}-{end}/{len(content)}"
-        is_weights = path.endswith(".safetensors") and self.command == "GET"
-        is_cut = repository.failure == "cut" and is_weights and repository.fails()
+        is_cut = repository.failure == "cut" and path.endswith(".safetensors")
         self._send(206 if is_part else 200, part, headers, len(part) // 2 if is_cut else None)
-        return None
 
     def _json(self, answer: Any) -> None:
         self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
