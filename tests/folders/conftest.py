@@ -8,19 +8,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import datasets
 import made_folders as makers
 import pytest
 import transformers
-from made_folders import PAPER, ROWS, change_json, words, write_rows
+from made_folders import PAPER, ROWS, words, write_rows
 from reports import error_of, featcal
-from tiny_texts import TASKS, sentences
+from tiny_texts import TASKS, llama_model, sentences, t5_model
 
 from fusion_bench_featcal import results
 
-TEMPLATE = "{{ messages[0]['content'] }}"
 MAKERS: dict[str, Callable[[Path], Any]] = {
-    "llama": makers.llama_folders,
-    "t5": makers.t5_folders,
+    "llama": lambda folder: makers.language_folders(folder, llama_model()),
+    "t5": lambda folder: makers.language_folders(folder, t5_model(), ends=True),
     "bert": makers.classifier_folders,
     "vit": makers.image_classifier_folders,
     "clip": makers.clip_folders,
@@ -46,21 +46,20 @@ class Run:
 
 
 def llama(folder: Path) -> list[str]:
-    """All rows that are not held out are requested. Their columns and splits have other names."""
-    change_json(folder / "merged" / "tokenizer_config.json", {"padding_side": "left"})
+    """All rows that are not held out are requested. Columns have other names, data a split."""
     one, two = (sentences(task, ROWS) for task in TASKS)
     rows = [{"q": row["prompt"], "a": row["target"], "prompt": "id"} for row in one]
     write_rows(folder / "one.jsonl", rows)
-    rows = [{"ask": row["prompt"], "a": row["target"]} for row in two]
-    makers.datasets_on_disk(folder / "saved", "fit", "more", rows=rows)
+    table = datasets.Dataset.from_list([{"ask": r["prompt"], "a": r["target"]} for r in two])
+    datasets.DatasetDict({"fit": table, "more": table}).save_to_disk(folder / "saved")
     more = ("--columns", "prompt=q,target=a", "--columns", "two:prompt=ask")
     more += ("--set", f"samples_per_task={ROWS}")
     return words(folder, *PAPER, *more, data=("one.jsonl", "saved:fit"))
 
 
 def lora(folder: Path) -> list[str]:
-    makers.write_adapters(folder, makers.llama_model())
-    (folder / "chat.jinja").write_text(TEMPLATE)
+    makers.write_adapters(folder, llama_model())
+    (folder / "chat.jinja").write_text(makers.CHAT)
     more = ("--merge", "simple_average", "--chat-template", "chat.jinja")
     return words(folder, *more, *PAPER, merged=None, experts=("one-lora", "two-lora"))
 

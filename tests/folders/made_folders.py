@@ -3,16 +3,14 @@
 import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from encoder_pools import encoder, write_sentence_files
-from tiny_images import write_class_folders, write_clip
+from tiny_images import SHAPES, write_class_folders, write_clip
 from tiny_models import add_up, scatter
-from tiny_texts import TASKS, llama_model, sentences, t5_model, word_tokenizer, write_adapter
+from tiny_texts import TASKS, sentences, word_tokenizer, write_adapter
 from torch import nn
 from transformers import (
     BertConfig,
@@ -67,12 +65,6 @@ def change_json(file: Path, changes: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | dict(changes)))
 
 
-def datasets_on_disk(folder: Path, *splits: str, rows: Iterable[Mapping[str, Any]] = ()) -> None:
-    """Save a dataset of which each split has the rows, by default the first task's."""
-    table = datasets.Dataset.from_list([dict(row) for row in rows] or sentences(TASKS[0], ROWS))
-    datasets.DatasetDict(dict.fromkeys(splits, table)).save_to_disk(folder)
-
-
 def write_models(
     folder: Path,
     base: Any,
@@ -90,15 +82,11 @@ def write_models(
     return models
 
 
-def language_folders(folder: Path, make: Any, *, ends: bool = False) -> Models:
+def language_folders(folder: Path, base: Any, *, ends: bool = False) -> Models:
     """A language model, two experts, their merged model and texts of each task."""
     for task in TASKS:
         write_rows(folder / f"{task}.jsonl", sentences(task, ROWS))
-    return write_models(folder, make(), word_tokenizer(ends=ends))
-
-
-llama_folders = partial(language_folders, make=llama_model)
-t5_folders = partial(language_folders, make=t5_model, ends=True)
+    return write_models(folder, base, word_tokenizer(ends=ends))
 
 
 def write_adapters(folder: Path, base: nn.Module) -> None:
@@ -107,38 +95,38 @@ def write_adapters(folder: Path, base: nn.Module) -> None:
         write_adapter(folder / f"{task}-lora", base, number, lora_alpha=1)
 
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12
+}  # fmt: skip
+
+
+def classes(*names: str) -> dict[str, Any]:
+    """Class names of a head, as keys of its config."""
+    return {"id2label": dict(enumerate(names)), "label2id": {n: k for k, n in enumerate(names)}}
+
+
 def classifier_folders(folder: Path) -> Models:
     """BERT sequence classifiers whose heads have two and three classes, and labelled texts."""
-    size: Any = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    size |= {"intermediate_size": 12, "vocab_size": 23, "max_position_embeddings": 32}
+    size: Any = SIZES | {"vocab_size": 23, "max_position_embeddings": 32}
     torch.manual_seed(0)
-    two: Any = size | {"num_labels": 2}
-    base = scatter(BertForSequenceClassification(BertConfig(**two)), 0, 0.1)
-    experts, with_base_head = {}, {}
+    base: Any = scatter(BertForSequenceClassification(BertConfig(**size)), 0, 0.1)
+    merged, experts = copy.deepcopy(base), {}
     for number, task in enumerate(TASKS):
-        labels = ["no", "yes", "maybe"][: 2 + number]
-        numbers = {label: number for number, label in enumerate(labels)}
-        config = BertConfig(**size, id2label=dict(enumerate(labels)), label2id=numbers)
-        expert: Any = BertForSequenceClassification(config)
-        expert.bert.load_state_dict(base.get_submodule("bert").state_dict())
-        experts[task] = scatter(expert, 20 + number, 0.03)
-        with_base_head[task] = copy.deepcopy(base)
-        with_base_head[task].bert = experts[task].bert
+        labels = ("no", "yes", "maybe")[: 2 + number]
+        expert: Any = BertForSequenceClassification(BertConfig(**size, **classes(*labels)))
+        expert.bert = scatter(base.bert, 20 + number, 0.03)
+        experts[task] = expert
         texts = enumerate(sentences(task, ROWS))
         rows = [{"text": row["prompt"], "label": labels[n % len(labels)]} for n, row in texts]
         write_rows(folder / f"{task}.jsonl", rows)
-    merged = add_up(base, with_base_head, 0.4)
-    tokenizer = word_tokenizer(model_max_length=32)
-    return write_models(folder, base, tokenizer, experts, merged)
+    bodies = {task: expert.bert for task, expert in experts.items()}
+    merged.bert = add_up(base.bert, bodies, 0.4)
+    return write_models(folder, base, word_tokenizer(model_max_length=32), experts, merged)
 
 
 def image_classifier_folders(folder: Path) -> Models:
     """ViT image classifiers with heads of three classes, and folders of images."""
-    config = ViTConfig(
-        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
-        image_size=28, patch_size=14, id2label={0: "circle", 1: "square", 2: "star"},
-        label2id={"circle": 0, "square": 1, "star": 2},
-    )  # fmt: skip
+    config = ViTConfig(**SIZES, **classes(*SHAPES), image_size=28, patch_size=14)
     torch.manual_seed(0)
     for number, task in enumerate(TASKS):
         write_class_folders(folder / f"{task}-images", per_class=10, seed=number)

@@ -69,16 +69,14 @@ class Mirror:
 
     def connect(self, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
         """Let the client in this process use the mirror, with a new cache in `home`."""
-        address = {"ENDPOINT": self.url, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(home)}
-        address["HUGGINGFACE_CO_URL_TEMPLATE"] = (
-            self.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        files = f"{self.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        address = {"ENDPOINT": self.url, "HUGGINGFACE_CO_URL_TEMPLATE": files}
+        address |= {"HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(home)}
         for name, value in address.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
         monkeypatch.setattr("fusion_bench_featcal.models.hub._MODELS", {})
-        client: Any = importlib.import_module("huggingface_hub.utils._http")
-        # Releases before 1.0 choose between online and offline once per session.
-        getattr(client, "reset_sessions", client.__dict__.get("close_session"))()
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        _end_sessions()
 
     def add(
         self, name: str, files: Path | Mapping[str, bytes], failure: Failure = ""
@@ -105,6 +103,14 @@ class Mirror:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+        _end_sessions()
+
+
+def _end_sessions() -> None:
+    """Let the hub's client begin anew: its releases before 1.0 go offline for a whole session."""
+    client: Any = importlib.import_module("huggingface_hub.utils._http")
+    end = "close_session" if hasattr(client, "close_session") else "reset_sessions"
+    getattr(client, end)()
 
 
 @cache
